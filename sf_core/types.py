@@ -1,0 +1,105 @@
+"""The values that cross the borders between parts. Frozen data, no behaviour beyond properties.
+
+Words follow docs/architecture.md: session, turn, branch, trajectory, group, lease, lag.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    """An end-of-turn token or a stop string was sampled."""
+    LENGTH = "length"
+    """The token budget or the context window is used up."""
+    ABORT = "abort"
+    """The engine was told to stop; the tokens so far are valid and generation may continue elsewhere."""
+
+
+class SessionStatus(StrEnum):
+    RUNNING = "running"
+    FINISHED = "finished"
+    """The agent returned and the session has its reward."""
+    FAILED = "failed"
+    """The agent or the reward raised; the session is retried, then excluded together with its group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are drawn. Randomness is a counter: (seed, position in the turn) decides each draw, so a
+    sample depends neither on the batch it is in nor on where it is resumed (design 5.5)."""
+
+    temperature: float = 1.0
+    """0 means greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 means no limit."""
+    seed: int = 0
+    """Unsigned 64-bit key of this turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """What an engine is asked: continue these ids."""
+
+    request_id: str
+    prompt_ids: list[int]
+    """Everything so far, including tokens of this turn that were sampled before an interruption."""
+    position: int
+    """How many tokens of this turn were sampled before: the counter of the first new draw."""
+    max_tokens: int
+    """Remaining budget, at least 1."""
+    stop_token_ids: tuple[int, ...]
+    sampling: Sampling
+    stream: bool = False
+    """True: report every token at once. False: the engine may gather several steps into one chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Newly sampled tokens of one request, all sampled by the same weights."""
+
+    request_id: str
+    token_ids: list[int]
+    logprobs: list[float]
+    """Natural log of the probability the token had under the sampling distribution (after temperature,
+    top-k and top-p), as float32 values."""
+    version: int
+    """Policy version of the weights that sampled these tokens."""
+    finish_reason: FinishReason | None = None
+    """Set on the last chunk of a request. An end-of-turn token is part of token_ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsRef:
+    """Names published weights; data never crosses a task border."""
+
+    version: int
+    uri: str
+    """Folder that holds model.safetensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One task instance an agent works on."""
+
+    task_id: str
+    """Unique over all splits; the same id is the same task for ever."""
+    environment: str
+    prompt: str
+    """What the user asks; also shown by `sf inspect`."""
+    answer: str = ""
+    """What verification compares with; never shown to the agent."""
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where an agent finds its LLM. Any OpenAI SDK works with these three values."""
+
+    base_url: str
+    api_key: str
+    model: str
