@@ -1,0 +1,103 @@
+"""Checkpoints: what a trainer needs to go on as if it had never stopped.
+
+Owns a folder of model.safetensors, optimizer.safetensors and state.json. The last is written last and holds
+the checksums of the others: a folder without it is no checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from storage import files, weights
+from storage.files import FileRef
+
+if TYPE_CHECKING:
+    import torch
+
+MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    model: dict[str, torch.Tensor]
+    optimizer: dict[str, Any]
+    """As torch.optim.Optimizer.state_dict gives it."""
+    state: dict[str, Any]
+    """Whatever else the trainer keeps; JSON."""
+
+
+def save_checkpoint(
+    uri: str, model: Mapping[str, torch.Tensor], optimizer: Mapping[str, Any], state: Mapping[str, Any]
+) -> list[FileRef]:
+    """Write state dictionaries of a model and a torch.optim.Optimizer, and JSON values beside them."""
+    import torch
+
+    tensors: dict[str, torch.Tensor] = {}
+    scalars: dict[str, dict[str, Any]] = {}
+    for key, values in optimizer["state"].items():
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"{key}/{name}"] = value
+            else:
+                scalars.setdefault(str(key), {})[name] = value
+    refs = [
+        weights.write_tensors(files.join(uri, MODEL), model, {"format": "pt"}),
+        weights.write_tensors(files.join(uri, OPTIMIZER), tensors, {"format": "pt"}),
+    ]
+    content = {
+        "state": dict(state),
+        "optimizer": {"param_groups": optimizer["param_groups"], "scalars": scalars},
+        "files": {
+            name: {"bytes": ref.bytes, "sha256": ref.sha256}
+            for name, ref in zip((MODEL, OPTIMIZER), refs, strict=True)
+        },
+    }
+    return [*refs, files.write_atomic(files.join(uri, STATE), json.dumps(content, indent=2).encode())]
+
+
+def has_checkpoint(uri: str) -> bool:
+    """Whether a complete checkpoint is there; its content is checked when it is loaded."""
+    return files.exists(files.join(uri, STATE))
+
+
+def load_checkpoint(uri: str) -> Checkpoint:
+    """Raises ValueError with one sentence if the checkpoint is missing, incomplete or corrupt."""
+    state_uri = files.join(uri, STATE)
+    try:
+        content = json.loads(files.read_bytes(state_uri))
+    except FileNotFoundError:
+        raise ValueError(f"{uri}: no complete checkpoint here (state.json is missing)") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{state_uri}: not valid JSON: {error}") from None
+    for name, expected in content["files"].items():
+        _check(files.join(uri, name), expected)
+    groups = content["optimizer"]["param_groups"]
+    state: dict[Any, dict[str, Any]] = {}
+    # torch keys the state by what its groups list: numbers, or names of parameters
+    keys = {str(key): key for group in groups for key in group["params"]}
+    for path, tensor in weights.read_tensors(files.join(uri, OPTIMIZER)).items():
+        key, _, name = path.rpartition("/")
+        state.setdefault(keys[key], {})[name] = tensor
+    for key, values in content["optimizer"]["scalars"].items():
+        state.setdefault(keys[key], {}).update(values)
+    return Checkpoint(
+        model=weights.read_tensors(files.join(uri, MODEL)),
+        optimizer={"state": state, "param_groups": groups},
+        state=content["state"],
+    )
+
+
+def _check(uri: str, expected: dict[str, Any]) -> None:
+    try:
+        data = files.read_bytes(uri)
+    except FileNotFoundError:
+        raise ValueError(f"{uri}: missing from the checkpoint") from None
+    found = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    if found != expected:
+        raise ValueError(
+            f"{uri}: {found['bytes']} bytes that differ from the {expected['bytes']} bytes of the checkpoint"
+        )

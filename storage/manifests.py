@@ -1,0 +1,71 @@
+"""What a stage leaves behind when it is done: one small JSON file that names its inputs and outputs.
+
+Owns the content of a manifest and the sentences about a wrong one. Where it lies and when it is written is
+the run directory's.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from storage.files import FileRef
+
+
+def _code_version() -> str:
+    try:
+        return version("seamlessflow")
+    except PackageNotFoundError:
+        return "not installed"
+
+
+class Manifest(BaseModel):
+    """A committed stage. Its existence means that every output is complete."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    run_id: str
+    iteration: int | None
+    """None for manifests of the run as a whole."""
+    stage: str
+    attempt: int
+    """The attempt that did the work; see RunDirectory.begin_attempt."""
+    inputs: dict[str, str] = {}
+    """What was read, by role: relative URIs, version numbers."""
+    outputs: list[FileRef] = []
+    """What was written, URIs relative to the run directory."""
+    data: dict[str, Any] = {}
+    """Facts of the stage that later stages and people need; JSON."""
+    created_at: datetime = Field(default_factory=lambda: datetime.now(UTC))
+    code_version: str = Field(default_factory=_code_version)
+
+    @property
+    def label(self) -> str:
+        return self.stage if self.iteration is None else f"{self.stage} of iteration {self.iteration}"
+
+    def has_outputs_of(self, other: Manifest) -> bool:
+        return sorted(map(_identity, self.outputs)) == sorted(map(_identity, other.outputs))
+
+
+def parse_manifest(uri: str, text: bytes, run_id: str, iteration: int | None, stage: str) -> Manifest:
+    """Raises ValueError with one sentence if this is no manifest, or one of something else."""
+    try:
+        manifest = Manifest.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ValueError(
+            f"{uri}: manifest cannot be read ({where + ': ' if where else ''}{first['msg']}); "
+            "remove the file to have the stage done again"
+        ) from None
+    for name, expected in (("run_id", run_id), ("iteration", iteration), ("stage", stage)):
+        if (found := getattr(manifest, name)) != expected:
+            raise ValueError(f"{uri}: manifest is for {name} {found!r}, expected {expected!r}")
+    return manifest
+
+
+def _identity(ref: FileRef) -> tuple[str, int, str]:
+    return ref.uri, ref.bytes, ref.sha256

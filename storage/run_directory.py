@@ -1,0 +1,185 @@
+"""The layout of a run directory and its manifests, which are the truth about what is done (design 5.6).
+
+Owns every path and the order of stages. Knows nothing of what the stages compute.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from dataclasses import replace
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from storage import files
+from storage.files import FileRef
+from storage.manifests import Manifest, parse_manifest
+
+STAGES = ("rollout", "filter", "train", "publish")
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class RunDirectory:
+    """A run's folder on any fsspec filesystem; its last path component is the run id."""
+
+    def __init__(self, uri: str) -> None:
+        self.uri = files.absolute(uri)
+        self.run_id = self.uri.rstrip("/").rsplit("/", 1)[-1]
+
+    def path(self, *parts: str) -> str:
+        """URI of something in the run directory; takes the `uri` of a manifest's FileRef."""
+        return files.join(self.uri, *parts)
+
+    @property
+    def start_dir(self) -> str:
+        """Hugging Face folder the run starts from: tokenizer, configuration, the weights of version 0."""
+        return self.path("start")
+
+    @property
+    def policy_dir(self) -> str:
+        """Hugging Face folder of the result."""
+        return self.path("policy")
+
+    @property
+    def journal_dir(self) -> str:
+        return self.path("journal")
+
+    @property
+    def logs_dir(self) -> str:
+        return self.path("logs")
+
+    def weights_dir(self, version: int) -> str:
+        return self.path("weights", f"v{version:05d}")
+
+    def checkpoint_dir(self, version: int) -> str:
+        return self.path("checkpoints", f"{version:05d}")
+
+    def partition(self, kind: str, iteration: int) -> str:
+        """Folder of the Parquet files of one iteration; of one policy version for evaluations."""
+        return self.path(kind, f"iteration={iteration}")
+
+    def metrics_file(self, kind: str, iteration: int) -> str:
+        return self.path("metrics", kind, f"iteration={iteration}.parquet")
+
+    def manifest_file(self, iteration: int | None, stage: str) -> str:
+        parts = [f"{iteration:05d}"] if iteration is not None else []
+        return self.path("manifests", *parts, f"{stage}.json")
+
+    def relative(self, ref: FileRef) -> FileRef:
+        """The reference as manifests keep it, so that a run directory can be moved."""
+        return replace(ref, uri=ref.uri.removeprefix(self.uri + "/"))
+
+    def write_config(self, config: BaseModel) -> FileRef:
+        return files.write_atomic(self.path("config.json"), config.model_dump_json(indent=2).encode())
+
+    def read_config(self, model: type[Model]) -> Model:
+        """Raises ValueError with one sentence if there is no run here or its configuration is broken."""
+        uri = self.path("config.json")
+        try:
+            return model.model_validate_json(files.read_bytes(uri))
+        except FileNotFoundError:
+            raise ValueError(f"{self.uri}: no run here (config.json is missing)") from None
+        except ValidationError as error:
+            raise ValueError(f"{uri}: cannot be read: {error.errors()[0]['msg']}") from None
+
+    def write_summary(self, summary: dict[str, object]) -> FileRef:
+        return files.write_atomic(self.path("summary.json"), json.dumps(summary, indent=2).encode())
+
+    def write_timeline(self, name: str, data: bytes) -> FileRef:
+        return files.write_atomic(self.path("timeline", f"{name}.json"), data)
+
+    def read_timelines(self) -> list[bytes]:
+        return [files.read_bytes(uri) for uri in files.list_files(self.path("timeline"))]
+
+    def read_manifest(self, iteration: int | None, stage: str) -> Manifest | None:
+        """None: not committed. Raises ValueError if the file is broken or belongs to something else."""
+        uri = self.manifest_file(iteration, stage)
+        try:
+            text = files.read_bytes(uri)
+        except FileNotFoundError:
+            return None
+        return parse_manifest(uri, text, self.run_id, iteration, stage)
+
+    def commit_manifest(self, manifest: Manifest) -> Manifest:
+        """Write the manifest, last and atomically; returns the one that holds.
+
+        Committing equal outputs again keeps the first. Raises ValueError if the stage was committed with
+        other outputs, or if a later attempt has begun.
+        """
+        outputs = [self.relative(ref) for ref in manifest.outputs]
+        manifest = manifest.model_copy(update={"outputs": outputs})
+        uri = self.manifest_file(manifest.iteration, manifest.stage)
+        text = manifest.model_dump_json(indent=2).encode()
+        # refuse what could never be read back: another run, or values that JSON does not keep
+        parse_manifest(uri, text, self.run_id, manifest.iteration, manifest.stage)
+        if (kept := self._committed(manifest)) is not None:
+            return kept
+        if files.exists(self._attempt_file(manifest.attempt + 1)):
+            raise ValueError(
+                f"{self.run_id}: attempt {manifest.attempt} was superseded by a later one "
+                f"and must not commit {manifest.label}"
+            )
+        try:
+            files.write_atomic(uri, text, create=True)
+        except FileExistsError:  # another attempt was faster by less than a write
+            kept = self._committed(manifest)
+            assert kept is not None
+            return kept
+        self._remove_strays(manifest)
+        return manifest
+
+    def verify(self, manifest: Manifest) -> None:
+        """Raises ValueError if an output is missing or is not what the stage wrote."""
+        for ref in manifest.outputs:
+            uri = self.path(ref.uri)
+            try:
+                data = files.read_bytes(uri)
+            except FileNotFoundError:
+                raise ValueError(f"{uri}: missing, but {manifest.label} is committed") from None
+            if len(data) != ref.bytes:
+                raise ValueError(f"{uri}: has {len(data)} bytes, {manifest.label} wrote {ref.bytes}")
+            if hashlib.sha256(data).hexdigest() != ref.sha256:
+                raise ValueError(f"{uri}: content differs from what {manifest.label} wrote")
+
+    def next_stage(self) -> tuple[int, str]:
+        """The first (iteration, stage) that is not committed; iterations count from 0."""
+        return next(
+            (iteration, stage)
+            for iteration in itertools.count()
+            for stage in STAGES
+            if self.read_manifest(iteration, stage) is None
+        )
+
+    def begin_attempt(self) -> int:
+        """Number of this attempt on the run, from 1; earlier attempts can commit nothing from now on."""
+        for attempt in itertools.count(1):
+            try:
+                files.write_atomic(self._attempt_file(attempt), b"", create=True)
+            except FileExistsError:
+                continue
+            return attempt
+        raise AssertionError("unreachable")
+
+    def _attempt_file(self, attempt: int) -> str:
+        return self.path("attempts", f"{attempt:05d}")
+
+    def _committed(self, manifest: Manifest) -> Manifest | None:
+        existing = self.read_manifest(manifest.iteration, manifest.stage)
+        if existing is not None and not existing.has_outputs_of(manifest):
+            raise ValueError(
+                f"{self.run_id}: {manifest.label} was committed by attempt {existing.attempt} with other "
+                f"outputs; attempt {manifest.attempt} must not replace them"
+            )
+        return existing
+
+    def _remove_strays(self, manifest: Manifest) -> None:
+        """Remove Parquet parts of attempts that died before they committed: who reads the folder without
+        the manifest would count their rows twice."""
+        named = {self.path(ref.uri) for ref in manifest.outputs}
+        partitions = {uri.rsplit("/", 1)[0] for uri in named if "/iteration=" in uri.rsplit("/", 1)[0]}
+        for uri in itertools.chain.from_iterable(map(files.list_files, sorted(partitions))):
+            if uri not in named:
+                files.remove(uri)

@@ -1,0 +1,108 @@
+"""The trajectory schema of docs/data.md: its columns, and one row of it as a dataclass.
+
+Owns names and types. The column `iteration` is the partition: it is in the folder's name and not in the
+file, because readers that see it in both places refuse the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+NOT_SAMPLED = -1
+"""Policy version, in memory, of a token that no policy sampled; null in the file."""
+
+TURN = pa.struct(
+    [
+        ("role", pa.string()),
+        ("start", pa.int32()),
+        ("end", pa.int32()),
+        ("finish_reason", pa.string()),
+        ("engine", pa.string()),
+        ("temperature", pa.float32()),
+        ("top_p", pa.float32()),
+        ("top_k", pa.int32()),
+    ]
+)
+
+SCHEMA = pa.schema(
+    [
+        ("run_id", pa.string()),
+        ("policy", pa.string()),
+        ("task_id", pa.string()),
+        ("environment", pa.string()),
+        ("group_id", pa.string()),
+        ("session_id", pa.string()),
+        ("branch_id", pa.string()),
+        ("parent_branch_id", pa.string()),
+        ("shared_prefix", pa.int32()),
+        ("token_ids", pa.list_(pa.int32())),
+        ("loss_mask", pa.list_(pa.bool_())),
+        ("logprobs", pa.list_(pa.float32())),
+        ("policy_versions", pa.list_(pa.int32())),
+        ("turns", pa.list_(TURN)),
+        ("messages", pa.string()),
+        ("reward", pa.float64()),
+        ("reward_parts", pa.map_(pa.string(), pa.float64())),
+        ("status", pa.string()),
+        ("min_version", pa.int32()),
+        ("max_version", pa.int32()),
+        ("interruptions", pa.int32()),
+        ("started_at", pa.timestamp("us", tz="UTC")),
+        ("finished_at", pa.timestamp("us", tz="UTC")),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TurnSpan:
+    """Tokens start <= i < end of a trajectory, added by one message. What only a sampled turn has is None
+    for the others."""
+
+    role: str
+    start: int
+    end: int
+    finish_reason: str | None = None
+    engine: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trajectory:
+    """One exported branch. The four arrays have one element per token.
+
+    A token that was sampled but is trained in another branch has mask False and keeps its log-prob and
+    version.
+    """
+
+    policy: str
+    task_id: str
+    environment: str
+    group_id: str | None
+    """None for held-out sessions: they belong to no group."""
+    session_id: str
+    branch_id: str
+    parent_branch_id: str | None
+    shared_prefix: int
+    token_ids: npt.NDArray[np.int32]
+    loss_mask: npt.NDArray[np.bool_]
+    logprobs: npt.NDArray[np.float32]
+    """NaN where not sampled."""
+    policy_versions: npt.NDArray[np.int32]
+    """NOT_SAMPLED where not sampled."""
+    turns: Sequence[TurnSpan]
+    messages: str
+    reward: float | None
+    """None for a session that failed."""
+    reward_parts: Mapping[str, float]
+    status: str
+    interruptions: int
+    started_at: float
+    """Unix seconds."""
+    finished_at: float

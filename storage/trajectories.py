@@ -1,0 +1,127 @@
+"""Trajectories as Parquet files, one folder per iteration.
+
+Owns their encoding: rows to Arrow columns and back. The columns themselves are in storage/schema.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+
+from storage import parquet
+from storage.files import FileRef
+from storage.run_directory import RunDirectory
+from storage.schema import NOT_SAMPLED, SCHEMA, TURN, Trajectory, TurnSpan
+
+__all__ = [
+    "NOT_SAMPLED",
+    "SCHEMA",
+    "Trajectory",
+    "TurnSpan",
+    "read_trajectories",
+    "to_rows",
+    "to_table",
+    "write_trajectories",
+]
+
+
+def write_trajectories(
+    run: RunDirectory,
+    iteration: int,
+    rows: Sequence[Trajectory],
+    part: str,
+    kind: Literal["trajectories", "evaluations"] = "trajectories",
+) -> FileRef:
+    """Write one part of an iteration (of a policy version, for evaluations). `part` names the shard and the
+    attempt; the same part of the same iteration is the same file."""
+    uri = f"{run.partition(kind, iteration)}/{part}.parquet"
+    return run.relative(parquet.write_table(uri, to_table(run.run_id, rows)))
+
+
+def read_trajectories(uri: str, columns: list[str] | None = None) -> pa.Table:
+    """One file, with the column `iteration` from the name of its folder.
+
+    Raises ValueError with one sentence if the file is missing, broken or lies in no such folder.
+    """
+    match = re.search(r"/iteration=(\d+)/[^/]*$", uri)
+    if match is None:
+        raise ValueError(f"{uri}: expected a file in a folder iteration=K")
+    table = parquet.read_table(uri, None if columns is None else [c for c in columns if c != "iteration"])
+    if columns is not None and "iteration" not in columns:
+        return table
+    iteration = pa.array(np.full(len(table), int(match[1]), np.int32))
+    return table.add_column(min(1, table.num_columns), "iteration", iteration)
+
+
+def to_table(run_id: str, rows: Sequence[Trajectory]) -> pa.Table:
+    """Raises ValueError if the arrays of a row differ in length."""
+    for row in rows:
+        lengths = {len(row.token_ids), len(row.loss_mask), len(row.logprobs), len(row.policy_versions)}
+        if len(lengths) > 1:
+            raise ValueError(
+                f"branch {row.branch_id} of session {row.session_id}: token_ids, loss_mask, logprobs and "
+                f"policy_versions must have one length, got {sorted(lengths)}"
+            )
+    versions = [np.asarray(row.policy_versions) for row in rows]
+    not_sampled = [row == NOT_SAMPLED for row in versions]
+    sampled = [row[~missing] for row, missing in zip(versions, not_sampled, strict=True)]
+    columns: dict[str, Any] = {
+        "run_id": [run_id] * len(rows),
+        "token_ids": parquet.list_array([row.token_ids for row in rows], np.int32),
+        "loss_mask": parquet.list_array([row.loss_mask for row in rows], np.bool_),
+        "logprobs": parquet.list_array([row.logprobs for row in rows], np.float32, not_sampled),
+        "policy_versions": parquet.list_array(versions, np.int32, not_sampled),
+        "turns": _turns([row.turns for row in rows]),
+        "reward_parts": [list(row.reward_parts.items()) for row in rows],
+        "min_version": [int(row.min()) if len(row) else None for row in sampled],
+        "max_version": [int(row.max()) if len(row) else None for row in sampled],
+        "started_at": [round(row.started_at * 1e6) for row in rows],
+        "finished_at": [round(row.finished_at * 1e6) for row in rows],
+    }
+    return pa.table(
+        [
+            _column(
+                columns[field.name] if field.name in columns else [getattr(row, field.name) for row in rows],
+                field,
+            )
+            for field in SCHEMA
+        ],
+        schema=SCHEMA,
+    )
+
+
+def to_rows(table: pa.Table) -> list[Trajectory]:
+    """Inverse of to_table; other columns are ignored."""
+    names = [field.name for field in fields(Trajectory)]
+    columns: dict[str, Any] = {
+        "token_ids": parquet.numpy_rows(table["token_ids"]),
+        "loss_mask": parquet.numpy_rows(table["loss_mask"]),
+        "logprobs": parquet.numpy_rows(table["logprobs"], float("nan")),
+        "policy_versions": parquet.numpy_rows(table["policy_versions"], NOT_SAMPLED),
+        "turns": [[TurnSpan(**turn) for turn in turns] for turns in table["turns"].to_pylist()],
+        "reward_parts": [dict(parts) for parts in table["reward_parts"].to_pylist()],
+        "started_at": _seconds(table["started_at"]),
+        "finished_at": _seconds(table["finished_at"]),
+    }
+    values = [columns[name] if name in columns else table[name].to_pylist() for name in names]
+    return [Trajectory(*row) for row in zip(*values, strict=True)]
+
+
+def _column(values: Any, field: pa.Field) -> pa.Array:
+    return values if isinstance(values, pa.Array) else pa.array(values, field.type)
+
+
+def _turns(rows: Sequence[Sequence[TurnSpan]]) -> pa.ListArray:
+    flat = [turn for row in rows for turn in row]
+    children = [pa.array([getattr(turn, field.name) for turn in flat], field.type) for field in TURN]
+    structs = pa.StructArray.from_arrays(children, fields=list(TURN))
+    return pa.ListArray.from_arrays(parquet.offsets(rows), structs)
+
+
+def _seconds(column: pa.ChunkedArray) -> list[float]:
+    return [microseconds / 1e6 for microseconds in column.cast(pa.int64()).to_pylist()]

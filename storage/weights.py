@@ -1,0 +1,66 @@
+"""Published weights: one model.safetensors per policy version, which transformers and vLLM load.
+
+Owns the file's name, its metadata and tied tensors. Knows nothing of the model's shape.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from storage import files
+from storage.files import FileRef
+
+if TYPE_CHECKING:
+    import torch
+
+FILE_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+
+
+def save_weights(uri: str, tensors: Mapping[str, torch.Tensor], version: int) -> FileRef:
+    """Write model.safetensors into the folder, atomically."""
+    return write_tensors(files.join(uri, FILE_NAME), tensors, {"format": "pt", "version": str(version)})
+
+
+def load_weights(uri: str) -> dict[str, torch.Tensor]:
+    """Tensors of the folder, on the CPU; also of a Hugging Face folder that is split into several files.
+    Raises ValueError with one sentence if missing or corrupt."""
+    index = files.join(uri, INDEX_NAME)
+    if not files.exists(index):
+        return read_tensors(files.join(uri, FILE_NAME))
+    names = sorted(set(json.loads(files.read_bytes(index))["weight_map"].values()))
+    return {key: tensor for name in names for key, tensor in read_tensors(files.join(uri, name)).items()}
+
+
+def write_tensors(uri: str, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> FileRef:
+    """Tied tensors are stored once, under their first name; the other names are kept in the metadata."""
+    from safetensors.torch import save
+
+    stored: dict[str, torch.Tensor] = {}
+    first_name: dict[tuple[object, ...], str] = {}
+    metadata = dict(metadata)
+    for name, tensor in tensors.items():
+        memory = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if tensor.numel() and first_name.setdefault(memory, name) != name:
+            metadata[name] = first_name[memory]
+        else:
+            stored[name] = tensor.detach().cpu().contiguous()
+    return files.write_atomic(uri, save(stored, metadata))
+
+
+def read_tensors(uri: str) -> dict[str, torch.Tensor]:
+    """Inverse of write_tensors; reads any safetensors file."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with files.local_copy(uri) as path, safe_open(path, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            metadata = file.metadata() or {}
+    except FileNotFoundError:
+        raise ValueError(f"{uri}: no such file") from None
+    except SafetensorError as error:
+        raise ValueError(f"{uri}: not a complete safetensors file: {error}") from None
+    tied = {name: tensors[first] for name, first in metadata.items() if first in tensors}
+    return tensors | tied
