@@ -1,0 +1,74 @@
+"""An agent as most people write one: ask the model, run the tools it calls, repeat until it answers.
+
+Uses nothing but the public OpenAI SDK, so it runs unchanged against any OpenAI-compatible endpoint.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import httpx
+from openai import AsyncOpenAI, omit
+
+from sf_core.types import Endpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    name: str
+    description: str
+    parameters: dict[str, Any]
+    """JSON schema of the arguments."""
+    function: Callable[..., str]
+    """Called with the arguments by keyword; what it raises is told to the model as the result."""
+
+    @property
+    def schema(self) -> Any:
+        return {
+            "type": "function",
+            "function": {
+                "name": self.name,
+                "description": self.description,
+                "parameters": self.parameters,
+            },
+        }
+
+
+async def run_tool_loop(
+    endpoint: Endpoint, prompt: str, tools: Sequence[Tool] = (), max_turns: int = 4
+) -> str:
+    """The model's final text; empty if it still calls tools in its last turn."""
+    client = AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, http_client=_http_client())
+    by_name = {tool.name: tool for tool in tools}
+    messages: list[Any] = [{"role": "user", "content": prompt}]
+    for _ in range(max_turns):
+        completion = await client.chat.completions.create(
+            model=endpoint.model, messages=messages, tools=[tool.schema for tool in tools] or omit
+        )
+        message = completion.choices[0].message
+        if not message.tool_calls:
+            return message.content or ""
+        messages.append(message.model_dump(exclude_none=True))
+        messages += [
+            {"role": "tool", "tool_call_id": call.id, "content": _run_tool(by_name, call)}
+            for call in message.tool_calls
+        ]
+    return ""
+
+
+def _run_tool(by_name: dict[str, Tool], call: Any) -> str:
+    try:
+        tool = by_name[call.function.name]
+        return tool.function(**json.loads(call.function.arguments))
+    except Exception as error:  # the model wrote this call: it is told what was wrong and may try again
+        return f"error: {error}"
+
+
+@cache
+def _http_client() -> httpx.AsyncClient:
+    """One connection pool per process; a client per session would open a connection per session."""
+    return httpx.AsyncClient(limits=httpx.Limits(max_connections=None), timeout=None)

@@ -1,0 +1,64 @@
+"""The policy-gradient loss and what is measured beside it. Pure: tensors in, one value per token out."""
+
+from __future__ import annotations
+
+import torch
+
+MAX_LOG_RATIO = 20.0
+
+
+def policy_gradient_loss(
+    logprobs: torch.Tensor,
+    behaviour_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    importance_cap: float,
+) -> torch.Tensor:
+    """Loss of every token [N]; the gradient flows through `logprobs`.
+
+    PPO's clipped surrogate with DAPO's asymmetric clip (Yu et al. 2025). The ratio is to the log-probs
+    recorded at sampling, so it corrects for lag and for what the engine computes differently; where it
+    weighs the gradient it is truncated at `importance_cap` (Espeholt et al. 2018).
+    """
+    ratio = importance_ratio(logprobs, behaviour_logprobs)
+    truncated = ratio * (importance_cap / ratio.detach()).clamp(max=1.0)
+    clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    return -torch.minimum(truncated * advantages, clipped * advantages)
+
+
+def importance_ratio(logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor) -> torch.Tensor:
+    """Probability under the policy over probability under the behaviour policy; kept finite."""
+    return (logprobs - behaviour_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+@torch.no_grad()
+def divergence(
+    logprobs: torch.Tensor,
+    behaviour_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> dict[str, torch.Tensor]:
+    """How far the policy is from the one that sampled, per token [N].
+
+    `kl` is the k3 estimator of KL(behaviour || policy) (Schulman 2020): unbiased and never negative.
+    `clipped` marks tokens whose gradient the clip removes.
+    """
+    ratio = importance_ratio(logprobs, behaviour_logprobs)
+    too_high = (ratio > 1.0 + clip_high) & (advantages > 0)
+    too_low = (ratio < 1.0 - clip_low) & (advantages < 0)
+    return {
+        "ratio": ratio,
+        "kl": ratio - 1.0 - ratio.log(),
+        "clipped": (too_high | too_low).float(),
+        "logprob_difference": (logprobs - behaviour_logprobs).abs(),
+    }
+
+
+def entropy(logits: torch.Tensor) -> torch.Tensor:
+    """Entropy [N] in nats of the distributions given by logits [N, V]."""
+    logprobs = logits.log_softmax(-1)
+    return -(logprobs.exp() * logprobs).sum(-1)

@@ -1,0 +1,148 @@
+"""One process's trainer: a batch in, the next policy version out. Knows nothing of runs, stages or engines."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+from sf_core.config import TrainConfig
+from sf_core.training.losses import divergence, entropy, policy_gradient_loss
+from sf_core.training.packing import Microbatch, Row, pack, read_rows, split_groups
+from storage.checkpoints import load_checkpoint, save_checkpoint
+
+
+class Trainer:
+    """Starts at version 0 with the weights of a Hugging Face folder.
+
+    temperature, top_p and top_k are those of the rollout: the loss compares log-probs under them.
+    """
+
+    def __init__(
+        self, model_dir: str, config: TrainConfig, *, seed: int, temperature: float, top_p: float, top_k: int
+    ) -> None:
+        self.version = 0
+        self._config, self._seed = config, seed
+        self._sampling = (temperature, top_p, top_k)
+        self._model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+        self._model.train()
+        self._optimizer = torch.optim.AdamW(
+            self._model.parameters(),
+            lr=config.learning_rate,
+            betas=config.betas,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+        self._optimizer_steps = 0
+
+    def step(self, batch: pa.Table) -> dict[str, float]:
+        """Train on a batch of storage.batches; returns the metrics of the step."""
+        started = time.perf_counter()
+        rows = read_rows(batch)
+        random = np.random.default_rng((self._seed, self.version))
+        per_token: dict[str, list[torch.Tensor]] = defaultdict(list)
+        grad_norms = []
+        for part in split_groups(rows, self._config.minibatches, random):
+            grad_norms.append(self._optimise(part, per_token))
+        self.version += 1
+        return {
+            **_token_metrics({name: torch.cat(values) for name, values in per_token.items()}),
+            **_batch_metrics(batch, rows),
+            "grad_norm": float(np.mean(grad_norms)),
+            "learning_rate": self._optimizer.param_groups[0]["lr"],
+            "seconds": time.perf_counter() - started,
+        }
+
+    def _optimise(self, rows: list[Row], per_token: dict[str, list[torch.Tensor]]) -> float:
+        """One optimiser step on these rows; adds to the metrics of every token, returns the gradient norm."""
+        total = sum(row.weight * int(row.loss_mask.sum()) for row in rows)
+        for microbatch in pack(rows, self._config.tokens_per_microbatch):
+            loss, metrics = self._loss(microbatch)
+            (loss.sum() / total).backward()
+            for name, values in metrics.items():
+                per_token[name].append(values)
+        grad_norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._config.max_grad_norm)
+        self._optimizer_steps += 1
+        progress = min(1.0, self._optimizer_steps / (self._config.warmup_steps + 1))
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._config.learning_rate * progress
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return float(grad_norm)
+
+    def _loss(self, microbatch: Microbatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        logits = self._logits(microbatch) / self._sampling[0]
+        logprobs = -torch.nn.functional.cross_entropy(logits, microbatch.targets, reduction="none")
+        config, old = self._config, microbatch.logprobs
+        clip = {"clip_low": config.clip_low, "clip_high": config.clip_high}
+        loss = microbatch.weights * policy_gradient_loss(
+            logprobs, old, microbatch.advantages, importance_cap=config.importance_cap, **clip
+        )
+        metrics = divergence(logprobs, old, microbatch.advantages, **clip)
+        metrics["loss"] = loss.detach()
+        metrics["entropy"] = entropy(logits.detach())
+        metrics["lag"] = (self.version - microbatch.policy_versions).float()
+        return loss, metrics
+
+    def _logits(self, microbatch: Microbatch) -> torch.Tensor:
+        """[N, V], computed only where they predict a trained token."""
+        hidden = self._model.base_model(microbatch.token_ids, use_cache=False).last_hidden_state
+        return self._model.get_output_embeddings()(hidden.flatten(0, 1)[microbatch.positions])
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Copies of what transformers would save, under the names it would save them."""
+        state = remove_tied_weights_from_state_dict(self._model.state_dict(), self._model)
+        state = revert_weight_conversion(self._model, state)
+        return {name: tensor.detach().clone().contiguous() for name, tensor in state.items()}
+
+    def save_checkpoint(self, folder: str) -> None:
+        """Everything needed to go on bit for bit as if never stopped."""
+        state = {"version": self.version, "optimizer_steps": self._optimizer_steps}
+        save_checkpoint(folder, self._model.state_dict(), self._optimizer.state_dict(), state)
+
+    def load_checkpoint(self, folder: str) -> None:
+        """Raises ValueError if the folder holds no complete checkpoint of this model."""
+        checkpoint = load_checkpoint(folder)
+        self._model.load_state_dict(checkpoint.model)
+        self._optimizer.load_state_dict(checkpoint.optimizer)
+        self.version = checkpoint.state["version"]
+        self._optimizer_steps = checkpoint.state["optimizer_steps"]
+
+
+def _token_metrics(per_token: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Means over the trained tokens, and maxima where the extreme matters."""
+    means = {
+        "loss": "loss",
+        "entropy": "entropy",
+        "kl": "kl",
+        "clipped": "clip_fraction",
+        "ratio": "ratio_mean",
+        "logprob_difference": "logprob_difference_mean",
+        "lag": "lag_mean",
+    }
+    maxima = {"ratio": "ratio_max", "logprob_difference": "logprob_difference_max", "lag": "lag_max"}
+    return {label: float(per_token[name].mean()) for name, label in means.items()} | {
+        label: float(per_token[name].max()) for name, label in maxima.items()
+    }
+
+
+def _batch_metrics(batch: pa.Table, rows: list[Row]) -> dict[str, float]:
+    sampled = np.array([row.loss_mask.sum() for row in rows])
+    rewards: Any = batch["reward"].to_numpy()
+    return {
+        "reward_mean": float(rewards.mean()),
+        "reward_std": float(rewards.std()),
+        "length_mean": float(np.mean([row.token_ids.size for row in rows])),
+        "length_max": float(max(row.token_ids.size for row in rows)),
+        "sampled_mean": float(sampled.mean()),
+        "sampled_max": float(sampled.max()),
+        "tokens": float(sampled.sum()),
+        "rows": float(len(rows)),
+    }
