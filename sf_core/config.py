@@ -1,4 +1,4 @@
-"""Every setting of a run: the YAML file, the resolved config.json and the form in the Prefect UI are this model.
+"""Every setting of a run. The YAML file, config.json and the form in the Prefect UI are this one model.
 
 Owns defaults, bounds and the sentences a wrong value gets. Reads no environment and starts nothing.
 """
@@ -63,7 +63,7 @@ class EnvironmentConfig(Settings):
     """What the agent works on and how it is scored."""
 
     tasks: Reference = "sf_core.environments.quickstart:tasks"
-    """Function (split, index) -> Task; split is "train" or "holdout", and equal arguments give equal tasks."""
+    """Function (split, index) -> Task; split is "train" or "holdout"; equal arguments give equal tasks."""
     agent: Reference = "sf_core.environments.quickstart:agent"
     """Function (task, endpoint) -> answer, plain or async: the agent. It sees an ordinary LLM endpoint."""
     reward: Reference = "sf_core.environments.quickstart:reward"
@@ -85,7 +85,7 @@ class RolloutConfig(Settings):
     max_lag: int = Field(1, ge=0)
     """Most versions between the weights being updated and the weights that sampled a token."""
     on_max_lag: Literal["wait", "drop"] = "wait"
-    """wait: a batch waits for sessions that would grow too old. drop: their groups are dropped and counted."""
+    """wait: a batch waits for sessions that would grow too old. drop: their groups are dropped, counted."""
     temperature: float = Field(1.0, ge=0, le=2)
     """Sampling temperature of training sessions; overrides what the agent asks for."""
     top_p: float = Field(1.0, gt=0, le=1)

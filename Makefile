@@ -1,0 +1,31 @@
+# make run: set up and train the quickstart policy.   make test: set up and pass the tests.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.ready
+
+.PHONY: setup run test check clean
+
+setup: $(STAMP)
+
+# torch first and exactly: any other order or version pulls several GB of CUDA packages (docs/decisions/001)
+$(STAMP): pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed; try make PYTHON=python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet torch==2.13.0
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $(STAMP)
+
+run: setup
+	$(BIN)/sf train configs/quickstart.yaml
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: check
+	$(BIN)/pytest
+
+clean:
+	rm -rf .venv

@@ -1,0 +1,71 @@
+"""Train an agent's policy: the RL loop. One iteration = rollout -> filter -> train -> publish.
+
+Start it with `sf train CONFIG`, or deploy it to a Prefect server.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from prefect import flow
+
+from flows.warmstart import warmstart
+from sf_core.config import RunConfig
+from sf_core.run import Run, RunRef, begin_attempt, open_config
+from sf_core.scheduling.plan import Plan, make_plan, read_workers
+from tasks.cluster import TaggedTaskRunner, lane, scheduler_address
+from tasks.evaluate import evaluate
+from tasks.filter import filter_
+from tasks.finish import finish
+from tasks.lease import Leases
+from tasks.publish import publish
+from tasks.rollout import rollout
+from tasks.train import train as train_step
+
+
+@flow(name="train", flow_run_name="{config.run_id}", task_runner=TaggedTaskRunner())
+def train(config: RunConfig) -> dict[str, Any]:
+    """Run all iterations that are not committed yet; returns the summary of the run."""
+    plan = make_plan(read_workers(scheduler_address()))
+    run = begin_attempt(config)
+    warmstart(config, run)
+    Run(run).register()
+    with Leases(run, plan) as leases:
+        for number in Run(run).iterations_left():
+            iteration(config, run, plan, number, leases.lend_trainer(number))
+        with lane("cpu"):
+            evaluate.submit(run, config.train.iterations).result()
+    with lane("cpu"):
+        return finish.submit(run).result()
+
+
+@flow(name="iteration", flow_run_name="{run.run_id}-{number}", task_runner=TaggedTaskRunner())
+def iteration(config: RunConfig, run: RunRef, plan: Plan, number: int, lent: str | None) -> None:
+    """One iteration. Stages with a manifest are done and are not submitted again."""
+    opened = Run(run)
+    todo = opened.pending_stages(number)
+    with lane("cpu"):
+        first = [evaluate.submit(run, number)] if opened.evaluation_due(number) else []
+        if "rollout" in todo:
+            first.append(rollout.submit(run, number))
+        if "filter" in todo:
+            first.append(filter_.submit(run, number, wait_for=first))
+    for stage in first:
+        stage.result()
+    last = []
+    if "train" in todo:
+        with lane("train", plan.trainer, priority=1):
+            last.append(train_step.submit(run, number))
+        # training is queued before the lease is revoked: the device goes straight from one to the other
+        if lent:
+            opened.dataplane.revoke(lent)
+    if "publish" in todo:
+        with lane("cpu"):
+            last.append(publish.submit(run, number, wait_for=last))
+    for stage in last:
+        stage.result()
+
+
+if __name__ == "__main__":
+    train(open_config(sys.argv[1]))

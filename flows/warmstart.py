@@ -1,0 +1,20 @@
+"""Give the policy its start: the user's model, or the built-in one with a supervised warm start (cached)."""
+
+from __future__ import annotations
+
+from prefect import flow
+
+from sf_core.config import RunConfig
+from sf_core.run import Run, RunRef, begin_attempt
+from tasks.cluster import TaggedTaskRunner, lane
+from tasks.warmstart import warmstart as warmstart_task
+
+
+@flow(name="warmstart", flow_run_name="{config.run_id}-warmstart", task_runner=TaggedTaskRunner())
+def warmstart(config: RunConfig, run: RunRef | None = None) -> str:
+    """Returns the Hugging Face folder that is version 0 of the run's policy."""
+    run = run or begin_attempt(config)
+    if Run(run).directory.read_manifest(None, "start") is None:
+        with lane("train"):
+            warmstart_task.submit(run).result()
+    return Run(run).start_dir

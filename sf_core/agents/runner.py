@@ -1,0 +1,132 @@
+"""Claims sessions from the rollout manager, runs the user's agent on each, scores it and reports.
+
+The agent is a black box: it gets a task and an endpoint. What it raises fails its session, never the runner.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import httpx
+import orjson
+
+from sf_core.types import Endpoint, Task
+
+log = logging.getLogger(__name__)
+
+
+class AgentRunner:
+    """Runs up to `concurrency` sessions at once on one event loop; plain functions run in threads."""
+
+    def __init__(
+        self,
+        *,
+        url: str,
+        key: str | None,
+        run_id: str,
+        runner_id: str,
+        tasks: Callable[[str, int], Task],
+        agent: Callable[[Task, Endpoint], Any],
+        reward: Callable[[Task, Any], Any],
+        concurrency: int,
+        session_timeout_s: float,
+    ) -> None:
+        self._url, self._key, self._run_id, self._runner_id = url, key, run_id, runner_id
+        self._tasks, self._agent, self._reward = tasks, agent, reward
+        self._concurrency, self._session_timeout_s = concurrency, session_timeout_s
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._finished = 0
+
+    async def run(self) -> int:
+        """Work until the data plane releases the runner; returns the number of sessions finished."""
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        limits = httpx.Limits(max_connections=64, max_keepalive_connections=64)
+        timeout = httpx.Timeout(60.0)
+        async with httpx.AsyncClient(
+            base_url=self._url, headers=headers, limits=limits, timeout=timeout
+        ) as http:
+            self._http = http
+            try:
+                while await self._claim():
+                    pass
+            finally:
+                for task in self._running.values():
+                    task.cancel()
+                await asyncio.gather(*self._running.values(), return_exceptions=True)
+        return self._finished
+
+    async def _claim(self) -> bool:
+        """Ask for as many sessions as fit; False once released. Doubles as the heartbeat."""
+        room = self._concurrency - len(self._running)
+        body = {
+            "runner": self._runner_id,
+            "max": room,
+            "wait_s": 2.0 if room else 0.0,
+            "running": list(self._running),
+        }
+        try:
+            response = await self._http.post(f"/runs/{self._run_id}/claim", content=orjson.dumps(body))
+            response.raise_for_status()
+        except httpx.HTTPError as error:
+            log.warning("claim failed, trying again: %s", error)
+            await asyncio.sleep(0.5)
+            return True
+        answer = orjson.loads(response.content)
+        for claim in answer["sessions"]:
+            self._running[claim["session_id"]] = asyncio.create_task(self._work(claim))
+        if room == 0 and self._running:
+            await asyncio.wait(self._running.values(), timeout=2.0, return_when=asyncio.FIRST_COMPLETED)
+        return not answer["released"]
+
+    async def _work(self, claim: dict[str, Any]) -> None:
+        session_id = claim["session_id"]
+        report: dict[str, Any]
+        try:
+            task = self._tasks(claim["split"], claim["task_index"])
+            endpoint = Endpoint(f"{self._url}/sessions/{session_id}/v1", self._key or "none", "policy")
+            async with asyncio.timeout(self._session_timeout_s):
+                answer = await _call(self._agent, task, endpoint)
+                reward, parts = _as_reward(await _call(self._reward, task, answer))
+        except Exception as error:  # the user's code may raise anything; it costs one session
+            log.warning("session %s failed: %s: %s", session_id, type(error).__name__, error)
+            report = {"status": "failed", "error": f"{type(error).__name__}: {error}"}
+        else:
+            report = {
+                "status": "finished",
+                "reward": reward,
+                "reward_parts": parts,
+                "task_id": task.task_id,
+                "environment": task.environment,
+            }
+        await self._report(session_id, report)
+        del self._running[session_id]
+
+    async def _report(self, session_id: str, report: dict[str, Any]) -> None:
+        for delay_s in (0.1, 0.5, 1.0, 2.0, 5.0):
+            try:
+                response = await self._http.post(
+                    f"/sessions/{session_id}/finish", content=orjson.dumps(report)
+                )
+            except httpx.TransportError:
+                await asyncio.sleep(delay_s)
+                continue
+            self._finished += response.is_success
+            return
+
+
+async def _call(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a plain or an async function; plain ones must not block the other sessions."""
+    if inspect.iscoroutinefunction(function):
+        return await function(*args)
+    return await asyncio.to_thread(function, *args)
+
+
+def _as_reward(value: Any) -> tuple[float, dict[str, float]]:
+    if isinstance(value, Mapping):
+        parts = {str(name): float(part) for name, part in value.items()}
+        return sum(parts.values()), parts
+    return float(value), {}

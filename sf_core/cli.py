@@ -1,0 +1,111 @@
+"""The command `sf`. Parses, starts what is missing, shows progress and prints results; no logic of its."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+
+from sf_core.config import ConfigError, RunConfig, load_config
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+console = Console()
+errors = Console(stderr=True)
+
+ConfigFile = Annotated[Path, typer.Argument(help="YAML configuration.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", help="key.path=value, as often as needed.", show_default=False)
+]
+RunDir = Annotated[str, typer.Argument(help="Run directory.", show_default=False)]
+
+
+@app.command()
+def train(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Train an agent's policy; the same run_id goes on where it stopped."""
+    _launch("train", _config(config, overrides))
+
+
+@app.command()
+def evaluate(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Measure a run's newest policy on the held-out tasks."""
+    settings = _config(config, overrides)
+    if settings.run_id is None:
+        _fail("run_id: say which run to evaluate, for example --set run_id=NAME")
+    _launch("evaluate", settings)
+
+
+@app.command()
+def inspect(
+    run: RunDir, session: Annotated[str | None, typer.Option(help="Show one session.")] = None
+) -> None:
+    """Show a run's iterations, or one session turn by turn. Reads only the run directory."""
+    from sf_core.inspect import inspect_run, inspect_session
+
+    try:
+        console.print(inspect_session(run, session) if session else inspect_run(run))
+    except ValueError as error:
+        _fail(str(error))
+
+
+@app.command()
+def dataplane(
+    host: Annotated[str, typer.Option(help="Address; others than loopback need a key.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0 picks a free one.")] = 8700,
+) -> None:
+    """Serve a data plane for many runs. Its key is read from SF_DATAPLANE_KEY."""
+    from sf_core.dataplane.server import serve
+    from sf_core.settings import dataplane_key
+
+    try:
+        serve(host, port, key=dataplane_key())
+    except ValueError as error:
+        _fail(str(error))
+
+
+def _config(path: Path, overrides: list[str] | None) -> RunConfig:
+    from sf_core.run import load_object
+
+    try:
+        config = load_config(path, overrides)
+        sys.path.insert(0, os.getcwd())
+        for reference in (config.environment.tasks, config.environment.agent, config.environment.reward):
+            load_object(reference)
+    except ConfigError as error:
+        _fail(str(error))
+    except ValueError as error:
+        _fail(f"{path}: environment: {error}")
+    model = config.policy.model
+    if model is not None and not (Path(model) / "config.json").is_file():
+        _fail(f"{path}: policy.model: {model} is not a Hugging Face model folder (no config.json)")
+    return config
+
+
+def _launch(flow: str, config: RunConfig) -> None:
+    from sf_core.launch import LaunchError, launch
+
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        launch(flow, config, console)
+    except LaunchError as error:
+        errors.print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _fail(message: str) -> NoReturn:
+    errors.print(f"[red]error:[/red] {message}", highlight=False, soft_wrap=True)
+    raise typer.Exit(2)
+
+
+def main() -> None:
+    app()

@@ -1,0 +1,141 @@
+"""Runs a flow from the terminal: starts what the configuration does not name, then the flow, and shows it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+from rich.console import Console
+from rich.live import Live
+
+from sf_core.config import RunConfig
+from sf_core.dataplane.client import DataplaneClient, DataplaneError
+from sf_core.local_stack import (
+    LocalStack,
+    Process,
+    StackError,
+    local_stack,
+    start_dask,
+    start_dataplane,
+    start_prefect_server,
+)
+from sf_core.progress import RunProgress
+from sf_core.run import new_run_id
+from sf_core.scheduling.plan import read_workers
+from sf_core.settings import dataplane_key, prefect_api_url
+from storage.files import absolute, is_local
+from storage.run_directory import RunDirectory
+
+
+class LaunchError(RuntimeError):
+    """The run did not end well; the message says why and how to go on."""
+
+
+def launch(flow: str, config: RunConfig, console: Console) -> None:
+    """Run `flows.<flow>` to its end. Whatever happens, every process started here is gone afterwards."""
+    started_at = time.time()
+    name = config.run_id or new_run_id("run")
+    config = _updated(config, run_id=name, storage={"root": absolute(config.storage.root)})
+    directory = RunDirectory(config.run_dir)
+    if flow == "train" and directory.read_manifest(None, "summary") is not None:
+        console.print(f"run {name} is finished")
+        return _print_result(directory, console)
+    local = Path(directory.uri if is_local(directory.uri) else Path.cwd() / "runs" / name)
+    local.mkdir(parents=True, exist_ok=True)
+    console.print(f"run [bold]{name}[/bold] in {directory.uri}")
+    paths = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
+    with local_stack(local / "logs", {"PYTHONPATH": paths, "SF_STARTED_AT": str(started_at)}) as stack:
+        try:
+            _run(flow, config, stack, local, console)
+        except StackError as error:
+            raise LaunchError(str(error)) from None
+        except KeyboardInterrupt:
+            console.print(f"stopped; go on with the same command and [bold]--set run_id={name}[/bold]")
+            raise
+    if flow == "train":
+        _print_result(directory, console)
+
+
+def _run(flow: str, config: RunConfig, stack: LocalStack, local: Path, console: Console) -> None:
+    progress = RunProgress(console, config.train.iterations)
+    with Live(progress, console=console, refresh_per_second=4, transient=not console.is_terminal):
+        progress.note("starting Prefect, Dask and the data plane")
+        api = prefect_api_url() or start_prefect_server(stack)
+        scheduler = config.cluster.scheduler or start_dask(stack, config.cluster.workers, local)
+        url = config.dataplane.url or start_dataplane(stack, local)
+        config = _updated(
+            config,
+            dataplane={"url": url if isinstance(url, str) else url()},
+            cluster={"scheduler": scheduler if isinstance(scheduler, str) else scheduler()},
+        )
+        api = api if isinstance(api, str) else api()
+        if not isinstance(scheduler, str):
+            _await_workers(config)
+        progress.note(f"watch it at {api.removesuffix('/api')}")
+        file = local / "flow.json"
+        file.write_text(config.model_dump_json())
+        process = stack.start(
+            f"flow-{flow}", [sys.executable, "-m", f"flows.{flow}", str(file)], {"PREFECT_API_URL": api}
+        )
+        _watch(process, config, progress, api)
+    if process.popen.returncode != 0:
+        raise LaunchError(
+            f"{_reason(process)}; log: {process.log}; "
+            f"go on with the same command and --set run_id={config.run_id}"
+        )
+
+
+def _await_workers(config: RunConfig, timeout_s: float = 120.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while missing := config.cluster.workers.keys() - {
+        worker.name for worker in read_workers(str(config.cluster.scheduler))
+    }:
+        if time.monotonic() > deadline:
+            raise StackError(f"workers {sorted(missing)} did not join within {timeout_s:.0f} s")
+        time.sleep(0.3)
+
+
+def _watch(process: Process, config: RunConfig, progress: RunProgress, api: str) -> None:
+    client = DataplaneClient(str(config.dataplane.url), str(config.run_id), dataplane_key(), patience_s=0.5)
+    while process.popen.poll() is None:
+        with suppress(httpx.HTTPError, DataplaneError):
+            progress.update(client.status())
+        time.sleep(0.4)
+
+
+def _reason(process: Process) -> str:
+    """The last line of the flow's log that states an error."""
+    lines = process.log.read_text(errors="replace").splitlines()
+    stated = [line for line in lines if "Error:" in line and not line.startswith(" ")]
+    return stated[-1] if stated else f"the flow ended with code {process.popen.returncode}"
+
+
+def _print_result(directory: RunDirectory, console: Console) -> None:
+    summary = json.loads(Path(directory.path("summary.json")).read_text())
+    idle = ", ".join(f"{worker} {share:.0%}" for worker, share in summary["idle_fraction"].items())
+    console.print(
+        f"\nheld-out reward  [bold]{summary['reward_before']:.2f} → {summary['reward_after']:.2f}[/bold]"
+        f"  in {summary['iterations']} iterations, {summary['seconds_total']:.0f} s\n"
+        f"tokens           {summary['tokens_generated']:,} sampled, "
+        f"{summary['tokens_per_second']:,.0f} per second\n"
+        f"idle devices     {idle}\n"
+        f"picture          {directory.path('summary.png')}\n"
+        f"policy           {directory.policy_dir}\n"
+        f"trajectories     {directory.path('trajectories')}\n"
+        f'  open them      python -c "import pandas; '
+        f"print(pandas.read_parquet('{directory.path('trajectories')}'))\"\n"
+        f"  or             sf inspect {directory.uri}\n"
+        f"Prefect UI       prefect server start   (then http://127.0.0.1:4200)",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _updated(config: RunConfig, run_id: str | None = None, **sections: dict[str, object]) -> RunConfig:
+    changes = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
+    return config.model_copy(update=changes | ({"run_id": run_id} if run_id else {}))

@@ -1,0 +1,209 @@
+"""Starts and ends the processes that a run needs on one machine: Prefect server, Dask, data plane.
+
+Every process gets its own session and log file, and ends when its parent does, however that ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+from sf_core.config import WorkerConfig
+
+DASK_SETTINGS = {
+    # a lease may outlive several kills of its worker; giving up after one would end the run
+    "DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES": "10",
+    "DASK_DISTRIBUTED__SCHEDULER__NO_WORKERS_TIMEOUT": "5m",
+    "DASK_DISTRIBUTED__SCHEDULER__WORKER_TTL": "30m",
+    "DASK_DISTRIBUTED__SCHEDULER__WORK_STEALING": "False",
+    "DASK_DISTRIBUTED__WORKER__DAEMON": "False",
+    "DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED": "False",
+    "DASK_DISTRIBUTED__ADMIN__TICK__LIMIT": "30s",
+    "DASK_LOGGING__DISTRIBUTED": "warning",
+}
+LOOPBACK = ("--host", "127.0.0.1")
+PREFECT_SETTINGS = {
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "PREFECT_LOGGING_LEVEL": "WARNING",
+    "PREFECT_LOGGING_EXTRA_LOGGERS": "sf_core,tasks,storage",
+    # manifests decide what is done; a cached result could answer for another iteration (design 5.6)
+    "PREFECT_RESULTS_PERSIST_BY_DEFAULT": "false",
+    "PREFECT_TASKS_REFRESH_CACHE": "true",
+}
+
+
+class StackError(RuntimeError):
+    """A process of the stack did not come up; the message names it, the reason and its log."""
+
+
+@dataclass
+class Process:
+    name: str
+    popen: subprocess.Popen[bytes]
+    log: Path
+
+    def tail(self, lines: int = 5) -> str:
+        text = self.log.read_text(errors="replace").strip().splitlines()
+        return " | ".join(text[-lines:]) or "(empty log)"
+
+
+@dataclass
+class LocalStack:
+    """A set of child processes that live and die together."""
+
+    logs: Path
+    env: Mapping[str, str]
+    processes: list[Process] = field(default_factory=list)
+
+    def start(self, name: str, command: list[str], extra_env: Mapping[str, str] | None = None) -> Process:
+        self.logs.mkdir(parents=True, exist_ok=True)
+        log = self.logs / f"{name}.log"
+        with open(log, "ab") as out:
+            popen = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env={**self.env, **(extra_env or {})},
+                start_new_session=True,
+                preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+            )
+        process = Process(name, popen, log)
+        self.processes.append(process)
+        return process
+
+    def await_ready(self, process: Process, probe: Callable[[], str | None], timeout_s: float) -> str:
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if (code := process.popen.poll()) is not None:
+                raise StackError(f"{process.name} ended with code {code}: {process.tail()} ({process.log})")
+            if (value := probe()) is not None:
+                return value
+            time.sleep(0.1)
+        raise StackError(f"{process.name} was not ready after {timeout_s:.0f} s ({process.log})")
+
+    def stop(self, grace_s: float = 2.5) -> None:
+        """End every process and what it started: politely first, after `grace_s` by force."""
+        living = [p.popen for p in self.processes if p.popen.poll() is None]
+        for popen in living:
+            _signal_group(popen, signal.SIGTERM)
+        deadline = time.monotonic() + grace_s
+        for popen in living:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                popen.wait(max(0.05, deadline - time.monotonic()))
+        for process in self.processes:
+            # also after a polite end: a child of the process may still be there
+            _signal_group(process.popen, signal.SIGKILL)
+            process.popen.wait()
+        self.processes.clear()
+
+
+@contextlib.contextmanager
+def local_stack(logs: Path, env: Mapping[str, str] | None = None) -> Iterator[LocalStack]:
+    stack = LocalStack(logs, {**os.environ, **DASK_SETTINGS, **PREFECT_SETTINGS, **(env or {})})
+    try:
+        yield stack
+    finally:
+        stack.stop()
+
+
+def start_prefect_server(stack: LocalStack) -> Callable[[], str]:
+    """Start an embedded server; the returned function waits for it and gives its API URL."""
+    port = free_port()
+    api = f"http://127.0.0.1:{port}/api"
+    command = _module("prefect", "server", "start", *LOOPBACK, "--port", str(port))
+    unused = ("SCHEDULER", "LATE_RUNS", "PAUSE_EXPIRATIONS", "CANCELLATION_CLEANUP", "FOREMAN", "TRIGGERS")
+    env = {f"PREFECT_SERVER_SERVICES_{service}_ENABLED": "false" for service in unused}
+    process = stack.start("prefect-server", command, {**env, "PREFECT_UI_API_URL": api})
+
+    def ready() -> str | None:
+        with contextlib.suppress(httpx.HTTPError):
+            return api if httpx.get(f"{api}/health", timeout=1.0).is_success else None
+        return None
+
+    return lambda: stack.await_ready(process, ready, 120.0)
+
+
+def start_dask(stack: LocalStack, workers: Mapping[str, WorkerConfig], directory: Path) -> Callable[[], str]:
+    """Start a scheduler and tagged workers; the returned function waits and gives the address."""
+    file = directory / "scheduler.json"
+    file.unlink(missing_ok=True)
+    scheduler = stack.start(
+        "dask-scheduler",
+        _module("dask", "scheduler", *LOOPBACK, "--port", "0", "--no-dashboard")
+        + ["--dashboard-address", "127.0.0.1:0", "--scheduler-file", str(file)],
+    )
+
+    def address() -> str | None:
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            return str(json.loads(file.read_text())["address"])
+        return None
+
+    for name, worker in workers.items():
+        start_dask_worker(stack, name, worker, ["--scheduler-file", str(file)], directory)
+    return lambda: stack.await_ready(scheduler, address, 60.0)
+
+
+def start_dask_worker(
+    stack: LocalStack, name: str, worker: WorkerConfig, scheduler: Iterable[str], directory: Path
+) -> Process:
+    """One process, one thread, its tags and its private name as resources (design 5.2)."""
+    resources = " ".join([*(f"{tag}=1" for tag in worker.tags), f"@{name}=1"])
+    threads = str(worker.threads)
+    # the nanny would otherwise set these to 1
+    env = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads)
+    return stack.start(
+        f"worker-{name}",
+        _module("dask", "worker", *scheduler, *LOOPBACK, "--name", name, "--resources", resources)
+        + ["--nthreads", "1", "--nworkers", "1", "--memory-limit", "0", "--no-dashboard"]
+        + ["--local-directory", str(directory / "dask"), "--preload", "sf_core.scheduling.preload"],
+        env,
+    )
+
+
+def start_dataplane(stack: LocalStack, directory: Path) -> Callable[[], str]:
+    """Start a data plane on loopback; the returned function waits and gives its URL."""
+    port_file = directory / "dataplane.port"
+    port_file.unlink(missing_ok=True)
+    process = stack.start(
+        "dataplane", _module("sf_core.dataplane", "--port", "0", "--port-file", str(port_file))
+    )
+
+    def url() -> str | None:
+        with contextlib.suppress(OSError, ValueError):
+            return f"http://127.0.0.1:{int(port_file.read_text())}"
+        return None
+
+    return lambda: stack.await_ready(process, url, 60.0)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _module(name: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", name, *arguments]
+
+
+def _signal_group(popen: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(popen.pid, number)
+
+
+def _die_with_parent() -> None:
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)

@@ -1,0 +1,72 @@
+"""The Hugging Face folders at the two ends of a run: what it starts from and what it made."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import uuid
+from pathlib import Path
+from typing import Any
+
+from sf_core.config import RunConfig
+from sf_core.run import Run
+from sf_core.settings import cache_dir
+from storage.files import copy_folder, exists
+from storage.weights import load_weights, save_weights
+
+
+def prepare_start(folder: str, config: RunConfig) -> dict[str, Any]:
+    """Fill `folder` with the policy of version 0 and say where it came from.
+
+    Raises ValueError if `policy.model` is no Hugging Face folder."""
+    model = config.policy.model
+    if model is not None:
+        if not (Path(model) / "config.json").is_file():
+            raise ValueError(f"policy.model: {model} is not a Hugging Face model folder (no config.json)")
+        source = Path(model)
+    else:
+        source = warm_policy(config)
+    copy_folder(str(source), folder)
+    return {"source": str(source)}
+
+
+def warm_policy(config: RunConfig) -> Path:
+    """The built-in policy after its warm start, from the cache if these settings were used before."""
+    from sf_core.policy import make_policy
+    from sf_core.training.warmstart import warmstart
+
+    settings = config.policy
+    key = hashlib.sha256(
+        f"{settings.model_dump_json()}|{config.environment.tasks}|{config.seed}|{_recipe_version()}".encode()
+    ).hexdigest()[:16]
+    folder = cache_dir() / "warmstart" / key
+    if not folder.is_dir():
+        unfinished = folder.with_name(f".{key}-{uuid.uuid4().hex}")
+        make_policy(str(unfinished), settings, config.seed)
+        if settings.warmstart is not None and settings.warmstart.steps:
+            warmstart(str(unfinished), settings.warmstart, config.seed)
+        try:
+            unfinished.rename(folder)
+        except OSError:  # another run was faster; the content is the same
+            shutil.rmtree(unfinished)
+    return folder
+
+
+def _recipe_version() -> str:
+    """Changes with the code that makes the policy, so that the cache never answers for older code."""
+    import sf_core.environments
+    import sf_core.policy
+    import sf_core.training.warmstart
+
+    files = [Path(sf_core.policy.__file__), Path(sf_core.training.warmstart.__file__)]
+    files += sorted(Path(sf_core.environments.__path__[0]).glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def export_policy(run: Run) -> None:
+    """Write RUN/policy: the start folder's configuration and tokenizer with the newest weights."""
+    version = run.resume_point().version
+    folder = run.directory.policy_dir
+    if not exists(f"{folder}/config.json"):
+        copy_folder(run.start_dir, folder, exclude=("*.safetensors", "*.safetensors.index.json"))
+    save_weights(folder, load_weights(run.weights(version).uri), version)

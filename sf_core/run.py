@@ -1,0 +1,171 @@
+"""A run as its parts see it: RunRef crosses task borders, Run opens what the reference names.
+
+Owns how a flow attempt finds its place: which stage comes next and what the data plane must know.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sf_core.config import RunConfig
+from sf_core.dataplane.client import DataplaneClient
+from sf_core.settings import dataplane_key
+from sf_core.types import WeightsRef
+from storage.files import exists, read_bytes
+from storage.run_directory import STAGES, RunDirectory
+
+
+@dataclass(frozen=True, slots=True)
+class RunRef:
+    """Names a run and the attempt that works on it. Small, picklable, holds no secret."""
+
+    run_id: str
+    uri: str
+    """The run directory."""
+    dataplane_url: str
+    attempt: int
+    """Counts the flow attempts on this run directory; older ones are fenced off."""
+
+
+class Run:
+    """What a task opens from a RunRef: directory, configuration, data plane."""
+
+    def __init__(self, ref: RunRef) -> None:
+        self.ref = ref
+        self.directory = RunDirectory(ref.uri)
+        self.config = _read_config(ref.uri, ref.attempt)
+
+    @functools.cached_property
+    def dataplane(self) -> DataplaneClient:
+        return DataplaneClient(self.ref.dataplane_url, self.ref.run_id, dataplane_key())
+
+    @property
+    def start_dir(self) -> str:
+        """The Hugging Face folder the run starts from; its weights are version 0."""
+        return self.directory.start_dir
+
+    def weights(self, version: int) -> WeightsRef:
+        uri = self.start_dir if version == 0 else self.directory.weights_dir(version)
+        return WeightsRef(version, uri)
+
+    def pending_stages(self, iteration: int) -> list[str]:
+        """Stages of an iteration without a manifest, in order."""
+        return [stage for stage in STAGES if self.directory.read_manifest(iteration, stage) is None]
+
+    def resume_point(self) -> ResumePoint:
+        """Read the manifests: where the run stands."""
+        iteration = 0
+        done: set[int] = set()
+        while (manifest := self.directory.read_manifest(iteration, "rollout")) is not None:
+            done.update(manifest.data["groups"])
+            done.update(int(group) for group in manifest.data["rejected"])
+            iteration += 1
+        next_batch = iteration
+        version = next_batch
+        while version > 0 and self.directory.read_manifest(version - 1, "publish") is None:
+            version -= 1
+        return ResumePoint(version=version, next_batch=next_batch, done_groups=sorted(done))
+
+    def iterations_left(self) -> range:
+        """Iterations that still have a stage to do."""
+        first, _ = self.directory.next_stage()
+        return range(first, self.config.train.iterations)
+
+    def evaluation_due(self, version: int) -> bool:
+        return version % self.config.evaluate.every == 0 and (
+            self.directory.read_manifest(version, "evaluate") is None
+        )
+
+    def register(self, *, evaluate_only: bool = False) -> ResumePoint:
+        """Tell the data plane about this attempt; it keeps the sessions it already has."""
+        point, config = self.resume_point(), self.config
+        rollout = config.rollout
+        weights = self.weights(point.version)
+        self.dataplane.register(
+            run_id=self.ref.run_id,
+            run_dir=self.ref.uri,
+            model_dir=self.start_dir,
+            served_model="policy",
+            seed=config.seed,
+            group_size=rollout.group_size,
+            groups_per_batch=rollout.groups_per_batch,
+            gate=rollout.gate,
+            lag_bound=rollout.lag_bound,
+            on_max_lag=rollout.on_max_lag,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            max_tokens=rollout.max_tokens,
+            context_length=config.engine.context_length,
+            session_attempts=rollout.session_attempts,
+            session_timeout_s=rollout.session_timeout_s,
+            num_batches=0 if evaluate_only else config.train.iterations,
+            iteration=point.next_batch,
+            version=point.version,
+            weights_uri=weights.uri,
+            done_groups=point.done_groups,
+            attempt=self.ref.attempt,
+        )
+        return point
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    version: int
+    """Newest published policy version."""
+    next_batch: int
+    """First iteration whose rollout is not committed."""
+    done_groups: list[int]
+    """Group indices that were consumed or rejected."""
+
+
+def begin_attempt(config: RunConfig) -> RunRef:
+    """Open or create the run directory for a new flow attempt; older attempts are fenced off from here on.
+
+    Raises ValueError if the directory holds a run with another policy, seed or environment."""
+    if config.run_id is None:
+        config = config.model_copy(update={"run_id": new_run_id("run")})
+    if config.dataplane.url is None:
+        raise ValueError("dataplane.url is not set: start with `sf train`, or run `sf dataplane` and name it")
+    directory = RunDirectory(config.run_dir)
+    if exists(directory.path("config.json")):
+        before = directory.read_config(RunConfig)
+        for key in ("seed", "policy", "environment"):
+            if getattr(before, key) != getattr(config, key):
+                raise ValueError(
+                    f"run {config.run_id} was started with another {key}; choose another run_id or restore it"
+                )
+    directory.write_config(config)
+    return RunRef(directory.run_id, directory.uri, config.dataplane.url, directory.begin_attempt())
+
+
+def new_run_id(name: str) -> str:
+    return f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+
+
+def open_config(uri: str) -> RunConfig:
+    """Read a resolved configuration."""
+    return RunConfig.model_validate_json(read_bytes(uri))
+
+
+@functools.lru_cache(maxsize=8)
+def _read_config(uri: str, attempt: int) -> RunConfig:
+    return RunDirectory(uri).read_config(RunConfig)
+
+
+def load_object(reference: str) -> Callable[..., Any]:
+    """Import package.module:name. Raises ValueError with one sentence if that fails."""
+    module, _, name = reference.partition(":")
+    try:
+        found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+        return found
+    except ImportError as error:
+        raise ValueError(f"{reference}: cannot import {module}: {error}") from None
+    except AttributeError:
+        raise ValueError(f"{reference}: module {module} has no {name}") from None

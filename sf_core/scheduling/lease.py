@@ -1,0 +1,99 @@
+"""A worker's time under `rollout` or `agent`: what the lease tasks run, until they are told to yield.
+
+The data plane decides when a lease ends; Dask only decides when it starts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from sf_core.agents.runner import AgentRunner
+from sf_core.dataplane.engine_client import serve_engine
+from sf_core.engines.base import Engine
+from sf_core.run import Run, RunRef, load_object
+from sf_core.scheduling.timeline import Timeline
+from sf_core.settings import dataplane_key
+from sf_core.types import WeightsRef
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseSpec:
+    run: RunRef
+    worker: str
+    lease_id: str
+    """Names the lease within the run; a lease that Dask runs again keeps it."""
+    after: int | None = None
+    """Iteration that must be trained before this lease may start on the trainer."""
+
+
+def serve_lease(spec: LeaseSpec) -> str:
+    """Hold the device as an engine until revoked; returns why the lease ended."""
+    run = Run(spec.run)
+    if spec.after is not None and run.directory.read_manifest(spec.after, "train") is None:
+        # the lease overtook the train task in the worker's queue, or training failed: training comes first
+        return "training comes first"
+    timeline = Timeline(run.directory, spec.worker, "rollout", f"{spec.run.attempt}-{spec.lease_id}")
+    hello = {
+        "run_id": spec.run.run_id,
+        "attempt": spec.run.attempt,
+        "lease_id": spec.lease_id,
+        # later starts of the same lease have a higher epoch; the data plane turns the lower one away
+        "epoch": time.time_ns(),
+        "engine_id": f"{spec.worker}:{spec.lease_id}",
+        "worker": spec.worker,
+        "max_running": run.config.engine.max_running,
+    }
+    try:
+        return serve_engine(
+            spec.run.dataplane_url, dataplane_key(), hello, engine_factory(run), on_busy=timeline.add
+        )
+    finally:
+        timeline.write()
+
+
+def engine_factory(run: Run) -> Callable[[WeightsRef], Engine]:
+    """How this run's engine is made from published weights."""
+    settings = run.config.engine
+
+    def make(weights: WeightsRef) -> Engine:
+        if settings.kind == "scripted":
+            from sf_core.engines.scripted import ScriptedEngine
+
+            assert settings.script is not None
+            script = load_object(settings.script)
+            return ScriptedEngine(script, version=weights.version, max_running=settings.max_running)
+        from sf_core.engines.torch_engine import TorchEngine
+
+        engine = TorchEngine(
+            run.start_dir,
+            version=0,
+            max_running=settings.max_running,
+            context_length=settings.context_length,
+            kv_on_update=settings.kv_on_update,
+        )
+        if weights.version:
+            engine.load_weights(weights.uri, weights.version)
+        return engine
+
+    return make
+
+
+def run_agents(spec: LeaseSpec) -> int:
+    """Hold an agent worker: claim sessions and run the agent on them until released. Returns how many."""
+    run = Run(spec.run)
+    environment = run.config.environment
+    runner = AgentRunner(
+        url=spec.run.dataplane_url,
+        key=dataplane_key(),
+        run_id=spec.run.run_id,
+        runner_id=f"{spec.worker}:{spec.lease_id}",
+        tasks=load_object(environment.tasks),
+        agent=load_object(environment.agent),
+        reward=load_object(environment.reward),
+        concurrency=run.config.rollout.concurrency,
+        session_timeout_s=run.config.rollout.session_timeout_s,
+    )
+    return asyncio.run(runner.run())

@@ -1,0 +1,29 @@
+"""The only place that reads the environment. Everything else gets values passed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def dataplane_key() -> str | None:
+    """Key of the data plane (SF_DATAPLANE_KEY); travels in the environment, never in parameters or files."""
+    return os.environ.get("SF_DATAPLANE_KEY") or None
+
+
+def cache_dir() -> Path:
+    """Where warm-started policies are kept between runs (SF_CACHE_DIR, else the user's cache folder)."""
+    if path := os.environ.get("SF_CACHE_DIR"):
+        return Path(path)
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "seamlessflow"
+
+
+def prefect_api_url() -> str | None:
+    """The Prefect server that the user chose, if any."""
+    return os.environ.get("PREFECT_API_URL") or None
+
+
+def command_started_at() -> float | None:
+    """Unix seconds at which `sf train` was called (SF_STARTED_AT), so that the summary counts start-up."""
+    value = os.environ.get("SF_STARTED_AT")
+    return float(value) if value else None

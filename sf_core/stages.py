@@ -1,0 +1,193 @@
+"""The stages of a run: read what the last stage committed, do one thing, commit a manifest.
+
+Doing a committed stage again returns its manifest and changes nothing (design 5.6).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from sf_core.policy_folders import export_policy, prepare_start
+from sf_core.run import Run, RunRef
+from sf_core.scheduling.plan import current_worker
+from sf_core.scheduling.timeline import Timeline
+from sf_core.summary import summarise
+from sf_core.training.advantages import group_advantages
+from storage.batches import read_batch, write_batch
+from storage.files import FileRef
+from storage.manifests import Manifest
+from storage.metrics import write_metrics
+from storage.parquet import numpy_rows
+from storage.trajectories import read_trajectories
+from storage.weights import save_weights
+
+
+@dataclass
+class Outcome:
+    """What a stage read, wrote and found out."""
+
+    inputs: dict[str, str] = field(default_factory=dict)
+    outputs: list[FileRef] = field(default_factory=list)
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+Stage = Callable[[RunRef, int], dict[str, Any]]
+
+
+def _once(work: Callable[[Run, int], Outcome]) -> Stage:
+    """Make a stage of `work`: a committed one answers from its manifest, others run and commit."""
+    name = work.__name__
+
+    def stage(ref: RunRef, iteration: int) -> dict[str, Any]:
+        run = Run(ref)
+        manifest = run.directory.read_manifest(iteration, name)
+        if manifest is None:
+            run.dataplane.report_stage(iteration, name)
+            manifest = _commit(run, iteration, name, lambda: work(run, iteration))
+        return manifest.data
+
+    stage.__name__, stage.__doc__ = name, work.__doc__
+    return stage
+
+
+def _commit(run: Run, iteration: int | None, name: str, work: Callable[[], Outcome]) -> Manifest:
+    started = time.time()
+    outcome = work()
+    return run.directory.commit_manifest(
+        Manifest(
+            run_id=run.ref.run_id,
+            iteration=iteration,
+            stage=name,
+            attempt=run.ref.attempt,
+            inputs=outcome.inputs,
+            outputs=outcome.outputs,
+            data=outcome.data | {"started_at": started, "finished_at": time.time()},
+        )
+    )
+
+
+def _committed(run: Run, iteration: int, name: str) -> Manifest:
+    manifest = run.directory.read_manifest(iteration, name)
+    assert manifest is not None, f"{name} of iteration {iteration} must be committed first"
+    return manifest
+
+
+def start(ref: RunRef) -> dict[str, Any]:
+    """Put the policy that the run starts from, version 0, into the run directory."""
+    run = Run(ref)
+    manifest = run.directory.read_manifest(None, "start") or _commit(
+        run, None, "start", lambda: Outcome(data=prepare_start(run.start_dir, run.config))
+    )
+    return manifest.data
+
+
+@_once
+def rollout(run: Run, iteration: int) -> Outcome:
+    """Wait until the batch is full, then let the data plane seal its trajectories."""
+    run.dataplane.wait_for_batch(iteration, run.config.rollout.batch_timeout_s)
+    sealed = run.dataplane.seal_batch(iteration, run.ref.attempt)
+    return Outcome(outputs=[FileRef(**ref) for ref in sealed.pop("files")], data=sealed)
+
+
+@_once
+def filter(run: Run, iteration: int) -> Outcome:
+    """Map every session's advantage onto its sampled tokens and write the batch."""
+    source = _committed(run, iteration, "rollout")
+    rows = pa.concat_tables(read_trajectories(run.directory.path(ref.uri)) for ref in source.outputs)
+    rewards = rows["reward"].to_numpy()
+    advantages = session_advantages(
+        rewards, _codes(rows["group_id"]), _codes(rows["session_id"]), scale=run.config.train.scale_rewards
+    )
+    batch = write_batch(
+        run.directory,
+        iteration,
+        rows,
+        advantages=[
+            np.where(mask, advantage, 0.0).astype(np.float32)
+            for mask, advantage in zip(numpy_rows(rows["loss_mask"]), advantages, strict=True)
+        ],
+        weights=[1.0] * len(rows),
+        decisions=["train"] * len(rows),
+        part=f"batch-{run.ref.attempt}",
+    )
+    return Outcome(
+        inputs={ref.uri: ref.sha256 for ref in source.outputs},
+        outputs=[batch],
+        data={
+            "rows": len(rows),
+            "reward_mean": float(rewards.mean()),
+            "zero_advantage_share": float(np.mean(advantages == 0)),
+        },
+    )
+
+
+def session_advantages(
+    rewards: np.ndarray, groups: np.ndarray, sessions: np.ndarray, *, scale: bool
+) -> np.ndarray:
+    """Group-relative advantage of each row [R]; the branches of a session count once in its group."""
+    _, first, inverse = np.unique(sessions, return_index=True, return_inverse=True)
+    advantages: np.ndarray = group_advantages(rewards[first], groups[first], scale=scale)[inverse]
+    return advantages
+
+
+def _codes(column: pa.ChunkedArray) -> np.ndarray:
+    codes: np.ndarray = pc.dictionary_encode(column.combine_chunks()).indices.to_numpy()
+    return codes
+
+
+@_once
+def train(run: Run, iteration: int) -> Outcome:
+    """One train step on the stored batch; writes the next version's weights and a checkpoint."""
+    from sf_core.training.resident import trainer_at
+
+    source = _committed(run, iteration, "filter")
+    timeline = Timeline(run.directory, current_worker(), "train", f"{run.ref.attempt}-train-{iteration}")
+    with timeline.span(f"iteration {iteration}"):
+        trainer = trainer_at(run, iteration)
+        metrics = trainer.step(read_batch(run.directory.path(source.outputs[0].uri)))
+        version = trainer.version
+        weights = save_weights(run.directory.weights_dir(version), trainer.weights(), version)
+        if version % run.config.train.checkpoint_every == 0 or version == run.config.train.iterations:
+            trainer.save_checkpoint(run.directory.checkpoint_dir(version))
+    timeline.write()
+    return Outcome(
+        inputs={ref.uri: ref.sha256 for ref in source.outputs},
+        outputs=[weights, write_metrics(run.directory, "train", iteration, [metrics])],
+        data={"version": version, **metrics},
+    )
+
+
+@_once
+def publish(run: Run, iteration: int) -> Outcome:
+    """Hand the weights of the train stage to every engine; done when all of them use it."""
+    source = _committed(run, iteration, "train")
+    version = int(source.data["version"])
+    answer = run.dataplane.publish(version, run.weights(version).uri)
+    return Outcome(inputs={"weights": source.outputs[0].sha256}, data={"version": version, **answer})
+
+
+@_once
+def evaluate(run: Run, version: int) -> Outcome:
+    """Mean reward of this version on the held-out tasks; these sessions never train."""
+    run.dataplane.start_evaluation(version, run.config.evaluate.num_tasks)
+    run.dataplane.wait_for_evaluation(version, run.config.rollout.batch_timeout_s)
+    sealed = run.dataplane.seal_evaluation(version, run.ref.attempt)
+    files = [FileRef(**ref) for ref in sealed.pop("files")]
+    rewards = {"reward_mean": sealed["reward_mean"]}
+    rewards |= {f"reward_{name}": value for name, value in sealed["by_environment"].items()}
+    files.append(write_metrics(run.directory, "evaluation", version, [rewards]))
+    return Outcome(outputs=files, data=sealed)
+
+
+def finish(ref: RunRef) -> dict[str, Any]:
+    """Write the trained policy as a Hugging Face folder, the summary and its picture."""
+    run = Run(ref)
+    export_policy(run)
+    return summarise(run.directory, run.config)

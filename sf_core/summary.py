@@ -1,0 +1,99 @@
+"""What happened in a run, computed from its directory alone: summary.json and the picture beside it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from sf_core.config import RunConfig
+from sf_core.picture import draw_run
+from sf_core.scheduling.timeline import Span, idle_fraction, read_spans
+from sf_core.settings import command_started_at
+from storage.manifests import Manifest
+from storage.run_directory import STAGES, RunDirectory
+
+
+def summarise(directory: RunDirectory, config: RunConfig) -> dict[str, Any]:
+    """Write summary.json and summary.png of a run whose iterations are all committed.
+
+    seconds_rl adds up the iterations, from the start of `rollout` to the end of `publish`; idle_fraction is
+    the share of that time in which a device computed nothing; orchestration_seconds_per_iteration is what is
+    left of an iteration after its stages: Prefect, Dask and manifests.
+    """
+    iterations = [
+        {stage: _manifest(directory, number, stage) for stage in STAGES}
+        for number in range(config.train.iterations)
+    ]
+    evaluations = {
+        version: manifest.data["reward_mean"]
+        for version in range(config.train.iterations + 1)
+        if (manifest := directory.read_manifest(version, "evaluate")) is not None
+    }
+    windows = [
+        (stages["rollout"].data["started_at"], stages["publish"].data["finished_at"]) for stages in iterations
+    ]
+    spans = read_spans(directory)
+    seconds_rl = sum(end - start for start, end in windows)
+    tokens = sum(stages["rollout"].data["sampled_tokens"] for stages in iterations)
+    summary = {
+        "run_id": directory.run_id,
+        "seed": config.seed,
+        "reward_before": evaluations.get(0),
+        "reward_after": evaluations.get(config.train.iterations),
+        "iterations": len(iterations),
+        "seconds_total": round(time.time() - _started_at(directory), 2),
+        "seconds_rl": round(seconds_rl, 2),
+        "tokens_generated": tokens,
+        "tokens_per_second": round(tokens / seconds_rl, 1),
+        "idle_fraction": {
+            worker: _idle([span for span in spans if span.worker == worker], windows)
+            for worker in sorted({span.worker for span in spans})
+        },
+        "max_lag": max(stages["rollout"].data["max_lag"] for stages in iterations),
+        "orchestration_seconds_per_iteration": round(orchestration_seconds(iterations) / len(iterations), 3),
+    }
+    directory.write_summary(summary)
+    draw_run(
+        directory.path("summary.png"),
+        rewards=[stages["rollout"].data["reward_mean"] for stages in iterations],
+        evaluations=evaluations,
+        spans=spans,
+        boundaries=[end for _, end in windows],
+    )
+    return summary
+
+
+def orchestration_seconds(iterations: list[dict[str, Manifest]]) -> float:
+    """Seconds in which no stage of an iteration worked, hand-over between iterations included."""
+    total = 0.0
+    previous_end: float | None = None
+    for stages in iterations:
+        spans = sorted((m.data["started_at"], m.data["finished_at"]) for m in stages.values())
+        reached = spans[0][0] if previous_end is None else previous_end
+        for start, end in spans:
+            total += max(0.0, start - reached)
+            reached = max(reached, end)
+        previous_end = reached
+    return total
+
+
+def _idle(spans: list[Span], windows: list[tuple[float, float]]) -> float:
+    length = sum(end - start for start, end in windows)
+    idle = sum(idle_fraction(spans, window) * (window[1] - window[0]) for window in windows)
+    return round(idle / length, 4) if length else 0.0
+
+
+def _manifest(directory: RunDirectory, iteration: int, stage: str) -> Manifest:
+    manifest = directory.read_manifest(iteration, stage)
+    if manifest is None:
+        raise ValueError(f"{directory.run_id}: {stage} of iteration {iteration} is not committed")
+    return manifest
+
+
+def _started_at(directory: RunDirectory) -> float:
+    manifest = directory.read_manifest(None, "start")
+    assert manifest is not None
+    started: float = manifest.data["started_at"]
+    called = command_started_at()
+    # a resumed run was called more than once; its first start is what the user waited for
+    return min(started, called) if called else started

@@ -1,0 +1,14 @@
+"""Evaluate: see sf_core.stages."""
+
+from typing import Any
+
+from prefect import task
+
+from sf_core import stages
+from sf_core.run import RunRef
+
+
+@task(name="evaluate", task_run_name="evaluate-{version}")
+def evaluate(run: RunRef, version: int) -> dict[str, Any]:
+    """Mean reward of a policy version on the held-out tasks. Runs on a `cpu` worker."""
+    return stages.evaluate(run, version)

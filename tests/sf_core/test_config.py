@@ -1,0 +1,85 @@
+from pathlib import Path
+
+import pytest
+
+from sf_core.config import ConfigError, RunConfig, load_config
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text("seed: 3\nrollout:\n  group_size: 4\n")
+    return path
+
+
+def test_overrides_replace_values_of_the_file_and_add_new_ones(config_file: Path) -> None:
+    config = load_config(config_file, ["seed=7", "storage.root=/data/runs", "rollout.group_size=16"])
+    assert (config.seed, config.storage.root, config.rollout.group_size) == (7, "/data/runs", 16)
+
+
+def test_a_resolved_configuration_reads_back_equal(config_file: Path) -> None:
+    config = load_config(config_file)
+    assert RunConfig.model_validate_json(config.model_dump_json()) == config
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("rollout.gruop_size=4", "rollout.gruop_size: unknown key; allowed here: group_size, "),
+        ("colour=red", "colour: unknown key; allowed here: run_id, seed, policy"),
+        ("rollout.group_size=1", "rollout.group_size: input should be greater than or equal to 2, got 1"),
+        ("train.learning_rate=fast", "train.learning_rate: input should be a valid number"),
+        ("engine.kind=vlm", "engine.kind: input should be 'torch' or 'scripted', got 'vlm'"),
+        ("environment.agent=agent", "environment.agent: expected package.module:name, got 'agent'"),
+        ("run_id=../etc", "run_id: string should match pattern"),
+        (
+            "rollout.max_tokens=9999",
+            "rollout.max_tokens (9999) must be less than engine.context_length (512)",
+        ),
+        ("train.minibatches=64", "train.minibatches (64) must not exceed rollout.groups_per_batch (32)"),
+        ("engine.kind=scripted", "engine.script is required with engine.kind: scripted"),
+        ("cluster.workers.r0.tag=x", "cluster.workers.r0.tag: unknown key; allowed here: tags, threads"),
+        ("seed", "--set seed: expected key.path=value"),
+        ("seed.x=1", "--set seed.x=1: seed is a value, not a section"),
+        ("seed=[1", "--set seed=[1: '[1' is not a valid YAML value"),
+    ],
+)
+def test_a_wrong_setting_is_named_with_its_path_and_what_is_allowed(
+    config_file: Path, override: str, sentence: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config(config_file, [override])
+    assert sentence in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere.yaml: no such file"):
+        load_config(tmp_path / "nowhere.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"), [("a: [1", "not valid YAML"), ("- 1", "expected a mapping of settings, got list")]
+)
+def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str, sentence: str) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=sentence):
+        load_config(path)
+
+
+def test_every_setting_is_described_for_the_form() -> None:
+    schema = RunConfig.model_json_schema()
+    sections = [schema, *schema["$defs"].values()]
+    undescribed = [
+        f"{section['title']}.{name}"
+        for section in sections
+        for name, field in section["properties"].items()
+        if "description" not in field and "$ref" not in field
+    ]
+    assert undescribed == []
+
+
+def test_the_shipped_configurations_are_valid() -> None:
+    for path in Path("configs").glob("*.yaml"):
+        load_config(path)
