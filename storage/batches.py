@@ -41,6 +41,9 @@ def write_batch(
 ) -> FileRef:
     """Write rows of read_trajectories with one advantage per token, the row's weight in the loss, and
     "train" or the reason why the row does not train."""
+    lengths = trajectories["token_ids"].combine_chunks().value_lengths().to_pylist()
+    if lengths != [len(row) for row in advantages]:
+        raise ValueError(f"batch of iteration {iteration}: expected one advantage per token of every row")
     added = [
         parquet.list_array(advantages, np.float32),
         pa.array(weights, pa.float64()),

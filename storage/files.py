@@ -74,13 +74,12 @@ def write_atomic(uri: str, data: bytes, *, create: bool = False) -> FileRef:
 def list_files(folder: str) -> list[str]:
     """URIs of the files directly in a folder, sorted, without hidden ones; empty if there is no folder.
     Manifests name the files of a run: list only what no manifest names."""
-    fs, path = open_fs(folder)
-    try:
-        entries = fs.ls(path, detail=True)
-    except FileNotFoundError:
-        return []
-    names = (entry["name"].rsplit("/", 1)[-1] for entry in entries if entry["type"] == "file")
-    return sorted(join(folder, name) for name in names if not name.startswith("."))
+    return _list(folder, "file")
+
+
+def list_folders(folder: str) -> list[str]:
+    """URIs of the folders directly in a folder, likewise."""
+    return _list(folder, "directory")
 
 
 def copy_folder(source: str, target: str, exclude: Sequence[str] = ()) -> None:
@@ -115,6 +114,16 @@ def local_copy(uri: str) -> Iterator[str]:
         copy = os.path.join(folder, os.path.basename(path))
         fs.get_file(path, copy)
         yield copy
+
+
+def _list(folder: str, kind: str) -> list[str]:
+    fs, path = open_fs(folder)
+    try:
+        entries = fs.ls(path, detail=True)
+    except FileNotFoundError:
+        return []
+    names = (entry["name"].rstrip("/").rsplit("/", 1)[-1] for entry in entries if entry["type"] == kind)
+    return sorted(join(folder, name) for name in names if not name.startswith("."))
 
 
 def _write_local(path: str, data: bytes, create: bool) -> None:

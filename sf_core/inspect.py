@@ -1,0 +1,157 @@
+"""A run directory for people: its iterations as a table, one session turn by turn. Behind `sf inspect`.
+
+Owns how it looks, with marks that survive a pipe. The figures are sf_core/report.py's.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+
+import numpy as np
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from sf_core import report
+from storage import files
+from storage.run_directory import STAGES, RunDirectory
+from storage.schema import NOT_SAMPLED, Trajectory, TurnSpan
+
+Decode = Callable[[list[int]], str]
+
+TRAINED, CARRIED = "bold green underline", "green underline"
+
+
+def inspect_run(uri: str) -> RenderableType:
+    """A table of iterations. Raises ValueError with one sentence if there is no run or a file is broken."""
+    run = report.open_run(uri)
+    rows = report.iteration_figures(run)
+    held_out = {k: f"{reward:.3f}" for k, reward in report.held_out_rewards(run, len(rows) + 1).items()}
+    table = _table(f"run {run.run_id}")
+    for name in ("iteration", "reward", "held-out", "lag mean", "max", "tokens", "sessions"):
+        table.add_column(name, justify="right")
+    table.add_column("stages")
+    table.add_row("start", "", held_out.get(0, ""))
+    for row in rows:
+        stages = " ".join(stage[0].upper() if stage in row.committed else "." for stage in STAGES)
+        # what an iteration has made is the next version
+        table.add_row(*_figures(row, held_out.get(row.iteration + 1, "")), stages)
+    footer = f"held-out: reward after the iteration; stages committed: {', '.join(STAGES)}"
+    if rows and (rollout := rows[-1].rollout) is not None:
+        footer += f"\none session: sf inspect {uri} --session {rollout.example}"
+    return Group(table, Text("\n" + footer, style="dim"))
+
+
+def inspect_session(uri: str, session_id: str) -> RenderableType:
+    """The branches of a session, turn by turn, sampled tokens marked. Raises ValueError with one sentence if
+    there is no such run or session."""
+    run = report.open_run(uri)
+    session = report.find_session(run, session_id)
+    decode = _decoder(run)
+    row = session.branches[0]
+    head = Text.assemble(
+        (f"session {session_id}, {session.origin}\n", "bold"),
+        f"task {row.task_id}  environment {row.environment}  group {row.group_id or 'none'}\n",
+        f"{row.status}  reward {_reward(row)}  {row.finished_at - row.started_at:.2f} s\n",
+        ("«sampled and trained»", TRAINED),
+        "  ",
+        ("«sampled, trained in another branch»", CARRIED),
+    )
+    return Group(head, *(_branch(row, decode) for row in session.branches))
+
+
+def _table(title: str) -> Table:
+    return Table(title=Text(title), title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+
+
+def _figures(row: report.IterationFigures, held_out: str) -> tuple[str, ...]:
+    if (figures := row.rollout) is None:
+        return str(row.iteration), "", held_out, "", "", "", ""
+    return (
+        str(row.iteration),
+        f"{figures.reward_mean:.3f}",
+        held_out,
+        f"{figures.lag_mean:.2f}",
+        str(figures.lag_max),
+        f"{figures.tokens_sampled:,}",
+        str(figures.sessions),
+    )
+
+
+def _branch(row: Trajectory, decode: Decode) -> Table:
+    sampled = row.policy_versions != NOT_SAMPLED
+    title = f"\nbranch {row.branch_id}"
+    if row.parent_branch_id is not None:
+        title += f" of {row.parent_branch_id}"
+    title += f"  {len(row.token_ids)} tokens, {sampled.sum()} sampled, {row.loss_mask.sum()} trained"
+    title += f"  versions {_range(row.policy_versions)}  interruptions {row.interruptions}"
+    table = _table(title)
+    for name in ("role", "tokens", "finish", "engine", "versions"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("text", overflow="fold")
+    own = [turn for turn in row.turns if turn.end > row.shared_prefix]
+    if len(own) < len(row.turns):
+        end = own[0].start if own else len(row.token_ids)
+        table.add_row("", f"0-{end}", "", "", "", Text(f"as in branch {row.parent_branch_id}"), style="dim")
+    for turn in own:
+        table.add_row(
+            Text(turn.role),
+            f"{turn.start}-{turn.end}",
+            turn.finish_reason or "",
+            Text(turn.engine or ""),
+            _range(row.policy_versions[turn.start : turn.end]),
+            _turn_text(row, turn, decode),
+        )
+    return table
+
+
+def _turn_text(row: Trajectory, turn: TurnSpan, decode: Decode) -> Text:
+    """The turn's tokens; runs of equal state (given, carried, trained) are decoded together."""
+    span = slice(turn.start, turn.end)
+    state = (row.policy_versions[span] != NOT_SAMPLED).astype(int) + row.loss_mask[span]
+    cuts = np.flatnonzero(np.diff(state)) + 1
+    text = Text()
+    for ids, states in zip(np.split(row.token_ids[span], cuts), np.split(state, cuts), strict=True):
+        part = _printable(decode(ids.tolist()))
+        style = ("", CARRIED, TRAINED)[states.max(initial=0)]
+        text.append(f"«{part}»" if style else part, style)
+    return text
+
+
+def _printable(text: str) -> str:
+    """A policy may sample anything: line ends are shown, nothing else may steer the terminal."""
+    shown = text.replace("\n", "↵")
+    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in shown)
+
+
+def _range(versions: np.ndarray) -> str:
+    sampled = versions[versions != NOT_SAMPLED]
+    if not len(sampled):
+        return ""
+    low, high = int(sampled.min()), int(sampled.max())
+    return str(low) if low == high else f"{low}-{high}"
+
+
+def _reward(row: Trajectory) -> str:
+    if row.reward is None:
+        return "none"
+    parts = ", ".join(f"{name} {value:g}" for name, value in row.reward_parts.items())
+    return f"{row.reward:g}" + (f" ({parts})" if parts else "")
+
+
+def _decoder(run: RunDirectory) -> Decode:
+    """Decoder of the run's tokenizer; a run without one, like those of the scripted engine, shows ids."""
+    if not files.exists(files.join(run.start_dir, "tokenizer_config.json")):
+        return lambda ids: " ".join(map(str, ids))
+    from transformers import AutoTokenizer
+
+    if files.is_local(run.uri):
+        tokenizer = AutoTokenizer.from_pretrained(run.start_dir, local_files_only=True)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            files.copy_folder(run.start_dir, folder, exclude=("*.safetensors", "*.bin"))
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    return lambda ids: str(
+        tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    )

@@ -1,0 +1,138 @@
+"""What a run directory tells about a run: figures per iteration, and the rows of one session.
+
+Reads manifests and the files they name, nothing else. How it looks is sf_core/inspect.py's.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from storage import files
+from storage.manifests import Manifest
+from storage.run_directory import STAGES, RunDirectory
+from storage.schema import NOT_SAMPLED, Trajectory
+from storage.trajectories import read_trajectories, to_rows
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutFigures:
+    """Of the trajectories of one iteration."""
+
+    sessions: int
+    reward_mean: float
+    """Over sessions that have a reward."""
+    tokens_sampled: int
+    lag_mean: float
+    """Over sampled tokens: version being updated minus version that sampled the token."""
+    lag_max: int
+    example: str
+    """The id of one session."""
+
+
+@dataclass(frozen=True, slots=True)
+class IterationFigures:
+    iteration: int
+    committed: tuple[str, ...]
+    """Stages that are done."""
+    rollout: RolloutFigures | None
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRows:
+    session_id: str
+    origin: str
+    """The iteration that trains it, or the policy version that it evaluates."""
+    branches: list[Trajectory]
+
+
+def open_run(uri: str) -> RunDirectory:
+    """Raises ValueError with one sentence, and names like it, if no run is there."""
+    run = RunDirectory(uri)
+    if files.exists(run.path("config.json")):
+        return run
+    parent = run.uri.removesuffix("/" + run.run_id)
+    names = [folder.rsplit("/", 1)[-1] for folder in files.list_folders(parent)]
+    raise ValueError(f"{uri}: no run here (config.json is missing){_did_you_mean(run.run_id, names)}")
+
+
+def iteration_figures(run: RunDirectory) -> list[IterationFigures]:
+    """All iterations of which a stage is committed, in order."""
+    rows = (_figures(run, iteration) for iteration in itertools.count())
+    return list(itertools.takewhile(lambda row: row.committed, rows))
+
+
+def held_out_rewards(run: RunDirectory, versions: int) -> dict[int, float]:
+    """Mean held-out reward by policy version, of those below `versions` that were evaluated."""
+    manifests = {version: run.read_manifest(version, "evaluate") for version in range(versions)}
+    return {version: m.data["reward_mean"] for version, m in manifests.items() if m is not None}
+
+
+def find_session(run: RunDirectory, session_id: str) -> SessionRows:
+    """Raises ValueError with one sentence, and ids like it, if the run committed no such session."""
+    seen: list[str] = []
+    for origin, manifest in _sampling_manifests(run):
+        for uri in _parts(run, manifest):
+            ids = read_trajectories(uri, ["session_id"])["session_id"].to_pylist()
+            if session_id in ids:
+                table = read_trajectories(uri)
+                rows = to_rows(table.filter(pc.equal(table["session_id"], session_id)))
+                return SessionRows(session_id, origin, rows)
+            seen.extend(ids)
+    hint = _did_you_mean(session_id, sorted(set(seen))) if seen else "; none is committed yet"
+    raise ValueError(f"{run.run_id}: no session {session_id!r}{hint}")
+
+
+def _figures(run: RunDirectory, iteration: int) -> IterationFigures:
+    manifests = {stage: run.read_manifest(iteration, stage) for stage in STAGES}
+    rollout = manifests["rollout"]
+    return IterationFigures(
+        iteration,
+        tuple(stage for stage, manifest in manifests.items() if manifest is not None),
+        None if rollout is None else _rollout_figures(run, rollout, iteration),
+    )
+
+
+def _rollout_figures(run: RunDirectory, manifest: Manifest, iteration: int) -> RolloutFigures:
+    columns = ["session_id", "reward", "loss_mask", "policy_versions"]
+    table = pa.concat_tables([read_trajectories(uri, columns) for uri in _parts(run, manifest)])
+    ids, first = np.unique(table["session_id"].to_numpy(), return_index=True)
+    rewards = table["reward"].to_numpy()[first]
+    mask = pc.list_flatten(table["loss_mask"]).to_numpy()
+    versions = pc.list_flatten(table["policy_versions"]).fill_null(NOT_SAMPLED).to_numpy()
+    lags = iteration - versions[mask]
+    return RolloutFigures(
+        sessions=len(first),
+        reward_mean=float(np.nanmean(rewards)),
+        tokens_sampled=len(lags),
+        lag_mean=float(lags.mean()) if len(lags) else 0.0,
+        lag_max=int(lags.max(initial=0)),
+        example=str(ids[0]),
+    )
+
+
+def _sampling_manifests(run: RunDirectory) -> Iterator[tuple[str, Manifest]]:
+    for number in itertools.count():
+        rollout, evaluate = (run.read_manifest(number, stage) for stage in ("rollout", "evaluate"))
+        if evaluate is not None:
+            yield f"evaluates version {number}", evaluate
+        if rollout is not None:
+            yield f"trains iteration {number}", rollout
+        elif evaluate is None:
+            return
+
+
+def _parts(run: RunDirectory, manifest: Manifest) -> list[str]:
+    kinds = ("trajectories/", "evaluations/")
+    return [run.path(ref.uri) for ref in manifest.outputs if ref.uri.startswith(kinds)]
+
+
+def _did_you_mean(name: str, names: list[str]) -> str:
+    near = get_close_matches(name, names)
+    return f"; did you mean {', '.join(near)}?" if near else ""

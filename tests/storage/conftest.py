@@ -1,0 +1,24 @@
+"""One contract for every filesystem: each test that takes `run` holds on local paths and on memory://."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from storage.run_directory import RunDirectory
+
+
+@pytest.fixture(params=["file", "memory"])
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RunDirectory]:
+    if request.param == "file":
+        yield RunDirectory(str(tmp_path / "run-1"))
+        return
+    root = f"memory://{uuid.uuid4().hex}"
+    yield RunDirectory(f"{root}/run-1")
+    filesystem = fsspec.filesystem("memory")
+    if filesystem.exists(root):
+        filesystem.rm(root, recursive=True)

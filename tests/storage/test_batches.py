@@ -1,0 +1,69 @@
+import numpy as np
+import pytest
+
+from storage.batches import BATCH_SCHEMA, read_batch, write_batch
+from storage.parquet import numpy_rows
+from storage.run_directory import RunDirectory
+from storage.trajectories import SCHEMA, Trajectory, read_trajectories, write_trajectories
+
+
+def row(session: str, length: int) -> Trajectory:
+    return Trajectory(
+        policy="policy",
+        task_id="t",
+        environment="e",
+        group_id="g",
+        session_id=session,
+        branch_id="0",
+        parent_branch_id=None,
+        shared_prefix=0,
+        token_ids=np.arange(length, dtype=np.int32),
+        loss_mask=np.ones(length, np.bool_),
+        logprobs=np.full(length, -1, np.float32),
+        policy_versions=np.zeros(length, np.int32),
+        turns=[],
+        messages="[]",
+        reward=1.0,
+        reward_parts={},
+        status="finished",
+        interruptions=0,
+        started_at=0.0,
+        finished_at=1.0,
+    )
+
+
+def test_a_batch_is_its_trajectories_and_the_filters_decision(run: RunDirectory) -> None:
+    source = write_trajectories(run, 5, [row("a", 3), row("b", 2)], "shard-0-attempt-1")
+    trajectories = read_trajectories(run.path(source.uri))
+    advantages = [np.array([0.5, -0.5, 0.0]), np.zeros(2)]
+    ref = write_batch(
+        run,
+        5,
+        trajectories,
+        advantages=advantages,
+        weights=[1.0, 0.0],
+        decisions=["train", "zero_variance"],
+        part="attempt-1",
+    )
+    assert ref.uri == "batches/iteration=5/attempt-1.parquet"
+    batch = read_batch(run.path(ref.uri))
+    assert batch.select(SCHEMA.names).equals(trajectories.select(SCHEMA.names))
+    assert batch["iteration"].to_pylist() == [5, 5]
+    assert batch["weight"].to_pylist() == [1.0, 0.0]
+    assert batch["decision"].to_pylist() == ["train", "zero_variance"]
+    assert [list(a) for a in numpy_rows(batch["advantages"])] == [[0.5, -0.5, 0.0], [0.0, 0.0]]
+    assert set(batch.column_names) == {"iteration", *BATCH_SCHEMA.names}
+
+
+def test_one_advantage_per_token_is_required(run: RunDirectory) -> None:
+    source = write_trajectories(run, 0, [row("a", 3)], "part")
+    with pytest.raises(ValueError, match="one advantage per token"):
+        write_batch(
+            run,
+            0,
+            read_trajectories(run.path(source.uri)),
+            advantages=[np.zeros(2)],
+            weights=[1.0],
+            decisions=["train"],
+            part="part",
+        )

@@ -1,0 +1,92 @@
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from storage import files
+from storage.run_directory import RunDirectory
+
+
+def test_a_written_file_is_read_back_and_described(run: RunDirectory) -> None:
+    ref = files.write_atomic(run.path("a", "b.bin"), b"hello")
+    assert files.read_bytes(run.path("a", "b.bin")) == b"hello"
+    assert (ref.bytes, ref.sha256[:8]) == (5, "2cf24dba")
+
+
+def test_writing_again_replaces_the_file(run: RunDirectory) -> None:
+    files.write_atomic(run.path("x"), b"first")
+    files.write_atomic(run.path("x"), b"second")
+    assert files.read_bytes(run.path("x")) == b"second"
+
+
+def test_create_keeps_what_is_there(run: RunDirectory) -> None:
+    files.write_atomic(run.path("x"), b"first", create=True)
+    with pytest.raises(FileExistsError):
+        files.write_atomic(run.path("x"), b"second", create=True)
+    assert files.read_bytes(run.path("x")) == b"first"
+
+
+def test_of_many_creators_one_wins(tmp_path: Path) -> None:
+    def create(number: int) -> bool:
+        try:
+            files.write_atomic(str(tmp_path / "x"), str(number).encode(), create=True)
+        except FileExistsError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        won = list(pool.map(create, range(32)))
+    assert sum(won) == 1
+    assert (tmp_path / "x").read_text() == str(won.index(True))
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_temporary_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files.write_atomic(str(tmp_path / "x"), b"old")
+
+    def full(_: int) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="no space left"):
+        files.write_atomic(str(tmp_path / "x"), b"new")
+    assert os.listdir(tmp_path) == ["x"]
+    assert (tmp_path / "x").read_bytes() == b"old"
+
+
+def test_listing_sees_files_written_since_and_neither_folders_nor_hidden_ones(run: RunDirectory) -> None:
+    assert files.list_files(run.path("d")) == []
+    files.write_atomic(run.path("d", "b"), b"")
+    assert files.list_files(run.path("d")) == [run.path("d", "b")]
+    files.write_atomic(run.path("d", "a"), b"")
+    files.write_atomic(run.path("d", ".a.123.tmp"), b"")
+    files.write_atomic(run.path("d", "folder", "c"), b"")
+    assert files.list_files(run.path("d")) == [run.path("d", "a"), run.path("d", "b")]
+
+
+def test_removing_twice_is_no_error(run: RunDirectory) -> None:
+    files.write_atomic(run.path("x"), b"")
+    files.remove(run.path("x"))
+    files.remove(run.path("x"))
+    assert not files.exists(run.path("x"))
+
+
+def test_a_folder_is_copied_without_what_is_excluded(run: RunDirectory, tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_text(name)
+    files.copy_folder(str(tmp_path), run.path("policy"), exclude=("*.safetensors",))
+    assert files.list_files(run.path("policy")) == [run.path("policy", "config.json")]
+
+
+def test_copying_an_empty_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no files here"):
+        files.copy_folder(str(tmp_path), str(tmp_path / "target"))
+
+
+def test_local_paths_become_absolute_and_urls_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert files.absolute("runs/a") == str(tmp_path / "runs" / "a")
+    assert files.absolute(f"file://{tmp_path}/a") == str(tmp_path / "a")
+    assert files.absolute("memory://runs/a/") == "memory://runs/a"
