@@ -32,7 +32,8 @@ def inspect_run(uri: str) -> RenderableType:
     for name in ("iteration", "reward", "held-out", "lag mean", "max", "tokens", "sessions"):
         table.add_column(name, justify="right")
     table.add_column("stages")
-    table.add_row("start", "", held_out.get(0, ""))
+    if 0 in held_out:
+        table.add_row("start", "", held_out[0])
     for row in rows:
         stages = " ".join(stage[0].upper() if stage in row.committed else "." for stage in STAGES)
         # what an iteration has made is the next version

@@ -1,6 +1,6 @@
 from pathlib import Path
 
-import pandas as pd
+import pandas as pd  # type: ignore[import-untyped]
 
 from storage.metrics import read_metrics, write_metrics
 from storage.run_directory import RunDirectory
