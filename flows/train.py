@@ -14,7 +14,7 @@ from flows.warmstart import warmstart
 from sf_core.config import RunConfig
 from sf_core.run import Run, RunRef, begin_attempt, open_config
 from sf_core.scheduling.plan import Plan, make_plan, read_workers
-from tasks.cluster import TaggedTaskRunner, lane, scheduler_address
+from tasks.cluster import TaggedTaskRunner, lane, lean_settings, scheduler_address
 from tasks.evaluate import evaluate
 from tasks.filter import filter_
 from tasks.finish import finish
@@ -29,15 +29,16 @@ def train(config: RunConfig) -> dict[str, Any]:
     """Run all iterations that are not committed yet; returns the summary of the run."""
     plan = make_plan(read_workers(scheduler_address()))
     run = begin_attempt(config)
-    warmstart(config, run)
-    Run(run).register()
-    with Leases(run, plan) as leases:
-        for number in Run(run).iterations_left():
-            iteration(config, run, plan, number, leases.lend_trainer(number))
+    with lean_settings():
+        warmstart(config, run)
+        Run(run).register()
+        with Leases(run, plan) as leases:
+            for number in Run(run).iterations_left():
+                iteration(config, run, plan, number, leases.lend_trainer(number))
+            with lane("cpu"):
+                evaluate.submit(run, config.train.iterations).result()
         with lane("cpu"):
-            evaluate.submit(run, config.train.iterations).result()
-    with lane("cpu"):
-        return finish.submit(run).result()
+            return finish.submit(run).result()
 
 
 @flow(name="iteration", flow_run_name="{run.run_id}-{number}", task_runner=TaggedTaskRunner())

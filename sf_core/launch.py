@@ -20,15 +20,12 @@ from sf_core.local_stack import (
     Process,
     StackError,
     local_stack,
-    start_dask,
-    start_dataplane,
-    start_prefect_server,
+    start_services,
 )
 from sf_core.progress import RunProgress
 from sf_core.run import new_run_id
-from sf_core.scheduling.plan import read_workers
 from sf_core.settings import dataplane_key, prefect_api_url
-from storage.files import absolute, is_local
+from storage.files import absolute, exists, is_local, read_bytes
 from storage.run_directory import RunDirectory
 
 
@@ -42,7 +39,7 @@ def launch(flow: str, config: RunConfig, console: Console) -> None:
     name = config.run_id or new_run_id("run")
     config = _updated(config, run_id=name, storage={"root": absolute(config.storage.root)})
     directory = RunDirectory(config.run_dir)
-    if flow == "train" and directory.read_manifest(None, "summary") is not None:
+    if flow == "train" and exists(directory.path("summary.json")):
         console.print(f"run {name} is finished")
         return _print_result(directory, console)
     local = Path(directory.uri if is_local(directory.uri) else Path.cwd() / "runs" / name)
@@ -65,24 +62,26 @@ def _run(flow: str, config: RunConfig, stack: LocalStack, local: Path, console: 
     progress = RunProgress(console, config.train.iterations)
     with Live(progress, console=console, refresh_per_second=4, transient=not console.is_terminal):
         progress.note("starting Prefect, Dask and the data plane")
-        api = prefect_api_url() or start_prefect_server(stack)
-        scheduler = config.cluster.scheduler or start_dask(stack, config.cluster.workers, local)
-        url = config.dataplane.url or start_dataplane(stack, local)
-        config = _updated(
-            config,
-            dataplane={"url": url if isinstance(url, str) else url()},
-            cluster={"scheduler": scheduler if isinstance(scheduler, str) else scheduler()},
+        services = start_services(
+            stack,
+            local,
+            config.cluster.workers,
+            api=prefect_api_url(),
+            scheduler=config.cluster.scheduler,
+            dataplane=config.dataplane.url,
         )
-        api = api if isinstance(api, str) else api()
-        if not isinstance(scheduler, str):
-            _await_workers(config)
-        progress.note(f"watch it at {api.removesuffix('/api')}")
+        config = _updated(
+            config, dataplane={"url": services.dataplane}, cluster={"scheduler": services.scheduler}
+        )
+        progress.note(f"watch it at {services.api.removesuffix('/api')}")
         file = local / "flow.json"
         file.write_text(config.model_dump_json())
         process = stack.start(
-            f"flow-{flow}", [sys.executable, "-m", f"flows.{flow}", str(file)], {"PREFECT_API_URL": api}
+            f"flow-{flow}",
+            [sys.executable, "-m", f"flows.{flow}", str(file)],
+            {"PREFECT_API_URL": services.api},
         )
-        _watch(process, config, progress, api)
+        _watch(process, config, progress)
     if process.popen.returncode != 0:
         raise LaunchError(
             f"{_reason(process)}; log: {process.log}; "
@@ -90,17 +89,7 @@ def _run(flow: str, config: RunConfig, stack: LocalStack, local: Path, console: 
         )
 
 
-def _await_workers(config: RunConfig, timeout_s: float = 120.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while missing := config.cluster.workers.keys() - {
-        worker.name for worker in read_workers(str(config.cluster.scheduler))
-    }:
-        if time.monotonic() > deadline:
-            raise StackError(f"workers {sorted(missing)} did not join within {timeout_s:.0f} s")
-        time.sleep(0.3)
-
-
-def _watch(process: Process, config: RunConfig, progress: RunProgress, api: str) -> None:
+def _watch(process: Process, config: RunConfig, progress: RunProgress) -> None:
     client = DataplaneClient(str(config.dataplane.url), str(config.run_id), dataplane_key(), patience_s=0.5)
     while process.popen.poll() is None:
         with suppress(httpx.HTTPError, DataplaneError):
@@ -116,7 +105,7 @@ def _reason(process: Process) -> str:
 
 
 def _print_result(directory: RunDirectory, console: Console) -> None:
-    summary = json.loads(Path(directory.path("summary.json")).read_text())
+    summary = json.loads(read_bytes(directory.path("summary.json")))
     idle = ", ".join(f"{worker} {share:.0%}" for worker, share in summary["idle_fraction"].items())
     console.print(
         f"\nheld-out reward  [bold]{summary['reward_before']:.2f} → {summary['reward_after']:.2f}[/bold]"

@@ -21,6 +21,7 @@ from pathlib import Path
 import httpx
 
 from sf_core.config import WorkerConfig
+from sf_core.scheduling.plan import read_workers
 
 DASK_SETTINGS = {
     # a lease may outlive several kills of its worker; giving up after one would end the run
@@ -187,6 +188,46 @@ def start_dataplane(stack: LocalStack, directory: Path) -> Callable[[], str]:
         return None
 
     return lambda: stack.await_ready(process, url, 60.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """Where the parts of a stack answer."""
+
+    api: str
+    """Prefect API."""
+    scheduler: str
+    dataplane: str
+
+
+def start_services(
+    stack: LocalStack,
+    directory: Path,
+    workers: Mapping[str, WorkerConfig],
+    *,
+    api: str | None = None,
+    scheduler: str | None = None,
+    dataplane: str | None = None,
+) -> Services:
+    """Start, side by side, what has no address yet; returns when all of it answers and all workers joined."""
+    prefect = None if api else start_prefect_server(stack)
+    dask = None if scheduler else start_dask(stack, workers, directory)
+    gateway = None if dataplane else start_dataplane(stack, directory)
+    if dask is not None:
+        scheduler = dask()
+        _await_workers(scheduler, set(workers), 120.0)
+    dataplane = dataplane or (gateway() if gateway else None)
+    api = api or (prefect() if prefect else None)
+    assert api and scheduler and dataplane
+    return Services(api, scheduler, dataplane)
+
+
+def _await_workers(scheduler: str, names: set[str], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while missing := names - {worker.name for worker in read_workers(scheduler)}:
+        if time.monotonic() > deadline:
+            raise StackError(f"workers {sorted(missing)} did not join within {timeout_s:.0f} s")
+        time.sleep(0.3)
 
 
 def free_port() -> int:

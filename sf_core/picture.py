@@ -39,9 +39,10 @@ def draw_run(
 
     origin = min((span.start for span in spans), default=0.0)
     for row, worker in enumerate(workers):
-        for tag, colour in COLOURS.items():
-            bars = [(s.start - origin, s.end - s.start) for s in spans if s.worker == worker and s.tag == tag]
-            lanes.broken_barh(bars, (row - 0.38, 0.76), color=colour, linewidth=0)
+        for span in (s for s in spans if s.worker == worker):
+            bar = [(span.start - origin, span.end - span.start)]
+            alpha = 0.25 if span.kind == "held" else 1.0
+            lanes.broken_barh(bar, (row - 0.38, 0.76), color=COLOURS[span.tag], alpha=alpha, linewidth=0)
     for end in boundaries:
         lanes.axvline(end - origin, color="#2e4057", alpha=0.15, linewidth=0.6)
     lanes.set(
@@ -50,7 +51,7 @@ def draw_run(
     lanes.set_facecolor("#f3f1ec")
     lanes.legend(
         handles=[Patch(color=colour, label=tag) for tag, colour in COLOURS.items()]
-        + [Patch(color="#f3f1ec", label="idle")],
+        + [Patch(color=COLOURS["rollout"], alpha=0.25, label="held, computing nothing")],
         loc="upper center",
         bbox_to_anchor=(0.5, -0.45),
         ncols=3,

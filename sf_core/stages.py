@@ -149,7 +149,7 @@ def train(run: Run, iteration: int) -> Outcome:
 
     source = _committed(run, iteration, "filter")
     timeline = Timeline(run.directory, current_worker(), "train", f"{run.ref.attempt}-train-{iteration}")
-    with timeline.span(f"iteration {iteration}"):
+    with timeline.computing(f"iteration {iteration}"):
         trainer = trainer_at(run, iteration)
         metrics = trainer.step(read_batch(run.directory.path(source.outputs[0].uri)))
         version = trainer.version

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import dask
-from prefect.context import FlowRunContext
+from prefect.context import FlowRunContext, SettingsContext, get_settings_context
+from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY
 from prefect_dask import DaskTaskRunner
 from prefect_dask.client import PrefectDaskClient
+from pydantic import PrivateAttr
 
 SCHEDULER_VARIABLE = "SF_SCHEDULER"
 """Address of the scheduler for flows whose configuration names none."""
@@ -47,4 +50,25 @@ def lane(tag: str, worker: str | None = None, priority: int = 0) -> Iterator[Non
     """Everything submitted inside runs on a worker that carries `tag`, or on that worker only."""
     resources = {tag: 1} if worker is None else {tag: 1, f"@{worker}": 1}
     with dask.annotate(resources=resources, priority=priority):
+        yield
+
+
+class _SerialisedOnce(SettingsContext):
+    """Settings are sent with every submitted task, and writing them out takes 0.1 s of CPU; they do not change."""
+
+    _serialised: dict[str, Any] | None = PrivateAttr(None)
+
+    def serialize(self, include_secrets: bool = True) -> dict[str, Any]:
+        if self._serialised is None:
+            self._serialised = super().serialize(include_secrets=include_secrets)
+        return self._serialised
+
+
+@contextmanager
+def lean_settings() -> Iterator[None]:
+    """For the subflows of a flow: no heartbeats of their own, because ending each takes up to a second and the
+    parent's tell the same, and settings that are written out once."""
+    context = get_settings_context()
+    settings = context.settings.copy_with_update(updates={PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
+    with _SerialisedOnce(profile=context.profile, settings=settings):
         yield

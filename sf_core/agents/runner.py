@@ -29,6 +29,7 @@ class AgentRunner:
         key: str | None,
         run_id: str,
         runner_id: str,
+        attempt: int,
         tasks: Callable[[str, int], Task],
         agent: Callable[[Task, Endpoint], Any],
         reward: Callable[[Task, Any], Any],
@@ -36,6 +37,7 @@ class AgentRunner:
         session_timeout_s: float,
     ) -> None:
         self._url, self._key, self._run_id, self._runner_id = url, key, run_id, runner_id
+        self._attempt = attempt
         self._tasks, self._agent, self._reward = tasks, agent, reward
         self._concurrency, self._session_timeout_s = concurrency, session_timeout_s
         self._running: dict[str, asyncio.Task[None]] = {}
@@ -64,6 +66,7 @@ class AgentRunner:
         room = self._concurrency - len(self._running)
         body = {
             "runner": self._runner_id,
+            "attempt": self._attempt,
             "max": room,
             "wait_s": 2.0 if room else 0.0,
             "running": list(self._running),

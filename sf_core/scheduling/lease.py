@@ -48,7 +48,7 @@ def serve_lease(spec: LeaseSpec) -> str:
     }
     try:
         return serve_engine(
-            spec.run.dataplane_url, dataplane_key(), hello, engine_factory(run), on_busy=timeline.add
+            spec.run.dataplane_url, dataplane_key(), hello, engine_factory(run), on_busy=timeline.busy
         )
     finally:
         timeline.write()
@@ -90,6 +90,7 @@ def run_agents(spec: LeaseSpec) -> int:
         key=dataplane_key(),
         run_id=spec.run.run_id,
         runner_id=f"{spec.worker}:{spec.lease_id}",
+        attempt=spec.run.attempt,
         tasks=load_object(environment.tasks),
         agent=load_object(environment.agent),
         reward=load_object(environment.reward),

@@ -1,16 +1,16 @@
-"""What every device did and when. A span is time under one active tag in which the device computed.
-
-Spans are kept in memory and written to the run directory as a whole; a bubble is time without a span.
+"""What every device did and when: spans in which it was held under an active tag, and spans in which it
+computed. A bubble is time without a computing span.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import pairwise
+from typing import Literal
 
 from storage.run_directory import RunDirectory
 
@@ -19,9 +19,11 @@ from storage.run_directory import RunDirectory
 class Span:
     worker: str
     tag: str
+    """The device's active tag."""
     start: float
     """Unix seconds."""
     end: float
+    kind: Literal["held", "busy"] = "busy"
     label: str = ""
 
 
@@ -31,23 +33,26 @@ class Timeline:
     def __init__(self, directory: RunDirectory, worker: str, tag: str, name: str) -> None:
         self._directory, self._worker, self._tag, self._name = directory, worker, tag, name
         self._spans: list[Span] = []
+        self._held_from = time.time()
         self._written_at = time.monotonic()
 
-    def add(self, start: float, end: float, label: str = "") -> None:
-        self._spans.append(Span(self._worker, self._tag, start, end, label))
+    def busy(self, start: float, end: float, label: str = "") -> None:
+        self._spans.append(Span(self._worker, self._tag, start, end, "busy", label))
         # a lease can last as long as the run: what a crash may lose is bounded
         if time.monotonic() - self._written_at > 15.0:
             self.write()
 
     @contextmanager
-    def span(self, label: str = "") -> Iterator[None]:
+    def computing(self, label: str = "") -> Iterator[None]:
         start = time.time()
         yield
-        self.add(start, time.time(), label)
+        self.busy(start, time.time(), label)
 
     def write(self) -> None:
+        """Write everything up to now; the device was held since this object was made."""
         self._written_at = time.monotonic()
-        data = json.dumps([asdict(span) for span in self._spans]).encode()
+        held = Span(self._worker, self._tag, self._held_from, time.time(), "held")
+        data = json.dumps([asdict(span) for span in [held, *self._spans]]).encode()
         self._directory.write_timeline(f"{self._worker}-{self._name}", data)
 
 
@@ -58,14 +63,14 @@ def read_spans(directory: RunDirectory) -> list[Span]:
 
 
 def idle_fraction(spans: Iterable[Span], window: tuple[float, float]) -> float:
-    """Share of the window in which the device computed nothing: 1 - |union of spans| / |window|.
+    """Share of the window in which the device computed nothing: 1 - |union of busy spans| / |window|.
 
     >>> idle_fraction([Span("t0", "train", 0, 4), Span("t0", "rollout", 3, 6)], (0, 10))
     0.4
     """
     start, end = window
     busy, reached = 0.0, start
-    for span in sorted(spans, key=lambda s: s.start):
+    for span in sorted((s for s in spans if s.kind == "busy"), key=lambda s: s.start):
         left, right = max(span.start, reached), min(span.end, end)
         if right > left:
             busy += right - left
@@ -73,10 +78,13 @@ def idle_fraction(spans: Iterable[Span], window: tuple[float, float]) -> float:
     return round(1.0 - busy / (end - start), 6) if end > start else 0.0
 
 
-def gaps(spans: Sequence[Span]) -> list[tuple[str, float]]:
-    """Bubbles where the active tag changes: (from->to, seconds), for spans of one device sorted by time."""
+def gaps(spans: Iterable[Span]) -> list[tuple[str, float]]:
+    """Times a device was held by nobody while its active tag changed: (from->to, seconds).
+
+    The spans are those of one device, sorted by time."""
+    held = [span for span in spans if span.kind == "held"]
     return [
-        (f"{before.tag}->{after.tag}", max(0.0, after.start - before.end))
-        for before, after in pairwise(spans)
+        (f"{before.tag}->{after.tag}", after.start - before.end)
+        for before, after in pairwise(held)
         if before.tag != after.tag
     ]

@@ -16,10 +16,11 @@ def test_idle_fraction_is_the_share_of_moments_that_no_span_covers(bars: list[tu
 
 def test_gaps_are_measured_only_where_the_active_tag_changes() -> None:
     spans = [
-        Span("t0", "rollout", 0, 1),
-        Span("t0", "rollout", 2, 3),
-        Span("t0", "train", 3.5, 5),
-        Span("t0", "rollout", 6, 7),
+        Span("t0", "rollout", 0, 1, "held"),
+        Span("t0", "rollout", 2, 3, "held"),
+        Span("t0", "rollout", 2.5, 2.75),
+        Span("t0", "train", 3.5, 5, "held"),
+        Span("t0", "rollout", 6, 7, "held"),
     ]
     assert gaps(spans) == [("rollout->train", 0.5), ("train->rollout", 1)]
 
@@ -28,6 +29,6 @@ def test_spans_of_several_writers_are_read_back_in_order(tmp_path: Path) -> None
     directory = RunDirectory(str(tmp_path / "run"))
     for tag, start in (("train", 5.0), ("rollout", 1.0)):
         timeline = Timeline(directory, "t0", tag, f"1-{tag}")
-        timeline.add(start, start + 1)
+        timeline.busy(start, start + 1)
         timeline.write()
-    assert [span.tag for span in read_spans(directory)] == ["rollout", "train"]
+    assert [span.tag for span in read_spans(directory) if span.kind == "busy"] == ["rollout", "train"]

@@ -1,0 +1,91 @@
+"""Seconds per iteration spent in Prefect, Dask and manifests when the work is nothing, and the idle gap of a
+device at its hand-overs. Baseline, same run and server: plain Prefect subflows of four no-op tasks.
+
+    python -m benchmarks.orchestration
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import typer
+
+from sf_core.config import RunConfig, validate_config
+from sf_core.local_stack import Services, local_stack, start_services
+from sf_core.run import Run, RunRef
+from sf_core.scheduling.timeline import gaps, read_spans
+from sf_core.summary import orchestration_seconds
+from storage.run_directory import STAGES
+
+
+def main(iterations: int = 12, warmup: int = 2) -> None:
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        env = {"PREFECT_HOME": str(folder / "prefect"), "PYTHONPATH": str(Path.cwd())}
+        with local_stack(folder / "logs", env) as stack:
+            services = start_services(stack, folder, RunConfig().cluster.workers)
+            env = {**stack.env, "PREFECT_API_URL": services.api, "SF_CACHE_DIR": str(folder / "cache")}
+            baseline = json.loads(
+                _python(["-m", "benchmarks.nothing", services.scheduler, str(iterations)], env).splitlines()[
+                    -1
+                ]
+            )
+            config = _config(folder, services, iterations)
+            (folder / "flow.json").write_text(config.model_dump_json())
+            _python(["-m", "flows.train", str(folder / "flow.json")], env)
+            line = measure(config, warmup)
+    line["baseline_plain_prefect_seconds_per_iteration"] = round(statistics.mean(baseline[warmup:]), 3)
+    print(json.dumps(line))
+
+
+def measure(config: RunConfig, warmup: int) -> dict[str, object]:
+    run = Run(RunRef(str(config.run_id), config.run_dir, str(config.dataplane.url), attempt=1))
+    stages = []
+    for number in range(warmup, config.train.iterations):
+        found = {stage: run.directory.read_manifest(number, stage) for stage in STAGES}
+        stages.append({stage: manifest for stage, manifest in found.items() if manifest is not None})
+    trainer = [span for span in read_spans(run.directory) if span.worker == "t0"]
+    switches = gaps(trainer)[2 * warmup :]
+    to_train = [seconds for switch, seconds in switches if switch == "rollout->train"]
+    to_rollout = [seconds for switch, seconds in switches if switch == "train->rollout"]
+    gap = statistics.mean(to_train) + statistics.mean(to_rollout)
+    return {
+        "orchestration_seconds_per_iteration": round(orchestration_seconds(stages) / len(stages), 3),
+        "gap_seconds": round(gap, 3),
+        "gap_lease_to_train_seconds": round(statistics.mean(to_train), 3),
+        "gap_train_to_lease_seconds": round(statistics.mean(to_rollout), 3),
+        "iterations": len(stages),
+    }
+
+
+def _config(folder: Path, services: Services, iterations: int) -> RunConfig:
+    return validate_config(
+        {
+            "run_id": "nothing",
+            "policy": {"hidden_size": 32, "num_layers": 1, "warmstart": None},
+            "environment": {part: f"benchmarks.nothing:{part}" for part in ("tasks", "agent", "reward")},
+            "rollout": {"group_size": 2, "groups_per_batch": 1, "max_tokens": 4},
+            "train": {"iterations": iterations},
+            "evaluate": {"every": 1000, "num_tasks": 1},
+            "engine": {"kind": "scripted", "script": "benchmarks.nothing:script"},
+            "cluster": {"scheduler": services.scheduler},
+            "dataplane": {"url": services.dataplane},
+            "storage": {"root": str(folder)},
+        }
+    )
+
+
+def _python(arguments: list[str], env: dict[str, str]) -> str:
+    done = subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{arguments} failed: {done.stderr[-2000:]}")
+    return done.stdout
+
+
+if __name__ == "__main__":
+    typer.run(main)

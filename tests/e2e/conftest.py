@@ -1,0 +1,114 @@
+"""One real stack for all end-to-end tests: Prefect server, Dask workers, data plane, each its own process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from sf_core.config import RunConfig, validate_config
+from sf_core.local_stack import LocalStack, Services, local_stack, start_services
+from storage.run_directory import RunDirectory
+
+ROOT = Path(__file__).parents[2]
+TINY_POLICY = {"hidden_size": 32, "num_layers": 1, "warmstart": None}
+
+
+@dataclass
+class Cluster:
+    stack: LocalStack
+    folder: Path
+    services: Services
+
+    @property
+    def user_code(self) -> Path:
+        """A folder outside the repository that all processes can import from."""
+        return self.folder / "user"
+
+    def config(self, run_id: str, **sections: dict[str, Any]) -> RunConfig:
+        """A run of two small iterations on the scripted engine."""
+        data: dict[str, Any] = {
+            "run_id": run_id,
+            "policy": {} if "policy" in sections else TINY_POLICY,
+            "environment": {part: f"tests.e2e.echo_package:{part}" for part in ("tasks", "agent", "reward")},
+            "rollout": {"group_size": 2, "groups_per_batch": 3, "max_tokens": 8, "concurrency": 8},
+            "train": {"iterations": 3},
+            "evaluate": {"every": 2, "num_tasks": 4},
+            "engine": {"kind": "scripted", "script": "tests.e2e.echo_package:script", "max_running": 16},
+            "cluster": {"scheduler": self.services.scheduler},
+            "dataplane": {"url": self.services.dataplane},
+            "storage": {"root": str(self.folder / "runs")},
+        }
+        for name, values in sections.items():
+            data[name] = data.get(name, {}) | values
+        return validate_config(data)
+
+    def start(self, config: RunConfig, flow: str = "train") -> subprocess.Popen[bytes]:
+        file = self.folder / f"{config.run_id}.json"
+        file.write_text(config.model_dump_json())
+        log = open(self.folder / f"{config.run_id}.log", "ab")  # noqa: SIM115
+        return subprocess.Popen(
+            [sys.executable, "-m", f"flows.{flow}", str(file)],
+            env={**self.stack.env, "PREFECT_API_URL": self.services.api},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+
+    def log(self, config: RunConfig) -> str:
+        return (self.folder / f"{config.run_id}.log").read_text()
+
+    def finish(self, config: RunConfig, process: subprocess.Popen[bytes], timeout_s: float = 90) -> None:
+        try:
+            assert process.wait(timeout_s) == 0, self.log(config)[-3000:]
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise AssertionError(self.log(config)[-3000:]) from None
+
+    def kill_worker(self, name: str) -> None:
+        """kill -9 of the worker process; its nanny starts another one."""
+        nanny = next(p for p in self.stack.processes if p.name == f"worker-{name}")
+        for child in psutil.Process(nanny.popen.pid).children(recursive=True):
+            if "spawn_main" in " ".join(child.cmdline()) and "tracker" not in " ".join(child.cmdline()):
+                os.kill(child.pid, signal.SIGKILL)
+
+
+def wait_until(probe: Callable[[], Any], what: str, timeout_s: float = 60.0) -> Any:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if value := probe():
+            return value
+        time.sleep(0.005)
+    raise AssertionError(f"waited {timeout_s:.0f} s for {what}")
+
+
+def manifests(config: RunConfig) -> dict[tuple[int, str], dict[str, Any]]:
+    """Every committed stage of a run with its manifest."""
+    directory = RunDirectory(config.run_dir)
+    found = {}
+    for path in sorted(Path(directory.path("manifests")).glob("*/*.json")):
+        found[(int(path.parent.name), path.stem)] = json.loads(path.read_text())
+    return found
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = tmp_path_factory.mktemp("cluster")
+    (folder / "user").mkdir()
+    env = {
+        "PREFECT_HOME": str(folder / "prefect"),
+        "PYTHONPATH": f"{ROOT}:{folder / 'user'}",
+        "SF_CACHE_DIR": str(folder / "cache"),
+    }
+    with local_stack(folder / "logs", env) as stack:
+        services = start_services(stack, folder, RunConfig().cluster.workers)
+        yield Cluster(stack, folder, services)

@@ -1,0 +1,28 @@
+"""A user's own tasks, agent, reward and script: the agent asks for a digit, the script answers one."""
+
+from __future__ import annotations
+
+import openai
+
+from sf_core.types import Endpoint, Task
+
+
+def tasks(split: str, index: int) -> Task:
+    return Task(f"echo-{split}-{index}", "echo", f"What is {index % 7}?", str(index % 7))
+
+
+async def agent(task: Task, endpoint: Endpoint) -> str:
+    async with openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
+        answer = await client.chat.completions.create(
+            model=endpoint.model, messages=[{"role": "user", "content": task.prompt}]
+        )
+    return answer.choices[0].message.content or ""
+
+
+def reward(task: Task, answer: str) -> dict[str, float]:
+    return {"correct": float(task.answer in answer), "short": 0.1 * (len(answer) < 6)}
+
+
+def script(prompt_ids: list[int], seed: int) -> list[int]:
+    """A few tokens that differ by seed; the built-in tokenizer's ids start with the special tokens."""
+    return [20 + (seed >> shift) % 40 for shift in range(0, 20, 4)]

@@ -1,0 +1,67 @@
+"""`sf train` with everything it starts itself: Ctrl-C, going on, the result."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from sf_core.config import load_config
+from storage.files import read_bytes
+from tests.e2e.conftest import ROOT, manifests, wait_until
+
+pytestmark = pytest.mark.slow
+
+
+def test_ctrl_c_leaves_no_process_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    settings = {
+        "run_id": "interrupted",
+        "policy": {"hidden_size": 32, "num_layers": 1, "warmstart": None},
+        "environment": {part: f"tests.e2e.echo_package:{part}" for part in ("tasks", "agent", "reward")},
+        "rollout": {"group_size": 2, "groups_per_batch": 3, "max_tokens": 8, "concurrency": 8},
+        "train": {"iterations": 4},
+        "evaluate": {"every": 2, "num_tasks": 4},
+        "engine": {"kind": "scripted", "script": "tests.e2e.echo_package:script"},
+        "storage": {"root": str(tmp_path / "runs")},
+    }
+    file.write_text(yaml.safe_dump(settings))
+    config = load_config(file)
+    env = os.environ | {
+        "PREFECT_HOME": str(tmp_path / "prefect"),
+        "SF_CACHE_DIR": str(tmp_path / "cache"),
+        "PYTHONPATH": str(ROOT),
+    }
+    env.pop("PREFECT_API_URL", None)
+    command = [sys.executable, "-m", "sf_core", "train", str(file)]
+
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    wait_until(lambda: (0, "publish") in manifests(config) or process.poll() is not None, "an iteration", 120)
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert len(children) >= 8
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 130, output.decode()
+    assert "--set run_id=interrupted" in output.decode()
+    assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+    before = manifests(config)
+
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "held-out reward" in done.stdout
+    after = manifests(config)
+    assert {key: after[key] for key in before} == before
+    assert read_bytes(f"{config.run_dir}/summary.png").startswith(b"\x89PNG")
+    AutoTokenizer.from_pretrained(f"{config.run_dir}/policy")
+    AutoModelForCausalLM.from_pretrained(f"{config.run_dir}/policy")
+
+    again = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert again.returncode == 0
+    assert "run interrupted is finished" in again.stdout

@@ -1,0 +1,58 @@
+"""The page "your agent in 20 lines", run as it stands on a model folder that is not ours."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from tests.e2e.conftest import ROOT, Cluster, manifests
+
+pytestmark = pytest.mark.slow
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_llama(folder: Path) -> None:
+    special = ["<|im_start|>", "<|im_end|>"]
+    characters = sorted(set("0123456789 ?+\nabcdefghijklmnopqrstuvwxyzW_|"))
+    vocabulary = {token: number for number, token in enumerate([*special, *characters])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>")
+    fast.add_special_tokens({"additional_special_tokens": special[:1]})
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(folder)
+    LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(fast),
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            eos_token_id=fast.eos_token_id,
+        )
+    ).save_pretrained(folder)
+
+
+def test_the_documented_agent_trains_a_users_own_model(cluster: Cluster) -> None:
+    code = re.search(r"```python\n(.*?)```", (ROOT / "docs/your-agent.md").read_text(), re.S)
+    assert code is not None
+    (cluster.user_code / "my_agent.py").write_text(code[1])
+    make_llama(cluster.folder / "llama")
+    config = cluster.config(
+        "user-package",
+        policy={"model": str(cluster.folder / "llama")},
+        environment={part: f"my_agent:{part}" for part in ("tasks", "agent", "reward")},
+        engine={"kind": "torch", "context_length": 128},
+        train={"iterations": 2},
+    )
+    cluster.finish(config, cluster.start(config))
+    assert manifests(config)[1, "publish"]["data"]["version"] == 2
+    LlamaForCausalLM.from_pretrained(f"{config.run_dir}/policy")
