@@ -82,9 +82,8 @@ def _figures(row: report.IterationFigures, held_out: str) -> tuple[str, ...]:
 
 def _branch(row: Trajectory, decode: Decode) -> Table:
     sampled = row.policy_versions != NOT_SAMPLED
-    title = f"\nbranch {row.branch_id}"
-    if row.parent_branch_id is not None:
-        title += f" of {row.parent_branch_id}"
+    branch, parent = _short(row, row.branch_id), _short(row, row.parent_branch_id)
+    title = f"\nbranch {branch}" + (f" of {parent}" if parent else "")
     title += f"  {len(row.token_ids)} tokens, {sampled.sum()} sampled, {row.loss_mask.sum()} trained"
     title += f"  versions {_range(row.policy_versions)}  interruptions {row.interruptions}"
     table = _table(title)
@@ -94,7 +93,7 @@ def _branch(row: Trajectory, decode: Decode) -> Table:
     own = [turn for turn in row.turns if turn.end > row.shared_prefix]
     if len(own) < len(row.turns):
         end = own[0].start if own else len(row.token_ids)
-        table.add_row("", f"0-{end}", "", "", "", Text(f"as in branch {row.parent_branch_id}"), style="dim")
+        table.add_row("", f"0-{end}", "", "", "", Text(f"as in branch {parent}"), style="dim")
     for turn in own:
         table.add_row(
             Text(turn.role),
@@ -105,6 +104,10 @@ def _branch(row: Trajectory, decode: Decode) -> Table:
             _turn_text(row, turn, decode),
         )
     return table
+
+
+def _short(row: Trajectory, branch_id: str | None) -> str:
+    return (branch_id or "").removeprefix(f"{row.session_id}.")
 
 
 def _turn_text(row: Trajectory, turn: TurnSpan, decode: Decode) -> Text:

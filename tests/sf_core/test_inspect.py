@@ -73,7 +73,7 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> RunDirectory:
         trajectory(
             "run-1.g0.0.a1",
             [*GIVEN, 0, 0, 0, NOT_SAMPLED, 0, 0],
-            branch_id="1",
+            branch_id="run-1.g0.0.a1.1",
             parent_branch_id="0",
             shared_prefix=8,
             loss_mask=np.array([0] * 9 + [1, 1], np.bool_),
