@@ -1,0 +1,109 @@
+"""A model over the KV of slots: what the torch engine drives. The lean decoder runs where it knows the
+architecture, transformers' own forward pass elsewhere. Knows tensors only, no requests and no sampling."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from sf_core.engines.decoder import (
+    Attend,
+    Decoder,
+    DecoderSpec,
+    Params,
+    causal_attention,
+    decoder_spec,
+    fuse,
+    rotations,
+)
+from sf_core.engines.kv_cache import KVCache, Placement
+from sf_core.engines.transformers_model import TransformersModel
+
+
+class CachedModel(Protocol):
+    cache: KVCache
+    params: Params
+    """By Hugging Face name; a tied head is left out."""
+    vocab_size: int
+
+    def fill(self, ids: torch.Tensor, starts: torch.Tensor, slots: torch.Tensor) -> None:
+        """Store the KV of ids [n, T] in the slots [n], sequence i going on at starts[i]."""
+        ...
+
+    def next_logits(self, ids: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+        """Store the KV of one token ids[i] in each slot 0 to n - 1; returns what follows it, [n, vocab_size]."""
+        ...
+
+    def load(self, params: Params) -> None:
+        """Replace the parameters by others of the same names and shapes."""
+        ...
+
+
+def open_model(
+    model_dir: str, *, num_slots: int, context_length: int, dtype: torch.dtype, device: torch.device
+) -> CachedModel:
+    """Raises ValueError if the architecture cannot be run correctly over a cache of slots."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype)
+    model = model.to(device).eval().requires_grad_(False)
+    spec = decoder_spec(model.config, context_length)
+    if spec is None:
+        return TransformersModel(model, num_slots, context_length)
+    params = model.state_dict()
+    if model.config.tie_word_embeddings:
+        del params["lm_head.weight"]
+    return DecoderModel(params, spec, num_slots)
+
+
+class DecoderModel:
+    def __init__(self, params: Params, spec: DecoderSpec, num_slots: int) -> None:
+        self._spec = spec
+        self.load(params)
+        embedding = self._decoder.embedding
+        self.vocab_size = embedding.shape[0]
+        self.cache = KVCache(
+            spec.num_layers, num_slots, spec.num_kv_heads, spec.head_dim, embedding.dtype, embedding.device
+        )
+
+    def load(self, params: Params) -> None:
+        self.params = params
+        self._decoder = fuse(params, self._spec)
+
+    def fill(self, ids: torch.Tensor, starts: torch.Tensor, slots: torch.Tensor) -> None:
+        num_rows, length = ids.shape
+        placement = self.cache.place(slots, starts, length)
+        mask = placement.visible.unsqueeze(1)
+        whole = not starts.any()
+
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            rows = num_rows, length
+            keys, values = self.cache.update(layer, k.unflatten(0, rows), v.unflatten(0, rows), placement)
+            if whole:
+                return causal_attention(q, k, v, num_rows)
+            queries = q.unflatten(0, rows).transpose(1, 2)
+            mixed = F.scaled_dot_product_attention(queries, keys, values, mask, enable_gqa=True)
+            return mixed.transpose(1, 2).flatten(0, 1).flatten(1)
+
+        self._hidden(ids, placement, attend)
+
+    def next_logits(self, ids: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+        spec, num_rows = self._spec, len(ids)
+        placement = self.cache.place(None, starts, 1)
+        # One small matrix product per row and KV head; fused attention is slower at one query per row.
+        hidden_from = torch.zeros_like(placement.visible, dtype=self._decoder.embedding.dtype)
+        bias = hidden_from.masked_fill(~placement.visible, -torch.inf).repeat_interleave(spec.num_kv_heads, 0)
+        scale = spec.head_dim**-0.5
+
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            keys, values = self.cache.update(layer, k.unsqueeze(1), v.unsqueeze(1), placement)
+            queries = q.reshape(num_rows * spec.num_kv_heads, -1, spec.head_dim)
+            scores = torch.baddbmm(bias, queries, keys.flatten(0, 1).transpose(1, 2), alpha=scale)
+            return torch.bmm(scores.softmax(-1), values.flatten(0, 1)).view(num_rows, -1)
+
+        return self._decoder.logits(self._hidden(ids.unsqueeze(1), placement, attend))
+
+    def _hidden(self, ids: torch.Tensor, placement: Placement, attend: Attend) -> torch.Tensor:
+        turned = rotations(self._spec, placement.positions.flatten())
+        return self._decoder.hidden(ids.flatten(), turned, attend)

@@ -1,0 +1,82 @@
+"""Draws tokens from logits, and scores given tokens under the same distribution. Pure: no model, no state.
+
+The distribution: logits over temperature, then the top_k best tokens, then the smallest set of those whose
+probability reaches top_p, renormalised.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+
+def sample(
+    logits: torch.Tensor,
+    temperature: npt.NDArray[np.float32],
+    top_p: npt.NDArray[np.float32],
+    top_k: npt.NDArray[np.int64],
+    uniforms: npt.NDArray[np.float64],
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """One token per row of logits [B, V], by inverse CDF of the row's uniform in [0, 1).
+
+    Returns ids and log-probs [B]. Temperature 0 takes the best token, ignores top_p and top_k, and reports its
+    log-prob at temperature 1.
+    """
+    logits = logits.float()
+    greedy = temperature == 0
+    if (temperature != 1).any():
+        logits = logits / _column(np.where(greedy, 1, temperature), logits)
+    if ((top_p < 1) | (top_k > 0)).any():
+        cutoff = _cutoff(logits, _column(np.where(greedy, 1, top_p), logits), np.where(greedy, 0, top_k))
+        logits = logits.masked_fill(logits < cutoff, -torch.inf)
+    logprobs = torch.log_softmax(logits, dim=-1)
+    # Double: with u < 1 the target stays below the total, and a token of probability 0 is never drawn.
+    cdf = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
+    target = torch.from_numpy(uniforms).to(cdf.device).unsqueeze(1) * cdf[:, -1:]
+    tokens = torch.searchsorted(cdf, target, right=True)
+    if greedy.any():
+        best = logits.argmax(dim=-1, keepdim=True)
+        tokens = torch.where(_column(greedy, logits).bool(), best, tokens)
+    return tokens.squeeze(1).cpu().numpy(), logprobs.gather(1, tokens).squeeze(1).cpu().numpy()
+
+
+def sampling_logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, temperature: float, top_p: float, top_k: int
+) -> torch.Tensor:
+    """Log-probs [N] of token_ids [N] under the distribution `sample` draws from; differentiable in the logits.
+
+    A token outside the support, as other weights may have sampled it, widens the support down to itself, so
+    that its log-prob stays finite and has a gradient.
+    """
+    logits = logits.float()
+    if temperature == 0:
+        top_p, top_k = 1.0, 0
+    elif temperature != 1:
+        logits = logits / temperature
+    chosen = logits.gather(1, token_ids.unsqueeze(1))
+    if top_p < 1 or top_k > 0:
+        num_rows = len(logits)
+        with torch.no_grad():
+            cutoff = _cutoff(logits, logits.new_full((num_rows, 1), top_p), np.full(num_rows, top_k))
+            cutoff = torch.minimum(cutoff, chosen)
+        logits = logits.masked_fill(logits < cutoff, -torch.inf)
+    return (chosen - logits.logsumexp(dim=-1, keepdim=True)).squeeze(1)
+
+
+def _cutoff(logits: torch.Tensor, top_p: torch.Tensor, top_k: npt.NDArray[np.int64]) -> torch.Tensor:
+    """Smallest logit [B, 1] that stays in the support."""
+    ranked = logits.sort(dim=-1, descending=True).values
+    num_kept = _column(
+        np.where(top_k > 0, np.minimum(top_k, logits.shape[1]), logits.shape[1]), logits
+    ).long()
+    rank = torch.arange(logits.shape[1], device=logits.device)
+    probs = ranked.masked_fill(rank >= num_kept, -torch.inf).softmax(dim=-1)
+    # A token stays if those before it have not reached top_p; the best one always does.
+    reached = probs.cumsum(dim=-1, dtype=torch.float64) - probs >= top_p
+    num_kept = torch.minimum(num_kept, (~reached).sum(dim=-1, keepdim=True).clamp(min=1))
+    return ranked.gather(1, num_kept - 1)
+
+
+def _column(values: npt.NDArray[np.generic], like: torch.Tensor) -> torch.Tensor:
+    return torch.as_tensor(values, dtype=like.dtype, device=like.device).unsqueeze(1)
