@@ -1,0 +1,248 @@
+"""The routes of the data plane: for agents, agent runners, flows and engines.
+
+Owns paths, the key and error bodies. What a route does is in the modules it calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import orjson
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route, WebSocketRoute
+from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.websockets import WebSocket
+
+from sf_core.dataplane.dataplane import DataPlane
+from sf_core.dataplane.engines import serve_engine_link
+from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.gateway import ChatCompletions, model_list, read_body, send_body
+from sf_core.dataplane.run import Run
+from sf_core.dataplane.specs import (
+    ClaimBody,
+    EvaluationBody,
+    FinishBody,
+    RunSpec,
+    SealBody,
+    StageBody,
+    WeightsBody,
+    parse_body,
+)
+from sf_core.dataplane.status import batch_status, evaluation_status, run_status
+from sf_core.types import WeightsRef
+
+MAX_WAIT_S = 30.0
+
+Answer = dict[str, Any]
+
+
+def make_app(key: str | None = None, journal_dir: str | None = None) -> Starlette:
+    plane = DataPlane(journal_dir)
+    routes = Routes(plane)
+    chat = ChatCompletions(plane.find_session)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        sweeping = asyncio.ensure_future(plane.sweep())
+        yield
+        sweeping.cancel()
+        await plane.close()
+
+    async def engines(socket: WebSocket) -> None:
+        await serve_engine_link(socket, plane.runs.get)
+
+    run, session = "/runs/{run_id}", "/sessions/{session_id}"
+    return Starlette(
+        routes=[
+            Route(session + "/v1/chat/completions", chat, methods=["POST"]),
+            Route("/v1/chat/completions", chat, methods=["POST"]),
+            _get(session + "/v1/models", routes.session_models),
+            _get("/v1/models", routes.models),
+            _post(session + "/finish", routes.finish),
+            _post("/runs", routes.register),
+            _get(run, routes.status),
+            _post(run + "/claim", routes.claim),
+            _get(run + "/batches/{index:int}", routes.batch),
+            _post(run + "/batches/{index:int}/seal", routes.seal_batch),
+            _post(run + "/evaluations/{index:int}", routes.start_evaluation),
+            _get(run + "/evaluations/{index:int}", routes.evaluation),
+            _post(run + "/evaluations/{index:int}/seal", routes.seal_evaluation),
+            _post(run + "/weights", routes.publish),
+            _post(run + "/leases/{lease_id}/revoke", routes.revoke),
+            _post(run + "/pause", routes.pause),
+            _post(run + "/resume", routes.resume),
+            _post(run + "/release", routes.release),
+            _post(run + "/stage", routes.stage),
+            _get("/healthz", routes.health),
+            WebSocketRoute("/engines", engines),
+        ],
+        middleware=[Middleware(KeyCheck, key=key)],
+        exception_handlers={ApiError: _refuse, HTTPException: _refuse_route},
+        lifespan=lifespan,
+    )
+
+
+class Routes:
+    def __init__(self, plane: DataPlane) -> None:
+        self._plane = plane
+
+    async def models(self, request: Request) -> Answer:
+        return model_list(sorted({run.spec.served_model for run in self._plane.runs.values()}))
+
+    async def session_models(self, request: Request) -> Answer:
+        run, _ = self._plane.session(request.path_params["session_id"])
+        return model_list([run.spec.served_model])
+
+    async def finish(self, request: Request) -> Answer:
+        body = parse_body(FinishBody, await read_body(request.receive))
+        run, session = self._plane.session(request.path_params["session_id"])
+        await run.finish(session, body)
+        return {}
+
+    async def register(self, request: Request) -> Answer:
+        run = await self._plane.register(parse_body(RunSpec, await read_body(request.receive)))
+        return run_status(run)
+
+    async def status(self, request: Request) -> Answer:
+        return run_status(self._run(request))
+
+    async def claim(self, request: Request) -> Answer:
+        body = parse_body(ClaimBody, await read_body(request.receive))
+        body = body.model_copy(update={"wait_s": min(body.wait_s, MAX_WAIT_S)})
+        sessions, released = await self._run(request).claim(body)
+        return {
+            "sessions": [
+                {
+                    "session_id": session.session_id,
+                    "split": claim.place.split,
+                    "task_index": claim.place.member if claim.place.split == "holdout" else claim.place.group,
+                    "group": claim.place.group,
+                    "member": claim.place.member,
+                    "attempt": claim.attempt,
+                }
+                for session in sessions
+                if (claim := session.claim) is not None
+            ],
+            "released": released,
+        }
+
+    async def batch(self, request: Request) -> Answer:
+        run, index = self._run(request), request.path_params["index"]
+        await run.changed.until(lambda: run.manager.readiness(index).ready, _wait_s(request))
+        return batch_status(run, index)
+
+    async def seal_batch(self, request: Request) -> Answer:
+        body = parse_body(SealBody, await read_body(request.receive))
+        sealer = self._plane.sealers[self._run(request).spec.run_id]
+        return await sealer.seal_batch(request.path_params["index"], body.attempt)
+
+    async def start_evaluation(self, request: Request) -> Answer:
+        body = parse_body(EvaluationBody, await read_body(request.receive))
+        self._run(request).start_evaluation(request.path_params["index"], body.num_tasks)
+        return {}
+
+    async def evaluation(self, request: Request) -> Answer:
+        run, version = self._run(request), request.path_params["index"]
+        if (group := run.manager.evaluations.get(version)) is None:
+            raise ApiError(404, f"No evaluation of version {version} was started.")
+        await run.changed.until(lambda: group.is_complete, _wait_s(request))
+        return evaluation_status(run, version, group)
+
+    async def seal_evaluation(self, request: Request) -> Answer:
+        body = parse_body(SealBody, await read_body(request.receive))
+        sealer = self._plane.sealers[self._run(request).spec.run_id]
+        return await sealer.seal_evaluation(request.path_params["index"], body.attempt)
+
+    async def publish(self, request: Request) -> Answer:
+        body = parse_body(WeightsBody, await read_body(request.receive))
+        return await self._plane.publish(self._run(request), WeightsRef(body.version, body.uri))
+
+    async def revoke(self, request: Request) -> Answer:
+        return {"engines": await self._plane.revoke(self._run(request), request.path_params["lease_id"])}
+
+    async def pause(self, request: Request) -> Answer:
+        self._run(request).router.set_paused(True)
+        return {}
+
+    async def resume(self, request: Request) -> Answer:
+        self._run(request).router.set_paused(False)
+        return {}
+
+    async def release(self, request: Request) -> Answer:
+        self._plane.release(self._run(request))
+        return {}
+
+    async def stage(self, request: Request) -> Answer:
+        body = parse_body(StageBody, await read_body(request.receive))
+        self._run(request).stage = body.model_dump()
+        return {}
+
+    async def health(self, request: Request) -> Answer:
+        return {"runs": len(self._plane.runs)}
+
+    def _run(self, request: Request) -> Run:
+        return self._plane.run(request.path_params["run_id"])
+
+
+class KeyCheck:
+    """Every route, for every client: the key as a bearer token, compared in constant time."""
+
+    def __init__(self, app: ASGIApp, key: str | None) -> None:
+        self._app = app
+        self._expected = None if key is None else f"Bearer {key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._expected is None or scope["type"] == "lifespan" or self._is_allowed(scope, self._expected):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            error = ApiError(401, "The API key is missing or wrong.", code="invalid_api_key")
+            await send_body(send, error.status, orjson.dumps(error.body()))
+
+    @staticmethod
+    def _is_allowed(scope: Scope, expected: bytes) -> bool:
+        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        return hmac.compare_digest(given, expected)
+
+
+def _get(path: str, answer: Callable[[Request], Awaitable[Answer]]) -> Route:
+    return _route(path, answer, "GET")
+
+
+def _post(path: str, answer: Callable[[Request], Awaitable[Answer]]) -> Route:
+    return _route(path, answer, "POST")
+
+
+def _route(path: str, answer: Callable[[Request], Awaitable[Answer]], method: str) -> Route:
+    async def endpoint(request: Request) -> Response:
+        return Response(orjson.dumps(await answer(request)), media_type="application/json")
+
+    return Route(path, endpoint, methods=[method])
+
+
+def _wait_s(request: Request) -> float:
+    text = request.query_params.get("wait_s", "0")
+    try:
+        return min(max(float(text), 0.0), MAX_WAIT_S)
+    except ValueError:
+        raise ApiError(400, f"wait_s must be a number, got {text!r}", param="wait_s") from None
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return Response(orjson.dumps(error.body()), error.status, media_type="application/json")
+
+
+async def _refuse_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path}: {error.detail}."
+    return await _refuse(request, ApiError(error.status_code, message))

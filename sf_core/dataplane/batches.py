@@ -1,0 +1,132 @@
+"""Sealing: finished sessions leave the data plane as trajectory files in the run directory.
+
+A batch is sealed once; asked again, the same answer comes back. The journal keeps the groups of the last
+sealed batch, because its flow may not have committed what it was told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict
+from typing import Any, Literal
+
+import numpy as np
+
+from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.groups import Place
+from sf_core.dataplane.records import FinishedSession, places
+from sf_core.dataplane.run import Run
+from storage.run_directory import RunDirectory
+from storage.trajectories import Trajectory, write_trajectories
+
+Sealed = dict[str, Any]
+
+
+class Sealer:
+    """Writes the batches and evaluations of one run."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._sealed: dict[tuple[str, int], asyncio.Task[Sealed]] = {}
+
+    async def seal_batch(self, batch: int, attempt: int) -> Sealed:
+        """Raises ApiError 409 if the batch is not ready or the attempt was superseded."""
+        return await self._once("trajectories", batch, attempt, self._write_batch)
+
+    async def seal_evaluation(self, version: int, attempt: int) -> Sealed:
+        return await self._once("evaluations", version, attempt, self._write_evaluation)
+
+    def forget(self) -> None:
+        self._sealed.clear()
+
+    async def _once(
+        self, kind: str, index: int, attempt: int, write: Callable[[int, int], Awaitable[Sealed]]
+    ) -> Sealed:
+        if attempt < self._run.spec.attempt:
+            raise ApiError.superseded(self._run.spec.run_id, attempt)
+        task = self._sealed.get((kind, index))
+        if task is None:
+            task = self._sealed[kind, index] = asyncio.ensure_future(write(index, attempt))
+            self._sealed.pop((kind, index - 2), None)
+        try:
+            return await asyncio.shield(task)
+        except Exception:
+            # what failed may work the next time; what was chosen stays chosen
+            self._sealed.pop((kind, index), None)
+            raise
+
+    async def _write_batch(self, index: int, attempt: int) -> Sealed:
+        run = self._run
+        try:
+            batch = run.manager.seal(index)
+        except ValueError as error:
+            raise ApiError(409, str(error)) from None
+        for dropped in batch.dropped:
+            run.drop_group(dropped)
+        run.changed.notify()
+        sessions = [run.results[place] for group in batch.groups for place in run.places_of(group)]
+        answer = await self._write("trajectories", index, f"rollout-{attempt}", sessions)
+        for group in batch.groups:
+            run.drop_group(group)
+        await self._compact(keep=set(batch.groups) | set(batch.rejected))
+        min_versions = [s.min_version for s in sessions if s.min_version is not None]
+        return answer | {
+            "groups": batch.groups,
+            "rejected": {str(group): reason for group, reason in batch.rejected.items()},
+            "max_lag": index - min(min_versions, default=index),
+        }
+
+    async def _write_evaluation(self, version: int, attempt: int) -> Sealed:
+        run = self._run
+        group = run.manager.evaluations.get(version)
+        if group is None or not group.is_complete:
+            raise ApiError(409, f"the evaluation of version {version} is not done")
+        places = [Place("holdout", version, task) for task in range(group.size)]
+        sessions = [run.results[place] for place in places if place in run.results]
+        answer = await self._write("evaluations", version, f"evaluation-{attempt}", sessions)
+        for place in places:
+            run.results.pop(place, None)
+        for older in [v for v in run.manager.evaluations if v < version]:
+            del run.manager.evaluations[older]
+        by_environment: dict[str, list[float]] = defaultdict(list)
+        for session in sessions:
+            by_environment[session.environment].append(session.reward)
+        return answer | {
+            "version": version,
+            "num_tasks": group.size,
+            "failed": group.size - len(sessions),
+            # a task whose every attempt failed has earned nothing
+            "reward_mean": sum(session.reward for session in sessions) / group.size,
+            "by_environment": {name: float(np.mean(rewards)) for name, rewards in by_environment.items()},
+        }
+
+    async def _write(
+        self,
+        kind: Literal["trajectories", "evaluations"],
+        index: int,
+        part: str,
+        sessions: Sequence[FinishedSession],
+    ) -> Sealed:
+        rows: list[Trajectory] = [row for session in sessions for row in session.trajectories]
+        directory = RunDirectory(self._run.spec.run_dir)
+        ref = await asyncio.to_thread(write_trajectories, directory, index, rows, part, kind)
+        return {
+            "files": [asdict(ref)],
+            "sessions": len(sessions),
+            "branches": len(rows),
+            "sampled_tokens": sum(int(row.loss_mask.sum()) for row in rows),
+            "interruptions": sum(row.interruptions for row in rows),
+            "reward_mean": float(np.mean([session.reward for session in sessions])) if sessions else 0.0,
+        }
+
+    async def _compact(self, keep: set[int]) -> None:
+        """Drop what no restart could need any more from the journal."""
+        groups = keep | set(self._run.manager.groups)
+        newest = max(self._run.manager.evaluations, default=0)
+        await self._run.journal.compact(
+            lambda record: any(
+                group in groups if split == "train" else group >= newest for split, group in places(record)
+            )
+        )

@@ -1,0 +1,129 @@
+"""All runs of one data plane: registration, lookup, and the commands flows give.
+
+Owns the map of runs and the once-a-second sweep. Speaks no HTTP (app.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from sf_core.dataplane.batches import Sealer
+from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.journal import Journal
+from sf_core.dataplane.router import EngineLink
+from sf_core.dataplane.run import Run, read_renderer
+from sf_core.dataplane.session import Session
+from sf_core.dataplane.specs import RunSpec
+from sf_core.types import WeightsRef
+from storage.files import is_local
+from storage.run_directory import RunDirectory
+
+SWEEP_S = 1.0
+
+
+class DataPlane:
+    def __init__(self, journal_dir: str | None = None) -> None:
+        self.runs: dict[str, Run] = {}
+        self.sealers: dict[str, Sealer] = {}
+        self._journal_dir = journal_dir
+        self._registering = asyncio.Lock()
+        self._background: set[asyncio.Task[None]] = set()
+        self._ad_hoc_count = 0
+
+    async def register(self, spec: RunSpec) -> Run:
+        """Open a run, or begin another attempt on it."""
+        async with self._registering:
+            if (run := self.runs.get(spec.run_id)) is None:
+                journal = self._open_journal(spec)
+                run = self.runs[spec.run_id] = Run(spec, await read_renderer(spec.model_dir), journal)
+                self.sealers[spec.run_id] = Sealer(run)
+                run.restore(await asyncio.to_thread(journal.replay))
+                return run
+            run.begin_attempt(spec)
+            stale = [link for link in run.router.links if link.attempt < spec.attempt]
+            self._take_away(stale, run, "superseded by a later attempt of the flow")
+            if run.knows_batch(spec.iteration):
+                run.manager.rules = spec.rules
+            else:
+                run.forget_progress()
+                self.sealers[spec.run_id].forget()
+                run.restore(await asyncio.to_thread(run.journal.replay))
+            return run
+
+    def run(self, run_id: str) -> Run:
+        if (run := self.runs.get(run_id)) is None:
+            raise ApiError(404, f"Run {run_id} is not registered here.", code="run_not_found")
+        return run
+
+    def find_session(self, session_id: str | None, model: str) -> tuple[Run, Session]:
+        """Without a session id a fresh ad-hoc session of the newest run that serves this model."""
+        if session_id is None:
+            for run in reversed(self.runs.values()):
+                if run.spec.served_model == model:
+                    self._ad_hoc_count += 1
+                    return run, Session(f"{run.spec.run_id}.adhoc.{self._ad_hoc_count}")
+            raise _no_model(model)
+        run, session = self.session(session_id)
+        if model != run.spec.served_model:
+            raise _no_model(model)
+        return run, session
+
+    def session(self, session_id: str) -> tuple[Run, Session]:
+        for run in self.runs.values():
+            if (session := run.sessions.get(session_id)) is not None:
+                return run, session
+        raise ApiError(404, f"Session {session_id} is unknown or over.", code="session_not_found")
+
+    async def publish(self, run: Run, weights: WeightsRef) -> dict[str, Any]:
+        if weights.version < run.router.weights.version:
+            raise ApiError(409, f"Version {run.router.weights.version} is published already.")
+        started = time.monotonic()
+        engines = await run.router.update(weights)
+        run.manager.set_version(weights.version)
+        run.changed.notify()
+        return {"engines": engines, "seconds": time.monotonic() - started}
+
+    async def revoke(self, run: Run, lease_id: str) -> int:
+        """Returns how many engines yielded. A lease that has not come yet is turned away when it does."""
+        run.revoked_leases.add(lease_id)
+        links = [link for link in run.router.links if link.lease_id == lease_id]
+        await asyncio.gather(*(run.router.take_away(link, "revoked") for link in links))
+        return len(links)
+
+    def release(self, run: Run) -> None:
+        run.release()
+        self._take_away(list(run.router.links), run, "released")
+
+    async def sweep(self) -> None:
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            last, elapsed = time.monotonic(), time.monotonic() - last
+            for run in list(self.runs.values()):
+                await run.sweep(elapsed)
+
+    async def close(self) -> None:
+        for run in self.runs.values():
+            await run.journal.close()
+
+    def _take_away(self, links: list[EngineLink], run: Run, reason: str) -> None:
+        for link in links:
+            task = asyncio.ensure_future(run.router.take_away(link, reason))
+            self._background.add(task)
+            task.add_done_callback(self._background.discard)
+
+    def _open_journal(self, spec: RunSpec) -> Journal:
+        if is_local(spec.run_dir):
+            folder = RunDirectory(spec.run_dir).journal_dir
+        else:
+            # remote filesystems do not append; the directory survives the process, which is what it is for
+            folder = self._journal_dir or str(Path(tempfile.gettempdir()) / "seamlessflow")
+        return Journal(Path(folder) / f"{spec.run_id}.journal")
+
+
+def _no_model(model: str) -> ApiError:
+    return ApiError(404, f"The model {model!r} does not exist here.", code="model_not_found", param="model")

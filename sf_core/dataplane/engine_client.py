@@ -1,0 +1,196 @@
+"""The engine's end of its connection to the data plane: what a rollout lease runs.
+
+Owns the loop that alternates frames and engine steps. Makes no decision: the data plane routes, pauses and
+revokes; the engine samples.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tenacity import RetryCallState, Retrying, retry_if_exception_type, wait_random_exponential
+from websockets.exceptions import ConnectionClosed, InvalidMessage
+from websockets.sync.client import connect
+from websockets.sync.connection import Connection
+
+from sf_core.dataplane import wire
+from sf_core.engines.base import Engine
+from sf_core.types import Chunk, FinishReason, WeightsRef
+
+BUSY_GAP_S = 0.05
+"""Steps closer together than this are one span of work."""
+
+MakeEngine = Callable[[WeightsRef], Engine]
+OnBusy = Callable[[float, float], None]
+
+
+def serve_engine(
+    url: str,
+    key: str | None,
+    hello: dict[str, Any],
+    make_engine: MakeEngine,
+    on_busy: OnBusy | None = None,
+    *,
+    patience_s: float = 60.0,
+) -> str:
+    """Serve one lease until told to yield; returns the reason that was given.
+
+    The engine is made once the data plane has said which weights it wants, and is closed before the lease is
+    given back. `on_busy` gets start and end (Unix seconds) of every span of real work. A connection that
+    breaks is made again; raises ConnectionError after `patience_s` without one. What the engine raises ends
+    the lease.
+    """
+    client = _EngineClient(url, key, hello, make_engine, on_busy)
+
+    def out_of_patience(_: RetryCallState) -> bool:
+        return time.monotonic() - client.last_contact > patience_s
+
+    retrying = Retrying(
+        retry=retry_if_exception_type(ConnectionError),
+        wait=wait_random_exponential(multiplier=0.05, max=2.0),
+        stop=out_of_patience,
+        reraise=True,
+    )
+    try:
+        return retrying(client.serve)
+    finally:
+        client.close()
+
+
+class _EngineClient:
+    def __init__(
+        self,
+        url: str,
+        key: str | None,
+        hello: dict[str, Any],
+        make_engine: MakeEngine,
+        on_busy: OnBusy | None,
+    ) -> None:
+        self._url = url.replace("http", "ws", 1).rstrip("/") + "/engines"
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._hello, self._make_engine = hello, make_engine
+        self._busy = _BusySpans(on_busy)
+        self._engine: Engine | None = None
+        self._paused = False
+        self.last_contact = time.monotonic()
+
+    def serve(self) -> str:
+        """Serve over one connection. Raises ConnectionError when it breaks."""
+        try:
+            with connect(
+                self._url,
+                additional_headers=self._headers,
+                compression=None,
+                max_size=None,
+                max_queue=None,
+                close_timeout=1.0,
+            ) as socket:
+                return self._serve(socket)
+        except (ConnectionClosed, InvalidMessage, OSError) as error:
+            raise ConnectionError(f"data plane at {self._url}: {error}") from error
+        finally:
+            self._busy.end()
+            if self._engine is not None:
+                # the data plane lets other engines continue what this connection carried
+                self._engine.abort()
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+    def _serve(self, socket: Connection) -> str:
+        socket.send(wire.pack("hello", self._hello))
+        kind, value = wire.unpack(_bytes(socket.recv()))
+        self.last_contact = time.monotonic()
+        if kind == "yield":
+            return str(value)
+        self._paused = value["paused"]
+        engine = self._use(WeightsRef(value["version"], value["uri"]))
+        socket.send(wire.pack("updated", engine.version))
+        while True:
+            while (frame := self._next_frame(socket, engine)) is not None:
+                kind, value = wire.unpack(frame)
+                if kind == "yield":
+                    self._send_chunks(socket, engine.abort())
+                    self.close()
+                    socket.send(wire.pack("yielded"))
+                    return str(value)
+                self._handle(kind, value, engine, socket)
+            started = time.time()
+            chunks = engine.step()
+            self._busy.add(started, time.time())
+            self._send_chunks(socket, chunks)
+
+    def _next_frame(self, socket: Connection, engine: Engine) -> bytes | None:
+        """The next frame; None if there is none and the engine has something to do meanwhile."""
+        idle = self._paused or engine.num_requests == 0
+        try:
+            frame = _bytes(socket.recv(timeout=BUSY_GAP_S if idle else 0))
+        except TimeoutError:
+            if not idle:
+                return None
+            self._busy.end()
+            frame = _bytes(socket.recv())
+        self.last_contact = time.monotonic()
+        return frame
+
+    def _handle(self, kind: str, value: Any, engine: Engine, socket: Connection) -> None:
+        match kind:
+            case "submit":
+                for request in wire.unpack_requests(value):
+                    try:
+                        engine.submit(request)
+                    except ValueError:
+                        # no room in this engine's context window: an empty answer, honestly marked
+                        ended = Chunk(request.request_id, [], [], engine.version, FinishReason.LENGTH)
+                        self._send_chunks(socket, [ended])
+            case "abort":
+                self._send_chunks(socket, engine.abort(value))
+            case "update":
+                engine.load_weights(value["uri"], value["version"])
+                socket.send(wire.pack("updated", engine.version))
+            case "pause" | "resume":
+                self._paused = kind == "pause"
+            case _:
+                raise ValueError(f"the data plane sent {kind!r}, which this engine client does not know")
+
+    def _use(self, weights: WeightsRef) -> Engine:
+        if self._engine is None:
+            self._engine = self._make_engine(weights)
+        if self._engine.version != weights.version:
+            self._engine.load_weights(weights.uri, weights.version)
+        return self._engine
+
+    @staticmethod
+    def _send_chunks(socket: Connection, chunks: list[Chunk]) -> None:
+        if chunks:
+            socket.send(wire.pack_chunks(chunks))
+
+
+class _BusySpans:
+    """Merges steps into spans of work."""
+
+    def __init__(self, on_busy: OnBusy | None) -> None:
+        self._on_busy = on_busy
+        self._span: tuple[float, float] | None = None
+
+    def add(self, start: float, end: float) -> None:
+        if self._span is not None and start - self._span[1] < BUSY_GAP_S:
+            start = self._span[0]
+        else:
+            self.end()
+        self._span = (start, end)
+
+    def end(self) -> None:
+        if self._span is not None and self._on_busy is not None:
+            self._on_busy(*self._span)
+        self._span = None
+
+
+def _bytes(frame: str | bytes) -> bytes:
+    if isinstance(frame, str):
+        raise ValueError("the data plane sent a text frame; expected MessagePack")
+    return frame

@@ -1,0 +1,115 @@
+"""The data plane's end of an engine's connection.
+
+Owns the handshake, which fences what is stale, and the passing of frames. Routing is in router.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from pydantic import ValidationError
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from sf_core.dataplane import wire
+from sf_core.dataplane.router import EngineLink
+from sf_core.dataplane.run import Run
+from sf_core.dataplane.specs import HelloBody
+
+UNKNOWN_RUN = 4404
+"""Close code: the run is not registered yet, or not any more after a restart. The engine tries again."""
+
+BAD_FRAME = 4400
+
+
+async def serve_engine_link(socket: WebSocket, find_run: Callable[[str], Run | None]) -> None:
+    await socket.accept()
+    try:
+        kind, value = wire.unpack(await socket.receive_bytes())
+        hello = HelloBody.model_validate(value if kind == "hello" else None)
+    except (WebSocketDisconnect, ValidationError, ValueError):
+        return await socket.close(BAD_FRAME, "expected a hello frame")
+    run = find_run(hello.run_id)
+    if run is None:
+        return await socket.close(UNKNOWN_RUN, f"run {hello.run_id} is not registered")
+    if (reason := _stale(run, hello)) is not None:
+        await socket.send_bytes(wire.pack("yield", reason))
+        return await socket.close()
+    for former in [link for link in run.router.links if link.lease_id == hello.lease_id]:
+        run.router.lose(former)
+    await _serve(socket, run, hello)
+
+
+def _stale(run: Run, hello: HelloBody) -> str | None:
+    """Why this engine must not serve; None if it may."""
+    if hello.attempt < run.spec.attempt:
+        return "superseded by a later attempt of the flow"
+    if hello.lease_id in run.revoked_leases:
+        return "revoked"
+    if run.released:
+        return "released"
+    if hello.epoch < run.lease_epochs.get(hello.lease_id, hello.epoch):
+        return "superseded by a later start of the same lease"
+    run.lease_epochs[hello.lease_id] = hello.epoch
+    return None
+
+
+async def _serve(socket: WebSocket, run: Run, hello: HelloBody) -> None:
+    outbox: asyncio.Queue[bytes] = asyncio.Queue()
+    link = EngineLink(
+        hello.engine_id,
+        hello.lease_id,
+        hello.worker,
+        hello.attempt,
+        hello.max_running,
+        outbox.put_nowait,
+    )
+    weights = run.router.weights
+    link.send(
+        wire.pack("welcome", {"version": weights.version, "uri": weights.uri, "paused": run.router.paused})
+    )
+    run.router.add(link)
+    writer = asyncio.ensure_future(_write(socket, outbox))
+    reader = asyncio.ensure_future(_read(socket, run, link))
+    fenced = asyncio.ensure_future(link.gone.wait())
+    try:
+        await asyncio.wait([writer, reader, fenced], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in (writer, reader, fenced):
+            task.cancel()
+        results = await asyncio.gather(writer, reader, return_exceptions=True)
+        run.router.lose(link)
+        run.changed.notify()
+    unexpected = [r for r in results if isinstance(r, Exception) and not isinstance(r, WebSocketDisconnect)]
+    await _close(socket, BAD_FRAME if unexpected else 1000)
+    if unexpected:
+        raise unexpected[0]
+
+
+async def _write(socket: WebSocket, outbox: asyncio.Queue[bytes]) -> None:
+    while True:
+        await socket.send_bytes(await outbox.get())
+
+
+async def _read(socket: WebSocket, run: Run, link: EngineLink) -> None:
+    while True:
+        kind, value = wire.unpack(await socket.receive_bytes())
+        match kind:
+            case "chunks":
+                run.meter.add(run.router.receive(link, wire.unpack_chunks(value)))
+            case "updated":
+                run.router.confirm(link, value)
+                run.changed.notify()
+            case "yielded":
+                return
+            case _:
+                raise ValueError(
+                    f"engine {link.engine_id} sent {kind!r}; expected chunks, updated or yielded"
+                )
+
+
+async def _close(socket: WebSocket, code: int) -> None:
+    try:
+        await socket.close(code)
+    except (RuntimeError, WebSocketDisconnect):
+        return  # the other end was faster

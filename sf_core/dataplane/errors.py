@@ -1,0 +1,23 @@
+"""What a caller did wrong, as a value every route turns into an OpenAI-shaped error body."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class ApiError(Exception):
+    """`message` is one sentence for the caller."""
+
+    def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None):
+        super().__init__(message)
+        self.status, self.message, self.code, self.param = status, message, code, param
+
+    @classmethod
+    def superseded(cls, run_id: str, attempt: int) -> ApiError:
+        return cls(409, f"Attempt {attempt} of run {run_id} was superseded by a later one.")
+
+    def body(self) -> dict[str, Any]:
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {
+            "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code},
+        }

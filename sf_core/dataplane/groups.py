@@ -1,0 +1,100 @@
+"""The sessions of one task instance whose rewards are compared, and how far each has come. Pure state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Literal, NamedTuple
+
+Split = Literal["train", "holdout"]
+
+
+class Place(NamedTuple):
+    """Where a session belongs. A held-out evaluation is one group: its index is the policy version, its
+    members are the tasks."""
+
+    split: Split
+    group: int
+    member: int
+
+
+class Claim(NamedTuple):
+    """A session given to a runner: its place, and how often the place was given out before."""
+
+    place: Place
+    attempt: int
+
+
+class Progress(Enum):
+    OPEN = auto()
+    RUNNING = auto()
+    DONE = auto()
+
+
+@dataclass(slots=True)
+class Member:
+    progress: Progress = Progress.OPEN
+    attempt: int = -1
+    """The latest attempt given out; only its report counts."""
+    num_failures: int = 0
+    reward: float | None = None
+    min_version: int | None = None
+    """Oldest policy version of a token of the latest attempt; while it runs, a lower bound."""
+
+    def is_running(self, attempt: int) -> bool:
+        return self.progress is Progress.RUNNING and self.attempt == attempt
+
+
+@dataclass(slots=True)
+class Group:
+    split: Split
+    index: int
+    size: int
+    members: list[Member] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.members = [Member() for _ in range(self.size)]
+
+    def claims(self) -> Iterator[Claim]:
+        """Give out open members, in order, as far as the caller iterates."""
+        for i, member in enumerate(self.members):
+            if member.progress is Progress.OPEN:
+                member.progress = Progress.RUNNING
+                member.attempt += 1
+                yield Claim(Place(self.split, self.index, i), member.attempt)
+
+    def reopen(self, claim: Claim) -> None:
+        """The session was lost without a fault of its own; it is given out again."""
+        member = self.members[claim.place.member]
+        if member.is_running(claim.attempt):
+            member.progress, member.min_version = Progress.OPEN, None
+
+    def finish(self, claim: Claim, reward: float | None, min_version: int | None) -> None:
+        member = self.members[claim.place.member]
+        member.progress, member.attempt = Progress.DONE, claim.attempt
+        member.reward, member.min_version = reward, min_version
+
+    def fail(self, claim: Claim) -> int:
+        """Returns how often sessions of this place have failed by now."""
+        self.reopen(claim)
+        member = self.members[claim.place.member]
+        member.num_failures += 1
+        return member.num_failures
+
+    @property
+    def is_complete(self) -> bool:
+        return all(member.progress is Progress.DONE for member in self.members)
+
+    @property
+    def num_done(self) -> int:
+        return sum(member.progress is Progress.DONE for member in self.members)
+
+    @property
+    def min_version(self) -> int | None:
+        """Oldest policy version of any token; None before the first token."""
+        return min((m.min_version for m in self.members if m.min_version is not None), default=None)
+
+    @property
+    def rewards(self) -> list[float]:
+        return [member.reward for member in self.members if member.reward is not None]

@@ -1,0 +1,46 @@
+"""Messages in canonical form, and their identity.
+
+A canonical message holds only what a model can see, in one spelling: absent content is "", arguments of tool
+calls are mappings. Dialects produce it, templates render it, sessions compare it.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import Any
+
+import orjson
+
+from sf_core.dataplane.toolcalls import Tool, ToolCall
+
+Message = dict[str, Any]
+
+
+def assistant_message(content: str, calls: list[ToolCall], turn_id: str) -> Message:
+    """A sampled answer. The ids of its calls follow from the turn: equal calls of two turns differ."""
+    message: Message = {"role": "assistant", "content": content}
+    if calls:
+        message["tool_calls"] = [
+            tool_call(call_id(turn_id, i), call.name, call.arguments) for i, call in enumerate(calls)
+        ]
+    return message
+
+
+def call_id(turn_id: str, index: int) -> str:
+    return "call_" + blake2b(f"{turn_id}.{index}".encode(), digest_size=12).hexdigest()
+
+
+def tool_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def chain_keys(tools: list[Tool], messages: list[Message]) -> list[bytes]:
+    """The key of the tools, then one per message: equal keys mean equal tools and equal messages up to it."""
+    keys = [blake2b(orjson.dumps(tools, option=orjson.OPT_SORT_KEYS), digest_size=16).digest()]
+    for message in messages:
+        keys.append(extend_chain(keys[-1], message))
+    return keys
+
+
+def extend_chain(key: bytes, message: Message) -> bytes:
+    return blake2b(key + orjson.dumps(message, option=orjson.OPT_SORT_KEYS), digest_size=16).digest()

@@ -1,0 +1,308 @@
+"""One run in the data plane: its sessions, and how they come and go.
+
+Joins router, rollout manager and journal. Owns the sessions that runners work on and the results of finished
+ones until a batch or an evaluation takes them (batches.py). Speaks no HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.export import export_session
+from sf_core.dataplane.groups import Claim, Place
+from sf_core.dataplane.journal import Journal, Record
+from sf_core.dataplane.records import (
+    FinishedSession,
+    claimed_record,
+    finished_record,
+    places,
+    read_claim,
+    read_finished,
+    rejected_record,
+)
+from sf_core.dataplane.rendering import Renderer
+from sf_core.dataplane.rollout_manager import RolloutManager
+from sf_core.dataplane.router import Router
+from sf_core.dataplane.session import Session
+from sf_core.dataplane.signals import Signal
+from sf_core.dataplane.specs import ClaimBody, FinishBody, RunSpec
+from sf_core.types import WeightsRef
+
+log = logging.getLogger(__name__)
+
+RUNNER_SILENCE_S = 15.0
+"""A runner not heard from for this long has lost its sessions."""
+
+
+@dataclass
+class Runner:
+    attempt: int
+    """The flow attempt under which it was first heard."""
+    last_heard: float
+    num_polls: int = 0
+    """Claims it is waiting in."""
+
+
+@dataclass
+class TokenMeter:
+    """Tokens per second over a sliding window."""
+
+    window_s: float = 10.0
+    total: int = 0
+    _recent: deque[tuple[float, int]] = field(default_factory=deque)
+
+    def add(self, num_tokens: int) -> None:
+        self.total += num_tokens
+        self._recent.append((time.monotonic(), num_tokens))
+        self._forget()
+
+    def per_second(self) -> float:
+        self._forget()
+        return sum(n for _, n in self._recent) / self.window_s
+
+    def _forget(self) -> None:
+        while self._recent and self._recent[0][0] < time.monotonic() - self.window_s:
+            self._recent.popleft()
+
+
+class Run:
+    def __init__(self, spec: RunSpec, renderer: Renderer, journal: Journal) -> None:
+        self.spec = spec
+        self.renderer = renderer
+        self.journal = journal
+        self.router = Router(WeightsRef(spec.version, spec.weights_uri))
+        self.manager = self._new_manager()
+        self.sessions: dict[str, Session] = {}
+        self.results: dict[Place, FinishedSession] = {}
+        self.runners: dict[str, Runner] = {}
+        self.released = False
+        self.revoked_leases: set[str] = set()
+        self.lease_epochs: dict[str, int] = {}
+        """Highest start of each lease: Dask may start one again while it still runs."""
+        self.changed = Signal()
+        """Something a long poll may wait for has happened."""
+        self.stage: dict[str, Any] = {}
+        self.meter = TokenMeter()
+        self.counters: Counter[str] = Counter()
+        self.recent_rewards: deque[float] = deque(maxlen=256)
+        self.last_error = ""
+        self.serving_s = 0.0
+        """Time in which an engine served; sessions age by it, so that no pause makes one expire."""
+        self._recovered_evaluations: list[Record] = []
+
+    # --- registration
+
+    def restore(self, records: list[Record]) -> None:
+        """Take back what a journal knows. Groups the flow has done already are gone from the manager."""
+        for record in records:
+            if "rejected" in record:
+                self.manager.restore_rejected(*record["rejected"])
+            elif "claimed" in record:
+                for value in record["claimed"]:
+                    self.manager.restore_attempt(read_claim(value))
+            elif record["finished"][0] == "train":
+                self._take_back(read_finished(record))
+        self._recovered_evaluations = [r for r in records if ("holdout" in {split for split, _ in places(r)})]
+
+    def begin_attempt(self, spec: RunSpec) -> None:
+        """Another attempt of the flow: finished sessions are kept, running ones are given out again."""
+        if spec.attempt < self.spec.attempt:
+            raise ApiError.superseded(spec.run_id, spec.attempt)
+        for session in list(self.sessions.values()):
+            self._lose(session)
+        self.spec, self.released = spec, False
+        if spec.version > self.router.weights.version:
+            self.router.weights = WeightsRef(spec.version, spec.weights_uri)
+        self.manager.set_version(spec.version)
+        self.changed.notify()
+
+    def forget_progress(self) -> None:
+        """Start over from what the flow says is done."""
+        for session in list(self.sessions.values()):
+            self._drop(session, "the run was taken back")
+        self.manager = self._new_manager()
+        self.results.clear()
+
+    def knows_batch(self, batch: int) -> bool:
+        """Whether the groups here fit a flow whose next batch is this one: it may not have heard of the last
+        seal."""
+        return batch == self.manager.next_batch or batch in self.manager.batches
+
+    def _new_manager(self) -> RolloutManager:
+        spec = self.spec
+        return RolloutManager(spec.rules, spec.iteration, spec.version, spec.done_groups)
+
+    def _take_back(self, finished: FinishedSession) -> None:
+        rejected = self.manager.restore_finished(finished.claim, finished.reward, finished.min_version)
+        if not rejected:
+            self.results[finished.claim.place] = finished
+
+    # --- runners and their sessions
+
+    async def claim(self, body: ClaimBody) -> tuple[list[Session], bool]:
+        """Sessions for a runner, and whether it is released. Waits for some; is its sign of life too."""
+        runner = self.runners.setdefault(body.runner, Runner(self.spec.attempt, 0.0))
+        named = set(body.running)
+        for session in self._sessions_of(body.runner):
+            if session.session_id not in named:
+                self._lose(session)
+        sessions: list[Session] = []
+        runner.num_polls += 1
+        try:
+            await self.changed.until(
+                lambda: self._is_released(runner) or self._give_out(body.runner, body.max, sessions),
+                body.wait_s,
+            )
+        finally:
+            runner.num_polls -= 1
+            runner.last_heard = time.monotonic()
+        if sessions:
+            claims = [session.claim for session in sessions if session.claim is not None]
+            await self.journal.append(claimed_record(claims))
+        return sessions, self._is_released(runner)
+
+    def _is_released(self, runner: Runner) -> bool:
+        return self.released or runner.attempt < self.spec.attempt
+
+    def _give_out(self, runner: str, limit: int, sessions: list[Session]) -> bool:
+        for claim in self.manager.claim(limit):
+            session = Session(
+                session_name(self.spec.run_id, claim),
+                claim,
+                runner=runner,
+                expires_at=self.serving_s + self.spec.session_timeout_s,
+                floor=claim.place.group if claim.place.split == "holdout" else 0,
+            )
+            self.sessions[session.session_id] = session
+            sessions.append(session)
+        return bool(sessions)
+
+    async def finish(self, session: Session, body: FinishBody) -> None:
+        """The runner's report. Returns when the result is on disk."""
+        assert session.claim is not None
+        if body.status == "finished" and body.reward is None:
+            raise ApiError(400, "a finished session needs a reward", param="reward")
+        self._drop(session, "the session is over")
+        if body.status == "failed":
+            return await self._fail(session.claim, body.error or "no reason given")
+        if not session.turns and session.claim.place.split == "train":
+            return await self._fail(session.claim, "the agent finished without an answer from the policy")
+        result = self._export(session, session.claim, body)
+        await self.journal.append(finished_record(result))
+        if self.manager.group_of(session.claim) is not None:
+            self.results[session.claim.place] = result
+            self.recent_rewards.append(result.reward)
+            await self._reject(self.manager.finish(session.claim, result.reward, result.min_version))
+        self.changed.notify()
+
+    def _export(self, session: Session, claim: Claim, body: FinishBody) -> FinishedSession:
+        assert body.reward is not None
+        group_id = f"{self.spec.run_id}.g{claim.place.group}" if claim.place.split == "train" else None
+        trajectories = export_session(
+            session,
+            policy=self.spec.served_model,
+            group_id=group_id,
+            stop_ids=self.renderer.stop_token_ids,
+            task_id=body.task_id,
+            environment=body.environment,
+            reward=body.reward,
+            reward_parts=body.reward_parts,
+        )
+        min_version = min((int(t.versions.min()) for t in session.turns if len(t.versions)), default=None)
+        return FinishedSession(claim, body.reward, body.environment, min_version, trajectories)
+
+    async def _fail(self, claim: Claim, error: str) -> None:
+        self.counters["failed_sessions"] += 1
+        self.last_error = error
+        await self._reject(self.manager.fail(claim))
+        self.changed.notify()
+
+    async def _reject(self, indices: list[int]) -> None:
+        reasons = {index: self.manager.rejected[index] for index in indices}
+        for index, reason in reasons.items():
+            self.counters[f"rejected_groups.{reason}"] += 1
+            self.drop_group(index)
+        for index, reason in reasons.items():
+            await self.journal.append(rejected_record(index, reason))
+
+    def drop_group(self, index: int) -> None:
+        """Forget a group: end its sessions and release its results."""
+        for session in list(self.sessions.values()):
+            if session.claim is not None and session.claim.place[:2] == ("train", index):
+                self._drop(session, "the group of this session no longer counts")
+        for place in self.places_of(index):
+            self.results.pop(place, None)
+
+    def places_of(self, group: int) -> list[Place]:
+        return [Place("train", group, member) for member in range(self.spec.group_size)]
+
+    def start_evaluation(self, version: int, num_tasks: int) -> None:
+        self.manager.start_evaluation(version, num_tasks)
+        for record in self._recovered_evaluations:
+            if ("holdout", version) not in places(record):
+                continue
+            if "finished" in record:
+                self._take_back(read_finished(record))
+            else:
+                for value in record["claimed"]:
+                    if value[:2] == ["holdout", version]:
+                        self.manager.restore_attempt(read_claim(value))
+        self.changed.notify()
+
+    def release(self) -> None:
+        """The run is over: runners are sent home, sessions end."""
+        self.released = True
+        for session in list(self.sessions.values()):
+            self._drop(session, "the run was released")
+        self.changed.notify()
+
+    async def sweep(self, elapsed_s: float) -> None:
+        """Look after what makes no request: silent runners and sessions that run too long."""
+        if any(link.version is not None for link in self.router.links) and not self.router.paused:
+            self.serving_s += elapsed_s
+        deadline = time.monotonic() - RUNNER_SILENCE_S
+        for name in [n for n, r in self.runners.items() if not r.num_polls and r.last_heard < deadline]:
+            del self.runners[name]
+            for session in self._sessions_of(name):
+                self._lose(session)
+        for session in [s for s in self.sessions.values() if s.expires_at < self.serving_s]:
+            assert session.claim is not None
+            self._drop(session, "the session ran too long")
+            await self._fail(session.claim, f"ran longer than {self.spec.session_timeout_s:g} s")
+
+    def _sessions_of(self, runner: str) -> list[Session]:
+        return [session for session in self.sessions.values() if session.runner == runner]
+
+    def _lose(self, session: Session) -> None:
+        """Its runner is gone or knows nothing of it: another one gets its place."""
+        assert session.claim is not None
+        self._drop(session, "the session was given to another runner")
+        self.counters["retries"] += 1
+        self.manager.lose(session.claim)
+        self.changed.notify()
+
+    def _drop(self, session: Session, reason: str) -> None:
+        self.sessions.pop(session.session_id, None)
+        self.counters.update({f"branches.{name}": n for name, n in session.branch_reasons.items()})
+        for generation in list(session.running):
+            self.router.cancel(generation, reason)
+
+
+def session_name(run_id: str, claim: Claim) -> str:
+    place = claim.place
+    middle = f"g{place.group}" if place.split == "train" else f"e{place.group}"
+    return f"{run_id}.{middle}.{place.member}.a{claim.attempt}"
+
+
+async def read_renderer(model_dir: str) -> Renderer:
+    """Raises ApiError if the folder cannot be used."""
+    try:
+        return await asyncio.to_thread(Renderer, model_dir)
+    except ValueError as error:
+        raise ApiError(400, str(error), param="model_dir") from None

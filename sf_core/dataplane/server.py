@@ -1,0 +1,60 @@
+"""The data plane as a process: address, key, port file, graceful end."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from pathlib import Path
+
+import uvicorn
+
+from sf_core.dataplane.app import make_app
+
+
+def serve(
+    host: str = "127.0.0.1",
+    port: int = 0,
+    port_file: str | None = None,
+    key: str | None = None,
+    journal_dir: str | None = None,
+) -> None:
+    """Serve until SIGINT or SIGTERM. Port 0 means any free one; `port_file` is written once connections are
+    accepted. Raises ValueError for an address that others can reach without a key."""
+    if key is None and not _is_loopback(host):
+        raise ValueError(f"{host} can be reached by others: set SF_DATAPLANE_KEY, or serve on 127.0.0.1")
+    listening = socket.create_server((host, port), backlog=2048, family=_family(host))
+    if port_file is not None:
+        _write_whole(Path(port_file), str(listening.getsockname()[1]))
+    server = uvicorn.Server(
+        uvicorn.Config(
+            make_app(key, journal_dir),
+            loop="uvloop",
+            http="httptools",
+            ws="websockets-sansio",
+            ws_max_size=2**28,
+            ws_per_message_deflate=False,
+            access_log=False,
+            log_level="warning",
+            # agents hold connections open while a run is paused; nobody waits for them at the end
+            timeout_graceful_shutdown=1,
+        )
+    )
+    server.run(sockets=[listening])
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _write_whole(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text)
+    temporary.replace(path)

@@ -1,0 +1,28 @@
+"""Waiting for a condition on one event loop: what long polls rest on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+
+class Signal:
+    """Wakes everyone who waits; each looks for itself whether what it waits for has come true."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def notify(self) -> None:
+        self._event.set()
+        self._event = asyncio.Event()
+
+    async def until(self, condition: Callable[[], Any], timeout_s: float | None = None) -> bool:
+        """True as soon as the condition holds, False if it still does not after the timeout."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not condition():
+                    await self._event.wait()
+        except TimeoutError:
+            return False
+        return True

@@ -1,0 +1,124 @@
+"""Bodies of the control routes: what flows and agent runners may ask, checked at the border."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeVar
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
+
+from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.rollout_manager import BatchRules
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RunSpec(Body):
+    """A run as one attempt of its flow registers it. Fields are those of RunConfig unless said otherwise."""
+
+    run_id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
+    run_dir: str
+    model_dir: str
+    """Folder with tokenizer and chat template."""
+    served_model: str = "policy"
+    seed: int
+    group_size: int = Field(ge=1)
+    groups_per_batch: int = Field(ge=1)
+    gate: Literal["all", "varied"] = "all"
+    lag_bound: int = Field(ge=0)
+    on_max_lag: Literal["wait", "drop"] = "wait"
+    temperature: float = Field(1.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+    max_tokens: int = Field(ge=1)
+    context_length: int = Field(ge=2)
+    session_attempts: int = Field(3, ge=1)
+    session_timeout_s: float = Field(gt=0)
+    num_batches: int = Field(ge=0)
+    """Iterations of the whole run; 0 for evaluation only."""
+    iteration: int = Field(ge=0)
+    """The next batch."""
+    version: int = Field(ge=0)
+    weights_uri: str
+    done_groups: list[int]
+    """Group indices consumed or rejected by earlier batches."""
+    attempt: int = Field(ge=0)
+    """Counts the flow's attempts; a later one fences the earlier ones off."""
+
+    @property
+    def rules(self) -> BatchRules:
+        return BatchRules(
+            self.group_size,
+            self.groups_per_batch,
+            self.lag_bound,
+            self.on_max_lag,
+            self.gate,
+            self.session_attempts,
+            self.num_batches,
+        )
+
+
+class ClaimBody(Body):
+    runner: str
+    max: int = Field(ge=0)
+    wait_s: float = Field(0.0, ge=0)
+    running: list[str] = []
+    """Sessions the runner works on; those it was given and does not name are given out again."""
+
+
+class FinishBody(Body):
+    status: Literal["finished", "failed"]
+    reward: FiniteFloat | None = None
+    reward_parts: dict[str, FiniteFloat] = {}
+    error: str | None = None
+    task_id: str = ""
+    environment: str = ""
+
+
+class SealBody(Body):
+    attempt: int
+
+
+class WeightsBody(Body):
+    version: int = Field(ge=0)
+    uri: str
+
+
+class EvaluationBody(Body):
+    num_tasks: int = Field(ge=1)
+
+
+class StageBody(BaseModel):
+    model_config = ConfigDict(extra="allow")
+    iteration: int
+    stage: str
+
+
+class HelloBody(Body):
+    """What an engine says first."""
+
+    run_id: str
+    attempt: int
+    lease_id: str
+    epoch: int
+    engine_id: str
+    worker: str
+    max_running: int = Field(ge=1)
+
+
+BodyType = TypeVar("BodyType", bound=BaseModel)
+
+
+def parse_body(model: type[BodyType], data: bytes) -> BodyType:
+    """Raises ApiError with status 400 and a sentence that names the field."""
+    try:
+        value: Any = orjson.loads(data or b"{}")
+        return model.model_validate(value)
+    except orjson.JSONDecodeError as error:
+        raise ApiError(400, f"The request body is not valid JSON: {error}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "body"
+        raise ApiError(400, f"{where}: {first['msg']}", param=where) from None

@@ -1,0 +1,83 @@
+"""A run as a live display shows it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from sf_core.dataplane.groups import Group
+from sf_core.dataplane.run import Run
+
+
+def batch_status(run: Run, batch: int) -> dict[str, Any]:
+    readiness = run.manager.readiness(batch)
+    reasons = [readiness.waiting_for] if readiness.waiting_for else []
+    return asdict(readiness) | {
+        "waiting_for": "; ".join(reasons + (_obstacles(run) if reasons else [])),
+        "engines": num_engines(run),
+    }
+
+
+def evaluation_status(run: Run, version: int, group: Group) -> dict[str, Any]:
+    missing = group.size - group.num_done
+    reasons = [f"{missing} of {group.size} held-out sessions", *_obstacles(run)] if missing else []
+    return {
+        "done": not missing,
+        "finished": group.num_done,
+        "num_tasks": group.size,
+        "waiting_for": "; ".join(reasons),
+        "engines": num_engines(run),
+    }
+
+
+def run_status(run: Run) -> dict[str, Any]:
+    manager, router = run.manager, run.router
+    readiness = manager.readiness(manager.next_batch)
+    return {
+        "run_id": run.spec.run_id,
+        "attempt": run.spec.attempt,
+        **run.stage,
+        "version": router.weights.version,
+        "next_batch": manager.next_batch,
+        "groups_accepted": readiness.accepted,
+        "groups_needed": readiness.needed,
+        "groups_in_flight": readiness.in_flight,
+        "waiting_for": readiness.waiting_for,
+        "sessions_running": len(run.sessions),
+        "requests_waiting": len(router.waiting),
+        "paused": router.paused,
+        "released": run.released,
+        "engines": [
+            {
+                "id": link.engine_id,
+                "worker": link.worker,
+                "version": link.version,
+                "running": len(link.in_flight),
+                "tokens": link.num_tokens,
+            }
+            for link in router.links
+        ],
+        "tokens_total": run.meter.total,
+        "tokens_per_second": run.meter.per_second(),
+        "reward_recent": sum(run.recent_rewards) / len(run.recent_rewards) if run.recent_rewards else None,
+        "evaluations": {
+            str(version): {"finished": group.num_done, "num_tasks": group.size}
+            for version, group in manager.evaluations.items()
+        },
+        "counters": {**run.counters, "interruptions": router.interruptions},
+        "last_error": run.last_error,
+    }
+
+
+def num_engines(run: Run) -> int:
+    return sum(link.version is not None for link in run.router.links)
+
+
+def _obstacles(run: Run) -> list[str]:
+    """What else keeps sessions from finishing."""
+    obstacles = [] if num_engines(run) else ["no engine is connected"]
+    if run.router.paused:
+        obstacles.append("the run is paused")
+    if run.last_error:
+        obstacles.append(f"the last failed session: {run.last_error}")
+    return obstacles
