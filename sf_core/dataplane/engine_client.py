@@ -48,6 +48,7 @@ def serve_engine(
         return time.monotonic() - client.last_contact > patience_s
 
     retrying = Retrying(
+        # an engine that cannot read its weights raises OSError too: that must end the lease
         retry=retry_if_exception_type(ConnectionError),
         wait=wait_random_exponential(multiplier=0.05, max=2.0),
         stop=out_of_patience,
@@ -79,16 +80,9 @@ class _EngineClient:
     def serve(self) -> str:
         """Serve over one connection. Raises ConnectionError when it breaks."""
         try:
-            with connect(
-                self._url,
-                additional_headers=self._headers,
-                compression=None,
-                max_size=None,
-                max_queue=None,
-                close_timeout=1.0,
-            ) as socket:
+            with self._connect() as socket:
                 return self._serve(socket)
-        except (ConnectionClosed, InvalidMessage, OSError) as error:
+        except ConnectionClosed as error:
             raise ConnectionError(f"data plane at {self._url}: {error}") from error
         finally:
             self._busy.end()
@@ -100,6 +94,19 @@ class _EngineClient:
         if self._engine is not None:
             self._engine.close()
             self._engine = None
+
+    def _connect(self) -> Connection:
+        try:
+            return connect(
+                self._url,
+                additional_headers=self._headers,
+                compression=None,
+                max_size=None,
+                max_queue=None,
+                close_timeout=1.0,
+            )
+        except (OSError, InvalidMessage) as error:
+            raise ConnectionError(f"data plane at {self._url}: {error}") from error
 
     def _serve(self, socket: Connection) -> str:
         socket.send(wire.pack("hello", self._hello))

@@ -92,6 +92,8 @@ class Run:
         self.counters: Counter[str] = Counter()
         self.recent_rewards: deque[float] = deque(maxlen=256)
         self.last_error = ""
+        self.failures_in_a_row = 0
+        """Sessions that failed since one finished."""
         self.serving_s = 0.0
         """Time in which an engine served; sessions age by it, so that no pause makes one expire."""
         self._recovered_evaluations: list[Record] = []
@@ -126,13 +128,15 @@ class Run:
         """Start over from what the flow says is done."""
         for session in list(self.sessions.values()):
             self._drop(session, "the run was taken back")
+        self.router.weights = WeightsRef(self.spec.version, self.spec.weights_uri)
         self.manager = self._new_manager()
         self.results.clear()
 
     def knows_batch(self, batch: int) -> bool:
         """Whether the groups here fit a flow whose next batch is this one: it may not have heard of the last
         seal."""
-        return batch == self.manager.next_batch or batch in self.manager.batches
+        manager = self.manager
+        return batch == manager.next_batch or (batch == manager.next_batch - 1 and batch in manager.batches)
 
     def _new_manager(self) -> RolloutManager:
         spec = self.spec
@@ -194,6 +198,7 @@ class Run:
         if not session.turns and session.claim.place.split == "train":
             return await self._fail(session.claim, "the agent finished without an answer from the policy")
         result = self._export(session, session.claim, body)
+        self.failures_in_a_row = 0
         await self.journal.append(finished_record(result))
         if self.manager.group_of(session.claim) is not None:
             self.results[session.claim.place] = result
@@ -220,6 +225,7 @@ class Run:
     async def _fail(self, claim: Claim, error: str) -> None:
         self.counters["failed_sessions"] += 1
         self.last_error = error
+        self.failures_in_a_row += 1
         await self._reject(self.manager.fail(claim))
         self.changed.notify()
 

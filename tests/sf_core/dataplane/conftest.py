@@ -1,0 +1,79 @@
+"""A real tokenizer with merges and a server on a free port."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from sf_core.dataplane.rendering import Renderer
+from tests.sf_core.dataplane.stand import Server, running_app
+
+TEMPLATE = """\
+{%- if tools -%}
+<|im_start|>system
+# Tools
+{%- for tool in tools %}
+{{ tool | tojson }}
+{%- endfor -%}
+<|im_end|>
+{% endif -%}
+{%- for message in messages -%}
+<|im_start|>{{ message.role }}
+{{ message.content }}
+{%- for call in message.tool_calls or [] %}
+<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>
+{%- endfor -%}
+<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt -%}<|im_start|>assistant
+{% endif -%}
+"""
+
+CORPUS = [
+    "the quick brown fox jumps over the lazy dog",
+    "what is the sum of 12 and 30? the answer is 42.",
+    '{"name": "calc", "arguments": {"expression": "47*83"}}',
+    "naïve café — übergrößenträger, 数学は楽しい",
+] * 20
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A byte-level BPE tokenizer with merges and a ChatML template with tools."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    special = ["<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet)
+    backend.train_from_iterator(CORPUS, trainer)
+    backend.add_tokens([AddedToken("<tool_call>"), AddedToken("</tool_call>")])
+    folder = tmp_path_factory.mktemp("model")
+    PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|im_end|>", chat_template=TEMPLATE
+    ).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def renderer(model_dir: str) -> Renderer:
+    return Renderer(model_dir)
+
+
+@pytest.fixture
+def server(tmp_path: Path, model_dir: str) -> Iterator[Server]:
+    with running_app() as url, httpx.Client(base_url=url, timeout=30) as http:
+        server = Server(url, http, tmp_path, model_dir)
+        yield server
+        if http.get("/runs/run").status_code == 200:
+            http.post("/runs/run/resume")
+            http.post("/runs/run/release")
+        for thread in server.threads:
+            thread.join(10)

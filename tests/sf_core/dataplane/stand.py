@@ -1,0 +1,182 @@
+"""What the tests of the data plane stand on: a served app, engines in threads, and canned answers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+
+from sf_core.dataplane.app import make_app
+from sf_core.dataplane.engine_client import serve_engine
+from sf_core.dataplane.rendering import Renderer
+from sf_core.engines.scripted import ScriptedEngine
+from sf_core.types import Chunk, GenerationRequest, WeightsRef
+
+Script = Callable[[list[int], int], list[int]]
+
+
+class EngineKilledError(Exception):
+    """Ends an engine in the middle of its work; its connection drops."""
+
+
+class RecordingEngine(ScriptedEngine):
+    """Keeps what it was asked, so that tests can compare ids bit for bit."""
+
+    def __init__(self, script: Script, asked: list[GenerationRequest], **options: Any) -> None:
+        super().__init__(script, **options)
+        self.asked = asked
+
+    killed = False
+
+    def submit(self, request: GenerationRequest) -> None:
+        self.asked.append(request)
+        super().submit(request)
+
+    def step(self) -> list[Chunk]:
+        if self.killed:
+            raise EngineKilledError
+        time.sleep(0.0005)  # a real engine gives the machine away too
+        return super().step()
+
+
+@dataclass
+class Server:
+    """A data plane in a thread, its HTTP client, and engines in threads."""
+
+    url: str
+    http: httpx.Client
+    run_dir: Path
+    model_dir: str
+    asked: list[GenerationRequest] = field(default_factory=list)
+    threads: list[threading.Thread] = field(default_factory=list)
+    reasons: dict[str, str] = field(default_factory=dict)
+    engines: dict[str, RecordingEngine] = field(default_factory=dict)
+
+    def register(self, **changes: Any) -> dict[str, Any]:
+        spec = {
+            "run_id": "run",
+            "run_dir": str(self.run_dir / "run"),
+            "model_dir": self.model_dir,
+            "served_model": "policy",
+            "seed": 7,
+            "group_size": 2,
+            "groups_per_batch": 2,
+            "gate": "all",
+            "lag_bound": 1,
+            "on_max_lag": "wait",
+            "temperature": 0.9,
+            "top_p": 0.95,
+            "top_k": 5,
+            "max_tokens": 32,
+            "context_length": 2048,
+            "session_attempts": 2,
+            "session_timeout_s": 60.0,
+            "num_batches": 100,
+            "iteration": 0,
+            "version": 0,
+            "weights_uri": "unused",
+            "done_groups": [],
+            "attempt": 1,
+        }
+        return self.post("/runs", spec | changes)
+
+    def post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        response = self.http.post(path, json=body or {})
+        assert response.status_code == 200, response.text
+        return dict(response.json())
+
+    def get(self, path: str, **params: Any) -> dict[str, Any]:
+        response = self.http.get(path, params=params)
+        assert response.status_code == 200, response.text
+        return dict(response.json())
+
+    def connect(self, script: Script, lease: str = "r0", **hello: Any) -> None:
+        """Start an engine; returns when it serves."""
+        greeting = {
+            "run_id": "run",
+            "attempt": 1,
+            "lease_id": lease,
+            "epoch": 1,
+            "engine_id": lease,
+            "worker": lease,
+            "max_running": 8,
+        } | hello
+
+        def make(weights: WeightsRef) -> ScriptedEngine:
+            self.engines[lease] = RecordingEngine(script, self.asked, version=weights.version)
+            return self.engines[lease]
+
+        def serve() -> None:
+            try:
+                self.reasons[lease] = serve_engine(self.url, None, greeting, make, patience_s=5)
+            except EngineKilledError:
+                self.reasons[lease] = "killed"
+
+        self.threads.append(threading.Thread(target=serve, daemon=True))
+        self.threads[-1].start()
+        self.wait_for(
+            lambda: (
+                any(engine["id"] == greeting["engine_id"] for engine in self.live_engines(greeting["run_id"]))
+                or lease in self.reasons
+            )
+        )
+
+    def live_engines(self, run_id: str = "run") -> list[dict[str, Any]]:
+        return [engine for engine in self.get(f"/runs/{run_id}")["engines"] if engine["version"] is not None]
+
+    def claim(
+        self, count: int = 1, runner: str = "a0", running: list[str] | None = None, run_id: str = "run"
+    ) -> list[dict[str, Any]]:
+        body = {"runner": runner, "max": count, "wait_s": 0.0, "running": running or []}
+        return list(self.post(f"/runs/{run_id}/claim", body)["sessions"])
+
+    @staticmethod
+    def wait_for(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, "timed out"
+            time.sleep(0.005)
+
+
+@contextlib.contextmanager
+def running_app(**options: Any) -> Iterator[str]:
+    """Serve the app from a thread; yields its URL."""
+    config = uvicorn.Config(
+        make_app(**options), port=0, log_level="warning", ws="websockets-sansio", timeout_graceful_shutdown=1
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    Server.wait_for(lambda: server.started)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(10)
+
+
+def say(renderer: Renderer, text: str) -> list[int]:
+    """Ids of an answer, with its end of turn."""
+    return [*renderer.encode(text).tolist(), renderer.stop_token_ids[0]]
+
+
+def tool_call_text(**arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': 'calc', 'arguments': arguments})}\n</tool_call>"
+
+
+CALC = {
+    "type": "function",
+    "function": {
+        "name": "calc",
+        "description": "Evaluates.",
+        "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}},
+    },
+}

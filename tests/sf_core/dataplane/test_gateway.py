@@ -1,0 +1,246 @@
+"""The agents' side, with the real `openai` client over real HTTP."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import OpenAI
+
+from sf_core.dataplane.rendering import Renderer
+from sf_core.engines.scripted import scripted_logprob
+from tests.sf_core.dataplane.stand import CALC, Server, running_app, say, tool_call_text
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+def client(server: Server, session_id: str | None = None, key: str = "none") -> OpenAI:
+    base = server.url if session_id is None else f"{server.url}/sessions/{session_id}"
+    return OpenAI(base_url=f"{base}/v1", api_key=key, max_retries=0, timeout=20)
+
+
+def ask(server: Server, session_id: str | None = None, messages: Any = HI, **options: Any) -> Any:
+    with client(server, session_id) as agent:
+        return agent.chat.completions.create(model="policy", messages=messages, **options)
+
+
+def stream(server: Server, session_id: str | None = None, messages: Any = HI, **options: Any) -> list[Any]:
+    with client(server, session_id) as agent:
+        options.setdefault("stream_options", {"include_usage": True})
+        return list(agent.chat.completions.create(model="policy", messages=messages, stream=True, **options))
+
+
+def text_of(chunks: list[Any]) -> str:
+    return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+
+
+def answering(renderer: Renderer, *texts: str) -> Any:
+    """A script that gives these answers in turn, the last one for ever."""
+    answers = [say(renderer, text) for text in texts]
+    return lambda prompt, seed: answers.pop(0) if len(answers) > 1 else answers[0]
+
+
+def test_an_answer_has_text_finish_reason_and_usage(server: Server, renderer: Renderer) -> None:
+    server.register()
+    server.connect(answering(renderer, "hello naïve 数学"))
+    answer = ask(server)
+    assert answer.choices[0].message.content == "hello naïve 数学"
+    assert answer.choices[0].finish_reason == "stop"
+    prompt = renderer.encode(renderer.render(HI, [])).tolist()
+    assert server.asked[0].prompt_ids == prompt
+    sampled = say(renderer, "hello naïve 数学")
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(prompt), len(sampled))
+
+
+def test_a_stream_sends_tokens_as_they_come_and_ends_with_usage(server: Server, renderer: Renderer) -> None:
+    server.register()
+    server.connect(answering(renderer, "hello naïve 数学"))
+    chunks = stream(server)
+    assert text_of(chunks) == "hello naïve 数学"
+    assert sum(bool(chunk.choices and chunk.choices[0].delta.content) for chunk in chunks) > 5
+    assert chunks[-2].choices[0].finish_reason == "stop"
+    assert chunks[-1].usage.completion_tokens == len(say(renderer, "hello naïve 数学"))
+
+
+@pytest.mark.parametrize("ask_how", ["whole", "stream"])
+def test_tool_calls_and_their_results_make_one_token_sequence(
+    server: Server, renderer: Renderer, ask_how: str
+) -> None:
+    server.register()
+    first_text = "Sure. " + tool_call_text(expression="47*83")
+    server.connect(answering(renderer, first_text, "3901"))
+    [claim] = server.claim()
+    if ask_how == "whole":
+        choice = ask(server, claim["session_id"], tools=[CALC]).choices[0]
+        message, reason = choice.message.model_dump(exclude_none=True), choice.finish_reason
+    else:
+        chunks = stream(server, claim["session_id"], tools=[CALC])
+        [call] = [c for chunk in chunks if chunk.choices for c in chunk.choices[0].delta.tool_calls or []]
+        message = {"role": "assistant", "content": text_of(chunks), "tool_calls": [call.model_dump()]}
+        reason = chunks[-2].choices[0].finish_reason
+    assert (message["content"], reason) == ("Sure. ", "tool_calls")
+    assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"expression": "47*83"}
+    result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "3901"}
+    assert ask(server, claim["session_id"], [*HI, message, result], tools=[CALC]).choices[0].message.content
+    first, second = server.asked
+    assert second.prompt_ids[: len(first.prompt_ids)] == first.prompt_ids
+    recorded = first.prompt_ids + say(renderer, first_text)
+    assert second.prompt_ids[: len(recorded)] == recorded
+
+
+def test_a_call_of_an_unknown_tool_is_passed_on_as_text(server: Server, renderer: Renderer) -> None:
+    server.register()
+    text = '<tool_call>{"name": "rm", "arguments": {}}</tool_call>'
+    server.connect(answering(renderer, text))
+    choice = ask(server, tools=[CALC]).choices[0]
+    assert (choice.message.content, choice.message.tool_calls) == (text, None)
+    assert server.get("/runs/run")["counters"]["unparsed_calls"] == 1
+
+
+def test_with_tool_choice_none_nothing_is_parsed(server: Server, renderer: Renderer) -> None:
+    server.register()
+    text = tool_call_text(expression="1+1")
+    server.connect(answering(renderer, text))
+    assert ask(server, tools=[CALC], tool_choice="none").choices[0].message.content == text
+
+
+def test_the_token_budget_ends_an_answer_with_length(server: Server, renderer: Renderer) -> None:
+    server.register()
+    server.connect(answering(renderer, "the quick brown fox jumps"))
+    for name in ("max_tokens", "max_completion_tokens"):
+        answer = ask(server, **{name: 3})
+        assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("length", 3)
+
+
+def test_sessions_of_a_run_are_sampled_as_the_run_says(server: Server, renderer: Renderer) -> None:
+    server.register(max_tokens=4)
+    server.connect(answering(renderer, "the quick brown fox jumps"))
+    [claim] = server.claim()
+    for temperature in (0.1, 1.7):
+        ask(server, claim["session_id"], temperature=temperature, top_p=0.5, max_tokens=100)
+    ask(server, temperature=0.1, seed=5)
+    first, again, ad_hoc = (request.sampling for request in server.asked)
+    assert (first.temperature, first.top_p, first.top_k) == (0.9, 0.95, 5)
+    assert first.seed != again.seed
+    assert server.asked[0].max_tokens == 4
+    assert (ad_hoc.temperature, ad_hoc.top_k, ad_hoc.seed) == (0.1, 0, 5)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_stop_string_ends_the_answer_before_it(server: Server, renderer: Renderer, streamed: bool) -> None:
+    server.register()
+    server.connect(answering(renderer, "one two three four five"))
+    [claim] = server.claim()
+    if streamed:
+        chunks = stream(server, claim["session_id"], stop=["three", "zzz"])
+        text, reason = text_of(chunks), chunks[-2].choices[0].finish_reason
+    else:
+        choice = ask(server, claim["session_id"], stop="three").choices[0]
+        text, reason = choice.message.content, choice.finish_reason
+    assert (text, reason) == ("one two ", "stop")
+    assert server.get("/runs/run")["engines"][0]["running"] == 0
+
+
+def test_log_probs_are_those_of_the_engine(server: Server, renderer: Renderer) -> None:
+    server.register()
+    server.connect(answering(renderer, "the quick fox"))
+    ids = say(renderer, "the quick fox")
+    expected = [scripted_logprob(token, i, 0) for i, token in enumerate(ids)]
+    assert [entry.logprob for entry in ask(server, logprobs=True).choices[0].logprobs.content] == expected
+    chunks = [c.choices[0] for c in stream(server, logprobs=True) if c.choices and c.choices[0].logprobs]
+    assert [entry.logprob for choice in chunks for entry in choice.logprobs.content] == expected
+
+
+def test_models_are_listed(server: Server, renderer: Renderer) -> None:
+    server.register()
+    [claim] = server.claim()
+    for session_id in (None, claim["session_id"]):
+        assert [model.id for model in client(server, session_id).models.list()] == ["policy"]
+
+
+BAD_REQUESTS: list[tuple[dict[str, Any], int, str]] = [
+    ({"n": 2}, 400, "n must be 1"),
+    ({"model": "gpt"}, 404, "The model 'gpt' does not exist"),
+    ({"messages": []}, 400, "at least one message"),
+    ({"messages": [{"role": "bard", "content": "hi"}]}, 400, "messages[0].role must be one of"),
+    (
+        {"messages": [*HI, {"role": "tool", "content": "4", "tool_call_id": "x"}]},
+        400,
+        "messages[1] answers no tool call",
+    ),
+    (
+        {"messages": [{"role": "user", "content": 5}]},
+        400,
+        "must be a string or a list of parts, got an integer",
+    ),
+    ({"messages": [{"role": "user", "content": "the " * 3000}]}, 400, "the context window holds 2048"),
+    ({"temperature": 3}, 400, "temperature must be between 0 and 2"),
+    ({"max_tokens": 0}, 400, "max_tokens must be at least 1"),
+    ({"stop": [""]}, 400, "stop must be"),
+    ({"stream": "yes"}, 400, "stream must be true or false, got a string"),
+    ({"tools": [{"type": "function"}]}, 400, "tools[0] must be a function with a name"),
+    ({"tool_choice": "required", "tools": [CALC]}, 400, "a call cannot be forced"),
+    ({"response_format": {"type": "json_object"}}, 400, "response_format must be text"),
+    ({"messages": [{"role": "user", "content": "a" * 9_000_000}]}, 413, "over the limit"),
+]
+
+
+def test_bad_requests_get_a_sentence_in_the_shape_clients_expect(server: Server) -> None:
+    server.register()
+    for change, status, sentence in BAD_REQUESTS:
+        body = {"model": "policy", "messages": HI} | change
+        response = server.http.post("/v1/chat/completions", json=body)
+        assert (response.status_code, sentence in response.text) == (status, True), response.text
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+    for content, sentence in [(b"{", "not valid JSON"), (b"[]", "must be a JSON object, got a list")]:
+        response = server.http.post("/v1/chat/completions", content=content)
+        assert (response.status_code, sentence in response.text) == (400, True)
+    with pytest.raises(openai.BadRequestError) as refused:
+        ask(server, messages=[{"role": "user", "content": "the " * 3000}])
+    assert refused.value.code == "context_length_exceeded"
+    with pytest.raises(openai.NotFoundError, match="Session nobody is unknown or over"):
+        ask(server, "nobody")
+    assert server.http.get("/nowhere").json()["error"]["message"] == "GET /nowhere: Not Found."
+
+
+def test_a_client_that_goes_away_stops_its_generation(server: Server, renderer: Renderer) -> None:
+    server.register(max_tokens=2000)
+    server.connect(lambda prompt, seed: renderer.encode("the " * 500).tolist() * 4)
+    [claim] = server.claim()
+    with client(server, claim["session_id"]) as agent:
+        chunks = iter(agent.chat.completions.create(model="policy", messages=HI, stream=True))
+        next(chunks)
+        next(chunks)
+    server.wait_for(lambda: server.get("/runs/run")["counters"].get("abandoned_turns") == 1)
+    server.wait_for(lambda: server.get("/runs/run")["engines"][0]["running"] == 0)
+
+
+def test_requests_wait_until_there_is_an_engine(server: Server, renderer: Renderer) -> None:
+    server.register()
+    answers: list[Any] = []
+    agent = threading.Thread(target=lambda: answers.append(ask(server)))
+    agent.start()
+    server.wait_for(lambda: server.get("/runs/run")["requests_waiting"] == 1)
+    server.connect(answering(renderer, "at last"))
+    agent.join(10)
+    assert answers[0].choices[0].message.content == "at last"
+
+
+@pytest.fixture
+def locked() -> Iterator[str]:
+    with running_app(key="secret") as url:
+        yield url
+
+
+def test_with_a_key_every_route_asks_for_it(locked: str) -> None:
+    for path in ("/healthz", "/v1/models", "/runs/run", "/nowhere"):
+        for headers in ({}, {"Authorization": "Bearer wrong"}):
+            response = httpx.get(locked + path, headers=headers)
+            assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
+    assert httpx.get(locked + "/healthz", headers={"Authorization": "Bearer secret"}).status_code == 200
+    assert OpenAI(base_url=f"{locked}/v1", api_key="secret").models.list().data == []

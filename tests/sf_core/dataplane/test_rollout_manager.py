@@ -1,0 +1,263 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from sf_core.dataplane.groups import Claim
+from sf_core.dataplane.rollout_manager import BatchRules, RolloutManager
+
+RULES = BatchRules(
+    group_size=2,
+    groups_per_batch=2,
+    lag_bound=1,
+    on_max_lag="wait",
+    gate="all",
+    session_attempts=2,
+    num_batches=100,
+)
+
+
+def manager(**changes: object) -> RolloutManager:
+    return RolloutManager(replace(RULES, **changes), next_batch=0, version=0, done_groups=[])  # type: ignore[arg-type]
+
+
+def finish_all(manager: RolloutManager, claims: list[Claim], version: int = 0, reward: float = 1.0) -> None:
+    for claim in claims:
+        manager.note_started(claim, version)
+        manager.finish(claim, reward, version)
+
+
+def test_whole_groups_are_given_out_in_index_order() -> None:
+    claims = manager().claim(5)
+    assert [(c.place.group, c.place.member) for c in claims] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)]
+
+
+def test_no_more_groups_are_admitted_than_the_lag_bound_allows() -> None:
+    assert len(manager(lag_bound=0).claim(100)) == 1 * 2 * 2
+    assert len(manager(lag_bound=1).claim(100)) == 2 * 2 * 2
+
+
+def test_no_group_is_started_that_no_batch_needs() -> None:
+    assert len(manager(num_batches=1).claim(100)) == 1 * 2 * 2
+    assert manager(num_batches=0).claim(100) == []
+
+
+def test_groups_done_by_earlier_batches_are_not_given_out_again() -> None:
+    resumed = RolloutManager(RULES, next_batch=1, version=1, done_groups=[0, 2, 3])
+    assert [claim.place.group for claim in resumed.claim(4)] == [1, 1, 4, 4]
+
+
+def test_a_batch_is_ready_when_enough_groups_are_complete() -> None:
+    m = manager()
+    claims = m.claim(4)
+    finish_all(m, claims[:3])
+    assert m.readiness(0).waiting_for == "1 of 2 groups; 1 are in flight"
+    finish_all(m, claims[3:])
+    assert m.readiness(0).ready
+    assert m.seal(0).groups == [0, 1]
+
+
+def test_sealing_again_gives_the_same_groups() -> None:
+    m = manager()
+    finish_all(m, m.claim(4))
+    assert m.seal(0) == m.seal(0)
+
+
+def test_a_batch_that_is_not_ready_cannot_be_sealed() -> None:
+    with pytest.raises(ValueError, match="it waits for 2 of 2 groups"):
+        manager().seal(0)
+
+
+def test_a_failed_session_is_given_out_again_and_then_excludes_its_group() -> None:
+    m = manager()
+    first, second, *_ = m.claim(4)
+    assert m.fail(first) == []
+    [again] = m.claim(1)
+    assert again == Claim(first.place, 1)
+    assert m.fail(again) == [0]
+    assert m.rejected == {0: "failed_sessions"}
+    assert m.finish(second, 1.0, 0) == []
+    assert m.claim(1)[0].place.group == 2
+
+
+def test_a_report_of_an_older_attempt_changes_nothing() -> None:
+    m = manager()
+    [old] = m.claim(1)
+    m.lose(old)
+    [new] = m.claim(1)
+    assert m.finish(old, 1.0, 0) == []
+    assert m.group_of(new) is not None
+    assert m.groups[0].num_done == 0
+
+
+def test_the_varied_gate_rejects_groups_whose_rewards_are_equal() -> None:
+    m = manager(gate="varied")
+    claims = m.claim(4)
+    finish_all(m, claims[:2])
+    assert m.rejected == {0: "equal_rewards"}
+    m.finish(claims[2], 1.0, 0)
+    m.finish(claims[3], 0.0, 0)
+    assert list(m.groups) == [1]
+
+
+def test_with_wait_a_batch_waits_for_groups_that_would_grow_too_old() -> None:
+    m = manager(lag_bound=0)
+    claims = m.claim(4)
+    m.set_version(0)
+    finish_all(m, claims[:2])
+    assert not m.readiness(0).ready
+    m = manager(lag_bound=1)
+    slow, *rest = m.claim(8)
+    m.note_started(slow, 0)
+    finish_all(m, rest)
+    assert m.seal(0).groups == [1, 2]
+    m.set_version(1)
+    finish_all(m, m.claim(4), version=1)
+    assert m.readiness(1).waiting_for == "groups that would exceed the lag bound of 1: [0]"
+    finish_all(m, [slow])
+    assert m.seal(1).groups == [0, 3]
+
+
+def test_a_batch_leaves_no_more_old_groups_behind_than_later_batches_can_hold() -> None:
+    m = manager(group_size=1, groups_per_batch=1, lag_bound=2)
+    old = m.claim(3)
+    for claim in old:
+        m.note_started(claim, 0)
+    finish_all(m, [old[2]])
+    assert m.seal(0).groups == [2]
+    m.set_version(1)
+    finish_all(m, m.claim(1), version=1)
+    # groups 0 and 1 must both be consumed by batch 2: one of them has to go into batch 1
+    assert not m.readiness(1).ready
+    finish_all(m, [old[1]])
+    assert m.seal(1).groups == [1]
+
+
+def test_with_drop_such_groups_are_dropped_whole() -> None:
+    m = manager(on_max_lag="drop")
+    slow, *rest = m.claim(8)
+    m.note_started(slow, 0)
+    finish_all(m, rest)
+    m.seal(0)
+    m.set_version(1)
+    finish_all(m, m.claim(4), version=1)
+    batch = m.seal(1)
+    assert batch.groups == [3, 4]
+    assert (batch.rejected, batch.dropped) == ({0: "max_lag"}, [0])
+
+
+def test_evaluations_come_first_and_end_also_when_tasks_keep_failing() -> None:
+    m = manager(session_attempts=1)
+    m.start_evaluation(version=3, num_tasks=2)
+    first, second, train = m.claim(3)
+    assert [c.place.split for c in (first, second, train)] == ["holdout", "holdout", "train"]
+    m.finish(first, 1.0, 3)
+    m.fail(second)
+    assert m.evaluations[3].is_complete
+    assert m.evaluations[3].rewards == [1.0]
+
+
+def test_restored_sessions_are_not_given_out_again() -> None:
+    m = manager()
+    lost, kept, *_ = m.claim(4)
+    restored = manager()
+    restored.restore_attempt(lost)
+    restored.restore_attempt(kept)
+    restored.restore_finished(kept, 1.0, 0)
+    restored.restore_rejected(1, "failed_sessions")
+    assert restored.claim(3) == [Claim(lost.place, 1), *manager().claim(6)[4:]]
+
+
+class AnyRun(RuleBasedStateMachine):
+    """Sessions, failures, updates and batches in any order (invariant 8)."""
+
+    @initialize(
+        groups_per_batch=st.integers(1, 3),
+        lag_bound=st.integers(0, 3),
+        on_max_lag=st.sampled_from(["wait", "drop"]),
+        gate=st.sampled_from(["all", "varied"]),
+    )
+    def begin(self, **rules: object) -> None:
+        self.manager = manager(**rules)
+        self.running: list[Claim] = []
+        self.sampled: dict[Claim, int] = {}
+        self.min_versions: dict[int, dict[int, int]] = {}
+        self.consumed: set[int] = set()
+
+    @rule(count=st.integers(1, 4))
+    def claim(self, count: int) -> None:
+        self.running += self.manager.claim(count)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def sample(self, data: st.DataObject) -> None:
+        claim = data.draw(st.sampled_from(self.running))
+        self.manager.note_started(claim, self.manager.version)
+        self.sampled.setdefault(claim, self.manager.version)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), reward=st.sampled_from([0.0, 1.0]))
+    def finish(self, data: st.DataObject, reward: float) -> None:
+        self.end(data.draw(st.sampled_from(self.running)), reward)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), failed=st.booleans())
+    def fail_or_lose(self, data: st.DataObject, failed: bool) -> None:
+        claim = data.draw(st.sampled_from(self.running))
+        self.running.remove(claim)
+        (self.manager.fail if failed else self.manager.lose)(claim)
+
+    @precondition(lambda self: self.manager.version < self.manager.next_batch)
+    @rule()
+    def publish(self) -> None:
+        self.manager.set_version(self.manager.version + 1)
+
+    @precondition(lambda self: self.manager.readiness(self.manager.next_batch).ready)
+    @rule()
+    def seal(self) -> None:
+        k, rules = self.manager.next_batch, self.manager.rules
+        batch = self.manager.seal(k)
+        assert len(set(batch.groups)) == rules.groups_per_batch
+        assert self.consumed.isdisjoint(batch.groups)
+        assert self.consumed.isdisjoint(batch.rejected)
+        self.consumed.update(batch.groups)
+        for group in batch.groups:
+            assert sorted(self.min_versions[group]) == list(range(rules.group_size))
+            assert k - min(self.min_versions[group].values()) <= rules.lag_bound
+        if rules.on_max_lag == "wait":
+            assert "max_lag" not in batch.rejected.values()
+
+    def end(self, claim: Claim, reward: float) -> None:
+        self.running.remove(claim)
+        self.sample_if_needed(claim)
+        place = claim.place
+        if self.manager.group_of(claim) is not None:
+            self.min_versions.setdefault(place.group, {})[place.member] = self.sampled[claim]
+        self.manager.finish(claim, reward, self.sampled[claim])
+
+    def sample_if_needed(self, claim: Claim) -> None:
+        self.manager.note_started(claim, self.manager.version)
+        self.sampled.setdefault(claim, self.manager.version)
+
+    def teardown(self) -> None:
+        """Whatever happened, batches get ready once sessions finish."""
+        if not hasattr(self, "manager"):
+            return
+        target = self.manager.next_batch + 2
+        while self.manager.next_batch < target:
+            while self.manager.version < self.manager.next_batch:
+                self.publish()
+            while not self.manager.readiness(self.manager.next_batch).ready:
+                self.running += self.manager.claim(1000)
+                assert self.running, "nothing runs and the batch is not ready: a deadlock"
+                for claim in list(self.running):
+                    self.end(claim, float(claim.place.member))
+            self.seal()
+
+
+TestAnyRun = AnyRun.TestCase
+TestAnyRun.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
