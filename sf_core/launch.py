@@ -81,7 +81,11 @@ def _run(flow: str, config: RunConfig, stack: LocalStack, local: Path, console: 
             [sys.executable, "-m", f"flows.{flow}", str(file)],
             {"PREFECT_API_URL": services.api},
         )
-        _watch(process, config, progress)
+        try:
+            _watch(process, config, progress)
+        finally:
+            # first: it would report the loss of everything else as errors
+            stack.stop_one(process)
     if process.popen.returncode != 0:
         raise LaunchError(
             f"{_reason(process)}; log: {process.log}; "
@@ -91,9 +95,16 @@ def _run(flow: str, config: RunConfig, stack: LocalStack, local: Path, console: 
 
 def _watch(process: Process, config: RunConfig, progress: RunProgress) -> None:
     client = DataplaneClient(str(config.dataplane.url), str(config.run_id), dataplane_key(), patience_s=0.5)
+    directory = RunDirectory(config.run_dir)
+    held_out: dict[int, float] = {}
+    version = 0
     while process.popen.poll() is None:
         with suppress(httpx.HTTPError, DataplaneError):
-            progress.update(client.status())
+            status = client.status()
+            if (manifest := directory.read_manifest(version, "evaluate")) is not None:
+                held_out[version] = manifest.data["reward_mean"]
+                version = min(version + config.evaluate.every, config.train.iterations)
+            progress.update(status, held_out)
         time.sleep(0.4)
 
 

@@ -23,7 +23,7 @@ import httpx
 from sf_core.config import WorkerConfig
 from sf_core.scheduling.plan import read_workers
 
-DASK_SETTINGS = {
+WORKER_SETTINGS = {
     # a lease may outlive several kills of its worker; giving up after one would end the run
     "DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES": "10",
     "DASK_DISTRIBUTED__SCHEDULER__NO_WORKERS_TIMEOUT": "5m",
@@ -33,6 +33,10 @@ DASK_SETTINGS = {
     "DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED": "False",
     "DASK_DISTRIBUTED__ADMIN__TICK__LIMIT": "30s",
     "DASK_LOGGING__DISTRIBUTED": "warning",
+    # progress bars of model loading have no place in logs
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TOKENIZERS_PARALLELISM": "false",
 }
 LOOPBACK = ("--host", "127.0.0.1")
 PREFECT_SETTINGS = {
@@ -95,25 +99,19 @@ class LocalStack:
             time.sleep(0.1)
         raise StackError(f"{process.name} was not ready after {timeout_s:.0f} s ({process.log})")
 
-    def stop(self, grace_s: float = 2.5) -> None:
+    def stop(self, grace_s: float = 2.0) -> None:
         """End every process and what it started: politely first, after `grace_s` by force."""
-        living = [p.popen for p in self.processes if p.popen.poll() is None]
-        for popen in living:
-            _signal_group(popen, signal.SIGTERM)
-        deadline = time.monotonic() + grace_s
-        for popen in living:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                popen.wait(max(0.05, deadline - time.monotonic()))
-        for process in self.processes:
-            # also after a polite end: a child of the process may still be there
-            _signal_group(process.popen, signal.SIGKILL)
-            process.popen.wait()
+        _end([process.popen for process in self.processes], grace_s)
         self.processes.clear()
+
+    def stop_one(self, process: Process, grace_s: float = 1.5) -> None:
+        _end([process.popen], grace_s)
+        self.processes.remove(process)
 
 
 @contextlib.contextmanager
 def local_stack(logs: Path, env: Mapping[str, str] | None = None) -> Iterator[LocalStack]:
-    stack = LocalStack(logs, {**os.environ, **DASK_SETTINGS, **PREFECT_SETTINGS, **(env or {})})
+    stack = LocalStack(logs, {**os.environ, **WORKER_SETTINGS, **PREFECT_SETTINGS, **(env or {})})
     try:
         yield stack
     finally:
@@ -243,6 +241,20 @@ def _module(name: str, *arguments: str) -> list[str]:
 def _signal_group(popen: subprocess.Popen[bytes], number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(popen.pid, number)
+
+
+def _end(popens: list[subprocess.Popen[bytes]], grace_s: float) -> None:
+    living = [popen for popen in popens if popen.poll() is None]
+    for popen in living:
+        _signal_group(popen, signal.SIGTERM)
+    deadline = time.monotonic() + grace_s
+    for popen in living:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            popen.wait(max(0.05, deadline - time.monotonic()))
+    for popen in popens:
+        # also after a polite end: a child of the process may still be there
+        _signal_group(popen, signal.SIGKILL)
+        popen.wait()
 
 
 def _die_with_parent() -> None:

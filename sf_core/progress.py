@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -28,17 +29,18 @@ class RunProgress:
     def note(self, text: str) -> None:
         self._bars.update(self._iterations, note=text)
 
-    def update(self, status: dict[str, Any]) -> None:
-        """Show what the data plane reports."""
-        stage = status.get("stage") or "starting"
-        self._bars.update(self._iterations, completed=status["iteration"], note=stage)
-        self._bars.update(
-            self._groups, completed=min(status["accepted"], status["needed"]), total=status["needed"]
-        )
+    def update(self, status: dict[str, Any], held_out: Mapping[int, float]) -> None:
+        """Show what the data plane reports, and the held-out rewards by policy version."""
+        note = f"{status['stage']} {status['iteration']}" if "stage" in status else "starting"
+        self._bars.update(self._iterations, completed=status["next_batch"], note=note)
+        needed = status["groups_needed"]
+        accepted = min(status["groups_accepted"], needed)
+        self._bars.update(self._groups, completed=accepted, total=needed, note=status["waiting_for"])
+        reward = status["reward_recent"]
         figures = [
             f"{status['tokens_per_second']:,.0f} tokens/s",
-            f"reward {_number(status['reward_recent'])}",
-            f"held-out {_held_out(status['evaluations'])}",
+            "reward " + ("-" if reward is None else f"{reward:.2f}"),
+            "held-out " + (" → ".join(f"{held_out[version]:.2f}" for version in sorted(held_out)) or "-"),
             f"{status['sessions_running']} sessions",
             " ".join(f"{e['worker']}:v{e['version']}" for e in status["engines"]) or "no engine",
         ]
@@ -46,12 +48,3 @@ class RunProgress:
 
     def __rich__(self) -> RenderableType:
         return Group(self._bars, self._line)
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
-
-
-def _held_out(evaluations: dict[str, Any]) -> str:
-    points = [(int(version), mean) for version, mean in evaluations.items() if mean is not None]
-    return " → ".join(f"{mean:.2f}" for _, mean in sorted(points)) or "-"

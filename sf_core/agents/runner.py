@@ -42,6 +42,7 @@ class AgentRunner:
         self._concurrency, self._session_timeout_s = concurrency, session_timeout_s
         self._running: dict[str, asyncio.Task[None]] = {}
         self._finished = 0
+        self._logged: set[str] = set()
 
     async def run(self) -> int:
         """Work until the data plane releases the runner; returns the number of sessions finished."""
@@ -66,7 +67,6 @@ class AgentRunner:
         room = self._concurrency - len(self._running)
         body = {
             "runner": self._runner_id,
-            "attempt": self._attempt,
             "max": room,
             "wait_s": 2.0 if room else 0.0,
             "running": list(self._running),
@@ -95,8 +95,11 @@ class AgentRunner:
                 answer = await _call(self._agent, task, endpoint)
                 reward, parts = _as_reward(await _call(self._reward, task, answer))
         except Exception as error:  # the user's code may raise anything; it costs one session
-            log.warning("session %s failed: %s: %s", session_id, type(error).__name__, error)
-            report = {"status": "failed", "error": f"{type(error).__name__}: {error}"}
+            sentence = f"{type(error).__name__}: {error}"
+            if sentence not in self._logged:
+                self._logged.add(sentence)
+                log.warning("session %s failed: %s", session_id, sentence, exc_info=error)
+            report = {"status": "failed", "error": sentence}
         else:
             report = {
                 "status": "finished",

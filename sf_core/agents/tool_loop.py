@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import httpx
-from openai import AsyncOpenAI, omit
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient, omit
 
 from sf_core.types import Endpoint
 
@@ -69,6 +68,6 @@ def _run_tool(by_name: dict[str, Tool], call: Any) -> str:
 
 
 @cache
-def _http_client() -> httpx.AsyncClient:
+def _http_client() -> DefaultAsyncHttpxClient:
     """One connection pool per process; a client per session would open a connection per session."""
-    return httpx.AsyncClient(limits=httpx.Limits(max_connections=None), timeout=None)
+    return DefaultAsyncHttpxClient()

@@ -10,6 +10,10 @@ import orjson
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_exponential
 
 
+MAX_FAILURES_IN_A_ROW = 100
+"""So many failed sessions without one that finishes are no bad luck: the agent or the reward is broken."""
+
+
 class DataplaneError(RuntimeError):
     """The data plane refused a call; the message is its sentence."""
 
@@ -34,7 +38,8 @@ class DataplaneClient:
         self._post(f"{self._run}/stage", {"iteration": iteration, "stage": stage, **facts})
 
     def wait_for_batch(self, iteration: int, timeout_s: float, no_engine_s: float = 120.0) -> None:
-        """Return when the batch is ready. Raises TimeoutError that says what was waited for."""
+        """Return when the batch is ready. Raises TimeoutError that says what was waited for, or RuntimeError if
+        sessions do nothing but fail."""
         self._wait(f"{self._run}/batches/{iteration}", "ready", f"batch {iteration}", timeout_s, no_engine_s)
 
     def seal_batch(self, iteration: int, attempt: int) -> dict[str, Any]:
@@ -66,7 +71,9 @@ class DataplaneClient:
             now = time.monotonic()
             if answer[flag]:
                 return
-            if answer.get("engines", 1):
+            if answer["failures_in_a_row"] >= MAX_FAILURES_IN_A_ROW:
+                raise RuntimeError(f"{what}: every session fails; {answer['waiting_for']}")
+            if answer["engines"]:
                 engine_seen = now
             elif now - engine_seen > no_engine_s:
                 raise TimeoutError(f"{what}: no engine has been connected for {no_engine_s:.0f} s")

@@ -15,6 +15,7 @@ def batch_status(run: Run, batch: int) -> dict[str, Any]:
     return asdict(readiness) | {
         "waiting_for": "; ".join(reasons + (_obstacles(run) if reasons else [])),
         "engines": num_engines(run),
+        "failures_in_a_row": run.failures_in_a_row,
     }
 
 
@@ -27,6 +28,7 @@ def evaluation_status(run: Run, version: int, group: Group) -> dict[str, Any]:
         "num_tasks": group.size,
         "waiting_for": "; ".join(reasons),
         "engines": num_engines(run),
+        "failures_in_a_row": run.failures_in_a_row,
     }
 
 

@@ -1,0 +1,167 @@
+"""Tokens per second of generation and training together, ours over TRL's GRPOTrainer, on this machine.
+
+Both sides get the same model, prompts, group size (32 prompts x 16 completions), completion length (up to 64),
+dtype (float32) and two cores; warm steps only; ours with gateway, agents and orchestration included.
+
+    python -m benchmarks.quickstart_vs_trl
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+import typer
+from transformers import AutoTokenizer
+
+from benchmarks import trl_side
+from sf_core.config import RunConfig, validate_config
+from sf_core.environments.quickstart import tasks
+from sf_core.local_stack import LocalStack, Services, local_stack, start_services
+from sf_core.policy import make_policy
+from sf_core.scheduling.timeline import read_spans
+from storage.run_directory import RunDirectory
+
+SIZES = {"1m": {"hidden_size": 128, "num_layers": 4}, "10m": {"hidden_size": 384, "num_layers": 6}}
+PROMPTS, GROUP_SIZE, MAX_TOKENS = 32, 16, 64
+WARMUP = 3
+
+
+def main(sizes: str = "1m,10m", steps: int = 8, trl_steps: int = 5) -> None:
+    line: dict[str, Any] = {"prompts": PROMPTS, "group_size": GROUP_SIZE, "max_tokens": MAX_TOKENS}
+    for size in sizes.split(","):
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary)
+            make_policy(str(folder / "model"), RunConfig().policy.model_copy(update=SIZES[size]), seed=0)
+            write_prompts(folder / "model", folder / "prompts.json")
+            trl = run_trl(folder, trl_steps)
+            ours = run_ours(folder, steps)
+        name = "ratio" if size == "10m" else f"ratio_{size}"
+        line[name] = round(ours["tokens_per_second"] / trl["tokens_per_second"], 3)
+        line[f"ours_{size}"], line[f"trl_{size}"] = ours, trl
+    print(json.dumps(line))
+
+
+def write_prompts(model: Path, file: Path) -> None:
+    """The same prompts as text for TRL and as user messages for agents."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    items = []
+    for index in range(PROMPTS):
+        user = tasks("train", index).prompt
+        messages = [{"role": "user", "content": user}]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        items.append({"user": user, "text": text})
+    file.write_text(json.dumps(items))
+
+
+def run_trl(folder: Path, steps: int) -> dict[str, Any]:
+    texts = [item["text"] for item in json.loads((folder / "prompts.json").read_text())]
+    (folder / "texts.json").write_text(json.dumps(texts))
+    command = [str(trl_side.ensure_venv()), trl_side.__file__, "run", "--model", str(folder / "model")]
+    command += [
+        "--prompts",
+        str(folder / "texts.json"),
+        "--steps",
+        str(steps),
+        "--out",
+        str(folder / "trl.json"),
+    ]
+    command += ["--group-size", str(GROUP_SIZE), "--prompts-per-step", str(PROMPTS)]
+    subprocess.run([*command, "--max-tokens", str(MAX_TOKENS)], check=True, stdout=sys.stderr)
+    result: dict[str, Any] = json.loads((folder / "trl.json").read_text())
+    return result
+
+
+def run_ours(folder: Path, steps: int) -> dict[str, Any]:
+    env = {
+        "PREFECT_HOME": str(folder / "prefect"),
+        "PYTHONPATH": str(Path.cwd()),
+        "SF_BENCHMARK_PROMPTS": str(folder / "prompts.json"),
+    }
+    with local_stack(folder / "logs", env) as stack:
+        services = start_services(stack, folder, RunConfig().cluster.workers)
+        config = our_config(folder, services, steps)
+        (folder / "flow.json").write_text(config.model_dump_json())
+        command = [sys.executable, "-m", "flows.train", str(folder / "flow.json")]
+        flow = stack.start("flow", command, {"PREFECT_API_URL": services.api})
+        directory = RunDirectory(config.run_dir)
+        before = _wait(flow.popen, directory, WARMUP - 1, stack)
+        after = _wait(flow.popen, directory, steps - 1, stack)
+        if flow.popen.wait(120) != 0:
+            raise SystemExit(f"our run failed: {flow.tail(20)}")
+    wall = after["time"] - before["time"]
+    rollouts = [directory.read_manifest(number, "rollout") for number in range(WARMUP, steps)]
+    tokens = sum(manifest.data["sampled_tokens"] for manifest in rollouts if manifest is not None)
+    spans = [s for s in read_spans(directory) if s.start >= before["time"] and s.kind == "busy"]
+    training = sum(span.end - span.start for span in spans if span.tag == "train")
+    cpu = {part: round(after[part] - before[part], 2) for part in after if part != "time"}
+    devices = cpu.pop("devices")
+    return {
+        "tokens_per_second": round(tokens / wall, 1),
+        "seconds_per_step": round(wall / (steps - WARMUP), 3),
+        "tokens_per_step": round(tokens / (steps - WARMUP)),
+        "steps": steps - WARMUP,
+        # both run in the trainer's worker; its train spans are one thread at full load
+        "cpu_seconds": {"engine": round(devices - training, 2), "trainer": round(training, 2), **cpu},
+        "max_lag": max(manifest.data["max_lag"] for manifest in rollouts if manifest is not None),
+    }
+
+
+def our_config(folder: Path, services: Services, steps: int) -> RunConfig:
+    return validate_config(
+        {
+            "run_id": "benchmark",
+            "policy": {"model": str(folder / "model")},
+            "environment": {part: f"benchmarks.single_turn:{part}" for part in ("tasks", "agent", "reward")},
+            "rollout": {
+                "group_size": GROUP_SIZE,
+                "groups_per_batch": PROMPTS,
+                "max_tokens": MAX_TOKENS,
+                "concurrency": PROMPTS * GROUP_SIZE,
+            },
+            "train": {"iterations": steps},
+            "evaluate": {"every": 1000, "num_tasks": 1},
+            "engine": {"max_running": PROMPTS * GROUP_SIZE // 2, "context_length": 192},
+            "cluster": {"scheduler": services.scheduler},
+            "dataplane": {"url": services.dataplane},
+            "storage": {"root": str(folder / "runs")},
+        }
+    )
+
+
+def _wait(
+    flow: subprocess.Popen[bytes], directory: RunDirectory, number: int, stack: LocalStack
+) -> dict[str, float]:
+    """CPU seconds by part at the moment an iteration is published."""
+    while directory.read_manifest(number, "publish") is None:
+        if flow.poll() is not None:
+            raise SystemExit(f"our run ended early: {stack.processes[-1].tail(20)}")
+        time.sleep(0.02)
+    return {"time": time.time(), **cpu_by_part(stack)}
+
+
+PARTS = {"worker-r0": "devices", "worker-t0": "devices", "worker-a0": "agents", "dataplane": "gateway"}
+
+
+def cpu_by_part(stack: LocalStack) -> dict[str, float]:
+    """CPU seconds so far of each part; what is none of them is orchestration."""
+    seconds: dict[str, float] = defaultdict(float)
+    for process in stack.processes:
+        root = psutil.Process(process.popen.pid)
+        for member in [root, *root.children(recursive=True)]:
+            times = member.cpu_times()
+            seconds[PARTS.get(process.name, "orchestration")] += times.user + times.system
+    return dict(seconds)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    typer.run(main)
