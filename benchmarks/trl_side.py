@@ -1,0 +1,201 @@
+"""The peer side of quickstart_vs_trl: TRL's GRPOTrainer on the same model folder, prompts, cores and dtype.
+
+Owns TRL's environment (`ensure_venv`), its settings and its measurement; knows nothing of our own stack, and
+imports TRL only inside that environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+VENV = Path(__file__).resolve().parents[1] / ".venvs" / "trl"
+# torch goes first and alone: at exactly this version pip finds the CPU build
+TORCH = "torch==2.13.0"
+INSTALLS = (
+    (TORCH,),
+    (TORCH, "trl==1.16.*", "transformers==5.23.0", "accelerate==1.15.0", "datasets==5.2.0", "psutil>=6"),
+)
+WARMUP_STEPS = 2
+
+
+def ensure_venv() -> Path:
+    """Python of the environment that holds TRL; made on the first call (about a minute)."""
+    python, marker = VENV / "bin" / "python", VENV / ".complete.json"
+    wanted = json.dumps(INSTALLS)
+    VENV.parent.mkdir(parents=True, exist_ok=True)
+    with open(VENV.parent / "trl.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if marker.exists() and marker.read_text() == wanted:
+            return python
+        marker.unlink(missing_ok=True)
+        subprocess.run([sys.executable, "-m", "venv", str(VENV)], check=True)
+        for packages in INSTALLS:
+            subprocess.run([str(python), "-m", "pip", "install", "--quiet", *packages], check=True)
+        # marker last: its existence means every package is installed
+        marker.write_text(wanted)
+    return python
+
+
+def launch(cores: int) -> int:
+    """Repeat this command line as one data-parallel process per core, and wait for it."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={cores}"]
+    # OpenMP reads its variable once, when torch is imported
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return subprocess.run([*command, *sys.argv], env=env).returncode
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Train with GRPOTrainer as one of `options.cores` processes; the report covers all of them."""
+    import torch
+    from datasets import Dataset  # type: ignore[import-not-found]
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOTrainer  # type: ignore[import-not-found]
+
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    given = json.loads(Path(options.prompts).read_text())
+    prompts = [given[i % len(given)] for i in range(options.prompts_per_step * options.steps)]
+    lengths = {prompt: len(tokenizer(prompt)["input_ids"]) for prompt in set(prompts)}
+    meter = Meter()
+
+    def reward(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+        meter.count(sum(lengths[prompt] for prompt in prompts), sum(map(len, completion_ids)))
+        return [len(set(ids)) / options.max_tokens for ids in completion_ids]
+
+    class MeterCallback(TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            meter.start()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            meter.end_step()
+
+    with tempfile.TemporaryDirectory() as scratch:
+        trainer = GRPOTrainer(
+            model=AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32),
+            reward_funcs=reward,
+            args=grpo_config(options, scratch),
+            train_dataset=Dataset.from_dict({"prompt": prompts}),
+            processing_class=tokenizer,
+            callbacks=[MeterCallback()],
+        )
+        trainer.train()
+    return summarise(meter.steps, options.cores)
+
+
+def grpo_config(options: argparse.Namespace, output_dir: str) -> Any:
+    """One generation of all completions and one update per step, in the fastest settings found."""
+    from trl import GRPOConfig
+
+    completions = options.prompts_per_step * options.group_size
+    return GRPOConfig(
+        output_dir=output_dir,
+        use_cpu=True,
+        bf16=False,
+        per_device_train_batch_size=options.micro_batch,
+        gradient_accumulation_steps=completions // (options.micro_batch * options.cores),
+        num_generations=options.group_size,
+        max_completion_length=options.max_tokens,
+        max_steps=options.steps,
+        optim="adamw_torch_fused",
+        learning_rate=1e-5,
+        lr_scheduler_type="constant",
+        beta=0.0,
+        temperature=1.0,
+        gradient_checkpointing=False,
+        shuffle_dataset=False,
+        dataloader_pin_memory=False,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+
+
+class Meter:
+    """Seconds, CPU seconds and tokens of each step, from one update's end to the next, over all processes."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = []
+
+    def start(self) -> None:
+        self._tokens = [0, 0]
+        self._wall_s, self._cpu_s = time.perf_counter(), cpu_seconds()
+
+    def count(self, prompt_tokens: int, completion_tokens: int) -> None:
+        self._tokens = [prompt_tokens, completion_tokens]
+
+    def end_step(self) -> None:
+        import torch
+        import torch.distributed as dist
+
+        sums = torch.tensor([cpu_seconds() - self._cpu_s, *self._tokens], dtype=torch.float64)
+        dist.all_reduce(sums)
+        cpu_s, prompt_tokens, completion_tokens = sums.tolist()
+        step = {"wall_s": time.perf_counter() - self._wall_s, "cpu_s": cpu_s}
+        self.steps.append(step | {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens})
+        self.start()
+
+
+def cpu_seconds() -> float:
+    """User and system time of this process and its children so far."""
+    import psutil
+
+    process = psutil.Process()
+    times = [process.cpu_times(), *(child.cpu_times() for child in process.children(recursive=True))]
+    return sum(t.user + t.system + t.children_user + t.children_system for t in times)
+
+
+def summarise(steps: list[dict[str, float]], cores: int) -> dict[str, Any]:
+    """Means over the warm steps. tokens_per_second: completion tokens over the whole step, training too."""
+    warm = steps[WARMUP_STEPS:]
+    mean = {name: sum(step[name] for step in warm) / len(warm) for name in warm[0]}
+    return {
+        "tokens_per_second": mean["completion_tokens"] / mean["wall_s"],
+        "seconds_per_step": mean["wall_s"],
+        "cpu_seconds_per_step": mean["cpu_s"],
+        "tokens_per_step": mean["completion_tokens"],
+        "prompt_tokens_per_step": mean["prompt_tokens"],
+        "cores": cores,
+        "load_1m": os.getloadavg()[0],
+        "steps": steps,
+    }
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Train with TRL and measure it, inside TRL's environment.")
+    command = parser.add_subparsers(required=True).add_parser("run")
+    command.add_argument("--model", required=True, help="Hugging Face folder")
+    command.add_argument("--prompts", required=True, help="JSON list of prompts, already in chat format")
+    command.add_argument("--steps", type=int, default=6, help=f"the first {WARMUP_STEPS} are warm-up")
+    command.add_argument("--group-size", type=int, default=16)
+    command.add_argument("--prompts-per-step", type=int, default=32)
+    command.add_argument("--max-tokens", type=int, default=64)
+    command.add_argument("--micro-batch", type=int, default=32, help="completions per backward pass and core")
+    command.add_argument("--cores", type=int, default=2)
+    command.add_argument("--out", required=True, help="where the report is written as JSON")
+    options = parser.parse_args()
+    if options.steps <= WARMUP_STEPS:
+        parser.error(f"--steps {options.steps}: expected more than the {WARMUP_STEPS} warm-up steps")
+    return options
+
+
+def main() -> None:
+    options = parse()
+    if "RANK" not in os.environ:
+        raise SystemExit(launch(options.cores))
+    report = run(options)
+    if os.environ["RANK"] == "0":
+        Path(options.out).write_text(json.dumps(report))
+        print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
