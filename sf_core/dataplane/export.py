@@ -148,7 +148,8 @@ def _prompt_spans(prompt: Prompt, stop_ids: tuple[int, ...]) -> list[TurnSpan]:
     """One span per message, as far as end-of-turn tokens tell them apart. What a template puts before the
     first message belongs to that one, the header of the coming answer to the last."""
     roles = [message["role"] for message in prompt.messages]
-    ends = (np.flatnonzero(np.isin(prompt.ids, stop_ids)) + 1).tolist()[-len(roles) :]
+    is_end = np.logical_or.reduce([prompt.ids == stop for stop in stop_ids])
+    ends = (np.flatnonzero(is_end) + 1).tolist()[-len(roles) :]
     if len(ends) < len(roles):
         return [TurnSpan(roles[-1], prompt.start, prompt.end)] if roles else []
     edges = [0, *ends[:-1], len(prompt.ids)]

@@ -113,11 +113,13 @@ class Run:
         self._recovered_evaluations = [r for r in records if ("holdout" in {split for split, _ in places(r)})]
 
     def begin_attempt(self, spec: RunSpec) -> None:
-        """Another attempt of the flow: finished sessions are kept, running ones are given out again."""
+        """Another attempt of the flow (or the same again): finished sessions are kept, running ones are given
+        out again, because their runner belongs to the earlier attempt."""
         if spec.attempt < self.spec.attempt:
             raise ApiError.superseded(spec.run_id, spec.attempt)
-        for session in list(self.sessions.values()):
-            self._lose(session)
+        if spec.attempt > self.spec.attempt:
+            for session in list(self.sessions.values()):
+                self._lose(session)
         self.spec, self.released = spec, False
         if spec.version > self.router.weights.version:
             self.router.weights = WeightsRef(spec.version, spec.weights_uri)

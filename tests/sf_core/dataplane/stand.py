@@ -100,7 +100,7 @@ class Server:
 
     def connect(self, script: Script, lease: str = "r0", **hello: Any) -> None:
         """Start an engine; returns when it serves."""
-        greeting = {
+        greeting: dict[str, Any] = {
             "run_id": "run",
             "attempt": 1,
             "lease_id": lease,

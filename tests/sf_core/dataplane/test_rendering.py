@@ -72,9 +72,7 @@ def test_a_folder_that_cannot_be_used_is_refused_with_a_sentence(
         Renderer(str(tmp_path))
 
 
-def test_every_end_of_turn_token_of_the_generation_settings_ends_a_turn(
-    model_dir: str, tmp_path: Path
-) -> None:
+def test_every_end_token_of_the_generation_settings_ends_a_turn(model_dir: str, tmp_path: Path) -> None:
     shutil.copytree(model_dir, tmp_path, dirs_exist_ok=True)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [0, 1]}')
     assert Renderer(str(tmp_path)).stop_texts == {0: "<|im_start|>", 1: "<|im_end|>"}

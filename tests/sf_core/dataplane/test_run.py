@@ -116,9 +116,8 @@ def test_a_session_that_keeps_failing_excludes_its_group(serving: Server) -> Non
     sealed = seal(serving, 0)
     assert (sealed["groups"], sealed["rejected"]) == ([1, 2], {"0": "failed_sessions"})
     # its other member was told to stop
-    assert serving.http.post(
-        f"/sessions/{claims[1]['session_id']}/finish", json={"status": "failed"}
-    ).is_error
+    response = serving.http.post(f"/sessions/{claims[1]['session_id']}/finish", json={"status": "failed"})
+    assert response.status_code == 404
 
 
 def test_a_session_without_any_turn_counts_as_failed(serving: Server) -> None:
@@ -160,7 +159,6 @@ def test_a_new_attempt_keeps_finished_sessions_and_fences_the_old_one(
         work(serving, claim)
     serving.register(attempt=2)
     assert serving.post("/runs/run/claim", {"runner": "a0", "max": 4})["released"]
-    assert serving.http.post("/runs", json=serving.register(attempt=2) and {}).status_code == 400
     serving.connect(lambda prompt, seed: say(renderer, "new"), lease="r1", attempt=2)
     [claim] = serving.claim(1, runner="a1")
     assert claim["session_id"] == "run.g1.1.a1"
@@ -174,9 +172,7 @@ def test_a_new_attempt_keeps_finished_sessions_and_fences_the_old_one(
     assert seal(serving, 0, attempt=3)["groups"] == [0, 1]
 
 
-def test_a_run_taken_back_to_an_earlier_batch_starts_over_from_there(
-    serving: Server, renderer: Renderer
-) -> None:
+def test_a_run_taken_back_to_an_earlier_batch_starts_over_from_there(serving: Server) -> None:
     for batch in range(3):
         for claim in serving.claim(4):
             work(serving, claim)
@@ -253,12 +249,8 @@ def test_after_a_restart_finished_sessions_are_not_sampled_again(
         server = begin(url, http)
         server.post("/runs/run/evaluations/0", {"num_tasks": 2})
         claims = server.claim(4)
-        assert [c["session_id"] for c in claims] == [
-            "run.e0.1.a1",
-            "run.g1.1.a1",
-            "run.g3.0.a0",
-            "run.g3.1.a0",
-        ]
+        names = ["run.e0.1.a1", "run.g1.1.a1", "run.g3.0.a0", "run.g3.1.a0"]
+        assert [claim["session_id"] for claim in claims] == names
         work(server, claims[0], reward=0.5)
         work(server, claims[1], reward=0.25)
         assert seal(server, 0)["groups"] == [0, 1]

@@ -169,19 +169,9 @@ def test_five_thousand_turns_are_no_problem(renderer: Renderer) -> None:
     ids = say(renderer, "ok")
     parent = None
     for i in range(5000):
-        # the request itself would be long: the tree is what is tested here
-        prompt = Prompt(
-            parent,
-            renderer.encode("x"),
-            [user("x")],
-            2 * i + 1,
-            b"",
-            i,
-            parent.end if parent else 0,
-            0,
-            0,
-            None,
-        )
+        # the requests would be long: it is the tree that is tested here
+        start = parent.end if parent else 0
+        prompt = Prompt(parent, renderer.encode("x"), [user("x")], 2 * i + 1, b"", i, start, 0, 0, None)
         turn = Turn(
             prompt,
             np.array(ids, np.int32),
@@ -202,10 +192,8 @@ def test_five_thousand_turns_are_no_problem(renderer: Renderer) -> None:
 
 
 def test_the_seed_of_a_turn_depends_on_its_place_only() -> None:
-    seeds = {
-        turn_seed(*key)
-        for key in itertools.product((0, 1), (("train", 0, 0), ("train", 0, 1)), (0, 1), (0, 1))
-    }
+    places = (("train", 0, 0), ("train", 0, 1))
+    seeds = {turn_seed(*key) for key in itertools.product((0, 1), places, (0, 1), (0, 1))}
     assert len(seeds) == 16
     assert all(0 <= seed < 2**64 for seed in seeds)
 

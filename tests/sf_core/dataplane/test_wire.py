@@ -12,9 +12,10 @@ ids = st.lists(st.integers(0, 2**31 - 1))
 logprobs = st.lists(st.floats(-100, 0, width=32))
 
 
-@given(
-    st.builds(Chunk, st.text(), ids, logprobs, st.integers(0, 9), st.none() | st.sampled_from(FinishReason))
-)
+reasons = st.none() | st.sampled_from(FinishReason)
+
+
+@given(st.builds(Chunk, st.text(), ids, logprobs, st.integers(0, 9), reasons))
 def test_chunks_cross_the_wire_unchanged(chunk: Chunk) -> None:
     kind, value = wire.unpack(wire.pack_chunks([chunk]))
     assert (kind, wire.unpack_chunks(value)) == ("chunks", [chunk])
