@@ -85,7 +85,7 @@ def make_app(key: str | None = None, journal_dir: str | None = None) -> Starlett
             WebSocketRoute("/engines", engines),
         ],
         middleware=[Middleware(KeyCheck, key=key)],
-        exception_handlers={ApiError: _refuse, HTTPException: _refuse_route},
+        exception_handlers={ApiError: _refuse, HTTPException: _refuse_route, Exception: _fail},
         lifespan=lifespan,
     )
 
@@ -240,6 +240,10 @@ def _wait_s(request: Request) -> float:
 async def _refuse(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     return Response(orjson.dumps(error.body()), error.status, media_type="application/json")
+
+
+async def _fail(request: Request, error: Exception) -> Response:
+    return await _refuse(request, ApiError(500, f"The data plane failed: {type(error).__name__}."))
 
 
 async def _refuse_route(request: Request, error: Exception) -> Response:

@@ -10,13 +10,14 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.export import export_session
 from sf_core.dataplane.groups import Claim, Place
 from sf_core.dataplane.journal import Journal, Record
+from sf_core.dataplane.meter import TokenMeter
 from sf_core.dataplane.records import (
     FinishedSession,
     claimed_record,
@@ -47,28 +48,6 @@ class Runner:
     last_heard: float
     num_polls: int = 0
     """Claims it is waiting in."""
-
-
-@dataclass
-class TokenMeter:
-    """Tokens per second over a sliding window."""
-
-    window_s: float = 10.0
-    total: int = 0
-    _recent: deque[tuple[float, int]] = field(default_factory=deque)
-
-    def add(self, num_tokens: int) -> None:
-        self.total += num_tokens
-        self._recent.append((time.monotonic(), num_tokens))
-        self._forget()
-
-    def per_second(self) -> float:
-        self._forget()
-        return sum(n for _, n in self._recent) / self.window_s
-
-    def _forget(self) -> None:
-        while self._recent and self._recent[0][0] < time.monotonic() - self.window_s:
-            self._recent.popleft()
 
 
 class Run:
@@ -192,11 +171,13 @@ class Run:
     async def finish(self, session: Session, body: FinishBody) -> None:
         """The runner's report. Returns when the result is on disk."""
         assert session.claim is not None
-        if body.status == "finished" and body.reward is None:
-            raise ApiError(400, "a finished session needs a reward", param="reward")
         self._drop(session, "the session is over")
         if body.status == "failed":
             return await self._fail(session.claim, body.error or "no reason given")
+        if body.reward is None or None in body.reward_parts.values():
+            # JSON has no other way to write infinity and NaN
+            await self._fail(session.claim, "the reward is no finite number")
+            raise ApiError(400, "A finished session needs a reward that is a finite number.", param="reward")
         if not session.turns and session.claim.place.split == "train":
             return await self._fail(session.claim, "the agent finished without an answer from the policy")
         result = self._export(session, session.claim, body)
@@ -219,7 +200,7 @@ class Run:
             task_id=body.task_id,
             environment=body.environment,
             reward=body.reward,
-            reward_parts=body.reward_parts,
+            reward_parts={name: part for name, part in body.reward_parts.items() if part is not None},
         )
         min_version = min((int(t.versions.min()) for t in session.turns if len(t.versions)), default=None)
         return FinishedSession(claim, body.reward, body.environment, min_version, trajectories)

@@ -35,6 +35,8 @@ def serve(
             ws_max_size=2**28,
             ws_per_message_deflate=False,
             access_log=False,
+            proxy_headers=False,
+            server_header=False,
             # longer than clients keep idle connections, so that they never send on one that is closing
             timeout_keep_alive=75,
             log_level="warning",

@@ -107,7 +107,6 @@ class Session:
     started_at: float = field(default_factory=time.time)
     turns: list[Turn] = field(default_factory=list)
     running: set[Generation] = field(default_factory=set)
-    num_abandoned: int = 0
     branch_reasons: Counter[str] = field(default_factory=Counter)
     _prompts: dict[bytes, Prompt] = field(default_factory=dict)
     _answers: dict[bytes, Turn] = field(default_factory=dict)

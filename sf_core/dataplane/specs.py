@@ -71,7 +71,7 @@ class ClaimBody(Body):
 class FinishBody(Body):
     status: Literal["finished", "failed"]
     reward: FiniteFloat | None = None
-    reward_parts: dict[str, FiniteFloat] = {}
+    reward_parts: dict[str, FiniteFloat | None] = {}
     error: str | None = None
     task_id: str = ""
     environment: str = ""

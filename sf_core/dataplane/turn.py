@@ -149,7 +149,6 @@ class TurnService:
     def _abandon(self) -> None:
         self._run.router.cancel(self._generation, "the client went away")
         self._run.counters["abandoned_turns"] += 1
-        self._session.num_abandoned += 1
 
     def _budget(self) -> int:
         asked = self._request.max_tokens

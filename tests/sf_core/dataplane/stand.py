@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -116,7 +118,7 @@ class Server:
 
         def serve() -> None:
             try:
-                self.reasons[lease] = serve_engine(self.url, None, greeting, make, patience_s=5)
+                self.reasons[lease] = serve_engine(self.url, None, greeting, make, patience_s=20)
             except EngineKilledError:
                 self.reasons[lease] = "killed"
 
@@ -161,6 +163,19 @@ def running_app(**options: Any) -> Iterator[str]:
     finally:
         server.should_exit = True
         thread.join(10)
+
+
+@contextlib.contextmanager
+def running_process(port_file: Path, port: int) -> Iterator[str]:
+    """Serve from a process of its own, which is killed at the end; yields its URL."""
+    port_file.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "sf_core.dataplane", "--port", str(port), "--port-file", str(port_file)]
+    with subprocess.Popen(command) as process:
+        try:
+            Server.wait_for(port_file.exists)
+            yield f"http://127.0.0.1:{port_file.read_text()}"
+        finally:
+            process.kill()
 
 
 def say(renderer: Renderer, text: str) -> list[int]:

@@ -19,7 +19,7 @@ from sf_core.dataplane.run import Run
 from sf_core.dataplane.specs import ClaimBody, RunSpec
 from sf_core.engines.scripted import scripted_logprob
 from storage.trajectories import read_trajectories
-from tests.sf_core.dataplane.stand import Server, running_app, say
+from tests.sf_core.dataplane.stand import Server, running_process, say
 
 
 @pytest.fixture
@@ -126,12 +126,21 @@ def test_a_session_without_any_turn_counts_as_failed(serving: Server) -> None:
     assert "without an answer from the policy" in serving.get("/runs/run")["last_error"]
 
 
-def test_a_finished_session_needs_a_finite_reward(serving: Server) -> None:
+def test_a_report_that_cannot_be_read_changes_nothing(serving: Server) -> None:
     [claim] = serving.claim(1)
-    for report in ({"status": "finished"}, {"status": "done"}, {"status": "finished", "reward": "high"}):
+    for report in ({"status": "done"}, {"status": "finished", "reward": "high"}):
         response = serving.http.post(f"/sessions/{claim['session_id']}/finish", json=report)
         assert response.status_code == 400, response.text
     work(serving, claim)
+
+
+def test_a_session_whose_reward_is_no_finite_number_counts_as_failed(serving: Server) -> None:
+    for reward in ({"reward": None}, {"reward": 1.0, "reward_parts": {"style": None}}):
+        [claim] = serving.claim(1)
+        report = {"status": "finished", **reward}
+        response = serving.http.post(f"/sessions/{claim['session_id']}/finish", json=report)
+        assert (response.status_code, "finite number" in response.text) == (400, True)
+    assert serving.get("/runs/run")["counters"]["rejected_groups.failed_sessions"] == 1
 
 
 def test_evaluations_never_train(serving: Server) -> None:
@@ -222,41 +231,41 @@ def test_bad_control_calls_get_a_sentence(serving: Server) -> None:
     assert serving.http.get("/runs/run/batches/0?wait_s=soon").status_code == 400
 
 
-def test_after_a_restart_finished_sessions_are_not_sampled_again(
+def test_killed_and_started_again_it_still_has_every_finished_session(
     tmp_path: Path, model_dir: str, renderer: Renderer
 ) -> None:
-    """Invariant 9 for the data plane: what it has acknowledged it still has."""
-
-    def begin(url: str, http: httpx.Client) -> Server:
-        server = Server(url, http, tmp_path, model_dir)
-        server.register()
-        server.connect(lambda prompt, seed: say(renderer, f"answer {seed % 1000}"))
-        return server
-
-    with running_app() as url, httpx.Client(base_url=url, timeout=30) as http:
-        server = begin(url, http)
-        server.post("/runs/run/evaluations/0", {"num_tasks": 2})
-        claims = server.claim(8)
-        running = [c["session_id"] for c in claims]
-        work(server, claims[0], reward=0.5)
+    """Invariant 9: what was acknowledged is on disk. Engines come back by themselves."""
+    with running_process(tmp_path / "port", port=0) as url, httpx.Client(base_url=url, timeout=30) as http:
+        before = Server(url, http, tmp_path, model_dir)
+        before.register()
+        before.connect(lambda prompt, seed: say(renderer, f"answer {seed % 1000}"))
+        before.post("/runs/run/evaluations/0", {"num_tasks": 2})
+        claims = before.claim(8)
+        running = [claim["session_id"] for claim in claims]
+        work(before, claims[0], reward=0.5)
         for claim in claims[2:5]:
-            work(server, claim, reward=0.25)
-        fail(server, claims[6])
-        fail(server, server.claim(1, running=running)[0])
-        server.post("/runs/run/release")
+            work(before, claim, reward=0.25)
+        fail(before, claims[6])
+        fail(before, before.claim(1, running=running)[0])
 
-    with running_app() as url, httpx.Client(base_url=url, timeout=30) as http:
-        server = begin(url, http)
-        server.post("/runs/run/evaluations/0", {"num_tasks": 2})
-        claims = server.claim(4)
+    port = int(url.rsplit(":", 1)[1])
+    with running_process(tmp_path / "port", port) as url, httpx.Client(base_url=url, timeout=30) as http:
+        after = Server(url, http, tmp_path, model_dir)
+        after.register()
+        after.wait_for(lambda: bool(after.live_engines()))
+        after.post("/runs/run/evaluations/0", {"num_tasks": 2})
+        claims = after.claim(4)
         names = ["run.e0.1.a1", "run.g1.1.a1", "run.g3.0.a0", "run.g3.1.a0"]
         assert [claim["session_id"] for claim in claims] == names
-        work(server, claims[0], reward=0.5)
-        work(server, claims[1], reward=0.25)
-        assert seal(server, 0)["groups"] == [0, 1]
-        assert seal(server, 0)["reward_mean"] == 0.25
-        assert server.post("/runs/run/evaluations/0/seal", {"attempt": 1})["reward_mean"] == 0.5
-        server.post("/runs/run/release")
+        work(after, claims[0], reward=0.5)
+        work(after, claims[1], reward=0.25)
+        sealed = seal(after, 0)
+        assert (sealed["groups"], sealed["rejected"]) == ([0, 1], {"2": "failed_sessions"})
+        assert sealed["reward_mean"] == 0.25
+        assert after.post("/runs/run/evaluations/0/seal", {"attempt": 1})["reward_mean"] == 0.5
+        after.post("/runs/run/release")
+        before.threads[0].join(10)
+        assert before.reasons == {"r0": "released"}
 
 
 def make_run(tmp_path: Path, renderer: Renderer, **changes: Any) -> Run:
