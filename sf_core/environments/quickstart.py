@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import string
 from dataclasses import dataclass
-from random import Random
 from typing import Any
 
-from sf_core.agents.tool_loop import run_tool_loop
-from sf_core.environments.calculator import CALCULATOR, Calculator, evaluate
+from sf_core.agents.tool_loop import Tool, run_tool_loop
+from sf_core.environments.calculator import CALCULATOR, Calculator
 from sf_core.environments.reasoning_gym import ReasoningGym
 from sf_core.environments.splits import Split
 from sf_core.types import Endpoint, Task
 
-ENVIRONMENTS = {
+ENVIRONMENTS: dict[str, ReasoningGym | Calculator] = {
     "spell_backward": ReasoningGym("spell_backward", min_word_len=3, max_word_len=6),
     "calculator": Calculator(),
 }
-TOOLS = {"spell_backward": (), "calculator": (CALCULATOR,)}
+TOOLS: dict[str, tuple[Tool, ...]] = {"spell_backward": (), "calculator": (CALCULATOR,)}
 
 
 def tasks(split: Split, index: int) -> Task:
@@ -41,27 +39,21 @@ class Demonstration:
     tools: list[dict[str, Any]] | None
 
 
-def demonstrate(index: int, seed: int) -> Demonstration:
-    """How a careless expert works on a training task: what to do is right, single characters are often not."""
+def demonstrate(index: int) -> Demonstration:
+    """How a training task is done well."""
     task = tasks("train", index)
-    random = Random(seed << 40 | index)
     if task.environment == "calculator":
-        return _demonstrate_call(task, random)
-    return Demonstration([_user(task), _assistant(_slip(task.answer, random))], None)
+        return _calculate(task)
+    return Demonstration([_user(task), _assistant(task.answer)], None)
 
 
-SLIP = 0.15
-
-
-def _demonstrate_call(task: Task, random: Random) -> Demonstration:
-    expression = _slip(task.metadata["expression"], random)
-    function = {"name": CALCULATOR.name, "arguments": {"expression": expression}}
-    result = evaluate(expression)
+def _calculate(task: Task) -> Demonstration:
+    function = {"name": CALCULATOR.name, "arguments": {"expression": task.metadata["expression"]}}
     messages = [
         _user(task),
         _assistant("", tool_calls=[{"id": "call_0", "type": "function", "function": function}]),
-        {"role": "tool", "tool_call_id": "call_0", "content": result},
-        _assistant(_slip(result, random)),
+        {"role": "tool", "tool_call_id": "call_0", "content": task.answer},
+        _assistant(task.answer),
     ]
     return Demonstration(messages, [CALCULATOR.schema])
 
@@ -72,15 +64,3 @@ def _user(task: Task) -> dict[str, Any]:
 
 def _assistant(content: str, **more: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": content, **more}
-
-
-def _slip(text: str, random: Random) -> str:
-    """Replace single letters and digits by others of their kind."""
-
-    def slip(character: str) -> str:
-        if random.random() >= SLIP:
-            return character
-        kind = string.digits if character.isdigit() else string.ascii_lowercase
-        return random.choice(kind) if character.isalnum() else character
-
-    return "".join(map(slip, text))

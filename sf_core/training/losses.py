@@ -58,7 +58,7 @@ def divergence(
     }
 
 
-def entropy(logits: torch.Tensor) -> torch.Tensor:
-    """Entropy [N] in nats of the distributions given by logits [N, V]."""
-    logprobs = logits.log_softmax(-1)
+def entropy(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Entropy [N] in nats of the distributions given by logits [N, V], before top-k and top-p cut them."""
+    logprobs = (logits / (temperature or 1.0)).log_softmax(-1)
     return -(logprobs.exp() * logprobs).sum(-1)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,21 +36,33 @@ class Row:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Microbatch:
-    """B rows of at most T tokens, and the N tokens of them that are trained."""
+    """R rows of at most T tokens as a trie: what rows have in common at their start, such as the prompt of a
+    group, is there once and goes through the network once. N different tokens, M of which are trained."""
 
     token_ids: torch.Tensor
-    """[B, T] int64, padded on the right: under causal attention padding changes no trained token, so there
-    is no attention mask."""
+    """[N] int64."""
+    depths: torch.Tensor
+    """[N] position of each token in its row."""
+    grid: torch.Tensor
+    """[R, T] index of each row's tokens in token_ids; any index behind a row's end, since under causal
+    attention nothing behind a token matters to it."""
+    owners: torch.Tensor
+    """[N] index in the flattened grid of one place where the token stands."""
     positions: torch.Tensor
-    """[N] index into the flattened [B * T] of the outputs that predict the trained tokens."""
+    """[M] index in token_ids of the token before each trained one, whose output predicts it."""
     targets: torch.Tensor
-    """[N] the trained tokens."""
+    """[M] the trained tokens."""
     logprobs: torch.Tensor
-    """[N] recorded when they were sampled."""
+    """[M] recorded when they were sampled."""
     advantages: torch.Tensor
     weights: torch.Tensor
-    """[N] weight of each token's row."""
+    """[M] weight of each token's row."""
     policy_versions: torch.Tensor
+
+    @property
+    def padded_ids(self) -> torch.Tensor:
+        """[R, T], padded on the right."""
+        return self.token_ids[self.grid]
 
 
 def read_rows(batch: pa.Table) -> list[Row]:
@@ -79,40 +92,64 @@ def split_groups(rows: Sequence[Row], num_parts: int, random: np.random.Generato
 
 
 def pack(rows: Sequence[Row], max_tokens: int) -> Iterator[Microbatch]:
-    """Microbatches of at most max_tokens tokens, padding included; a longer row comes alone."""
-    ordered = sorted((row for row in rows if row.length), key=lambda row: row.length)
+    """Microbatches of at most max_tokens tokens, padding included; a longer row comes alone.
+
+    Rows are taken in the order of their tokens: those that start alike are neighbours.
+    """
+    # Big-endian bytes compare like the numbers they spell.
+    ordered = sorted(
+        (row for row in rows if row.length), key=lambda row: row.token_ids.astype(">i4").tobytes()
+    )
     together: list[Row] = []
+    width = 0
     for row in ordered:
-        if together and (len(together) + 1) * row.length > max_tokens:
+        width = max(width, row.length)
+        if together and (len(together) + 1) * width > max_tokens:
             yield _microbatch(together)
-            together = []
+            together, width = [], row.length
         together.append(row)
     if together:
         yield _microbatch(together)
 
 
 def _microbatch(rows: Sequence[Row]) -> Microbatch:
-    width = max(row.length for row in rows)
-    token_ids = np.zeros((len(rows), width), dtype=np.int64)
-    for line, row in zip(token_ids, rows, strict=True):
-        line[: row.length] = row.token_ids[: row.length]
+    """Rows must come in the order of their tokens."""
+    grid = np.zeros((len(rows), max(row.length for row in rows)), dtype=np.int64)
+    starts, num_tokens = [], 0
+    for line, row in enumerate(rows):
+        shared = _common_prefix(rows[line - 1], row) if line else 0
+        grid[line, :shared] = grid[line - 1, :shared]
+        grid[line, shared : row.length] = np.arange(num_tokens, num_tokens + row.length - shared)
+        starts.append(shared)
+        num_tokens += row.length - shared
+    own = [np.arange(start, row.length) for start, row in zip(starts, rows, strict=True)]
     trained = [np.flatnonzero(row.loss_mask) for row in rows]
 
-    def gather(arrays: list[npt.NDArray[np.generic]]) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate([a[i] for a, i in zip(arrays, trained, strict=True)]))
+    def gather(arrays: Sequence[npt.NDArray[Any]], indices: Sequence[npt.NDArray[Any]]) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate([a[i] for a, i in zip(arrays, indices, strict=True)]))
 
     return Microbatch(
-        token_ids=torch.from_numpy(token_ids),
-        positions=torch.from_numpy(np.concatenate([n * width + i - 1 for n, i in enumerate(trained)])),
-        targets=gather([row.token_ids for row in rows]).long(),
-        logprobs=gather([row.logprobs for row in rows]),
-        advantages=gather([row.advantages for row in rows]),
+        token_ids=gather([row.token_ids for row in rows], own).long(),
+        depths=torch.from_numpy(np.concatenate(own)),
+        grid=torch.from_numpy(grid),
+        owners=torch.from_numpy(np.concatenate([line * grid.shape[1] + i for line, i in enumerate(own)])),
+        positions=gather(list(grid), [i - 1 for i in trained]),
+        targets=gather([row.token_ids for row in rows], trained).long(),
+        logprobs=gather([row.logprobs for row in rows], trained),
+        advantages=gather([row.advantages for row in rows], trained),
         weights=torch.from_numpy(np.repeat([row.weight for row in rows], [i.size for i in trained])).float(),
-        policy_versions=gather([row.policy_versions for row in rows]),
+        policy_versions=gather([row.policy_versions for row in rows], trained),
     )
 
 
-def _split(batch: pa.Table, name: str, dtype: type, null: object) -> list[npt.NDArray[np.generic]]:
+def _common_prefix(a: Row, b: Row) -> int:
+    """Number of leading tokens the network reads in both."""
+    length = min(a.length, b.length)
+    differs = a.token_ids[:length] != b.token_ids[:length]
+    return int(differs.argmax()) if differs.any() else length
+
+
+def _split(batch: pa.Table, name: str, dtype: type, null: object) -> list[npt.NDArray[Any]]:
     """One array per row of a list column."""
     column = batch[name].combine_chunks()
     values = pc.fill_null(column.flatten(), null).to_numpy(zero_copy_only=False).astype(dtype, copy=False)

@@ -1,4 +1,4 @@
-"""One process's trainer: a batch in, the next policy version out. Knows nothing of runs, stages or engines."""
+"""The trainer: a batch in, the next policy version out. Knows nothing of runs, stages and engines."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch
-from transformers import AutoModelForCausalLM
-from transformers.core_model_loading import revert_weight_conversion
-from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from sf_core.config import TrainConfig
+from sf_core.engines.sampling import sampling_logprobs
 from sf_core.training.losses import divergence, entropy, policy_gradient_loss
+from sf_core.training.network import Network
 from sf_core.training.packing import Microbatch, Row, pack, read_rows, split_groups
 from storage.checkpoints import load_checkpoint, save_checkpoint
 
@@ -31,8 +30,8 @@ class Trainer:
         self.version = 0
         self._config, self._seed = config, seed
         self._sampling = (temperature, top_p, top_k)
-        self._model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-        self._model.train()
+        self._network = Network(model_dir)
+        self._model = self._network.model
         self._optimizer = torch.optim.AdamW(
             self._model.parameters(),
             lr=config.learning_rate,
@@ -78,8 +77,8 @@ class Trainer:
         return float(grad_norm)
 
     def _loss(self, microbatch: Microbatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        logits = self._logits(microbatch) / self._sampling[0]
-        logprobs = -torch.nn.functional.cross_entropy(logits, microbatch.targets, reduction="none")
+        logits = self._network.logits(microbatch)
+        logprobs = sampling_logprobs(logits, microbatch.targets, *self._sampling)
         config, old = self._config, microbatch.logprobs
         clip = {"clip_low": config.clip_low, "clip_high": config.clip_high}
         loss = microbatch.weights * policy_gradient_loss(
@@ -87,20 +86,13 @@ class Trainer:
         )
         metrics = divergence(logprobs, old, microbatch.advantages, **clip)
         metrics["loss"] = loss.detach()
-        metrics["entropy"] = entropy(logits.detach())
+        metrics["entropy"] = entropy(logits.detach(), self._sampling[0])
         metrics["lag"] = (self.version - microbatch.policy_versions).float()
         return loss, metrics
 
-    def _logits(self, microbatch: Microbatch) -> torch.Tensor:
-        """[N, V], computed only where they predict a trained token."""
-        hidden = self._model.base_model(microbatch.token_ids, use_cache=False).last_hidden_state
-        return self._model.get_output_embeddings()(hidden.flatten(0, 1)[microbatch.positions])
-
     def weights(self) -> dict[str, torch.Tensor]:
         """Copies of what transformers would save, under the names it would save them."""
-        state = remove_tied_weights_from_state_dict(self._model.state_dict(), self._model)
-        state = revert_weight_conversion(self._model, state)
-        return {name: tensor.detach().clone().contiguous() for name, tensor in state.items()}
+        return self._network.weights()
 
     def save_checkpoint(self, folder: str) -> None:
         """Everything needed to go on bit for bit as if never stopped."""

@@ -6,37 +6,50 @@ Owns rendering and the optimisation. What a demonstration says is the environmen
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from sf_core.config import WarmstartConfig
 from sf_core.environments.quickstart import Demonstration, demonstrate
+from sf_core.training.network import Network
+from sf_core.training.packing import Row, pack
 
 BETAS = (0.9, 0.95)
-NOT_TRAINED = -100
+MAX_GRAD_NORM = 1.0
+TOKENS_PER_MICROBATCH = 8192
+
+# The policy learns what to do but not to be sure of it: at temperature 1 it still strays often, and
+# reinforcement learning has something to do.
+LABEL_SMOOTHING = 0.18
 
 
 def warmstart(folder: str, config: WarmstartConfig, seed: int) -> None:
-    """Train the policy in the folder and save it back. Deterministic in the seed."""
+    """Train the policy in the folder and save it back. A function of the folder, the config and the seed."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
-    optimizer = torch.optim.AdamW(model.parameters(), betas=BETAS, weight_decay=0.0, fused=True)
-    for step, examples in enumerate(_batches(tokenizer, config, seed)):
+    network = Network(folder)
+    parameters = list(network.model.parameters())
+    optimizer = torch.optim.AdamW(parameters, betas=BETAS, weight_decay=0.0, fused=True)
+    order = np.random.default_rng(seed).permutation(config.steps * config.batch_size)
+    for step, indices in enumerate(order.reshape(config.steps, config.batch_size)):
+        rows = [encode(tokenizer, demonstrate(int(index))) for index in indices]
+        total = sum(int(row.loss_mask.sum()) for row in rows)
+        for microbatch in pack(rows, TOKENS_PER_MICROBATCH):
+            loss = torch.nn.functional.cross_entropy(
+                network.logits(microbatch),
+                microbatch.targets,
+                reduction="sum",
+                label_smoothing=LABEL_SMOOTHING,
+            )
+            (loss / total).backward()
+        torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(config, step)
-        ids, labels = _pad(examples)
-        hidden = model.base_model(ids, use_cache=False).last_hidden_state
-        trained = labels != NOT_TRAINED
-        logits = model.get_output_embeddings()(hidden[trained])
-        torch.nn.functional.cross_entropy(logits, labels[trained]).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    model.save_pretrained(folder)
+    network.model.save_pretrained(folder)
 
 
 def learning_rate(config: WarmstartConfig, step: int) -> float:
@@ -48,28 +61,19 @@ def learning_rate(config: WarmstartConfig, step: int) -> float:
     return config.learning_rate * (0.55 + 0.45 * math.cos(math.pi * progress))
 
 
-def _batches(tokenizer: Any, config: WarmstartConfig, seed: int) -> Iterator[list[Example]]:
-    for step in range(config.steps):
-        first = step * config.batch_size
-        yield [encode(tokenizer, demonstrate(first + i, seed)) for i in range(config.batch_size)]
-
-
-Example = tuple[list[int], list[bool]]
-"""Token ids, and which of them the assistant says."""
-
-
-def encode(tokenizer: Any, demonstration: Demonstration) -> Example:
-    """Ids as the policy will meet them: every turn is encoded by itself, cut behind its end mark."""
+def encode(tokenizer: Any, demonstration: Demonstration) -> Row:
+    """A demonstration as the policy would have produced it: everything the assistant says is trained, its
+    end marks included, and every turn is encoded by itself, as it will be in a session."""
     ids: list[int] = []
     said: list[bool] = []
-    done = ""
+    rendered = ""
 
     def extend(text: str, by_assistant: bool) -> None:
-        nonlocal done
-        new = tokenizer.encode(text[len(done) :], add_special_tokens=False)
+        nonlocal rendered
+        new = tokenizer.encode(text[len(rendered) :], add_special_tokens=False)
         ids.extend(new)
         said.extend([by_assistant] * len(new))
-        done = text
+        rendered = text
 
     def render(count: int, **options: Any) -> str:
         return tokenizer.apply_chat_template(
@@ -81,15 +85,13 @@ def encode(tokenizer: Any, demonstration: Demonstration) -> Example:
             extend(render(i, add_generation_prompt=True), by_assistant=False)
             turn = render(i + 1)
             extend(turn[: turn.rindex(tokenizer.eos_token) + len(tokenizer.eos_token)], by_assistant=True)
-    return ids, said
-
-
-def _pad(examples: Sequence[Example]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs [B, T] padded on the right, and labels [B, T]: the next token where the assistant says it."""
-    width = max(len(ids) for ids, _ in examples) - 1
-    inputs = np.zeros((len(examples), width), dtype=np.int64)
-    labels = np.full((len(examples), width), NOT_TRAINED, dtype=np.int64)
-    for row, (ids, said) in enumerate(examples):
-        inputs[row, : len(ids) - 1] = ids[:-1]
-        labels[row, : len(ids) - 1] = np.where(said[1:], ids[1:], NOT_TRAINED)
-    return torch.from_numpy(inputs), torch.from_numpy(labels)
+    nothing = np.zeros(len(ids), dtype=np.float32)
+    return Row(
+        token_ids=np.array(ids, dtype=np.int32),
+        loss_mask=np.array(said),
+        logprobs=nothing,
+        advantages=nothing,
+        policy_versions=np.zeros(len(ids), dtype=np.int32),
+        weight=1.0,
+        group="",
+    )

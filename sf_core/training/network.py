@@ -1,0 +1,58 @@
+"""The network a trainer trains, seen as a function from a microbatch to logits. Knows no loss.
+
+Two ways through it: the lean decoder for the architectures it knows, transformers' own code for all others.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+from sf_core.engines.decoder import decoder_spec, fuse, rotations
+from sf_core.training.packing import Microbatch
+
+
+class Network:
+    """A causal LM from a Hugging Face folder, in float32."""
+
+    def __init__(self, model_dir: str) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).train()
+        self._parameters = dict(self.model.named_parameters())
+        self._spec = decoder_spec(self.model.config, max_length=1 << 30)
+
+    def logits(self, microbatch: Microbatch) -> torch.Tensor:
+        """[M, vocabulary], one row per trained token: the logits that predict it."""
+        if self._spec is None:
+            hidden = self.model.base_model(microbatch.padded_ids, use_cache=False).last_hidden_state
+            trained = hidden.flatten(0, 1)[microbatch.owners][microbatch.positions]
+            return self.model.get_output_embeddings()(trained)
+        decoder = fuse(self._parameters, self._spec)
+
+        def attend(_: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return attention(q, k, v, microbatch)
+
+        turns = rotations(self._spec, microbatch.depths)
+        hidden = decoder.hidden(microbatch.token_ids, turns, attend)
+        return decoder.head(hidden[microbatch.positions])
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Copies of what transformers would save, under the names it would save them."""
+        state = remove_tied_weights_from_state_dict(self.model.state_dict(), self.model)
+        state = revert_weight_conversion(self.model, state)
+        return {name: tensor.detach().clone().contiguous() for name, tensor in state.items()}
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, microbatch: Microbatch) -> torch.Tensor:
+    """Causal attention along every row of the microbatch, [N, heads * head_dim] for its N tokens.
+
+    Only here are shared tokens laid out once per row: attention costs little beside the projections.
+    """
+
+    def by_row(tokens: torch.Tensor) -> torch.Tensor:
+        return tokens[microbatch.grid].transpose(1, 2)
+
+    mixed = F.scaled_dot_product_attention(by_row(q), by_row(k), by_row(v), is_causal=True, enable_gqa=True)
+    return mixed.transpose(1, 2).flatten(0, 1).flatten(1)[microbatch.owners]
