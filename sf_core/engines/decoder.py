@@ -1,8 +1,8 @@
-"""A lean forward pass for the Llama family: Llama, Mistral, Qwen2, Qwen3 (dense). It serves generation, with a
-cache, and training, with gradients, from one definition. Loads and saves nothing; names are Hugging Face's.
+"""A lean forward pass for the Llama family: Llama, Mistral, Qwen2, Qwen3 (dense). One definition serves
+generation, with a cache, and training, with gradients. Loads and saves nothing; names are Hugging Face's.
 
-RMSNorm weights are multiplied into the projection that follows, q, k and v are one projection, gate and up are
-one, and rotary pairs are made neighbours by reordering weight rows, so that a rotation is a complex product.
+RMSNorm weights are multiplied into the projection that follows; q, k and v are one projection, gate and up
+are one; rotary pairs are made neighbours by reordering weight rows, so that a rotation is a complex product.
 """
 
 from __future__ import annotations
@@ -16,6 +16,12 @@ import torch.nn.functional as F
 
 Params = Mapping[str, torch.Tensor]
 """Parameters by their Hugging Face names."""
+
+Projection = Callable[[torch.Tensor], torch.Tensor]
+"""[N, width in] -> [N, width out]."""
+
+Project = Callable[[torch.Tensor, torch.Tensor | None], Projection]
+"""How a projection is made of weight and bias."""
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(layer, q [N, heads, head_dim], k and v [N, kv_heads, head_dim]) -> [N, heads * head_dim] over N tokens."""
@@ -74,14 +80,12 @@ def _rope(config: Any, head_dim: int) -> tuple[torch.Tensor, float]:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    qkv: torch.Tensor
-    qkv_bias: torch.Tensor | None
+    qkv: Projection
     qk_norm: torch.Tensor | None
     """[heads + kv_heads, head_dim]"""
-    out: torch.Tensor
-    out_bias: torch.Tensor | None
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    out: Projection
+    gate_up: Projection
+    down: Projection
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,72 +95,73 @@ class Decoder:
     spec: DecoderSpec
     embedding: torch.Tensor
     layers: list[Layer]
-    head: torch.Tensor
+    head: Projection
 
     @property
     def vocab_size(self) -> int:
         return self.embedding.shape[0]
 
     def hidden(self, ids: torch.Tensor, rotations: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """Final hidden states [N, hidden] of tokens ids [N]; `rotations` as from `rotations(spec, positions)`."""
+        """Final hidden states [N, hidden] of tokens ids [N], whose positions made the `rotations`."""
         spec, eps = self.spec, self.spec.norm_eps
         num_qk = spec.num_heads + spec.num_kv_heads
         x = F.embedding(ids, self.embedding)
         width = x.shape[-1:]
         for i, layer in enumerate(self.layers):
-            qkv = F.linear(F.rms_norm(x, width, eps=eps), layer.qkv, layer.qkv_bias)
+            qkv = layer.qkv(F.rms_norm(x, width, eps=eps))
             heads = qkv.view(len(ids), -1, spec.head_dim)
             qk, v = heads[:, :num_qk], heads[:, num_qk:]
             if layer.qk_norm is not None:
                 qk = F.rms_norm(qk, (spec.head_dim,), eps=eps) * layer.qk_norm
             qk = _rotate(qk, rotations)
             mixed = attend(i, qk[:, : spec.num_heads], qk[:, spec.num_heads :], v)
-            x = x + F.linear(mixed, layer.out, layer.out_bias)
-            gate, up = F.linear(F.rms_norm(x, width, eps=eps), layer.gate_up).chunk(2, dim=-1)
-            x = x + F.linear(F.silu(gate) * up, layer.down)
+            x = x + layer.out(mixed)
+            gate, up = layer.gate_up(F.rms_norm(x, width, eps=eps)).chunk(2, dim=-1)
+            x = x + layer.down(F.silu(gate) * up)
         return F.rms_norm(x, width, eps=eps)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return F.linear(hidden, self.head)
+
+def plain(weight: torch.Tensor, bias: torch.Tensor | None) -> Projection:
+    return lambda x: F.linear(x, weight, bias)
 
 
-def fuse(params: Params, spec: DecoderSpec, dtype: torch.dtype | None = None) -> Decoder:
+def fuse(params: Params, spec: DecoderSpec, project: Project = plain) -> Decoder:
     """Gradients reach `params` through the result, so a trainer fuses before each forward pass."""
 
     def get(name: str) -> torch.Tensor:
         return params[f"model.{name}"]
 
-    pairs = torch.arange(spec.head_dim).view(2, -1).t().flatten()
+    neighbours = torch.arange(spec.head_dim).view(2, -1).t().flatten()
 
     def paired(weight: torch.Tensor) -> torch.Tensor:
-        return weight.unflatten(0, (-1, spec.head_dim))[:, pairs].flatten(0, 1)
+        return weight.unflatten(0, (-1, spec.head_dim))[:, neighbours].flatten(0, 1)
 
-    def qkv(prefix: str, kind: str) -> torch.Tensor:
-        q, k, v = (get(f"{prefix}.{name}_proj.{kind}") for name in "qkv")
+    def qkv(attn: str, kind: str) -> torch.Tensor:
+        q, k, v = (get(f"{attn}.{name}_proj.{kind}") for name in "qkv")
         return torch.cat((paired(q), paired(k), v))
+
+    def qk_norm(attn: str) -> torch.Tensor:
+        q, k = (paired(get(f"{attn}.{name}_norm.weight")) for name in "qk")
+        return torch.cat((q.expand(spec.num_heads, -1), k.expand(spec.num_kv_heads, -1)))
 
     def layer(i: int) -> Layer:
         attn, mlp = f"layers.{i}.self_attn", f"layers.{i}.mlp"
-        has_norm = f"model.{attn}.q_norm.weight" in params
-        counts = {"q": spec.num_heads, "k": spec.num_kv_heads}
+        gate_up = torch.cat([get(f"{mlp}.{name}_proj.weight") for name in ("gate", "up")])
+        has_bias, has_norm = f"model.{attn}.q_proj.bias" in params, f"model.{attn}.q_norm.weight" in params
         return Layer(
-            qkv=qkv(attn, "weight") * get(f"layers.{i}.input_layernorm.weight"),
-            qkv_bias=qkv(attn, "bias") if f"model.{attn}.q_proj.bias" in params else None,
-            qk_norm=torch.cat(
-                [paired(get(f"{attn}.{x}_norm.weight")).expand(n, -1) for x, n in counts.items()]
-            )
-            if has_norm
-            else None,
-            out=get(f"{attn}.o_proj.weight"),
-            out_bias=params.get(f"model.{attn}.o_proj.bias"),
-            gate_up=torch.cat([get(f"{mlp}.{name}_proj.weight") for name in ("gate", "up")])
-            * get(f"layers.{i}.post_attention_layernorm.weight"),
-            down=get(f"{mlp}.down_proj.weight"),
+            project(
+                qkv(attn, "weight") * get(f"layers.{i}.input_layernorm.weight"),
+                qkv(attn, "bias") if has_bias else None,
+            ),
+            qk_norm(attn) if has_norm else None,
+            project(get(f"{attn}.o_proj.weight"), params.get(f"model.{attn}.o_proj.bias")),
+            project(gate_up * get(f"layers.{i}.post_attention_layernorm.weight"), None),
+            project(get(f"{mlp}.down_proj.weight"), None),
         )
 
     embedding = get("embed_tokens.weight")
     head = params.get("lm_head.weight", embedding) * get("norm.weight")
-    return Decoder(spec, embedding, [layer(i) for i in range(spec.num_layers)], head)
+    return Decoder(spec, embedding, [layer(i) for i in range(spec.num_layers)], project(head, None))
 
 
 def rotations(spec: DecoderSpec, positions: torch.Tensor) -> torch.Tensor:
@@ -172,7 +177,7 @@ def _rotate(qk: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
 
 def causal_forward(params: Params, spec: DecoderSpec, ids: torch.Tensor) -> tuple[Decoder, torch.Tensor]:
     """The fused decoder and its final hidden states [B, T, hidden] for ids [B, T], right-padded: attention is
-    causal, so padding changes nothing before it. Give the positions of interest to `Decoder.logits`."""
+    causal, so padding changes nothing before it. Give the positions of interest to `Decoder.head`."""
     decoder = fuse(params, spec)
     num_rows, length = ids.shape
 

@@ -1,5 +1,5 @@
-"""Keys and values of every slot, one sequence per slot. Knows no requests and no model: who owns a slot and how
-much of it is valid is the slot table's matter."""
+"""Keys and values of every slot, one sequence per slot. Knows no requests and no model: who owns a slot and
+how much of it is valid is the slot table's matter."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-_BLOCK = 32
-"""Capacity and attention spans are multiples of this, so that their shapes rarely change."""
+_BLOCK = 16
+"""The capacity grows in steps of this many tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,14 +22,18 @@ class Placement:
     flat_index: torch.Tensor
     """[n * T * kv_heads] into the cache viewed as rows of head_dim."""
     span: int
-    """How much of each slot attention reads."""
+    """How many positions of each slot attention reads."""
     visible: torch.Tensor
     """[n, T, span], true where a token sees a cached position."""
 
+    def bias(self, dtype: torch.dtype) -> torch.Tensor:
+        """[n, T, span] to add to attention scores."""
+        zeros = torch.zeros_like(self.visible, dtype=dtype)
+        return zeros.masked_fill(~self.visible, torch.finfo(dtype).min)
+
 
 class KVCache:
-    """Per layer a tensor [2, slots, kv_heads, capacity, head_dim]. The capacity follows the longest sequence so
-    far: as long as sequences are alike, attention reads dense memory, twice as fast as strided."""
+    """Per layer a tensor [2, slots, kv_heads, capacity, head_dim]; `fit` decides the capacity."""
 
     def __init__(
         self,
@@ -40,20 +44,33 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        # Zeros: masked positions are multiplied by 0, which only finite values survive.
         shape = (2, num_slots, num_kv_heads, 0, head_dim)
-        self._layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self._layers = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         self.device = device
 
     @property
     def capacity(self) -> int:
         return self._layers[0].shape[3]
 
+    def fit(self, length: int) -> None:
+        """Make room for sequences of this length; give room back if less than half is needed, as attention is
+        fastest where it reads all of the memory."""
+        old_capacity, capacity = self.capacity, -(-length // _BLOCK) * _BLOCK
+        if old_capacity // 2 < length <= old_capacity:
+            return
+        kept = min(capacity, old_capacity)
+        for i, old in enumerate(self._layers):
+            new = old.new_empty((*old.shape[:3], capacity, old.shape[4]))
+            new[:, :, :, :kept] = old[:, :, :, :kept]
+            # Masked positions are multiplied by 0, which only finite values survive.
+            new[:, :, :, kept:] = 0
+            self._layers[i] = new
+
     def place(self, slots: torch.Tensor | None, starts: torch.Tensor, num_tokens: int) -> Placement:
-        """Make room for num_tokens in each slot, sequence i going on at starts[i]."""
+        """For num_tokens more in each slot, sequence i going on at starts[i]; they must fit the capacity."""
         end = int(starts.max()) + num_tokens
-        span = -(-end // _BLOCK) * _BLOCK
-        self._reserve(span)
+        # Gaps between slots stall the memory prefetch: reading up to twice as much without gaps is faster.
+        span = self.capacity if 2 * end > self.capacity else end
         positions = starts.unsqueeze(1) + torch.arange(num_tokens, device=self.device)
         rows = torch.arange(len(starts), device=self.device) if slots is None else slots
         num_kv_heads = self._layers[0].shape[2]
@@ -62,21 +79,19 @@ class KVCache:
         visible = torch.arange(span, device=self.device) <= positions.unsqueeze(2)
         return Placement(slots, positions, flat_index, span, visible)
 
-    def update(
-        self, layer: int, keys: torch.Tensor, values: torch.Tensor, placement: Placement
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store keys and values [n, T, kv_heads, head_dim]; returns all of [n, kv_heads, span, head_dim]."""
-        head_dim = keys.shape[-1]
-        stored_k, stored_v = self._layers[layer]
-        stored_k.view(-1, head_dim).index_copy_(0, placement.flat_index, keys.reshape(-1, head_dim))
-        stored_v.view(-1, head_dim).index_copy_(0, placement.flat_index, values.reshape(-1, head_dim))
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, placement: Placement) -> None:
+        """Store keys and values [n, T, kv_heads, head_dim]."""
+        for stored, new in zip(self._layers[layer], (keys, values), strict=True):
+            width = new.shape[-1]
+            stored.view(-1, width).index_copy_(0, placement.flat_index, new.reshape(-1, width))
+
+    def read(self, layer: int, placement: Placement) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [n, kv_heads, span, head_dim] of the placement's slots."""
+        keys, values = self._layers[layer][:, :, :, : placement.span]
         if placement.slots is None:
             n = len(placement.positions)
-            return stored_k[:n, :, : placement.span], stored_v[:n, :, : placement.span]
-        return (
-            stored_k[:, :, : placement.span].index_select(0, placement.slots),
-            stored_v[:, :, : placement.span].index_select(0, placement.slots),
-        )
+            return keys[:n], values[:n]
+        return keys.index_select(0, placement.slots), values.index_select(0, placement.slots)
 
     def copy(self, source: int, targets: list[int], length: int) -> None:
         """Give the targets the first `length` positions of the source."""
@@ -87,11 +102,3 @@ class KVCache:
         """Exchange the first `length` positions of slots a[i] and b[i]."""
         for layer in self._layers:
             layer[:, a + b, :, :length] = layer[:, b + a, :, :length]
-
-    def _reserve(self, capacity: int) -> None:
-        if capacity <= self.capacity:
-            return
-        for i, old in enumerate(self._layers):
-            grown = old.new_zeros((*old.shape[:3], capacity, old.shape[4]))
-            grown[:, :, :, : old.shape[3]] = old
-            self._layers[i] = grown

@@ -20,8 +20,8 @@ def sample(
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
     """One token per row of logits [B, V], by inverse CDF of the row's uniform in [0, 1).
 
-    Returns ids and log-probs [B]. Temperature 0 takes the best token, ignores top_p and top_k, and reports its
-    log-prob at temperature 1.
+    Returns ids and log-probs [B]. Temperature 0 takes the best token, ignores top_p and top_k, and reports
+    its log-prob at temperature 1.
     """
     logits = logits.float()
     greedy = temperature == 0
@@ -44,7 +44,7 @@ def sample(
 def sampling_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, temperature: float, top_p: float, top_k: int
 ) -> torch.Tensor:
-    """Log-probs [N] of token_ids [N] under the distribution `sample` draws from; differentiable in the logits.
+    """Log-probs [N] of token_ids [N] under the distribution `sample` draws from; differentiable in logits.
 
     A token outside the support, as other weights may have sampled it, widens the support down to itself, so
     that its log-prob stays finite and has a gradient.

@@ -1,4 +1,4 @@
-"""The book of slots: which request runs where, its tokens, how much of its KV is valid, what is due for report.
+"""The book of slots: which request runs where, its tokens, how much of its KV is valid, what to report.
 
 Owns no tensors. Running requests fill slots 0 to num_running - 1 after `holes` were closed by `swap`; an idle
 slot keeps the tokens of its last request, whose KV a later prompt may extend.
@@ -29,7 +29,8 @@ _ROW = np.dtype(
         ("top_p", "f4"),
         ("top_k", "i8"),
         ("released", "i8"),  # a clock: when it became idle
-    ]
+    ],
+    align=True,
 )
 
 
@@ -52,6 +53,11 @@ class SlotTable:
     def running(self) -> npt.NDArray[np.void]:
         """Rows of the running requests; valid once there are no holes."""
         return self.rows[: self.num_running]
+
+    @property
+    def longest(self) -> int:
+        """Positions the cache must hold: of running requests, and of idle slots worth keeping."""
+        return int(np.maximum(self.rows["cached"], self.rows["length"] * self.rows["running"]).max())
 
     @property
     def request_ids(self) -> list[str]:

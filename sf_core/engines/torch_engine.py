@@ -17,7 +17,6 @@ import torch
 
 from sf_core.engines.cached_model import open_model
 from sf_core.engines.counter import uniforms
-from sf_core.engines.decoder import Params
 from sf_core.engines.sampling import sample
 from sf_core.engines.slots import SlotTable
 from sf_core.types import Chunk, FinishReason, GenerationRequest
@@ -92,6 +91,7 @@ class TorchEngine:
         if not self._table.num_running:
             return older
         self._close_holes()
+        self._model.cache.fit(self._table.longest)
         self._fill()
         rows = self._table.running
         ids = self._table.tokens[np.arange(len(rows)), rows["length"] - 1]
@@ -105,7 +105,7 @@ class TorchEngine:
     def load_weights(self, uri: str, version: int) -> None:
         with fsspec.open(f"{uri}/model.safetensors", "rb") as file:
             params = safetensors.torch.load(file.read())
-        _check_same(params, self._model.params)
+        _check_shapes({name: tensor.shape for name, tensor in params.items()}, self._model.shapes)
         self._model.load({name: t.to(self._device, self._dtype) for name, t in params.items()})
         self._version = version
         if not self._keep_kv:
@@ -135,8 +135,8 @@ class TorchEngine:
             self._table.swap(holes, movers)
 
     def _fill(self) -> None:
-        """Make the KV of every running request valid up to its last token: first prompts, equal ones once, then
-        what was sampled after them, all of which is missing once weights have changed."""
+        """Make the KV of every running request valid up to its last token: first prompts, equal ones once,
+        then what was sampled after them, all of which is missing once weights have changed."""
         rows, tokens = self._table.running, self._table.tokens
         prompts_end = rows["prompt"] - 1
         leaders: dict[bytes, int] = {}
@@ -169,15 +169,11 @@ class TorchEngine:
         return torch.from_numpy(values.astype(np.int64)).to(self._device)
 
 
-def _check_same(got: Params, expected: Params) -> None:
+def _check_shapes(got: dict[str, torch.Size], expected: dict[str, torch.Size]) -> None:
     if missing := sorted(expected.keys() - got.keys()):
         raise ValueError(f"weights lack {missing[0]!r} ({len(missing)} tensors missing)")
-    if extra := sorted(got.keys() - expected.keys()):
-        raise ValueError(
-            f"weights have {extra[0]!r}, which the model has not ({len(extra)} tensors too many)"
-        )
-    for name, tensor in got.items():
-        if tensor.shape != expected[name].shape:
-            raise ValueError(
-                f"weights have {name!r} of shape {list(tensor.shape)}; expected {list(expected[name].shape)}"
-            )
+    if unknown := sorted(got.keys() - expected.keys()):
+        raise ValueError(f"weights have {unknown[0]!r}, unknown to the model ({len(unknown)} tensors)")
+    for name, shape in got.items():
+        if shape != expected[name]:
+            raise ValueError(f"weights have {name!r} of shape {[*shape]}; expected {[*expected[name]]}")

@@ -1,0 +1,89 @@
+from sf_core.engines.base import Engine
+from sf_core.engines.scripted import ScriptedEngine, scripted_logprob
+from sf_core.types import Chunk, FinishReason, GenerationRequest, Sampling
+
+
+def script(prompt_ids: list[int], seed: int) -> list[int]:
+    return [prompt_ids[0] + seed + i for i in range(40)]
+
+
+def request(
+    prompt: list[int],
+    name: str = "r",
+    position: int = 0,
+    max_tokens: int = 100,
+    stop: tuple[int, ...] = (),
+    seed: int = 0,
+    stream: bool = False,
+) -> GenerationRequest:
+    return GenerationRequest(name, prompt, position, max_tokens, stop, Sampling(seed=seed), stream)
+
+
+def run(engine: Engine) -> list[Chunk]:
+    chunks = []
+    while engine.num_requests:
+        chunks += engine.step()
+    return chunks
+
+
+def ids(chunks: list[Chunk]) -> list[int]:
+    return [token for chunk in chunks for token in chunk.token_ids]
+
+
+def test_the_script_decides_the_tokens_and_its_end_stops_the_turn() -> None:
+    engine = ScriptedEngine(script)
+    engine.submit(request([5], seed=2))
+    chunks = run(engine)
+    assert ids(chunks) == script([5], 2)
+    assert [len(chunk.token_ids) for chunk in chunks] == [16, 16, 8]
+    assert [chunk.finish_reason for chunk in chunks] == [None, None, FinishReason.STOP]
+
+
+def test_stop_token_and_budget_end_a_turn() -> None:
+    engine = ScriptedEngine(script, tokens_per_step=7)
+    engine.submit(request([0], "stop", stop=(9,)))
+    engine.submit(request([0], "budget", max_tokens=10))
+    ended = {chunk.request_id: chunk for chunk in run(engine)}
+    assert ended["stop"].token_ids == list(range(10))
+    assert ended["stop"].finish_reason is FinishReason.STOP
+    assert ended["budget"].token_ids == list(range(10))
+    assert ended["budget"].finish_reason is FinishReason.LENGTH
+
+
+def test_an_aborted_turn_continues_elsewhere_where_it_stopped() -> None:
+    engine = ScriptedEngine(script)
+    engine.submit(request([1, 2]))
+    for _ in range(5):
+        engine.step()
+    (chunk,) = engine.abort()
+    assert chunk.finish_reason is FinishReason.ABORT
+    assert engine.num_requests == 0
+    other = ScriptedEngine(script, tokens_per_step=3)
+    other.submit(request([1, 2, *chunk.token_ids], position=len(chunk.token_ids)))
+    assert chunk.token_ids + ids(run(other)) == script([1, 2], 0)
+
+
+def test_logprobs_are_a_function_of_token_position_and_version() -> None:
+    engine = ScriptedEngine(script, version=3)
+    engine.submit(request([1], position=0))
+    chunks = []
+    for version in (4, 5, 6):
+        chunks += engine.step() + engine.step()
+        engine.load_weights("", version)
+    chunks += run(engine)
+    position = 0
+    for chunk in chunks:
+        for token, logprob in zip(chunk.token_ids, chunk.logprobs, strict=True):
+            assert logprob == scripted_logprob(token, position, chunk.version)
+            position += 1
+    assert [(chunk.version, len(chunk.token_ids)) for chunk in chunks[:3]] == [(3, 2), (4, 2), (5, 2)]
+    assert position == 40
+
+
+def test_requests_beyond_max_running_wait() -> None:
+    engine = ScriptedEngine(script, max_running=1)
+    engine.submit(request([1], "first", stream=True))
+    engine.submit(request([1], "second", stream=True))
+    assert {chunk.request_id for chunk in engine.step()} == {"first"}
+    engine.abort(["first", "unknown"])
+    assert {chunk.request_id for chunk in engine.step()} == {"second"}
