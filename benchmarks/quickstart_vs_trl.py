@@ -1,7 +1,7 @@
 """Tokens per second of generation and training together, ours over TRL's GRPOTrainer, on this machine.
 
-Both sides get the same model, prompts, group size (32 prompts x 16 completions), completion length (up to 64),
-dtype (float32) and two cores; warm steps only; ours with gateway, agents and orchestration included.
+Both sides get the same model, prompts, group size (32 prompts x 16 completions), completion length (up to
+64), dtype (float32) and two cores; warm steps only; ours with gateway, agents and orchestration included.
 
     python -m benchmarks.quickstart_vs_trl
 """

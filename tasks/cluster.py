@@ -54,7 +54,7 @@ def lane(tag: str, worker: str | None = None, priority: int = 0) -> Iterator[Non
 
 
 class _SerialisedOnce(SettingsContext):
-    """Settings are sent with every submitted task, and writing them out takes 0.1 s of CPU; they do not change."""
+    """Settings are constant, sent with every task, and take 0.1 s of CPU to write out."""
 
     _serialised: dict[str, Any] | None = PrivateAttr(None)
 
@@ -66,8 +66,8 @@ class _SerialisedOnce(SettingsContext):
 
 @contextmanager
 def lean_settings() -> Iterator[None]:
-    """For the subflows of a flow: no heartbeats of their own, because ending each takes up to a second and the
-    parent's tell the same, and settings that are written out once."""
+    """For the subflows of a flow: no heartbeats of their own, because ending each takes up to a second and
+    the parent's tell the same, and settings that are written out once."""
     context = get_settings_context()
     settings = context.settings.copy_with_update(updates={PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
     with _SerialisedOnce(profile=context.profile, settings=settings):

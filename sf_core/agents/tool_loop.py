@@ -5,11 +5,12 @@ Uses nothing but the public OpenAI SDK, so it runs unchanged against any OpenAI-
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient, omit
 
@@ -41,7 +42,13 @@ async def run_tool_loop(
     endpoint: Endpoint, prompt: str, tools: Sequence[Tool] = (), max_turns: int = 4
 ) -> str:
     """The model's final text; empty if it still calls tools in its last turn."""
-    client = AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, http_client=_http_client())
+    client = AsyncOpenAI(
+        base_url=endpoint.base_url,
+        api_key=endpoint.api_key,
+        http_client=_http_client(),
+        timeout=None,  # the endpoint may hold a request while the policy trains; sessions have a time limit
+        max_retries=5,
+    )
     by_name = {tool.name: tool for tool in tools}
     messages: list[Any] = [{"role": "user", "content": prompt}]
     for _ in range(max_turns):
@@ -67,7 +74,12 @@ def _run_tool(by_name: dict[str, Tool], call: Any) -> str:
         return f"error: {error}"
 
 
-@cache
 def _http_client() -> DefaultAsyncHttpxClient:
-    """One connection pool per process; a client per session would open a connection per session."""
-    return DefaultAsyncHttpxClient()
+    """One connection pool per event loop; a client per session would open a connection per session."""
+    loop = asyncio.get_running_loop()
+    if loop not in _http_clients:
+        _http_clients[loop] = DefaultAsyncHttpxClient()
+    return _http_clients[loop]
+
+
+_http_clients: WeakKeyDictionary[asyncio.AbstractEventLoop, DefaultAsyncHttpxClient] = WeakKeyDictionary()

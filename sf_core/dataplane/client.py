@@ -9,7 +9,6 @@ import httpx
 import orjson
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_exponential
 
-
 MAX_FAILURES_IN_A_ROW = 100
 """So many failed sessions without one that finishes are no bad luck: the agent or the reward is broken."""
 
@@ -38,7 +37,7 @@ class DataplaneClient:
         self._post(f"{self._run}/stage", {"iteration": iteration, "stage": stage, **facts})
 
     def wait_for_batch(self, iteration: int, timeout_s: float, no_engine_s: float = 120.0) -> None:
-        """Return when the batch is ready. Raises TimeoutError that says what was waited for, or RuntimeError if
+        """Return when the batch is ready. Raises TimeoutError that says what it waited for, or RuntimeError if
         sessions do nothing but fail."""
         self._wait(f"{self._run}/batches/{iteration}", "ready", f"batch {iteration}", timeout_s, no_engine_s)
 

@@ -30,8 +30,8 @@ class Trainer:
         self.version = 0
         self._config, self._seed = config, seed
         self._sampling = (temperature, top_p, top_k)
-        self._network = Network(model_dir)
-        self._model = self._network.model
+        self.network = Network(model_dir)
+        self._model = self.network.model
         self._optimizer = torch.optim.AdamW(
             self._model.parameters(),
             lr=config.learning_rate,
@@ -77,7 +77,7 @@ class Trainer:
         return float(grad_norm)
 
     def _loss(self, microbatch: Microbatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        logits = self._network.logits(microbatch)
+        logits = self.network.logits(microbatch)
         logprobs = sampling_logprobs(logits, microbatch.targets, *self._sampling)
         config, old = self._config, microbatch.logprobs
         clip = {"clip_low": config.clip_low, "clip_high": config.clip_high}
@@ -92,7 +92,7 @@ class Trainer:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Copies of what transformers would save, under the names it would save them."""
-        return self._network.weights()
+        return self.network.weights()
 
     def save_checkpoint(self, folder: str) -> None:
         """Everything needed to go on bit for bit as if never stopped."""

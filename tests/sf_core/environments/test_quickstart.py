@@ -1,0 +1,59 @@
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+
+import pytest
+
+from sf_core.environments.calculator import CALCULATOR, evaluate
+from sf_core.environments.quickstart import demonstrate, reward, tasks
+
+HELD_OUT = [tasks("holdout", index) for index in range(1000)]
+TRAINING = [tasks("train", index) for index in range(2000)]
+
+
+def test_both_kinds_come_in_equal_parts() -> None:
+    kinds = [task.environment for task in HELD_OUT]
+    assert kinds.count("spell_backward") == kinds.count("calculator") == 500
+
+
+def test_training_and_held_out_prompts_are_disjoint() -> None:
+    assert not {task.prompt for task in TRAINING} & {task.prompt for task in HELD_OUT}
+
+
+def test_another_process_gets_the_same_tasks() -> None:
+    code = (
+        "import json; from dataclasses import asdict; from sf_core.environments.quickstart import tasks;"
+        "print(json.dumps([asdict(tasks(s, i)) for s in ('train', 'holdout') for i in (0, 1, 998, 999)]))"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout
+    here = [asdict(tasks(split, i)) for split in ("train", "holdout") for i in (0, 1, 998, 999)]
+    assert json.loads(printed) == json.loads(json.dumps(here))
+
+
+def test_the_true_answer_earns_full_reward() -> None:
+    assert all(reward(task, task.answer) == {"answer": 1.0} for task in HELD_OUT[:50])
+
+
+def test_a_wrong_answer_earns_less() -> None:
+    assert all(reward(task, task.answer + "x")["answer"] < 1.0 for task in HELD_OUT[:50])
+    assert all(reward(task, "")["answer"] == 0.0 for task in HELD_OUT[:50])
+
+
+def test_a_demonstration_calls_the_tool_and_repeats_its_result() -> None:
+    task, demonstration = TRAINING[1], demonstrate(1)
+    call = demonstration.messages[1]["tool_calls"][0]["function"]
+    assert call == {"name": "calc", "arguments": {"expression": task.metadata["expression"]}}
+    assert [message["content"] for message in demonstration.messages[2:]] == [task.answer, task.answer]
+    assert demonstration.tools == [CALCULATOR.schema]
+
+
+@pytest.mark.parametrize(("expression", "value"), [("47*83", "3901"), ("12-59", "-47"), ("10 + 99", "109")])
+def test_the_calculator_evaluates(expression: str, value: str) -> None:
+    assert evaluate(expression) == value
+
+
+@pytest.mark.parametrize("expression", ["", "1+", "2**9", "__import__('os')", "1+2+3", "9999999999*9"])
+def test_the_calculator_refuses_anything_else(expression: str) -> None:
+    with pytest.raises(ValueError, match="NUMBER OPERATOR NUMBER"):
+        evaluate(expression)

@@ -1,0 +1,56 @@
+"""Small batches as the filter would have written them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+
+
+def make_batch(
+    rows: list[tuple[list[int], list[bool]]],
+    *,
+    logprob: float = -2.0,
+    version: int = 0,
+    seed: int = 0,
+    group_size: int = 2,
+) -> pa.Table:
+    """Rows of (token ids, loss mask); neighbours form groups; advantages are drawn from the seed."""
+    random = np.random.default_rng(seed)
+    advantages = random.normal(size=len(rows))
+    return pa.table(
+        {
+            "token_ids": pa.array([ids for ids, _ in rows], pa.list_(pa.int32())),
+            "loss_mask": pa.array([mask for _, mask in rows], pa.list_(pa.bool_())),
+            "logprobs": pa.array(
+                [[logprob if sampled else None for sampled in mask] for _, mask in rows],
+                pa.list_(pa.float32()),
+            ),
+            "policy_versions": pa.array(
+                [[version if sampled else None for sampled in mask] for _, mask in rows],
+                pa.list_(pa.int32()),
+            ),
+            "advantages": pa.array(
+                [[a] * len(ids) for a, (ids, _) in zip(advantages, rows, strict=True)],
+                pa.list_(pa.float32()),
+            ),
+            "weight": pa.array([1.0] * len(rows)),
+            "reward": pa.array(advantages),
+            "group_id": [f"g{i // group_size}" for i in range(len(rows))],
+            "decision": ["train"] * len(rows),
+        }
+    )
+
+
+def grouped_rows(
+    num_groups: int, group_size: int, *, prompt: int = 6, sampled: int = 8, vocabulary: int = 64
+) -> list[tuple[list[int], list[bool]]]:
+    """Rows that share their prompt within a group and are of different lengths."""
+    random = np.random.default_rng(1)
+    rows = []
+    for _ in range(num_groups):
+        start = random.integers(vocabulary, size=prompt).tolist()
+        for _ in range(group_size):
+            length = int(random.integers(1, sampled + 1))
+            ids = start + random.integers(vocabulary, size=length).tolist()
+            rows.append((ids, [False] * prompt + [True] * length))
+    return rows

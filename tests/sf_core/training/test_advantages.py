@@ -1,0 +1,47 @@
+import doctest
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sf_core.training import advantages
+from sf_core.training.advantages import group_advantages
+
+sessions = st.lists(st.tuples(st.floats(-10, 10, width=32), st.integers(0, 4)), min_size=1, max_size=40)
+
+
+def by_group(values: np.ndarray, groups: np.ndarray) -> list[np.ndarray]:
+    return [values[groups == group] for group in np.unique(groups)]
+
+
+def test_examples() -> None:
+    assert doctest.testmod(advantages).failed == 0
+
+
+@given(sessions, st.booleans())
+def test_advantages_of_a_group_sum_to_zero(drawn: list[tuple[float, int]], scale: bool) -> None:
+    rewards, groups = (np.array(column) for column in zip(*drawn, strict=True))
+    for group in by_group(group_advantages(rewards, groups, scale=scale), groups):
+        np.testing.assert_allclose(group.sum(), 0.0, atol=1e-3)
+
+
+@given(sessions)
+def test_scaled_advantages_have_deviation_one_or_are_all_zero(drawn: list[tuple[float, int]]) -> None:
+    rewards, groups = (np.array(column) for column in zip(*drawn, strict=True))
+    for group in by_group(group_advantages(rewards, groups), groups):
+        assert group.std() <= 1.001
+        assert np.all(group == 0) or group.std() > 0.4
+
+
+@given(sessions, st.floats(-5, 5, width=32))
+def test_a_constant_added_to_all_rewards_changes_nothing(
+    drawn: list[tuple[float, int]], constant: float
+) -> None:
+    rewards, groups = (np.array(column) for column in zip(*drawn, strict=True))
+    plain = group_advantages(rewards, groups, scale=False)
+    shifted = group_advantages(rewards + constant, groups, scale=False)
+    np.testing.assert_allclose(plain, shifted, atol=1e-4)
+
+
+def test_equal_rewards_give_exact_zeros_in_spite_of_rounding() -> None:
+    assert not group_advantages([0.1] * 7, ["a"] * 7).any()

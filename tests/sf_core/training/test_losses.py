@@ -1,0 +1,65 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sf_core.training.losses import divergence, entropy, policy_gradient_loss
+
+CLIP = {"clip_low": 0.2, "clip_high": 0.28}
+CAP = 3.0
+
+tokens = st.tuples(st.floats(-6, -0.01), st.floats(-6, -0.01), st.floats(-2, 2))
+
+
+def naive_gradient(logprob: float, old: float, advantage: float) -> float:
+    """d loss / d logprob of one token, from the definition."""
+    ratio = math.exp(logprob - old)
+    if (advantage > 0 and ratio > 1.28) or (advantage < 0 and ratio < 0.8):
+        return 0.0
+    return -min(ratio, CAP) * advantage
+
+
+@given(st.lists(tokens, min_size=1, max_size=10))
+def test_the_gradient_agrees_with_a_naive_reference(drawn: list[tuple[float, float, float]]) -> None:
+    columns = [torch.tensor(column, dtype=torch.float64) for column in zip(*drawn, strict=True)]
+    logprobs, old, advantages = columns
+    logprobs.requires_grad_()
+    policy_gradient_loss(logprobs, old, advantages, importance_cap=CAP, **CLIP).sum().backward()
+    expected = [naive_gradient(*token) for token in drawn]
+    assert logprobs.grad is not None
+    torch.testing.assert_close(logprobs.grad, torch.tensor(expected, dtype=torch.float64))
+
+
+def test_on_policy_the_loss_is_minus_the_advantage() -> None:
+    logprobs, advantages = torch.tensor([-1.0, -2.0]), torch.tensor([0.5, -1.5])
+    loss = policy_gradient_loss(logprobs, logprobs, advantages, importance_cap=CAP, **CLIP)
+    assert loss.tolist() == [-0.5, 1.5]
+
+
+def test_a_token_far_from_its_behaviour_policy_keeps_loss_and_gradient_finite() -> None:
+    logprobs = torch.tensor([-0.1, -500.0], requires_grad=True)
+    old, advantages = torch.tensor([-500.0, -0.1]), torch.tensor([-1.0, 1.0])
+    loss = policy_gradient_loss(logprobs, old, advantages, importance_cap=CAP, **CLIP)
+    loss.sum().backward()
+    assert logprobs.grad is not None
+    assert loss.isfinite().all() and logprobs.grad.isfinite().all()
+
+
+@given(st.lists(tokens, min_size=1, max_size=10))
+def test_the_divergence_estimate_is_never_negative(drawn: list[tuple[float, float, float]]) -> None:
+    columns = [torch.tensor(column, dtype=torch.float64) for column in zip(*drawn, strict=True)]
+    assert (divergence(*columns, **CLIP)["kl"] >= -1e-12).all()
+
+
+def test_clipped_marks_the_tokens_without_gradient() -> None:
+    logprobs = torch.tensor([-1.0, -1.0, -2.0, -2.0])
+    old = torch.tensor([-2.0, -2.0, -1.0, -1.0])
+    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0])
+    assert divergence(logprobs, old, advantages, **CLIP)["clipped"].tolist() == [1, 0, 0, 1]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 2.0])
+def test_entropy_of_equal_logits_is_the_log_of_their_number(temperature: float) -> None:
+    assert entropy(torch.zeros(1, 8), temperature).item() == pytest.approx(math.log(8))

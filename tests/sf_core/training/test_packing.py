@@ -1,0 +1,85 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sf_core.training.packing import pack, read_rows, split_groups
+from tests.sf_core.training.batches import grouped_rows, make_batch
+
+# Few different tokens, so that rows often start alike.
+row = st.lists(st.tuples(st.integers(0, 2), st.booleans()), min_size=1, max_size=12).map(
+    lambda tokens: ([t for t, _ in tokens], [False] + [sampled for _, sampled in tokens[1:]])
+)
+batches = st.lists(row, min_size=1, max_size=12)
+
+
+@given(batches, st.integers(1, 60))
+def test_every_trained_token_is_packed_once(
+    rows: list[tuple[list[int], list[bool]]], max_tokens: int
+) -> None:
+    batch = make_batch(rows)
+    packed = [
+        (token, round(advantage, 4))
+        for microbatch in pack(read_rows(batch), max_tokens)
+        for token, advantage in zip(microbatch.targets.tolist(), microbatch.advantages.tolist(), strict=True)
+    ]
+    expected = [
+        (token, round(advantage, 4))
+        for ids, mask, advantages in zip(
+            *(batch[name].to_pylist() for name in ("token_ids", "loss_mask", "advantages")), strict=True
+        )
+        for token, sampled, advantage in zip(ids, mask, advantages, strict=True)
+        if sampled
+    ]
+    assert sorted(packed) == sorted(expected)
+
+
+@given(batches, st.integers(1, 60))
+def test_a_trained_token_is_predicted_from_all_the_tokens_before_it(
+    rows: list[tuple[list[int], list[bool]]], max_tokens: int
+) -> None:
+    contexts = sorted((ids[:i], ids[i]) for ids, mask in rows for i, sampled in enumerate(mask) if sampled)
+    packed = []
+    for microbatch in pack(read_rows(make_batch(rows)), max_tokens):
+        width = microbatch.grid.shape[1]
+        for position, target in zip(microbatch.positions.tolist(), microbatch.targets.tolist(), strict=True):
+            line, column = divmod(int(microbatch.owners[position]), width)
+            assert microbatch.depths[position] == column
+            packed.append((microbatch.padded_ids[line, : column + 1].tolist(), target))
+    assert sorted(packed) == contexts
+
+
+@given(batches, st.integers(1, 60))
+def test_a_microbatch_keeps_to_its_budget_unless_one_row_exceeds_it(
+    rows: list[tuple[list[int], list[bool]]], max_tokens: int
+) -> None:
+    for microbatch in pack(read_rows(make_batch(rows)), max_tokens):
+        assert microbatch.grid.numel() <= max_tokens or len(microbatch.grid) == 1
+
+
+def test_a_shared_prompt_is_there_once() -> None:
+    rows = [([1, 2, 3, last], [False, False, True, True]) for last in (4, 5, 6)]
+    (microbatch,) = pack(read_rows(make_batch(rows)), max_tokens=100)
+    assert microbatch.token_ids.tolist() == [1, 2, 3]
+    assert microbatch.targets.tolist() == [3, 4, 3, 5, 3, 6]
+
+
+def test_rows_the_filter_rejected_are_left_out() -> None:
+    batch = make_batch([([1, 2], [False, True]), ([3, 4], [False, True])])
+    index = batch.schema.get_field_index("decision")
+    rows = read_rows(batch.set_column(index, "decision", [["train", "zero_variance"]]))
+    assert [row.token_ids.tolist() for row in rows] == [[1, 2]]
+
+
+def test_a_sampled_first_token_is_refused() -> None:
+    with pytest.raises(ValueError, match="first token"):
+        read_rows(make_batch([([1, 2], [True, True])]))
+
+
+@given(st.integers(1, 6), st.integers(1, 4))
+def test_groups_stay_whole_when_split(num_groups: int, num_parts: int) -> None:
+    rows = read_rows(make_batch(grouped_rows(num_groups, 2)))
+    parts = split_groups(rows, num_parts, np.random.default_rng(0))
+    assert sum(len(part) for part in parts) == len(rows)
+    groups = [{row.group for row in part} for part in parts]
+    assert sum(len(part) for part in groups) == len(set().union(*groups)) == num_groups

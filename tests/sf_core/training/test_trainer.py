@@ -1,0 +1,103 @@
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from sf_core.config import PolicyConfig, TrainConfig
+from sf_core.policy import make_policy
+from sf_core.training.packing import pack, read_rows
+from sf_core.training.trainer import Trainer
+from tests.sf_core.training.batches import grouped_rows, make_batch
+
+BATCH = make_batch(grouped_rows(num_groups=4, group_size=4), logprob=-4.0, group_size=4)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("policy")
+    make_policy(str(folder), PolicyConfig(hidden_size=32, num_layers=2), seed=0)
+    return str(folder)
+
+
+def make_trainer(folder: str, **settings: object) -> Trainer:
+    config = TrainConfig.model_validate({"learning_rate": 1e-3, **settings})
+    return Trainer(folder, config, seed=0, temperature=1.0, top_p=1.0, top_k=0)
+
+
+def test_steps_on_a_fixed_batch_lower_its_loss(folder: str) -> None:
+    trainer = make_trainer(folder)
+    losses = [trainer.step(BATCH)["loss"] for _ in range(5)]
+    assert losses == sorted(losses, reverse=True)
+    assert trainer.version == 5
+
+
+def test_training_goes_on_bit_for_bit_from_a_checkpoint(folder: str, tmp_path: Path) -> None:
+    settings = {"minibatches": 2, "warmup_steps": 5}
+    straight = make_trainer(folder, **settings)
+    for _ in range(2):
+        straight.step(BATCH)
+    straight.save_checkpoint(str(tmp_path / "checkpoint"))
+    resumed = make_trainer(folder, **settings)
+    resumed.load_checkpoint(str(tmp_path / "checkpoint"))
+    assert resumed.version == 2
+    for _ in range(2):
+        first, second = straight.step(BATCH), resumed.step(BATCH)
+        first.pop("seconds"), second.pop("seconds")
+        assert first == second
+    expected, weights = straight.weights(), resumed.weights()
+    assert all(torch.equal(expected[name], weights[name]) for name in expected)
+
+
+def test_published_weights_load_into_the_auto_class(folder: str, tmp_path: Path) -> None:
+    trainer = make_trainer(folder)
+    trainer.step(BATCH)
+    AutoModelForCausalLM.from_pretrained(folder).config.save_pretrained(tmp_path)
+    save_file(trainer.weights(), tmp_path / "model.safetensors", {"format": "pt"})
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    ids = torch.arange(8).unsqueeze(0)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(ids).logits, trainer.network.model(ids).logits)
+
+
+def test_metrics_describe_the_batch(folder: str) -> None:
+    trainer = make_trainer(folder)
+    metrics = trainer.step(BATCH)
+    trained = sum(sum(mask) for mask in BATCH["loss_mask"].to_pylist())
+    assert metrics["tokens"] == trained and metrics["rows"] == 16
+    assert metrics["lag_mean"] == metrics["lag_max"] == 0
+    assert trainer.step(BATCH)["lag_max"] == 1
+    assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_data_sampled_by_the_policy_itself_has_ratio_one_and_no_divergence(folder: str) -> None:
+    trainer = make_trainer(folder)
+    rows = read_rows(BATCH)
+    (microbatch,) = pack(rows, max_tokens=1 << 20)
+    scores = trainer.network.logits(microbatch).log_softmax(-1)
+    recorded = scores.gather(1, microbatch.targets.unsqueeze(1)).squeeze(1).tolist()
+    in_packed_order = sorted(range(len(rows)), key=lambda i: rows[i].token_ids.tolist())
+    logprobs: list[list[float | None]] = [[] for _ in rows]
+    for i in in_packed_order:
+        logprobs[i] = [recorded.pop(0) if sampled else None for sampled in rows[i].loss_mask]
+    batch = BATCH.set_column(BATCH.schema.get_field_index("logprobs"), "logprobs", [logprobs])
+    metrics = trainer.step(batch)
+    assert metrics["ratio_mean"] == pytest.approx(1.0, abs=1e-4)
+    assert metrics["logprob_difference_max"] == pytest.approx(0.0, abs=1e-4)
+    assert metrics["kl"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics["clip_fraction"] == 0
+
+
+def test_the_learning_rate_warms_up(folder: str) -> None:
+    trainer = make_trainer(folder, warmup_steps=3)
+    rates = [trainer.step(BATCH)["learning_rate"] for _ in range(5)]
+    assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3])
+
+
+def test_microbatches_do_not_change_the_gradient(folder: str) -> None:
+    whole, parts = make_trainer(folder), make_trainer(folder, tokens_per_microbatch=64)
+    expected, found = whole.step(BATCH), parts.step(BATCH)
+    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-4)

@@ -1,0 +1,67 @@
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from sf_core.config import PolicyConfig, WarmstartConfig
+from sf_core.environments.quickstart import demonstrate
+from sf_core.policy import make_policy, make_tokenizer
+from sf_core.training.network import Network
+from sf_core.training.packing import pack
+from sf_core.training.warmstart import encode, learning_rate, warmstart
+
+TOKENIZER = make_tokenizer()
+
+
+def said(index: int) -> list[str]:
+    row = encode(TOKENIZER, demonstrate(index))
+    text = "".join(
+        TOKENIZER.decode([token]) if trained else "|"
+        for token, trained in zip(row.token_ids.tolist(), row.loss_mask.tolist(), strict=True)
+    )
+    return [turn for turn in text.split("|") if turn]
+
+
+def test_what_the_assistant_says_is_trained_and_nothing_else() -> None:
+    word, sum_ = demonstrate(0), demonstrate(1)
+    expression = sum_.messages[1]["tool_calls"][0]["function"]["arguments"]["expression"]
+    assert said(0) == [word.messages[1]["content"] + "<|im_end|>"]
+    assert said(1) == [
+        f"<tool_call>calc {expression}</tool_call><|im_end|>",
+        sum_.messages[3]["content"] + "<|im_end|>",
+    ]
+
+
+def test_a_demonstration_has_the_ids_of_its_whole_rendering() -> None:
+    for index in range(4):
+        demonstration = demonstrate(index)
+        whole = TOKENIZER.apply_chat_template(
+            demonstration.messages, tools=demonstration.tools, tokenize=False
+        )
+        ids = TOKENIZER.encode(whole.removesuffix("\n"), add_special_tokens=False)
+        assert encode(TOKENIZER, demonstration).token_ids.tolist() == ids
+
+
+def test_the_policy_comes_to_expect_the_demonstrations(tmp_path: Path) -> None:
+    make_policy(str(tmp_path), PolicyConfig(hidden_size=64, num_layers=2), seed=0)
+    rows = [encode(TOKENIZER, demonstrate(index)) for index in range(1000, 1032)]
+    (microbatch,) = pack(rows, 1 << 20)
+
+    def loss() -> float:
+        with torch.no_grad():
+            logits = Network(str(tmp_path)).logits(microbatch)
+            return torch.nn.functional.cross_entropy(logits, microbatch.targets).item()
+
+    before = loss()
+    warmstart(str(tmp_path), WarmstartConfig(steps=20, batch_size=16), seed=0)
+    assert loss() < before - 1.0
+    assert len(AutoTokenizer.from_pretrained(tmp_path)) == len(TOKENIZER)
+
+
+def test_the_learning_rate_rises_then_falls_to_a_tenth() -> None:
+    config = WarmstartConfig(steps=100, learning_rate=1.0)
+    rates = [learning_rate(config, step) for step in range(100)]
+    assert rates[0] == pytest.approx(0.2) and max(rates) == 1.0
+    assert rates[5:] == sorted(rates[5:], reverse=True)
+    assert rates[-1] == pytest.approx(0.1, abs=0.01)
