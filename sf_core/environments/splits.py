@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import count
 from typing import Any, Literal
 
 from sf_core.types import Task
@@ -14,6 +13,7 @@ Split = Literal["train", "holdout"]
 
 HOLDOUT_SIZE = 1024
 STRIDE = 1 << 40
+MAX_ATTEMPTS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,5 +60,8 @@ class Splits:
         if not 0 <= index < STRIDE - HOLDOUT_SIZE:
             raise ValueError(f"training index {index}: expected 0 to {STRIDE - HOLDOUT_SIZE - 1}")
         # A generator draws from a finite pool and repeats itself: step on until the prompt is not held out.
-        candidates = (self._make_question(HOLDOUT_SIZE + index + attempt * STRIDE) for attempt in count())
-        return next(question for question in candidates if question.prompt not in self._holdout_prompts)
+        for attempt in range(MAX_ATTEMPTS):
+            question = self._make_question(HOLDOUT_SIZE + index + attempt * STRIDE)
+            if question.prompt not in self._holdout_prompts:
+                return question
+        raise ValueError(f"{self.environment} has too few different prompts: nearly all are held out")

@@ -19,7 +19,8 @@ class Network:
     """A causal LM from a Hugging Face folder, in float32."""
 
     def __init__(self, model_dir: str) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).train()
+        # In evaluation mode: dropout would make these log-probs differ from the engine's.
+        self.model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
         self._parameters = dict(self.model.named_parameters())
         self._spec = decoder_spec(self.model.config, max_length=1 << 30)
 

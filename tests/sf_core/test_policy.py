@@ -72,10 +72,9 @@ def test_marks_of_a_tool_call_survive_decoding_that_drops_special_tokens() -> No
 @pytest.mark.parametrize("tools", [None, [CALCULATOR.schema]])
 def test_a_rendering_extends_the_rendering_of_its_prefix(tools: list[object] | None) -> None:
     whole = render(len(CONVERSATION), tools=tools)
-    for count, message in enumerate(CONVERSATION):
-        assert whole.startswith(render(count, tools=tools))
-        if message["role"] == "assistant":
-            assert whole.startswith(render(count, tools=tools, add_generation_prompt=True))
+    for count, following in enumerate(CONVERSATION[1:], start=1):
+        options = {"tools": tools, "add_generation_prompt": following["role"] == "assistant"}
+        assert whole.startswith(render(count, **options))
 
 
 def test_a_conversation_with_tools_is_rendered_verbatim() -> None:

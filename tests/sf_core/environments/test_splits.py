@@ -1,3 +1,5 @@
+from random import Random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -6,16 +8,23 @@ from sf_core.environments.splits import HOLDOUT_SIZE, Question, Splits
 
 
 def few_questions(number: int) -> Question:
-    """Repeats itself: most numbers of the training split ask what a held-out number asks."""
-    drawn = number if number < HOLDOUT_SIZE else number * 2654435761 % (2 * HOLDOUT_SIZE)
+    """Repeats itself: many numbers of the training split ask what a held-out number asks."""
+    drawn = Random(number).randrange(2 * HOLDOUT_SIZE)
     return Question(prompt=f"{drawn}?", answer=str(drawn))
+
+
+FEW = Splits("few", few_questions)
+HELD_OUT = {FEW.task("holdout", i).prompt for i in range(HOLDOUT_SIZE)}
 
 
 @given(st.integers(0, 10**9))
 def test_no_training_task_has_a_held_out_prompt(index: int) -> None:
-    splits = Splits("few", few_questions)
-    held_out = {splits.task("holdout", i).prompt for i in range(HOLDOUT_SIZE)}
-    assert splits.task("train", index).prompt not in held_out
+    assert FEW.task("train", index).prompt not in HELD_OUT
+
+
+def test_a_generator_with_too_few_questions_is_refused() -> None:
+    with pytest.raises(ValueError, match="too few different prompts"):
+        Splits("one", lambda number: Question("?", "!")).task("train", 0)
 
 
 def test_equal_arguments_give_equal_tasks() -> None:

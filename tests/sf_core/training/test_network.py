@@ -54,8 +54,8 @@ def test_logits_and_gradients_are_those_of_every_row_by_itself(folder: str) -> N
         logits = network.logits(microbatch)
         torch.nn.functional.cross_entropy(logits, microbatch.targets, reduction="sum").backward()
     for row in rows:
-        ids = torch.from_numpy(row.token_ids).long()
-        trained = torch.from_numpy(row.loss_mask).nonzero().squeeze(1)
+        ids = torch.tensor(row.token_ids).long()
+        trained = torch.tensor(row.loss_mask).nonzero().squeeze(1)
         alone = reference(ids.unsqueeze(0)).logits[0, trained - 1]
         torch.nn.functional.cross_entropy(alone, ids[trained], reduction="sum").backward()
     expected = dict(reference.named_parameters())

@@ -17,10 +17,10 @@ TOKENIZER = make_tokenizer()
 def said(index: int) -> list[str]:
     row = encode(TOKENIZER, demonstrate(index))
     text = "".join(
-        TOKENIZER.decode([token]) if trained else "|"
+        TOKENIZER.decode([token]) if trained else "\0"
         for token, trained in zip(row.token_ids.tolist(), row.loss_mask.tolist(), strict=True)
     )
-    return [turn for turn in text.split("|") if turn]
+    return [turn for turn in text.split("\0") if turn]
 
 
 def test_what_the_assistant_says_is_trained_and_nothing_else() -> None:
