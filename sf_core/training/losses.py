@@ -54,7 +54,6 @@ def divergence(
         "ratio": ratio,
         "kl": ratio - 1.0 - ratio.log(),
         "clipped": (too_high | too_low).float(),
-        "logprob_difference": (logprobs - behaviour_logprobs).abs(),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from typing import Any
@@ -39,11 +40,12 @@ class Trainer:
             weight_decay=config.weight_decay,
             fused=True,
         )
-        self._optimizer_steps = 0
+        self._optimizer_steps = self._steps_before = 0
 
     def step(self, batch: pa.Table) -> dict[str, float]:
         """Train on a batch of storage.batches; returns the metrics of the step."""
         started = time.perf_counter()
+        self._steps_before = self._optimizer_steps
         rows = read_rows(batch)
         random = np.random.default_rng((self._seed, self.version))
         per_token: dict[str, list[torch.Tensor]] = defaultdict(list)
@@ -87,7 +89,11 @@ class Trainer:
         metrics = divergence(logprobs, old, microbatch.advantages, **clip)
         metrics["loss"] = loss.detach()
         metrics["entropy"] = entropy(logits.detach(), self._sampling[0])
-        metrics["lag"] = (self.version - microbatch.policy_versions).float()
+        lag = self.version - microbatch.policy_versions
+        metrics["lag"] = lag.float()
+        # Only where engine and trainer hold the same weights does a difference tell of the engine.
+        same_weights = (lag == 0) & (self._optimizer_steps == self._steps_before)
+        metrics["engine_difference"] = (logprobs.detach() - old).abs()[same_weights]
         return loss, metrics
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -100,7 +106,7 @@ class Trainer:
         save_checkpoint(folder, self._model.state_dict(), self._optimizer.state_dict(), state)
 
     def load_checkpoint(self, folder: str) -> None:
-        """Raises ValueError if the folder holds no complete checkpoint of this model."""
+        """Raises ValueError if the folder holds no complete checkpoint."""
         checkpoint = load_checkpoint(folder)
         self._model.load_state_dict(checkpoint.model)
         self._optimizer.load_state_dict(checkpoint.optimizer)
@@ -108,21 +114,26 @@ class Trainer:
         self._optimizer_steps = checkpoint.state["optimizer_steps"]
 
 
+MEANS = {
+    "loss": "loss",
+    "entropy": "entropy",
+    "kl": "kl",
+    "clipped": "clip_fraction",
+    "ratio": "ratio_mean",
+    "engine_difference": "engine_difference_mean",
+    "lag": "lag_mean",
+}
+MAXIMA = {"ratio": "ratio_max", "engine_difference": "engine_difference_max", "lag": "lag_max"}
+
+
 def _token_metrics(per_token: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Means over the trained tokens, and maxima where the extreme matters."""
-    means = {
-        "loss": "loss",
-        "entropy": "entropy",
-        "kl": "kl",
-        "clipped": "clip_fraction",
-        "ratio": "ratio_mean",
-        "logprob_difference": "logprob_difference_mean",
-        "lag": "lag_mean",
+    """Means over the trained tokens, and maxima where the extreme matters; NaN over no tokens."""
+    means = {label: float(per_token[name].mean()) for name, label in MEANS.items()}
+    maxima = {
+        label: float(per_token[name].max()) if per_token[name].numel() else math.nan
+        for name, label in MAXIMA.items()
     }
-    maxima = {"ratio": "ratio_max", "logprob_difference": "logprob_difference_max", "lag": "lag_max"}
-    return {label: float(per_token[name].mean()) for name, label in means.items()} | {
-        label: float(per_token[name].max()) for name, label in maxima.items()
-    }
+    return means | maxima
 
 
 def _batch_metrics(batch: pa.Table, rows: list[Row]) -> dict[str, float]:

@@ -45,8 +45,7 @@ def test_training_goes_on_bit_for_bit_from_a_checkpoint(folder: str, tmp_path: P
     assert resumed.version == 2
     for _ in range(2):
         first, second = straight.step(BATCH), resumed.step(BATCH)
-        first.pop("seconds"), second.pop("seconds")
-        assert first == second
+        assert first["loss"] == second["loss"] and first["grad_norm"] == second["grad_norm"]
     expected, weights = straight.weights(), resumed.weights()
     assert all(torch.equal(expected[name], weights[name]) for name in expected)
 
@@ -68,8 +67,15 @@ def test_metrics_describe_the_batch(folder: str) -> None:
     trained = sum(sum(mask) for mask in BATCH["loss_mask"].to_pylist())
     assert metrics["tokens"] == trained and metrics["rows"] == 16
     assert metrics["lag_mean"] == metrics["lag_max"] == 0
-    assert trainer.step(BATCH)["lag_max"] == 1
     assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_data_of_an_older_version_has_lag_and_says_nothing_about_the_engine(folder: str) -> None:
+    trainer = make_trainer(folder)
+    trainer.step(BATCH)
+    metrics = trainer.step(BATCH)
+    assert metrics["lag_mean"] == metrics["lag_max"] == 1
+    assert math.isnan(metrics["engine_difference_mean"])
 
 
 def test_data_sampled_by_the_policy_itself_has_ratio_one_and_no_divergence(folder: str) -> None:
@@ -85,7 +91,7 @@ def test_data_sampled_by_the_policy_itself_has_ratio_one_and_no_divergence(folde
     batch = BATCH.set_column(BATCH.schema.get_field_index("logprobs"), "logprobs", [logprobs])
     metrics = trainer.step(batch)
     assert metrics["ratio_mean"] == pytest.approx(1.0, abs=1e-4)
-    assert metrics["logprob_difference_max"] == pytest.approx(0.0, abs=1e-4)
+    assert metrics["engine_difference_max"] == pytest.approx(0.0, abs=1e-4)
     assert metrics["kl"] == pytest.approx(0.0, abs=1e-6)
     assert metrics["clip_fraction"] == 0
 
