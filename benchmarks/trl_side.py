@@ -53,10 +53,10 @@ def ensure_venv() -> Path:
 
 def launch(cores: int) -> int:
     """Repeat this command line as one data-parallel process per core, and wait for it."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={cores}"]
+    python = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={cores}"]
     # OpenMP reads its variable once, when torch is imported
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    return subprocess.run([*command, *sys.argv], env=env).returncode
+    return subprocess.run([*python, *sys.argv], env=env).returncode
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -111,7 +111,6 @@ def grpo_config(options: argparse.Namespace, output_dir: str) -> Any:
         max_completion_length=options.max_tokens,
         max_steps=options.steps,
         learning_rate=1e-5,
-        lr_scheduler_type="constant",
         beta=0.0,
         temperature=1.0,
         gradient_checkpointing=False,
@@ -120,7 +119,6 @@ def grpo_config(options: argparse.Namespace, output_dir: str) -> Any:
         logging_strategy="no",
         save_strategy="no",
         report_to="none",
-        disable_tqdm=True,
     )
 
 
@@ -143,9 +141,8 @@ class Meter:
 
         sums = torch.tensor([cpu_seconds() - self._cpu_s, *self._tokens], dtype=torch.float64)
         dist.all_reduce(sums)
-        cpu_s, prompt_tokens, completion_tokens = sums.tolist()
-        step = {"wall_s": time.perf_counter() - self._wall_s, "cpu_s": cpu_s}
-        self.steps.append(step | {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens})
+        counted = dict(zip(("cpu_s", "prompt_tokens", "completion_tokens"), sums.tolist(), strict=True))
+        self.steps.append({"wall_s": time.perf_counter() - self._wall_s, **counted})
         self.start()
 
 
