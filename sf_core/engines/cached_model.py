@@ -7,21 +7,19 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch.backends import mkldnn
 from transformers import AutoModelForCausalLM
 
 from sf_core.engines.decoder import (
     Attend,
     DecoderSpec,
     Params,
-    Projection,
     causal_attention,
     decoder_spec,
     fuse,
-    plain,
     rotations,
 )
 from sf_core.engines.kv_cache import KVCache, Placement
+from sf_core.engines.projections import fastest
 from sf_core.engines.transformers_model import TransformersModel, untied_params
 
 
@@ -53,22 +51,22 @@ def open_model(
     spec = decoder_spec(model.config, context_length)
     if spec is None:
         return TransformersModel(model, num_slots, context_length)
-    return DecoderModel(untied_params(model), spec, num_slots)
+    return DecoderModel(untied_params(model), spec, num_slots, context_length)
 
 
 class DecoderModel:
-    def __init__(self, params: Params, spec: DecoderSpec, num_slots: int) -> None:
+    def __init__(self, params: Params, spec: DecoderSpec, num_slots: int, context_length: int) -> None:
         self._spec = spec
         self.shapes = {name: tensor.shape for name, tensor in params.items()}
         self.load(params)
         embedding = self._decoder.embedding
         self.vocab_size = embedding.shape[0]
-        self.cache = KVCache(
-            spec.num_layers, num_slots, spec.num_kv_heads, spec.head_dim, embedding.dtype, embedding.device
-        )
+        shape = num_slots, spec.num_kv_heads, context_length, spec.head_dim
+        self.cache = KVCache(spec.num_layers, shape, embedding.dtype, embedding.device)
 
     def load(self, params: Params) -> None:
-        self._decoder = fuse(params, self._spec, _packed)
+        embedding = params["model.embed_tokens.weight"]
+        self._decoder = fuse(params, self._spec, fastest(embedding.dtype, embedding.device))
 
     def fill(self, ids: torch.Tensor, starts: torch.Tensor, slots: torch.Tensor) -> None:
         num_rows, length = ids.shape
@@ -89,7 +87,7 @@ class DecoderModel:
         self._hidden(ids, placement, attend)
 
     def next_logits(self, ids: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-        spec, num_rows = self._spec, len(ids)
+        spec, num_rows = self._spec, ids.shape[0]
         placement = self.cache.place(None, starts, 1)
         # One small matrix product per row and KV head; fused attention is slower at one query per row.
         bias = placement.bias(self._decoder.embedding.dtype).repeat_interleave(spec.num_kv_heads, 0)
@@ -107,11 +105,3 @@ class DecoderModel:
     def _hidden(self, ids: torch.Tensor, placement: Placement, attend: Attend) -> torch.Tensor:
         turned = rotations(self._spec, placement.positions.flatten())
         return self._decoder.hidden(ids.flatten(), turned, attend)
-
-
-def _packed(weight: torch.Tensor, bias: torch.Tensor | None) -> Projection:
-    """On CPU oneDNN multiplies by weights in its own order a tenth faster than the BLAS behind F.linear."""
-    if weight.device.type != "cpu" or weight.dtype != torch.float32 or not mkldnn.is_available():
-        return plain(weight, bias)
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
-    return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")

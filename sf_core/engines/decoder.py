@@ -14,14 +14,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from sf_core.engines.projections import PLAIN, AddProject, Project, Projections
+
 Params = Mapping[str, torch.Tensor]
 """Parameters by their Hugging Face names."""
-
-Projection = Callable[[torch.Tensor], torch.Tensor]
-"""[N, width in] -> [N, width out]."""
-
-Project = Callable[[torch.Tensor, torch.Tensor | None], Projection]
-"""How a projection is made of weight and bias."""
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(layer, q [N, heads, head_dim], k and v [N, kv_heads, head_dim]) -> [N, heads * head_dim] over N tokens."""
@@ -80,12 +76,12 @@ def _rope(config: Any, head_dim: int) -> tuple[torch.Tensor, float]:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    qkv: Projection
+    qkv: Project
     qk_norm: torch.Tensor | None
     """[heads + kv_heads, head_dim]"""
-    out: Projection
-    gate_up: Projection
-    down: Projection
+    out: AddProject
+    gated: Project
+    down: AddProject
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +91,7 @@ class Decoder:
     spec: DecoderSpec
     embedding: torch.Tensor
     layers: list[Layer]
-    head: Projection
+    head: Project
 
     @property
     def vocab_size(self) -> int:
@@ -109,23 +105,18 @@ class Decoder:
         width = x.shape[-1:]
         for i, layer in enumerate(self.layers):
             qkv = layer.qkv(F.rms_norm(x, width, eps=eps))
-            heads = qkv.view(len(ids), -1, spec.head_dim)
+            heads = qkv.view(ids.shape[0], -1, spec.head_dim)
             qk, v = heads[:, :num_qk], heads[:, num_qk:]
             if layer.qk_norm is not None:
                 qk = F.rms_norm(qk, (spec.head_dim,), eps=eps) * layer.qk_norm
             qk = _rotate(qk, rotations)
             mixed = attend(i, qk[:, : spec.num_heads], qk[:, spec.num_heads :], v)
-            x = x + layer.out(mixed)
-            gate, up = layer.gate_up(F.rms_norm(x, width, eps=eps)).chunk(2, dim=-1)
-            x = x + layer.down(F.silu(gate) * up)
+            x = layer.out(mixed, x)
+            x = layer.down(layer.gated(F.rms_norm(x, width, eps=eps)), x)
         return F.rms_norm(x, width, eps=eps)
 
 
-def plain(weight: torch.Tensor, bias: torch.Tensor | None) -> Projection:
-    return lambda x: F.linear(x, weight, bias)
-
-
-def fuse(params: Params, spec: DecoderSpec, project: Project = plain) -> Decoder:
+def fuse(params: Params, spec: DecoderSpec, projections: Projections = PLAIN) -> Decoder:
     """Gradients reach `params` through the result, so a trainer fuses before each forward pass."""
 
     def get(name: str) -> torch.Tensor:
@@ -146,22 +137,26 @@ def fuse(params: Params, spec: DecoderSpec, project: Project = plain) -> Decoder
 
     def layer(i: int) -> Layer:
         attn, mlp = f"layers.{i}.self_attn", f"layers.{i}.mlp"
-        gate_up = torch.cat([get(f"{mlp}.{name}_proj.weight") for name in ("gate", "up")])
+        mlp_norm = get(f"layers.{i}.post_attention_layernorm.weight")
         has_bias, has_norm = f"model.{attn}.q_proj.bias" in params, f"model.{attn}.q_norm.weight" in params
         return Layer(
-            project(
+            projections.linear(
                 qkv(attn, "weight") * get(f"layers.{i}.input_layernorm.weight"),
                 qkv(attn, "bias") if has_bias else None,
             ),
             qk_norm(attn) if has_norm else None,
-            project(get(f"{attn}.o_proj.weight"), params.get(f"model.{attn}.o_proj.bias")),
-            project(gate_up * get(f"layers.{i}.post_attention_layernorm.weight"), None),
-            project(get(f"{mlp}.down_proj.weight"), None),
+            projections.residual(get(f"{attn}.o_proj.weight"), params.get(f"model.{attn}.o_proj.bias")),
+            projections.gated(
+                get(f"{mlp}.gate_proj.weight") * mlp_norm, get(f"{mlp}.up_proj.weight") * mlp_norm
+            ),
+            projections.residual(get(f"{mlp}.down_proj.weight"), None),
         )
 
     embedding = get("embed_tokens.weight")
     head = params.get("lm_head.weight", embedding) * get("norm.weight")
-    return Decoder(spec, embedding, [layer(i) for i in range(spec.num_layers)], project(head, None))
+    return Decoder(
+        spec, embedding, [layer(i) for i in range(spec.num_layers)], projections.linear(head, None)
+    )
 
 
 def rotations(spec: DecoderSpec, positions: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@ how much of it is valid is the slot table's matter."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -33,38 +34,44 @@ class Placement:
 
 
 class KVCache:
-    """Per layer a tensor [2, slots, kv_heads, capacity, head_dim]; `fit` decides the capacity."""
+    """Per layer a tensor [2, slots, kv_heads, capacity, head_dim], a view of the front of memory
+    allocated once; `fit` decides the capacity."""
 
     def __init__(
-        self,
-        num_layers: int,
-        num_slots: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, num_layers: int, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
     ) -> None:
-        shape = (2, num_slots, num_kv_heads, 0, head_dim)
-        self._layers = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        """`shape` is slots, kv_heads, longest sequence, head_dim."""
+        self._num_slots, self._num_kv_heads, length, self._head_dim = shape
+        self._limit = _round_up(length)
+        size = 2 * self._num_slots * self._num_kv_heads * self._limit * self._head_dim
+        # One piece more than there are layers: a layer is laid out anew from its piece into the spare one.
+        self._memory = [torch.empty(size, dtype=dtype, device=device) for _ in range(num_layers + 1)]
         self.device = device
-
-    @property
-    def capacity(self) -> int:
-        return self._layers[0].shape[3]
+        self.capacity = 0
+        self._layers = [self._view(memory, 0) for memory in self._memory[:-1]]
+        # The same as rows of head_dim: keys, values.
+        self._rows = [(layer[0].flatten(0, 2), layer[1].flatten(0, 2)) for layer in self._layers]
 
     def fit(self, length: int) -> None:
         """Make room for sequences of this length; give room back if less than half is needed, as attention is
         fastest where it reads all of the memory."""
-        old_capacity, capacity = self.capacity, -(-length // _BLOCK) * _BLOCK
-        if old_capacity // 2 < length <= old_capacity:
+        capacity = _round_up(length)
+        if self.capacity // 2 < capacity <= self.capacity:
             return
-        kept = min(capacity, old_capacity)
+        kept = min(capacity, self.capacity)
         for i, old in enumerate(self._layers):
-            new = old.new_empty((*old.shape[:3], capacity, old.shape[4]))
+            new = self._view(self._memory[-1], capacity)
             new[:, :, :, :kept] = old[:, :, :, :kept]
             # Masked positions are multiplied by 0, which only finite values survive.
             new[:, :, :, kept:] = 0
             self._layers[i] = new
+            self._memory[i], self._memory[-1] = self._memory[-1], self._memory[i]
+            self._rows[i] = (new[0].flatten(0, 2), new[1].flatten(0, 2))
+        self.capacity = capacity
+
+    def _view(self, memory: torch.Tensor, capacity: int) -> torch.Tensor:
+        shape = 2, self._num_slots, self._num_kv_heads, capacity, self._head_dim
+        return memory[: math.prod(shape)].view(shape)
 
     def place(self, slots: torch.Tensor | None, starts: torch.Tensor, num_tokens: int) -> Placement:
         """For num_tokens more in each slot, sequence i going on at starts[i]; they must fit the capacity."""
@@ -73,23 +80,25 @@ class KVCache:
         span = self.capacity if 2 * end > self.capacity else end
         positions = starts.unsqueeze(1) + torch.arange(num_tokens, device=self.device)
         rows = torch.arange(len(starts), device=self.device) if slots is None else slots
-        num_kv_heads = self._layers[0].shape[2]
-        heads = rows[:, None, None] * num_kv_heads + torch.arange(num_kv_heads, device=self.device)
+        heads = rows[:, None, None] * self._num_kv_heads + torch.arange(
+            self._num_kv_heads, device=self.device
+        )
         flat_index = (heads * self.capacity + positions.unsqueeze(2)).flatten()
         visible = torch.arange(span, device=self.device) <= positions.unsqueeze(2)
         return Placement(slots, positions, flat_index, span, visible)
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, placement: Placement) -> None:
-        """Store keys and values [n, T, kv_heads, head_dim]."""
-        for stored, new in zip(self._layers[layer], (keys, values), strict=True):
-            width = new.shape[-1]
-            stored.view(-1, width).index_copy_(0, placement.flat_index, new.reshape(-1, width))
+        """Store keys and values of the placed tokens, [..., head_dim] in the order tokens, kv_heads."""
+        stored_keys, stored_values = self._rows[layer]
+        stored_keys.index_copy_(0, placement.flat_index, keys.reshape(-1, self._head_dim))
+        stored_values.index_copy_(0, placement.flat_index, values.reshape(-1, self._head_dim))
 
     def read(self, layer: int, placement: Placement) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [n, kv_heads, span, head_dim] of the placement's slots."""
-        keys, values = self._layers[layer][:, :, :, : placement.span]
+        span = placement.span
+        keys, values = self._layers[layer][0, :, :, :span], self._layers[layer][1, :, :, :span]
         if placement.slots is None:
-            n = len(placement.positions)
+            n = placement.positions.shape[0]
             return keys[:n], values[:n]
         return keys.index_select(0, placement.slots), values.index_select(0, placement.slots)
 
@@ -102,3 +111,7 @@ class KVCache:
         """Exchange the first `length` positions of slots a[i] and b[i]."""
         for layer in self._layers:
             layer[:, a + b, :, :length] = layer[:, b + a, :, :length]
+
+
+def _round_up(length: int) -> int:
+    return -(-length // _BLOCK) * _BLOCK

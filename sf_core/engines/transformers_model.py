@@ -18,14 +18,10 @@ class TransformersModel:
         self._model = model
         self.vocab_size: int = config.vocab_size
         self.shapes = {name: tensor.shape for name, tensor in untied_params(model).items()}
-        self.cache = KVCache(
-            config.num_hidden_layers,
-            num_slots,
-            getattr(config, "num_key_value_heads", None) or num_heads,
-            getattr(config, "head_dim", None) or config.hidden_size // num_heads,
-            model.dtype,
-            model.device,
-        )
+        num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+        shape = num_slots, num_kv_heads, context_length, head_dim
+        self.cache = KVCache(config.num_hidden_layers, shape, model.dtype, model.device)
         self._refuse_if_wrong(min(num_slots, 2), context_length)
 
     def load(self, params: Params) -> None:
