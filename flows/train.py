@@ -47,24 +47,24 @@ def iteration(config: RunConfig, run: RunRef, plan: Plan, number: int, lent: str
     opened = Run(run)
     todo = opened.pending_stages(number)
     with lane("cpu"):
-        first = [evaluate.submit(run, number)] if opened.evaluation_due(number) else []
+        stages = [evaluate.submit(run, number)] if opened.evaluation_due(number) else []
         if "rollout" in todo:
-            first.append(rollout.submit(run, number))
+            stages.append(rollout.submit(run, number))
         if "filter" in todo:
-            first.append(filter_.submit(run, number, wait_for=first))
-    for stage in first:
-        stage.result()
-    last = []
+            stages.append(filter_.submit(run, number, wait_for=stages))
+    batch = list(stages)
     if "train" in todo:
         with lane("train", plan.trainer, priority=1):
-            last.append(train_step.submit(run, number))
-        # training is queued before the lease is revoked: the device goes straight from one to the other
-        if lent:
-            opened.dataplane.revoke(lent)
+            stages.append(train_step.submit(run, number, wait_for=stages))
     if "publish" in todo:
         with lane("cpu"):
-            last.append(publish.submit(run, number, wait_for=last))
-    for stage in last:
+            stages.append(publish.submit(run, number, wait_for=stages))
+    for stage in batch:
+        stage.result()
+    if "train" in todo and lent:
+        # training is ahead of the next lease in the worker's queue: the device goes straight to it
+        opened.dataplane.revoke(lent)
+    for stage in stages:
         stage.result()
 
 

@@ -97,7 +97,7 @@ class RolloutConfig(Settings):
     concurrency: int = Field(128, ge=1)
     """Sessions one agent worker runs at once."""
     session_timeout_s: float = Field(120.0, gt=0)
-    """A session that runs longer counts as failed."""
+    """A session that runs longer, pauses not counted, counts as failed."""
     session_attempts: int = Field(3, ge=1)
     """Tries before a failing session excludes its group."""
     batch_timeout_s: float = Field(1800.0, gt=0)

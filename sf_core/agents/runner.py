@@ -9,6 +9,7 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import httpx
@@ -34,12 +35,14 @@ class AgentRunner:
         agent: Callable[[Task, Endpoint], Any],
         reward: Callable[[Task, Any], Any],
         concurrency: int,
-        session_timeout_s: float,
+        seed: int,
     ) -> None:
         self._url, self._key, self._run_id, self._runner_id = url, key, run_id, runner_id
         self._attempt = attempt
         self._tasks, self._agent, self._reward = tasks, agent, reward
-        self._concurrency, self._session_timeout_s = concurrency, session_timeout_s
+        self._concurrency = concurrency
+        # every seed starts elsewhere among the training tasks; the held-out ones are the same for all
+        self._first_index = {"train": seed * 0x9E3779B1 % 2**32, "holdout": 0}
         self._running: dict[str, asyncio.Task[None]] = {}
         self._finished = 0
         self._logged: set[str] = set()
@@ -79,21 +82,30 @@ class AgentRunner:
             await asyncio.sleep(0.5)
             return True
         answer = orjson.loads(response.content)
+        for session_id in answer["ended"]:
+            if session_id in self._running:
+                self._running[session_id].cancel()
         for claim in answer["sessions"]:
-            self._running[claim["session_id"]] = asyncio.create_task(self._work(claim))
+            task = asyncio.create_task(self._work(claim))
+            self._running[claim["session_id"]] = task
+            task.add_done_callback(partial(self._forget, claim["session_id"]))
         if room == 0 and self._running:
             await asyncio.wait(self._running.values(), timeout=2.0, return_when=asyncio.FIRST_COMPLETED)
+        # sessions end in bursts: one claim for several is cheaper than one each
+        await asyncio.sleep(0.01)
         return not answer["released"]
+
+    def _forget(self, session_id: str, task: asyncio.Task[None]) -> None:
+        del self._running[session_id]
 
     async def _work(self, claim: dict[str, Any]) -> None:
         session_id = claim["session_id"]
         report: dict[str, Any]
         try:
-            task = self._tasks(claim["split"], claim["task_index"])
+            task = self._tasks(claim["split"], claim["task_index"] + self._first_index[claim["split"]])
             endpoint = Endpoint(f"{self._url}/sessions/{session_id}/v1", self._key or "none", "policy")
-            async with asyncio.timeout(self._session_timeout_s):
-                answer = await _call(self._agent, task, endpoint)
-                reward, parts = _as_reward(await _call(self._reward, task, answer))
+            answer = await _call(self._agent, task, endpoint)
+            reward, parts = _as_reward(await _call(self._reward, task, answer))
         except Exception as error:  # the user's code may raise anything; it costs one session
             sentence = f"{type(error).__name__}: {error}"
             if sentence not in self._logged:
@@ -109,7 +121,6 @@ class AgentRunner:
                 "environment": task.environment,
             }
         await self._report(session_id, report)
-        del self._running[session_id]
 
     async def _report(self, session_id: str, report: dict[str, Any]) -> None:
         for delay_s in (0.1, 0.5, 1.0, 2.0, 5.0):

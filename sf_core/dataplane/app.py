@@ -131,6 +131,8 @@ class Routes:
                 for session in sessions
                 if (claim := session.claim) is not None
             ],
+            # sessions that ran too long, or whose group no longer counts: nobody waits for them
+            "ended": self._run(request).ended(body.running),
             "released": released,
         }
 

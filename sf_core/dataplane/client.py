@@ -37,8 +37,8 @@ class DataplaneClient:
         self._post(f"{self._run}/stage", {"iteration": iteration, "stage": stage, **facts})
 
     def wait_for_batch(self, iteration: int, timeout_s: float, no_engine_s: float = 120.0) -> None:
-        """Return when the batch is ready. Raises TimeoutError that says what it waited for, or RuntimeError if
-        sessions do nothing but fail."""
+        """Return when the batch is ready. Raises TimeoutError that says what it waited for, or RuntimeError
+        if sessions do nothing but fail."""
         self._wait(f"{self._run}/batches/{iteration}", "ready", f"batch {iteration}", timeout_s, no_engine_s)
 
     def seal_batch(self, iteration: int, attempt: int) -> dict[str, Any]:

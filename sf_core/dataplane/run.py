@@ -152,6 +152,9 @@ class Run:
             await self.journal.append(claimed_record(claims))
         return sessions, self._is_released(runner)
 
+    def ended(self, session_ids: list[str]) -> list[str]:
+        return [session_id for session_id in session_ids if session_id not in self.sessions]
+
     def _is_released(self, runner: Runner) -> bool:
         return self.released or runner.attempt < self.spec.attempt
 

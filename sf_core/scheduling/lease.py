@@ -95,6 +95,6 @@ def run_agents(spec: LeaseSpec) -> int:
         agent=load_object(environment.agent),
         reward=load_object(environment.reward),
         concurrency=run.config.rollout.concurrency,
-        session_timeout_s=run.config.rollout.session_timeout_s,
+        seed=run.config.seed,
     )
     return asyncio.run(runner.run())

@@ -52,6 +52,7 @@ def divergence(
     too_low = (ratio < 1.0 - clip_low) & (advantages < 0)
     return {
         "ratio": ratio,
+        "logprob_difference": (logprobs - behaviour_logprobs).abs(),
         "kl": ratio - 1.0 - ratio.log(),
         "clipped": (too_high | too_low).float(),
     }

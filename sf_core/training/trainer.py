@@ -120,10 +120,16 @@ MEANS = {
     "kl": "kl",
     "clipped": "clip_fraction",
     "ratio": "ratio_mean",
+    "logprob_difference": "logprob_difference_mean",
     "engine_difference": "engine_difference_mean",
     "lag": "lag_mean",
 }
-MAXIMA = {"ratio": "ratio_max", "engine_difference": "engine_difference_max", "lag": "lag_max"}
+MAXIMA = {
+    "ratio": "ratio_max",
+    "logprob_difference": "logprob_difference_max",
+    "engine_difference": "engine_difference_max",
+    "lag": "lag_max",
+}
 
 
 def _token_metrics(per_token: dict[str, torch.Tensor]) -> dict[str, float]:
