@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import math
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import httpx
 import orjson
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_exponential
 
 from sf_core.types import Endpoint, Task
 
@@ -44,6 +45,8 @@ class AgentRunner:
         # every seed starts elsewhere among the training tasks; the held-out ones are the same for all
         self._first_index = {"train": seed * 0x9E3779B1 % 2**32, "holdout": 0}
         self._running: dict[str, asyncio.Task[None]] = {}
+        """Sessions until they are reported; the data plane takes back those not named in a claim."""
+        self._reports: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._finished = 0
         self._logged: set[str] = set()
 
@@ -56,13 +59,15 @@ class AgentRunner:
             base_url=self._url, headers=headers, limits=limits, timeout=timeout
         ) as http:
             self._http = http
+            reporter = asyncio.create_task(self._send_reports())
             try:
                 while await self._claim():
                     pass
             finally:
-                for task in self._running.values():
+                tasks = [*self._running.values(), reporter]
+                for task in tasks:
                     task.cancel()
-                await asyncio.gather(*self._running.values(), return_exceptions=True)
+                await asyncio.gather(*tasks, return_exceptions=True)
         return self._finished
 
     async def _claim(self) -> bool:
@@ -83,20 +88,16 @@ class AgentRunner:
             return True
         answer = orjson.loads(response.content)
         for session_id in answer["ended"]:
-            if session_id in self._running:
-                self._running[session_id].cancel()
+            if (ended := self._running.get(session_id)) is not None and not ended.done():
+                ended.cancel()
+                del self._running[session_id]
         for claim in answer["sessions"]:
-            task = asyncio.create_task(self._work(claim))
-            self._running[claim["session_id"]] = task
-            task.add_done_callback(partial(self._forget, claim["session_id"]))
-        if room == 0 and self._running:
+            self._running[claim["session_id"]] = asyncio.create_task(self._work(claim))
+        if room == 0:
             await asyncio.wait(self._running.values(), timeout=2.0, return_when=asyncio.FIRST_COMPLETED)
         # sessions end in bursts: one claim for several is cheaper than one each
         await asyncio.sleep(0.01)
         return not answer["released"]
-
-    def _forget(self, session_id: str, task: asyncio.Task[None]) -> None:
-        del self._running[session_id]
 
     async def _work(self, claim: dict[str, Any]) -> None:
         session_id = claim["session_id"]
@@ -120,19 +121,31 @@ class AgentRunner:
                 "task_id": task.task_id,
                 "environment": task.environment,
             }
-        await self._report(session_id, report)
+        self._reports.put_nowait(report | {"session_id": session_id})
 
-    async def _report(self, session_id: str, report: dict[str, Any]) -> None:
-        for delay_s in (0.1, 0.5, 1.0, 2.0, 5.0):
-            try:
-                response = await self._http.post(
-                    f"/sessions/{session_id}/finish", content=orjson.dumps(report)
-                )
-            except httpx.TransportError:
-                await asyncio.sleep(delay_s)
-                continue
-            self._finished += response.is_success
-            return
+    async def _send_reports(self) -> None:
+        """Report what has ended, many sessions in one request. A report that cannot be delivered is dropped:
+        the data plane gives the session out again."""
+        while True:
+            reports = [await self._reports.get()]
+            await asyncio.sleep(0.01)
+            while not self._reports.empty():
+                reports.append(self._reports.get_nowait())
+            body = orjson.dumps({"sessions": reports})
+            async for attempt in AsyncRetrying(
+                retry=retry_if_exception_type(httpx.TransportError),
+                stop=stop_after_delay(30.0),
+                wait=wait_exponential(multiplier=0.1, max=5.0),
+                retry_error_callback=lambda _: None,
+            ):
+                with attempt:
+                    response = await self._http.post(f"/runs/{self._run_id}/finished", content=body)
+                    if response.is_success:
+                        self._finished += len(orjson.loads(response.content)["finished"])
+                    else:
+                        log.warning("reports refused: %s", response.text)
+            for report in reports:
+                self._running.pop(report["session_id"], None)
 
 
 async def _call(function: Callable[..., Any], *args: Any) -> Any:
@@ -143,7 +156,8 @@ async def _call(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _as_reward(value: Any) -> tuple[float, dict[str, float]]:
-    if isinstance(value, Mapping):
-        parts = {str(name): float(part) for name, part in value.items()}
-        return sum(parts.values()), parts
-    return float(value), {}
+    parts = {str(name): float(part) for name, part in value.items()} if isinstance(value, Mapping) else {}
+    total = sum(parts.values()) if parts else float(value)
+    if not math.isfinite(total):
+        raise ValueError(f"the reward must be a finite number, got {value!r}")
+    return total, parts

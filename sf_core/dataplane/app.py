@@ -30,6 +30,7 @@ from sf_core.dataplane.specs import (
     ClaimBody,
     EvaluationBody,
     FinishBody,
+    FinishedBody,
     RunSpec,
     SealBody,
     StageBody,
@@ -67,6 +68,7 @@ def make_app(key: str | None = None, journal_dir: str | None = None) -> Starlett
             _get(session + "/v1/models", routes.session_models),
             _get("/v1/models", routes.models),
             _post(session + "/finish", routes.finish),
+            _post(run + "/finished", routes.finish_many),
             _post("/runs", routes.register),
             _get(run, routes.status),
             _post(run + "/claim", routes.claim),
@@ -106,6 +108,14 @@ class Routes:
         run, session = self._plane.session(request.path_params["session_id"])
         await run.finish(session, body)
         return {}
+
+    async def finish_many(self, request: Request) -> Answer:
+        body = parse_body(FinishedBody, await read_body(request.receive))
+        run = self._run(request)
+        known = [report for report in body.sessions if report.session_id in run.sessions]
+        # together, so that they share one write of the journal
+        await asyncio.gather(*(run.finish(run.sessions[report.session_id], report) for report in known))
+        return {"finished": [report.session_id for report in known]}
 
     async def register(self, request: Request) -> Answer:
         run = await self._plane.register(parse_body(RunSpec, await read_body(request.receive)))

@@ -77,6 +77,16 @@ class FinishBody(Body):
     environment: str = ""
 
 
+class FinishedReport(FinishBody):
+    session_id: str
+
+
+class FinishedBody(Body):
+    """Reports of several sessions; those that are over already are passed over."""
+
+    sessions: list[FinishedReport]
+
+
 class SealBody(Body):
     attempt: int
 
