@@ -46,8 +46,8 @@ def _gated(gate: torch.Tensor, up: torch.Tensor) -> Project:
 
 PLAIN = Projections(_linear, _residual, _gated)
 
-# oneDNN's operators, which the compiler of torch uses too: weights in the order its kernels read them, and the
-# following operation done while the result is in cache. A tenth faster than the BLAS behind F.linear.
+# oneDNN's operators, which the compiler of torch uses too: weights in the order its kernels read them, and
+# the following operation done while the result is in cache. A tenth faster than the BLAS behind F.linear.
 _reorder = torch.ops.mkldnn._reorder_linear_weight
 _pointwise = torch.ops.mkldnn._linear_pointwise
 

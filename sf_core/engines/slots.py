@@ -74,9 +74,12 @@ class SlotTable:
 
     def longest_prefix(self, prompt: npt.NDArray[np.int64]) -> tuple[int, int]:
         """The slot whose cached tokens agree longest with the prompt, and how long."""
-        differs = self.tokens[:, : len(prompt)] != prompt
-        agreeing = np.where(differs.any(axis=1), differs.argmax(axis=1), len(prompt))
-        shared = np.minimum(agreeing, self.rows["cached"])
+        if not self.rows["cached"].any():
+            return 0, 0
+        # A last column that always differs: argmax then gives the length of a full agreement too.
+        differs = np.ones((len(self.rows), len(prompt) + 1), np.bool_)
+        np.not_equal(self.tokens[:, : len(prompt)], prompt, out=differs[:, :-1])
+        shared = np.minimum(differs.argmax(axis=1), self.rows["cached"])
         best = int(shared.argmax())
         return best, int(shared[best])
 
