@@ -33,6 +33,11 @@ WORKER_SETTINGS = {
     "DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED": "False",
     "DASK_DISTRIBUTED__ADMIN__TICK__LIMIT": "30s",
     "DASK_LOGGING__DISTRIBUTED": "warning",
+    # Dask's nanny sets a trim threshold of 64 KiB, with which torch maps and unmaps memory all the time:
+    # training took twice as long (docs/decisions/005)
+    "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    "MALLOC_TOP_PAD_": str(64 << 20),
     # progress bars of model loading have no place in logs
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TRANSFORMERS_VERBOSITY": "error",
