@@ -16,25 +16,24 @@ from storage.run_directory import STAGES, RunDirectory
 def summarise(directory: RunDirectory, config: RunConfig) -> dict[str, Any]:
     """Write summary.json and summary.png of a run whose iterations are all committed.
 
-    seconds_rl adds up the iterations, from the start of `rollout` to the end of `publish`; idle_fraction is
-    the share of that time in which a device computed nothing; orchestration_seconds_per_iteration is what is
-    left of an iteration after its stages: Prefect, Dask and manifests.
+    seconds_rl is the time from the first `rollout` to the last `publish`, evaluations included, without the
+    time between two attempts; idle_fraction is the share of it in which a device computed nothing;
+    orchestration_seconds_per_iteration is what no stage accounts for: Prefect, Dask and manifests.
     """
     iterations = [
         {stage: _manifest(directory, number, stage) for stage in STAGES}
         for number in range(config.train.iterations)
     ]
-    evaluations = {
-        version: manifest.data["reward_mean"]
-        for version in range(config.train.iterations + 1)
-        if (manifest := directory.read_manifest(version, "evaluate")) is not None
-    }
-    windows = [
-        (stages["rollout"].data["started_at"], stages["publish"].data["finished_at"]) for stages in iterations
-    ]
+    evaluations = {}
+    for version in range(config.train.iterations + 1):
+        if (manifest := directory.read_manifest(version, "evaluate")) is not None:
+            evaluations[version] = manifest.data["reward_mean"]
+            if version < config.train.iterations:
+                iterations[version]["evaluate"] = manifest
+    windows = iteration_windows(iterations)
     spans = read_spans(directory)
     seconds_rl = sum(end - start for start, end in windows)
-    tokens = sum(stages["rollout"].data["sampled_tokens"] for stages in iterations)
+    tokens = sum(m.data.get("sampled_tokens", 0) for stages in iterations for m in stages.values())
     summary = {
         "run_id": directory.run_id,
         "seed": config.seed,
@@ -63,17 +62,25 @@ def summarise(directory: RunDirectory, config: RunConfig) -> dict[str, Any]:
     return summary
 
 
+def iteration_windows(iterations: list[dict[str, Manifest]]) -> list[tuple[float, float]]:
+    """From the end of one iteration to the end of the next; the first of an attempt from its own start."""
+    windows: list[tuple[float, float]] = []
+    attempt = None
+    for stages in iterations:
+        first, last = stages["rollout"], stages["publish"]
+        start = windows[-1][1] if first.attempt == attempt else first.data["started_at"]
+        windows.append((start, last.data["finished_at"]))
+        attempt = last.attempt
+    return windows
+
+
 def orchestration_seconds(iterations: list[dict[str, Manifest]]) -> float:
     """Seconds in which no stage of an iteration worked, hand-over between iterations included."""
     total = 0.0
-    previous_end: float | None = None
-    for stages in iterations:
-        spans = sorted((m.data["started_at"], m.data["finished_at"]) for m in stages.values())
-        reached = spans[0][0] if previous_end is None else previous_end
-        for start, end in spans:
+    for (reached, _), stages in zip(iteration_windows(iterations), iterations, strict=True):
+        for start, end in sorted((m.data["started_at"], m.data["finished_at"]) for m in stages.values()):
             total += max(0.0, start - reached)
             reached = max(reached, end)
-        previous_end = reached
     return total
 
 

@@ -93,7 +93,7 @@ class AgentRunner:
                 del self._running[session_id]
         for claim in answer["sessions"]:
             self._running[claim["session_id"]] = asyncio.create_task(self._work(claim))
-        if room == 0:
+        if room == 0 and self._running:
             await asyncio.wait(self._running.values(), timeout=2.0, return_when=asyncio.FIRST_COMPLETED)
         # sessions end in bursts: one claim for several is cheaper than one each
         await asyncio.sleep(0.01)

@@ -36,10 +36,10 @@ class DataplaneClient:
     def report_stage(self, iteration: int, stage: str, **facts: Any) -> None:
         self._post(f"{self._run}/stage", {"iteration": iteration, "stage": stage, **facts})
 
-    def wait_for_batch(self, iteration: int, timeout_s: float, no_engine_s: float = 120.0) -> None:
+    def wait_for_batch(self, iteration: int, timeout_s: float, unmanned_s: float = 120.0) -> None:
         """Return when the batch is ready. Raises TimeoutError that says what it waited for, or RuntimeError
         if sessions do nothing but fail."""
-        self._wait(f"{self._run}/batches/{iteration}", "ready", f"batch {iteration}", timeout_s, no_engine_s)
+        self._wait(f"{self._run}/batches/{iteration}", "ready", f"batch {iteration}", timeout_s, unmanned_s)
 
     def seal_batch(self, iteration: int, attempt: int) -> dict[str, Any]:
         return self._post(f"{self._run}/batches/{iteration}/seal", {"attempt": attempt})
@@ -47,9 +47,9 @@ class DataplaneClient:
     def start_evaluation(self, version: int, num_tasks: int) -> None:
         self._post(f"{self._run}/evaluations/{version}", {"num_tasks": num_tasks})
 
-    def wait_for_evaluation(self, version: int, timeout_s: float, no_engine_s: float = 120.0) -> None:
+    def wait_for_evaluation(self, version: int, timeout_s: float, unmanned_s: float = 120.0) -> None:
         where = f"{self._run}/evaluations/{version}"
-        self._wait(where, "done", f"evaluation of version {version}", timeout_s, no_engine_s)
+        self._wait(where, "done", f"evaluation of version {version}", timeout_s, unmanned_s)
 
     def seal_evaluation(self, version: int, attempt: int) -> dict[str, Any]:
         return self._post(f"{self._run}/evaluations/{version}/seal", {"attempt": attempt})
@@ -63,8 +63,8 @@ class DataplaneClient:
     def release(self) -> None:
         self._post(f"{self._run}/release", {})
 
-    def _wait(self, path: str, flag: str, what: str, timeout_s: float, no_engine_s: float) -> None:
-        started = engine_seen = time.monotonic()
+    def _wait(self, path: str, flag: str, what: str, timeout_s: float, unmanned_s: float) -> None:
+        started = manned = time.monotonic()
         while True:
             answer = self._call("GET", path, params={"wait_s": 10})
             now = time.monotonic()
@@ -72,10 +72,10 @@ class DataplaneClient:
                 return
             if answer["failures_in_a_row"] >= MAX_FAILURES_IN_A_ROW:
                 raise RuntimeError(f"{what}: every session fails; {answer['waiting_for']}")
-            if answer["engines"]:
-                engine_seen = now
-            elif now - engine_seen > no_engine_s:
-                raise TimeoutError(f"{what}: no engine has been connected for {no_engine_s:.0f} s")
+            if answer["engines"] and answer["runners"]:
+                manned = now
+            elif now - manned > unmanned_s:
+                raise TimeoutError(f"{what}: nothing moved for {unmanned_s:.0f} s: {answer['waiting_for']}")
             if now - started > timeout_s:
                 raise TimeoutError(f"{what} was not ready after {timeout_s:.0f} s: {answer['waiting_for']}")
 

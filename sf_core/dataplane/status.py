@@ -15,6 +15,7 @@ def batch_status(run: Run, batch: int) -> dict[str, Any]:
     return asdict(readiness) | {
         "waiting_for": "; ".join(reasons + (_obstacles(run) if reasons else [])),
         "engines": num_engines(run),
+        "runners": len(run.runners),
         "failures_in_a_row": run.failures_in_a_row,
     }
 
@@ -28,6 +29,7 @@ def evaluation_status(run: Run, version: int, group: Group) -> dict[str, Any]:
         "num_tasks": group.size,
         "waiting_for": "; ".join(reasons),
         "engines": num_engines(run),
+        "runners": len(run.runners),
         "failures_in_a_row": run.failures_in_a_row,
     }
 
@@ -78,6 +80,8 @@ def num_engines(run: Run) -> int:
 def _obstacles(run: Run) -> list[str]:
     """What else keeps sessions from finishing."""
     obstacles = [] if num_engines(run) else ["no engine is connected"]
+    if not run.runners:
+        obstacles.append("no agent runner is connected")
     if run.router.paused:
         obstacles.append("the run is paused")
     if run.last_error:

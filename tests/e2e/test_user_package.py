@@ -56,3 +56,21 @@ def test_the_documented_agent_trains_a_users_own_model(cluster: Cluster) -> None
     cluster.finish(config, cluster.start(config))
     assert manifests(config)[1, "publish"]["data"]["version"] == 2
     LlamaForCausalLM.from_pretrained(f"{config.run_dir}/policy")
+
+
+def test_an_agent_that_always_fails_ends_the_run_with_its_own_error(cluster: Cluster) -> None:
+    (cluster.user_code / "broken_agent.py").write_text(
+        "def agent(task, endpoint):\n    raise RuntimeError('no such tool: hammer')\n"
+    )
+    config = cluster.config(
+        "broken-agent",
+        environment={
+            "tasks": "tests.e2e.echo_package:tasks",
+            "agent": "broken_agent:agent",
+            "reward": "tests.e2e.echo_package:reward",
+        },
+        evaluate={"every": 1000, "num_tasks": 200},
+    )
+    assert cluster.start(config).wait(90) != 0
+    assert "every session fails" in cluster.log(config)
+    assert "RuntimeError: no such tool: hammer" in cluster.log(config)
