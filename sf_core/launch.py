@@ -56,6 +56,8 @@ def launch(flow: str, config: RunConfig, console: Console) -> None:
             raise
     if flow == "train":
         _print_result(directory, console)
+    else:
+        _print_evaluation(directory, config.train.iterations, console)
 
 
 def _run(flow: str, config: RunConfig, stack: LocalStack, local: Path, console: Console) -> None:
@@ -134,6 +136,19 @@ def _print_result(directory: RunDirectory, console: Console) -> None:
         highlight=False,
         soft_wrap=True,
     )
+
+
+def _print_evaluation(directory: RunDirectory, newest: int, console: Console) -> None:
+    for version in range(newest, -1, -1):
+        if (manifest := directory.read_manifest(version, "evaluate")) is not None:
+            parts = manifest.data["by_environment"].items()
+            console.print(
+                f"held-out reward of version {version}: {manifest.data['reward_mean']:.3f} ("
+                + ", ".join(f"{name} {reward:.3f}" for name, reward in parts)
+                + f") over {manifest.data['sessions']} sessions",
+                highlight=False,
+            )
+            return
 
 
 def _updated(config: RunConfig, run_id: str | None = None, **sections: dict[str, object]) -> RunConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -39,10 +40,28 @@ def check_result(config: RunConfig) -> None:
         rows = pq.ParquetFile(directory.path(manifest.outputs[0].uri)).read()
         sessions_per_group = rows.group_by("group_id").aggregate([("session_id", "count_distinct")])
         assert set(sessions_per_group["session_id_count_distinct"].to_pylist()) == {config.rollout.group_size}
+        check_tokens(rows)
         # consumed lag never exceeds the bound (invariant 8)
         assert k - min(rows["min_version"].to_pylist()) <= config.rollout.lag_bound
     summary = json.loads(read_bytes(directory.path("summary.json")))
     assert summary["iterations"] == config.train.iterations
+
+
+def check_tokens(rows: pa.Table) -> None:
+    """Invariants 2 and 3 as stored: sampled tokens, and only they, are trained, each with its log-prob
+    and version; versions never decrease along a branch."""
+    for row in rows.select(
+        ["loss_mask", "logprobs", "policy_versions", "turns", "shared_prefix"]
+    ).to_pylist():
+        sampled = [version is not None for version in row["policy_versions"]]
+        assert sampled == [logprob is not None for logprob in row["logprobs"]]
+        start = row["shared_prefix"]
+        assert row["loss_mask"][start:] == sampled[start:]
+        assert not any(row["loss_mask"][:start])
+        spans = [turn for turn in row["turns"] if turn["role"] == "assistant"]
+        assert sum(turn["end"] - turn["start"] for turn in spans) == sum(sampled)
+        versions = [version for version in row["policy_versions"] if version is not None]
+        assert versions == sorted(versions)
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tests.e2e.conftest import ROOT, Cluster, manifests
+from tests.e2e.test_resume import check_result
 
 pytestmark = pytest.mark.slow
 
@@ -54,6 +55,7 @@ def test_the_documented_agent_trains_a_users_own_model(cluster: Cluster) -> None
         train={"iterations": 2},
     )
     cluster.finish(config, cluster.start(config))
+    check_result(config)
     assert manifests(config)[1, "publish"]["data"]["version"] == 2
     LlamaForCausalLM.from_pretrained(f"{config.run_dir}/policy")
 
