@@ -19,14 +19,6 @@ class FinishReason(StrEnum):
     """The engine was told to stop; the tokens so far are valid and generation may continue elsewhere."""
 
 
-class SessionStatus(StrEnum):
-    RUNNING = "running"
-    FINISHED = "finished"
-    """The agent returned and the session has its reward."""
-    FAILED = "failed"
-    """The agent or the reward raised; the session is retried, then excluded together with its group."""
-
-
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How tokens are drawn. Randomness is a counter: (seed, position in the turn) decides each draw, so a

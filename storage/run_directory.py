@@ -47,10 +47,6 @@ class RunDirectory:
     def journal_dir(self) -> str:
         return self.path("journal")
 
-    @property
-    def logs_dir(self) -> str:
-        return self.path("logs")
-
     def weights_dir(self, version: int) -> str:
         return self.path("weights", f"v{version:05d}")
 

@@ -31,7 +31,6 @@ class AgentRunner:
         key: str | None,
         run_id: str,
         runner_id: str,
-        attempt: int,
         tasks: Callable[[str, int], Task],
         agent: Callable[[Task, Endpoint], Any],
         reward: Callable[[Task, Any], Any],
@@ -39,7 +38,6 @@ class AgentRunner:
         seed: int,
     ) -> None:
         self._url, self._key, self._run_id, self._runner_id = url, key, run_id, runner_id
-        self._attempt = attempt
         self._tasks, self._agent, self._reward = tasks, agent, reward
         self._concurrency = concurrency
         # every seed starts elsewhere among the training tasks; the held-out ones are the same for all

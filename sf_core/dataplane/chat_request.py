@@ -166,10 +166,6 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     return tool_call(str(call.get("id")), function["name"], arguments)
 
 
-def canonical_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
 def _number(body: dict[str, Any], name: str, default: float, low: float, high: float) -> float:
     value = _get(body, name, (int, float), default)
     if not low <= value <= high:

@@ -90,7 +90,6 @@ def run_agents(spec: LeaseSpec) -> int:
         key=dataplane_key(),
         run_id=spec.run.run_id,
         runner_id=f"{spec.worker}:{spec.lease_id}",
-        attempt=spec.run.attempt,
         tasks=load_object(environment.tasks),
         agent=load_object(environment.agent),
         reward=load_object(environment.reward),
