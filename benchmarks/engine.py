@@ -1,7 +1,9 @@
 """The torch engine against transformers' `generate` on the same load: the samples of a GRPO batch.
 
-Prints one JSON line: tokens per second of wall time (best of the repeats, which alternate, after one warm-up)
-and the ratio; `ratio_cpu` compares CPU seconds instead, which a busy machine disturbs less.
+Two loads: samples that end at different lengths, as those of agents do (uniform from an eighth of the longest
+to the longest, the same for both sides), and samples that all have the longest length. Prints one JSON line:
+for each, tokens per second of wall time (best of the repeats, which alternate, after one warm-up) and the ratio;
+`ratio_cpu` compares CPU seconds instead, which a busy machine disturbs less.
 """
 
 from __future__ import annotations
@@ -11,12 +13,13 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM, Qwen3Config, StoppingCriteria, StoppingCriteriaList
 from transformers.utils import logging
 
 from sf_core.engines.torch_engine import TorchEngine
@@ -33,12 +36,21 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass
 class Load:
     prompts: int
     samples: int
     prompt_tokens: int
     max_tokens: int
+    varied: bool
+
+    @cached_property
+    def lengths(self) -> torch.Tensor:
+        """[prompts * samples], tokens to sample."""
+        shape = (self.prompts * self.samples,)
+        return torch.randint(
+            self.max_tokens // 8 if self.varied else self.max_tokens, self.max_tokens + 1, shape
+        )
 
     def ids(self) -> torch.Tensor:
         """[prompts, prompt_tokens]"""
@@ -46,7 +58,7 @@ class Load:
 
     @property
     def sampled(self) -> int:
-        return self.prompts * self.samples * self.max_tokens
+        return int(self.lengths.sum())
 
 
 def main(
@@ -61,15 +73,18 @@ def main(
 ) -> None:
     torch.set_num_threads(threads)
     logging.disable_progress_bar()
-    load = Load(prompts, samples, prompt_tokens, max_tokens)
+    torch.manual_seed(0)
+    loads = {
+        name: Load(prompts, samples, prompt_tokens, max_tokens, varied)
+        for name, varied in (("varied_lengths", True), ("equal_lengths", False))
+    }
     result: dict[str, Any] = {"threads": threads, "max_running": max_running}
     for name in size or SIZES:
-        result[name] = compare(name, load, max_running, repeats)
+        result[name] = {kind: compare(name, load, max_running, repeats) for kind, load in loads.items()}
     print(json.dumps(result))
 
 
 def compare(size: str, load: Load, max_running: int, repeats: int) -> dict[str, float]:
-    torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCAB_SIZE,
         num_key_value_heads=2,
@@ -110,10 +125,9 @@ def measure(run: Callable[[], None]) -> tuple[float, float]:
 
 
 def run_engine(engine: TorchEngine, ids: torch.Tensor, load: Load) -> None:
-    for i, prompt in enumerate(ids.tolist()):
-        for j in range(load.samples):
-            seed = i * load.samples + j
-            engine.submit(GenerationRequest(str(seed), prompt, 0, load.max_tokens, (), Sampling(seed=seed)))
+    prompts = ids.repeat_interleave(load.samples, 0).tolist()
+    for seed, (prompt, length) in enumerate(zip(prompts, load.lengths.tolist(), strict=True)):
+        engine.submit(GenerationRequest(str(seed), prompt, 0, length, (), Sampling(seed=seed)))
     sampled = 0
     while engine.num_requests:
         sampled += sum(len(chunk.token_ids) for chunk in engine.step())
@@ -124,9 +138,25 @@ def run_engine(engine: TorchEngine, ids: torch.Tensor, load: Load) -> None:
 def run_transformers(model: Any, ids: torch.Tensor, load: Load) -> None:
     batch = ids.repeat_interleave(load.samples, 0)
     output = model.generate(
-        batch, attention_mask=torch.ones_like(batch), do_sample=True, top_k=0, max_new_tokens=load.max_tokens
+        batch,
+        attention_mask=torch.ones_like(batch),
+        do_sample=True,
+        top_k=0,
+        max_new_tokens=load.max_tokens,
+        pad_token_id=0,
+        stopping_criteria=StoppingCriteriaList([LengthReached(load)]),
     )
     assert output.shape[1] == load.prompt_tokens + load.max_tokens
+
+
+class LengthReached(StoppingCriteria):
+    """Ends every sequence at its length, as an end-of-turn token would."""
+
+    def __init__(self, load: Load) -> None:
+        self._ends = load.prompt_tokens + load.lengths
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
+        return ids.shape[1] >= self._ends
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from sf_core.config import RunConfig, validate_config
 from sf_core.environments.quickstart import tasks
 from sf_core.local_stack import LocalStack, Services, local_stack, start_services
 from sf_core.policy import make_policy
-from sf_core.scheduling.timeline import read_spans
+from storage.metrics import read_metrics
 from storage.run_directory import RunDirectory
 
 SIZES = {"1m": {"hidden_size": 128, "num_layers": 4}, "10m": {"hidden_size": 384, "num_layers": 6}}
@@ -100,8 +100,8 @@ def run_ours(folder: Path, steps: int) -> dict[str, Any]:
     wall = after["time"] - before["time"]
     rollouts = [directory.read_manifest(number, "rollout") for number in range(WARMUP, steps)]
     tokens = sum(manifest.data["sampled_tokens"] for manifest in rollouts if manifest is not None)
-    spans = [s for s in read_spans(directory) if s.start >= before["time"] and s.kind == "busy"]
-    training = sum(span.end - span.start for span in spans if span.tag == "train")
+    metrics = [read_metrics(directory.metrics_file("train", number))[0] for number in range(WARMUP, steps)]
+    training = sum(step["cpu_seconds"] for step in metrics)
     cpu = {part: round(after[part] - before[part], 2) for part in after if part != "time"}
     devices = cpu.pop("devices")
     return {
@@ -109,7 +109,7 @@ def run_ours(folder: Path, steps: int) -> dict[str, Any]:
         "seconds_per_step": round(wall / (steps - WARMUP), 3),
         "tokens_per_step": round(tokens / (steps - WARMUP)),
         "steps": steps - WARMUP,
-        # both run in the trainer's worker; its train spans are one thread at full load
+        # both run in the trainer's worker
         "cpu_seconds": {"engine": round(devices - training, 2), "trainer": round(training, 2), **cpu},
         "max_lag": max(manifest.data["max_lag"] for manifest in rollouts if manifest is not None),
     }
@@ -127,7 +127,7 @@ def our_config(folder: Path, services: Services, steps: int) -> RunConfig:
                 "max_tokens": MAX_TOKENS,
                 "concurrency": PROMPTS * GROUP_SIZE,
             },
-            "train": {"iterations": steps},
+            "train": {"iterations": steps, "learning_rate": 1e-5},
             "evaluate": {"every": 1000, "num_tasks": 1},
             "engine": {"max_running": PROMPTS * GROUP_SIZE // 2, "context_length": 192},
             "cluster": {"scheduler": services.scheduler},

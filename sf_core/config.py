@@ -168,8 +168,9 @@ class WorkerConfig(Settings):
 
     tags: tuple[str, ...]
     """Capability tags."""
-    threads: int = Field(1, ge=1)
-    """CPU threads of the numerical libraries in this worker."""
+    threads: int | None = Field(None, ge=1)
+    """CPU threads of the numerical libraries in this worker; by default one per core, at most 8. Workers may
+    share cores: a thread that has nothing to do sleeps."""
 
 
 class ClusterConfig(Settings):

@@ -44,7 +44,7 @@ class Trainer:
 
     def step(self, batch: pa.Table) -> dict[str, float]:
         """Train on a batch of storage.batches; returns the metrics of the step."""
-        started = time.perf_counter()
+        started, cpu_started = time.perf_counter(), time.process_time()
         self._steps_before = self._optimizer_steps
         rows = read_rows(batch)
         random = np.random.default_rng((self._seed, self.version))
@@ -59,6 +59,7 @@ class Trainer:
             "grad_norm": float(np.mean(grad_norms)),
             "learning_rate": self._optimizer.param_groups[0]["lr"],
             "seconds": time.perf_counter() - started,
+            "cpu_seconds": time.process_time() - cpu_started,
         }
 
     def _optimise(self, rows: list[Row], per_token: dict[str, list[torch.Tensor]]) -> float:
