@@ -2,8 +2,8 @@
 
 Two loads: samples that end at different lengths, as those of agents do (uniform from an eighth of the longest
 to the longest, the same for both sides), and samples that all have the longest length. Prints one JSON line:
-for each, tokens per second of wall time (best of the repeats, which alternate, after one warm-up) and the ratio;
-`ratio_cpu` compares CPU seconds instead, which a busy machine disturbs less.
+for each, tokens per second of wall time (best of the repeats, which alternate, after one warm-up) and the
+ratio; `ratio_cpu` compares CPU seconds instead, which a busy machine disturbs less.
 """
 
 from __future__ import annotations
