@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -31,6 +32,8 @@ from sf_core.dataplane.specs import (
     EvaluationBody,
     FinishBody,
     FinishedBody,
+    PauseBody,
+    ResumeBody,
     RunSpec,
     SealBody,
     StageBody,
@@ -81,6 +84,7 @@ def make_app(key: str | None = None, journal_dir: str | None = None) -> Starlett
             _post(run + "/leases/{lease_id}/revoke", routes.revoke),
             _post(run + "/pause", routes.pause),
             _post(run + "/resume", routes.resume),
+            _post(run + "/engines/{engine_id:path}/drain", routes.drain),
             _post(run + "/release", routes.release),
             _post(run + "/stage", routes.stage),
             _get("/healthz", routes.health),
@@ -181,12 +185,23 @@ class Routes:
         return {"engines": await self._plane.revoke(self._run(request), request.path_params["lease_id"])}
 
     async def pause(self, request: Request) -> Answer:
-        self._run(request).router.set_paused(True)
-        return {}
+        body = parse_body(PauseBody, await read_body(request.receive))
+        started = time.monotonic()
+        num_engines = await self._run(request).router.pause(body.mode, body.engine)
+        return {"engines": num_engines, "seconds": time.monotonic() - started}
 
     async def resume(self, request: Request) -> Answer:
-        self._run(request).router.set_paused(False)
+        body = parse_body(ResumeBody, await read_body(request.receive))
+        self._run(request).router.resume(body.engine)
         return {}
+
+    async def drain(self, request: Request) -> Answer:
+        run = self._run(request)
+        link = run.router.find(request.path_params["engine_id"])
+        # should its connection break meanwhile, it is not taken back
+        run.revoked_leases.add(link.lease_id)
+        run.router.drain(link, "drained")
+        return {"running": len(link.in_flight)}
 
     async def release(self, request: Request) -> Answer:
         self._plane.release(self._run(request))
@@ -251,7 +266,8 @@ def _wait_s(request: Request) -> float:
 
 async def _refuse(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return Response(orjson.dumps(error.body()), error.status, media_type="application/json")
+    headers = None if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
+    return Response(orjson.dumps(error.body()), error.status, headers, media_type="application/json")
 
 
 async def _fail(request: Request, error: Exception) -> Response:
