@@ -155,7 +155,7 @@ def check_dispatch(cluster: Cluster, asked_before: dict[int, int]) -> None:
     for engine in cluster.engines:
         for request in engine.asked[asked_before.get(id(engine), 0) :]:
             generation, version = by_id[request.request_id], engine.link.version
-            assert version is not None and version >= max([0, *generation.versions])
+            assert version is not None and version >= generation.floor
             # whoever waits and came before could not have been given to this engine
             assert not [g for g in waiting if g.arrival < generation.arrival and g.floor <= version]  # type: ignore[operator]
 
