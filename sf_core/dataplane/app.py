@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import orjson
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -26,6 +27,8 @@ from sf_core.dataplane.dataplane import DataPlane
 from sf_core.dataplane.engines import serve_engine_link
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.gateway import ChatCompletions, model_list, read_body, send_body
+from sf_core.dataplane.metrics import Metrics
+from sf_core.dataplane.observed import Observed
 from sf_core.dataplane.run import Run
 from sf_core.dataplane.specs import (
     ClaimBody,
@@ -51,6 +54,7 @@ Answer = dict[str, Any]
 def make_app(key: str | None = None, journal_dir: str | None = None) -> Starlette:
     plane = DataPlane(journal_dir)
     routes = Routes(plane)
+    metrics = Metrics(plane.runs)
     chat = ChatCompletions(plane.find_session)
 
     @contextlib.asynccontextmanager
@@ -62,6 +66,9 @@ def make_app(key: str | None = None, journal_dir: str | None = None) -> Starlett
 
     async def engines(socket: WebSocket) -> None:
         await serve_engine_link(socket, plane.runs.get)
+
+    async def figures(request: Request) -> Response:
+        return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     run, session = "/runs/{run_id}", "/sessions/{session_id}"
     return Starlette(
@@ -88,9 +95,10 @@ def make_app(key: str | None = None, journal_dir: str | None = None) -> Starlett
             _post(run + "/release", routes.release),
             _post(run + "/stage", routes.stage),
             _get("/healthz", routes.health),
+            Route("/metrics", figures),
             WebSocketRoute("/engines", engines),
         ],
-        middleware=[Middleware(KeyCheck, key=key)],
+        middleware=[Middleware(Observed, metrics=metrics), Middleware(KeyCheck, key=key)],
         exception_handlers={ApiError: _refuse, HTTPException: _refuse_route, Exception: _fail},
         lifespan=lifespan,
     )
