@@ -37,6 +37,8 @@ class RecordingEngine(ScriptedEngine):
         self.asked = asked
 
     killed = False
+    steps_left: int | None = None
+    """It samples in so many steps more, then holds; None: it never holds."""
 
     def submit(self, request: GenerationRequest) -> None:
         self.asked.append(request)
@@ -46,6 +48,10 @@ class RecordingEngine(ScriptedEngine):
         if self.killed:
             raise EngineKilledError
         time.sleep(0.0005)  # a real engine gives the machine away too
+        if self.steps_left == 0:
+            return []
+        if self.steps_left is not None:
+            self.steps_left -= 1
         return super().step()
 
 
