@@ -116,6 +116,7 @@ class _EngineClient:
                 max_queue=None,
                 ping_interval=HEARTBEAT_S,
                 ping_timeout=HEARTBEAT_S,
+                open_timeout=HEARTBEAT_S,
                 close_timeout=1.0,
             )
         except (OSError, InvalidMessage) as error:

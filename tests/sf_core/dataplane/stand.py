@@ -17,7 +17,7 @@ import httpx
 import uvicorn
 
 from sf_core.dataplane.app import make_app
-from sf_core.dataplane.engine_client import serve_engine
+from sf_core.dataplane.engine_client import HEARTBEAT_S, serve_engine
 from sf_core.dataplane.rendering import Renderer
 from sf_core.engines.scripted import ScriptedEngine
 from sf_core.types import Chunk, GenerationRequest, WeightsRef
@@ -155,10 +155,16 @@ class Server:
 
 
 @contextlib.contextmanager
-def running_app(**options: Any) -> Iterator[str]:
+def running_app(heartbeat_s: float = HEARTBEAT_S, **options: Any) -> Iterator[str]:
     """Serve the app from a thread; yields its URL."""
     config = uvicorn.Config(
-        make_app(**options), port=0, log_level="warning", ws="websockets-sansio", timeout_graceful_shutdown=1
+        make_app(**options),
+        port=0,
+        log_level="warning",
+        ws="websockets-sansio",
+        ws_ping_interval=heartbeat_s,
+        ws_ping_timeout=heartbeat_s,
+        timeout_graceful_shutdown=1,
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
