@@ -222,6 +222,23 @@ async def test_a_frozen_engine_keeps_its_requests_and_an_evacuated_one_gives_the
 
 
 @in_loop
+async def test_weights_are_swapped_under_a_frozen_engine_without_an_interruption() -> None:
+    cluster = Cluster()
+    engine = await cluster.serving(scripted(lambda prompt, seed: [7] * 99))
+    generation = cluster.ask([5], 9, stream=True)
+    await cluster.dispatched()
+    for _ in range(4):
+        engine.act()
+    changes = asyncio.gather(cluster.router.pause("freeze"), cluster.router.update(WeightsRef(1, "w1")))
+    await cluster.dispatched()
+    engine.act()
+    assert await changes == [1, {"e0": 1}]
+    cluster.router.resume()
+    await cluster.run()
+    assert (generation.versions.tolist(), generation.interruptions) == ([0] * 4 + [1] * 5, 0)
+
+
+@in_loop
 async def test_requests_of_a_paused_engine_continue_on_another() -> None:
     cluster = Cluster()
     first = await cluster.serving(scripted(script))
