@@ -106,7 +106,7 @@ class Server:
         assert response.status_code == 200, response.text
         return dict(response.json())
 
-    def connect(self, script: Script, lease: str = "r0", **hello: Any) -> None:
+    def connect(self, script: Script, lease: str = "r0", *, tokens_per_step: int = 1, **hello: Any) -> None:
         """Start an engine; returns when it serves."""
         greeting: dict[str, Any] = {
             "run_id": "run",
@@ -119,7 +119,9 @@ class Server:
         } | hello
 
         def make(weights: WeightsRef) -> ScriptedEngine:
-            self.engines[lease] = RecordingEngine(script, self.asked, version=weights.version)
+            self.engines[lease] = RecordingEngine(
+                script, self.asked, version=weights.version, tokens_per_step=tokens_per_step
+            )
             return self.engines[lease]
 
         def serve() -> None:

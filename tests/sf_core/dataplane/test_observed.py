@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import httpx
+import orjson
 import pytest
 from opentelemetry import trace
 from opentelemetry.trace import NonRecordingSpan
@@ -156,6 +158,22 @@ def test_a_client_that_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch
             await KeptAlive(full)({"type": "http.response.body", "body": b"x", "more_body": True})
 
     asyncio.run(scenario())
+
+
+def test_a_turn_whose_reader_is_given_up_is_sampled_no_further(
+    server: Server, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keepalive, "SLOW_READER_S", 0.1)
+    server.register(context_length=100_000)
+    server.connect(lambda prompt, seed: renderer.encode("fox " * 30_000).tolist(), tokens_per_step=500)
+    body = orjson.dumps({"model": "policy", "messages": HI, "stream": True, "logprobs": True})
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.socket() as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        deaf.connect((server.http.base_url.host, server.http.base_url.port))
+        deaf.sendall(head.encode() + body)
+        server.wait_for(lambda: server.get("/runs/run")["counters"].get("abandoned_turns") == 1)
+    assert server.engines["r0"].num_requests == 0
 
 
 def test_no_comment_comes_behind_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
