@@ -34,6 +34,7 @@ class TurnService:
 
     def __init__(self, run: Run, session: Session, request: ChatRequest) -> None:
         self._run, self._session, self._request = run, session, request
+        run.router.check_room()
         try:
             self._prompt = session.open_prompt(request.messages, request.tools, run.renderer)
         except jinja2.TemplateError as error:
@@ -68,6 +69,9 @@ class TurnService:
             stream=request.stream or bool(request.stop),
             floor=max(self._prompt.version, session.floor),
         )
+        self._generation.session_id = session.session_id
+        if (parent := self._prompt.parent) is not None:
+            self._generation.comes_after(parent.engine.split(",")[-1], self._prompt.version, parent.end)
         claim = session.claim
         if claim is not None:
             self._generation.on_start = lambda version: run.manager.note_started(claim, version)
