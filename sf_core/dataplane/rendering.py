@@ -7,6 +7,7 @@ Uses tokenizers and jinja2 directly, because transformers imports torch: 3 s and
 from __future__ import annotations
 
 import json
+from collections import Counter
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -103,6 +104,23 @@ class Renderer:
         if not stops:
             raise ValueError(f"{folder}: the tokenizer names no eos_token, so no turn could end")
         return stops
+
+
+def shows(text: str, answer: Message) -> bool:
+    """Whether the rendering of an answer holds, in whatever spelling, all that the answer says. A template
+    that drops something, such as old reasoning, has rewritten it."""
+    said = Counter[str](answer["content"])
+    said.update(answer.get("reasoning_content") or "")
+    values = [call["function"] for call in answer.get("tool_calls", ())]
+    while values:
+        value = values.pop()
+        if isinstance(value, dict):
+            values += value.values()
+        elif isinstance(value, list):
+            values += value
+        else:
+            said.update(value if isinstance(value, str) else json.dumps(value))
+    return all(character.isspace() for character in said - Counter(text))
 
 
 class TextStream:

@@ -20,7 +20,7 @@ from sf_core.dataplane.conversations import Conversation, Conversations
 from sf_core.dataplane.generation import Generation
 from sf_core.dataplane.groups import Claim
 from sf_core.dataplane.messages import Message, extend_chain
-from sf_core.dataplane.rendering import Renderer
+from sf_core.dataplane.rendering import Renderer, shows
 from sf_core.dataplane.toolcalls import Tool
 from sf_core.dataplane.tree import (
     NO_TEXT,
@@ -84,13 +84,13 @@ class Session:
         prompt = self._prompts.get((keys[-1], forced))
         if prompt is None:
             matched = self._longest_match(keys)
+            num_matched = matched.prompt.num_messages + 1 if matched else 0
+            if matched:
+                conversation.record_answer(num_matched - 1, matched.message)
             encoded = self._encode(conversation, matched, tools, renderer)
             if forced:
                 encoded = encoded._replace(ids=np.concatenate([encoded.ids, renderer.encode(forced)]))
-            num_matched = matched.prompt.num_messages + 1 if matched else 0
             added = conversation.messages[num_matched:]
-            if matched and conversation.messages[num_matched - 1] == matched.message:
-                conversation.messages[num_matched - 1] = matched.message  # held once, not twice
             reason = self._branch_reason(keys, added, matched, encoded.place)
             prompt = self._add(encoded, matched, added, len(messages), keys[-1], reason)
             self._prompts[keys[-1], forced] = prompt
@@ -177,17 +177,16 @@ class Session:
     def _encode(
         self, conversation: Conversation, matched: Turn | None, tools: list[Tool], renderer: Renderer
     ) -> _Encoded:
-        messages = conversation.messages
         if matched is not None:
             rest = _render_addition(conversation, matched, tools, renderer)
             if rest is not None and (extension := _extend(matched, rest, renderer)):
                 return extension
-        text = renderer.render(messages, tools)
+        text = renderer.render(conversation.recorded(), tools)
         if matched is None:
             return _encode_behind(Place(None, 0), NO_TEXT, text, renderer)
         rest = matched.prompt.text.rest_of(text)
         if rest is None:
-            renderer.note_rewrite(messages[matched.prompt.num_messages + 1 :])
+            renderer.note_rewrite(conversation.messages[matched.prompt.num_messages + 1 :])
         elif extension := _extend(matched, rest, renderer):
             return extension
         place, mark = _last_common_seam(matched, text)
@@ -250,21 +249,22 @@ def _render_addition(
         return None
     if conversation.opening_text is None:
         conversation.opening_text = renderer.render(beginning, tools)
-    return renderer.render_addition(
-        beginning, conversation.opening_text, conversation.messages[before:], tools
-    )
+    return renderer.render_addition(beginning, conversation.opening_text, [matched.message, *added], tools)
 
 
 def _extend(turn: Turn, rest: str, renderer: Renderer) -> _Encoded | None:
-    """A request whose rendering shows `rest` behind the turn's prompt; None if the end of the turn cannot be
-    found in it."""
+    """A request whose rendering shows `rest` behind the turn's prompt; None if that does not begin with all
+    the turn said and with its end."""
     if any(stop in str(turn.message) for stop in renderer.stop_texts.values()):
         # the answer spells an end-of-turn token in ordinary ones: the cut would fall inside it
         return None
     suffix = renderer.suffix_after_turn(rest, int(turn.ids[-1]) if len(turn.ids) else None)
     if suffix is None:
         return None
-    mark = turn.prompt.text.extended(rest[: len(rest) - len(suffix)])
+    shown = rest[: len(rest) - len(suffix)]
+    if not shows(shown, turn.message):
+        return None
+    mark = turn.prompt.text.extended(shown)
     return _encode_behind(Place(turn, turn.end), mark, suffix, renderer)
 
 
