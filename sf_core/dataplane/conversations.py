@@ -6,6 +6,8 @@ which is many times cheaper than hashing them, and hashed from the first new one
 
 from __future__ import annotations
 
+import re
+
 import orjson
 
 from sf_core.dataplane.messages import Message, chain_keys, extend_chain
@@ -18,21 +20,22 @@ NUM_KEPT = 16
 class Conversation:
     """One request's messages and the keys of their chain: the tools', then one per message."""
 
-    __slots__ = ("_answers", "_with_calls", "keys", "messages", "opening_text")
+    __slots__ = ("_answers", "_numbers", "keys", "messages", "opening_text")
 
     def __init__(self, tools_key: bytes) -> None:
         self.messages: list[Message] = []
         self.keys = [tools_key]
         self.opening_text: str | None = None
         """Rendering of the messages up to the first of a user, once somebody needed it."""
-        self._with_calls: list[int] = []
+        self._numbers: dict[int, bytes] = {}
+        """The calls of messages whose arguments hold numbers: to Python 1, 1.0 and True are equal."""
         self._answers: dict[int, Message] = {}
         """Recorded answers that the agent sends back otherwise, such as without their reasoning."""
 
     def extend(self, messages: list[Message]) -> None:
         for message in messages:
-            if "tool_calls" in message:
-                self._with_calls.append(len(self.messages))
+            if "tool_calls" in message and _has_number(calls := _calls(message)):
+                self._numbers[len(self.messages)] = calls
             self.messages.append(message)
             self.keys.append(extend_chain(self.keys[-1], message))
 
@@ -40,7 +43,7 @@ class Conversation:
         copy = Conversation(self.keys[0])
         copy.messages = self.messages[:num_messages]
         copy.keys = self.keys[: num_messages + 1]
-        copy._with_calls = [i for i in self._with_calls if i < num_messages]
+        copy._numbers = {i: calls for i, calls in self._numbers.items() if i < num_messages}
         copy._answers = {i: answer for i, answer in self._answers.items() if i < num_messages}
         return copy
 
@@ -57,12 +60,14 @@ class Conversation:
 
     def num_shared(self, messages: list[Message]) -> int:
         """How many messages the two have in common from the start."""
-        num = min(len(self.messages), len(messages))
-        if self.messages[:num] != messages[:num]:
-            num = next(i for i in range(num) if self.messages[i] != messages[i])
-        for i in self._with_calls:
-            # to Python 1, 1.0 and True are equal; a model sees them differ
-            if i < num and _calls(self.messages[i]) != _calls(messages[i]):
+        num = len(self.messages)
+        if self.messages != messages[:num]:
+            pairs = zip(self.messages, messages, strict=False)
+            num = next((i for i, (mine, other) in enumerate(pairs) if mine != other), min(num, len(messages)))
+        for i, calls in self._numbers.items():
+            if i >= num:
+                break
+            if messages[i] is not self.messages[i] and _calls(messages[i]) != calls:
                 return i
         return num
 
@@ -92,3 +97,11 @@ class Conversations:
 
 def _calls(message: Message) -> bytes:
     return orjson.dumps(message["tool_calls"], option=orjson.OPT_SORT_KEYS)
+
+
+_NUMBER = re.compile(rb"[:,\[](?:[-0-9]|true|false)")
+
+
+def _has_number(calls: bytes) -> bool:
+    """True as well for some strings, which costs time only."""
+    return _NUMBER.search(calls) is not None

@@ -28,10 +28,10 @@ from sf_core.dataplane.tree import (
     Place,
     Prompt,
     Seam,
+    Tapes,
     TextMark,
     TokenTree,
     Turn,
-    full_ids,
     line,
     place_at,
 )
@@ -65,6 +65,7 @@ class Session:
     running: set[Generation] = field(default_factory=set)
     branch_reasons: Counter[str] = field(default_factory=Counter)
     _tree: TokenTree = field(default_factory=TokenTree)
+    _tapes: Tapes = field(default_factory=Tapes)
     _conversations: Conversations = field(default_factory=Conversations)
     _prompts: dict[tuple[bytes, str], Prompt] = field(default_factory=dict)
     """By chain and forced text."""
@@ -165,6 +166,7 @@ class Session:
             encoded.text,
             encoded.seam,
             reason,
+            self._tapes,
         )
         self._tree.add(prompt)
         return prompt
@@ -223,7 +225,7 @@ class Session:
         for turn in islice(reversed(self.turns), NUM_TIPS):
             # the turn's own ids first: they tell most lines apart at no cost
             ends_alike = turn.end <= len(ids) and np.array_equal(turn.ids, ids[turn.start : turn.end])
-            if ends_alike and np.array_equal(full_ids(turn), ids[: turn.end]):
+            if ends_alike and np.array_equal(self._tapes.read(turn), ids[: turn.end]):
                 return turn
         return None
 

@@ -7,6 +7,7 @@ lines may be thousands of turns long.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -19,6 +20,9 @@ from sf_core.dataplane.messages import Message
 from sf_core.types import FinishReason, Sampling
 
 Ids = npt.NDArray[np.int32]
+
+NUM_TAPES = 8
+"""Lines of a session that may go on in turns without being put together anew."""
 
 
 class TextMark(NamedTuple):
@@ -75,6 +79,7 @@ class Prompt:
     seam: Seam | None
     branch_reason: str | None
     """Why it is no extension of the session's tokens so far; None if it is, and for the first."""
+    tapes: Tapes
     num_samples: int = 0
     """Turns begun from it."""
 
@@ -91,7 +96,7 @@ class Prompt:
         return 0
 
     def full_ids(self) -> list[int]:
-        return full_ids(self).tolist()
+        return self.tapes.read(self).tolist()
 
 
 @dataclass(slots=True, eq=False)
@@ -144,9 +149,27 @@ def line(node: Node | None, end: int) -> Iterator[tuple[Node, int]]:
         node = node.parent
 
 
-def full_ids(node: Node) -> Ids:
-    parts = [part.ids[: end - part.start] for part, end in line(node, node.end)]
-    return np.concatenate(parts[::-1])
+class Tapes:
+    """The latest lines laid out flat: a prompt that extends one costs a copy, not a walk over its turns."""
+
+    def __init__(self) -> None:
+        self._tapes: list[tuple[Node, array[int]]] = []
+        """Each with the node it ends with; the latest last."""
+
+    def read(self, node: Node) -> Ids:
+        """All ids up to the end of a node, int32."""
+        parts: list[Ids] = []
+        tape: array[int] = array("i")
+        for part, end in line(node, node.end):
+            kept = next((i for i, (tip, _) in enumerate(self._tapes) if tip is part), None)
+            if kept is not None and end == part.end:
+                tape = self._tapes.pop(kept)[1]
+                break
+            parts.append(part.ids[: end - part.start])
+        for ids in reversed(parts):
+            tape.frombytes(ids.tobytes())
+        self._tapes = [*self._tapes[-NUM_TAPES + 1 :], (node, tape)]
+        return np.array(tape, dtype=np.int32)
 
 
 @dataclass(slots=True)

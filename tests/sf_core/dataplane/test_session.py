@@ -16,7 +16,7 @@ from sf_core.dataplane.messages import Message, assistant_message
 from sf_core.dataplane.rendering import Renderer
 from sf_core.dataplane.session import Prompt, Session, Turn, turn_seed
 from sf_core.dataplane.toolcalls import ToolCall
-from sf_core.dataplane.tree import NO_TEXT
+from sf_core.dataplane.tree import NO_TEXT, Tapes
 from sf_core.engines.scripted import scripted_logprob
 from sf_core.types import Chunk, FinishReason, Sampling
 from storage.schema import NOT_SAMPLED, Trajectory
@@ -174,7 +174,7 @@ def test_five_thousand_turns_are_no_problem(renderer: Renderer) -> None:
         # the requests would be long: it is the tree that is tested here
         start = parent.end if parent else 0
         ids = renderer.encode("x")
-        prompt = Prompt(parent, start, ids, parent, [user("x")], 2 * i + 1, b"", i, NO_TEXT, None, None)
+        prompt = Prompt(parent, start, ids, parent, [user("x")], 2 * i + 1, b"", i, NO_TEXT, None, None, Tapes())
         turn = Turn(
             prompt,
             np.array(ids, np.int32),
