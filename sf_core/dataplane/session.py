@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 
@@ -104,6 +105,13 @@ class Session:
     """On the run's serving clock."""
     floor: int = 0
     """Oldest policy version that may answer it."""
+    task_id: str = ""
+    metadata: dict[str, Any] = field(default_factory=dict)
+    """Whatever its maker wrote."""
+    reward: float | None = None
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    responses: dict[str, Any] = field(default_factory=dict)
+    """What the Responses dialect keeps for later requests to refer to."""
     started_at: float = field(default_factory=time.time)
     turns: list[Turn] = field(default_factory=list)
     running: set[Generation] = field(default_factory=set)
@@ -114,13 +122,46 @@ class Session:
     _openings: set[bytes] = field(default_factory=set)
     """Identities of tools, and of tools and first message, seen so far."""
 
-    def open_prompt(self, messages: list[Message], tools: list[Tool], renderer: Renderer) -> Prompt:
-        """The prompt this request stands for, new or asked before. Raises jinja2.TemplateError."""
+    @property
+    def prompts(self) -> list[Prompt]:
+        """In the order in which they were first asked."""
+        return list(self._prompts.values())
+
+    def open_prompt(
+        self, messages: list[Message], tools: list[Tool], renderer: Renderer, forced: str = ""
+    ) -> Prompt:
+        """The prompt this request stands for, new or asked before. `forced`: how the answer begins; it is
+        part of the prompt's ids, not of its text. Raises jinja2.TemplateError."""
         keys = chain_keys(tools, messages)
-        prompt = self._prompts.get(keys[-1])
+        prompt = self._prompts.get(_asked_key(keys[-1], forced))
         if prompt is None:
-            prompt = self._add_prompt(keys, messages, renderer.render(messages, tools), renderer)
+            text = renderer.render(messages, tools)
+            prompt = self._add_prompt(keys, messages, text, renderer, forced)
             self._openings.update(keys[:2])
+        return self._ask(prompt)
+
+    def open_ids(self, ids: list[int]) -> Prompt:
+        """The prompt that these ids are; it extends the longest recorded turn they begin with."""
+        key = blake2b(np.array(ids, dtype=np.int32).tobytes(), digest_size=16, person=b"ids").digest()
+        prompt = self._prompts.get(key)
+        if prompt is None:
+            parent = self._longest_prefix(ids)
+            start = parent.end if parent else 0
+            reason = None if parent is not None or not self._prompts else "new_conversation"
+            if parent is not None and parent.has_continuation:
+                reason = "forked"
+            own = np.array(ids[start:], dtype=np.int32)
+            prompt = Prompt(parent, own, [], 0, key, len(self._prompts), start, 0, hash(""), reason)
+            self._prompts[key] = prompt
+        return self._ask(prompt)
+
+    def _longest_prefix(self, ids: list[int]) -> Turn | None:
+        for turn in sorted(self.turns, key=lambda turn: turn.end, reverse=True):
+            if turn.end <= len(ids) and turn.prompt.full_ids() + turn.ids.tolist() == ids[: turn.end]:
+                return turn
+        return None
+
+    def _ask(self, prompt: Prompt) -> Prompt:
         if prompt.num_samples:
             self.branch_reasons["asked_again"] += 1
         elif prompt.branch_reason is not None:
@@ -150,18 +191,18 @@ class Session:
             prompt.parent.has_continuation = True
 
     def _add_prompt(
-        self, keys: list[bytes], messages: list[Message], text: str, renderer: Renderer
+        self, keys: list[bytes], messages: list[Message], text: str, renderer: Renderer, forced: str
     ) -> Prompt:
         matched, num_matched = self._longest_match(keys)
         parent: Turn | None = None
         ids: Ids | None = None
         for turn in matched.lineage() if matched else ():
-            ids = _suffix_ids(turn, text, renderer)
+            ids = _suffix_ids(turn, text, renderer, forced)
             if ids is not None:
                 parent = turn
                 break
         if parent is None:
-            ids = renderer.encode(text)
+            ids = renderer.encode(text + forced)
         assert ids is not None
         reason = self._branch_reason(keys, messages[num_matched:], matched, parent)
         prompt = Prompt(
@@ -176,7 +217,7 @@ class Session:
             hash(text),
             reason,
         )
-        self._prompts[prompt.chain] = prompt
+        self._prompts[_asked_key(prompt.chain, forced)] = prompt
         return prompt
 
     def _longest_match(self, keys: list[bytes]) -> tuple[Turn | None, int]:
@@ -202,7 +243,11 @@ class Session:
         return "new_conversation" if keys[1] in self._openings else "other_system"
 
 
-def _suffix_ids(turn: Turn, text: str, renderer: Renderer) -> Ids | None:
+def _asked_key(chain: bytes, forced: str) -> bytes:
+    return chain + forced.encode()
+
+
+def _suffix_ids(turn: Turn, text: str, renderer: Renderer, forced: str) -> Ids | None:
     """Ids of what a rendering adds to a recorded turn; None if it is no extension of its prompt."""
     prompt = turn.prompt
     if hash(text[: prompt.text_length]) != prompt.text_hash:
@@ -212,7 +257,7 @@ def _suffix_ids(turn: Turn, text: str, renderer: Renderer) -> Ids | None:
         return None
     last_id = int(turn.ids[-1]) if len(turn.ids) else None
     suffix = renderer.suffix_after_turn(text[prompt.text_length :], last_id)
-    return None if suffix is None else renderer.encode(suffix)
+    return None if suffix is None else renderer.encode(suffix + forced)
 
 
 def turn_seed(run_seed: int, place: tuple[str | int, ...], prompt_index: int, sample: int) -> int:

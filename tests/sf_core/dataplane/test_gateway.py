@@ -163,7 +163,10 @@ def test_models_are_listed(server: Server, renderer: Renderer) -> None:
 
 
 BAD_REQUESTS: list[tuple[dict[str, Any], int, str]] = [
-    ({"n": 2}, 400, "n must be 1"),
+    ({"n": 0}, 400, "n must be at least 1"),
+    ({"n": 1000}, 400, "n must be at most 128"),
+    ({"top_logprobs": 2}, 400, "top_logprobs must be 0"),
+    ({"tool_choice": "maybe"}, 400, "tool_choice must be"),
     ({"model": "gpt"}, 404, "The model 'gpt' does not exist"),
     ({"messages": []}, 400, "at least one message"),
     ({"messages": [{"role": "bard", "content": "hi"}]}, 400, "messages[0].role must be one of"),
@@ -175,7 +178,12 @@ BAD_REQUESTS: list[tuple[dict[str, Any], int, str]] = [
     ({"stop": [""]}, 400, "stop must be"),
     ({"stream": "yes"}, 400, "stream must be true or false, got a string"),
     ({"tools": [{"type": "function"}]}, 400, "tools[0] must be a function with a name"),
-    ({"tool_choice": "required", "tools": [CALC]}, 400, "a call cannot be forced"),
+    ({"tool_choice": "required"}, 400, "there are no tools"),
+    (
+        {"tool_choice": {"type": "function", "function": {"name": "rm"}}, "tools": [CALC]},
+        400,
+        "names the unknown tool 'rm'",
+    ),
     ({"response_format": {"type": "json_object"}}, 400, "response_format must be text"),
     ({"messages": [{"role": "user", "content": "a" * 9_000_000}]}, 413, "over the limit"),
 ]
