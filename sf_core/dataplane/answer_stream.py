@@ -18,7 +18,8 @@ class AnswerStream:
     def __init__(self, splitter: CallSplitter | None, reasoning: ReasoningSplitter | None = None) -> None:
         self._splitter, self._reasoning = splitter, reasoning
         self._blank = ""
-        """White space before any content: content only if more follows."""
+        """White space before content or behind a call: content only if more follows."""
+        self._follows_call = False
         self.content = ""
         self.reasoning = ""
         self.calls: list[ToolCall] = []
@@ -40,11 +41,14 @@ class AnswerStream:
             parts += self._think(thought) + self._push_rest(rest)
         for part in self._splitter.finish() if self._splitter else ():
             parts += self._take(part)
-        thought_only = self._reasoning is not None and self._reasoning.found
-        if self._blank and not self.calls and not thought_only:
+        if self._blank and not self.calls and not self._has_reasoning:
             self.content = self._blank
             parts.append(self._blank)
         return parts
+
+    @property
+    def _has_reasoning(self) -> bool:
+        return self._reasoning is not None and self._reasoning.found
 
     def _think(self, text: str) -> AnswerParts:
         self.reasoning += text
@@ -58,13 +62,15 @@ class AnswerStream:
     def _take(self, part: str | ToolCall) -> AnswerParts:
         if isinstance(part, ToolCall):
             self.calls.append(part)
+            self._follows_call = True
             return [part]
-        if not self.content:
+        if not self.content or self._follows_call:
             part, self._blank = self._blank + part, ""
             if not part.strip():
                 self._blank = part
                 return []
-            if self._reasoning is not None and self._reasoning.found:
+            self._follows_call = False
+            if not self.content and self._has_reasoning:
                 part = part.lstrip()
         self.content += part
         return [part] if part else []

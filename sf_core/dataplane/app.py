@@ -23,7 +23,7 @@ from sf_core.dataplane.dataplane import DataPlane
 from sf_core.dataplane.dialects.registry import DIALECTS, dialect_of
 from sf_core.dataplane.engines import serve_engine_link
 from sf_core.dataplane.errors import ApiError
-from sf_core.dataplane.gateway import Turns, read_body
+from sf_core.dataplane.gateway import TokenCount, Turns, read_body
 from sf_core.dataplane.keys import KeyCheck
 from sf_core.dataplane.run import Run
 from sf_core.dataplane.session import Session
@@ -233,7 +233,12 @@ def _agents_routes(plane: DataPlane, routes: Routes, prefix: str) -> list[Route]
         Route(prefix + path, Turns(dialect, plane.find_session), methods=["POST"])
         for path, dialect in DIALECTS.items()
     ]
-    return [*turns, _get(prefix + "/v1/models", routes.models)]
+    count = TokenCount(DIALECTS["/v1/messages"], plane.find_session)
+    return [
+        *turns,
+        Route(prefix + "/v1/messages/count_tokens", count, methods=["POST"]),
+        _get(prefix + "/v1/models", routes.models),
+    ]
 
 
 def _get(path: str, answer: Callable[[Request], Awaitable[Answer]]) -> Route:

@@ -44,6 +44,7 @@ class Renderer:
             raise ValueError(f"{model_dir}: unknown tool_format {self.tool_format!r}; known: {[*FORMATS]}")
         self.thinks = "</think>" in template
         """Answers may begin with reasoning between think tags."""
+        self.vocab_size = self._tokenizer.get_vocab_size()
         self._template = _compile(template)
         self._special = {name: _text(config[name]) for name in _SPECIAL if config.get(name)}
         self.stop_texts = self._read_stops(folder)

@@ -212,12 +212,18 @@ class TurnService:
 
 def _open_prompt(run: Run, session: Session, request: TurnRequest, forced: str) -> Prompt:
     if request.text_or_ids is not None:
-        given = request.text_or_ids
-        return session.open_ids(run.renderer.encode(given).tolist() if isinstance(given, str) else given)
+        return session.open_ids(_given_ids(run.renderer, request.text_or_ids))
     try:
         return session.open_prompt(request.messages, request.tools, run.renderer, forced)
     except jinja2.TemplateError as error:
         raise ApiError(400, f"The chat template refuses these messages: {error}", param="messages") from None
+
+
+def _given_ids(renderer: Renderer, given: str | list[int]) -> list[int]:
+    ids = renderer.encode(given).tolist() if isinstance(given, str) else given
+    if not 0 <= min(ids) <= max(ids) < renderer.vocab_size:
+        raise ApiError(400, f"Token ids must be from 0 to {renderer.vocab_size - 1}.", param="prompt")
+    return ids
 
 
 _AFTER_THINKING = f"\n{THINK_END}\n\n"

@@ -30,6 +30,8 @@ def test_white_space_around_calls_is_no_content() -> None:
     call = f"{CALL_START}add 1{CALL_END}"
     assert answer(f"\n{call}\n{call}\n").content == ""
     assert answer(f"First.\n{call}").content == "First.\n"
+    assert answer(f"First.{call}\n{call}\n").content == "First."
+    assert answer(f"First.{call}\nThen.").content == "First.\nThen."
     assert answer(" \n").content == " \n"
 
 

@@ -14,7 +14,7 @@ from openai import OpenAI
 
 from sf_core.dataplane.rendering import Renderer
 from sf_core.engines.scripted import scripted_logprob
-from tests.sf_core.dataplane.stand import CALC, Server, running_app, say, tool_call_text
+from tests.sf_core.dataplane.stand import CALC, Server, answering, running_app, say, tool_call_text
 
 HI: Any = [{"role": "user", "content": "hi"}]
 
@@ -37,12 +37,6 @@ def stream(server: Server, session_id: str | None = None, messages: Any = HI, **
 
 def text_of(chunks: list[Any]) -> str:
     return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-
-
-def answering(renderer: Renderer, *texts: str) -> Any:
-    """A script that gives these answers in turn, the last one for ever."""
-    answers = [say(renderer, text) for text in texts]
-    return lambda prompt, seed: answers.pop(0) if len(answers) > 1 else answers[0]
 
 
 def test_an_answer_has_text_finish_reason_and_usage(server: Server, renderer: Renderer) -> None:
