@@ -1,13 +1,12 @@
 """The routes of the data plane: for agents, agent runners, flows and engines.
 
-Owns paths, the key and error bodies. What a route does is in the modules it calls.
+Owns paths and error bodies. What a route does is in the modules it calls.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -20,16 +19,19 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route, WebSocketRoute
-from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 from sf_core.dataplane.dataplane import DataPlane
+from sf_core.dataplane.dialects.registry import DIALECTS, dialect_of
 from sf_core.dataplane.engines import serve_engine_link
 from sf_core.dataplane.errors import ApiError
-from sf_core.dataplane.gateway import ChatCompletions, model_list, read_body, send_body
+from sf_core.dataplane.gateway import TokenCount, Turns, read_body
+from sf_core.dataplane.keys import KeyCheck
 from sf_core.dataplane.metrics import Metrics
 from sf_core.dataplane.observed import Observed
 from sf_core.dataplane.run import Run
+from sf_core.dataplane.session import Session
+from sf_core.dataplane.session_tree import session_tree
 from sf_core.dataplane.specs import (
     ClaimBody,
     EvaluationBody,
@@ -37,8 +39,10 @@ from sf_core.dataplane.specs import (
     FinishedBody,
     PauseBody,
     ResumeBody,
+    RewardBody,
     RunSpec,
     SealBody,
+    SessionBody,
     StageBody,
     WeightsBody,
     parse_body,
@@ -55,7 +59,6 @@ def make_app(key: str | None = None, journal_dir: str | None = None) -> Starlett
     plane = DataPlane(journal_dir)
     routes = Routes(plane)
     metrics = Metrics(plane.runs)
-    chat = ChatCompletions(plane.find_session)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -73,10 +76,11 @@ def make_app(key: str | None = None, journal_dir: str | None = None) -> Starlett
     run, session = "/runs/{run_id}", "/sessions/{session_id}"
     return Starlette(
         routes=[
-            Route(session + "/v1/chat/completions", chat, methods=["POST"]),
-            Route("/v1/chat/completions", chat, methods=["POST"]),
-            _get(session + "/v1/models", routes.session_models),
-            _get("/v1/models", routes.models),
+            *_agents_routes(plane, routes, ""),
+            *_agents_routes(plane, routes, session),
+            _post("/sessions", routes.open_session),
+            _get(session, routes.session),
+            _post(session + "/reward", routes.reward),
             _post(session + "/finish", routes.finish),
             _post(run + "/finished", routes.finish_many),
             _post("/runs", routes.register),
@@ -98,7 +102,10 @@ def make_app(key: str | None = None, journal_dir: str | None = None) -> Starlett
             Route("/metrics", figures),
             WebSocketRoute("/engines", engines),
         ],
-        middleware=[Middleware(Observed, metrics=metrics), Middleware(KeyCheck, key=key)],
+        middleware=[
+            Middleware(Observed, metrics=metrics),
+            Middleware(KeyCheck, key=key, runs=plane.runs.values),
+        ],
         exception_handlers={ApiError: _refuse, HTTPException: _refuse_route, Exception: _fail},
         lifespan=lifespan,
     )
@@ -109,16 +116,30 @@ class Routes:
         self._plane = plane
 
     async def models(self, request: Request) -> Answer:
-        return model_list(sorted({run.spec.served_model for run in self._plane.runs.values()}))
+        caller = request.scope["caller"]
+        names = self._plane.served_models(caller.session_id(request.scope), caller)
+        return dialect_of(request.scope).model_list(names)
 
-    async def session_models(self, request: Request) -> Answer:
-        run, _ = self._plane.session(request.path_params["session_id"])
-        return model_list([run.spec.served_model])
+    async def open_session(self, request: Request) -> Answer:
+        body = parse_body(SessionBody, await read_body(request.receive))
+        session = self._plane.open_session(body, request.scope["caller"])
+        return {
+            "session_id": session.session_id,
+            "base_url": f"{request.base_url}sessions/{session.session_id}/v1",
+        }
+
+    async def session(self, request: Request) -> Answer:
+        return session_tree(*self._session(request))
+
+    async def reward(self, request: Request) -> Answer:
+        body = parse_body(RewardBody, await read_body(request.receive))
+        _, session = self._session(request)
+        session.reward, session.reward_parts = body.reward, body.reward_parts
+        return {}
 
     async def finish(self, request: Request) -> Answer:
         body = parse_body(FinishBody, await read_body(request.receive))
-        run, session = self._plane.session(request.path_params["session_id"])
-        await run.finish(session, body)
+        await self._plane.finish(*self._session(request), body)
         return {}
 
     async def finish_many(self, request: Request) -> Answer:
@@ -126,7 +147,9 @@ class Routes:
         run = self._run(request)
         known = [report for report in body.sessions if report.session_id in run.sessions]
         # together, so that they share one write of the journal
-        await asyncio.gather(*(run.finish(run.sessions[report.session_id], report) for report in known))
+        await asyncio.gather(
+            *(self._plane.finish(run, run.sessions[report.session_id], report) for report in known)
+        )
         return {"finished": [report.session_id for report in known]}
 
     async def register(self, request: Request) -> Answer:
@@ -223,30 +246,25 @@ class Routes:
     async def health(self, request: Request) -> Answer:
         return {"runs": len(self._plane.runs)}
 
+    def _session(self, request: Request) -> tuple[Run, Session]:
+        return self._plane.session(request.path_params["session_id"], request.scope["caller"])
+
     def _run(self, request: Request) -> Run:
         return self._plane.run(request.path_params["run_id"])
 
 
-class KeyCheck:
-    """Every route, for every client: the key as a bearer token, compared in constant time."""
-
-    def __init__(self, app: ASGIApp, key: str | None) -> None:
-        self._app = app
-        self._expected = None if key is None else f"Bearer {key}".encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._expected is None or scope["type"] == "lifespan" or self._is_allowed(scope, self._expected):
-            await self._app(scope, receive, send)
-        elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008})
-        else:
-            error = ApiError(401, "The API key is missing or wrong.", code="invalid_api_key")
-            await send_body(send, error.status, orjson.dumps(error.body()))
-
-    @staticmethod
-    def _is_allowed(scope: Scope, expected: bytes) -> bool:
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        return hmac.compare_digest(given, expected)
+def _agents_routes(plane: DataPlane, routes: Routes, prefix: str) -> list[Route]:
+    """Where an SDK looks for an API: under /v1, of the whole data plane or of one session."""
+    turns = [
+        Route(prefix + path, Turns(dialect, plane.find_session), methods=["POST"])
+        for path, dialect in DIALECTS.items()
+    ]
+    count = TokenCount(DIALECTS["/v1/messages"], plane.find_session)
+    return [
+        *turns,
+        Route(prefix + "/v1/messages/count_tokens", count, methods=["POST"]),
+        _get(prefix + "/v1/models", routes.models),
+    ]
 
 
 def _get(path: str, answer: Callable[[Request], Awaitable[Answer]]) -> Route:
@@ -275,7 +293,8 @@ def _wait_s(request: Request) -> float:
 async def _refuse(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     headers = None if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
-    return Response(orjson.dumps(error.body()), error.status, headers, media_type="application/json")
+    body = dialect_of(request.scope).error_body(error)
+    return Response(orjson.dumps(body), error.status, headers, media_type="application/json")
 
 
 async def _fail(request: Request, error: Exception) -> Response:

@@ -6,18 +6,22 @@ Owns the map of runs and the once-a-second sweep. Speaks no HTTP (app.py).
 from __future__ import annotations
 
 import asyncio
+import secrets
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+from starlette.types import Scope
+
 from sf_core.dataplane.batches import Sealer
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.journal import Journal
+from sf_core.dataplane.keys import Caller, wrong_key
 from sf_core.dataplane.links import EngineLink
 from sf_core.dataplane.run import Run, read_renderer
 from sf_core.dataplane.session import Session
-from sf_core.dataplane.specs import RunSpec
+from sf_core.dataplane.specs import FinishBody, RunSpec, SessionBody
 from sf_core.types import WeightsRef
 from storage.files import is_local
 from storage.run_directory import RunDirectory
@@ -29,6 +33,8 @@ class DataPlane:
     def __init__(self, journal_dir: str | None = None) -> None:
         self.runs: dict[str, Run] = {}
         self.sealers: dict[str, Sealer] = {}
+        self.opened: dict[str, tuple[Run, Session]] = {}
+        """Sessions that were asked for by name of their run, until they are finished."""
         self._journal_dir = journal_dir
         self._registering = asyncio.Lock()
         self._background: set[asyncio.Task[None]] = set()
@@ -59,24 +65,54 @@ class DataPlane:
             raise ApiError(404, f"Run {run_id} is not registered here.", code="run_not_found")
         return run
 
-    def find_session(self, session_id: str | None, model: str) -> tuple[Run, Session]:
+    def find_session(self, scope: Scope, model: str) -> tuple[Run, Session]:
         """Without a session id a fresh ad-hoc session of the newest run that serves this model."""
+        caller: Caller = scope["caller"]
+        session_id = caller.session_id(scope)
         if session_id is None:
             for run in reversed(self.runs.values()):
-                if run.spec.served_model == model:
+                if run.spec.served_model == model and caller.may_use(run):
                     self._ad_hoc_count += 1
                     return run, Session(f"{run.spec.run_id}.adhoc.{self._ad_hoc_count}")
             raise _no_model(model)
-        run, session = self.session(session_id)
+        run, session = self.session(session_id, caller)
         if model != run.spec.served_model:
             raise _no_model(model)
         return run, session
 
-    def session(self, session_id: str) -> tuple[Run, Session]:
+    def session(self, session_id: str, caller: Caller) -> tuple[Run, Session]:
+        if (opened := self.opened.get(session_id)) is not None:
+            return self._allowed(opened[0], caller), opened[1]
         for run in self.runs.values():
             if (session := run.sessions.get(session_id)) is not None:
-                return run, session
+                return self._allowed(run, caller), session
         raise ApiError(404, f"Session {session_id} is unknown or over.", code="session_not_found")
+
+    def served_models(self, session_id: str | None, caller: Caller) -> list[str]:
+        runs = self.runs.values() if session_id is None else [self.session(session_id, caller)[0]]
+        return sorted({run.spec.served_model for run in runs if caller.may_use(run)})
+
+    def open_session(self, body: SessionBody, caller: Caller) -> Session:
+        """A session beside those the rollout manager gives out; it never trains."""
+        run = self._allowed(self.run(body.run_id), caller)
+        session = Session(
+            f"{body.run_id}.open.{secrets.token_hex(8)}", task_id=body.task_id, metadata=body.metadata
+        )
+        self.opened[session.session_id] = (run, session)
+        return session
+
+    async def finish(self, run: Run, session: Session, body: FinishBody) -> None:
+        """A reward the session was given before counts where the report has none."""
+        if body.reward is None and session.reward is not None and body.status == "finished":
+            body = body.model_copy(
+                update={
+                    "reward": session.reward,
+                    "reward_parts": {**session.reward_parts, **body.reward_parts},
+                }
+            )
+        if session.claim is not None:
+            return await run.finish(session, body)
+        self._close(run, session, "the session is over")
 
     async def publish(self, run: Run, weights: WeightsRef) -> dict[str, Any]:
         if weights.version < run.router.weights.version:
@@ -96,6 +132,9 @@ class DataPlane:
 
     def release(self, run: Run) -> None:
         run.release()
+        for of_run, session in list(self.opened.values()):
+            if of_run is run:
+                self._close(run, session, "the run was released")
         self._take_away(list(run.router.links), run, "released")
 
     async def sweep(self) -> None:
@@ -105,6 +144,16 @@ class DataPlane:
             last, elapsed = time.monotonic(), time.monotonic() - last
             for run in list(self.runs.values()):
                 await run.sweep(elapsed)
+
+    def _close(self, run: Run, session: Session, reason: str) -> None:
+        self.opened.pop(session.session_id, None)
+        for generation in list(session.running):
+            run.router.cancel(generation, reason)
+
+    def _allowed(self, run: Run, caller: Caller) -> Run:
+        if not caller.may_use(run):
+            raise wrong_key()
+        return run
 
     async def close(self) -> None:
         for run in self.runs.values():

@@ -1,46 +1,68 @@
-"""The agents' routes: HTTP in, turns, HTTP out. One ASGI endpoint, because it must see clients go away.
+"""The agents' routes: HTTP in, turns, HTTP out. ASGI endpoints, because they must see clients go away.
 
-Owns reading bodies, forwarding pieces and cancelling turns nobody waits for.
+Owns reading bodies, forwarding pieces and cancelling turns nobody waits for. What a body means, its dialect
+says.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import functools
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any
 
+import orjson
 from starlette.types import Receive, Scope, Send
 
-from sf_core.dataplane.chat_request import ChatRequest, parse_request
-from sf_core.dataplane.chat_response import DONE, ChatResponse
+from sf_core.dataplane.answer import Answer
+from sf_core.dataplane.dialects.protocol import Dialect, Reply
 from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.request import TurnRequest, get, parse_object
 from sf_core.dataplane.run import Run
 from sf_core.dataplane.session import Session
-from sf_core.dataplane.toolcalls import ToolCall
-from sf_core.dataplane.turn import Pieces, TurnService
+from sf_core.dataplane.turn import TurnService, count_tokens, open_turns
 
 MAX_BODY_BYTES = 8 * 2**20
 
-FindSession = Callable[[str | None, str], tuple[Run, Session]]
-"""(session id, model name) -> where the request belongs. Raises ApiError."""
+FindSession = Callable[[Scope, str], tuple[Run, Session]]
+"""(connection scope, model name) -> where the request belongs. Raises ApiError."""
 
 
-class ChatCompletions:
-    def __init__(self, find_session: FindSession) -> None:
-        self._find_session = find_session
+class Turns:
+    """The endpoint that answers with turns, in one dialect."""
+
+    def __init__(self, dialect: Dialect, find_session: FindSession) -> None:
+        self._dialect, self._find_session = dialect, find_session
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = parse_request(await read_body(receive))
-        run, session = self._find_session(scope["path_params"].get("session_id"), request.model)
-        turn = TurnService(run, session, request)
-        watcher = asyncio.ensure_future(_cancel_when_gone(receive, turn))
+        body = parse_object(await read_body(receive))
+        run, session = self._find_session(scope, get(body, "model", (str,), ""))
+        requests = self._dialect.parse(body, session)
+        turns = _open(run, session, requests)
+        reply = self._dialect.reply(body, turns[0].turn_id, session)
+        watcher = asyncio.ensure_future(_cancel_when_gone(receive, turns))
         try:
-            if request.stream:
-                await _stream(turn, request, send)
+            if requests[0].stream:
+                await _stream(turns, reply, send)
             else:
-                await _whole(turn, request, send)
+                answers = await _together([turn.answer() for turn in turns])
+                await send_body(send, 200, reply.whole(answers))
         finally:
             watcher.cancel()
+
+
+class TokenCount:
+    """The endpoint that says how long a prompt is, and makes no turn of it."""
+
+    def __init__(self, dialect: Dialect, find_session: FindSession) -> None:
+        self._dialect, self._find_session = dialect, find_session
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # no answer is asked for, so its length is not given
+        body = {"max_tokens": 1} | parse_object(await read_body(receive))
+        run, session = self._find_session(scope, get(body, "model", (str,), ""))
+        [request] = self._dialect.parse(body, session)
+        await send_body(send, 200, orjson.dumps({"input_tokens": count_tokens(run, request)}))
 
 
 async def read_body(receive: Receive) -> bytes:
@@ -59,66 +81,59 @@ async def read_body(receive: Receive) -> bytes:
             return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-async def _cancel_when_gone(receive: Receive, turn: TurnService) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    turn.cancel()
-
-
-async def _whole(turn: TurnService, request: ChatRequest, send: Send) -> None:
-    async for _ in turn.pieces():
-        pass
-    await send_body(send, 200, ChatResponse(_response_id(turn), request.model).whole(turn.answer()))
-
-
-async def _stream(turn: TurnService, request: ChatRequest, send: Send) -> None:
-    response = ChatResponse(_response_id(turn), request.model)
-    headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-
-    async def forward(data: bytes, *, more: bool = True) -> None:
-        await send({"type": "http.response.body", "body": data, "more_body": more})
-
-    await forward(response.delta({"role": "assistant", "content": ""}))
-    try:
-        num_calls = 0
-        async for pieces in turn.pieces():
-            if data := _deltas(turn, response, pieces, num_calls):
-                await forward(data)
-            num_calls += sum(isinstance(event, ToolCall) for event in pieces[0])
-    except ApiError as error:
-        # the status line is sent: only the stream itself can still say what happened
-        return await forward(response.error(error.body()), more=False)
-    answer = turn.answer()
-    end = response.delta({}, answer.finish_reason)
-    if request.include_usage:
-        end += response.usage(answer)
-    await forward(end + DONE, more=False)
-
-
-def _deltas(turn: TurnService, response: ChatResponse, pieces: Pieces, num_calls: int) -> bytes:
-    events, logprobs = pieces
-    data = b""
-    for event in events:
-        if isinstance(event, ToolCall):
-            data += response.call_delta(turn.call(event, num_calls), num_calls)
-            num_calls += 1
-        else:
-            data += response.delta({"content": event}, logprobs=logprobs)
-            logprobs = None
-    return data + (response.delta({"content": ""}, logprobs=logprobs) if logprobs else b"")
-
-
-def _response_id(turn: TurnService) -> str:
-    return f"chatcmpl-{turn.turn_id}"
-
-
 async def send_body(send: Send, status: int, body: bytes) -> None:
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
 
-def model_list(models: list[str]) -> dict[str, Any]:
-    entries = [{"id": name, "object": "model", "created": 0, "owned_by": "seamlessflow"} for name in models]
-    return {"object": "list", "data": entries}
+def _open(run: Run, session: Session, requests: list[TurnRequest]) -> list[TurnService]:
+    return [turn for request in requests for turn in open_turns(run, session, request)]
+
+
+async def _cancel_when_gone(receive: Receive, turns: list[TurnService]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    for turn in turns:
+        turn.cancel()
+
+
+async def _stream(turns: list[TurnService], reply: Reply, send: Send) -> None:
+    headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    async def forward(data: bytes, *, more: bool = True) -> None:
+        await send({"type": "http.response.body", "body": data, "more_body": more})
+
+    await forward(reply.started(turns[0].num_prompt_tokens))
+    try:
+        answers = await _together(
+            [_forward_turn(turn, functools.partial(reply.piece, i), forward) for i, turn in enumerate(turns)]
+        )
+    except ApiError as error:
+        # the status line is sent: only the stream itself can still say what happened
+        return await forward(reply.failed(error), more=False)
+    ends = b"".join(reply.turn_ended(i, answer) for i, answer in enumerate(answers))
+    await forward(ends + reply.ended(answers), more=False)
+
+
+async def _forward_turn(
+    turn: TurnService, piece: Callable[[Any], bytes], forward: Callable[[bytes], Awaitable[None]]
+) -> Answer:
+    async for pieces in turn.pieces():
+        if data := piece(pieces):
+            await forward(data)
+    return turn.ended()
+
+
+async def _together(turns: Iterable[Coroutine[Any, Any, Answer]]) -> list[Answer]:
+    """All answers, or the first error; then the other turns are ended."""
+    first, *others = turns
+    if not others:
+        return [await first]
+    tasks = [asyncio.ensure_future(turn) for turn in (first, *others)]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -1,7 +1,8 @@
 """Messages in canonical form, and their identity.
 
 A canonical message holds only what a model can see, in one spelling: absent content is "", arguments of tool
-calls are mappings. Dialects produce it, templates render it, sessions compare it.
+calls are mappings. Dialects produce it, templates render it, sessions compare it. What a model thought before
+an answer is in the record only: clients send answers back with it or without, and both mean the same.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from sf_core.dataplane.toolcalls import Tool, ToolCall
 Message = dict[str, Any]
 
 
-def assistant_message(content: str, calls: list[ToolCall], turn_id: str) -> Message:
+def assistant_message(content: str, calls: list[ToolCall], turn_id: str, reasoning: str = "") -> Message:
     """A sampled answer. The ids of its calls follow from the turn: equal calls of two turns differ."""
     message: Message = {"role": "assistant", "content": content}
+    if reasoning:
+        message["reasoning_content"] = reasoning
     if calls:
         message["tool_calls"] = [
             tool_call(call_id(turn_id, i), call.name, call.arguments) for i, call in enumerate(calls)
@@ -43,4 +46,6 @@ def chain_keys(tools: list[Tool], messages: list[Message]) -> list[bytes]:
 
 
 def extend_chain(key: bytes, message: Message) -> bytes:
+    if "reasoning_content" in message:
+        message = {name: value for name, value in message.items() if name != "reasoning_content"}
     return blake2b(key + orjson.dumps(message, option=orjson.OPT_SORT_KEYS), digest_size=16).digest()

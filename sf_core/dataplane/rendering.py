@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 
 from sf_core.dataplane.append_only import append_only_roles, render_addition
 from sf_core.dataplane.messages import Message
-from sf_core.dataplane.toolcalls import Tool
+from sf_core.dataplane.toolcalls import FORMATS, Tool, format_of
 from sf_core.dataplane.tree import Ids
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -39,11 +39,19 @@ class Renderer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         config = _read_json(folder / "tokenizer_config.json")
-        self.tool_format = str(config.get("tool_format", "hermes"))
-        self._template = _compile(_read_template(folder, config))
+        template = _read_template(folder, config)
+        self.tool_format = str(config.get("tool_format") or format_of(template))
+        if self.tool_format not in FORMATS:
+            raise ValueError(f"{model_dir}: unknown tool_format {self.tool_format!r}; known: {[*FORMATS]}")
+        self.thinks = "</think>" in template
+        """Answers may begin with reasoning between think tags."""
+        self.vocab_size = self._tokenizer.get_vocab_size()
+        self._template = _compile(template)
         self._special = {name: _text(config[name]) for name in _SPECIAL if config.get(name)}
         self.stop_texts = self._read_stops(folder)
         self.stop_token_ids = tuple(self.stop_texts)
+        self.opens_thinking = self.thinks and self._opens_thinking()
+        """The prompt itself ends with the opening think tag."""
 
     def render(self, messages: list[Message], tools: list[dict[str, Any]]) -> str:
         """The prompt text for the next assistant turn. Raises TemplateError if the template refuses."""
@@ -83,6 +91,10 @@ class Renderer:
     def decode(self, ids: list[int]) -> str:
         """Text without special tokens."""
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+    def _opens_thinking(self) -> bool:
+        prompt = self.render([{"role": "user", "content": "hi"}], [])
+        return prompt.rstrip().endswith("<think>")
 
     def suffix_after_turn(self, rest: str, last_id: int | None) -> str | None:
         """What follows a recorded turn, given the rendering of that turn and everything after it.

@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -60,6 +60,13 @@ class Session:
     """On the run's serving clock."""
     floor: int = 0
     """Oldest policy version that may answer it."""
+    task_id: str = ""
+    metadata: dict[str, Any] = field(default_factory=dict)
+    """Whatever its maker wrote."""
+    reward: float | None = None
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    responses: dict[str, Any] = field(default_factory=dict)
+    """What the Responses dialect keeps for later requests to refer to."""
     started_at: float = field(default_factory=time.time)
     turns: list[Turn] = field(default_factory=list)
     running: set[Generation] = field(default_factory=set)
@@ -73,6 +80,11 @@ class Session:
     """By identity of the request extended by the answer."""
     _openings: set[bytes] = field(default_factory=set)
     """Identities of tools, and of tools and first message, seen so far."""
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """In the order in which they were first asked."""
+        return list(self._prompts.values())
 
     def open_prompt(
         self, messages: list[Message], tools: list[Tool], renderer: Renderer, forced: str = ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal, TypeVar
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, SecretStr, ValidationError
 
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.rollout_manager import BatchRules
@@ -55,6 +55,8 @@ class RunSpec(Body):
     """Group indices consumed or rejected by earlier batches."""
     attempt: int = Field(ge=0)
     """Counts the flow's attempts; a later one fences the earlier ones off."""
+    key: SecretStr | None = None
+    """Opens the agents' routes of this run, beside the data plane's own key."""
 
     @property
     def rules(self) -> BatchRules:
@@ -79,6 +81,19 @@ class ClaimBody(Body):
     wait_s: float = Field(0.0, ge=0)
     running: list[str] = []
     """Sessions the runner works on; those it was given and does not name are given out again."""
+
+
+class SessionBody(Body):
+    """A session that somebody opens for an agent of their own."""
+
+    run_id: str
+    task_id: str = ""
+    metadata: dict[str, Any] = {}
+
+
+class RewardBody(Body):
+    reward: FiniteFloat
+    reward_parts: dict[str, FiniteFloat] = {}
 
 
 class FinishBody(Body):

@@ -8,73 +8,100 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections.abc import AsyncIterator
-from typing import Any
 
 import jinja2
 
-from sf_core.dataplane.chat_request import ChatRequest
-from sf_core.dataplane.chat_response import Answer, token_logprobs
+from sf_core.dataplane.answer import Answer, Event, MadeCall, Pieces, TokenLogprob, encode_arguments
+from sf_core.dataplane.answer_stream import (
+    THINK_END,
+    AnswerParts,
+    AnswerStream,
+    ReasoningSplitter,
+    StopStrings,
+)
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.generation import Generation
-from sf_core.dataplane.messages import assistant_message, call_id, tool_call
-from sf_core.dataplane.rendering import TextStream
+from sf_core.dataplane.messages import assistant_message, call_id
+from sf_core.dataplane.rendering import Renderer, TextStream
+from sf_core.dataplane.request import TurnRequest
 from sf_core.dataplane.run import Run
-from sf_core.dataplane.session import Session, turn_seed
-from sf_core.dataplane.toolcalls import AnswerStream, StopStrings, ToolCall
+from sf_core.dataplane.session import Prompt, Session, turn_seed
+from sf_core.dataplane.toolcalls import FORMATS, ToolCall
 from sf_core.types import FinishReason, Sampling
 
 _request_numbers = itertools.count()
 
-Pieces = tuple[list[str | ToolCall], list[dict[str, Any]] | None]
-"""Content and calls that became certain, and the log-probs of the tokens since the last pieces, if asked."""
+
+def open_turns(run: Run, session: Session, request: TurnRequest) -> list[TurnService]:
+    """The samples a request asks for, of one prompt. Raises ApiError if it cannot become a turn."""
+    run.router.check_room()
+    forced = _forced_text(request, run.renderer)
+    prompt = _open_prompt(run, session, request, forced)
+    prompt_ids = prompt.full_ids()
+    room = run.spec.context_length - len(prompt_ids)
+    if room < 1:
+        raise ApiError(
+            400,
+            f"The prompt has {len(prompt_ids)} tokens; the context window holds "
+            f"{run.spec.context_length}, at least one of them for the answer.",
+            code="context_length_exceeded",
+            param="messages" if request.text_or_ids is None else "prompt",
+        )
+    return [
+        TurnService(run, session, request, prompt, prompt_ids, room, forced, i)
+        for i in range(request.num_samples)
+    ]
+
+
+def count_tokens(run: Run, request: TurnRequest) -> int:
+    """Of the prompt as it is rendered, when no turn of it is recorded. Raises ApiError."""
+    return len(_open_prompt(run, Session("count"), request, _forced_text(request, run.renderer)).ids)
 
 
 class TurnService:
-    """Raises ApiError if the request cannot become a turn."""
-
-    def __init__(self, run: Run, session: Session, request: ChatRequest) -> None:
-        self._run, self._session, self._request = run, session, request
-        run.router.check_room()
-        try:
-            self._prompt = session.open_prompt(request.messages, request.tools, run.renderer)
-        except jinja2.TemplateError as error:
-            raise ApiError(
-                400, f"The chat template refuses these messages: {error}", param="messages"
-            ) from None
-        prompt_ids = self._prompt.full_ids()
-        room = run.spec.context_length - len(prompt_ids)
-        if room < 1:
-            raise ApiError(
-                400,
-                f"The prompt has {len(prompt_ids)} tokens; the context window holds "
-                f"{run.spec.context_length}, at least one of them for the answer.",
-                code="context_length_exceeded",
-                param="messages",
-            )
-        sample = self._prompt.num_samples
-        self._prompt.num_samples += 1
-        self.turn_id = f"{session.session_id}.{self._prompt.index}.{sample}"
+    def __init__(
+        self,
+        run: Run,
+        session: Session,
+        request: TurnRequest,
+        prompt: Prompt,
+        prompt_ids: list[int],
+        room: int,
+        forced: str,
+        nth: int,
+    ) -> None:
+        """`room`: tokens left in the context window; `nth` counts the samples of the request."""
+        self._run, self._session, self._request, self._prompt = run, session, request, prompt
+        sample = prompt.num_samples
+        prompt.num_samples += 1
+        self.turn_id = f"{session.session_id}.{prompt.index}.{sample}"
         self._text = TextStream(run.renderer)
         self._stops = StopStrings(request.stop)
-        self._answer = AnswerStream(
-            request.tools if request.parse_tool_calls else [], run.renderer.tool_format
-        )
+        self._answer = _answer_stream(run.renderer, request, forced)
+        self._num_calls = 0
+        self._forced: AnswerParts = self._answer.push(forced.removeprefix(_AFTER_THINKING))
         self._num_read = 0
+        self._ends_early = bool(request.stop) or (request.calls_tools and not request.tool_choice.parallel)
+        """The turn may end before the engine ends it: tokens are looked at one by one."""
         self._generation = Generation(
             f"{next(_request_numbers)}",
             prompt_ids,
-            self._sampling(sample),
+            self._sampling(sample, nth),
             min(room, self._budget()),
             run.renderer.stop_token_ids,
-            stream=request.stream or bool(request.stop),
-            floor=max(self._prompt.version, session.floor),
+            stream=request.stream or self._ends_early,
+            floor=max(prompt.version, session.floor),
         )
         self._generation.session_id = session.session_id
-        if (parent := self._prompt.parent) is not None:
-            self._generation.comes_after(parent.engine.split(",")[-1], self._prompt.version, parent.end)
+        if (before := prompt.continues) is not None:
+            self._generation.comes_after(before.engine.split(",")[-1], prompt.version, prompt.start)
         claim = session.claim
         if claim is not None:
             self._generation.on_start = lambda version: run.manager.note_started(claim, version)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self._generation.prompt_ids)
 
     async def pieces(self) -> AsyncIterator[Pieces]:
         """What becomes certain of the answer, as it does. After the last piece the turn is recorded."""
@@ -93,62 +120,79 @@ class TurnService:
             self._session.running.discard(generation)
             if generation.finish_reason is None:
                 self._abandon()
-        self._message = assistant_message(self._answer.content, self._answer.calls, self.turn_id)
-        self._session.commit(generation, self._prompt, self._message, self._answer.num_unparsed)
-        self._run.counters["unparsed_calls"] += self._answer.num_unparsed
+        answer = self._answer
+        self._message = assistant_message(answer.content, answer.calls, self.turn_id, answer.reasoning)
+        self._session.commit(generation, self._prompt, self._message, answer.num_unparsed)
+        self._run.counters["unparsed_calls"] += answer.num_unparsed
 
-    def answer(self) -> Answer:
+    async def answer(self) -> Answer:
+        """The whole answer, for those who want no pieces."""
+        async for _ in self.pieces():
+            pass
+        return self.ended()
+
+    def ended(self) -> Answer:
         """The whole answer, once there are no more pieces."""
         generation = self._generation
         assert generation.finish_reason is not None
         called = bool(self._answer.calls) and generation.finish_reason is FinishReason.STOP
         return Answer(
+            self.turn_id,
             self._message,
             "tool_calls" if called else generation.finish_reason.value,
+            self._stops.found,
             len(generation.prompt_ids),
             len(generation.token_ids),
             self._logprobs(0),
         )
-
-    def call(self, call: ToolCall, index: int) -> dict[str, Any]:
-        """A call of this turn as its message will have it."""
-        return tool_call(call_id(self.turn_id, index), call.name, call.arguments)
 
     def cancel(self) -> None:
         """The client went away: stop sampling. What was sampled so far is not trained on."""
         self._run.router.cancel(self._generation, "the client went away")
 
     def _read(self) -> Pieces:
-        """Take in new tokens; at a stop string the turn ends with the token that completes it."""
+        """Take in new tokens; at a stop string, or behind the only call wanted, the turn ends with the token
+        that completes it."""
         generation, start = self._generation, self._num_read
         new = generation.token_ids[start:].tolist()
-        events: list[str | ToolCall] = []
-        if not self._request.stop:
+        parts, self._forced = self._forced, []
+        if not self._ends_early:
             self._num_read += len(new)
-            events += self._answer.push(self._text.push(self._visible(new)))
-        for token in new if self._request.stop else ():
+            parts += self._answer.push(self._text.push(self._visible(new)))
+        for token in new if self._ends_early else ():
             self._num_read += 1
-            events += self._answer.push(self._stops.push(self._text.push(self._visible([token]))))
-            if self._stops.found:
+            parts += self._answer.push(self._stops.push(self._text.push(self._visible([token]))))
+            if self._is_at_end():
                 self._run.router.stop(generation)
                 generation.end_at(self._num_read)
                 break
         if generation.finish_reason is not None:
             if not self._stops.found:
                 rest = self._stops.push(self._text.flush())
-                events += self._answer.push(rest + self._stops.flush())
-            events += self._answer.finish()
-        return events, self._logprobs(start)
+                parts += self._answer.push(rest + self._stops.flush())
+            parts += self._answer.finish()
+        return Pieces([self._event(part) for part in parts], self._logprobs(start))
+
+    def _is_at_end(self) -> bool:
+        one_call = not self._request.tool_choice.parallel and len(self._answer.calls) > 0
+        return self._stops.found is not None or one_call
+
+    def _event(self, part: str | ToolCall | Event) -> Event:
+        if not isinstance(part, ToolCall):
+            return part
+        self._num_calls += 1
+        made = call_id(self.turn_id, self._num_calls - 1)
+        return MadeCall(made, part.name, encode_arguments(part.arguments))
 
     def _visible(self, ids: list[int]) -> list[int]:
         return [token for token in ids if token not in self._run.renderer.stop_texts]
 
-    def _logprobs(self, start: int) -> list[dict[str, Any]] | None:
+    def _logprobs(self, start: int) -> list[TokenLogprob] | None:
         if not self._request.logprobs:
             return None
-        generation, end = self._generation, self._num_read
+        generation, end, decode = self._generation, self._num_read, self._run.renderer.decode
         ids, logprobs = generation.token_ids[start:end].tolist(), generation.logprobs[start:end].tolist()
-        return token_logprobs(ids, logprobs, self._run.renderer.decode)
+        return [TokenLogprob(decode([token]), logprob) for token, logprob in zip(ids, logprobs, strict=True)]
 
     def _abandon(self) -> None:
         self._run.router.cancel(self._generation, "the client went away")
@@ -160,11 +204,47 @@ class TurnService:
             return asked or self._run.spec.context_length
         return min(asked or self._run.spec.max_tokens, self._run.spec.max_tokens)
 
-    def _sampling(self, sample: int) -> Sampling:
+    def _sampling(self, sample: int, nth: int) -> Sampling:
         """The run's in its own sessions, whatever the agent asks for; else the request's (design 5.5)."""
         spec, request, claim = self._run.spec, self._request, self._session.claim
         if claim is None:
-            seed = secrets.randbits(64) if request.seed is None else request.seed % 2**64
-            return Sampling(request.temperature, request.top_p, 0, seed)
+            seed = secrets.randbits(64) if request.seed is None else (request.seed + nth) % 2**64
+            return Sampling(request.temperature, request.top_p, request.top_k, seed)
         seed = turn_seed(spec.seed, claim.place, self._prompt.index, sample)
         return Sampling(spec.temperature, spec.top_p, spec.top_k, seed)
+
+
+def _open_prompt(run: Run, session: Session, request: TurnRequest, forced: str) -> Prompt:
+    if request.text_or_ids is not None:
+        return session.open_ids(_given_ids(run.renderer, request.text_or_ids))
+    try:
+        return session.open_prompt(request.messages, request.tools, run.renderer, forced)
+    except jinja2.TemplateError as error:
+        raise ApiError(400, f"The chat template refuses these messages: {error}", param="messages") from None
+
+
+def _given_ids(renderer: Renderer, given: str | list[int]) -> list[int]:
+    ids = renderer.encode(given).tolist() if isinstance(given, str) else given
+    if not 0 <= min(ids) <= max(ids) < renderer.vocab_size:
+        raise ApiError(400, f"Token ids must be from 0 to {renderer.vocab_size - 1}.", param="prompt")
+    return ids
+
+
+_AFTER_THINKING = f"\n{THINK_END}\n\n"
+
+
+def _forced_text(request: TurnRequest, renderer: Renderer) -> str:
+    """How the answer must begin for a tool to be called."""
+    choice = request.tool_choice
+    if choice.kind != "required":
+        return ""
+    tool = next((tool for tool in request.tools if tool["function"]["name"] == choice.name), None)
+    opening = FORMATS[renderer.tool_format].opening(tool)
+    return (_AFTER_THINKING if renderer.opens_thinking else "") + opening
+
+
+def _answer_stream(renderer: Renderer, request: TurnRequest, forced: str) -> AnswerStream:
+    splitter = FORMATS[renderer.tool_format].splitter(request.tools) if request.calls_tools else None
+    if not (renderer.thinks and request.text_or_ids is None) or forced:
+        return AnswerStream(splitter)
+    return AnswerStream(splitter, ReasoningSplitter(renderer.opens_thinking))

@@ -197,6 +197,12 @@ def say(renderer: Renderer, text: str) -> list[int]:
     return [*renderer.encode(text).tolist(), renderer.stop_token_ids[0]]
 
 
+def answering(renderer: Renderer, *texts: str) -> Script:
+    """A script that gives these answers in turn, the last one for ever."""
+    answers = [say(renderer, text) for text in texts]
+    return lambda prompt, seed: answers.pop(0) if len(answers) > 1 else answers[0]
+
+
 def tool_call_text(**arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': 'calc', 'arguments': arguments})}\n</tool_call>"
 

@@ -14,7 +14,7 @@ from openai import OpenAI
 
 from sf_core.dataplane.rendering import Renderer
 from sf_core.engines.scripted import scripted_logprob
-from tests.sf_core.dataplane.stand import CALC, Server, running_app, say, tool_call_text
+from tests.sf_core.dataplane.stand import CALC, Server, answering, running_app, say, tool_call_text
 
 HI: Any = [{"role": "user", "content": "hi"}]
 
@@ -37,12 +37,6 @@ def stream(server: Server, session_id: str | None = None, messages: Any = HI, **
 
 def text_of(chunks: list[Any]) -> str:
     return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-
-
-def answering(renderer: Renderer, *texts: str) -> Any:
-    """A script that gives these answers in turn, the last one for ever."""
-    answers = [say(renderer, text) for text in texts]
-    return lambda prompt, seed: answers.pop(0) if len(answers) > 1 else answers[0]
 
 
 def test_an_answer_has_text_finish_reason_and_usage(server: Server, renderer: Renderer) -> None:
@@ -109,6 +103,84 @@ def test_with_tool_choice_none_nothing_is_parsed(server: Server, renderer: Rende
     assert ask(server, tools=[CALC], tool_choice="none").choices[0].message.content == text
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+def test_samples_are_turns_of_one_prompt(server: Server, renderer: Renderer, streamed: bool) -> None:
+    server.register()
+    server.connect(lambda prompt, seed: say(renderer, f"seed {seed}"))
+    opened = server.post("/sessions", {"run_id": "run"})
+    if streamed:
+        chunks = stream(server, opened["session_id"], n=3, seed=5)
+        texts, usage = ["", "", ""], chunks[-1].usage
+        for choice in (choice for chunk in chunks for choice in chunk.choices):
+            texts[choice.index] += choice.delta.content or ""
+    else:
+        answer = ask(server, opened["session_id"], n=3, seed=5)
+        texts, usage = [choice.message.content for choice in answer.choices], answer.usage
+    assert texts == ["seed 5", "seed 6", "seed 7"]
+    assert usage.completion_tokens == 3 * len(say(renderer, "seed 5"))
+    tree = server.get(f"/sessions/{opened['session_id']}")
+    assert ([turn["prompt"] for turn in tree["turns"]], tree["branch_reasons"]) == ([0, 0, 0], {})
+
+
+CALC_CHOICE = {"type": "function", "function": {"name": "calc"}}
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    ("choice", "opening", "rest"),
+    [
+        ("required", '<tool_call>\n{"name":', ' "calc", "arguments": {"expression": "1+1"}}\n</tool_call>'),
+        (
+            CALC_CHOICE,
+            '<tool_call>\n{"name": "calc", "arguments":',
+            ' {"expression": "1+1"}}\n</tool_call>',
+        ),
+    ],
+)
+def test_a_forced_call_begins_in_the_prompt_and_is_not_trained(
+    server: Server, renderer: Renderer, streamed: bool, choice: Any, opening: str, rest: str
+) -> None:
+    server.register(max_tokens=64, group_size=1, groups_per_batch=1)
+    server.connect(answering(renderer, rest, "2"))
+    [claim] = server.claim()
+    session_id = claim["session_id"]
+    if streamed:
+        chunks = stream(server, session_id, tools=[CALC], tool_choice=choice)
+        [call] = [c for chunk in chunks if chunk.choices for c in chunk.choices[0].delta.tool_calls or []]
+        assert text_of(chunks) == ""
+    else:
+        [call] = ask(server, session_id, tools=[CALC], tool_choice=choice).choices[0].message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("calc", {"expression": "1+1"})
+    prompt = renderer.encode(renderer.render(HI, [CALC]) + opening).tolist()
+    assert server.asked[0].prompt_ids == prompt
+    message = {"role": "assistant", "tool_calls": [call.model_dump(exclude={"index"})]}
+    result = {"role": "tool", "tool_call_id": call.id, "content": "2"}
+    ask(server, session_id, [*HI, message, result], tools=[CALC])
+    recorded = prompt + say(renderer, rest)
+    assert server.asked[1].prompt_ids[: len(recorded)] == recorded
+    tree = server.get(f"/sessions/{session_id}")
+    assert tree["prompts"][1]["parent_turn"] == 0
+    assert tree["turns"][0]["num_tokens"] == len(say(renderer, rest))
+
+
+def test_a_forced_call_that_does_not_parse_is_passed_on_as_text(server: Server, renderer: Renderer) -> None:
+    server.register()
+    server.connect(answering(renderer, " rubbish"))
+    choice = ask(server, tools=[CALC], tool_choice="required").choices[0]
+    assert choice.message.content == '<tool_call>\n{"name": rubbish'
+    assert server.get("/runs/run")["counters"]["unparsed_calls"] == 1
+
+
+def test_one_call_only_where_parallel_ones_are_not_wanted(server: Server, renderer: Renderer) -> None:
+    server.register()
+    text = tool_call_text(expression="1+1")
+    server.connect(answering(renderer, text + text))
+    assert len(ask(server, tools=[CALC]).choices[0].message.tool_calls) == 2
+    answer = ask(server, tools=[CALC], parallel_tool_calls=False)
+    assert len(answer.choices[0].message.tool_calls) == 1
+    assert answer.usage.completion_tokens == len(renderer.encode(text))
+
+
 def test_the_token_budget_ends_an_answer_with_length(server: Server, renderer: Renderer) -> None:
     server.register()
     server.connect(answering(renderer, "the quick brown fox jumps"))
@@ -163,7 +235,10 @@ def test_models_are_listed(server: Server, renderer: Renderer) -> None:
 
 
 BAD_REQUESTS: list[tuple[dict[str, Any], int, str]] = [
-    ({"n": 2}, 400, "n must be 1"),
+    ({"n": 0}, 400, "n must be at least 1"),
+    ({"n": 1000}, 400, "n must be at most 128"),
+    ({"top_logprobs": 2}, 400, "top_logprobs must be 0"),
+    ({"tool_choice": "maybe"}, 400, "tool_choice must be"),
     ({"model": "gpt"}, 404, "The model 'gpt' does not exist"),
     ({"messages": []}, 400, "at least one message"),
     ({"messages": [{"role": "bard", "content": "hi"}]}, 400, "messages[0].role must be one of"),
@@ -175,7 +250,12 @@ BAD_REQUESTS: list[tuple[dict[str, Any], int, str]] = [
     ({"stop": [""]}, 400, "stop must be"),
     ({"stream": "yes"}, 400, "stream must be true or false, got a string"),
     ({"tools": [{"type": "function"}]}, 400, "tools[0] must be a function with a name"),
-    ({"tool_choice": "required", "tools": [CALC]}, 400, "a call cannot be forced"),
+    ({"tool_choice": "required"}, 400, "there are no tools"),
+    (
+        {"tool_choice": {"type": "function", "function": {"name": "rm"}}, "tools": [CALC]},
+        400,
+        "names the unknown tool 'rm'",
+    ),
     ({"response_format": {"type": "json_object"}}, 400, "response_format must be text"),
     ({"messages": [{"role": "user", "content": "a" * 9_000_000}]}, 413, "over the limit"),
 ]

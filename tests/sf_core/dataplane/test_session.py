@@ -5,11 +5,10 @@ import shutil
 from typing import Any
 
 import numpy as np
-import orjson
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sf_core.dataplane.chat_request import parse_request
+from sf_core.dataplane.dialects.chat import Chat
 from sf_core.dataplane.export import export_session
 from sf_core.dataplane.generation import Generation
 from sf_core.dataplane.messages import Message, assistant_message
@@ -103,7 +102,7 @@ def test_absent_content_and_other_spellings_of_arguments_are_the_same_message(re
         "tool_calls": [{"id": sent["id"], "type": "function", "function": function}],
     }
     result = {"role": "tool", "content": [{"type": "text", "text": "4"}], "tool_call_id": sent["id"]}
-    messages = parse_request(orjson.dumps({"messages": [user("hi"), echo, result]})).messages
+    messages = Chat().parse({"messages": [user("hi"), echo, result]}, session)[0].messages
     assert session.open_prompt(messages, [CALC], renderer).parent is first
 
 

@@ -1,0 +1,1 @@
+"""One module per API dialect; which one a request speaks."""

@@ -1,0 +1,140 @@
+"""Sessions that agents open for themselves, how requests name them, and who may."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+from openai import OpenAI
+
+from sf_core.dataplane.rendering import Renderer
+from tests.sf_core.dataplane.stand import Server, answering, running_app, say
+
+HI: Any = [{"role": "user", "content": "hi"}]
+
+
+def ask(base_url: str, key: str = "none", messages: Any = HI, **options: Any) -> Any:
+    with OpenAI(base_url=base_url, api_key=key, max_retries=0, timeout=20, **options) as agent:
+        return agent.chat.completions.create(model="policy", messages=messages)
+
+
+def test_a_session_is_opened_used_looked_at_and_finished(server: Server, renderer: Renderer) -> None:
+    server.register()
+    server.connect(answering(renderer, "one", "two"))
+    opened = server.post("/sessions", {"run_id": "run", "task_id": "t7", "metadata": {"seed": 3}})
+    first = ask(opened["base_url"])
+    answer = {"role": "assistant", "content": first.choices[0].message.content}
+    ask(opened["base_url"], messages=[*HI, answer, {"role": "user", "content": "more"}])
+    ask(opened["base_url"], messages=[*HI, answer, {"role": "user", "content": "else"}])
+    path = f"/sessions/{opened['session_id']}"
+    server.post(path + "/reward", {"reward": 0.5, "reward_parts": {"style": 0.5}})
+    tree = server.get(path)
+    carried = {"task_id": "t7", "metadata": {"seed": 3}, "policy": "policy", "group": None, "reward": 0.5}
+    assert carried.items() <= tree.items()
+    assert [prompt["parent_turn"] for prompt in tree["prompts"]] == [None, 0, 0]
+    assert [prompt["branch_reason"] for prompt in tree["prompts"]] == [None, None, "forked"]
+    assert [message["content"] for message in tree["prompts"][1]["messages"]] == ["more"]
+    assert [turn["message"]["content"] for turn in tree["turns"]] == ["one", "two", "two"]
+    assert tree["turns"][0]["num_tokens"] == len(say(renderer, "one"))
+    assert (tree["turns"][0]["versions"], tree["turns"][0]["finish_reason"]) == ([0, 0], "stop")
+    server.post(path + "/finish", {"status": "finished"})
+    assert server.http.get(path).status_code == 404
+    with pytest.raises(openai.NotFoundError, match="is unknown or over"):
+        ask(opened["base_url"])
+
+
+def test_a_session_is_named_by_url_header_or_key(server: Server, renderer: Renderer) -> None:
+    server.register()
+    server.connect(answering(renderer, "hello"))
+    opened = server.post("/sessions", {"run_id": "run"})
+    session_id, v1 = opened["session_id"], f"{server.url}/v1"
+    ask(opened["base_url"])
+    ask(v1, default_headers={"X-Session-Id": session_id})
+    ask(v1, key=f"session:{session_id}")
+    with anthropic.Anthropic(base_url=server.url, api_key=f"session:{session_id}") as agent:
+        agent.messages.create(model="policy", messages=HI, max_tokens=20)
+    assert len(server.get(f"/sessions/{session_id}")["turns"]) == 4
+
+
+def test_a_reward_given_before_counts_when_a_training_session_finishes(
+    server: Server, renderer: Renderer
+) -> None:
+    server.register(group_size=1, groups_per_batch=1)
+    server.connect(answering(renderer, "hello"))
+    [claim] = server.claim()
+    path = f"/sessions/{claim['session_id']}"
+    ask(f"{server.url}{path}/v1")
+    server.post(path + "/reward", {"reward": 0.25})
+    server.post(path + "/finish", {"status": "finished"})
+    assert server.get("/runs/run/batches/0")["ready"]
+    assert server.get("/runs/run")["reward_recent"] == 0.25
+
+
+def test_opened_sessions_end_with_their_run(server: Server) -> None:
+    server.register()
+    opened = server.post("/sessions", {"run_id": "run"})
+    server.register(attempt=2)
+    assert server.get(f"/sessions/{opened['session_id']}")["turns"] == []
+    server.post("/runs/run/release")
+    assert server.http.get(f"/sessions/{opened['session_id']}").status_code == 404
+
+
+def test_a_session_of_an_unknown_run_is_refused(server: Server) -> None:
+    response = server.http.post("/sessions", json={"run_id": "nobody"})
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "run_not_found")
+
+
+@pytest.fixture
+def locked(tmp_path: Path, model_dir: str) -> Iterator[Server]:
+    """A data plane with a key and two runs, `red` and `blue`, each with a key and a policy of its name."""
+    headers = {"Authorization": "Bearer plane"}
+    with running_app(key="plane") as url, httpx.Client(base_url=url, headers=headers, timeout=30) as http:
+        server = Server(url, http, tmp_path, model_dir)
+        for name in ("red", "blue"):
+            server.register(run_id=name, run_dir=str(tmp_path / name), served_model=name, key=f"{name}-key")
+        yield server
+
+
+def test_a_run_key_opens_the_agents_routes_of_its_run_only(locked: Server) -> None:
+    opened = locked.post("/sessions", {"run_id": "red"})
+    path = f"/sessions/{opened['session_id']}"
+
+    def status(path: str, key: str, method: str = "GET", **options: Any) -> int:
+        headers = {"Authorization": f"Bearer {key}"}
+        return httpx.request(method, locked.url + path, headers=headers, **options).status_code
+
+    for key in ("red-key", "plane", "red-key:some-session", "plane:some-session"):
+        assert status(path, key) == 200
+    for key in ("blue-key", "wrong", "red-ke", "wrong:red-key"):
+        assert status(path, key) == 401
+    assert status("/sessions", "red-key", "POST", json={"run_id": "red"}) == 200
+    assert status("/sessions", "blue-key", "POST", json={"run_id": "red"}) == 401
+    for route in ("/runs/red", "/healthz", "/runs/red/batches/0"):
+        assert (status(route, "red-key"), status(route, "plane")) == (401, 200)
+
+
+def test_a_run_key_sees_the_policy_of_its_run_only(locked: Server) -> None:
+    for key, models in [("red-key", ["red"]), ("blue-key", ["blue"]), ("plane", ["blue", "red"])]:
+        with OpenAI(base_url=f"{locked.url}/v1", api_key=key) as agent:
+            assert [model.id for model in agent.models.list()] == models
+    body = {"model": "red", "messages": HI}
+    refused = httpx.post(
+        f"{locked.url}/v1/chat/completions", json=body, headers={"Authorization": "Bearer blue-key"}
+    )
+    assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
+
+
+def test_a_key_and_a_session_fit_into_one_value(locked: Server) -> None:
+    opened = locked.post("/sessions", {"run_id": "red"})
+    with OpenAI(base_url=f"{locked.url}/v1", api_key=f"red-key:{opened['session_id']}") as agent:
+        assert [model.id for model in agent.models.list()] == ["red"]
+    with (
+        OpenAI(base_url=f"{locked.url}/v1", api_key=f"blue-key:{opened['session_id']}") as agent,
+        pytest.raises(openai.AuthenticationError),
+    ):
+        agent.models.list()
