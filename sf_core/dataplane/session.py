@@ -52,6 +52,11 @@ class Prompt:
         return self.start + len(self.ids)
 
     @property
+    def continues(self) -> Turn | None:
+        """The answer that its new messages follow."""
+        return self.parent
+
+    @property
     def version(self) -> int:
         """Policy version of the last sampled token before it; 0 if there is none."""
         turn = self.parent
@@ -87,6 +92,10 @@ class Turn:
     @property
     def end(self) -> int:
         return self.prompt.end + len(self.ids)
+
+    def conversation(self) -> Iterator[Turn]:
+        """This turn and those its messages follow, latest first."""
+        return self.lineage()
 
     def lineage(self) -> Iterator[Turn]:
         turn: Turn | None = self

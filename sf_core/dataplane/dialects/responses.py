@@ -88,7 +88,7 @@ def _previous_messages(body: Body, session: Session) -> list[Message]:
             code="previous_response_not_found",
             param="previous_response_id",
         )
-    turns = list(previous.turn.lineage())[::-1]
+    turns = list(previous.turn.conversation())[::-1]
     messages = [message for turn in turns for message in (*turn.prompt.messages, turn.message)]
     # what was thought before an answer is in the recorded ids (see messages.py)
     said = [{k: v for k, v in message.items() if k != "reasoning_content"} for message in messages]
