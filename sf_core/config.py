@@ -98,6 +98,9 @@ class RolloutConfig(Settings):
     """Sessions one agent worker runs at once."""
     session_timeout_s: float = Field(120.0, gt=0)
     """A session that runs longer, pauses not counted, counts as failed."""
+    request_patience_s: float = Field(600.0, gt=0)
+    """A request that no engine takes for this long, pauses counted, is refused (503); longer than a training
+    step where no worker is left to rollout meanwhile."""
     session_attempts: int = Field(3, ge=1)
     """Tries before a failing session excludes its group."""
     batch_timeout_s: float = Field(1800.0, gt=0)

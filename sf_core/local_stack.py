@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import certifi
@@ -83,7 +84,15 @@ class LocalStack:
     env: dict[str, str]
     processes: list[Process] = field(default_factory=list)
 
-    def start(self, name: str, command: list[str], extra_env: Mapping[str, str] | None = None) -> Process:
+    def start(
+        self,
+        name: str,
+        command: list[str],
+        extra_env: Mapping[str, str] | None = None,
+        *,
+        gives_way: bool = False,
+    ) -> Process:
+        """A process that gives way gets the time that the others leave."""
         self.logs.mkdir(parents=True, exist_ok=True)
         log = self.logs / f"{name}.log"
         with open(log, "ab") as out:
@@ -94,7 +103,7 @@ class LocalStack:
                 stderr=subprocess.STDOUT,
                 env={**self.env, **(extra_env or {})},
                 start_new_session=True,
-                preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+                preexec_fn=partial(_prepare_child, gives_way) if sys.platform == "linux" else None,
             )
         process = Process(name, popen, log)
         self.processes.append(process)
@@ -180,6 +189,8 @@ def start_dask_worker(
         + ["--nthreads", "1", "--nworkers", "1", "--memory-limit", "0", "--no-dashboard"]
         + ["--local-directory", str(directory / "dask"), "--preload", "sf_core.scheduling.preload"],
         env,
+        # workers share the cores of this machine: training comes before rollout, never the reverse
+        gives_way="rollout" in worker.tags and "train" not in worker.tags,
     )
 
 
@@ -278,6 +289,12 @@ def _end(popens: list[subprocess.Popen[bytes]], grace_s: float) -> None:
         popen.wait()
 
 
-def _die_with_parent() -> None:
+def _prepare_child(gives_way: bool) -> None:
+    """Have it end with its parent, and run at its priority."""
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+    if gives_way:
+        os.nice(10)
+        # where Linux shares the machine out by session, the session has a priority too
+        with contextlib.suppress(OSError):
+            Path("/proc/self/autogroup").write_text("10")

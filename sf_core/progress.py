@@ -18,10 +18,11 @@ class RunProgress:
             TextColumn("{task.description:<11}"),
             BarColumn(bar_width=32),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[note]}"),
+            TextColumn("{task.fields[note]:<28}"),
             TimeElapsedColumn(),
             console=console,
         )
+        self._num_iterations = iterations
         self._iterations = self._bars.add_task("iterations", total=iterations, note="starting")
         self._groups = self._bars.add_task("groups", total=None, note="")
         self._line = Text()
@@ -34,17 +35,26 @@ class RunProgress:
         note = f"{status['stage']} {status['iteration']}" if "stage" in status else "starting"
         self._bars.update(self._iterations, completed=status["next_batch"], note=note)
         needed = status["groups_needed"]
-        accepted = min(status["groups_accepted"], needed)
-        self._bars.update(self._groups, completed=accepted, total=needed, note=status["waiting_for"])
+        all_sealed = status["next_batch"] >= self._num_iterations
+        accepted = needed if all_sealed else min(status["groups_accepted"], needed)
+        in_flight = f"{status['groups_in_flight']} in flight"
+        self._bars.update(
+            self._groups, completed=accepted, total=needed, note="" if all_sealed else in_flight
+        )
         reward = status["reward_recent"]
         figures = [
             f"{status['tokens_per_second']:,.0f} tokens/s",
             "reward " + ("-" if reward is None else f"{reward:.2f}"),
             "held-out " + (" → ".join(f"{held_out[version]:.2f}" for version in sorted(held_out)) or "-"),
             f"{status['sessions_running']} sessions",
-            " ".join(f"{e['worker']}:v{e['version']}" for e in status["engines"]) or "no engine",
+            " ".join(map(_engine, status["engines"])) or "no engine",
         ]
         self._line = Text("  " + " · ".join(figures), style="dim")
 
     def __rich__(self) -> RenderableType:
         return Group(self._bars, self._line)
+
+
+def _engine(engine: dict[str, Any]) -> str:
+    version = engine["version"]
+    return f"{engine['worker']}:{'starting' if version is None else f'v{version}'}"

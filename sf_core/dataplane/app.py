@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import orjson
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -25,6 +27,8 @@ from sf_core.dataplane.engines import serve_engine_link
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.gateway import TokenCount, Turns, read_body
 from sf_core.dataplane.keys import KeyCheck
+from sf_core.dataplane.metrics import Metrics
+from sf_core.dataplane.observed import Observed
 from sf_core.dataplane.run import Run
 from sf_core.dataplane.session import Session
 from sf_core.dataplane.session_tree import session_tree
@@ -33,6 +37,8 @@ from sf_core.dataplane.specs import (
     EvaluationBody,
     FinishBody,
     FinishedBody,
+    PauseBody,
+    ResumeBody,
     RewardBody,
     RunSpec,
     SealBody,
@@ -52,6 +58,7 @@ Answer = dict[str, Any]
 def make_app(key: str | None = None, journal_dir: str | None = None) -> Starlette:
     plane = DataPlane(journal_dir)
     routes = Routes(plane)
+    metrics = Metrics(plane.runs)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -62,6 +69,9 @@ def make_app(key: str | None = None, journal_dir: str | None = None) -> Starlett
 
     async def engines(socket: WebSocket) -> None:
         await serve_engine_link(socket, plane.runs.get)
+
+    async def figures(request: Request) -> Response:
+        return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     run, session = "/runs/{run_id}", "/sessions/{session_id}"
     return Starlette(
@@ -85,12 +95,17 @@ def make_app(key: str | None = None, journal_dir: str | None = None) -> Starlett
             _post(run + "/leases/{lease_id}/revoke", routes.revoke),
             _post(run + "/pause", routes.pause),
             _post(run + "/resume", routes.resume),
+            _post(run + "/engines/{engine_id:path}/drain", routes.drain),
             _post(run + "/release", routes.release),
             _post(run + "/stage", routes.stage),
             _get("/healthz", routes.health),
+            Route("/metrics", figures),
             WebSocketRoute("/engines", engines),
         ],
-        middleware=[Middleware(KeyCheck, key=key, runs=plane.runs.values)],
+        middleware=[
+            Middleware(Observed, metrics=metrics),
+            Middleware(KeyCheck, key=key, runs=plane.runs.values),
+        ],
         exception_handlers={ApiError: _refuse, HTTPException: _refuse_route, Exception: _fail},
         lifespan=lifespan,
     )
@@ -201,12 +216,23 @@ class Routes:
         return {"engines": await self._plane.revoke(self._run(request), request.path_params["lease_id"])}
 
     async def pause(self, request: Request) -> Answer:
-        self._run(request).router.set_paused(True)
-        return {}
+        body = parse_body(PauseBody, await read_body(request.receive))
+        started = time.monotonic()
+        num_engines = await self._run(request).router.pause(body.mode, body.engine)
+        return {"engines": num_engines, "seconds": time.monotonic() - started}
 
     async def resume(self, request: Request) -> Answer:
-        self._run(request).router.set_paused(False)
+        body = parse_body(ResumeBody, await read_body(request.receive))
+        self._run(request).router.resume(body.engine)
         return {}
+
+    async def drain(self, request: Request) -> Answer:
+        run = self._run(request)
+        link = run.router.find(request.path_params["engine_id"])
+        # should its connection break meanwhile, it is not taken back
+        run.revoked_leases.add(link.lease_id)
+        run.router.drain(link, "drained")
+        return {"running": len(link.in_flight)}
 
     async def release(self, request: Request) -> Answer:
         self._plane.release(self._run(request))
@@ -266,8 +292,9 @@ def _wait_s(request: Request) -> float:
 
 async def _refuse(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
+    headers = None if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
     body = dialect_of(request.scope).error_body(error)
-    return Response(orjson.dumps(body), error.status, media_type="application/json")
+    return Response(orjson.dumps(body), error.status, headers, media_type="application/json")
 
 
 async def _fail(request: Request, error: Exception) -> Response:

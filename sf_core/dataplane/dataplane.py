@@ -18,7 +18,7 @@ from sf_core.dataplane.batches import Sealer
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.journal import Journal
 from sf_core.dataplane.keys import Caller, wrong_key
-from sf_core.dataplane.router import EngineLink
+from sf_core.dataplane.links import EngineLink
 from sf_core.dataplane.run import Run, read_renderer
 from sf_core.dataplane.session import Session
 from sf_core.dataplane.specs import FinishBody, RunSpec, SessionBody

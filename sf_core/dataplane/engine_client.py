@@ -19,6 +19,10 @@ from sf_core.dataplane import wire
 from sf_core.engines.base import Engine
 from sf_core.types import Chunk, FinishReason, WeightsRef
 
+HEARTBEAT_S = 20.0
+"""Both ends send a ping this often and give up on the other when no answer comes for as long again. Answers
+come from a thread of their own, so that a long step or the loading of weights is no silence."""
+
 BUSY_GAP_S = 0.05
 """Steps closer together than this are one span of work."""
 
@@ -39,13 +43,13 @@ def serve_engine(
 
     The engine is made once the data plane has said which weights it wants, and is closed before the lease is
     given back. `on_busy` gets start and end (Unix seconds) of every span of real work. A connection that
-    breaks is made again; raises ConnectionError after `patience_s` without one. What the engine raises ends
-    the lease.
+    breaks is made again; raises ConnectionError once `patience_s` have passed since it broke. What the
+    engine raises ends the lease.
     """
     client = _EngineClient(url, key, hello, make_engine, on_busy)
 
     def out_of_patience(_: RetryCallState) -> bool:
-        return time.monotonic() - client.last_contact > patience_s
+        return time.monotonic() - client.alone_since > patience_s
 
     retrying = Retrying(
         # an engine that cannot read its weights raises OSError too: that must end the lease
@@ -75,7 +79,9 @@ class _EngineClient:
         self._busy = _BusySpans(on_busy)
         self._engine: Engine | None = None
         self._paused = False
-        self.last_contact = time.monotonic()
+        self.alone_since = time.monotonic()
+        """Since when no data plane has welcomed it."""
+        self._welcomed = False
 
     def serve(self) -> str:
         """Serve over one connection. Raises ConnectionError when it breaks."""
@@ -85,6 +91,9 @@ class _EngineClient:
         except ConnectionClosed as error:
             raise ConnectionError(f"data plane at {self._url}: {error}") from error
         finally:
+            if self._welcomed:
+                self._welcomed = False
+                self.alone_since = time.monotonic()
             self._busy.end()
             if self._engine is not None:
                 # the data plane lets other engines continue what this connection carried
@@ -102,7 +111,12 @@ class _EngineClient:
                 additional_headers=self._headers,
                 compression=None,
                 max_size=None,
+                # read on while the engine works, or pings would wait behind frames; what is in flight at an
+                # engine is bounded, so what can queue up here is too
                 max_queue=None,
+                ping_interval=HEARTBEAT_S,
+                ping_timeout=HEARTBEAT_S,
+                open_timeout=HEARTBEAT_S,
                 close_timeout=1.0,
             )
         except (OSError, InvalidMessage) as error:
@@ -111,9 +125,9 @@ class _EngineClient:
     def _serve(self, socket: Connection) -> str:
         socket.send(wire.pack("hello", self._hello))
         kind, value = wire.unpack(_bytes(socket.recv()))
-        self.last_contact = time.monotonic()
         if kind == "yield":
             return str(value)
+        self._welcomed = True
         self._paused = value["paused"]
         engine = self._use(WeightsRef(value["version"], value["uri"]))
         socket.send(wire.pack("updated", engine.version))
@@ -141,7 +155,6 @@ class _EngineClient:
                 return None
             self._busy.end()
             frame = _bytes(socket.recv())
-        self.last_contact = time.monotonic()
         return frame
 
     def _handle(self, kind: str, value: Any, engine: Engine, socket: Connection) -> None:
@@ -159,8 +172,11 @@ class _EngineClient:
             case "update":
                 engine.load_weights(value["uri"], value["version"])
                 socket.send(wire.pack("updated", engine.version))
-            case "pause" | "resume":
-                self._paused = kind == "pause"
+            case "pause":
+                self._paused = True
+                socket.send(wire.pack("paused"))
+            case "resume":
+                self._paused = False
             case _:
                 raise ValueError(f"the data plane sent {kind!r}, which this engine client does not know")
 

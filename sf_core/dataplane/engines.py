@@ -1,6 +1,8 @@
 """The data plane's end of an engine's connection.
 
-Owns the handshake, which fences what is stale, and the passing of frames. Routing is in router.py.
+Owns the handshake, which fences what is stale, and the passing of frames, of which a bounded amount waits.
+Routing is in router.py. That a machine or a network has died is noticed by the pings of the WebSocket, which
+both ends answer from outside their work (server.py, engine_client.py).
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from pydantic import ValidationError
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from sf_core.dataplane import wire
-from sf_core.dataplane.router import EngineLink
+from sf_core.dataplane.links import EngineLink
 from sf_core.dataplane.run import Run
 from sf_core.dataplane.specs import HelloBody
 
@@ -20,6 +22,29 @@ UNKNOWN_RUN = 4404
 """Close code: the run is not registered yet, or not any more after a restart. The engine tries again."""
 
 BAD_FRAME = 4400
+
+MAX_OUTBOX_BYTES = 64 * 2**20
+"""An engine that reads so much slower than it is given work is dropped; others continue what it had."""
+
+
+class Outbox:
+    """Frames on their way to one engine."""
+
+    def __init__(self, max_bytes: int, on_full: Callable[[], None]) -> None:
+        self._frames: asyncio.Queue[bytes] = asyncio.Queue()
+        self._num_bytes = 0
+        self._max_bytes, self._on_full = max_bytes, on_full
+
+    def put(self, frame: bytes) -> None:
+        if self._num_bytes + len(frame) > self._max_bytes:
+            return self._on_full()
+        self._num_bytes += len(frame)
+        self._frames.put_nowait(frame)
+
+    async def get(self) -> bytes:
+        frame = await self._frames.get()
+        self._num_bytes -= len(frame)
+        return frame
 
 
 async def serve_engine_link(socket: WebSocket, find_run: Callable[[str], Run | None]) -> None:
@@ -55,21 +80,19 @@ def _stale(run: Run, hello: HelloBody) -> str | None:
 
 
 async def _serve(socket: WebSocket, run: Run, hello: HelloBody) -> None:
-    outbox: asyncio.Queue[bytes] = asyncio.Queue()
+    gone = asyncio.Event()
+    outbox = Outbox(MAX_OUTBOX_BYTES, gone.set)
     link = EngineLink(
         hello.engine_id,
         hello.lease_id,
         hello.worker,
         hello.attempt,
         hello.max_running,
-        outbox.put_nowait,
-    )
-    weights = run.router.weights
-    link.send(
-        wire.pack("welcome", {"version": weights.version, "uri": weights.uri, "paused": run.router.paused})
+        outbox.put,
+        gone=gone,
     )
     run.router.add(link)
-    writer = asyncio.ensure_future(_write(socket, outbox))
+    writer = asyncio.ensure_future(_write(socket, run, outbox))
     reader = asyncio.ensure_future(_read(socket, run, link))
     fenced = asyncio.ensure_future(link.gone.wait())
     try:
@@ -86,25 +109,31 @@ async def _serve(socket: WebSocket, run: Run, hello: HelloBody) -> None:
         raise unexpected[0]
 
 
-async def _write(socket: WebSocket, outbox: asyncio.Queue[bytes]) -> None:
+async def _write(socket: WebSocket, run: Run, outbox: Outbox) -> None:
     while True:
-        await socket.send_bytes(await outbox.get())
+        frame = await outbox.get()
+        run.router.bytes_to_engines += len(frame)
+        await socket.send_bytes(frame)
 
 
 async def _read(socket: WebSocket, run: Run, link: EngineLink) -> None:
     while True:
-        kind, value = wire.unpack(await socket.receive_bytes())
+        frame = await socket.receive_bytes()
+        run.router.bytes_from_engines += len(frame)
+        kind, value = wire.unpack(frame)
         match kind:
             case "chunks":
                 run.meter.add(run.router.receive(link, wire.unpack_chunks(value)))
             case "updated":
                 run.router.confirm(link, value)
                 run.changed.notify()
+            case "paused":
+                run.router.confirm_pause(link)
             case "yielded":
                 return
             case _:
                 raise ValueError(
-                    f"engine {link.engine_id} sent {kind!r}; expected chunks, updated or yielded"
+                    f"engine {link.engine_id} sent {kind!r}; expected chunks, updated, paused or yielded"
                 )
 
 

@@ -8,9 +8,19 @@ from typing import Any
 class ApiError(Exception):
     """`message` is one sentence for the caller."""
 
-    def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None):
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after_s: int | None = None,
+    ):
         super().__init__(message)
         self.status, self.message, self.code, self.param = status, message, code, param
+        self.retry_after_s = retry_after_s
+        """What the Retry-After header tells the client."""
 
     @classmethod
     def superseded(cls, run_id: str, attempt: int) -> ApiError:

@@ -7,7 +7,7 @@ with mask False. Iterative: trees may be thousands of turns deep.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,10 +15,11 @@ import orjson
 
 from sf_core.dataplane.messages import Message
 from sf_core.dataplane.session import Prompt, Session, Turn
+from sf_core.dataplane.tree import Node, line
 from storage.schema import NOT_SAMPLED, Trajectory, TurnSpan
 
-_OfPrompt = Callable[[Prompt], np.ndarray]
-_OfTurn = Callable[[Turn], np.ndarray]
+_Path = list[tuple[Node, int]]
+"""The nodes of a branch from its root on, each with the position where its part of the branch ends."""
 
 
 def export_session(
@@ -33,13 +34,16 @@ def export_session(
     reward_parts: Mapping[str, float],
 ) -> list[Trajectory]:
     finished_at = time.time()
-    owners = _Owners()
+    covered = _Covered()
     trajectories = []
     for branch, leaf in enumerate(_leaves(session.turns)):
-        path = list(leaf.lineage())[::-1]
-        parent, shared_prefix = owners.shared_with(path)
-        first_own = sum(turn in owners.turns for turn in path)
-        owners.take(path, branch)
+        path = list(line(leaf, leaf.end))[::-1]
+        parent, shared_prefix = covered.shared_with(path)
+        covered.take(path, branch)
+        token_ids, logprobs, versions = _columns(path, leaf.end)
+        mask = versions != NOT_SAMPLED
+        # what an earlier branch holds is trained there
+        mask[:shared_prefix] = False
         trajectories.append(
             Trajectory(
                 policy=policy,
@@ -50,16 +54,16 @@ def export_session(
                 branch_id=f"{session.session_id}.b{branch}",
                 parent_branch_id=None if parent is None else f"{session.session_id}.b{parent}",
                 shared_prefix=shared_prefix,
-                token_ids=_interleave(path, lambda p: p.ids, lambda t: t.ids),
-                loss_mask=_mask(path, first_own),
-                logprobs=_interleave(path, _no_logprobs, lambda t: t.logprobs),
-                policy_versions=_interleave(path, _no_versions, lambda t: t.versions),
+                token_ids=token_ids,
+                loss_mask=mask,
+                logprobs=logprobs,
+                policy_versions=versions,
                 turns=_spans(path, stop_ids),
-                messages=orjson.dumps(_conversation(path)).decode(),
+                messages=orjson.dumps(_conversation(leaf)).decode(),
                 reward=reward,
                 reward_parts=dict(reward_parts),
                 status="finished",
-                interruptions=sum(turn.interruptions for turn in path),
+                interruptions=sum(node.interruptions for node, _ in path if isinstance(node, Turn)),
                 started_at=session.started_at,
                 finished_at=finished_at,
             )
@@ -68,92 +72,105 @@ def export_session(
 
 
 @dataclass
-class _Owners:
-    """The branch that trains each turn, and the first that holds each prompt."""
+class _Covered:
+    """How far into each node the branches so far reach, and the first that reaches as far."""
 
-    turns: dict[Turn, int] = field(default_factory=dict)
-    prompts: dict[Prompt, int] = field(default_factory=dict)
+    reach: dict[Node, tuple[int, int]] = field(default_factory=dict)
 
-    def shared_with(self, path: list[Turn]) -> tuple[int | None, int]:
+    def shared_with(self, path: _Path) -> tuple[int | None, int]:
         """The branch this path forks from, and how many tokens they share; (None, 0) for a new root."""
         branch, shared = None, 0
-        for turn in path:
-            if turn.prompt in self.prompts:
-                branch, shared = self.prompts[turn.prompt], turn.prompt.end
-            if turn not in self.turns:
+        for node, end in path:
+            if node not in self.reach:
                 break
-            branch, shared = self.turns[turn], turn.end
+            branch, reach = self.reach[node]
+            shared = min(reach, end)
+            if shared < end:
+                break
         return branch, shared
 
-    def take(self, path: list[Turn], branch: int) -> None:
-        for turn in path:
-            self.turns.setdefault(turn, branch)
-            self.prompts.setdefault(turn.prompt, branch)
+    def take(self, path: _Path, branch: int) -> None:
+        for node, end in path:
+            if node not in self.reach or self.reach[node][1] < end:
+                self.reach[node] = (branch, end)
 
 
 def _leaves(turns: list[Turn]) -> list[Turn]:
-    inner = {turn.prompt.parent for turn in turns}
-    return [turn for turn in turns if turn not in inner]
+    """The ends of the branches, so ordered that the first branch to hold a token of a turn holds the whole
+    turn: each turn's own branch comes before those that later requests forked off inside it."""
+    first_leaf: dict[Turn, Turn] = {}
+    inner = {parent for turn in turns if (parent := _whole_parent(turn)) is not None}
+    for leaf in turns:
+        node: Turn | None = leaf if leaf not in inner else None
+        while node is not None and node not in first_leaf:
+            first_leaf[node] = leaf
+            node = _whole_parent(node)
+    return list(dict.fromkeys(first_leaf[turn] for turn in turns))
 
 
-def _interleave(path: list[Turn], of_prompt: _OfPrompt, of_turn: _OfTurn) -> np.ndarray:
-    return np.concatenate([part for turn in path for part in (of_prompt(turn.prompt), of_turn(turn))])
+def _whole_parent(turn: Turn) -> Turn | None:
+    """The turn before this one on its line, if the line holds all of it."""
+    prompt = turn.prompt
+    for node, end in line(prompt.parent, prompt.start):
+        if isinstance(node, Turn):
+            return node if end == node.end else None
+    return None
 
 
-def _mask(path: list[Turn], first_own: int) -> np.ndarray:
-    mask = np.zeros(path[-1].end, dtype=np.bool_)
-    for turn in path[first_own:]:
-        mask[turn.prompt.end : turn.end] = True
-    return mask
+def _columns(path: _Path, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    token_ids = np.empty(length, dtype=np.int32)
+    logprobs = np.full(length, np.nan, dtype=np.float32)
+    versions = np.full(length, NOT_SAMPLED, dtype=np.int32)
+    for node, end in path:
+        part, num = slice(node.start, end), end - node.start
+        token_ids[part] = node.ids[:num]
+        if isinstance(node, Turn):
+            logprobs[part], versions[part] = node.logprobs[:num], node.versions[:num]
+    return token_ids, logprobs, versions
 
 
-def _no_logprobs(prompt: Prompt) -> np.ndarray:
-    return np.full(len(prompt.ids), np.nan, dtype=np.float32)
-
-
-def _no_versions(prompt: Prompt) -> np.ndarray:
-    return np.full(len(prompt.ids), NOT_SAMPLED, dtype=np.int32)
-
-
-def _conversation(path: list[Turn]) -> list[Message]:
+def _conversation(leaf: Turn) -> list[Message]:
     messages: list[Message] = []
-    for turn in path:
+    for turn in list(leaf.conversation())[::-1]:
         messages += turn.prompt.messages
         unparsed = {"unparsed_calls": turn.num_unparsed_calls} if turn.num_unparsed_calls else {}
         messages.append({**turn.message, **unparsed})
     return messages
 
 
-def _spans(path: list[Turn], stop_ids: tuple[int, ...]) -> list[TurnSpan]:
+def _spans(path: _Path, stop_ids: tuple[int, ...]) -> list[TurnSpan]:
     spans: list[TurnSpan] = []
-    for turn in path:
-        spans += _prompt_spans(turn.prompt, stop_ids)
-        sampling = turn.sampling
-        spans.append(
-            TurnSpan(
-                "assistant",
-                turn.prompt.end,
-                turn.end,
-                turn.finish_reason.value,
-                turn.engine,
-                sampling.temperature,
-                sampling.top_p,
-                sampling.top_k,
+    for node, end in path:
+        if isinstance(node, Turn):
+            sampling = node.sampling
+            spans.append(
+                TurnSpan(
+                    "assistant",
+                    node.start,
+                    end,
+                    node.finish_reason.value,
+                    node.engine,
+                    sampling.temperature,
+                    sampling.top_p,
+                    sampling.top_k,
+                )
             )
-        )
+        elif end > node.start:
+            spans += _prompt_spans(node, end, stop_ids)
     return spans
 
 
-def _prompt_spans(prompt: Prompt, stop_ids: tuple[int, ...]) -> list[TurnSpan]:
+def _prompt_spans(prompt: Prompt, end: int, stop_ids: tuple[int, ...]) -> list[TurnSpan]:
     """One span per message, as far as end-of-turn tokens tell them apart. What a template puts before the
-    first message belongs to that one, the header of the coming answer to the last."""
+    first message belongs to that one, the header of the coming answer to the last. A prompt that is shared in
+    part, or that came as ids, is one span."""
     roles = [message["role"] for message in prompt.messages]
     is_end = np.logical_or.reduce([prompt.ids == stop for stop in stop_ids])
     ends = (np.flatnonzero(is_end) + 1).tolist()[-len(roles) :]
-    if len(ends) < len(roles):
-        return [TurnSpan(roles[-1], prompt.start, prompt.end)] if roles else []
+    if len(ends) < len(roles) or end < prompt.end or not roles:
+        return [TurnSpan(roles[-1] if roles else "prompt", prompt.start, end)]
     edges = [0, *ends[:-1], len(prompt.ids)]
     return [
-        TurnSpan(role, prompt.start + start, prompt.start + end)
-        for role, start, end in zip(roles, edges, edges[1:], strict=False)
+        TurnSpan(role, prompt.start + start, prompt.start + stop)
+        for role, start, stop in zip(roles, edges, edges[1:], strict=False)
     ]

@@ -6,10 +6,27 @@ Owns what was sampled so far and what is left to ask for. Where it runs is the r
 from __future__ import annotations
 
 import asyncio
+import time
 from array import array
 from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
 
+from sf_core.dataplane.errors import ApiError
 from sf_core.types import Chunk, FinishReason, GenerationRequest, Sampling
+
+asked_by_request: ContextVar[list[Generation] | None] = ContextVar("asked_by_request", default=None)
+"""What the HTTP request being served has asked of engines, for its figures; None where nobody wants them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Near:
+    """Where the KV of a prompt's beginning probably is."""
+
+    engine_id: str
+    version: int
+    """Of the weights that computed it."""
+    num_tokens: int
 
 
 class Generation:
@@ -41,17 +58,42 @@ class Generation:
         self.finish_reason: FinishReason | None = None
         self.cancelled: str | None = None
         """Why nobody waits for it any more."""
+        self.refusal: ApiError | None = None
+        """Why it is not served; whoever awaits progress gets it raised."""
+        self.session_id = ""
+        self.num_reused = 0
+        """Leading prompt tokens that were taken from the record, not encoded."""
+        self.near: Near | None = None
+        self.arrival: int | None = None
+        """Its number among the requests of its run."""
+        self.waiting_since = 0.0
+        """Monotonic seconds, like those below: since when no engine works on it."""
+        self.submitted_at = self.started_at = self.over_at = 0.0
+        """0 while it has not happened: it came in, an engine first got it, its last token or its end came."""
+        self.num_prefill = self.num_decode = 0
+        """What its engine still has to do for it, estimated; links.py counts with them."""
         self._progress: asyncio.Future[None] | None = None
+
+    def comes_after(self, engine_id: str, version: int, num_tokens: int) -> None:
+        """It extends so many recorded tokens, the last of them sampled by this engine with this version."""
+        self.num_reused = num_tokens
+        self.near = Near(engine_id, version, num_tokens)
 
     @property
     def is_over(self) -> bool:
-        return self.finish_reason is not None or self.cancelled is not None
+        return self.finish_reason is not None or self.cancelled is not None or self.refusal is not None
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the prompt and of what was sampled so far."""
+        return len(self.prompt_ids) + len(self.token_ids)
 
     def remaining_request(self, version: int) -> GenerationRequest:
         """What an engine that holds this version is to do."""
         if self.on_start is not None:
             self.on_start(version)
             self.on_start = None
+        self.started_at = self.started_at or time.monotonic()
         produced = len(self.token_ids)
         return GenerationRequest(
             self.request_id,
@@ -74,27 +116,53 @@ class Generation:
                 self.engines.append(engine)
         if chunk.finish_reason is FinishReason.ABORT:
             if len(self.token_ids) < self.max_tokens:
-                self.interruptions += 1
+                self._interrupt(engine)
                 return True
-            self.finish_reason = FinishReason.LENGTH
-        else:
-            self.finish_reason = chunk.finish_reason
-        if self.finish_reason is not None or self.stream:
+            self._finish(FinishReason.LENGTH)
+        elif chunk.finish_reason is not None:
+            self._finish(chunk.finish_reason)
+        elif self.stream:
             self.wake()
         return False
+
+    def _interrupt(self, engine: str) -> None:
+        self.interruptions += 1
+        if len(self.versions):
+            self.near = Near(engine, self.versions[-1], self.num_tokens)
+        if self.stream:
+            # what was sampled may end with a stop string, and is due to the reader in any case
+            self.wake()
+
+    def _finish(self, reason: FinishReason) -> None:
+        self.finish_reason = reason
+        self.over_at = time.monotonic()
+        self.wake()
+
+    def cancel(self, reason: str) -> None:
+        self.cancelled = reason
+        self.over_at = time.monotonic()
+        self.wake()
+
+    def refuse(self, refusal: ApiError) -> None:
+        self.refusal = refusal
+        self.over_at = time.monotonic()
+        self.wake()
 
     def end_at(self, num_tokens: int) -> None:
         """The text up to this token ends with a stop string; what was sampled behind it is dropped."""
         for values in (self.token_ids, self.logprobs, self.versions):
             del values[num_tokens:]
-        self.finish_reason = FinishReason.STOP
+        self._finish(FinishReason.STOP)
 
     def wake(self) -> None:
         if self._progress is not None and not self._progress.done():
             self._progress.set_result(None)
 
     async def progress(self, num_seen: int) -> None:
-        """Returns when there are more tokens than those seen (streams) or the turn is over."""
+        """Returns when there are more tokens than those seen (streams) or the turn is over. Raises ApiError
+        if the turn is refused."""
         if not self.is_over and not (self.stream and len(self.token_ids) > num_seen):
             self._progress = asyncio.get_running_loop().create_future()
             await self._progress
+        if self.refusal is not None:
+            raise self.refusal

@@ -7,21 +7,22 @@ Uses tokenizers and jinja2 directly, because transformers imports torch: 3 s and
 from __future__ import annotations
 
 import json
+from collections import Counter
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import jinja2.ext
 import numpy as np
-import numpy.typing as npt
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from sf_core.dataplane.append_only import append_only_roles, render_addition
 from sf_core.dataplane.messages import Message
-from sf_core.dataplane.toolcalls import FORMATS, format_of
-
-Ids = npt.NDArray[np.int32]
+from sf_core.dataplane.toolcalls import FORMATS, Tool, format_of
+from sf_core.dataplane.tree import Ids
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -58,6 +59,32 @@ class Renderer:
             messages=messages, tools=tools or None, add_generation_prompt=True, **self._special
         )
 
+    def is_append_only(self, added: list[Message]) -> bool:
+        """Whether these messages, behind an answer, leave the rendering of all earlier ones as it was."""
+        return {message["role"] for message in added} <= self._append_only_roles
+
+    def render_addition(
+        self, messages: list[Message], opening_text: str, added: list[Message], tools: list[Tool]
+    ) -> str | None:
+        """See append_only.render_addition."""
+        return render_addition(self.render, messages, opening_text, added, tools)
+
+    def note_rewrite(self, added: list[Message]) -> None:
+        """These messages changed the rendering of earlier ones after all: trust the probes no more."""
+        if self.is_append_only(added):
+            self._append_only_roles = frozenset()
+
+    @cached_property
+    def _append_only_roles(self) -> frozenset[str]:
+        return append_only_roles(self.render)
+
+    def last_stop(self, text: str, ids: Ids) -> tuple[int, int | None]:
+        """Where an encoded text has its last end-of-turn token: in the text, in the ids (None: nowhere)."""
+        at = max(text.rfind(stop) for stop in self.stop_texts.values())
+        is_stop = np.logical_or.reduce([ids == stop for stop in self.stop_texts])
+        places = np.flatnonzero(is_stop)
+        return at, int(places[-1]) if at >= 0 and len(places) else None
+
     def encode(self, text: str) -> Ids:
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
 
@@ -89,6 +116,23 @@ class Renderer:
         if not stops:
             raise ValueError(f"{folder}: the tokenizer names no eos_token, so no turn could end")
         return stops
+
+
+def shows(text: str, answer: Message) -> bool:
+    """Whether the rendering of an answer holds, in whatever spelling, all that the answer says. A template
+    that drops something, such as old reasoning, has rewritten it."""
+    said = Counter[str](answer["content"])
+    said.update(answer.get("reasoning_content") or "")
+    values = [call["function"] for call in answer.get("tool_calls", ())]
+    while values:
+        value = values.pop()
+        if isinstance(value, dict):
+            values += value.values()
+        elif isinstance(value, list):
+            values += value
+        else:
+            said.update(value if isinstance(value, str) else json.dumps(value))
+    return all(character.isspace() for character in said - Counter(text))
 
 
 class TextStream:
@@ -144,7 +188,9 @@ def _compile(source: str) -> jinja2.Template:
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    # one date for the whole run: at midnight the prompts of running sessions must not change
+    now = datetime.now()
+    environment.globals["strftime_now"] = now.strftime
     return environment.from_string(source)
 
 

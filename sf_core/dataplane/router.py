@@ -1,92 +1,88 @@
 """Which engine works on which generation.
 
-Owns the engines of one run, the waiting generations in arrival order, and the order in which an engine is
-taken away. Knows nothing of sessions or text; sends frames through a function it is given.
+Owns the engines of one run, the waiting generations, and the order in which an engine is paused, drained or
+taken away. Knows nothing of sessions or text; sends frames through the links it is given. How an engine is
+chosen is in routing.py.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+import logging
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from typing import Literal
 
 from sf_core.dataplane import wire
-from sf_core.dataplane.generation import Generation
+from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.generation import Generation, asked_by_request
+from sf_core.dataplane.links import EngineLink
+from sf_core.dataplane.routing import TypicalLength, choose, num_cached
 from sf_core.dataplane.signals import Signal
+from sf_core.dataplane.waiting import Limits, WaitingLine
 from sf_core.types import Chunk, FinishReason, WeightsRef
 
+log = logging.getLogger(__name__)
 
-@dataclass(eq=False)
-class EngineLink:
-    """One connected engine."""
+PauseMode = Literal["freeze", "evacuate"]
 
-    engine_id: str
-    lease_id: str
-    worker: str
-    attempt: int
-    max_running: int
-    send: Callable[[bytes], None]
-    version: int | None = None
-    """Policy version it has confirmed; None while it is being made."""
-    routable: bool = True
-    in_flight: dict[str, Generation] = field(default_factory=dict)
-    num_tokens: int = 0
-    gone: asyncio.Event = field(default_factory=asyncio.Event)
-    """It has yielded, or its connection is closed."""
-
-    def can_take(self, generation: Generation) -> bool:
-        return self.has_room and self.version is not None and self.version >= generation.floor
-
-    @property
-    def has_room(self) -> bool:
-        return self.routable and self.version is not None and len(self.in_flight) < self.max_running
+RETRY_AFTER_S = 5
+"""What a refused client is told to wait before it asks again."""
 
 
 class Router:
-    def __init__(self, weights: WeightsRef) -> None:
+    def __init__(self, weights: WeightsRef, limits: Limits) -> None:
         self.weights = weights
+        self.limits = limits
         self.links: list[EngineLink] = []
-        self.waiting: deque[Generation] = deque()
+        self.waiting = WaitingLine()
         self.paused = False
+        self.paused_engines: set[str] = set()
+        """Paused on their own, by id: one that reconnects is still paused."""
         self.interruptions = 0
+        self.bytes_to_engines = self.bytes_from_engines = 0
+        self._typical = TypicalLength()
         self._changed = Signal()
         self._scheduled = False
 
+    # --- generations
+
+    def check_room(self) -> None:
+        """Raises ApiError 429 if the line of waiting requests is full."""
+        if len(self.waiting) >= self.limits.max_waiting:
+            raise ApiError(
+                429,
+                f"{len(self.waiting)} requests wait already, because {self.obstacle()}; try again later.",
+                code="too_many_waiting",
+                retry_after_s=RETRY_AFTER_S,
+            )
+
     def submit(self, generation: Generation) -> None:
-        self.waiting.append(generation)
+        generation.submitted_at = time.monotonic()
+        if (asked := asked_by_request.get()) is not None:
+            asked.append(generation)
+        self.waiting.join(generation)
         self._schedule()
 
     def cancel(self, generation: Generation, reason: str) -> None:
         """Nobody waits for it any more. What its engine still reports of it is ignored."""
         if generation.is_over:
             return
-        generation.cancelled = reason
         self.stop(generation)
-        generation.wake()
+        generation.cancel(reason)
 
     def stop(self, generation: Generation) -> None:
         """Sample no more for it."""
         for link in self.links:
-            if link.in_flight.pop(generation.request_id, None) is not None:
+            if link.drop(generation.request_id) is not None:
                 link.send(wire.pack("abort", [generation.request_id]))
-                self._schedule()
+                self._settle(link)
                 return
-        if generation in self.waiting:
-            self.waiting.remove(generation)
-
-    def add(self, link: EngineLink) -> None:
-        self.links.append(link)
-        self._changed.notify()
-
-    def confirm(self, link: EngineLink, version: int) -> None:
-        """The engine now samples with this version."""
-        link.version = version
-        self._schedule()
-        self._changed.notify()
+        self.waiting.leave(generation)
 
     def receive(self, link: EngineLink, chunks: list[Chunk]) -> int:
         """Take what an engine sampled; returns how many tokens were wanted."""
+        link.heard_at = time.monotonic()
         interrupted: list[Generation] = []
         num_tokens = 0
         for chunk in chunks:
@@ -94,62 +90,172 @@ class Router:
             if generation is None:
                 continue
             num_tokens += len(chunk.token_ids)
-            if chunk.finish_reason is not None:
-                del link.in_flight[chunk.request_id]
+            if chunk.finish_reason is None:
+                link.progressed(generation, len(chunk.token_ids))
+            else:
+                link.drop(chunk.request_id)
             if generation.absorb(chunk, link.engine_id):
                 interrupted.append(generation)
+            elif generation.finish_reason is not None:
+                self._typical.learn(len(generation.token_ids))
         link.num_tokens += num_tokens
-        self._continue_elsewhere(interrupted)
-        if not link.in_flight:
-            self._changed.notify()
-        self._schedule()
+        self._wait_again(interrupted)
+        self._settle(link)
         return num_tokens
+
+    def sweep(self) -> None:
+        """Once a second: requests whose patience is over, engines that fell silent."""
+        now = time.monotonic()
+        for generation in self.waiting.waiting_since_before(now - self.limits.patience_s):
+            self.waiting.leave(generation)
+            generation.refuse(
+                ApiError(
+                    503,
+                    f"No engine took this request for {self.limits.patience_s:g} s: "
+                    f"{self.obstacle(generation.floor)}.",
+                    code="no_engine",
+                    retry_after_s=RETRY_AFTER_S,
+                )
+            )
+        for link in [e for e in self.links if e.silent_for(now) > self.limits.engine_silence_s]:
+            log.warning("engine %s has work and says nothing: it is dropped", link.engine_id)
+            self.lose(link)
+
+    def obstacle(self, floor: int = 0) -> str:
+        """Why a request that asks for this policy version or a later one waits."""
+        present = [link for link in self.links if link.version is not None and link.leaving is None]
+        if self.paused:
+            return "the run is paused"
+        if not present:
+            return "no engine is connected"
+        if all(link.paused for link in present):
+            return "every engine is paused"
+        if all(link.version is not None and link.version < floor for link in present):
+            return f"no engine holds policy version {floor} or a later one"
+        return "every engine is full"
+
+    # --- engines
+
+    @property
+    def is_serving(self) -> bool:
+        return any(link.version is not None and not link.paused for link in self.links)
+
+    def add(self, link: EngineLink) -> None:
+        """Greet an engine: what to hold, and whether to stand still."""
+        link.wanted_version = self.weights.version
+        link.paused = self._is_paused(link)
+        greeting = {"version": self.weights.version, "uri": self.weights.uri, "paused": link.paused}
+        link.send(wire.pack("welcome", greeting))
+        self.links.append(link)
+        self._changed.notify()
+
+    def confirm(self, link: EngineLink, version: int) -> None:
+        """The engine now samples with this version."""
+        link.heard_at = time.monotonic()
+        link.version = version
+        self._schedule()
+        self._changed.notify()
+
+    def confirm_pause(self, link: EngineLink) -> None:
+        """The engine samples nothing until it is resumed."""
+        link.heard_at = time.monotonic()
+        link.num_pauses_open -= 1
+        self._changed.notify()
 
     def lose(self, link: EngineLink) -> None:
         """The connection is gone: everything on it continues elsewhere from the last received token."""
         if link in self.links:
             self.links.remove(link)
-        lost, link.in_flight = list(link.in_flight.values()), {}
-        self._continue_elsewhere(
-            [g for g in lost if g.absorb(Chunk(g.request_id, [], [], 0, FinishReason.ABORT), link.engine_id)]
-        )
+        lost = [link.drop(request_id) for request_id in list(link.in_flight)]
+        self._wait_again([g for g in lost if g is not None and g.absorb(_nothing_more(g), link.engine_id)])
         link.gone.set()
         self._changed.notify()
-        self._schedule()
+
+    def drain(self, link: EngineLink, reason: str) -> None:
+        """Give it nothing new; it yields when it is through with what it has."""
+        link.leaving = reason
+        self._settle(link)
 
     async def take_away(self, link: EngineLink, reason: str) -> None:
         """Stop routing, abort, wait for the partial tokens, then have the engine yield (design 5.2)."""
-        link.routable = False
-        link.send(wire.pack("abort", None))
-        await self._changed.until(lambda: not link.in_flight or link.gone.is_set())
-        link.send(wire.pack("yield", reason))
+        link.tell(wire.pack("abort", None))
+        self.drain(link, reason)
         await link.gone.wait()
 
     async def update(self, weights: WeightsRef) -> dict[str, int]:
         """Have every engine hold these weights; returns the version of each that lives."""
         self.weights = weights
-        for link in self.links:
-            link.send(wire.pack("update", {"version": weights.version, "uri": weights.uri}))
         told = list(self.links)
-        await self._changed.until(
-            lambda: all(
-                link.gone.is_set() or (link.version is not None and link.version >= weights.version)
-                for link in told
-            )
-        )
+        for link in told:
+            link.tell(wire.pack("update", {"version": weights.version, "uri": weights.uri}))
+            link.wanted_version = weights.version
+        await self._until_each(told, _holds_what_it_was_told)
         return {link.engine_id: weights.version for link in told if not link.gone.is_set()}
 
-    def set_paused(self, paused: bool) -> None:
-        """Freeze or thaw: engines keep their requests, new ones wait here."""
-        self.paused = paused
+    async def pause(self, mode: PauseMode, engine_id: str | None = None) -> int:
+        """Stop sampling, of the run or of one engine; returns how many engines stand still once they do.
+
+        Freeze: engines keep their requests and KV. Evacuate: they give them back, and these continue on
+        engines that are not paused, or wait. Raises ApiError for an engine that is not connected."""
+        links = self._links_of(engine_id)
+        if engine_id is None:
+            self.paused = True
+        else:
+            self.paused_engines.add(engine_id)
+        if mode == "evacuate":
+            for link in links:
+                link.tell(wire.pack("abort", None))
+        self._tell_pauses()
+        await self._until_each(links, _stands_still_or_need_not)
+        return sum(link.is_still for link in links)
+
+    def resume(self, engine_id: str | None = None) -> None:
+        """Undo the same pause. An engine goes on when neither it nor the run is paused any more."""
+        if engine_id is None:
+            self.paused = False
+        else:
+            self.paused_engines.discard(engine_id)
+        self._tell_pauses()
+
+    def find(self, engine_id: str) -> EngineLink:
+        """Raises ApiError 404."""
         for link in self.links:
-            link.send(wire.pack("pause" if paused else "resume"))
+            if link.engine_id == engine_id:
+                return link
+        raise ApiError(404, f"No engine {engine_id} is connected.", code="engine_not_found")
+
+    def _links_of(self, engine_id: str | None) -> list[EngineLink]:
+        return list(self.links) if engine_id is None else [self.find(engine_id)]
+
+    def _is_paused(self, link: EngineLink) -> bool:
+        return self.paused or link.engine_id in self.paused_engines
+
+    def _tell_pauses(self) -> None:
+        for link in self.links:
+            if link.paused != self._is_paused(link):
+                link.tell(wire.pack("resume" if link.paused else "pause"))
+                link.paused = not link.paused
+                link.num_pauses_open += link.paused
+        self._changed.notify()
         self._schedule()
 
-    def _continue_elsewhere(self, interrupted: list[Generation]) -> None:
+    async def _until_each(self, links: list[EngineLink], condition: Callable[[EngineLink], bool]) -> None:
+        await self._changed.until(lambda: all(link.gone.is_set() or condition(link) for link in links))
+
+    def _settle(self, link: EngineLink) -> None:
+        """Something left it: it may have room, or nothing to stay for."""
+        if link.leaving is not None and not link.in_flight and not link.told_to_yield:
+            link.tell(wire.pack("yield", link.leaving))
+            link.told_to_yield = True
+        self._schedule()
+
+    # --- dispatch
+
+    def _wait_again(self, interrupted: list[Generation]) -> None:
         self.interruptions += len(interrupted)
-        # they arrived before anything that waits
-        self.waiting.extendleft(reversed(interrupted))
+        for generation in interrupted:
+            self.waiting.join(generation)
+        self._schedule()
 
     def _schedule(self) -> None:
         """Dispatch once per turn of the event loop: what arrives together is sent in one frame."""
@@ -159,20 +265,40 @@ class Router:
 
     def _dispatch(self) -> None:
         self._scheduled = False
-        if self.paused:
+        if self.paused or not self.waiting:
             return
         given: dict[EngineLink, list[Generation]] = {}
+        open_links = [link for link in self.links if link.has_room]
         passed_over: list[Generation] = []
-        while self.waiting and any(link.has_room for link in self.links):
-            generation = self.waiting.popleft()
-            takers = [link for link in self.links if link.can_take(generation)]
+        num_seen = 0
+        for generation in self.waiting:
+            if not open_links:
+                break
+            num_seen += 1
+            takers = [link for link in open_links if link.can_take(generation)]
             if not takers:
                 passed_over.append(generation)
                 continue
-            link = min(takers, key=lambda candidate: len(candidate.in_flight))
-            link.in_flight[generation.request_id] = generation
+            link = choose(takers, generation)
+            num_prefill = generation.num_tokens - num_cached(link, generation)
+            link.take(generation, num_prefill, self._typical.remaining(generation))
             given.setdefault(link, []).append(generation)
-        self.waiting.extendleft(reversed(passed_over))
+            if not link.has_room:
+                open_links.remove(link)
+        self.waiting.keep(passed_over, num_seen)
         for link, generations in given.items():
             assert link.version is not None
             link.send(wire.pack_requests([g.remaining_request(link.version) for g in generations]))
+
+
+def _nothing_more(generation: Generation) -> Chunk:
+    return Chunk(generation.request_id, [], [], 0, FinishReason.ABORT)
+
+
+def _holds_what_it_was_told(link: EngineLink) -> bool:
+    return link.version is not None and link.version >= link.wanted_version
+
+
+def _stands_still_or_need_not(link: EngineLink) -> bool:
+    # an engine that is being made takes notice when it is there; until then it samples nothing
+    return link.is_still or not link.paused or link.version is None

@@ -55,7 +55,7 @@ class Run:
         self.spec = spec
         self.renderer = renderer
         self.journal = journal
-        self.router = Router(WeightsRef(spec.version, spec.weights_uri))
+        self.router = Router(WeightsRef(spec.version, spec.weights_uri), spec.limits)
         self.manager = self._new_manager()
         self.sessions: dict[str, Session] = {}
         self.results: dict[Place, FinishedSession] = {}
@@ -100,6 +100,7 @@ class Run:
             for session in list(self.sessions.values()):
                 self._lose(session)
         self.spec, self.released = spec, False
+        self.router.limits = spec.limits
         if spec.version > self.router.weights.version:
             self.router.weights = WeightsRef(spec.version, spec.weights_uri)
         self.manager.set_version(spec.version)
@@ -256,7 +257,8 @@ class Run:
 
     async def sweep(self, elapsed_s: float) -> None:
         """Look after what makes no request: silent runners and sessions that run too long."""
-        if any(link.version is not None for link in self.router.links) and not self.router.paused:
+        self.router.sweep()
+        if self.router.is_serving:
             self.serving_s += elapsed_s
         deadline = time.monotonic() - RUNNER_SILENCE_S
         for name in [n for n, r in self.runners.items() if not r.num_polls and r.last_heard < deadline]:

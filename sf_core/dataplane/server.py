@@ -10,6 +10,7 @@ from pathlib import Path
 import uvicorn
 
 from sf_core.dataplane.app import make_app
+from sf_core.dataplane.engine_client import HEARTBEAT_S
 
 
 def serve(
@@ -34,6 +35,8 @@ def serve(
             ws="websockets-sansio",
             ws_max_size=2**28,
             ws_per_message_deflate=False,
+            ws_ping_interval=HEARTBEAT_S,
+            ws_ping_timeout=HEARTBEAT_S,
             access_log=False,
             proxy_headers=False,
             server_header=False,

@@ -1,107 +1,53 @@
-"""One session's turn tree: which recorded turn a request extends, and what it adds.
+"""One session: which recorded turn a request extends, what it adds, and what was sampled for it.
 
-Owns token truth (design 5.3): recorded ids are reused, only what follows them is encoded. Prompts and turns
-alternate and hold deltas, so memory grows with the new tokens, not with the history.
+Owns token truth (design 5.3): recorded ids are reused, only what follows them is rendered and encoded. The
+tokens themselves are in tree.py.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from sf_core.dataplane.append_only import opening
+from sf_core.dataplane.conversations import Conversation, Conversations
 from sf_core.dataplane.generation import Generation
 from sf_core.dataplane.groups import Claim
-from sf_core.dataplane.messages import Message, chain_keys, extend_chain
-from sf_core.dataplane.rendering import Ids, Renderer
+from sf_core.dataplane.messages import Message, extend_chain
+from sf_core.dataplane.rendering import Renderer, shows
 from sf_core.dataplane.toolcalls import Tool
-from sf_core.types import FinishReason, Sampling
+from sf_core.dataplane.tree import (
+    NO_TEXT,
+    Ids,
+    Place,
+    Prompt,
+    Seam,
+    Tapes,
+    TextMark,
+    TokenTree,
+    Turn,
+    line,
+    place_at,
+)
+
+__all__ = ["Prompt", "Session", "Turn", "turn_seed"]
+
+NUM_TIPS = 16
+"""Latest turns that a prompt of ids is compared with as a whole."""
 
 
-@dataclass(slots=True, eq=False)
-class Prompt:
-    """What one request adds to a recorded turn, or to nothing. Asked again, it gets another turn."""
-
-    parent: Turn | None
+class _Encoded(NamedTuple):
+    place: Place
+    """What is recorded of the request's tokens ends here."""
     ids: Ids
-    messages: list[Message]
-    """Those it adds."""
-    num_messages: int
-    """Of the whole request."""
-    chain: bytes
-    """Identity of the whole request: tools and all messages."""
-    index: int
-    """Position among the session's prompts."""
-    start: int
-    """Tokens before it."""
-    text_length: int
-    """Of the rendering of the whole request, which any later extension begins with."""
-    text_hash: int
-    branch_reason: str | None
-    """Why it is no extension of the session's tokens so far; None if it is, and for the first."""
-    num_samples: int = 0
-    """Turns begun from it."""
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.ids)
-
-    @property
-    def continues(self) -> Turn | None:
-        """The answer that its new messages follow."""
-        return self.parent
-
-    @property
-    def version(self) -> int:
-        """Policy version of the last sampled token before it; 0 if there is none."""
-        turn = self.parent
-        while turn is not None and not len(turn.versions):
-            turn = turn.prompt.parent
-        return int(turn.versions[-1]) if turn is not None else 0
-
-    def full_ids(self) -> list[int]:
-        parts: list[Ids] = [self.ids]
-        turn = self.parent
-        while turn is not None:
-            parts += [turn.ids, turn.prompt.ids]
-            turn = turn.prompt.parent
-        return np.concatenate(parts[::-1]).tolist()
-
-
-@dataclass(slots=True, eq=False)
-class Turn:
-    """What was sampled for a prompt."""
-
-    prompt: Prompt
-    ids: Ids
-    logprobs: np.ndarray
-    versions: np.ndarray
-    message: Message
-    finish_reason: FinishReason
-    engine: str
-    sampling: Sampling
-    interruptions: int
-    num_unparsed_calls: int
-    has_continuation: bool = False
-
-    @property
-    def end(self) -> int:
-        return self.prompt.end + len(self.ids)
-
-    def conversation(self) -> Iterator[Turn]:
-        """This turn and those its messages follow, latest first."""
-        return self.lineage()
-
-    def lineage(self) -> Iterator[Turn]:
-        turn: Turn | None = self
-        while turn is not None:
-            yield turn
-            turn = turn.prompt.parent
+    text: TextMark
+    seam: Seam | None
 
 
 @dataclass(slots=True, eq=False)
@@ -125,7 +71,11 @@ class Session:
     turns: list[Turn] = field(default_factory=list)
     running: set[Generation] = field(default_factory=set)
     branch_reasons: Counter[str] = field(default_factory=Counter)
-    _prompts: dict[bytes, Prompt] = field(default_factory=dict)
+    _tree: TokenTree = field(default_factory=TokenTree)
+    _tapes: Tapes = field(default_factory=Tapes)
+    _conversations: Conversations = field(default_factory=Conversations)
+    _prompts: dict[tuple[bytes, str], Prompt] = field(default_factory=dict)
+    """By chain and forced text."""
     _answers: dict[bytes, Turn] = field(default_factory=dict)
     """By identity of the request extended by the answer."""
     _openings: set[bytes] = field(default_factory=set)
@@ -139,43 +89,42 @@ class Session:
     def open_prompt(
         self, messages: list[Message], tools: list[Tool], renderer: Renderer, forced: str = ""
     ) -> Prompt:
-        """The prompt this request stands for, new or asked before. `forced`: how the answer begins; it is
-        part of the prompt's ids, not of its text. Raises jinja2.TemplateError."""
-        keys = chain_keys(tools, messages)
-        prompt = self._prompts.get(_asked_key(keys[-1], forced))
+        """The prompt this request stands for, new or asked before. Raises jinja2.TemplateError.
+
+        `forced` is how the answer must begin: it is encoded behind the prompt and belongs to it."""
+        conversation = self._conversations.recall(tools, messages)
+        keys = conversation.keys
+        prompt = self._prompts.get((keys[-1], forced))
         if prompt is None:
-            text = renderer.render(messages, tools)
-            prompt = self._add_prompt(keys, messages, text, renderer, forced)
+            matched = self._longest_match(keys)
+            num_matched = matched.prompt.num_messages + 1 if matched else 0
+            if matched:
+                conversation.record_answer(num_matched - 1, matched.message)
+            encoded = self._encode(conversation, matched, tools, renderer)
+            if forced:
+                encoded = encoded._replace(ids=np.concatenate([encoded.ids, renderer.encode(forced)]))
+            added = conversation.messages[num_matched:]
+            reason = self._branch_reason(keys, added, matched, encoded.place)
+            prompt = self._add(encoded, matched, added, len(messages), keys[-1], reason)
+            self._prompts[keys[-1], forced] = prompt
             self._openings.update(keys[:2])
-        return self._ask(prompt)
+        return self._counted(prompt)
 
     def open_ids(self, ids: list[int]) -> Prompt:
-        """The prompt that these ids are; it extends the longest recorded turn they begin with."""
-        key = blake2b(np.array(ids, dtype=np.int32).tobytes(), digest_size=16, person=b"ids").digest()
-        prompt = self._prompts.get(key)
+        """The prompt that consists of these ids, new or asked before. What any recorded line begins with is
+        shared with it, token by token."""
+        array = np.array(ids, dtype=np.int32)
+        chain = blake2b(array.tobytes(), digest_size=16, person=b"ids").digest()
+        prompt = self._prompts.get((chain, ""))
         if prompt is None:
-            parent = self._longest_prefix(ids)
-            start = parent.end if parent else 0
-            reason = None if parent is not None or not self._prompts else "new_conversation"
-            if parent is not None and parent.has_continuation:
-                reason = "forked"
-            own = np.array(ids[start:], dtype=np.int32)
-            prompt = Prompt(parent, own, [], 0, key, len(self._prompts), start, 0, hash(""), reason)
-            self._prompts[key] = prompt
-        return self._ask(prompt)
-
-    def _longest_prefix(self, ids: list[int]) -> Turn | None:
-        for turn in sorted(self.turns, key=lambda turn: turn.end, reverse=True):
-            if turn.end <= len(ids) and turn.prompt.full_ids() + turn.ids.tolist() == ids[: turn.end]:
-                return turn
-        return None
-
-    def _ask(self, prompt: Prompt) -> Prompt:
-        if prompt.num_samples:
-            self.branch_reasons["asked_again"] += 1
-        elif prompt.branch_reason is not None:
-            self.branch_reasons[prompt.branch_reason] += 1
-        return prompt
+            tip = self._repeated_turn(array)
+            place = Place(tip, tip.end if tip else 0)
+            place, rest = self._tree.follow(place, array[place.at :])
+            continues = next((n for n, end in _turns(place) if end == n.end), None)
+            encoded = _Encoded(place, rest, NO_TEXT, None)
+            prompt = self._add(encoded, continues, [], 0, chain, self._ids_branch_reason(place))
+            self._prompts[chain, ""] = prompt
+        return self._counted(prompt)
 
     def commit(
         self, generation: Generation, prompt: Prompt, message: Message, num_unparsed_calls: int
@@ -195,53 +144,74 @@ class Session:
             num_unparsed_calls,
         )
         self.turns.append(turn)
+        self._tree.add(turn)
         self._answers[extend_chain(prompt.chain, message)] = turn
-        if prompt.parent is not None:
-            prompt.parent.has_continuation = True
+        if prompt.continues is not None:
+            prompt.continues.has_continuation = True
 
-    def _add_prompt(
-        self, keys: list[bytes], messages: list[Message], text: str, renderer: Renderer, forced: str
-    ) -> Prompt:
-        matched, num_matched = self._longest_match(keys)
-        parent: Turn | None = None
-        ids: Ids | None = None
-        for turn in matched.lineage() if matched else ():
-            ids = _suffix_ids(turn, text, renderer, forced)
-            if ids is not None:
-                parent = turn
-                break
-        if parent is None:
-            ids = renderer.encode(text + forced)
-        assert ids is not None
-        reason = self._branch_reason(keys, messages[num_matched:], matched, parent)
-        prompt = Prompt(
-            parent,
-            ids,
-            messages[parent.prompt.num_messages + 1 if parent else 0 :],
-            len(messages),
-            keys[-1],
-            len(self._prompts),
-            parent.end if parent else 0,
-            len(text),
-            hash(text),
-            reason,
-        )
-        self._prompts[_asked_key(prompt.chain, forced)] = prompt
+    def _counted(self, prompt: Prompt) -> Prompt:
+        if prompt.num_samples:
+            self.branch_reasons["asked_again"] += 1
+        elif prompt.branch_reason is not None:
+            self.branch_reasons[prompt.branch_reason] += 1
         return prompt
 
-    def _longest_match(self, keys: list[bytes]) -> tuple[Turn | None, int]:
-        """The deepest recorded turn whose conversation begins this one, and how many messages they share."""
-        for i in range(len(keys) - 1, 0, -1):
-            if (turn := self._answers.get(keys[i])) is not None:
-                return turn, i
-        return None, 0
+    def _add(
+        self,
+        encoded: _Encoded,
+        continues: Turn | None,
+        messages: list[Message],
+        num_messages: int,
+        chain: bytes,
+        reason: str | None,
+    ) -> Prompt:
+        place, ids = self._tree.follow(encoded.place, encoded.ids)
+        prompt = Prompt(
+            place.node,
+            place.at,
+            ids.copy(),
+            continues,
+            messages,
+            num_messages,
+            chain,
+            len(self._prompts),
+            encoded.text,
+            encoded.seam,
+            reason,
+            self._tapes,
+        )
+        self._tree.add(prompt)
+        return prompt
+
+    def _longest_match(self, keys: list[bytes]) -> Turn | None:
+        """The deepest recorded turn whose conversation begins this one."""
+        answers = (self._answers.get(keys[i]) for i in range(len(keys) - 1, 0, -1))
+        return next((turn for turn in answers if turn is not None), None)
+
+    def _encode(
+        self, conversation: Conversation, matched: Turn | None, tools: list[Tool], renderer: Renderer
+    ) -> _Encoded:
+        if matched is not None:
+            rest = _render_addition(conversation, matched, tools, renderer)
+            if rest is not None and (extension := _extend(matched, rest, renderer)):
+                return extension
+        text = renderer.render(conversation.recorded(), tools)
+        if matched is None:
+            return _encode_behind(Place(None, 0), NO_TEXT, text, renderer)
+        rest = matched.prompt.text.rest_of(text)
+        if rest is None:
+            renderer.note_rewrite(conversation.messages[matched.prompt.num_messages + 1 :])
+        elif extension := _extend(matched, rest, renderer):
+            return extension
+        place, mark = _last_common_seam(matched, text)
+        return _encode_behind(place, mark, text[mark.length :], renderer)
 
     def _branch_reason(
-        self, keys: list[bytes], added: list[Message], matched: Turn | None, parent: Turn | None
+        self, keys: list[bytes], added: list[Message], matched: Turn | None, place: Place
     ) -> str | None:
         if not self._prompts:
             return None
-        if matched is not parent:
+        if matched is not None and (place.node is not matched or place.at != matched.end):
             return "template_rewrote"
         if any(message["role"] == "assistant" for message in added):
             return "edited_history"
@@ -251,22 +221,88 @@ class Session:
             return "other_tools"
         return "new_conversation" if keys[1] in self._openings else "other_system"
 
+    def _ids_branch_reason(self, place: Place) -> str | None:
+        if not self._prompts:
+            return None
+        if place.node is None:
+            return "new_conversation"
+        if not isinstance(place.node, Turn):
+            return "edited_history"
+        if place.at < place.node.end:
+            return "retokenised"
+        return "forked" if place.node.has_continuation else None
 
-def _asked_key(chain: bytes, forced: str) -> bytes:
-    return chain + forced.encode()
-
-
-def _suffix_ids(turn: Turn, text: str, renderer: Renderer, forced: str) -> Ids | None:
-    """Ids of what a rendering adds to a recorded turn; None if it is no extension of its prompt."""
-    prompt = turn.prompt
-    if hash(text[: prompt.text_length]) != prompt.text_hash:
+    def _repeated_turn(self, ids: Ids) -> Turn | None:
+        """One of the latest turns, if the ids begin with its whole line: most requests do."""
+        for turn in islice(reversed(self.turns), NUM_TIPS):
+            # the turn's own ids first: they tell most lines apart at no cost
+            ends_alike = turn.end <= len(ids) and np.array_equal(turn.ids, ids[turn.start : turn.end])
+            if ends_alike and np.array_equal(self._tapes.read(turn), ids[: turn.end]):
+                return turn
         return None
+
+
+def _turns(place: Place) -> list[tuple[Turn, int]]:
+    return [(node, end) for node, end in line(place.node, place.at) if isinstance(node, Turn)]
+
+
+def _render_addition(
+    conversation: Conversation, matched: Turn, tools: list[Tool], renderer: Renderer
+) -> str | None:
+    """What the rendering shows behind that of the matched turn's prompt, made without the history between
+    the opening and that turn; None where only the whole rendering can tell."""
+    before = matched.prompt.num_messages
+    added = conversation.messages[before + 1 :]
+    if before.bit_length() != len(conversation.messages).bit_length():
+        # now and then the whole is rendered, so that a template that fooled the probes is noticed
+        return None
+    if not renderer.is_append_only(added):
+        return None
+    beginning = opening(conversation.messages)
+    if beginning is None or len(beginning) > before:
+        return None
+    if conversation.opening_text is None:
+        conversation.opening_text = renderer.render(beginning, tools)
+    return renderer.render_addition(beginning, conversation.opening_text, [matched.message, *added], tools)
+
+
+def _extend(turn: Turn, rest: str, renderer: Renderer) -> _Encoded | None:
+    """A request whose rendering shows `rest` behind the turn's prompt; None if that does not begin with all
+    the turn said and with its end."""
     if any(stop in str(turn.message) for stop in renderer.stop_texts.values()):
         # the answer spells an end-of-turn token in ordinary ones: the cut would fall inside it
         return None
-    last_id = int(turn.ids[-1]) if len(turn.ids) else None
-    suffix = renderer.suffix_after_turn(text[prompt.text_length :], last_id)
-    return None if suffix is None else renderer.encode(suffix + forced)
+    suffix = renderer.suffix_after_turn(rest, int(turn.ids[-1]) if len(turn.ids) else None)
+    if suffix is None:
+        return None
+    shown = rest[: len(rest) - len(suffix)]
+    if not shows(shown, turn.message):
+        return None
+    mark = turn.prompt.text.extended(shown)
+    return _encode_behind(Place(turn, turn.end), mark, suffix, renderer)
+
+
+def _encode_behind(place: Place, mark: TextMark, text: str, renderer: Renderer) -> _Encoded:
+    ids = renderer.encode(text)
+    at, num_tokens = renderer.last_stop(text, ids)
+    if num_tokens is None:
+        return _Encoded(place, ids, mark.extended(text), None)
+    seam = Seam(place.at + num_tokens, mark.extended(text[:at]))
+    return _Encoded(place, ids, seam.text.extended(text[at:]), seam)
+
+
+def _last_common_seam(matched: Turn, text: str) -> tuple[Place, TextMark]:
+    """The last place of the conversation's recorded tokens up to which they say what this text says."""
+    prompts = [turn.prompt for turn in matched.conversation() if turn.prompt.seam is not None]
+    place, last, mark = Place(None, 0), NO_TEXT, NO_TEXT
+    for prompt in sorted(prompts, key=lambda prompt: prompt.seam.text.length if prompt.seam else 0):
+        assert prompt.seam is not None
+        if prompt.seam.text.length > len(text):
+            break
+        mark = mark.extended(text[mark.length : prompt.seam.text.length])
+        if mark == prompt.seam.text:
+            place, last = place_at(prompt, prompt.seam.num_tokens), mark
+    return place, last
 
 
 def turn_seed(run_seed: int, place: tuple[str | int, ...], prompt_index: int, sample: int) -> int:

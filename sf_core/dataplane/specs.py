@@ -9,6 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, SecretStr, Valid
 
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.rollout_manager import BatchRules
+from sf_core.dataplane.router import PauseMode
+from sf_core.dataplane.waiting import Limits
 
 
 class Body(BaseModel):
@@ -36,6 +38,13 @@ class RunSpec(Body):
     context_length: int = Field(ge=2)
     session_attempts: int = Field(3, ge=1)
     session_timeout_s: float = Field(gt=0)
+    request_patience_s: float = Field(600.0, gt=0)
+    """A request that no engine takes for this long is refused (503). Sessions have their own clock too."""
+    max_waiting: int = Field(20_000, ge=1)
+    """Requests that may wait for an engine; further ones are refused (429)."""
+    engine_silence_s: float = Field(600.0, gt=0)
+    """An engine that has work and says nothing for this long is dropped: longer than any prefill and any
+    loading of weights. A dead process or network is noticed within 40 s by other means."""
     num_batches: int = Field(ge=0)
     """Iterations of the whole run; 0 for evaluation only."""
     iteration: int = Field(ge=0)
@@ -60,6 +69,10 @@ class RunSpec(Body):
             self.session_attempts,
             self.num_batches,
         )
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(self.max_waiting, self.request_patience_s, self.engine_silence_s)
 
 
 class ClaimBody(Body):
@@ -109,6 +122,16 @@ class SealBody(Body):
 class WeightsBody(Body):
     version: int = Field(ge=0)
     uri: str
+
+
+class PauseBody(Body):
+    mode: PauseMode = "freeze"
+    engine: str | None = None
+    """None: the whole run."""
+
+
+class ResumeBody(Body):
+    engine: str | None = None
 
 
 class EvaluationBody(Body):

@@ -56,6 +56,7 @@ def run_status(run: Run) -> dict[str, Any]:
                 "id": link.engine_id,
                 "worker": link.worker,
                 "version": link.version,
+                "state": link.state,
                 "running": len(link.in_flight),
                 "tokens": link.num_tokens,
             }
@@ -79,11 +80,9 @@ def num_engines(run: Run) -> int:
 
 def _obstacles(run: Run) -> list[str]:
     """What else keeps sessions from finishing."""
-    obstacles = [] if num_engines(run) else ["no engine is connected"]
+    obstacles = [] if run.router.is_serving else [run.router.obstacle()]
     if not run.runners:
         obstacles.append("no agent runner is connected")
-    if run.router.paused:
-        obstacles.append("the run is paused")
     if run.last_error:
         obstacles.append(f"the last failed session: {run.last_error}")
     return obstacles

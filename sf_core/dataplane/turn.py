@@ -34,6 +34,7 @@ _request_numbers = itertools.count()
 
 def open_turns(run: Run, session: Session, request: TurnRequest) -> list[TurnService]:
     """The samples a request asks for, of one prompt. Raises ApiError if it cannot become a turn."""
+    run.router.check_room()
     forced = _forced_text(request, run.renderer)
     prompt = _open_prompt(run, session, request, forced)
     prompt_ids = prompt.full_ids()
@@ -88,6 +89,9 @@ class TurnService:
             stream=request.stream or self._ends_early,
             floor=max(prompt.version, session.floor),
         )
+        self._generation.session_id = session.session_id
+        if (before := prompt.continues) is not None:
+            self._generation.comes_after(before.engine.split(",")[-1], prompt.version, prompt.start)
         claim = session.claim
         if claim is not None:
             self._generation.on_start = lambda version: run.manager.note_started(claim, version)

@@ -2,8 +2,8 @@
 
 Owns their encoding, for both ends. Knows nothing of sockets.
 
-To the data plane: hello, updated, chunks, yielded. To the engine: welcome or yield, then submit, abort,
-update, pause, resume, yield.
+To the data plane: hello, updated, paused, chunks, yielded. To the engine: welcome or yield, then submit,
+abort, update, pause, resume, yield.
 """
 
 from __future__ import annotations

@@ -41,6 +41,9 @@ class Trainer:
             fused=True,
         )
         self._optimizer_steps = self._steps_before = 0
+        for parameter in self._model.parameters():
+            # a step in which no row teaches anything must be one of gradient zero, not none at all
+            parameter.grad = torch.zeros_like(parameter)
 
     def step(self, batch: pa.Table) -> dict[str, float]:
         """Train on a batch of storage.batches; returns the metrics of the step."""
@@ -65,19 +68,28 @@ class Trainer:
     def _optimise(self, rows: list[Row], per_token: dict[str, list[torch.Tensor]]) -> float:
         """One optimiser step on these rows; adds to the metrics of every token, returns the gradient norm."""
         total = sum(row.weight * int(row.loss_mask.sum()) for row in rows)
-        for microbatch in pack(rows, self._config.tokens_per_microbatch):
+        teaching = [row for row in rows if row.advantages.any()]
+        for microbatch in pack(teaching, self._config.tokens_per_microbatch):
             loss, metrics = self._loss(microbatch)
             (loss.sum() / total).backward()
             for name, values in metrics.items():
                 per_token[name].append(values)
+        self._measure([row for row in rows if not row.advantages.any()], per_token)
         grad_norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._config.max_grad_norm)
         self._optimizer_steps += 1
         progress = min(1.0, self._optimizer_steps / (self._config.warmup_steps + 1))
         for group in self._optimizer.param_groups:
             group["lr"] = self._config.learning_rate * progress
         self._optimizer.step()
-        self._optimizer.zero_grad()
+        self._optimizer.zero_grad(set_to_none=False)
         return float(grad_norm)
+
+    @torch.no_grad()
+    def _measure(self, rows: list[Row], per_token: dict[str, list[torch.Tensor]]) -> None:
+        """Rows of groups with equal rewards have no gradient: they are only measured, a third of the work."""
+        for microbatch in pack(rows, self._config.tokens_per_microbatch):
+            for name, values in self._loss(microbatch)[1].items():
+                per_token[name].append(values)
 
     def _loss(self, microbatch: Microbatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         logits = self.network.logits(microbatch)
@@ -155,4 +167,5 @@ def _batch_metrics(batch: pa.Table, rows: list[Row]) -> dict[str, float]:
         "sampled_max": float(sampled.max()),
         "tokens": float(sampled.sum()),
         "rows": float(len(rows)),
+        "zero_advantage_share": float(np.mean([not row.advantages.any() for row in rows])),
     }

@@ -1,4 +1,5 @@
 import asyncio
+import gc
 import json
 import threading
 from collections.abc import Iterator
@@ -7,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sf_core.agents.tool_loop import run_tool_loop
+from sf_core.agents.tool_loop import _http_client, run_tool_loop
 from sf_core.environments.calculator import CALCULATOR
 from sf_core.types import Endpoint
 
@@ -85,3 +86,20 @@ def test_a_model_that_only_calls_tools_gives_no_answer(model: Model) -> None:
 
 def test_it_works_again_on_another_event_loop(model: Model) -> None:
     assert [ask(model, {"content": "1"}), ask(model, {"content": "2"})] == ["1", "2"]
+
+
+def test_connections_are_shared_within_an_event_loop_and_closed_with_it(
+    model: Model, caplog: pytest.LogCaptureFixture
+) -> None:
+    model.answers = [{"content": "1"}, {"content": "2"}]
+    clients: list[Any] = []
+
+    async def two_sessions() -> None:
+        await asyncio.gather(*(run_tool_loop(model.endpoint, "?") for _ in range(2)))
+        clients.extend([await _http_client(), await _http_client()])
+        assert not clients[0].is_closed
+
+    asyncio.run(two_sessions())
+    assert clients[0] is clients[1] and clients[0].is_closed
+    gc.collect()
+    assert "Unclosed" not in caplog.text

@@ -17,7 +17,7 @@ import httpx
 import uvicorn
 
 from sf_core.dataplane.app import make_app
-from sf_core.dataplane.engine_client import serve_engine
+from sf_core.dataplane.engine_client import HEARTBEAT_S, serve_engine
 from sf_core.dataplane.rendering import Renderer
 from sf_core.engines.scripted import ScriptedEngine
 from sf_core.types import Chunk, GenerationRequest, WeightsRef
@@ -37,6 +37,8 @@ class RecordingEngine(ScriptedEngine):
         self.asked = asked
 
     killed = False
+    steps_left: int | None = None
+    """It samples in so many steps more, then holds; None: it never holds."""
 
     def submit(self, request: GenerationRequest) -> None:
         self.asked.append(request)
@@ -46,6 +48,10 @@ class RecordingEngine(ScriptedEngine):
         if self.killed:
             raise EngineKilledError
         time.sleep(0.0005)  # a real engine gives the machine away too
+        if self.steps_left == 0:
+            return []
+        if self.steps_left is not None:
+            self.steps_left -= 1
         return super().step()
 
 
@@ -100,7 +106,7 @@ class Server:
         assert response.status_code == 200, response.text
         return dict(response.json())
 
-    def connect(self, script: Script, lease: str = "r0", **hello: Any) -> None:
+    def connect(self, script: Script, lease: str = "r0", *, tokens_per_step: int = 1, **hello: Any) -> None:
         """Start an engine; returns when it serves."""
         greeting: dict[str, Any] = {
             "run_id": "run",
@@ -113,7 +119,9 @@ class Server:
         } | hello
 
         def make(weights: WeightsRef) -> ScriptedEngine:
-            self.engines[lease] = RecordingEngine(script, self.asked, version=weights.version)
+            self.engines[lease] = RecordingEngine(
+                script, self.asked, version=weights.version, tokens_per_step=tokens_per_step
+            )
             return self.engines[lease]
 
         def serve() -> None:
@@ -149,10 +157,16 @@ class Server:
 
 
 @contextlib.contextmanager
-def running_app(**options: Any) -> Iterator[str]:
+def running_app(heartbeat_s: float = HEARTBEAT_S, **options: Any) -> Iterator[str]:
     """Serve the app from a thread; yields its URL."""
     config = uvicorn.Config(
-        make_app(**options), port=0, log_level="warning", ws="websockets-sansio", timeout_graceful_shutdown=1
+        make_app(**options),
+        port=0,
+        log_level="warning",
+        ws="websockets-sansio",
+        ws_ping_interval=heartbeat_s,
+        ws_ping_timeout=heartbeat_s,
+        timeout_graceful_shutdown=1,
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)

@@ -1,12 +1,25 @@
 from __future__ import annotations
 
+import asyncio
+import signal
+import socket
+import subprocess
+import sys
 import threading
+import time
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from websockets.client import ClientProtocol
 from websockets.exceptions import InvalidStatus
+from websockets.sync.server import ServerConnection, serve
+from websockets.uri import parse_uri
 
+from sf_core.dataplane import engine_client, wire
 from sf_core.dataplane.engine_client import _BusySpans, serve_engine
+from sf_core.dataplane.engines import Outbox
 from sf_core.dataplane.rendering import Renderer
 from sf_core.engines.scripted import ScriptedEngine
 from sf_core.types import WeightsRef
@@ -95,6 +108,126 @@ def test_an_engine_gives_up_on_a_data_plane_that_stays_away() -> None:
 def test_a_wrong_key_is_no_reason_to_try_again() -> None:
     with running_app(key="secret") as url, pytest.raises(InvalidStatus):
         serve_engine(url, "wrong", HELLO, make)
+
+
+def test_patience_begins_when_the_connection_breaks_not_with_the_last_word_before() -> None:
+    patience_s = 0.2
+    connections: list[ServerConnection] = []
+
+    def data_plane(socket: ServerConnection) -> None:
+        connections.append(socket)
+        socket.recv()
+        if len(connections) > 1:
+            return socket.send(wire.pack("yield", "found again"))
+        socket.send(wire.pack("welcome", {"version": 0, "uri": "w", "paused": False}))
+        socket.recv()
+        time.sleep(2 * patience_s)
+
+    with serve(data_plane, "127.0.0.1", 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.socket.getsockname()[1]}"
+        assert serve_engine(url, None, HELLO, make, patience_s=patience_s) == "found again"
+        server.shutdown()
+
+
+def test_an_engine_gives_up_on_a_data_plane_that_hangs(
+    tmp_path: Path, model_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_client, "HEARTBEAT_S", 0.5)
+    failures: list[str] = []
+
+    def serve_it() -> None:
+        try:
+            serve_engine(url, None, HELLO, make, patience_s=1.0)
+        except ConnectionError as error:
+            failures.append(str(error))
+
+    port_file = tmp_path / "port"
+    command = [sys.executable, "-m", "sf_core.dataplane", "--port-file", str(port_file)]
+    with subprocess.Popen(command) as process:
+        Server.wait_for(port_file.exists)
+        url = f"http://127.0.0.1:{port_file.read_text()}"
+        server = Server(url, httpx.Client(base_url=url, timeout=30), tmp_path, model_dir)
+        server.register()
+        thread = threading.Thread(target=serve_it)
+        thread.start()
+        server.wait_for(lambda: bool(server.live_engines()))
+        process.send_signal(signal.SIGSTOP)
+        thread.join(20)
+        process.kill()
+    assert failures and "data plane at ws://" in failures[0]
+
+
+def connect_silently(url: str) -> socket.socket:
+    """An engine that greets, says that it serves, and then neither reads nor answers: a machine that died."""
+    host, port = url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)))
+    protocol = ClientProtocol(parse_uri(url.replace("http", "ws", 1) + "/engines"), max_size=None)
+    protocol.send_request(protocol.connect())
+    connection.sendall(b"".join(protocol.data_to_send()))
+    protocol.receive_data(connection.recv(65536))
+    for frame in (wire.pack("hello", HELLO | {"lease_id": "silent"}), wire.pack("updated", 0)):
+        protocol.send_binary(frame)
+    connection.sendall(b"".join(protocol.data_to_send()))
+    return connection
+
+
+def test_what_a_dead_engine_had_continues_elsewhere(
+    tmp_path: Path, model_dir: str, renderer: Renderer
+) -> None:
+    with running_app(heartbeat_s=0.2) as url, httpx.Client(base_url=url, timeout=30) as http:
+        server = Server(url, http, tmp_path, model_dir)
+        server.register()
+        with connect_silently(url):
+            server.wait_for(lambda: bool(server.live_engines()))
+            body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+            answers: list[httpx.Response] = []
+            agent = threading.Thread(
+                target=lambda: answers.append(httpx.post(url + "/v1/chat/completions", json=body, timeout=20))
+            )
+            agent.start()
+            server.wait_for(lambda: any(engine["running"] for engine in server.live_engines()))
+            server.connect(lambda prompt, seed: say(renderer, "alive"), lease="r1")
+            agent.join(20)
+        assert answers[0].json()["choices"][0]["message"]["content"] == "alive"
+        assert [engine["worker"] for engine in server.live_engines()] == ["r1"]
+        server.post("/runs/run/release")
+
+
+def test_a_drained_engine_yields_and_is_not_taken_back(server: Server, renderer: Renderer) -> None:
+    server.register()
+    server.connect(lambda prompt, seed: say(renderer, "x"), lease="r0")
+    assert server.post("/runs/run/engines/r0/drain") == {"running": 0}
+    server.threads[0].join(10)
+    assert server.reasons == {"r0": "drained"}
+    assert refusal(server, epoch=2) == "revoked"
+    assert server.http.post("/runs/run/engines/r0/drain").status_code == 404
+
+
+def test_pausing_answers_when_engines_stand_still(server: Server, renderer: Renderer) -> None:
+    server.register()
+    for lease in ("r0", "r1"):
+        server.connect(lambda prompt, seed: say(renderer, "x"), lease=lease)
+    assert server.post("/runs/run/pause", {"mode": "evacuate", "engine": "r0"})["engines"] == 1
+    assert [engine["state"] for engine in server.live_engines()] == ["paused", "serving"]
+    assert server.post("/runs/run/pause")["engines"] == 2
+    server.post("/runs/run/resume")
+    assert [engine["state"] for engine in server.live_engines()] == ["paused", "serving"]
+    assert server.http.post("/runs/run/pause", json={"engine": "other"}).status_code == 404
+    assert "mode" in server.http.post("/runs/run/pause", json={"mode": "x"}).text
+
+
+def test_frames_an_engine_does_not_read_are_bounded() -> None:
+    full: list[bool] = []
+    outbox = Outbox(10, lambda: full.append(True))
+    outbox.put(b"12345")
+    outbox.put(b"67890")
+    assert not full
+    outbox.put(b"1")
+    assert full == [True]
+    assert asyncio.run(outbox.get()) == b"12345"
+    outbox.put(b"1")
+    assert full == [True]
 
 
 def test_an_update_reaches_every_engine(server: Server, renderer: Renderer) -> None:

@@ -96,9 +96,22 @@ class Disturbances:
         self.version += 1
         self.server.post(f"/runs/{self.run_id}/weights", {"version": self.version, "uri": "w"})
 
-    def pause(self) -> None:
-        self.server.post(f"/runs/{self.run_id}/pause")
-        self.server.post(f"/runs/{self.run_id}/resume")
+    def freeze(self) -> None:
+        self._pause({"mode": "freeze"})
+
+    def evacuate(self) -> None:
+        self._pause({"mode": "evacuate"})
+
+    def evacuate_one(self) -> None:
+        self._pause({"mode": "evacuate", "engine": self.leases[0]})
+
+    def _pause(self, what: dict[str, Any]) -> None:
+        self.server.post(f"/runs/{self.run_id}/pause", what)
+        self.server.post(f"/runs/{self.run_id}/resume", {"engine": what.get("engine")})
+
+    def drain(self) -> None:
+        self.server.post(f"/runs/{self.run_id}/engines/{self.leases.pop(0)}/drain")
+        self.leases.append(self.connect())
 
 
 @pytest.fixture(scope="module")
@@ -109,10 +122,12 @@ def server(tmp_path_factory: pytest.TempPathFactory, model_dir: str) -> Iterator
 
 run_numbers = itertools.count()
 
+DISTURBANCES = ["revoke", "kill", "update", "freeze", "evacuate", "evacuate_one", "drain"]
+
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    disturbances=st.lists(st.sampled_from(["revoke", "kill", "update", "pause"]), max_size=6),
+    disturbances=st.lists(st.sampled_from(DISTURBANCES), max_size=6),
     conversations=st.lists(st.tuples(st.integers(1, 4), st.booleans()), min_size=2, max_size=2),
 )
 def test_agents_see_whole_answers_and_the_record_is_exact(
@@ -195,3 +210,51 @@ def check_requests(server: Server, rows: list[Trajectory]) -> None:
     for request in server.asked:
         assert tuple(request.prompt_ids) in recorded
         assert request.position + request.max_tokens == BUDGET
+
+
+def test_a_next_turn_goes_where_its_branch_is_cached(server: Server) -> None:
+    run_id = f"run{next(run_numbers)}"
+    server.register(run_id=run_id, run_dir=str(server.run_dir / run_id))
+    first, second = Disturbances(server, run_id).leases
+    known, new = server.claim(2, run_id=run_id)
+
+    def ask(claim: dict[str, Any], messages: list[dict[str, Any]]) -> str:
+        """Which engine answers; appends the answer."""
+        before = server.get(f"/runs/{run_id}")["engines"]
+        body = {"model": "policy", "messages": messages}
+        answer = server.post(f"/sessions/{claim['session_id']}/v1/chat/completions", body)
+        messages.append(answer["choices"][0]["message"])
+        after = server.get(f"/runs/{run_id}")["engines"]
+        [lease] = [b["id"] for b, a in zip(before, after, strict=True) if a["tokens"] > b["tokens"]]
+        return str(lease)
+
+    conversation: list[dict[str, Any]] = [{"role": "user", "content": "0?"}]
+    server.post(f"/runs/{run_id}/pause", {"engine": first})
+    assert ask(known, conversation) == second
+    server.post(f"/runs/{run_id}/resume", {"engine": first})
+    for turn in range(1, 4):
+        conversation.append({"role": "user", "content": f"{turn}?"})
+        assert ask(known, conversation) == second
+    # idle engines are taken in order by whoever is known to none
+    assert ask(new, [{"role": "user", "content": "0?"}]) == first
+    server.post(f"/runs/{run_id}/release")
+
+
+def test_a_full_line_and_a_long_wait_are_refused_with_a_time_to_come_back(server: Server) -> None:
+    run_id = f"run{next(run_numbers)}"
+    server.register(
+        run_id=run_id, run_dir=str(server.run_dir / run_id), max_waiting=1, request_patience_s=0.5
+    )
+    [claim] = server.claim(1, run_id=run_id)
+    path = f"{server.url}/sessions/{claim['session_id']}/v1/chat/completions"
+    body = {"model": "policy", "messages": [{"role": "user", "content": "0?"}]}
+    answers: list[httpx.Response] = []
+    waiting = threading.Thread(target=lambda: answers.append(httpx.post(path, json=body, timeout=20)))
+    waiting.start()
+    server.wait_for(lambda: server.get(f"/runs/{run_id}")["requests_waiting"] == 1)
+    refused = httpx.post(path, json=body)
+    assert (refused.status_code, refused.headers["retry-after"]) == (429, "5")
+    waiting.join(10)
+    assert (answers[0].status_code, answers[0].headers["retry-after"]) == (503, "5")
+    assert "no engine is connected" in answers[0].json()["error"]["message"]
+    server.post(f"/runs/{run_id}/release")

@@ -15,6 +15,7 @@ from sf_core.dataplane.messages import Message, assistant_message
 from sf_core.dataplane.rendering import Renderer
 from sf_core.dataplane.session import Prompt, Session, Turn, turn_seed
 from sf_core.dataplane.toolcalls import ToolCall
+from sf_core.dataplane.tree import NO_TEXT, Tapes
 from sf_core.engines.scripted import scripted_logprob
 from sf_core.types import Chunk, FinishReason, Sampling
 from storage.schema import NOT_SAMPLED, Trajectory
@@ -154,7 +155,8 @@ def test_shared_turns_are_trained_in_the_first_branch_only(renderer: Renderer) -
     sample(session, renderer, [user("a")], say(renderer, "again"))
     main, fork, retry = export(session, renderer)
     assert (main.parent_branch_id, main.shared_prefix) == (None, 0)
-    assert (fork.parent_branch_id, fork.shared_prefix) == (main.branch_id, first.end)
+    header = len(renderer.encode("\n<|im_start|>user\n"))
+    assert (fork.parent_branch_id, fork.shared_prefix) == (main.branch_id, first.end + header)
     assert (retry.parent_branch_id, retry.shared_prefix) == (main.branch_id, first.prompt.end)
     assert not fork.loss_mask[: first.end].any()
     # a shared token keeps its log-prob and version
@@ -170,7 +172,10 @@ def test_five_thousand_turns_are_no_problem(renderer: Renderer) -> None:
     for i in range(5000):
         # the requests would be long: it is the tree that is tested here
         start = parent.end if parent else 0
-        prompt = Prompt(parent, renderer.encode("x"), [user("x")], 2 * i + 1, b"", i, start, 0, 0, None)
+        ids = renderer.encode("x")
+        prompt = Prompt(
+            parent, start, ids, parent, [user("x")], 2 * i + 1, b"", i, NO_TEXT, None, None, Tapes()
+        )
         turn = Turn(
             prompt,
             np.array(ids, np.int32),

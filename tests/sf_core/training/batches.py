@@ -13,10 +13,13 @@ def make_batch(
     version: int = 0,
     seed: int = 0,
     group_size: int = 2,
+    equal: int = 0,
 ) -> pa.Table:
-    """Rows of (token ids, loss mask); neighbours form groups; advantages are drawn from the seed."""
+    """Rows of (token ids, loss mask); neighbours form groups; advantages are drawn from the seed, but zero in
+    the first `equal` rows."""
     random = np.random.default_rng(seed)
     advantages = random.normal(size=len(rows))
+    advantages[:equal] = 0.0
     return pa.table(
         {
             "token_ids": pa.array([ids for ids, _ in rows], pa.list_(pa.int32())),

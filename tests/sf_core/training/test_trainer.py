@@ -107,3 +107,32 @@ def test_microbatches_do_not_change_the_gradient(folder: str) -> None:
     expected, found = whole.step(BATCH), parts.step(BATCH)
     assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-4)
+
+
+def test_rows_without_advantage_weigh_in_the_mean_and_the_metrics_and_have_no_gradient(
+    folder: str,
+) -> None:
+    batch = make_batch(grouped_rows(4, 4), logprob=-4.0, group_size=4, equal=8)
+    trainer, reference = make_trainer(folder), make_trainer(folder)
+    found = trainer.step(batch)
+    rows = read_rows(batch)
+    loss = torch.cat([reference._loss(microbatch)[0] for microbatch in pack(rows, 8192)])
+    loss.mean().backward()
+    gradients = [p.grad for p in reference.network.model.parameters() if p.grad is not None]
+    assert found["grad_norm"] == pytest.approx(float(torch.nn.utils.get_total_norm(gradients)), rel=1e-4)
+    assert found["tokens"] == loss.numel()
+    assert found["zero_advantage_share"] == 0.5
+    assert found["loss"] == pytest.approx(loss.mean().item(), rel=1e-4)
+
+
+def test_a_step_in_which_no_row_teaches_anything_is_the_same_after_a_checkpoint(
+    folder: str, tmp_path: Path
+) -> None:
+    nothing = make_batch(grouped_rows(4, 4), logprob=-4.0, group_size=4, equal=16)
+    straight, resumed = make_trainer(folder), make_trainer(folder)
+    straight.step(BATCH)
+    straight.save_checkpoint(str(tmp_path / "checkpoint"))
+    resumed.load_checkpoint(str(tmp_path / "checkpoint"))
+    assert straight.step(nothing)["grad_norm"] == resumed.step(nothing)["grad_norm"] == 0.0
+    expected, weights = straight.weights(), resumed.weights()
+    assert all(torch.equal(expected[name], weights[name]) for name in expected)

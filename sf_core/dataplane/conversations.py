@@ -1,0 +1,107 @@
+"""The identity of requests, at the cost of what is new in them.
+
+A request repeats the whole history. Its messages are compared with those of the session's latest requests,
+which is many times cheaper than hashing them, and hashed from the first new one on.
+"""
+
+from __future__ import annotations
+
+import re
+
+import orjson
+
+from sf_core.dataplane.messages import Message, chain_keys, extend_chain
+from sf_core.dataplane.toolcalls import Tool
+
+NUM_KEPT = 16
+"""Conversations of a session that may go on in turns without being hashed anew."""
+
+
+class Conversation:
+    """One request's messages and the keys of their chain: the tools', then one per message."""
+
+    __slots__ = ("_answers", "_numbers", "keys", "messages", "opening_text")
+
+    def __init__(self, tools_key: bytes) -> None:
+        self.messages: list[Message] = []
+        self.keys = [tools_key]
+        self.opening_text: str | None = None
+        """Rendering of the messages up to the first of a user, once somebody needed it."""
+        self._numbers: dict[int, bytes] = {}
+        """The calls of messages whose arguments hold numbers: to Python 1, 1.0 and True are equal."""
+        self._answers: dict[int, Message] = {}
+        """Recorded answers that the agent sends back otherwise, such as without their reasoning."""
+
+    def extend(self, messages: list[Message]) -> None:
+        for message in messages:
+            if "tool_calls" in message and _has_number(calls := _calls(message)):
+                self._numbers[len(self.messages)] = calls
+            self.messages.append(message)
+            self.keys.append(extend_chain(self.keys[-1], message))
+
+    def beginning(self, num_messages: int) -> Conversation:
+        copy = Conversation(self.keys[0])
+        copy.messages = self.messages[:num_messages]
+        copy.keys = self.keys[: num_messages + 1]
+        copy._numbers = {i: calls for i, calls in self._numbers.items() if i < num_messages}
+        copy._answers = {i: answer for i, answer in self._answers.items() if i < num_messages}
+        return copy
+
+    def record_answer(self, index: int, answer: Message) -> None:
+        """The message at this place stands for a recorded answer."""
+        if self.messages[index] == answer:
+            self.messages[index] = answer  # held once, not twice
+        else:
+            self._answers[index] = answer
+
+    def recorded(self) -> list[Message]:
+        """The messages with the answers as they were recorded: what a template drops is its own choice."""
+        return [self._answers.get(i, message) for i, message in enumerate(self.messages)]
+
+    def num_shared(self, messages: list[Message]) -> int:
+        """How many messages the two have in common from the start."""
+        num = len(self.messages)
+        if self.messages != messages[:num]:
+            pairs = zip(self.messages, messages, strict=False)
+            num = next((i for i, (mine, other) in enumerate(pairs) if mine != other), min(num, len(messages)))
+        for i, calls in self._numbers.items():
+            if i >= num:
+                break
+            if messages[i] is not self.messages[i] and _calls(messages[i]) != calls:
+                return i
+        return num
+
+
+class Conversations:
+    def __init__(self) -> None:
+        self._recent: list[Conversation] = []
+
+    def recall(self, tools: list[Tool], messages: list[Message]) -> Conversation:
+        """The conversation of exactly these messages."""
+        tools_key = chain_keys(tools, [])[0]
+        best, shared = Conversation(tools_key), 0
+        for conversation in reversed(self._recent):
+            num = conversation.num_shared(messages) if conversation.keys[0] == tools_key else 0
+            if num > shared:
+                best, shared = conversation, num
+                if num == len(conversation.messages):
+                    break
+        if shared < len(best.messages):
+            best = best.beginning(shared)
+        elif best in self._recent:
+            self._recent.remove(best)
+        best.extend(messages[shared:])
+        self._recent = [*self._recent[-NUM_KEPT + 1 :], best]
+        return best
+
+
+def _calls(message: Message) -> bytes:
+    return orjson.dumps(message["tool_calls"], option=orjson.OPT_SORT_KEYS)
+
+
+_NUMBER = re.compile(rb"[:,\[](?:[-0-9]|true|false)")
+
+
+def _has_number(calls: bytes) -> bool:
+    """True as well for some strings, which costs time only."""
+    return _NUMBER.search(calls) is not None

@@ -1,0 +1,81 @@
+"""Event streams that stay open while nothing is sampled, and end when nobody reads them.
+
+Owns both limits, for every dialect: it wraps the ASGI `send` and knows of events only that comments may stand
+between them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.types import Message, Send
+
+KEEP_ALIVE_S = 10.0
+"""A stream in which nothing is sent for so long gets a comment: proxies and clients close silent ones."""
+
+SLOW_READER_S = 60.0
+"""A client that takes nothing of its answer for so long is given up; its tokens wait in memory meanwhile."""
+
+_COMMENT: Message = {"type": "http.response.body", "body": b": waiting\n\n", "more_body": True}
+
+
+class SlowReaderError(Exception):
+    """The client does not read its answer."""
+
+
+class KeptAlive:
+    """An ASGI `send` for one response. To be closed when the response is over, however it ended."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._timer: asyncio.TimerHandle | None = None
+        self._comment: asyncio.Task[None] | None = None
+        self._last_sent = 0.0
+        self._is_sending = False
+
+    async def __call__(self, message: Message) -> None:
+        """Raises SlowReaderError."""
+        self._is_sending = True
+        try:
+            async with asyncio.timeout(SLOW_READER_S):
+                if self._comment is not None:
+                    # one at a time, or a comment could come behind the end
+                    await self._comment
+                await self._send(message)
+        except TimeoutError:
+            raise SlowReaderError(f"the client took nothing for {SLOW_READER_S:g} s") from None
+        finally:
+            self._is_sending = False
+        loop = asyncio.get_running_loop()
+        self._last_sent = loop.time()
+        if message["type"] == "http.response.start":
+            if _is_event_stream(message):
+                self._timer = loop.call_later(KEEP_ALIVE_S, self._tick)
+        elif not message.get("more_body"):
+            self.close()
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._comment is not None:
+            self._comment.cancel()
+            self._comment = None
+
+    def _tick(self) -> None:
+        loop = asyncio.get_running_loop()
+        if loop.time() - self._last_sent >= KEEP_ALIVE_S:
+            self._last_sent = loop.time()
+            if not self._is_sending and (self._comment is None or self._comment.done()):
+                self._comment = asyncio.ensure_future(self._send_comment())
+        self._timer = loop.call_at(self._last_sent + KEEP_ALIVE_S, self._tick)
+
+    async def _send_comment(self) -> None:
+        await self._send(_COMMENT)
+
+
+def _is_event_stream(message: Message) -> bool:
+    return any(
+        name == b"content-type" and value.startswith(b"text/event-stream")
+        for name, value in message.get("headers", [])
+    )

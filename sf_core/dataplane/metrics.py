@@ -1,0 +1,112 @@
+"""What Prometheus is told. Owns names, labels and meaning of every figure.
+
+What the data plane counts anyway is read when it is asked for (`_Runs`); only what nobody else keeps is
+counted as it happens, once per request.
+"""
+
+from __future__ import annotations
+
+from collections import Counter as Tally
+from collections.abc import Iterable, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from sf_core.dataplane.run import Run
+
+_OVERHEAD_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 2.0)
+_ENGINE_S = (0.01, 0.05, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
+
+_BRANCH = "branches."
+
+
+class Metrics:
+    """One per data plane; its registry is its own."""
+
+    def __init__(self, runs: Mapping[str, Run]) -> None:
+        self._registry = registry = CollectorRegistry()
+        self.requests = Counter(
+            "sf_requests",
+            "Requests of agents, by what they were answered.",
+            ["dialect", "status"],
+            registry=registry,
+        )
+        self.agent_bytes = Counter(
+            "sf_agent_bytes", "Bytes of bodies to and from agents.", ["direction"], registry=registry
+        )
+        self.overhead = Histogram(
+            "sf_gateway_overhead_seconds",
+            "Time of a request in which its turns were not with the router: reading, rendering, answering.",
+            buckets=_OVERHEAD_S,
+            registry=registry,
+        )
+        self.waiting = Histogram(
+            "sf_wait_seconds",
+            "Time of a turn until an engine first got it.",
+            buckets=_ENGINE_S,
+            registry=registry,
+        )
+        self.engine = Histogram(
+            "sf_engine_seconds",
+            "Time of a turn from the first engine that got it to its end, interruptions included.",
+            buckets=_ENGINE_S,
+            registry=registry,
+        )
+        self.prompt_tokens = Counter(
+            "sf_prompt_tokens",
+            "Prompt tokens: reused from the record, or encoded anew.",
+            ["origin"],
+            registry=registry,
+        )
+        registry.register(_Runs(runs))
+
+    def text(self) -> bytes:
+        """In the text format of Prometheus, version 0.0.4."""
+        return generate_latest(self._registry)
+
+
+class _Runs(Collector):
+    def __init__(self, runs: Mapping[str, Run]) -> None:
+        self._runs = runs
+
+    def collect(self) -> Iterable[Metric]:
+        per_run = ["run"]
+        waiting = GaugeMetricFamily("sf_requests_waiting", "Turns that no engine works on.", labels=per_run)
+        running = GaugeMetricFamily("sf_requests_running", "Turns that an engine works on.", labels=per_run)
+        sessions = GaugeMetricFamily("sf_sessions_running", "Sessions with a runner.", labels=per_run)
+        version = GaugeMetricFamily("sf_policy_version", "Last published version.", labels=per_run)
+        engines = GaugeMetricFamily("sf_engines", "Connected engines.", labels=["run", "state"])
+        tokens = CounterMetricFamily("sf_sampled_tokens", "Tokens engines sampled.", labels=per_run)
+        interruptions = CounterMetricFamily(
+            "sf_interruptions", "Times a turn had to continue on another engine.", labels=per_run
+        )
+        branches = CounterMetricFamily("sf_branches", "Why branches were opened.", labels=["run", "reason"])
+        carried = CounterMetricFamily(
+            "sf_engine_bytes", "Bytes of frames to and from engines.", labels=["run", "direction"]
+        )
+        for name, run in list(self._runs.items()):
+            router = run.router
+            waiting.add_metric([name], len(router.waiting))
+            running.add_metric([name], sum(len(link.in_flight) for link in router.links))
+            sessions.add_metric([name], len(run.sessions))
+            version.add_metric([name], router.weights.version)
+            for state, number in Tally(link.state for link in router.links).items():
+                engines.add_metric([name, state], number)
+            tokens.add_metric([name], run.meter.total)
+            interruptions.add_metric([name], router.interruptions)
+            for reason, number in _branch_reasons(run).items():
+                branches.add_metric([name, reason], number)
+            carried.add_metric([name, "to_engines"], router.bytes_to_engines)
+            carried.add_metric([name, "from_engines"], router.bytes_from_engines)
+        return [waiting, running, sessions, version, engines, tokens, interruptions, branches, carried]
+
+
+def _branch_reasons(run: Run) -> Tally[str]:
+    """Of sessions that are over, which the run counts, and of those that are not."""
+    reasons = Tally(
+        {name.removeprefix(_BRANCH): n for name, n in run.counters.items() if name.startswith(_BRANCH)}
+    )
+    for session in run.sessions.values():
+        reasons.update(session.branch_reasons)
+    return reasons

@@ -1,0 +1,143 @@
+"""A router with engines on one event loop: real frames, the real engine client, no sockets. What the network
+would decide (who is heard when) the test decides."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from sf_core.dataplane import wire
+from sf_core.dataplane.engine_client import _EngineClient
+from sf_core.dataplane.generation import Generation
+from sf_core.dataplane.links import EngineLink
+from sf_core.dataplane.router import Router
+from sf_core.dataplane.waiting import Limits
+from sf_core.engines.base import Engine
+from sf_core.engines.scripted import ScriptedEngine
+from sf_core.types import GenerationRequest, Sampling, WeightsRef
+
+LIMITS = Limits(max_waiting=1000, patience_s=1000.0, engine_silence_s=1000.0)
+
+MakeEngine = Callable[[int], Engine]
+"""Policy version -> an engine that holds it."""
+
+
+def scripted(script: Callable[[list[int], int], list[int]]) -> MakeEngine:
+    return lambda version: ScriptedEngine(script, version=version)
+
+
+class ClusterEngine:
+    """One engine and its connection. Nothing is heard or said until `act`."""
+
+    def __init__(self, router: Router, name: str, make: MakeEngine, max_running: int) -> None:
+        self.router = router
+        self.inbox: list[bytes] = []
+        self.asked: list[GenerationRequest] = []
+        self.engine: Engine | None = None
+        self._make = make
+        self._client = _EngineClient("", None, {}, lambda weights: make(weights.version), None)
+        self.link = EngineLink(name, name, name, 1, max_running, self._deliver)
+        router.add(self.link)
+
+    def _deliver(self, frame: bytes) -> None:
+        kind, value = wire.unpack(frame)
+        if kind == "submit":
+            self.asked += wire.unpack_requests(value)
+        self.inbox.append(frame)
+
+    @property
+    def is_gone(self) -> bool:
+        return self.link.gone.is_set()
+
+    def act(self) -> None:
+        """Read what was sent, answer it, take one step."""
+        while self.inbox and not self.is_gone:
+            self._handle(*wire.unpack(self.inbox.pop(0)))
+        if self.engine is not None and not self.is_gone and not self._client._paused:
+            self.send(wire.pack_chunks(self.engine.step()))
+
+    def _handle(self, kind: str, value: Any) -> None:
+        if kind == "welcome":
+            self._client._paused = value["paused"]
+            self.engine = self._client._use(WeightsRef(value["version"], value["uri"]))
+            self.send(wire.pack("updated", self.engine.version))
+        elif kind == "yield":
+            self.router.lose(self.link)
+        else:
+            assert self.engine is not None
+            self._client._handle(kind, value, self.engine, self)  # type: ignore[arg-type]
+
+    def send(self, frame: bytes) -> None:
+        """What the engine says reaches the router."""
+        kind, value = wire.unpack(frame)
+        match kind:
+            case "chunks":
+                self.router.receive(self.link, wire.unpack_chunks(value))
+            case "updated":
+                self.router.confirm(self.link, value)
+            case "paused":
+                self.router.confirm_pause(self.link)
+
+    def die(self) -> None:
+        self.router.lose(self.link)
+
+
+class Cluster:
+    """To be made inside a running event loop."""
+
+    def __init__(self, limits: Limits = LIMITS) -> None:
+        self.router = Router(WeightsRef(0, "w0"), limits)
+        self.engines: list[ClusterEngine] = []
+        self.generations: list[Generation] = []
+        self._names = itertools.count()
+
+    def connect(self, make: MakeEngine, max_running: int = 8, name: str | None = None) -> ClusterEngine:
+        name = name or f"e{next(self._names)}"
+        self.engines.append(ClusterEngine(self.router, name, make, max_running))
+        return self.engines[-1]
+
+    async def serving(self, make: MakeEngine, **options: Any) -> ClusterEngine:
+        """Connect an engine and let it come up."""
+        engine = self.connect(make, **options)
+        engine.act()
+        await self.dispatched()
+        return engine
+
+    def ask(
+        self,
+        prompt_ids: Sequence[int],
+        max_tokens: int,
+        *,
+        stop: tuple[int, ...] = (),
+        floor: int = 0,
+        stream: bool = False,
+        sampling: Sampling | None = None,
+    ) -> Generation:
+        generation = Generation(
+            f"g{len(self.generations)}",
+            list(prompt_ids),
+            sampling or Sampling(seed=len(self.generations)),
+            max_tokens,
+            stop,
+            stream=stream,
+            floor=floor,
+        )
+        self.generations.append(generation)
+        self.router.submit(generation)
+        return generation
+
+    async def dispatched(self) -> None:
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+    async def run(self, max_rounds: int = 500) -> None:
+        """Let every engine act until every generation is over."""
+        for _ in range(max_rounds):
+            await self.dispatched()
+            if all(generation.is_over for generation in self.generations):
+                return
+            for engine in self.engines:
+                engine.act()
+        raise AssertionError("generations are left over")

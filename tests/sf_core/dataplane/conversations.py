@@ -1,0 +1,221 @@
+"""Conversations as agents hold them, with real tokenizers, and what must hold of what is recorded of them.
+
+Owns the model folders of three families (their chat templates lie in templates/), a sampler whose ids are not
+those the tokenizer would make of the same text, and the check of invariants 1 to 3 (docs/architecture.md).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import numpy as np
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from sf_core.dataplane.export import export_session
+from sf_core.dataplane.generation import Generation
+from sf_core.dataplane.messages import Message, assistant_message
+from sf_core.dataplane.rendering import Renderer
+from sf_core.dataplane.session import Prompt, Session, Turn
+from sf_core.dataplane.toolcalls import ToolCall
+from sf_core.engines.scripted import scripted_logprob
+from sf_core.types import Chunk, FinishReason, Sampling
+from storage.schema import NOT_SAMPLED, Trajectory
+
+FAMILIES = ("qwen3", "llama3", "chatml")
+_SPECIAL = {
+    "qwen3": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+    "llama3": ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>"],
+    "chatml": ["<|im_start|>", "<|im_end|>"],
+}
+_ADDED = {"qwen3": ["<think>", "</think>", "<tool_call>", "</tool_call>"]}
+# how the tokenizers of Qwen and Llama cut text before merging
+_WORDS = "|".join(
+    [
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",
+        r"[^\r\n\p{L}\p{N}]?\p{L}+",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+",
+    ]
+)
+_CORPUS = [
+    "the quick brown fox jumps over the lazy dog and asks what the answer is",
+    "user assistant system tool think why found said again 12 30 42",
+    '{"name": "find", "arguments": {"x": 1}}\n{"name": "find", "parameters": {"x": 1}}',
+    "naïve café übergrößenträger 数学は楽しい",
+] * 20
+
+FIND = {
+    "type": "function",
+    "function": {
+        "name": "find",
+        "description": "Finds.",
+        "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}},
+    },
+}
+
+
+@cache
+def family(name: str) -> Renderer:
+    """The renderer of a model folder with the family's template and a byte-level BPE tokenizer of 600 ids."""
+    backend = Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(_WORDS), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, special_tokens=_SPECIAL[name], initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator(_CORPUS, trainer)
+    backend.add_tokens([AddedToken(text) for text in _ADDED.get(name, [])])
+    folder = Path(mkdtemp(prefix=f"{name}-"))
+    backend.save(str(folder / "tokenizer.json"))
+    template = Path(__file__).parent / "templates" / f"{name}.jinja"
+    (folder / "chat_template.jinja").write_text(template.read_text())
+    config = {"bos_token": _SPECIAL[name][0], "eos_token": _SPECIAL[name][-1]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    eos = [backend.token_to_id(text) for text in _SPECIAL[name][-2 if name == "llama3" else -1 :]]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    return Renderer(str(folder))
+
+
+def user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def call_text(name: str, x: int) -> str:
+    """A call as the family's models write it and its template shows it."""
+    if name == "llama3":
+        return f'{{"name": "find", "parameters": {{"x": {x}}}}}'
+    return f'<tool_call>\n{{"name": "find", "arguments": {{"x": {x}}}}}\n</tool_call>'
+
+
+def odd_ids(renderer: Renderer, text: str, rng: random.Random) -> list[int]:
+    """Ids of a text, cut at random places before it is encoded: mostly not those of the whole text."""
+    cuts = sorted(rng.sample(range(len(text) + 1), min(len(text), 1 + len(text) // 6)))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    ids = [token for piece in pieces for token in renderer.encode(piece).tolist()]
+    whole = renderer.decode(renderer.encode(text).tolist())
+    return ids if renderer.decode(ids) == whole else renderer.encode(text).tolist()
+
+
+@dataclass
+class Record:
+    """A session, and what the engine was given and gave for every turn of it."""
+
+    renderer: Renderer
+    session: Session = field(default_factory=lambda: Session("s"))
+    turns: list[tuple[list[int], Turn]] = field(default_factory=list)
+
+    def answer(
+        self,
+        prompt: Prompt,
+        ids: list[int],
+        *,
+        call: ToolCall | None = None,
+        forced: str = "",
+        version: int = 0,
+        unparsed: int = 0,
+        end: bool = True,
+    ) -> Turn:
+        """One turn as the gateway records it; `end` appends the end-of-turn token."""
+        prompt.num_samples += 1
+        asked = prompt.full_ids()
+        ids = ids + [self.renderer.stop_token_ids[-1]] * end
+        version = max(version, prompt.version)
+        generation = Generation("r", asked, Sampling(), 2**20, (), stream=False, floor=0)
+        logprobs = [scripted_logprob(token, i, version) for i, token in enumerate(ids)]
+        reason = FinishReason.STOP if end else FinishReason.LENGTH
+        generation.absorb(Chunk("r", ids, logprobs, version, reason), "engine")
+        text = forced + self.renderer.decode(ids)
+        turn_id = f"{prompt.index}.{prompt.num_samples}"
+        content = "" if call else text
+        message = assistant_message(content, [call] if call else [], turn_id)
+        self.session.commit(generation, prompt, message, unparsed)
+        turn = self.session.turns[-1]
+        self.turns.append((asked, turn))
+        return turn
+
+    def export(self) -> list[Trajectory]:
+        return export_session(
+            self.session,
+            policy="policy",
+            group_id="g",
+            stop_ids=self.renderer.stop_token_ids,
+            task_id="t",
+            environment="e",
+            reward=1.0,
+            reward_parts={},
+        )
+
+    def num_sampled(self) -> int:
+        return sum(len(turn.ids) for _, turn in self.turns)
+
+
+def shown(renderer: Renderer, ids: list[int]) -> str:
+    """Text of ids, special tokens included."""
+    return str(renderer._tokenizer.decode(ids, skip_special_tokens=False))
+
+
+def check(record: Record) -> list[Trajectory]:
+    """Invariants 1 to 3: rows hold, bit for bit, what engines were given and gave; every sampled token is
+    trained once, with its log-prob and version; nothing else is trained."""
+    rows = record.export()
+    by_id = {row.branch_id: row for row in rows}
+    assert len(by_id) == len(rows)
+    assert sum(int(row.loss_mask.sum()) for row in rows) == record.num_sampled()
+    for asked, turn in record.turns:
+        start, end = len(asked), len(asked) + len(turn.ids)
+        holding = [row for row in rows if _holds(row, asked, turn)]
+        assert holding
+        num_training = sum(bool(row.loss_mask[start:end].any()) for row in holding)
+        assert num_training == bool(len(turn.ids)) or _has_equal(record, asked, turn)
+        assert not len(turn.ids) or any(row.loss_mask[start:end].all() for row in holding)
+    for row in rows:
+        _check_row(row, by_id)
+    return rows
+
+
+def _holds(row: Trajectory, asked: list[int], turn: Turn) -> bool:
+    start, end = len(asked), len(asked) + len(turn.ids)
+    return (
+        np.array_equal(row.token_ids[:start], asked)
+        and np.array_equal(row.token_ids[start:end], turn.ids)
+        and np.array_equal(row.logprobs[start:end], turn.logprobs)
+        and np.array_equal(row.policy_versions[start:end], turn.versions)
+    )
+
+
+def _has_equal(record: Record, asked: list[int], turn: Turn) -> bool:
+    """Whether the same was sampled twice, which no one can tell apart in a row."""
+    first = turn.ids[: 1 if len(turn.ids) else 0]
+    alike = [
+        other
+        for ids, other in record.turns
+        if ids == asked and np.array_equal(other.ids[: len(turn.ids)], turn.ids)
+    ]
+    return len(alike) > 1 or not len(first)
+
+
+def _check_row(row: Trajectory, by_id: dict[str, Trajectory]) -> None:
+    sampled = row.policy_versions != NOT_SAMPLED
+    assert np.array_equal(sampled, ~np.isnan(row.logprobs))
+    assert not (row.loss_mask & ~sampled).any()
+    assert (np.diff(row.policy_versions[sampled]) >= 0).all()
+    assert not row.loss_mask[: row.shared_prefix].any()
+    assert row.loss_mask[row.shared_prefix :].sum() == sampled[row.shared_prefix :].sum()
+    assert [span.start for span in row.turns] == [0, *(span.end for span in row.turns[:-1])]
+    assert row.turns[-1].end == len(row.token_ids)
+    messages: list[dict[str, Any]] = json.loads(row.messages)
+    assert messages[-1]["role"] == "assistant"
+    if row.parent_branch_id is not None:
+        parent = by_id[row.parent_branch_id]
+        assert np.array_equal(parent.token_ids[: row.shared_prefix], row.token_ids[: row.shared_prefix])

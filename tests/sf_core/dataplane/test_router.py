@@ -1,0 +1,490 @@
+"""What the router promises whatever happens to engines, without sockets, so that thousands of orders of
+events are tried."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.generation import Generation, Near
+from sf_core.dataplane.links import EngineLink
+from sf_core.dataplane.routing import TypicalLength, choose, num_cached
+from sf_core.dataplane.waiting import Limits, WaitingLine
+from sf_core.engines.scripted import scripted_logprob
+from sf_core.types import Chunk, FinishReason, Sampling, WeightsRef
+from tests.sf_core.dataplane.cluster import Cluster, ClusterEngine, scripted
+
+STOP = 1
+
+
+def script(prompt_ids: list[int], seed: int) -> list[int]:
+    random = np.random.default_rng([seed, len(prompt_ids)])
+    return [*random.integers(2, 300, random.integers(0, 40)).tolist(), STOP]
+
+
+def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    @functools.wraps(test)
+    def run(*arguments: Any, **named: Any) -> None:
+        asyncio.run(test(*arguments, **named))
+
+    return run
+
+
+class Events:
+    """Everything that can happen to a run's engines, drawn by Hypothesis one event at a time."""
+
+    def __init__(self, data: st.DataObject) -> None:
+        self.draw: Callable[[Any], Any] = data.draw
+        self.cluster = Cluster()
+        self.router = self.cluster.router
+        self.version = 0
+        self.pending: list[asyncio.Task[Any]] = []
+
+    def living(self) -> list[ClusterEngine]:
+        return [engine for engine in self.cluster.engines if not engine.is_gone]
+
+    def some_engine(self) -> ClusterEngine | None:
+        living = self.living()
+        return self.draw(st.sampled_from(living)) if living else None
+
+    def later(self, waiting: Awaitable[Any]) -> None:
+        self.pending.append(asyncio.ensure_future(waiting))
+
+    def ask(self) -> None:
+        self.cluster.ask(
+            list(range(self.draw(st.integers(1, 12)))),
+            self.draw(st.integers(1, 30)),
+            stop=(STOP,),
+            floor=self.draw(st.integers(0, self.version)),
+            stream=self.draw(st.booleans()),
+        )
+
+    def connect(self) -> None:
+        self.cluster.connect(scripted(script), max_running=self.draw(st.integers(1, 3)))
+
+    def act(self) -> None:
+        if (engine := self.some_engine()) is not None:
+            engine.act()
+
+    def die(self) -> None:
+        if (engine := self.some_engine()) is not None:
+            engine.die()
+
+    def drain(self) -> None:
+        if (engine := self.some_engine()) is not None:
+            self.router.drain(engine.link, "drained")
+
+    def take_away(self) -> None:
+        if (engine := self.some_engine()) is not None:
+            self.later(self.router.take_away(engine.link, "revoked"))
+
+    def pause(self) -> None:
+        mode = self.draw(st.sampled_from(["freeze", "evacuate"]))
+        engine = self.draw(st.sampled_from([None, self.some_engine()]))
+        self.later(self.router.pause(mode, engine and engine.link.engine_id))
+
+    def resume(self) -> None:
+        engine = self.draw(st.sampled_from([None, self.some_engine()]))
+        self.router.resume(engine and engine.link.engine_id)
+
+    def update(self) -> None:
+        self.version += 1
+        self.later(self.router.update(WeightsRef(self.version, "w")))
+
+    def cancel(self) -> None:
+        if self.cluster.generations:
+            self.router.cancel(self.draw(st.sampled_from(self.cluster.generations)), "the client went away")
+
+    async def settle(self) -> None:
+        """Everything is undone and one more engine comes: whatever is left must now end."""
+        for engine_id in [None, *self.router.paused_engines]:
+            self.router.resume(engine_id)
+        self.cluster.connect(scripted(script))
+        await self.cluster.run()
+        for _ in range(20):
+            for engine in self.living():
+                engine.act()
+            await self.cluster.dispatched()
+        await asyncio.wait_for(asyncio.gather(*self.pending), 5)
+
+
+EVENTS = st.sampled_from(
+    ["ask"] * 4
+    + ["act"] * 8
+    + ["connect"] * 2
+    + ["die", "drain", "take_away", "pause", "resume", "resume", "update", "update", "cancel"]
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), events=st.lists(EVENTS, min_size=20, max_size=60))
+@in_loop
+async def test_whatever_happens_every_generation_ends_whole_and_in_order(
+    data: st.DataObject, events: list[str]
+) -> None:
+    cluster = (happening := Events(data)).cluster
+    happening.connect()
+    for event in events:
+        asked_before = {id(engine): len(engine.asked) for engine in cluster.engines}
+        getattr(happening, event)()
+        await cluster.dispatched()
+        check_dispatch(cluster, asked_before)
+        check_links(cluster)
+    await happening.settle()
+    for generation in cluster.generations:
+        check_tokens(generation)
+    assert all(not engine.link.in_flight and not engine.link.outstanding for engine in cluster.engines)
+
+
+def check_dispatch(cluster: Cluster, asked_before: dict[int, int]) -> None:
+    router = cluster.router
+    waiting = list(router.waiting)
+    assert [g.arrival for g in waiting] == sorted(g.arrival for g in waiting if g.arrival is not None)
+    if not router.paused:
+        # work conserving: nobody waits for an engine that may take it
+        assert not [g for g in waiting for link in router.links if link.can_take(g)]
+    by_id = {generation.request_id: generation for generation in cluster.generations}
+    for engine in cluster.engines:
+        for request in engine.asked[asked_before.get(id(engine), 0) :]:
+            generation, version = by_id[request.request_id], engine.link.version
+            assert version is not None and version >= generation.floor
+            # whoever waits and came before could not have been given to this engine
+            assert not [g for g in waiting if g.arrival < generation.arrival and g.floor <= version]  # type: ignore[operator]
+
+
+def check_links(cluster: Cluster) -> None:
+    places = [id for engine in cluster.engines for id in engine.link.in_flight]
+    places += [generation.request_id for generation in cluster.router.waiting]
+    assert sorted(places) == sorted(g.request_id for g in cluster.generations if not g.is_over)
+    for engine in cluster.engines:
+        link = engine.link
+        assert len(link.in_flight) <= link.max_running
+        assert link.outstanding == sum(g.num_prefill + g.num_decode for g in link.in_flight.values())
+
+
+def check_tokens(generation: Generation) -> None:
+    expected = script(generation.prompt_ids, generation.sampling.seed)[: generation.max_tokens]
+    token_ids, versions = generation.token_ids.tolist(), generation.versions.tolist()
+    if generation.cancelled is None:
+        assert token_ids == expected
+        assert generation.finish_reason == ("stop" if expected[-1] == STOP else "length")
+    assert token_ids == expected[: len(token_ids)]
+    assert versions == sorted(versions) and all(v >= 0 for v in versions)
+    assert generation.logprobs.tolist() == [
+        scripted_logprob(token, i, version)
+        for i, (token, version) in enumerate(zip(token_ids, versions, strict=True))
+    ]
+
+
+@in_loop
+async def test_evacuated_requests_keep_their_place_in_the_line() -> None:
+    cluster = Cluster()
+    first, second = [await cluster.serving(scripted(script), max_running=1) for _ in range(2)]
+    asked = [cluster.ask([5] * 4, 20) for _ in range(5)]
+    await cluster.dispatched()
+    # the engine that got the later request loses it first
+    for engine in (second, first):
+        engine.die()
+    assert list(cluster.router.waiting) == asked
+
+
+@in_loop
+async def test_a_frozen_engine_keeps_its_requests_and_an_evacuated_one_gives_them_back() -> None:
+    cluster = Cluster()
+    engine = await cluster.serving(scripted(lambda prompt, seed: [7] * 99))
+    generation = cluster.ask([5], 50, stream=True)
+    await cluster.dispatched()
+    engine.act()
+    frozen = asyncio.ensure_future(cluster.router.pause("freeze"))
+    await cluster.dispatched()
+    assert not frozen.done(), "the engine has not said that it stands still"
+    for _ in range(3):
+        engine.act()
+    assert await frozen == 1
+    assert (len(generation.token_ids), generation.interruptions) == (1, 0)
+    evacuated = asyncio.ensure_future(cluster.router.pause("evacuate"))
+    await cluster.dispatched()
+    engine.act()
+    await evacuated
+    assert list(cluster.router.waiting) == [generation]
+    assert generation.interruptions == 1
+    cluster.router.resume()
+    await cluster.run()
+    assert generation.token_ids.tolist() == [7] * 50
+
+
+@in_loop
+async def test_weights_are_swapped_under_a_frozen_engine_without_an_interruption() -> None:
+    cluster = Cluster()
+    engine = await cluster.serving(scripted(lambda prompt, seed: [7] * 99))
+    generation = cluster.ask([5], 9, stream=True)
+    await cluster.dispatched()
+    for _ in range(4):
+        engine.act()
+    changes = asyncio.gather(cluster.router.pause("freeze"), cluster.router.update(WeightsRef(1, "w1")))
+    await cluster.dispatched()
+    engine.act()
+    assert await changes == [1, {"e0": 1}]
+    cluster.router.resume()
+    await cluster.run()
+    assert (generation.versions.tolist(), generation.interruptions) == ([0] * 4 + [1] * 5, 0)
+
+
+@in_loop
+async def test_requests_of_a_paused_engine_continue_on_another() -> None:
+    cluster = Cluster()
+    first = await cluster.serving(scripted(script))
+    generation = cluster.ask([5] * 3, 30, stop=(STOP,), stream=True)
+    await cluster.dispatched()
+    first.act()
+    second = await cluster.serving(scripted(script))
+    pausing = asyncio.ensure_future(cluster.router.pause("evacuate", first.link.engine_id))
+    await cluster.run()
+    assert await pausing == 1
+    assert [engine.link.state for engine in (first, second)] == ["paused", "serving"]
+    check_tokens(generation)
+    assert generation.request_id in [request.request_id for request in second.asked]
+
+
+@in_loop
+async def test_a_pause_of_the_run_and_one_of_an_engine_are_lifted_one_by_one() -> None:
+    cluster = Cluster()
+    engine = await cluster.serving(scripted(script), name="e")
+    cluster.router.resume("e")
+    pauses = asyncio.gather(cluster.router.pause("freeze"), cluster.router.pause("freeze", "e"))
+    await cluster.dispatched()
+    engine.act()
+    await pauses
+    cluster.router.resume()
+    assert engine.link.paused and cluster.router.obstacle() == "every engine is paused"
+    engine.die()
+    again = await cluster.serving(scripted(script), name="e")
+    assert again.link.is_still, "a connection made again changes nothing"
+    cluster.router.resume("e")
+    assert again.link.has_room
+
+
+@in_loop
+async def test_a_draining_engine_ends_what_it_has_and_takes_nothing_new() -> None:
+    cluster = Cluster()
+    engine = await cluster.serving(scripted(script), max_running=4)
+    running = cluster.ask([5] * 3, 30, stop=(STOP,))
+    await cluster.dispatched()
+    cluster.router.drain(engine.link, "drained")
+    late = cluster.ask([5], 30)
+    for _ in range(60):
+        engine.act()
+        await cluster.dispatched()
+    assert engine.is_gone
+    assert running.finish_reason is not None and running.interruptions == 0
+    assert list(cluster.router.waiting) == [late]
+    assert cluster.router.obstacle() == "no engine is connected"
+
+
+@in_loop
+async def test_an_engine_that_falls_silent_with_work_is_dropped_and_an_idle_one_is_not() -> None:
+    cluster = Cluster(Limits(max_waiting=10, patience_s=1000.0, engine_silence_s=30.0))
+    busy, idle = [await cluster.serving(scripted(script)) for _ in range(2)]
+    generation = cluster.ask([5] * 3, 30, stop=(STOP,))
+    await cluster.dispatched()
+    for engine in (busy, idle):
+        engine.link.heard_at -= 31
+    cluster.router.sweep()
+    assert (busy.is_gone, idle.is_gone) == (True, False)
+    await cluster.run()
+    check_tokens(generation)
+
+
+@in_loop
+async def test_loading_and_standing_still_are_no_silence() -> None:
+    cluster = Cluster(Limits(max_waiting=10, patience_s=1000.0, engine_silence_s=30.0))
+    loading = cluster.connect(scripted(script))
+    frozen = await cluster.serving(scripted(script))
+    cluster.ask([5] * 3, 30)
+    await cluster.dispatched()
+    pausing = asyncio.ensure_future(cluster.router.pause("freeze", frozen.link.engine_id))
+    await cluster.dispatched()
+    frozen.act()
+    await pausing
+    for engine in (loading, frozen):
+        engine.link.heard_at -= 1000
+    cluster.router.sweep()
+    cluster.router.resume(frozen.link.engine_id)
+    cluster.router.sweep()
+    assert not loading.is_gone and not frozen.is_gone
+    frozen.link.heard_at -= 31
+    cluster.router.sweep()
+    assert frozen.is_gone
+
+
+@pytest.mark.parametrize(
+    ("obstacle", "sentence"),
+    [
+        ("nobody", "no engine is connected"),
+        ("paused", "the run is paused"),
+        ("old", "no engine holds policy version 3 or a later one"),
+        ("full", "every engine is full"),
+    ],
+)
+@in_loop
+async def test_a_request_out_of_patience_is_told_what_it_waited_for(obstacle: str, sentence: str) -> None:
+    cluster = Cluster(Limits(max_waiting=2, patience_s=60.0, engine_silence_s=1000.0))
+    if obstacle != "nobody":
+        await cluster.serving(scripted(script), max_running=1)
+    if obstacle == "full":
+        cluster.ask([5], 9)
+    if obstacle == "paused":
+        cluster.router.paused = True
+    generation = cluster.ask([5], 9, floor=3 if obstacle == "old" else 0)
+    await cluster.dispatched()
+    cluster.router.sweep()
+    assert not generation.is_over
+    generation.waiting_since -= 61
+    cluster.router.sweep()
+    with pytest.raises(ApiError, match=f"No engine took this request for 60 s: {sentence}") as refused:
+        await generation.progress(0)
+    assert (refused.value.status, refused.value.retry_after_s) == (503, 5)
+    assert not cluster.router.waiting
+
+
+@in_loop
+async def test_the_line_of_waiting_requests_is_bounded() -> None:
+    cluster = Cluster(Limits(max_waiting=2, patience_s=60.0, engine_silence_s=1000.0))
+    for _ in range(2):
+        cluster.router.check_room()
+        cluster.ask([5], 9)
+    with pytest.raises(ApiError, match="2 requests wait already, because no engine is connected") as refused:
+        cluster.router.check_room()
+    assert (refused.value.status, refused.value.retry_after_s) == (429, 5)
+
+
+@in_loop
+async def test_samples_of_one_prompt_run_side_by_side_and_stay_apart() -> None:
+    cluster = Cluster()
+    engines = [await cluster.serving(scripted(script), max_running=2) for _ in range(2)]
+    samples = [cluster.ask([5] * 4, 30, stop=(STOP,)) for _ in range(6)]
+    await cluster.dispatched()
+    assert [len(engine.link.in_flight) for engine in engines] == [2, 2]
+    engines[0].die()
+    await cluster.run()
+    assert len({tuple(sample.token_ids) for sample in samples}) > 1
+    for sample in samples:
+        check_tokens(sample)
+
+
+# --- which engine
+
+
+def link(name: str, outstanding: int = 0, version: int = 0) -> EngineLink:
+    made = EngineLink(name, name, name, 1, 8, lambda frame: None, version=version)
+    made.outstanding = outstanding
+    return made
+
+
+def turn(num_prompt: int, near: Near | None = None) -> Generation:
+    generation = Generation("g", [5] * num_prompt, Sampling(), 100, (), stream=False, floor=0)
+    generation.near = near
+    return generation
+
+
+def test_the_shortest_queue_in_tokens_wins() -> None:
+    assert choose([link("a", 900), link("b", 300), link("c", 301)], turn(10)).engine_id == "b"
+
+
+@given(queue=st.integers(0, 5000), other=st.integers(0, 5000), cached=st.integers(1, 4000))
+def test_a_branch_stays_with_its_engine_while_what_is_cached_outweighs_the_queue(
+    queue: int, other: int, cached: int
+) -> None:
+    generation = turn(cached + 50, Near("a", 0, cached))
+    chosen = choose([link("b", other), link("a", queue)], generation).engine_id
+    assert chosen == ("a" if queue - other < cached else "b")
+
+
+def test_nothing_is_cached_of_other_weights_or_on_another_engine() -> None:
+    near = Near("a", 3, 80)
+    assert num_cached(link("a", version=3), turn(100, near)) == 80
+    assert num_cached(link("a", version=4), turn(100, near)) == 0
+    assert num_cached(link("b", version=3), turn(100, near)) == 0
+    assert num_cached(link("a", version=3), turn(80, near)) == 79, "the last token is always computed"
+
+
+@given(st.lists(st.integers(0, 500)), st.integers(1, 50), st.integers(0, 40))
+def test_the_estimate_of_what_is_to_come_keeps_to_the_budget(
+    lengths: list[int], budget: int, produced: int
+) -> None:
+    typical = TypicalLength()
+    for length in lengths:
+        typical.learn(length)
+    generation = turn(5)
+    generation.max_tokens = budget + produced
+    generation.absorb(Chunk("g", [7] * produced, [0.0] * produced, 0), "a")
+    assert 1 <= typical.remaining(generation) <= budget
+
+
+@given(st.lists(st.tuples(st.sampled_from(["join", "leave", "take"]), st.integers(0, 5)), max_size=40))
+def test_a_waiting_line_is_always_in_order_of_arrival(moves: list[tuple[str, int]]) -> None:
+    line, generations = WaitingLine(), [turn(1) for _ in range(6)]
+    inside: set[int] = set()
+    for move, index in moves:
+        if move == "join" and index not in inside:
+            line.join(generations[index])
+            inside.add(index)
+        elif move == "leave":
+            line.leave(generations[index])
+            inside.discard(index)
+        elif move == "take" and len(line):
+            inside.remove(generations.index(next(iter(line))))
+            line.keep([], 1)
+        assert [id(g) for g in line] == sorted(
+            (id(generations[i]) for i in inside),
+            key=lambda i: next(g.arrival or 0 for g in generations if id(g) == i),
+        )
+
+
+# --- the seam
+
+
+def chunk(ids: list[int], reason: FinishReason | None = None, version: int = 0) -> Chunk:
+    return Chunk("g", ids, [-1.0] * len(ids), version, reason)
+
+
+def test_a_budget_used_up_at_the_seam_ends_the_turn() -> None:
+    generation = turn(3)
+    generation.max_tokens = 4
+    assert not generation.absorb(chunk([7] * 4, FinishReason.ABORT), "a")
+    assert generation.finish_reason is FinishReason.LENGTH
+
+
+def test_one_token_short_of_the_budget_one_is_asked_for() -> None:
+    generation = turn(3)
+    generation.max_tokens = 4
+    assert generation.absorb(chunk([7] * 3, FinishReason.ABORT), "a")
+    rest = generation.remaining_request(0)
+    assert (rest.prompt_ids, rest.position, rest.max_tokens) == ([5, 5, 5, 7, 7, 7], 3, 1)
+
+
+def test_an_abort_before_the_first_token_changes_nothing_but_the_count() -> None:
+    generation = turn(3)
+    before = generation.remaining_request(0)
+    assert generation.absorb(chunk([], FinishReason.ABORT), "a")
+    assert generation.remaining_request(0) == before
+    assert (generation.interruptions, generation.engines, generation.near) == (1, [], None)
+
+
+@in_loop
+async def test_a_stream_sees_the_tokens_before_a_seam_while_nobody_continues() -> None:
+    generation = turn(3)
+    generation.stream = True
+    waiting = asyncio.ensure_future(generation.progress(0))
+    await asyncio.sleep(0)
+    generation.absorb(chunk([7, 8], FinishReason.ABORT), "a")
+    await asyncio.wait_for(waiting, 1)
+    assert generation.token_ids.tolist() == [7, 8]

@@ -1,0 +1,40 @@
+from io import StringIO
+from typing import Any
+
+from rich.console import Console
+
+from sf_core.progress import RunProgress
+
+STATUS: dict[str, Any] = {
+    "stage": "train",
+    "iteration": 2,
+    "next_batch": 3,
+    "groups_accepted": 5,
+    "groups_needed": 8,
+    "groups_in_flight": 11,
+    "reward_recent": 0.5,
+    "tokens_per_second": 1234.0,
+    "sessions_running": 88,
+    "engines": [{"worker": "r0", "version": 2}, {"worker": "t0", "version": None}],
+}
+
+
+def shown(status: dict[str, Any], iterations: int) -> str:
+    console = Console(file=StringIO(), width=120, record=True)
+    progress = RunProgress(console, iterations)
+    progress.update(status, {0: 0.25, 4: 0.75})
+    console.print(progress)
+    return console.export_text()
+
+
+def test_a_running_run_shows_stage_groups_reward_and_engines() -> None:
+    text = shown(STATUS, iterations=10)
+    assert "3/10 train 2" in text
+    assert "5/8" in text and "11 in flight" in text
+    assert "1,234 tokens/s · reward 0.50 · held-out 0.25 → 0.75 · 88 sessions · r0:v2 t0:starting" in text
+
+
+def test_once_every_batch_is_sealed_no_group_is_awaited() -> None:
+    text = shown(STATUS | {"groups_accepted": 0, "groups_in_flight": 0}, iterations=3)
+    assert "8/8" in text
+    assert "in flight" not in text
