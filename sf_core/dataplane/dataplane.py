@@ -96,7 +96,10 @@ class DataPlane:
         """A session beside those the rollout manager gives out; it never trains."""
         run = self._allowed(self.run(body.run_id), caller)
         session = Session(
-            f"{body.run_id}.open.{secrets.token_hex(8)}", task_id=body.task_id, metadata=body.metadata
+            f"{body.run_id}.open.{secrets.token_hex(8)}",
+            expires_at=run.serving_s + run.spec.session_timeout_s,
+            task_id=body.task_id,
+            metadata=body.metadata,
         )
         self.opened[session.session_id] = (run, session)
         return session
@@ -144,6 +147,9 @@ class DataPlane:
             last, elapsed = time.monotonic(), time.monotonic() - last
             for run in list(self.runs.values()):
                 await run.sweep(elapsed)
+            for run, session in list(self.opened.values()):
+                if session.expires_at < run.serving_s:
+                    self._close(run, session, "the session ran too long")
 
     def _close(self, run: Run, session: Session, reason: str) -> None:
         self.opened.pop(session.session_id, None)

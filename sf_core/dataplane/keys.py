@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import orjson
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -24,9 +24,9 @@ AGENT_PATHS = ("/v1/", "/sessions")
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    given: bytes
-    """All that was given in place of a key. Never logged."""
-    plane_key: bytes | None
+    given: bytes = field(repr=False)
+    """All that was given in place of a key."""
+    plane_key: bytes | None = field(repr=False)
     named_session: str | None
     """By a header of its own."""
 

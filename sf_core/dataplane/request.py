@@ -63,17 +63,19 @@ def parse_object(data: bytes) -> Body:
 
 
 def check_conversation(messages: list[Message], where: str) -> list[Message]:
-    """Every tool result must answer a call of the assistant message before it."""
+    """There are some, and every tool result answers a call of the assistant message before it."""
     if not messages:
         raise ApiError(400, f"{where} must hold at least one message", param=where)
     open_calls: set[str] = set()
-    for i, message in enumerate(messages):
+    for message in messages:
         if message["role"] == "tool":
-            if message.get("tool_call_id") not in open_calls:
+            call_id = message.get("tool_call_id")
+            if call_id not in open_calls:
                 raise ApiError(
                     400,
-                    f"{where}[{i}] answers no tool call of the preceding assistant message",
-                    param=f"{where}[{i}]",
+                    f"{where}: the tool result for {call_id!r} answers no tool call of the assistant message "
+                    "before it",
+                    param=where,
                 )
         else:
             open_calls = {call["id"] for call in message.get("tool_calls", [])}

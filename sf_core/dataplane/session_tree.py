@@ -33,7 +33,6 @@ def session_tree(run: Run, session: Session) -> dict[str, Any]:
 def _prompt(prompt: Prompt, numbers: dict[Turn, int]) -> dict[str, Any]:
     return {
         "parent_turn": None if prompt.continues is None else numbers[prompt.continues],
-        "num_shared_tokens": prompt.start,
         "num_tokens": prompt.end,
         "num_new_tokens": len(prompt.ids),
         "messages": prompt.messages,

@@ -56,7 +56,7 @@ class RunSpec(Body):
     attempt: int = Field(ge=0)
     """Counts the flow's attempts; a later one fences the earlier ones off."""
     key: SecretStr | None = None
-    """Opens the agents' routes of this run, beside the data plane's own key."""
+    """Opens the agents' routes of this run beside the data plane's own key; asked for even without that."""
 
     @property
     def rules(self) -> BatchRules:

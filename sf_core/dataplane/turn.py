@@ -38,8 +38,7 @@ def open_turns(run: Run, session: Session, request: TurnRequest) -> list[TurnSer
     forced = _forced_text(request, run.renderer)
     prompt = _open_prompt(run, session, request, forced)
     prompt_ids = prompt.full_ids()
-    room = run.spec.context_length - len(prompt_ids)
-    if room < 1:
+    if len(prompt_ids) >= run.spec.context_length:
         raise ApiError(
             400,
             f"The prompt has {len(prompt_ids)} tokens; the context window holds "
@@ -48,8 +47,7 @@ def open_turns(run: Run, session: Session, request: TurnRequest) -> list[TurnSer
             param="messages" if request.text_or_ids is None else "prompt",
         )
     return [
-        TurnService(run, session, request, prompt, prompt_ids, room, forced, i)
-        for i in range(request.num_samples)
+        TurnService(run, session, request, prompt, prompt_ids, forced, i) for i in range(request.num_samples)
     ]
 
 
@@ -66,11 +64,10 @@ class TurnService:
         request: TurnRequest,
         prompt: Prompt,
         prompt_ids: list[int],
-        room: int,
         forced: str,
         nth: int,
     ) -> None:
-        """`room`: tokens left in the context window; `nth` counts the samples of the request."""
+        """`forced`: how the answer begins, at the end of the prompt; `nth` counts the request's samples."""
         self._run, self._session, self._request, self._prompt = run, session, request, prompt
         sample = prompt.num_samples
         prompt.num_samples += 1
@@ -87,7 +84,7 @@ class TurnService:
             f"{next(_request_numbers)}",
             prompt_ids,
             self._sampling(sample, nth),
-            min(room, self._budget()),
+            min(run.spec.context_length - len(prompt_ids), self._budget()),
             run.renderer.stop_token_ids,
             stream=request.stream or self._ends_early,
             floor=max(prompt.version, session.floor),

@@ -158,7 +158,7 @@ def _parse_message(message: Any, where: str) -> Message:
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         role = message.get("role") if isinstance(message, dict) else message
         raise ApiError(400, f"{where}.role must be one of {', '.join(ROLES)}, got {role!r}", param=where)
-    content = join_text(message.get("content"), f"{where}.content", ("text", "refusal"))
+    content = join_text(message.get("content"), f"{where}.content", ("text",))
     parsed: Message = {"role": message["role"], "content": content}
     if message["role"] == "assistant" and message.get("tool_calls"):
         calls = message["tool_calls"]

@@ -28,7 +28,7 @@ from sf_core.dataplane.request import (
 from sf_core.dataplane.session import Session, Turn
 from sf_core.dataplane.toolcalls import Tool
 
-TEXT_TYPES = ("input_text", "output_text", "text", "refusal")
+TEXT_TYPES = ("input_text", "output_text", "text")
 LOGPROBS = "message.output_text.logprobs"
 
 

@@ -12,6 +12,7 @@ import openai
 import pytest
 from openai import OpenAI
 
+from sf_core.dataplane.dialects.registry import DIALECTS
 from sf_core.dataplane.rendering import Renderer
 from sf_core.engines.scripted import scripted_logprob
 from tests.sf_core.dataplane.stand import CALC, Server, answering, running_app, say, tool_call_text
@@ -242,7 +243,7 @@ BAD_REQUESTS: list[tuple[dict[str, Any], int, str]] = [
     ({"model": "gpt"}, 404, "The model 'gpt' does not exist"),
     ({"messages": []}, 400, "at least one message"),
     ({"messages": [{"role": "bard", "content": "hi"}]}, 400, "messages[0].role must be one of"),
-    ({"messages": [*HI, {"role": "tool", "tool_call_id": "x"}]}, 400, "messages[1] answers no tool call"),
+    ({"messages": [*HI, {"role": "tool", "tool_call_id": "x"}]}, 400, "'x' answers no tool call"),
     ({"messages": [{"role": "user", "content": 5}]}, 400, "must be a string or a list of parts, got an"),
     ({"messages": [{"role": "user", "content": "the " * 3000}]}, 400, "the context window holds 2048"),
     ({"temperature": 3}, 400, "temperature must be between 0 and 2"),
@@ -277,6 +278,29 @@ def test_bad_requests_get_a_sentence_in_the_shape_clients_expect(server: Server)
     with pytest.raises(openai.NotFoundError, match="Session nobody is unknown or over"):
         ask(server, "nobody")
     assert server.http.get("/nowhere").json()["error"]["message"] == "GET /nowhere: Not Found."
+
+
+@pytest.mark.parametrize("path", DIALECTS)
+def test_every_dialect_refuses_in_its_own_shape(server: Server, path: str) -> None:
+    server.register()
+    shape = {"type", "error"} if path == "/v1/messages" else {"error"}
+    large = json.dumps({"model": "policy", "x": "a" * 9_000_000})
+    for content, status, sentence in [
+        ("{", 400, "not valid JSON"),
+        ("[]", 400, "must be a JSON object, got a list"),
+        ('{"model": "gpt"}', 404, "does not exist here"),
+        ('{"model": 5}', 400, "model must be a string"),
+        ('{"model": "policy"}', 400, "must be"),
+        (large, 413, "over the limit"),
+    ]:
+        response = server.http.post(path, content=content)
+        if path == "/v1/messages" and sentence == "must be":
+            sentence = "is required"
+        assert (response.status_code, sentence in response.text) == (status, True), response.text
+        assert set(response.json()) == shape
+    with running_app(key="secret") as url:
+        refused = httpx.post(url + path, json={})
+        assert (refused.status_code, set(refused.json())) == (401, shape)
 
 
 def test_a_client_that_goes_away_stops_its_generation(server: Server, renderer: Renderer) -> None:

@@ -173,7 +173,9 @@ def test_five_thousand_turns_are_no_problem(renderer: Renderer) -> None:
         # the requests would be long: it is the tree that is tested here
         start = parent.end if parent else 0
         ids = renderer.encode("x")
-        prompt = Prompt(parent, start, ids, parent, [user("x")], 2 * i + 1, b"", i, NO_TEXT, None, None, Tapes())
+        prompt = Prompt(
+            parent, start, ids, parent, [user("x")], 2 * i + 1, b"", i, NO_TEXT, None, None, Tapes()
+        )
         turn = Turn(
             prompt,
             np.array(ids, np.int32),

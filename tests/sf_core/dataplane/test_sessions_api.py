@@ -84,6 +84,13 @@ def test_opened_sessions_end_with_their_run(server: Server) -> None:
     assert server.http.get(f"/sessions/{opened['session_id']}").status_code == 404
 
 
+def test_an_opened_session_that_runs_too_long_ends(server: Server, renderer: Renderer) -> None:
+    server.register(session_timeout_s=0.5)
+    server.connect(answering(renderer, "hello"))
+    path = "/sessions/" + server.post("/sessions", {"run_id": "run"})["session_id"]
+    server.wait_for(lambda: server.http.get(path).status_code == 404)
+
+
 def test_a_session_of_an_unknown_run_is_refused(server: Server) -> None:
     response = server.http.post("/sessions", json={"run_id": "nobody"})
     assert (response.status_code, response.json()["error"]["code"]) == (404, "run_not_found")
