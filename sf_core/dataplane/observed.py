@@ -18,7 +18,7 @@ from sf_core.dataplane.generation import Generation, asked_by_request
 from sf_core.dataplane.keepalive import KeptAlive, SlowReaderError
 from sf_core.dataplane.metrics import Metrics
 
-DIALECTS = {
+_DIALECTS = {
     "chat/completions": "chat",
     "completions": "completions",
     "responses": "responses",
@@ -40,7 +40,7 @@ class Observed:
         self._app, self._metrics = app, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        dialect = DIALECTS.get(scope["path"].rpartition("/v1/")[2]) if scope["type"] == "http" else None
+        dialect = _DIALECTS.get(scope["path"].rpartition("/v1/")[2]) if scope["type"] == "http" else None
         if dialect is None:
             return await self._app(scope, receive, send)
         exchange = _Exchange(send)
