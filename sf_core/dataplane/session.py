@@ -93,10 +93,10 @@ class Session:
                 encoded = encoded._replace(ids=np.concatenate([encoded.ids, renderer.encode(forced)]))
             added = conversation.messages[num_matched:]
             reason = self._branch_reason(keys, added, matched, encoded.place)
-            prompt = self._add(encoded, matched, added, len(messages), keys[-1], reason)
-            self._prompts[keys[-1], forced] = prompt
+            prompt = self._add_prompt(encoded, matched, added, len(messages), keys[-1], reason, forced)
             self._openings.update(keys[:2])
-        return self._counted(prompt)
+        self._count(prompt)
+        return prompt
 
     def open_ids(self, ids: list[int]) -> Prompt:
         """The prompt that consists of these ids, new or asked before. What any recorded line begins with is
@@ -110,13 +110,13 @@ class Session:
             place, rest = self._tree.follow(place, array[place.at :])
             continues = next((n for n, end in _turns(place) if end == n.end), None)
             encoded = _Encoded(place, rest, NO_TEXT, None)
-            prompt = self._add(encoded, continues, [], 0, chain, self._ids_branch_reason(place))
-            self._prompts[chain, ""] = prompt
-        return self._counted(prompt)
+            prompt = self._add_prompt(encoded, continues, [], 0, chain, self._ids_branch_reason(place))
+        self._count(prompt)
+        return prompt
 
     def commit(
         self, generation: Generation, prompt: Prompt, message: Message, num_unparsed_calls: int
-    ) -> None:
+    ) -> Turn:
         """Record a finished turn; the agent gets its answer after this."""
         assert generation.finish_reason is not None
         turn = Turn(
@@ -131,20 +131,23 @@ class Session:
             generation.interruptions,
             num_unparsed_calls,
         )
-        self.turns.append(turn)
-        self._tree.add(turn)
-        self._answers[extend_chain(prompt.chain, message)] = turn
-        if prompt.continues is not None:
-            prompt.continues.has_continuation = True
+        self._add_turn(turn)
+        return turn
 
-    def _counted(self, prompt: Prompt) -> Prompt:
+    def _count(self, prompt: Prompt) -> None:
         if prompt.num_samples:
             self.branch_reasons["asked_again"] += 1
         elif prompt.branch_reason is not None:
             self.branch_reasons[prompt.branch_reason] += 1
-        return prompt
 
-    def _add(
+    def _add_turn(self, turn: Turn) -> None:
+        self.turns.append(turn)
+        self._tree.add(turn)
+        self._answers[extend_chain(turn.prompt.chain, turn.message)] = turn
+        if turn.prompt.continues is not None:
+            turn.prompt.continues.has_continuation = True
+
+    def _add_prompt(
         self,
         encoded: _Encoded,
         continues: Turn | None,
@@ -152,6 +155,7 @@ class Session:
         num_messages: int,
         chain: bytes,
         reason: str | None,
+        forced: str = "",
     ) -> Prompt:
         place, ids = self._tree.follow(encoded.place, encoded.ids)
         prompt = Prompt(
@@ -166,8 +170,10 @@ class Session:
             encoded.text,
             encoded.seam,
             reason,
-            self._tapes,
+            forced,
+            tapes=self._tapes,
         )
+        self._prompts[chain, forced] = prompt
         self._tree.add(prompt)
         return prompt
 
