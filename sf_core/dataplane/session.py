@@ -86,8 +86,8 @@ class Session:
         if prompt is None:
             matched = self._longest_match(keys)
             num_matched = matched.prompt.num_messages + 1 if matched else 0
-            if matched:
-                conversation.record_answer(num_matched - 1, matched.message)
+            if matched and conversation.messages[num_matched - 1] == matched.message:
+                conversation.messages[num_matched - 1] = matched.message  # held once, not twice
             encoded = self._encode(conversation, matched, tools, renderer)
             if forced:
                 encoded = encoded._replace(ids=np.concatenate([encoded.ids, renderer.encode(forced)]))
@@ -108,8 +108,8 @@ class Session:
             tip = self._repeated_turn(array)
             place = Place(tip, tip.end if tip else 0)
             place, rest = self._tree.follow(place, array[place.at :])
-            continues = next((n for n, end in _turns(place) if end == n.end), None)
             encoded = _Encoded(place, rest, NO_TEXT, None)
+            continues = _last_whole_turn(place)
             prompt = self._add_prompt(encoded, continues, [], 0, chain, self._ids_branch_reason(place))
         self._count(prompt)
         return prompt
@@ -189,7 +189,11 @@ class Session:
             rest = _render_addition(conversation, matched, tools, renderer)
             if rest is not None and (extension := _extend(matched, rest, renderer)):
                 return extension
-        text = renderer.render(conversation.recorded(), tools)
+        messages = list(conversation.messages)
+        for turn in matched.conversation() if matched else ():
+            # agents send answers back without their reasoning; what of it is shown is the template's choice
+            messages[turn.prompt.num_messages] = turn.message
+        text = renderer.render(messages, tools)
         if matched is None:
             return _encode_behind(Place(None, 0), NO_TEXT, text, renderer)
         rest = matched.prompt.text.rest_of(text)
@@ -236,8 +240,11 @@ class Session:
         return None
 
 
-def _turns(place: Place) -> list[tuple[Turn, int]]:
-    return [(node, end) for node, end in line(place.node, place.at) if isinstance(node, Turn)]
+def _last_whole_turn(place: Place) -> Turn | None:
+    for node, end in line(place.node, place.at):
+        if isinstance(node, Turn) and end == node.end:
+            return node
+    return None
 
 
 def _render_addition(

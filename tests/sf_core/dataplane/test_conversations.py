@@ -5,8 +5,8 @@ from copy import deepcopy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sf_core.dataplane.conversations import NUM_KEPT, Conversation, Conversations
-from sf_core.dataplane.messages import Message, chain_keys
+from sf_core.dataplane.conversations import NUM_KEPT, Conversations
+from sf_core.dataplane.messages import chain_keys
 from tests.sf_core.dataplane.conversations import FIND, user
 
 
@@ -27,14 +27,3 @@ def test_only_the_latest_conversations_are_kept() -> None:
     for i in range(3 * NUM_KEPT):
         conversations.recall([], [user(str(i))])
     assert len(conversations._recent) == NUM_KEPT
-
-
-def test_a_template_is_given_answers_as_they_were_recorded() -> None:
-    sent: Message = {"role": "assistant", "content": "said"}
-    recorded = {**sent, "reasoning_content": "why"}
-    conversation = Conversation(b"")
-    conversation.extend([user("a"), sent, user("b")])
-    conversation.record_answer(1, recorded)
-    assert conversation.recorded() == [user("a"), recorded, user("b")]
-    assert conversation.num_shared([user("a"), sent, user("b")]) == 3
-    assert conversation.beginning(2).recorded() == [user("a"), recorded]

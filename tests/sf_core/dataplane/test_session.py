@@ -11,7 +11,7 @@ import orjson
 from sf_core.dataplane.chat_request import parse_request
 from sf_core.dataplane.export import export_session
 from sf_core.dataplane.generation import Generation
-from sf_core.dataplane.messages import Message, assistant_message
+from sf_core.dataplane.messages import Message, assistant_message, extend_chain
 from sf_core.dataplane.rendering import Renderer
 from sf_core.dataplane.session import Session, Turn, turn_seed
 from sf_core.dataplane.toolcalls import ToolCall
@@ -160,6 +160,24 @@ def test_reasoning_between_tool_calls_stays_and_goes_with_the_next_question() ->
     asked = session.open_prompt([*messages, user("b")], [FIND], renderer)
     assert asked.branch_reason == "template_rewrote"
     assert shown(renderer, asked.full_ids()) == renderer.render([*messages, user("b")], [FIND])
+
+
+def test_a_template_is_given_answers_with_what_the_agent_left_out() -> None:
+    record = Record(family("qwen3"))
+    session, renderer = record.session, record.renderer
+    messages: list[Message] = [user("a")]
+    for x in range(6):
+        prompt = session.open_prompt(messages, [FIND], renderer)
+        text = f"<think>\nwhy\n</think>\n\n{call_text('qwen3', x)}"
+        call = ToolCall("find", {"x": x})
+        turn = record.answer(prompt, renderer.encode(text).tolist(), call=call, reasoning="why")
+        assert turn.prompt.branch_reason is None
+        call_id = turn.message["tool_calls"][0]["id"]
+        sent = {name: value for name, value in turn.message.items() if name != "reasoning_content"}
+        # where the identity of messages leaves reasoning out, this is found
+        session._answers[extend_chain(prompt.chain, sent)] = turn
+        messages = [*messages, sent, {"role": "tool", "content": f"{x}", "tool_call_id": call_id}]
+    assert len(check(record)) == 1
 
 
 def test_a_forced_beginning_is_part_of_the_prompt_and_of_the_answer() -> None:
