@@ -71,7 +71,9 @@ class TurnService:
         )
         self._generation.session_id = session.session_id
         if (parent := self._prompt.parent) is not None:
-            self._generation.comes_after(parent.engine.split(",")[-1], self._prompt.version, parent.end)
+            self._generation.comes_after(
+                parent.engine.split(",")[-1], self._prompt.version, self._prompt.start
+            )
         claim = session.claim
         if claim is not None:
             self._generation.on_start = lambda version: run.manager.note_started(claim, version)
