@@ -10,7 +10,7 @@ from typing import Any
 
 from sf_core.dataplane import wire
 from sf_core.dataplane.engine_client import _EngineClient
-from sf_core.dataplane.generation import Generation
+from sf_core.dataplane.generation import Generation, Near
 from sf_core.dataplane.links import EngineLink
 from sf_core.dataplane.router import Router
 from sf_core.dataplane.waiting import Limits
@@ -141,3 +141,10 @@ class Cluster:
             for engine in self.engines:
                 engine.act()
         raise AssertionError("generations are left over")
+
+
+def turn(num_prompt: int, near: Near | None = None) -> Generation:
+    """A generation that no router knows yet."""
+    generation = Generation("g", [5] * num_prompt, Sampling(), 100, (), stream=False, floor=0)
+    generation.near = near
+    return generation

@@ -184,8 +184,10 @@ def test_a_turn_whose_reader_is_given_up_is_sampled_no_further(
     server: Server, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(keepalive, "SLOW_READER_S", 0.1)
-    server.register(context_length=100_000)
-    server.connect(lambda prompt, seed: renderer.encode("fox " * 30_000).tolist(), tokens_per_step=500)
+    server.register(context_length=1_000_000)
+    # more than any socket holds, and than is sampled until the reader is given up
+    endless = renderer.encode(" fox").tolist() * 500_000
+    server.connect(lambda prompt, seed: endless, tokens_per_step=500)
     body = orjson.dumps({"model": "policy", "messages": HI, "stream": True, "logprobs": True})
     head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
     with socket.socket() as deaf:

@@ -14,12 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sf_core.dataplane.errors import ApiError
-from sf_core.dataplane.generation import Generation, Near
-from sf_core.dataplane.links import EngineLink
-from sf_core.dataplane.routing import TypicalLength, choose, num_cached
-from sf_core.dataplane.waiting import Limits, WaitingLine
+from sf_core.dataplane.generation import Generation
+from sf_core.dataplane.waiting import Limits
 from sf_core.engines.scripted import scripted_logprob
-from sf_core.types import Chunk, FinishReason, Sampling, WeightsRef
+from sf_core.types import WeightsRef
 from tests.sf_core.dataplane.cluster import Cluster, ClusterEngine, scripted
 
 STOP = 1
@@ -398,113 +396,3 @@ async def test_samples_of_one_prompt_run_side_by_side_and_stay_apart() -> None:
     assert len({tuple(sample.token_ids) for sample in samples}) > 1
     for sample in samples:
         check_tokens(sample)
-
-
-# --- which engine
-
-
-def link(name: str, outstanding: int = 0, version: int = 0) -> EngineLink:
-    made = EngineLink(name, name, name, 1, 8, lambda frame: None, version=version)
-    made.outstanding = outstanding
-    return made
-
-
-def turn(num_prompt: int, near: Near | None = None) -> Generation:
-    generation = Generation("g", [5] * num_prompt, Sampling(), 100, (), stream=False, floor=0)
-    generation.near = near
-    return generation
-
-
-def test_the_shortest_queue_in_tokens_wins() -> None:
-    assert choose([link("a", 900), link("b", 300), link("c", 301)], turn(10)).engine_id == "b"
-
-
-@given(queue=st.integers(0, 5000), other=st.integers(0, 5000), cached=st.integers(1, 4000))
-def test_a_branch_stays_with_its_engine_while_what_is_cached_outweighs_the_queue(
-    queue: int, other: int, cached: int
-) -> None:
-    generation = turn(cached + 50, Near("a", 0, cached))
-    chosen = choose([link("b", other), link("a", queue)], generation).engine_id
-    assert chosen == ("a" if queue - other < cached else "b")
-
-
-def test_nothing_is_cached_of_other_weights_or_on_another_engine() -> None:
-    near = Near("a", 3, 80)
-    assert num_cached(link("a", version=3), turn(100, near)) == 80
-    assert num_cached(link("a", version=4), turn(100, near)) == 0
-    assert num_cached(link("b", version=3), turn(100, near)) == 0
-    assert num_cached(link("a", version=3), turn(80, near)) == 79, "the last token is always computed"
-
-
-@given(st.lists(st.integers(0, 500)), st.integers(1, 50), st.integers(0, 40))
-def test_the_estimate_of_what_is_to_come_keeps_to_the_budget(
-    lengths: list[int], budget: int, produced: int
-) -> None:
-    typical = TypicalLength()
-    for length in lengths:
-        typical.learn(length)
-    generation = turn(5)
-    generation.max_tokens = budget + produced
-    generation.absorb(Chunk("g", [7] * produced, [0.0] * produced, 0), "a")
-    assert 1 <= typical.remaining(generation) <= budget
-
-
-@given(st.lists(st.tuples(st.sampled_from(["join", "leave", "take"]), st.integers(0, 5)), max_size=40))
-def test_a_waiting_line_is_always_in_order_of_arrival(moves: list[tuple[str, int]]) -> None:
-    line, generations = WaitingLine(), [turn(1) for _ in range(6)]
-    inside: set[int] = set()
-    for move, index in moves:
-        if move == "join" and index not in inside:
-            line.join(generations[index])
-            inside.add(index)
-        elif move == "leave":
-            line.leave(generations[index])
-            inside.discard(index)
-        elif move == "take" and len(line):
-            inside.remove(generations.index(next(iter(line))))
-            line.keep([], 1)
-        assert [id(g) for g in line] == sorted(
-            (id(generations[i]) for i in inside),
-            key=lambda i: next(g.arrival or 0 for g in generations if id(g) == i),
-        )
-
-
-# --- the seam
-
-
-def chunk(ids: list[int], reason: FinishReason | None = None, version: int = 0) -> Chunk:
-    return Chunk("g", ids, [-1.0] * len(ids), version, reason)
-
-
-def test_a_budget_used_up_at_the_seam_ends_the_turn() -> None:
-    generation = turn(3)
-    generation.max_tokens = 4
-    assert not generation.absorb(chunk([7] * 4, FinishReason.ABORT), "a")
-    assert generation.finish_reason is FinishReason.LENGTH
-
-
-def test_one_token_short_of_the_budget_one_is_asked_for() -> None:
-    generation = turn(3)
-    generation.max_tokens = 4
-    assert generation.absorb(chunk([7] * 3, FinishReason.ABORT), "a")
-    rest = generation.remaining_request(0)
-    assert (rest.prompt_ids, rest.position, rest.max_tokens) == ([5, 5, 5, 7, 7, 7], 3, 1)
-
-
-def test_an_abort_before_the_first_token_changes_nothing_but_the_count() -> None:
-    generation = turn(3)
-    before = generation.remaining_request(0)
-    assert generation.absorb(chunk([], FinishReason.ABORT), "a")
-    assert generation.remaining_request(0) == before
-    assert (generation.interruptions, generation.engines, generation.near) == (1, [], None)
-
-
-@in_loop
-async def test_a_stream_sees_the_tokens_before_a_seam_while_nobody_continues() -> None:
-    generation = turn(3)
-    generation.stream = True
-    waiting = asyncio.ensure_future(generation.progress(0))
-    await asyncio.sleep(0)
-    generation.absorb(chunk([7, 8], FinishReason.ABORT), "a")
-    await asyncio.wait_for(waiting, 1)
-    assert generation.token_ids.tolist() == [7, 8]
