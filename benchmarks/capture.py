@@ -277,7 +277,6 @@ def _disk_bytes(rows: list[Trajectory]) -> int:
 def main(scale: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         renderer = make_renderer(folder)
-        renderer.is_append_only([])  # probes the template, which a run does once
         results = {name: measure(kind, renderer, scale) for name, kind in KINDS.items()}
         results["naive"] = naive(renderer, round(200 * scale), 312)
     return results

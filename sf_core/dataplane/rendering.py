@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from datetime import datetime
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +44,7 @@ class Renderer:
         self._special = {name: _text(config[name]) for name in _SPECIAL if config.get(name)}
         self.stop_texts = self._read_stops(folder)
         self.stop_token_ids = tuple(self.stop_texts)
+        self._append_only_roles = append_only_roles(self.render)
 
     def render(self, messages: list[Message], tools: list[dict[str, Any]]) -> str:
         """The prompt text for the next assistant turn. Raises TemplateError if the template refuses."""
@@ -66,10 +66,6 @@ class Renderer:
         """These messages changed the rendering of earlier ones after all: trust the probes no more."""
         if self.is_append_only(added):
             self._append_only_roles = frozenset()
-
-    @cached_property
-    def _append_only_roles(self) -> frozenset[str]:
-        return append_only_roles(self.render)
 
     def last_stop(self, text: str, ids: Ids) -> tuple[int, int | None]:
         """Where an encoded text has its last end-of-turn token: in the text, in the ids (None: nowhere)."""
