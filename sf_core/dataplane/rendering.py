@@ -67,12 +67,11 @@ class Renderer:
         if self.is_append_only(added):
             self._append_only_roles = frozenset()
 
-    def last_stop(self, text: str, ids: Ids) -> tuple[int, int | None]:
-        """Where an encoded text has its last end-of-turn token: in the text, in the ids (None: nowhere)."""
+    def last_stop(self, text: str, ids: Ids) -> tuple[int, int] | None:
+        """Where an encoded text has its last end-of-turn token: in the text and in the ids. None: nowhere."""
+        places = np.flatnonzero(np.logical_or.reduce([ids == stop for stop in self.stop_texts]))
         at = max(text.rfind(stop) for stop in self.stop_texts.values())
-        is_stop = np.logical_or.reduce([ids == stop for stop in self.stop_texts])
-        places = np.flatnonzero(is_stop)
-        return at, int(places[-1]) if at >= 0 and len(places) else None
+        return (at, int(places[-1])) if at >= 0 and len(places) else None
 
     def encode(self, text: str) -> Ids:
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
