@@ -134,19 +134,23 @@ def converse(capture: Capture, messages: list[Message], num_turns: int, tokens: 
     return messages
 
 
+def times(num: int, scale: float) -> int:
+    return max(1, round(num * scale))
+
+
 def linear(capture: Capture, scale: float) -> None:
     """200 turns, 125,000 tokens."""
-    converse(capture, [], round(200 * scale), 312)
+    converse(capture, [], times(200, scale), 312)
 
 
 def short_turns(capture: Capture, scale: float) -> None:
-    converse(capture, [], round(5000 * scale), 8)
+    converse(capture, [], times(5000, scale), 8)
 
 
 def retokenised(capture: Capture, scale: float) -> None:
     """50 turns of an agent that speaks in ids; every tenth time it has encoded the last answer anew."""
     ids: list[int] = capture.words(300)
-    for turn in range(round(50 * scale)):
+    for turn in range(times(50, scale)):
         answer = capture.ask_ids(ids, 300)
         if turn % 10 == 9:
             answer = capture.renderer.encode(capture.renderer.decode(answer)).tolist()
@@ -157,7 +161,7 @@ def sub_agents(capture: Capture, scale: float) -> None:
     """Ten, with system prompts of their own, called one after the other by one that goes on."""
     main: list[Message] = []
     subs: list[list[Message]] = [[{"role": "system", "content": f"You are agent {i}."}] for i in range(10)]
-    for _ in range(round(10 * scale)):
+    for _ in range(times(10, scale)):
         for i, sub in enumerate(subs):
             main = converse(capture, main, 1)
             subs[i] = converse(capture, sub, 1)
@@ -166,21 +170,21 @@ def sub_agents(capture: Capture, scale: float) -> None:
 def compaction(capture: Capture, scale: float) -> None:
     """Half-way the history is replaced by a summary."""
     system: Message = {"role": "system", "content": capture.text(200)}
-    converse(capture, [system], round(50 * scale))
-    converse(capture, [system, user(capture.text(300))], round(50 * scale))
+    converse(capture, [system], times(50, scale))
+    converse(capture, [system, user(capture.text(300))], times(50, scale))
 
 
 def parallel_agents(capture: Capture, scale: float) -> None:
     """Four with the same system prompt, in turns."""
     agents: list[list[Message]] = [[{"role": "system", "content": capture.text(200)}]] * 4
-    for _ in range(round(30 * scale)):
+    for _ in range(times(30, scale)):
         agents = [converse(capture, messages, 1) for messages in agents]
 
 
 def asked_again(capture: Capture, scale: float) -> None:
     """One prompt, 200 answers."""
     messages = [user(capture.text(2000))]
-    for _ in range(round(200 * scale)):
+    for _ in range(times(200, scale)):
         capture.ask(messages, 100)
 
 
@@ -277,9 +281,8 @@ def _disk_bytes(rows: list[Trajectory]) -> int:
 def main(scale: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         renderer = make_renderer(folder)
-        renderer.is_append_only([])  # probes the template, which a run does once
         results = {name: measure(kind, renderer, scale) for name, kind in KINDS.items()}
-        results["naive"] = naive(renderer, round(200 * scale), 312)
+        results["naive"] = naive(renderer, times(200, scale), 312)
     return results
 
 

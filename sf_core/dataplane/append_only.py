@@ -72,28 +72,34 @@ _TOOL: Tool = {
 }
 
 
-def _answers() -> Iterator[Message]:
-    for extra in ({}, {"tool_calls": _CALLS}):
-        yield {"role": "assistant", "content": "said", **extra}
-        yield {"role": "assistant", "content": "<think>\nwhy\n</think>\n\nsaid", **extra}
-        yield {"role": "assistant", "content": "said", "reasoning_content": "why", **extra}
-    yield {"role": "assistant", "content": "", "tool_calls": _CALLS * 2}
+_ANSWERS: list[Message] = [
+    {"role": "assistant", "content": "said"},
+    {"role": "assistant", "content": "<think>\nwhy\n</think>\n\nsaid"},
+    {"role": "assistant", "content": "said", "reasoning_content": "why"},
+    {"role": "assistant", "content": "", "tool_calls": _CALLS},
+    {"role": "assistant", "content": "<think>\nwhy\n</think>\n\nsaid", "tool_calls": _CALLS},
+    {"role": "assistant", "content": "said", "reasoning_content": "why", "tool_calls": _CALLS},
+    {"role": "assistant", "content": "", "tool_calls": _CALLS * 2},
+]
 
 
 def _probes(role: str) -> Iterator[_Probe]:
-    rounds = [[answer, *([_RESULT] * len(answer.get("tool_calls", [])) or [_USER])] for answer in _answers()]
-    histories: list[list[Message]] = [[]]
-    histories += rounds
-    histories += [first + second for first, second in product(rounds, rounds[::2])]
+    rounds = [[answer, *_following(answer)] for answer in _ANSWERS]
+    histories = [[], *rounds, *(first + second for first, second in product(rounds, rounds[:5:2]))]
+    rounds_of_role = [messages for messages in rounds if messages[1]["role"] == role]
+    for history, added in product(histories, rounds_of_role):
+        yield _probe(history, added)
     # growing ones too: some templates count messages
-    histories += [rounds[i] * num for i in (0, 3) for num in range(3, 12)] + [
-        list(chain.from_iterable(rounds * 4))
-    ]
-    for history, answer in product(histories, _answers()):
-        num_calls = len(answer.get("tool_calls", []))
-        if (role == "tool") != bool(num_calls):
-            continue
-        added = [answer, *([_RESULT] * num_calls or [_USER])]
-        has_tools = any("tool_calls" in message for message in [*history, answer])
-        start = [{"role": "system", "content": "be"}, _USER] if len(history) % 3 else [_USER]
-        yield [*start, *history], added, [_TOOL] if has_tools else []
+    for num in range(3, 12):
+        yield _probe(rounds_of_role[0] * num, rounds_of_role[0])
+    yield _probe(list(chain.from_iterable(rounds * 3)), rounds_of_role[0])
+
+
+def _following(answer: Message) -> list[Message]:
+    return [_RESULT] * len(answer.get("tool_calls", [])) or [_USER]
+
+
+def _probe(history: list[Message], added: list[Message]) -> _Probe:
+    has_tools = any("tool_calls" in message for message in [*history, *added])
+    start: list[Message] = [{"role": "system", "content": "be"}, _USER] if len(history) % 3 else [_USER]
+    return [*start, *history], added, [_TOOL] if has_tools else []

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from datetime import datetime
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +52,7 @@ class Renderer:
         self.stop_token_ids = tuple(self.stop_texts)
         self.opens_thinking = self.thinks and self._opens_thinking()
         """The prompt itself ends with the opening think tag."""
+        self._append_only_roles = append_only_roles(self.render)
 
     def render(self, messages: list[Message], tools: list[dict[str, Any]]) -> str:
         """The prompt text for the next assistant turn. Raises TemplateError if the template refuses."""
@@ -75,16 +75,11 @@ class Renderer:
         if self.is_append_only(added):
             self._append_only_roles = frozenset()
 
-    @cached_property
-    def _append_only_roles(self) -> frozenset[str]:
-        return append_only_roles(self.render)
-
-    def last_stop(self, text: str, ids: Ids) -> tuple[int, int | None]:
-        """Where an encoded text has its last end-of-turn token: in the text, in the ids (None: nowhere)."""
+    def last_stop(self, text: str, ids: Ids) -> tuple[int, int] | None:
+        """Where an encoded text has its last end-of-turn token: in the text and in the ids. None: nowhere."""
+        places = np.flatnonzero(np.logical_or.reduce([ids == stop for stop in self.stop_texts]))
         at = max(text.rfind(stop) for stop in self.stop_texts.values())
-        is_stop = np.logical_or.reduce([ids == stop for stop in self.stop_texts])
-        places = np.flatnonzero(is_stop)
-        return at, int(places[-1]) if at >= 0 and len(places) else None
+        return (at, int(places[-1])) if at >= 0 and len(places) else None
 
     def encode(self, text: str) -> Ids:
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)

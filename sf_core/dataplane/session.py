@@ -297,9 +297,10 @@ def _extend(turn: Turn, rest: str, renderer: Renderer) -> _Encoded | None:
 
 def _encode_behind(place: Place, mark: TextMark, text: str, renderer: Renderer) -> _Encoded:
     ids = renderer.encode(text)
-    at, num_tokens = renderer.last_stop(text, ids)
-    if num_tokens is None:
+    last_stop = renderer.last_stop(text, ids)
+    if last_stop is None:
         return _Encoded(place, ids, mark.extended(text), None)
+    at, num_tokens = last_stop
     seam = Seam(place.at + num_tokens, mark.extended(text[:at]))
     return _Encoded(place, ids, seam.text.extended(text[at:]), seam)
 

@@ -72,6 +72,13 @@ def test_a_folder_that_cannot_be_used_is_refused_with_a_sentence(
         Renderer(str(tmp_path))
 
 
+def test_the_date_of_a_template_does_not_change_while_sessions_run(model_dir: str, tmp_path: Path) -> None:
+    shutil.copytree(model_dir, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "chat_template.jinja").write_text("{{ strftime_now('%d %b %Y %H:%M:%S.%f') }}")
+    renderer = Renderer(str(tmp_path))
+    assert renderer.render([], []) == renderer.render([], [])
+
+
 def test_every_end_token_of_the_generation_settings_ends_a_turn(model_dir: str, tmp_path: Path) -> None:
     shutil.copytree(model_dir, tmp_path, dirs_exist_ok=True)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [0, 1]}')
