@@ -4,7 +4,8 @@
 
 Every answer is sampled as tokens that its text would not be encoded to. Per kind: trained_fraction (sampled
 tokens trained exactly once; must be 1), row_token_ratio (exported row tokens over distinct tokens), seconds,
-peak_mb (above the arrays of the tokens), disk_bytes_per_token and turn_ms, the cost of the turns so numbered.
+peak_mb (above the arrays of the tokens), disk_bytes_per_token and turn_ms, the cost of the turns so numbered;
+copy_ms is that of laying out the prompt for the engine.
 `naive` is the store everyone writes first: render and encode the whole history on every turn, keep it all.
 """
 
@@ -66,6 +67,8 @@ class Capture:
     def __init__(self, renderer: Renderer, seed: int = 0) -> None:
         self.renderer, self.session = renderer, Session("s")
         self.turn_seconds: list[float] = []
+        self.copy_seconds: list[float] = []
+        """Of the prompt that goes to the engine: the one thing that must grow with the history."""
         self._rng = np.random.default_rng(seed)
         size = renderer._tokenizer.get_vocab_size()
         texts = {token: renderer.decode([token]) for token in range(size)}
@@ -103,8 +106,10 @@ class Capture:
         )
 
     def _answer(self, prompt: Prompt, num_tokens: int, start: float) -> Message:
-        asked = prompt.full_ids()
         seconds = time.perf_counter() - start
+        start = time.perf_counter()
+        asked = prompt.full_ids()
+        self.copy_seconds.append(time.perf_counter() - start)
         prompt.num_samples += 1
         ids = [*self.words(num_tokens - 1), self.renderer.stop_token_ids[0]]
         logprobs = (-self._rng.exponential(0.5, num_tokens)).tolist()
@@ -229,13 +234,14 @@ def measure(kind: Callable[[Capture, float], None], renderer: Renderer, scale: f
         "rows": len(rows),
         "trained_fraction": sum(int(row.loss_mask.sum()) for row in rows) / sampled,
         "row_token_ratio": round(row_tokens / distinct, 3),
-        "record_seconds": round(sum(capture.turn_seconds), 3),
+        "record_seconds": round(sum(capture.turn_seconds) + sum(capture.copy_seconds), 3),
         "export_seconds": round(export_seconds, 3),
         "peak_mb": round(_peak_mb(kind, renderer, scale), 2),
         "disk_bytes_per_token": round(_disk_bytes(rows) / row_tokens, 2),
     }
     marks = [turn for turn in (10, 100, 200, 5000) if turn <= len(capture.turn_seconds)]
     result["turn_ms"] = {turn: _around(capture.turn_seconds, turn) for turn in marks}
+    result["copy_ms"] = {turn: _around(capture.copy_seconds, turn) for turn in marks}
     return result
 
 

@@ -85,7 +85,10 @@ def _probes(role: str) -> Iterator[_Probe]:
     histories: list[list[Message]] = [[]]
     histories += rounds
     histories += [first + second for first, second in product(rounds, rounds[::2])]
-    histories += [rounds[i] * 6 for i in (0, 1, 3)] + [list(chain.from_iterable(rounds * 4))]
+    # growing ones too: some templates count messages
+    histories += [rounds[i] * num for i in (0, 3) for num in range(3, 12)] + [
+        list(chain.from_iterable(rounds * 4))
+    ]
     for history, answer in product(histories, _answers()):
         num_calls = len(answer.get("tool_calls", []))
         if (role == "tool") != bool(num_calls):

@@ -20,7 +20,7 @@ NUM_KEPT = 16
 class Conversation:
     """One request's messages and the keys of their chain: the tools', then one per message."""
 
-    __slots__ = ("_answers", "_numbers", "keys", "messages", "opening_text")
+    __slots__ = ("_numbers", "keys", "messages", "opening_text")
 
     def __init__(self, tools_key: bytes) -> None:
         self.messages: list[Message] = []
@@ -29,8 +29,6 @@ class Conversation:
         """Rendering of the messages up to the first of a user, once somebody needed it."""
         self._numbers: dict[int, bytes] = {}
         """The calls of messages whose arguments hold numbers: to Python 1, 1.0 and True are equal."""
-        self._answers: dict[int, Message] = {}
-        """Recorded answers that the agent sends back otherwise, such as without their reasoning."""
 
     def extend(self, messages: list[Message]) -> None:
         for message in messages:
@@ -44,19 +42,7 @@ class Conversation:
         copy.messages = self.messages[:num_messages]
         copy.keys = self.keys[: num_messages + 1]
         copy._numbers = {i: calls for i, calls in self._numbers.items() if i < num_messages}
-        copy._answers = {i: answer for i, answer in self._answers.items() if i < num_messages}
         return copy
-
-    def record_answer(self, index: int, answer: Message) -> None:
-        """The message at this place stands for a recorded answer."""
-        if self.messages[index] == answer:
-            self.messages[index] = answer  # held once, not twice
-        else:
-            self._answers[index] = answer
-
-    def recorded(self) -> list[Message]:
-        """The messages with the answers as they were recorded: what a template drops is its own choice."""
-        return [self._answers.get(i, message) for i, message in enumerate(self.messages)]
 
     def num_shared(self, messages: list[Message]) -> int:
         """How many messages the two have in common from the start."""

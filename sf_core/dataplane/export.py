@@ -148,7 +148,8 @@ def _spans(path: _Path, stop_ids: tuple[int, ...]) -> list[TurnSpan]:
                     "assistant",
                     node.start,
                     end,
-                    node.finish_reason.value,
+                    # of a turn that goes on otherwise here, the row does not have the end
+                    node.finish_reason.value if end == node.end else None,
                     node.engine,
                     sampling.temperature,
                     sampling.top_p,

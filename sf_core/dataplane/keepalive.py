@@ -1,14 +1,15 @@
 """Event streams that stay open while nothing is sampled, and end when nobody reads them.
 
-Owns both limits, for every dialect: it wraps the ASGI `send` and knows of events only that comments may stand
-between them.
+Owns both limits, for every dialect: it stands between server and application and knows of events only that
+comments may stand between them.
 """
 
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
-from starlette.types import Message, Send
+from starlette.types import Message, Receive, Send
 
 KEEP_ALIVE_S = 10.0
 """A stream in which nothing is sent for so long gets a comment: proxies and clients close silent ones."""
@@ -19,22 +20,22 @@ SLOW_READER_S = 60.0
 _COMMENT: Message = {"type": "http.response.body", "body": b": waiting\n\n", "more_body": True}
 
 
-class SlowReaderError(Exception):
-    """The client does not read its answer."""
-
-
 class KeptAlive:
-    """An ASGI `send` for one response. To be closed when the response is over, however it ended."""
+    """`send` and `receive` of one exchange. To be closed when it is over, however it ended."""
 
-    def __init__(self, send: Send) -> None:
-        self._send = send
+    def __init__(self, receive: Receive, send: Send) -> None:
+        self._receive, self._send = receive, send
         self._timer: asyncio.TimerHandle | None = None
         self._comment: asyncio.Task[None] | None = None
+        self._receiver: asyncio.Task[Any] | None = None
         self._last_sent = 0.0
         self._is_sending = False
+        self._gave_up = False
 
-    async def __call__(self, message: Message) -> None:
-        """Raises SlowReaderError."""
+    async def send(self, message: Message) -> None:
+        """To a client that was given up nothing is sent, as to one that went away."""
+        if self._gave_up:
+            return
         self._is_sending = True
         try:
             async with asyncio.timeout(SLOW_READER_S):
@@ -43,7 +44,7 @@ class KeptAlive:
                     await self._comment
                 await self._send(message)
         except TimeoutError:
-            raise SlowReaderError(f"the client took nothing for {SLOW_READER_S:g} s") from None
+            return self._give_up()
         finally:
             self._is_sending = False
         loop = asyncio.get_running_loop()
@@ -54,6 +55,20 @@ class KeptAlive:
         elif not message.get("more_body"):
             self.close()
 
+    async def receive(self) -> Message:
+        if self._gave_up:
+            return {"type": "http.disconnect"}
+        self._receiver = asyncio.current_task()
+        try:
+            return await self._receive()
+        except asyncio.CancelledError:
+            if not self._gave_up or self._receiver is None:
+                raise
+            self._receiver.uncancel()
+            return {"type": "http.disconnect"}
+        finally:
+            self._receiver = None
+
     def close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
@@ -61,6 +76,13 @@ class KeptAlive:
         if self._comment is not None:
             self._comment.cancel()
             self._comment = None
+
+    def _give_up(self) -> None:
+        """From here on the application sees a client that went away."""
+        self._gave_up = True
+        self.close()
+        if self._receiver is not None:
+            self._receiver.cancel()
 
     def _tick(self) -> None:
         loop = asyncio.get_running_loop()

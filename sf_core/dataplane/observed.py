@@ -15,10 +15,10 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sf_core.dataplane.generation import Generation, asked_by_request
-from sf_core.dataplane.keepalive import KeptAlive, SlowReaderError
+from sf_core.dataplane.keepalive import KeptAlive
 from sf_core.dataplane.metrics import Metrics
 
-DIALECTS = {
+_DIALECTS = {
     "chat/completions": "chat",
     "completions": "completions",
     "responses": "responses",
@@ -40,15 +40,13 @@ class Observed:
         self._app, self._metrics = app, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        dialect = DIALECTS.get(scope["path"].rpartition("/v1/")[2]) if scope["type"] == "http" else None
+        dialect = _DIALECTS.get(scope["path"].rpartition("/v1/")[2]) if scope["type"] == "http" else None
         if dialect is None:
             return await self._app(scope, receive, send)
-        exchange = _Exchange(send)
+        exchange = _Exchange(receive, send)
         token = asked_by_request.set(exchange.turns)
         try:
-            await self._app(scope, receive, exchange.send)
-        except SlowReaderError:
-            return  # the server closes a connection whose answer has no end
+            await self._app(scope, exchange.receive, exchange.send)
         finally:
             asked_by_request.reset(token)
             exchange.close()
@@ -76,20 +74,21 @@ class Observed:
 
 
 class _Exchange:
-    def __init__(self, send: Send) -> None:
+    def __init__(self, receive: Receive, send: Send) -> None:
         self.turns: list[Generation] = []
         self.status = CLIENT_GONE
         self.num_bytes = 0
         self.began_at = time.monotonic()
-        self._send = KeptAlive(send)
-        self.close = self._send.close
+        self._connection = KeptAlive(receive, send)
+        self.receive = self._connection.receive
+        self.close = self._connection.close
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
         else:
             self.num_bytes += len(message.get("body", b""))
-        await self._send(message)
+        await self._connection.send(message)
 
 
 def _trace_context(headers: dict[bytes, bytes]) -> Context:

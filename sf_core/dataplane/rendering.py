@@ -32,6 +32,7 @@ class Renderer:
     end-of-turn token."""
 
     def __init__(self, model_dir: str) -> None:
+        self.model_dir = model_dir
         folder = Path(model_dir)
         if not (folder / "tokenizer.json").exists():
             raise ValueError(f"{model_dir}: no tokenizer.json; save the model with a fast tokenizer")

@@ -107,19 +107,19 @@ class Router:
         """Once a second: requests whose patience is over, engines that fell silent."""
         now = time.monotonic()
         for generation in self.waiting.waiting_since_before(now - self.limits.patience_s):
-            self.waiting.leave(generation)
-            generation.refuse(
-                ApiError(
-                    503,
-                    f"No engine took this request for {self.limits.patience_s:g} s: "
-                    f"{self.obstacle(generation.floor)}.",
-                    code="no_engine",
-                    retry_after_s=RETRY_AFTER_S,
-                )
-            )
+            self._refuse(generation, self.obstacle(generation.floor))
+        for link in self.links:
+            if link.is_still and now - link.heard_at > self.limits.patience_s:
+                for generation in list(link.in_flight.values()):
+                    self._refuse(generation, "its engine is paused")
         for link in [e for e in self.links if e.silent_for(now) > self.limits.engine_silence_s]:
             log.warning("engine %s has work and says nothing: it is dropped", link.engine_id)
             self.lose(link)
+
+    def _refuse(self, generation: Generation, reason: str) -> None:
+        self.stop(generation)
+        message = f"No engine sampled for this request for {self.limits.patience_s:g} s: {reason}."
+        generation.refuse(ApiError(503, message, code="no_engine", retry_after_s=RETRY_AFTER_S))
 
     def obstacle(self, floor: int = 0) -> str:
         """Why a request that asks for this policy version or a later one waits."""

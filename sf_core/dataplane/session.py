@@ -98,17 +98,17 @@ class Session:
         if prompt is None:
             matched = self._longest_match(keys)
             num_matched = matched.prompt.num_messages + 1 if matched else 0
-            if matched:
-                conversation.record_answer(num_matched - 1, matched.message)
+            if matched and conversation.messages[num_matched - 1] == matched.message:
+                conversation.messages[num_matched - 1] = matched.message  # held once, not twice
             encoded = self._encode(conversation, matched, tools, renderer)
             if forced:
                 encoded = encoded._replace(ids=np.concatenate([encoded.ids, renderer.encode(forced)]))
             added = conversation.messages[num_matched:]
             reason = self._branch_reason(keys, added, matched, encoded.place)
-            prompt = self._add(encoded, matched, added, len(messages), keys[-1], reason)
-            self._prompts[keys[-1], forced] = prompt
+            prompt = self._add_prompt(encoded, matched, added, len(messages), keys[-1], reason, forced)
             self._openings.update(keys[:2])
-        return self._counted(prompt)
+        self._count(prompt)
+        return prompt
 
     def open_ids(self, ids: list[int]) -> Prompt:
         """The prompt that consists of these ids, new or asked before. What any recorded line begins with is
@@ -120,15 +120,15 @@ class Session:
             tip = self._repeated_turn(array)
             place = Place(tip, tip.end if tip else 0)
             place, rest = self._tree.follow(place, array[place.at :])
-            continues = next((n for n, end in _turns(place) if end == n.end), None)
             encoded = _Encoded(place, rest, NO_TEXT, None)
-            prompt = self._add(encoded, continues, [], 0, chain, self._ids_branch_reason(place))
-            self._prompts[chain, ""] = prompt
-        return self._counted(prompt)
+            continues = _last_whole_turn(place)
+            prompt = self._add_prompt(encoded, continues, [], 0, chain, self._ids_branch_reason(place))
+        self._count(prompt)
+        return prompt
 
     def commit(
         self, generation: Generation, prompt: Prompt, message: Message, num_unparsed_calls: int
-    ) -> None:
+    ) -> Turn:
         """Record a finished turn; the agent gets its answer after this."""
         assert generation.finish_reason is not None
         turn = Turn(
@@ -143,20 +143,23 @@ class Session:
             generation.interruptions,
             num_unparsed_calls,
         )
-        self.turns.append(turn)
-        self._tree.add(turn)
-        self._answers[extend_chain(prompt.chain, message)] = turn
-        if prompt.continues is not None:
-            prompt.continues.has_continuation = True
+        self._add_turn(turn)
+        return turn
 
-    def _counted(self, prompt: Prompt) -> Prompt:
+    def _count(self, prompt: Prompt) -> None:
         if prompt.num_samples:
             self.branch_reasons["asked_again"] += 1
         elif prompt.branch_reason is not None:
             self.branch_reasons[prompt.branch_reason] += 1
-        return prompt
 
-    def _add(
+    def _add_turn(self, turn: Turn) -> None:
+        self.turns.append(turn)
+        self._tree.add(turn)
+        self._answers[extend_chain(turn.prompt.chain, turn.message)] = turn
+        if turn.prompt.continues is not None:
+            turn.prompt.continues.has_continuation = True
+
+    def _add_prompt(
         self,
         encoded: _Encoded,
         continues: Turn | None,
@@ -164,6 +167,7 @@ class Session:
         num_messages: int,
         chain: bytes,
         reason: str | None,
+        forced: str = "",
     ) -> Prompt:
         place, ids = self._tree.follow(encoded.place, encoded.ids)
         prompt = Prompt(
@@ -178,8 +182,10 @@ class Session:
             encoded.text,
             encoded.seam,
             reason,
-            self._tapes,
+            forced,
+            tapes=self._tapes,
         )
+        self._prompts[chain, forced] = prompt
         self._tree.add(prompt)
         return prompt
 
@@ -195,7 +201,11 @@ class Session:
             rest = _render_addition(conversation, matched, tools, renderer)
             if rest is not None and (extension := _extend(matched, rest, renderer)):
                 return extension
-        text = renderer.render(conversation.recorded(), tools)
+        messages = list(conversation.messages)
+        for turn in matched.conversation() if matched else ():
+            # agents send answers back without their reasoning; what of it is shown is the template's choice
+            messages[turn.prompt.num_messages] = turn.message
+        text = renderer.render(messages, tools)
         if matched is None:
             return _encode_behind(Place(None, 0), NO_TEXT, text, renderer)
         rest = matched.prompt.text.rest_of(text)
@@ -242,8 +252,11 @@ class Session:
         return None
 
 
-def _turns(place: Place) -> list[tuple[Turn, int]]:
-    return [(node, end) for node, end in line(place.node, place.at) if isinstance(node, Turn)]
+def _last_whole_turn(place: Place) -> Turn | None:
+    for node, end in line(place.node, place.at):
+        if isinstance(node, Turn) and end == node.end:
+            return node
+    return None
 
 
 def _render_addition(

@@ -79,9 +79,12 @@ class Prompt:
     seam: Seam | None
     branch_reason: str | None
     """Why it is no extension of the session's tokens so far; None if it is, and for the first."""
-    tapes: Tapes
+    forced: str = ""
+    """How its answers begin: text at the end of `ids` that is no part of the rendering."""
     num_samples: int = 0
     """Turns begun from it."""
+    tapes: Tapes = field(default_factory=lambda: Tapes())
+    """The session's."""
 
     @property
     def end(self) -> int:

@@ -122,6 +122,7 @@ class Record:
         *,
         call: ToolCall | None = None,
         forced: str = "",
+        reasoning: str = "",
         version: int = 0,
         unparsed: int = 0,
         end: bool = True,
@@ -139,6 +140,8 @@ class Record:
         turn_id = f"{prompt.index}.{prompt.num_samples}"
         content = "" if call else text
         message = assistant_message(content, [call] if call else [], turn_id)
+        if reasoning:
+            message["reasoning_content"] = reasoning
         self.session.commit(generation, prompt, message, unparsed)
         turn = self.session.turns[-1]
         self.turns.append((asked, turn))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -18,8 +20,11 @@ CONTEXT = 64
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return Folders(tmp_path_factory.mktemp("models"))()
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield Folders(tmp_path_factory.mktemp("models"))()
+    torch.set_num_threads(before)
 
 
 def torch_engines(folder: str) -> MakeEngine:

@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.types import Message
 
 from sf_core.dataplane import keepalive, observed
-from sf_core.dataplane.keepalive import KeptAlive, SlowReaderError
+from sf_core.dataplane.keepalive import KeptAlive
 from sf_core.dataplane.rendering import Renderer
 from tests.sf_core.dataplane.stand import Server, say
 
@@ -147,15 +147,35 @@ def test_a_stream_says_something_while_its_request_waits(
     assert not [line for line in lines if line and not line.startswith((": waiting", "data: "))]
 
 
-def test_a_client_that_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def nothing_comes() -> Message:
+    await asyncio.sleep(10)
+    raise AssertionError
+
+
+def test_a_client_that_does_not_read_counts_as_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keepalive, "SLOW_READER_S", 0.01)
 
     async def full(message: Message) -> None:
         await asyncio.sleep(10)
 
     async def scenario() -> None:
-        with pytest.raises(SlowReaderError):
-            await KeptAlive(full)({"type": "http.response.body", "body": b"x", "more_body": True})
+        connection = KeptAlive(nothing_comes, full)
+        watching = asyncio.ensure_future(connection.receive())
+        await asyncio.sleep(0)
+        for _ in range(2):
+            await connection.send({"type": "http.response.body", "body": b"x", "more_body": True})
+        assert await watching == await connection.receive() == {"type": "http.disconnect"}
+
+    asyncio.run(asyncio.wait_for(scenario(), 5))
+
+
+def test_a_watcher_that_is_cancelled_is_cancelled() -> None:
+    async def scenario() -> None:
+        watching = asyncio.ensure_future(KeptAlive(nothing_comes, lambda message: asyncio.sleep(0)).receive())
+        await asyncio.sleep(0)
+        watching.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await watching
 
     asyncio.run(scenario())
 
@@ -173,24 +193,24 @@ def test_a_turn_whose_reader_is_given_up_is_sampled_no_further(
         deaf.connect((server.http.base_url.host, server.http.base_url.port))
         deaf.sendall(head.encode() + body)
         server.wait_for(lambda: server.get("/runs/run")["counters"].get("abandoned_turns") == 1)
-    assert server.engines["r0"].num_requests == 0
+        server.wait_for(lambda: server.engines["r0"].num_requests == 0)
 
 
 def test_no_comment_comes_behind_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keepalive, "KEEP_ALIVE_S", 0.001)
     sent: list[bytes] = []
 
-    async def send(message: Message) -> None:
+    async def write(message: Message) -> None:
         await asyncio.sleep(0.002)
         sent.append(message.get("body", b""))
 
     async def scenario() -> None:
-        kept = KeptAlive(send)
+        send = KeptAlive(nothing_comes, write).send
         headers = [(b"content-type", b"text/event-stream")]
-        await kept({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
         for body, more in ((b"a", True), (b"b", False)):
             await asyncio.sleep(0.01)
-            await kept({"type": "http.response.body", "body": body, "more_body": more})
+            await send({"type": "http.response.body", "body": body, "more_body": more})
         await asyncio.sleep(0.01)
 
     asyncio.run(scenario())

@@ -315,7 +315,7 @@ async def test_loading_and_standing_still_are_no_silence() -> None:
     frozen.act()
     await pausing
     for engine in (loading, frozen):
-        engine.link.heard_at -= 1000
+        engine.link.heard_at -= 500
     cluster.router.sweep()
     cluster.router.resume(frozen.link.engine_id)
     cluster.router.sweep()
@@ -349,10 +349,30 @@ async def test_a_request_out_of_patience_is_told_what_it_waited_for(obstacle: st
     assert not generation.is_over
     generation.waiting_since -= 61
     cluster.router.sweep()
-    with pytest.raises(ApiError, match=f"No engine took this request for 60 s: {sentence}") as refused:
+    with pytest.raises(ApiError, match=f"No engine sampled for this request for 60 s: {sentence}") as refused:
         await generation.progress(0)
     assert (refused.value.status, refused.value.retry_after_s) == (503, 5)
     assert not cluster.router.waiting
+
+
+@in_loop
+async def test_a_request_frozen_for_too_long_is_refused() -> None:
+    cluster = Cluster(Limits(max_waiting=2, patience_s=60.0, engine_silence_s=1000.0))
+    engine = await cluster.serving(scripted(lambda prompt, seed: [7] * 99))
+    generation = cluster.ask([5], 50)
+    await cluster.dispatched()
+    pausing = asyncio.ensure_future(cluster.router.pause("freeze"))
+    await cluster.dispatched()
+    engine.act()
+    await pausing
+    cluster.router.sweep()
+    assert not generation.is_over
+    engine.link.heard_at -= 61
+    cluster.router.sweep()
+    with pytest.raises(ApiError, match="its engine is paused"):
+        await generation.progress(0)
+    engine.act()
+    assert engine.engine is not None and engine.engine.num_requests == 0
 
 
 @in_loop

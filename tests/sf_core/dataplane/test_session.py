@@ -1,29 +1,33 @@
 from __future__ import annotations
 
 import itertools
-import shutil
+from copy import deepcopy
+from random import Random
 from typing import Any
 
 import numpy as np
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from sf_core.dataplane.dialects.chat import Chat
 from sf_core.dataplane.export import export_session
 from sf_core.dataplane.generation import Generation
-from sf_core.dataplane.messages import Message, assistant_message
+from sf_core.dataplane.messages import Message, assistant_message, extend_chain
 from sf_core.dataplane.rendering import Renderer
-from sf_core.dataplane.session import Prompt, Session, Turn, turn_seed
+from sf_core.dataplane.session import Session, Turn, turn_seed
 from sf_core.dataplane.toolcalls import ToolCall
-from sf_core.dataplane.tree import NO_TEXT, Tapes
 from sf_core.engines.scripted import scripted_logprob
 from sf_core.types import Chunk, FinishReason, Sampling
-from storage.schema import NOT_SAMPLED, Trajectory
+from storage.schema import Trajectory
+from tests.sf_core.dataplane.conversations import (
+    FIND,
+    Record,
+    call_text,
+    check,
+    family,
+    odd_ids,
+    shown,
+    user,
+)
 from tests.sf_core.dataplane.stand import CALC, say
-
-
-def user(text: str) -> Message:
-    return {"role": "user", "content": text}
 
 
 def sample(
@@ -128,23 +132,112 @@ def test_branches_say_why_they_were_opened(renderer: Renderer) -> None:
     assert session.branch_reasons.total() == 7
 
 
-def test_a_turn_that_the_template_rewrites_is_left_at_its_last_common_turn(
-    renderer: Renderer, tmp_path_factory: Any, model_dir: str
-) -> None:
-    folder = tmp_path_factory.mktemp("rewriting")
-    shutil.copytree(model_dir, folder, dirs_exist_ok=True)
-    template = (folder / "chat_template.jinja").read_text()
-    # a note stands at the start while the conversation is short
-    (folder / "chat_template.jinja").write_text("{% if messages | length < 4 %}note{% endif %}" + template)
-    rewriting = Renderer(str(folder))
+def test_what_a_template_rewrites_forks_where_the_tokens_part() -> None:
+    record = Record(family("qwen3"))
+    session, renderer = record.session, record.renderer
+    thought = odd_ids(renderer, "<think>\nwhy\n</think>\n\nsaid", Random(1))
+    first = record.answer(session.open_prompt([user("a")], [FIND], renderer), thought)
+    messages = [user("a"), first.message, user("b")]
+    second = session.open_prompt(messages, [FIND], renderer)
+    assert second.branch_reason == "template_rewrote"
+    assert (second.parent, second.start) == (first.prompt, first.prompt.end)
+    assert shown(renderer, second.full_ids()) == renderer.render(messages, [FIND])
+    record.answer(second, renderer.encode("done").tolist())
+    main, fork = check(record)
+    assert (fork.parent_branch_id, fork.shared_prefix) == (main.branch_id, first.prompt.end)
+
+
+def test_reasoning_between_tool_calls_stays_and_goes_with_the_next_question() -> None:
+    record = Record(family("qwen3"))
+    session, renderer = record.session, record.renderer
+    messages = [user("a")]
+    for x in range(3):
+        text = f"<think>\nwhy {x}\n</think>\n\nsaid"
+        turn = record.answer(session.open_prompt(messages, [FIND], renderer), renderer.encode(text).tolist())
+        assert turn.prompt.branch_reason is None
+        messages = [*messages, turn.message, {"role": "tool", "content": f"{x}", "tool_call_id": "c"}]
+    asked = session.open_prompt([*messages, user("b")], [FIND], renderer)
+    assert asked.branch_reason == "template_rewrote"
+    assert shown(renderer, asked.full_ids()) == renderer.render([*messages, user("b")], [FIND])
+
+
+def test_a_template_is_given_answers_with_what_the_agent_left_out() -> None:
+    record = Record(family("qwen3"))
+    session, renderer = record.session, record.renderer
+    messages: list[Message] = [user("a")]
+    for x in range(6):
+        prompt = session.open_prompt(messages, [FIND], renderer)
+        text = f"<think>\nwhy\n</think>\n\n{call_text('qwen3', x)}"
+        call = ToolCall("find", {"x": x})
+        turn = record.answer(prompt, renderer.encode(text).tolist(), call=call, reasoning="why")
+        assert turn.prompt.branch_reason is None
+        call_id = turn.message["tool_calls"][0]["id"]
+        sent = {name: value for name, value in turn.message.items() if name != "reasoning_content"}
+        # where the identity of messages leaves reasoning out, this is found
+        session._answers[extend_chain(prompt.chain, sent)] = turn
+        messages = [*messages, sent, {"role": "tool", "content": f"{x}", "tool_call_id": call_id}]
+    assert len(check(record)) == 1
+
+
+def test_a_forced_beginning_is_part_of_the_prompt_and_of_the_answer() -> None:
+    record = Record(family("qwen3"))
+    session, renderer = record.session, record.renderer
+    plain = session.open_prompt([user("a")], [FIND], renderer)
+    text = call_text("qwen3", 1)
+    forced, rest = text[:25], text[25:]
+    prompt = session.open_prompt([user("a")], [FIND], renderer, forced)
+    assert prompt is not plain
+    assert prompt is session.open_prompt([user("a")], [FIND], renderer, forced)
+    assert prompt.full_ids() == plain.full_ids() + renderer.encode(forced).tolist()
+    turn = record.answer(prompt, renderer.encode(rest).tolist(), call=ToolCall("find", {"x": 1}))
+    result = {"role": "tool", "content": "4", "tool_call_id": turn.message["tool_calls"][0]["id"]}
+    following = session.open_prompt([user("a"), turn.message, result], [FIND], renderer)
+    assert following.parent is turn
+    assert not check(record)[0].loss_mask[: prompt.end].any()
+
+
+def test_a_prompt_of_ids_goes_on_from_the_longest_recorded_line() -> None:
+    record = Record(family("chatml"))
+    session, renderer = record.session, record.renderer
+    turn = record.answer(session.open_prompt([user("a")], [], renderer), [7, 8, 9])
+    line = turn.prompt.full_ids() + turn.ids.tolist()
+    following = session.open_ids([*line, 5, 6])
+    assert (following.parent, following.ids.tolist(), following.branch_reason) == (turn, [5, 6], None)
+    assert following.full_ids() == [*line, 5, 6]
+    assert session.open_ids([*line, 5, 6]) is following
+    record.answer(following, [4])
+    other = session.open_ids([*line[:-2], 3])
+    assert (other.parent, other.start, other.branch_reason) == (turn, len(line) - 2, "retokenised")
+    record.answer(other, [2])
+    unrelated = session.open_ids([3, 3])
+    assert (unrelated.parent, unrelated.branch_reason) == (None, "new_conversation")
+    assert session.open_ids(line[:2]).full_ids() == line[:2]
+    check(record)
+
+
+def test_numbers_that_python_calls_equal_are_different_calls() -> None:
+    record = Record(family("qwen3"))
+    session, renderer = record.session, record.renderer
+    turn = record.answer(
+        session.open_prompt([user("a")], [FIND], renderer),
+        renderer.encode(call_text("qwen3", 1)).tolist(),
+        call=ToolCall("find", {"x": 1}),
+    )
+    result = {"role": "tool", "content": "4", "tool_call_id": turn.message["tool_calls"][0]["id"]}
+    assert session.open_prompt([user("a"), turn.message, result], [FIND], renderer).parent is turn
+    edited = deepcopy(turn.message)
+    edited["tool_calls"][0]["function"]["arguments"]["x"] = True
+    prompt = session.open_prompt([user("a"), edited, result], [FIND], renderer)
+    assert prompt.branch_reason == "edited_history"
+    assert '"x": true' in shown(renderer, prompt.full_ids())
+
+
+def test_the_finish_reason_of_a_turn_is_that_of_the_engine(renderer: Renderer) -> None:
     session = Session("s")
-    first = sample(session, rewriting, [user("a")], say(renderer, "one"))
-    second = sample(session, rewriting, [user("a"), first.message, user("b")], say(renderer, "two"))
-    messages = [user("a"), first.message, user("b"), second.message, user("c")]
-    third = sample(session, rewriting, messages, say(renderer, "three"))
-    assert (third.prompt.parent, third.prompt.branch_reason) == (None, "template_rewrote")
-    assert third.prompt.full_ids() == renderer.encode(renderer.render(messages, [])).tolist()
-    assert len(export(session, renderer)) == 2
+    cut = sample(session, renderer, [user("a")], renderer.encode("the quick").tolist())
+    sample(session, renderer, [user("a"), cut.message, user("b")], say(renderer, "two"))
+    [row] = export(session, renderer)
+    assert [span.finish_reason for span in row.turns] == [None, "length", None, "stop"]
 
 
 def test_shared_turns_are_trained_in_the_first_branch_only(renderer: Renderer) -> None:
@@ -165,105 +258,8 @@ def test_shared_turns_are_trained_in_the_first_branch_only(renderer: Renderer) -
     assert [main.turns[i].end for i in range(3)] == [main.turns[i + 1].start for i in range(3)]
 
 
-def test_five_thousand_turns_are_no_problem(renderer: Renderer) -> None:
-    session = Session("s")
-    ids = say(renderer, "ok")
-    parent = None
-    for i in range(5000):
-        # the requests would be long: it is the tree that is tested here
-        start = parent.end if parent else 0
-        ids = renderer.encode("x")
-        prompt = Prompt(
-            parent, start, ids, parent, [user("x")], 2 * i + 1, b"", i, NO_TEXT, None, None, Tapes()
-        )
-        turn = Turn(
-            prompt,
-            np.array(ids, np.int32),
-            np.zeros(len(ids), np.float32),
-            np.zeros(len(ids), np.int32),
-            user("x"),
-            FinishReason.STOP,
-            "e",
-            Sampling(),
-            0,
-            0,
-        )
-        session.turns.append(turn)
-        parent = turn
-    assert parent is not None
-    [row] = export(session, renderer)
-    assert row.loss_mask.sum() == 5000 * len(ids)
-
-
 def test_the_seed_of_a_turn_depends_on_its_place_only() -> None:
     places = (("train", 0, 0), ("train", 0, 1))
     seeds = {turn_seed(*key) for key in itertools.product((0, 1), places, (0, 1), (0, 1))}
     assert len(seeds) == 16
     assert all(0 <= seed < 2**64 for seed in seeds)
-
-
-OPERATIONS = ("continue", "again", "fork", "edit", "other_system", "tool_call")
-
-
-@settings(max_examples=60, deadline=None)
-@given(data=st.data())
-def test_any_conversation_is_exported_bit_for_bit_and_trained_once(
-    renderer: Renderer, data: st.DataObject
-) -> None:
-    """Invariants 1 to 3, whatever agents do to their histories. Sampled ids are random, so most answers would
-    be encoded to other ids."""
-    session = Session("s")
-    vocabulary = st.integers(0, renderer._tokenizer.get_vocab_size() - 1)
-    vocabulary = vocabulary.filter(lambda token: token not in renderer.stop_token_ids)
-    conversations: list[list[Message]] = [[user("start")]]
-    turns: list[tuple[list[int], Turn]] = []
-    for number in range(data.draw(st.integers(1, 8))):
-        messages = list(data.draw(st.sampled_from(conversations)))
-        operation = data.draw(st.sampled_from(OPERATIONS))
-        if operation == "fork":
-            messages = messages[: data.draw(st.integers(0, len(messages)))] + [user(f"fork {number}")]
-        elif operation == "edit":
-            at = data.draw(st.integers(0, len(messages) - 1))
-            messages[at] = {"role": messages[at]["role"], "content": f"edited {number}"}
-            messages = messages[: at + 1] + [m for m in messages[at + 1 :] if m["role"] != "tool"]
-            messages.append(user("and now?"))
-        elif operation == "other_system":
-            messages = [{"role": "system", "content": f"you are {number}"}, *messages]
-        ids = data.draw(st.lists(vocabulary, max_size=12))
-        ids += [renderer.stop_token_ids[0]] * data.draw(st.integers(0, 1))
-        call = ToolCall("calc", {"n": number}) if operation == "tool_call" else None
-        turn = sample(session, renderer, messages, ids, [CALC], version=number // 2, call=call)
-        turns.append((turn.prompt.full_ids(), turn))
-        answer = (
-            {"role": "tool", "content": "42", "tool_call_id": turn.message["tool_calls"][0]["id"]}
-            if call
-            else user(f"next {number}")
-        )
-        conversations.append([*messages, turn.message, answer])
-    rows = export(session, renderer)
-    by_id = {row.branch_id: row for row in rows}
-    assert sum(int(row.loss_mask.sum()) for row in rows) == sum(len(turn.ids) for _, turn in turns)
-    for prompt_ids, turn in turns:
-        start, end = len(prompt_ids), len(prompt_ids) + len(turn.ids)
-        holding = [
-            row
-            for row in rows
-            if row.token_ids[:start].tolist() == prompt_ids
-            and np.array_equal(row.token_ids[start:end], turn.ids)
-            and np.array_equal(row.logprobs[start:end], turn.logprobs)
-            and np.array_equal(row.policy_versions[start:end], turn.versions)
-        ]
-        assert holding
-        assert not len(turn.ids) or any(row.loss_mask[start:end].all() for row in holding)
-    for row in rows:
-        sampled = row.policy_versions != NOT_SAMPLED
-        assert np.array_equal(sampled, ~np.isnan(row.logprobs))
-        assert not (row.loss_mask & ~sampled).any()
-        assert (np.diff(row.policy_versions[sampled]) >= 0).all()
-        assert not row.loss_mask[: row.shared_prefix].any()
-        assert [span.start for span in row.turns[1:]] == [span.end for span in row.turns[:-1]]
-        assert row.turns[-1].end == len(row.token_ids)
-        if row.parent_branch_id is not None:
-            parent = by_id[row.parent_branch_id]
-            shared = slice(row.shared_prefix)
-            assert np.array_equal(parent.token_ids[shared], row.token_ids[shared])

@@ -73,6 +73,16 @@ class Conversations(RuleBasedStateMachine):
         said = text.draw(st.sampled_from(WORDS))
         self._turn(conversation, kind, said, end)
 
+    @rule(length=st.integers(0, 12), end=st.booleans())
+    def babble(self, length: int, end: bool) -> None:
+        """Any ids at all: halves of characters, marks of calls and reasoning, nothing."""
+        conversation = self._pick()
+        size = self.renderer._tokenizer.get_vocab_size()
+        ids = [self.rng.randrange(size) for _ in range(length)]
+        ids = [token for token in ids if token not in self.renderer.stop_token_ids]
+        turn = self.record.answer(self._ask(conversation), ids, version=self.version, end=end)
+        self.open.append(conversation.grown(turn.message, user("pardon?"), verbatim=False))
+
     @rule(count=st.integers(2, 4))
     def sample_several(self, count: int) -> None:
         """n > 1, or retries: one prompt, several turns; any of them may go on."""
