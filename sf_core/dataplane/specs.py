@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal, TypeVar
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, SecretStr, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, SecretStr, ValidationError, field_validator
 
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.rollout_manager import BatchRules
@@ -55,8 +55,15 @@ class RunSpec(Body):
     """Group indices consumed or rejected by earlier batches."""
     attempt: int = Field(ge=0)
     """Counts the flow's attempts; a later one fences the earlier ones off."""
-    key: SecretStr | None = None
+    key: SecretStr | None = Field(None, min_length=8)
     """Opens the agents' routes of this run beside the data plane's own key; asked for even without that."""
+
+    @field_validator("key")
+    @classmethod
+    def _holds_no_colon(cls, key: SecretStr | None) -> SecretStr | None:
+        if key is not None and ":" in key.get_secret_value():
+            raise ValueError("a key must not contain a colon: what follows one names a session")
+        return key
 
     @property
     def rules(self) -> BatchRules:

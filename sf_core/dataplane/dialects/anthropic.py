@@ -187,7 +187,7 @@ def _parse_message(message: Any, where: str) -> list[Message]:
     content = message.get("content")
     if isinstance(content, str):
         return [{"role": role, "content": content}]
-    if not isinstance(content, list) or not content:
+    if not isinstance(content, list):
         raise ApiError(400, f"{where}.content must be a string or a list of blocks", param=where)
     blocks = [(block, f"{where}.content[{i}]") for i, block in enumerate(content)]
     text = "".join(_block_text(block, role, at) for block, at in blocks)

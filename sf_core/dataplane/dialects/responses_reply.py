@@ -57,7 +57,7 @@ class ResponsesReply:
         [answer] = answers
         if answer.reasoning:
             self._add_item(self._text_item("reasoning", answer.reasoning, "completed"))
-        if answer.content:
+        if answer.content or not answer.calls:
             self._add_item(self._text_item("message", answer.content, "completed", answer.logprobs))
         for call in answer.calls:
             self._add_item(self._call_item(call))
@@ -83,7 +83,9 @@ class ResponsesReply:
         return data
 
     def turn_ended(self, index: int, answer: Answer) -> bytes:
-        return self._end_item()
+        # an answer without text is an answer too: its client sends it back
+        empty = self._begin_item("message") if not answer.content and not answer.calls else b""
+        return empty + self._end_item()
 
     def ended(self, answers: list[Answer]) -> bytes:
         response = self._finished(answers[0])

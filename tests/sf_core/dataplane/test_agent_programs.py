@@ -81,7 +81,7 @@ def mini() -> Path:
     if not program.exists():
         try:
             subprocess.run([sys.executable, "-m", "venv", str(VENV)], check=True, capture_output=True)
-            install = [str(VENV / "bin" / "pip"), "install", "--quiet", *MINI_SWE_AGENT]
+            install = [str(VENV / "bin" / "pip"), "install", "--quiet", "--retries=1", *MINI_SWE_AGENT]
             subprocess.run(install, check=True, capture_output=True, text=True, timeout=240)
         except (subprocess.SubprocessError, OSError) as error:
             pytest.skip(f"{MINI_SWE_AGENT[0]} cannot be installed into {VENV}: {error}")

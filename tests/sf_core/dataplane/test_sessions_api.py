@@ -103,7 +103,9 @@ def locked(tmp_path: Path, model_dir: str) -> Iterator[Server]:
     with running_app(key="plane") as url, httpx.Client(base_url=url, headers=headers, timeout=30) as http:
         server = Server(url, http, tmp_path, model_dir)
         for name in ("red", "blue"):
-            server.register(run_id=name, run_dir=str(tmp_path / name), served_model=name, key=f"{name}-key")
+            server.register(
+                run_id=name, run_dir=str(tmp_path / name), served_model=name, key=f"{name}-run-key"
+            )
         yield server
 
 
@@ -115,33 +117,45 @@ def test_a_run_key_opens_the_agents_routes_of_its_run_only(locked: Server) -> No
         headers = {"Authorization": f"Bearer {key}"}
         return httpx.request(method, locked.url + path, headers=headers, **options).status_code
 
-    for key in ("red-key", "plane", "red-key:some-session", "plane:some-session"):
+    for key in ("red-run-key", "plane", "red-run-key:some-session", "plane:some-session"):
         assert status(path, key) == 200
-    for key in ("blue-key", "wrong", "red-ke", "wrong:red-key"):
+    for key in ("blue-run-key", "wrong", "red-run-ke", "wrong:red-run-key"):
         assert status(path, key) == 401
-    assert status("/sessions", "red-key", "POST", json={"run_id": "red"}) == 200
-    assert status("/sessions", "blue-key", "POST", json={"run_id": "red"}) == 401
+    assert status("/sessions", "red-run-key", "POST", json={"run_id": "red"}) == 200
+    assert status("/sessions", "blue-run-key", "POST", json={"run_id": "red"}) == 401
     for route in ("/runs/red", "/healthz", "/runs/red/batches/0"):
-        assert (status(route, "red-key"), status(route, "plane")) == (401, 200)
+        assert (status(route, "red-run-key"), status(route, "plane")) == (401, 200)
 
 
 def test_a_run_key_sees_the_policy_of_its_run_only(locked: Server) -> None:
-    for key, models in [("red-key", ["red"]), ("blue-key", ["blue"]), ("plane", ["blue", "red"])]:
+    for key, models in [("red-run-key", ["red"]), ("blue-run-key", ["blue"]), ("plane", ["blue", "red"])]:
         with OpenAI(base_url=f"{locked.url}/v1", api_key=key) as agent:
             assert [model.id for model in agent.models.list()] == models
     body = {"model": "red", "messages": HI}
     refused = httpx.post(
-        f"{locked.url}/v1/chat/completions", json=body, headers={"Authorization": "Bearer blue-key"}
+        f"{locked.url}/v1/chat/completions", json=body, headers={"Authorization": "Bearer blue-run-key"}
     )
     assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
 
 
 def test_a_key_and_a_session_fit_into_one_value(locked: Server) -> None:
     opened = locked.post("/sessions", {"run_id": "red"})
-    with OpenAI(base_url=f"{locked.url}/v1", api_key=f"red-key:{opened['session_id']}") as agent:
+    with OpenAI(base_url=f"{locked.url}/v1", api_key=f"red-run-key:{opened['session_id']}") as agent:
         assert [model.id for model in agent.models.list()] == ["red"]
     with (
-        OpenAI(base_url=f"{locked.url}/v1", api_key=f"blue-key:{opened['session_id']}") as agent,
+        OpenAI(base_url=f"{locked.url}/v1", api_key=f"blue-run-key:{opened['session_id']}") as agent,
         pytest.raises(openai.AuthenticationError),
     ):
         agent.models.list()
+
+
+@pytest.mark.parametrize("key", ["short", "a-key-with:a-colon"])
+def test_a_run_key_must_be_one(server: Server, key: str) -> None:
+    with pytest.raises(AssertionError, match="key: ") as refused:
+        server.register(key=key)
+    assert key not in str(refused.value)
+
+
+def test_a_key_with_a_colon_names_no_session() -> None:
+    with running_app(key="plane:key") as url, OpenAI(base_url=f"{url}/v1", api_key="plane:key") as agent:
+        assert agent.models.list().data == []
