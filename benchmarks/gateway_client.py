@@ -18,7 +18,7 @@ import orjson
 
 from sf_core.engines.emulated import FIRST_ID, NUM_IDS
 
-WARMUP_S = 1.0
+WARMUP_S = 2.0
 
 _LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
 _EVENT = re.compile(rb"data: (\{.*\})\n\n")
