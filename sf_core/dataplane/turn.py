@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
+from array import array
 from collections.abc import AsyncIterator
 
 import jinja2
@@ -63,7 +64,7 @@ class TurnService:
         session: Session,
         request: TurnRequest,
         prompt: Prompt,
-        prompt_ids: list[int],
+        prompt_ids: array[int],
         forced: str,
         nth: int,
     ) -> None:
