@@ -25,7 +25,8 @@ from sf_core.dataplane.dataplane import DataPlane
 from sf_core.dataplane.engines import serve_engine_link
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.gateway import ChatCompletions, model_list, read_body, send_body
-from sf_core.dataplane.run import Run
+from sf_core.dataplane.journal import Fsync
+from sf_core.dataplane.run import GRACE_S, Run
 from sf_core.dataplane.specs import (
     ClaimBody,
     EvaluationBody,
@@ -45,13 +46,20 @@ MAX_WAIT_S = 30.0
 Answer = dict[str, Any]
 
 
-def make_app(key: str | None = None, journal_dir: str | None = None) -> Starlette:
-    plane = DataPlane(journal_dir)
+def make_app(
+    key: str | None = None,
+    journal_dir: str | None = None,
+    fsync: Fsync = "turn",
+    grace_s: float = GRACE_S,
+) -> Starlette:
+    """Raises ValueError if another data plane works in the journal directory."""
+    plane = DataPlane(journal_dir, fsync, grace_s)
     routes = Routes(plane)
     chat = ChatCompletions(plane.find_session)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        await plane.reopen()
         sweeping = asyncio.ensure_future(plane.sweep())
         yield
         sweeping.cancel()
@@ -158,7 +166,7 @@ class Routes:
 
     async def start_evaluation(self, request: Request) -> Answer:
         body = parse_body(EvaluationBody, await read_body(request.receive))
-        self._run(request).start_evaluation(request.path_params["index"], body.num_tasks)
+        await self._run(request).start_evaluation(request.path_params["index"], body.num_tasks)
         return {}
 
     async def evaluation(self, request: Request) -> Answer:
@@ -189,7 +197,7 @@ class Routes:
         return {}
 
     async def release(self, request: Request) -> Answer:
-        self._plane.release(self._run(request))
+        await self._plane.release(self._run(request))
         return {}
 
     async def stage(self, request: Request) -> Answer:

@@ -6,6 +6,7 @@ Owns the map of runs and the once-a-second sweep. Speaks no HTTP (app.py).
 from __future__ import annotations
 
 import asyncio
+import logging
 import tempfile
 import time
 from pathlib import Path
@@ -13,46 +14,68 @@ from typing import Any
 
 from sf_core.dataplane.batches import Sealer
 from sf_core.dataplane.errors import ApiError
-from sf_core.dataplane.journal import Journal
+from sf_core.dataplane.journal import Fsync, Journal
+from sf_core.dataplane.records import released_record, revoked_record, run_record, weights_record
+from sf_core.dataplane.recovery import Answers, OpenRuns, begin_attempt, open_run, reopen_run
 from sf_core.dataplane.router import EngineLink
-from sf_core.dataplane.run import Run, read_renderer
+from sf_core.dataplane.run import GRACE_S, Run
 from sf_core.dataplane.session import Session
 from sf_core.dataplane.specs import RunSpec
 from sf_core.types import WeightsRef
 from storage.files import is_local
 from storage.run_directory import RunDirectory
 
+log = logging.getLogger(__name__)
+
 SWEEP_S = 1.0
 
 
 class DataPlane:
-    def __init__(self, journal_dir: str | None = None) -> None:
+    def __init__(
+        self, journal_dir: str | None = None, fsync: Fsync = "turn", grace_s: float = GRACE_S
+    ) -> None:
+        """With a journal directory, the runs that were open when the last process there ended are served
+        again from the start. Raises ValueError if another data plane works in that directory."""
         self.runs: dict[str, Run] = {}
         self.sealers: dict[str, Sealer] = {}
-        self._journal_dir = journal_dir
+        self._journal_dir, self._fsync, self._grace_s = journal_dir, fsync, grace_s
+        self._open_runs = None if journal_dir is None else OpenRuns(Path(journal_dir))
         self._registering = asyncio.Lock()
         self._background: set[asyncio.Task[None]] = set()
         self._ad_hoc_count = 0
+
+    async def reopen(self) -> None:
+        """Serve again what an earlier process served, before anybody asks for it."""
+        for path in self._open_runs.journals if self._open_runs else ():
+            try:
+                reopened = await reopen_run(Journal(path, self._fsync), self._grace_s)
+            except (ApiError, OSError, ValueError) as error:
+                log.warning("%s: the run waits for its flow to register it: %s", path, error)
+                continue
+            if reopened is not None:
+                self._serve(*reopened)
 
     async def register(self, spec: RunSpec) -> Run:
         """Open a run, or begin another attempt on it."""
         async with self._registering:
             if (run := self.runs.get(spec.run_id)) is None:
                 journal = self._open_journal(spec)
-                run = self.runs[spec.run_id] = Run(spec, await read_renderer(spec.model_dir), journal)
-                self.sealers[spec.run_id] = Sealer(run)
-                run.restore(await asyncio.to_thread(journal.replay))
-                return run
-            run.begin_attempt(spec)
-            stale = [link for link in run.router.links if link.attempt < spec.attempt]
-            self._take_away(stale, run, "superseded by a later attempt of the flow")
-            if run.knows_batch(spec.iteration):
-                run.manager.rules = spec.rules
+                run, answers = await open_run(spec, journal, self._grace_s)
+                self._serve(run, answers)
             else:
-                run.forget_progress()
-                self.sealers[spec.run_id].forget()
-                run.restore(await asyncio.to_thread(run.journal.replay))
+                if begin_attempt(run, spec, await run.journal.replay()):
+                    self.sealers[spec.run_id].forget()
+                await run.journal.append(run_record(spec))
+                stale = [link for link in run.router.links if link.attempt < spec.attempt]
+                self._take_away(stale, run, "superseded by a later attempt of the flow")
+            if self._open_runs is not None:
+                self._open_runs.add(spec.run_id, run.journal.path)
             return run
+
+    def _serve(self, run: Run, answers: Answers) -> None:
+        self.runs[run.spec.run_id] = run
+        self.sealers[run.spec.run_id] = Sealer(run)
+        self.sealers[run.spec.run_id].remember(answers)
 
     def run(self, run_id: str) -> Run:
         if (run := self.runs.get(run_id)) is None:
@@ -82,6 +105,7 @@ class DataPlane:
         if weights.version < run.router.weights.version:
             raise ApiError(409, f"Version {run.router.weights.version} is published already.")
         started = time.monotonic()
+        await run.journal.append(weights_record(weights))
         engines = await run.router.update(weights)
         run.manager.set_version(weights.version)
         run.changed.notify()
@@ -90,12 +114,16 @@ class DataPlane:
     async def revoke(self, run: Run, lease_id: str) -> int:
         """Returns how many engines yielded. A lease that has not come yet is turned away when it does."""
         run.revoked_leases.add(lease_id)
+        await run.journal.append(revoked_record(lease_id))
         links = [link for link in run.router.links if link.lease_id == lease_id]
         await asyncio.gather(*(run.router.take_away(link, "revoked") for link in links))
         return len(links)
 
-    def release(self, run: Run) -> None:
+    async def release(self, run: Run) -> None:
         run.release()
+        await run.journal.append(released_record())
+        if self._open_runs is not None:
+            self._open_runs.remove(run.spec.run_id)
         self._take_away(list(run.router.links), run, "released")
 
     async def sweep(self) -> None:
@@ -109,6 +137,8 @@ class DataPlane:
     async def close(self) -> None:
         for run in self.runs.values():
             await run.journal.close()
+        if self._open_runs is not None:
+            self._open_runs.close()
 
     def _take_away(self, links: list[EngineLink], run: Run, reason: str) -> None:
         for link in links:
@@ -122,7 +152,7 @@ class DataPlane:
         else:
             # remote filesystems do not append; the directory survives the process, which is what it is for
             folder = self._journal_dir or str(Path(tempfile.gettempdir()) / "seamlessflow")
-        return Journal(Path(folder) / f"{spec.run_id}.journal")
+        return Journal(Path(folder) / f"{spec.run_id}.journal", self._fsync)
 
 
 def _no_model(model: str) -> ApiError:

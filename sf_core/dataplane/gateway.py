@@ -1,6 +1,6 @@
 """The agents' routes: HTTP in, turns, HTTP out. One ASGI endpoint, because it must see clients go away.
 
-Owns reading bodies, forwarding pieces and cancelling turns nobody waits for.
+Owns reading bodies, forwarding pieces and noticing clients that go away.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from starlette.types import Receive, Scope, Send
 from sf_core.dataplane.chat_request import ChatRequest, parse_request
 from sf_core.dataplane.chat_response import DONE, ChatResponse
 from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.inflight import Listener, Ticket, join_turn
 from sf_core.dataplane.run import Run
 from sf_core.dataplane.session import Session
 from sf_core.dataplane.toolcalls import ToolCall
-from sf_core.dataplane.turn import Pieces, TurnService
+from sf_core.dataplane.turn import Pieces
 
 MAX_BODY_BYTES = 8 * 2**20
 
@@ -30,17 +31,20 @@ class ChatCompletions:
         self._find_session = find_session
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = parse_request(await read_body(receive))
+        body = await read_body(receive)
+        request = parse_request(body)
         run, session = self._find_session(scope["path_params"].get("session_id"), request.model)
-        turn = TurnService(run, session, request)
-        watcher = asyncio.ensure_future(_cancel_when_gone(receive, turn))
+        turn = join_turn(run, session, request, Ticket.of(scope["headers"], body))
+        watcher = asyncio.ensure_future(_leave_when_gone(receive, turn))
         try:
             if request.stream:
                 await _stream(turn, request, send)
             else:
                 await _whole(turn, request, send)
+            turn.set_delivered()
         finally:
             watcher.cancel()
+            turn.leave()
 
 
 async def read_body(receive: Receive) -> bytes:
@@ -59,19 +63,19 @@ async def read_body(receive: Receive) -> bytes:
             return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-async def _cancel_when_gone(receive: Receive, turn: TurnService) -> None:
+async def _leave_when_gone(receive: Receive, turn: Listener) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-    turn.cancel()
+    turn.leave()
 
 
-async def _whole(turn: TurnService, request: ChatRequest, send: Send) -> None:
+async def _whole(turn: Listener, request: ChatRequest, send: Send) -> None:
     async for _ in turn.pieces():
         pass
     await send_body(send, 200, ChatResponse(_response_id(turn), request.model).whole(turn.answer()))
 
 
-async def _stream(turn: TurnService, request: ChatRequest, send: Send) -> None:
+async def _stream(turn: Listener, request: ChatRequest, send: Send) -> None:
     response = ChatResponse(_response_id(turn), request.model)
     headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -96,7 +100,7 @@ async def _stream(turn: TurnService, request: ChatRequest, send: Send) -> None:
     await forward(end + DONE, more=False)
 
 
-def _deltas(turn: TurnService, response: ChatResponse, pieces: Pieces, num_calls: int) -> bytes:
+def _deltas(turn: Listener, response: ChatResponse, pieces: Pieces, num_calls: int) -> bytes:
     events, logprobs = pieces
     data = b""
     for event in events:
@@ -109,7 +113,7 @@ def _deltas(turn: TurnService, response: ChatResponse, pieces: Pieces, num_calls
     return data + (response.delta({"content": ""}, logprobs=logprobs) if logprobs else b"")
 
 
-def _response_id(turn: TurnService) -> str:
+def _response_id(turn: Listener) -> str:
     return f"chatcmpl-{turn.turn_id}"
 
 

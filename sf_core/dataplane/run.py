@@ -16,15 +16,15 @@ from typing import Any
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.export import export_session
 from sf_core.dataplane.groups import Claim, Place
-from sf_core.dataplane.journal import Journal, Record
+from sf_core.dataplane.journal import Journal
 from sf_core.dataplane.meter import TokenMeter
 from sf_core.dataplane.records import (
     FinishedSession,
-    claimed_record,
+    evaluation_record,
+    failed_record,
     finished_record,
-    places,
-    read_claim,
-    read_finished,
+    lost_record,
+    opened_record,
     rejected_record,
 )
 from sf_core.dataplane.rendering import Renderer
@@ -40,6 +40,9 @@ log = logging.getLogger(__name__)
 RUNNER_SILENCE_S = 15.0
 """A runner not heard from for this long has lost its sessions."""
 
+GRACE_S = 10.0
+"""A turn goes on for this long after its client went away: the client may ask again."""
+
 
 @dataclass
 class Runner:
@@ -51,10 +54,11 @@ class Runner:
 
 
 class Run:
-    def __init__(self, spec: RunSpec, renderer: Renderer, journal: Journal) -> None:
+    def __init__(self, spec: RunSpec, renderer: Renderer, journal: Journal, grace_s: float = GRACE_S) -> None:
         self.spec = spec
         self.renderer = renderer
         self.journal = journal
+        self.grace_s = grace_s
         self.router = Router(WeightsRef(spec.version, spec.weights_uri))
         self.manager = self._new_manager()
         self.sessions: dict[str, Session] = {}
@@ -75,21 +79,8 @@ class Run:
         """Sessions that failed since one finished."""
         self.serving_s = 0.0
         """Time in which an engine served; sessions age by it, so that no pause makes one expire."""
-        self._recovered_evaluations: list[Record] = []
 
     # --- registration
-
-    def restore(self, records: list[Record]) -> None:
-        """Take back what a journal knows. Groups the flow has done already are gone from the manager."""
-        for record in records:
-            if "rejected" in record:
-                self.manager.restore_rejected(*record["rejected"])
-            elif "claimed" in record:
-                for value in record["claimed"]:
-                    self.manager.restore_attempt(read_claim(value))
-            elif record["finished"][0] == "train":
-                self._take_back(read_finished(record))
-        self._recovered_evaluations = [r for r in records if ("holdout" in {split for split, _ in places(r)})]
 
     def begin_attempt(self, spec: RunSpec) -> None:
         """Another attempt of the flow (or the same again): finished sessions are kept, running ones are given
@@ -108,10 +99,12 @@ class Run:
     def forget_progress(self) -> None:
         """Start over from what the flow says is done."""
         for session in list(self.sessions.values()):
-            self._drop(session, "the run was taken back")
+            self._lose(session)
         self.router.weights = WeightsRef(self.spec.version, self.spec.weights_uri)
+        evaluations = self.manager.evaluations
         self.manager = self._new_manager()
-        self.results.clear()
+        self.manager.evaluations = {v: group for v, group in evaluations.items() if v <= self.spec.version}
+        self.results = {place: r for place, r in self.results.items() if place.split == "holdout"}
 
     def knows_batch(self, batch: int) -> bool:
         """Whether the groups here fit a flow whose next batch is this one: it may not have heard of the last
@@ -122,11 +115,6 @@ class Run:
     def _new_manager(self) -> RolloutManager:
         spec = self.spec
         return RolloutManager(spec.rules, spec.iteration, spec.version, spec.done_groups)
-
-    def _take_back(self, finished: FinishedSession) -> None:
-        rejected = self.manager.restore_finished(finished.claim, finished.reward, finished.min_version)
-        if not rejected:
-            self.results[finished.claim.place] = finished
 
     # --- runners and their sessions
 
@@ -148,8 +136,7 @@ class Run:
             runner.num_polls -= 1
             runner.last_heard = time.monotonic()
         if sessions:
-            claims = [session.claim for session in sessions if session.claim is not None]
-            await self.journal.append(claimed_record(claims))
+            await self.journal.append(opened_record(sessions))
         return sessions, self._is_released(runner)
 
     def ended(self, session_ids: list[str]) -> list[str]:
@@ -160,16 +147,17 @@ class Run:
 
     def _give_out(self, runner: str, limit: int, sessions: list[Session]) -> bool:
         for claim in self.manager.claim(limit):
-            session = Session(
-                session_name(self.spec.run_id, claim),
-                claim,
-                runner=runner,
-                expires_at=self.serving_s + self.spec.session_timeout_s,
-                floor=claim.place.group if claim.place.split == "holdout" else 0,
-            )
-            self.sessions[session.session_id] = session
+            session = Session(session_name(self.spec.run_id, claim), claim, runner=runner)
+            self.open(session)
             sessions.append(session)
         return bool(sessions)
+
+    def open(self, session: Session) -> None:
+        """Serve this session from now on."""
+        session.expires_at = self.serving_s + self.spec.session_timeout_s
+        if session.claim is not None and session.claim.place.split == "holdout":
+            session.floor = session.claim.place.group
+        self.sessions[session.session_id] = session
 
     async def finish(self, session: Session, body: FinishBody) -> None:
         """The runner's report. Returns when the result is on disk."""
@@ -181,6 +169,7 @@ class Run:
             # JSON has no other way to write infinity and NaN
             await self._fail(session.claim, "the reward is no finite number")
             raise ApiError(400, "A finished session needs a reward that is a finite number.", param="reward")
+        self.counters["abandoned_turns"] += session.set_aside_unanswered()
         if not session.turns and session.claim.place.split == "train":
             return await self._fail(session.claim, "the agent finished without an answer from the policy")
         result = self._export(session, session.claim, body)
@@ -212,6 +201,7 @@ class Run:
         self.counters["failed_sessions"] += 1
         self.last_error = error
         self.failures_in_a_row += 1
+        await self.journal.append(failed_record(claim))
         await self._reject(self.manager.fail(claim))
         self.changed.notify()
 
@@ -234,17 +224,9 @@ class Run:
     def places_of(self, group: int) -> list[Place]:
         return [Place("train", group, member) for member in range(self.spec.group_size)]
 
-    def start_evaluation(self, version: int, num_tasks: int) -> None:
+    async def start_evaluation(self, version: int, num_tasks: int) -> None:
+        await self.journal.append(evaluation_record(version, num_tasks))
         self.manager.start_evaluation(version, num_tasks)
-        for record in self._recovered_evaluations:
-            if ("holdout", version) not in places(record):
-                continue
-            if "finished" in record:
-                self._take_back(read_finished(record))
-            else:
-                for value in record["claimed"]:
-                    if value[:2] == ["holdout", version]:
-                        self.manager.restore_attempt(read_claim(value))
         self.changed.notify()
 
     def release(self) -> None:
@@ -277,6 +259,7 @@ class Run:
         self._drop(session, "the session was given to another runner")
         self.counters["retries"] += 1
         self.manager.lose(session.claim)
+        self.journal.note(lost_record(session.claim))
         self.changed.notify()
 
     def _drop(self, session: Session, reason: str) -> None:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,6 +21,10 @@ from sf_core.dataplane.messages import Message, chain_keys, extend_chain
 from sf_core.dataplane.rendering import Ids, Renderer
 from sf_core.dataplane.toolcalls import Tool
 from sf_core.types import FinishReason, Sampling
+
+if TYPE_CHECKING:
+    from sf_core.dataplane.inflight import ServedTurn
+    from sf_core.dataplane.records import RecordedTurn
 
 
 @dataclass(slots=True, eq=False)
@@ -40,7 +45,7 @@ class Prompt:
     """Tokens before it."""
     text_length: int
     """Of the rendering of the whole request, which any later extension begins with."""
-    text_hash: int
+    text_hash: bytes
     branch_reason: str | None
     """Why it is no extension of the session's tokens so far; None if it is, and for the first."""
     num_samples: int = 0
@@ -82,6 +87,8 @@ class Turn:
     interruptions: int
     num_unparsed_calls: int
     has_continuation: bool = False
+    index: int = 0
+    """Position among the session's turns."""
 
     @property
     def end(self) -> int:
@@ -106,9 +113,17 @@ class Session:
     """Oldest policy version that may answer it."""
     started_at: float = field(default_factory=time.time)
     turns: list[Turn] = field(default_factory=list)
+    abandoned: list[Turn] = field(default_factory=list)
+    """Turns whose answer nobody got, as far as they came. Never trained."""
+    served: list[ServedTurn] = field(default_factory=list)
+    """Turns whose request may come again: those in flight, and those that no later one extends."""
+    recorded: list[RecordedTurn] = field(default_factory=list)
+    """The same, as a restart found them in the journal."""
     running: set[Generation] = field(default_factory=set)
     branch_reasons: Counter[str] = field(default_factory=Counter)
     _prompts: dict[bytes, Prompt] = field(default_factory=dict)
+    _num_prompts: int = 0
+    """Indices given so far."""
     _answers: dict[bytes, Turn] = field(default_factory=dict)
     """By identity of the request extended by the answer."""
     _openings: set[bytes] = field(default_factory=set)
@@ -121,33 +136,63 @@ class Session:
         if prompt is None:
             prompt = self._add_prompt(keys, messages, renderer.render(messages, tools), renderer)
             self._openings.update(keys[:2])
-        if prompt.num_samples:
-            self.branch_reasons["asked_again"] += 1
-        elif prompt.branch_reason is not None:
-            self.branch_reasons[prompt.branch_reason] += 1
+        self._count(prompt)
         return prompt
 
     def commit(
         self, generation: Generation, prompt: Prompt, message: Message, num_unparsed_calls: int
-    ) -> None:
+    ) -> Turn:
         """Record a finished turn; the agent gets its answer after this."""
         assert generation.finish_reason is not None
-        turn = Turn(
-            prompt,
-            np.array(generation.token_ids, dtype=np.int32),
-            np.array(generation.logprobs, dtype=np.float32),
-            np.array(generation.versions, dtype=np.int32),
-            message,
-            generation.finish_reason,
-            ",".join(generation.engines),
-            generation.sampling,
-            generation.interruptions,
-            num_unparsed_calls,
-        )
+        reason, index = generation.finish_reason, len(self.turns)
+        turn = _turn(generation, prompt, message, reason, num_unparsed_calls, index)
+        self._add_turn(turn)
+        return turn
+
+    def abandon(self, generation: Generation, prompt: Prompt, message: Message) -> Turn:
+        """Record what there is of a turn that nobody waits for any more."""
+        turn = _turn(generation, prompt, message, FinishReason.ABORT, 0, len(self.abandoned))
+        self.abandoned.append(turn)
+        return turn
+
+    def set_aside_unanswered(self) -> int:
+        """Tokens count if their answer was given: a turn that ended after its client had gone for good is an
+        abandoned one. What a restart found is believed to have arrived. For the end of the session; returns
+        how many there were."""
+        unanswered = {served.turn.turn for served in self.served if served.is_unanswered}
+        aside = [turn for turn in self.turns if turn in unanswered]
+        self.turns = [turn for turn in self.turns if turn not in unanswered]
+        self.abandoned += aside
+        return len(aside)
+
+    def restore_prompt(self, prompt: Prompt) -> None:
+        """Take back a prompt that was recorded before a restart."""
+        self._prompts[prompt.chain] = prompt
+        self._num_prompts = max(self._num_prompts, prompt.index + 1)
+
+    def restore_sample(self, prompt: Prompt, sample: int) -> None:
+        """A turn was begun from this prompt before a restart."""
+        self._count(prompt)
+        prompt.num_samples = sample + 1
+
+    def restore_turn(self, turn: Turn) -> None:
+        """Take back a turn, finished or abandoned, that was recorded before a restart."""
+        if turn.finish_reason is FinishReason.ABORT:
+            self.abandoned.append(turn)
+        else:
+            self._add_turn(turn)
+
+    def _count(self, prompt: Prompt) -> None:
+        if prompt.num_samples:
+            self.branch_reasons["asked_again"] += 1
+        elif prompt.branch_reason is not None:
+            self.branch_reasons[prompt.branch_reason] += 1
+
+    def _add_turn(self, turn: Turn) -> None:
         self.turns.append(turn)
-        self._answers[extend_chain(prompt.chain, message)] = turn
-        if prompt.parent is not None:
-            prompt.parent.has_continuation = True
+        self._answers[extend_chain(turn.prompt.chain, turn.message)] = turn
+        if turn.prompt.parent is not None:
+            turn.prompt.parent.has_continuation = True
 
     def _add_prompt(
         self, keys: list[bytes], messages: list[Message], text: str, renderer: Renderer
@@ -170,13 +215,14 @@ class Session:
             messages[parent.prompt.num_messages + 1 if parent else 0 :],
             len(messages),
             keys[-1],
-            len(self._prompts),
+            self._num_prompts,
             parent.end if parent else 0,
             len(text),
-            hash(text),
+            _text_hash(text),
             reason,
         )
         self._prompts[prompt.chain] = prompt
+        self._num_prompts += 1
         return prompt
 
     def _longest_match(self, keys: list[bytes]) -> tuple[Turn | None, int]:
@@ -202,10 +248,38 @@ class Session:
         return "new_conversation" if keys[1] in self._openings else "other_system"
 
 
+def _turn(
+    generation: Generation,
+    prompt: Prompt,
+    message: Message,
+    finish_reason: FinishReason,
+    num_unparsed_calls: int,
+    index: int,
+) -> Turn:
+    return Turn(
+        prompt,
+        np.array(generation.token_ids, dtype=np.int32),
+        np.array(generation.logprobs, dtype=np.float32),
+        np.array(generation.versions, dtype=np.int32),
+        message,
+        finish_reason,
+        ",".join(generation.engines),
+        generation.sampling,
+        generation.interruptions,
+        num_unparsed_calls,
+        index=index,
+    )
+
+
+def _text_hash(text: str) -> bytes:
+    """The same in every process, unlike hash(): it is compared after a restart."""
+    return blake2b(text.encode(), digest_size=16).digest()
+
+
 def _suffix_ids(turn: Turn, text: str, renderer: Renderer) -> Ids | None:
     """Ids of what a rendering adds to a recorded turn; None if it is no extension of its prompt."""
     prompt = turn.prompt
-    if hash(text[: prompt.text_length]) != prompt.text_hash:
+    if _text_hash(text[: prompt.text_length]) != prompt.text_hash:
         return None
     if any(stop in str(turn.message) for stop in renderer.stop_texts.values()):
         # the answer spells an end-of-turn token in ordinary ones: the cut would fall inside it

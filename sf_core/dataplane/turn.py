@@ -17,9 +17,10 @@ from sf_core.dataplane.chat_response import Answer, token_logprobs
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.generation import Generation
 from sf_core.dataplane.messages import assistant_message, call_id, tool_call
+from sf_core.dataplane.records import RecordedTurn, Tokens, TurnKey
 from sf_core.dataplane.rendering import TextStream
 from sf_core.dataplane.run import Run
-from sf_core.dataplane.session import Session, turn_seed
+from sf_core.dataplane.session import Prompt, Session, Turn, turn_seed
 from sf_core.dataplane.toolcalls import AnswerStream, StopStrings, ToolCall
 from sf_core.types import FinishReason, Sampling
 
@@ -30,16 +31,16 @@ Pieces = tuple[list[str | ToolCall], list[dict[str, Any]] | None]
 
 
 class TurnService:
-    """Raises ApiError if the request cannot become a turn."""
+    """Raises ApiError if the request cannot become a turn. `recorded` is what an earlier process recorded of
+    the same request: the turn goes on from there."""
 
-    def __init__(self, run: Run, session: Session, request: ChatRequest) -> None:
+    def __init__(
+        self, run: Run, session: Session, request: ChatRequest, recorded: RecordedTurn | None = None
+    ) -> None:
         self._run, self._session, self._request = run, session, request
-        try:
-            self._prompt = session.open_prompt(request.messages, request.tools, run.renderer)
-        except jinja2.TemplateError as error:
-            raise ApiError(
-                400, f"The chat template refuses these messages: {error}", param="messages"
-            ) from None
+        self.turn: Turn | None = recorded.turn if recorded else None
+        """As it is in the session, once it is over."""
+        self._prompt = recorded.prompt if recorded else self._open_prompt()
         prompt_ids = self._prompt.full_ids()
         room = run.spec.context_length - len(prompt_ids)
         if room < 1:
@@ -50,8 +51,12 @@ class TurnService:
                 code="context_length_exceeded",
                 param="messages",
             )
-        sample = self._prompt.num_samples
-        self._prompt.num_samples += 1
+        if recorded is None:
+            sample = self._prompt.num_samples
+            self._prompt.num_samples += 1
+        else:
+            sample = recorded.key.sample
+        self.key = TurnKey(session.session_id, self._prompt.index, sample)
         self.turn_id = f"{session.session_id}.{self._prompt.index}.{sample}"
         self._text = TextStream(run.renderer)
         self._stops = StopStrings(request.stop)
@@ -71,26 +76,58 @@ class TurnService:
         claim = session.claim
         if claim is not None:
             self._generation.on_start = lambda version: run.manager.note_started(claim, version)
+        if recorded is not None:
+            recorded.restore(self._generation)
+
+    @property
+    def prompt(self) -> Prompt:
+        return self._prompt
+
+    @property
+    def is_over(self) -> bool:
+        return self._generation.finish_reason is not None
+
+    @property
+    def num_read(self) -> int:
+        """Tokens that `pieces` has told of so far."""
+        return self._num_read
+
+    @property
+    def engines(self) -> str:
+        return ",".join(self._generation.engines)
+
+    def tokens_since(self, start: int) -> Tokens:
+        """Those that `pieces` has told of."""
+        generation, end = self._generation, self._num_read
+        return Tokens.of(
+            generation.token_ids[start:end], generation.logprobs[start:end], generation.versions[start:end]
+        )
 
     async def pieces(self) -> AsyncIterator[Pieces]:
         """What becomes certain of the answer, as it does. After the last piece the turn is recorded."""
         generation = self._generation
         self._session.running.add(generation)
-        self._run.router.submit(generation)
+        if generation.finish_reason is None:
+            self._run.router.submit(generation)
         try:
-            while generation.finish_reason is None:
+            is_last = False
+            while not is_last:
                 await generation.progress(self._num_read)
                 if generation.cancelled is not None:
                     raise ApiError(
                         410, f"This request was ended: {generation.cancelled}.", code="session_over"
                     )
-                yield self._read()
+                pieces, is_last = self._read(), generation.finish_reason is not None
+                yield pieces
         finally:
             self._session.running.discard(generation)
             if generation.finish_reason is None:
                 self._abandon()
         self._message = assistant_message(self._answer.content, self._answer.calls, self.turn_id)
-        self._session.commit(generation, self._prompt, self._message, self._answer.num_unparsed)
+        if self.turn is None:
+            self.turn = self._session.commit(
+                generation, self._prompt, self._message, self._answer.num_unparsed
+            )
         self._run.counters["unparsed_calls"] += self._answer.num_unparsed
 
     def answer(self) -> Answer:
@@ -149,6 +186,17 @@ class TurnService:
     def _abandon(self) -> None:
         self._run.router.cancel(self._generation, "the client went away")
         self._run.counters["abandoned_turns"] += 1
+        message = assistant_message(self._answer.content, self._answer.calls, self.turn_id)
+        self.turn = self._session.abandon(self._generation, self._prompt, message)
+
+    def _open_prompt(self) -> Prompt:
+        request = self._request
+        try:
+            return self._session.open_prompt(request.messages, request.tools, self._run.renderer)
+        except jinja2.TemplateError as error:
+            raise ApiError(
+                400, f"The chat template refuses these messages: {error}", param="messages"
+            ) from None
 
     def _budget(self) -> int:
         asked = self._request.max_tokens

@@ -171,7 +171,7 @@ def test_five_thousand_turns_are_no_problem(renderer: Renderer) -> None:
     for i in range(5000):
         # the requests would be long: it is the tree that is tested here
         start = parent.end if parent else 0
-        prompt = Prompt(parent, renderer.encode("x"), [user("x")], 2 * i + 1, b"", i, start, 0, 0, None)
+        prompt = Prompt(parent, renderer.encode("x"), [user("x")], 2 * i + 1, b"", i, start, 0, b"", None)
         turn = Turn(
             prompt,
             np.array(ids, np.int32),
