@@ -15,8 +15,9 @@ from typing import Any
 from sf_core.dataplane.batches import Sealer
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.journal import Fsync, Journal
+from sf_core.dataplane.open_runs import OpenRuns
 from sf_core.dataplane.records import released_record, revoked_record, run_record, weights_record
-from sf_core.dataplane.recovery import Answers, OpenRuns, begin_attempt, open_run, reopen_run
+from sf_core.dataplane.recovery import Answers, begin_attempt, open_run, reopen_run
 from sf_core.dataplane.router import EngineLink
 from sf_core.dataplane.run import GRACE_S, Run
 from sf_core.dataplane.session import Session

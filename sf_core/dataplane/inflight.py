@@ -21,18 +21,18 @@ from typing import Any
 from sf_core.dataplane.chat_request import ChatRequest
 from sf_core.dataplane.chat_response import Answer
 from sf_core.dataplane.errors import ApiError
-from sf_core.dataplane.records import (
+from sf_core.dataplane.run import Run
+from sf_core.dataplane.session import Prompt, Session
+from sf_core.dataplane.signals import Signal
+from sf_core.dataplane.toolcalls import ToolCall
+from sf_core.dataplane.turn import Pieces, TurnService
+from sf_core.dataplane.turn_records import (
     RecordedTurn,
     begun_record,
     chunk_record,
     delivered_record,
     turn_record,
 )
-from sf_core.dataplane.run import Run
-from sf_core.dataplane.session import Prompt, Session
-from sf_core.dataplane.signals import Signal
-from sf_core.dataplane.toolcalls import ToolCall
-from sf_core.dataplane.turn import Pieces, TurnService
 from sf_core.types import FinishReason
 
 log = logging.getLogger(__name__)

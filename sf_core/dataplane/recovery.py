@@ -1,35 +1,27 @@
 """A run as it was before the data plane died: its journal, replayed.
 
 Owns what every record does to a run, and what a compacted journal must still hold. A restarted data plane
-opens the runs of its index by itself; a run that a flow registers is opened from its journal first, and then
-registered like one that was open all the time. Records are in records.py, framing in journal.py.
+opens by itself the runs that were open (open_runs.py); a run that a flow registers is opened from its journal
+first, and then registered like one that was open all the time. Records are in records.py
+and turn_records.py, framing in journal.py.
 """
 
 from __future__ import annotations
 
-import fcntl
-import json
 import logging
-import os
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from sf_core.dataplane.groups import Claim
 from sf_core.dataplane.journal import Journal, Record
 from sf_core.dataplane.records import (
-    RecordedTurn,
-    Tokens,
-    TurnKey,
     kind_of,
     places,
     read_claim,
     read_finished,
     read_opened,
-    read_prompt,
-    read_turn,
     revoked_record,
     run_record,
 )
@@ -37,6 +29,7 @@ from sf_core.dataplane.rollout_manager import Batch
 from sf_core.dataplane.run import Run, Runner, read_renderer, session_name
 from sf_core.dataplane.session import Prompt, Session
 from sf_core.dataplane.specs import RunSpec
+from sf_core.dataplane.turn_records import RecordedTurn, Tokens, TurnKey, read_prompt, read_turn
 from sf_core.types import FinishReason, WeightsRef
 
 log = logging.getLogger(__name__)
@@ -272,45 +265,3 @@ def compaction(run: Run) -> tuple[list[Record], Callable[[Record], bool]]:
         )
 
     return head, keep
-
-
-class OpenRuns:
-    """The journals of the runs that are not released, in one small file: what a restart opens by itself. One
-    process at a time works in a folder."""
-
-    def __init__(self, folder: Path) -> None:
-        """Raises ValueError if another data plane works in this folder."""
-        folder.mkdir(parents=True, exist_ok=True)
-        self._lock = open(folder / "lock", "w")  # noqa: SIM115 held until close
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._lock.close()
-            raise ValueError(f"another data plane works in {folder}: give this one its own folder") from None
-        self._file = folder / "open-runs.json"
-        self._journals: dict[str, str] = json.loads(self._file.read_text()) if self._file.exists() else {}
-
-    @property
-    def journals(self) -> list[Path]:
-        # a run directory may have been removed meanwhile
-        return [path for path in map(Path, self._journals.values()) if path.exists()]
-
-    def add(self, run_id: str, journal: Path) -> None:
-        self._write(self._journals | {run_id: str(journal.absolute())})
-
-    def remove(self, run_id: str) -> None:
-        self._write({name: journal for name, journal in self._journals.items() if name != run_id})
-
-    def close(self) -> None:
-        self._lock.close()
-
-    def _write(self, journals: dict[str, str]) -> None:
-        if journals == self._journals:
-            return
-        self._journals = journals
-        temporary = self._file.with_suffix(".tmp")
-        with open(temporary, "w") as file:
-            json.dump(journals, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, self._file)

@@ -24,7 +24,7 @@ from sf_core.types import FinishReason, Sampling
 
 if TYPE_CHECKING:
     from sf_core.dataplane.inflight import ServedTurn
-    from sf_core.dataplane.records import RecordedTurn
+    from sf_core.dataplane.turn_records import RecordedTurn
 
 
 @dataclass(slots=True, eq=False)

@@ -17,11 +17,11 @@ from sf_core.dataplane.chat_response import Answer, token_logprobs
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.generation import Generation
 from sf_core.dataplane.messages import assistant_message, call_id, tool_call
-from sf_core.dataplane.records import RecordedTurn, Tokens, TurnKey
 from sf_core.dataplane.rendering import TextStream
 from sf_core.dataplane.run import Run
 from sf_core.dataplane.session import Prompt, Session, Turn, turn_seed
 from sf_core.dataplane.toolcalls import AnswerStream, StopStrings, ToolCall
+from sf_core.dataplane.turn_records import RecordedTurn, Tokens, TurnKey
 from sf_core.types import FinishReason, Sampling
 
 _request_numbers = itertools.count()

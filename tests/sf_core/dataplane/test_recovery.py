@@ -18,9 +18,10 @@ import openai
 import pytest
 from openai import OpenAI
 
+from sf_core.dataplane.export import export_session
 from sf_core.dataplane.journal import Journal
 from sf_core.dataplane.records import kind_of
-from sf_core.dataplane.recovery import OpenRuns, reopen_run
+from sf_core.dataplane.recovery import reopen_run
 from sf_core.dataplane.rendering import Renderer
 from sf_core.dataplane.run import Run
 from sf_core.dataplane.session import turn_seed
@@ -245,6 +246,40 @@ def test_the_journal_of_a_long_run_stays_bounded(server: Server, renderer: Rende
     assert "run" in kinds
 
 
+def test_a_reopened_session_is_trained_on_as_the_living_one(server: Server, renderer: Renderer) -> None:
+    """The whole tree comes back: extensions, edited histories, repeated requests, other system prompts."""
+    server.register(group_size=1, groups_per_batch=1)
+    server.connect(lambda prompt, seed: say(renderer, f"answer {seed % 1000}"))
+    [claim] = server.claim()
+    one = [{"role": "user", "content": "one"}]
+    with OpenAI(base_url=f"{server.url}/sessions/{claim['session_id']}/v1", api_key="none") as agent:
+        first = [{"role": "assistant", "content": ask(agent, one)}]
+        ask_stream(agent, [*one, *first, *one])
+        ask(agent, [*one, *first, *one, *first, *one])
+        ask_stream(agent, [*one, *first, {"role": "user", "content": "two"}])
+        ask(agent, one)
+        ask(agent, [{"role": "system", "content": "other"}, *one])
+    run = reopened(server.run_dir / "run" / "journal" / "run.journal")
+    session = run.sessions[claim["session_id"]]
+    facts = {"task_id": "t", "environment": "test", "reward": 1.0, "reward_parts": {}}
+    exported = export_session(
+        session, policy="policy", group_id="run.g0", stop_ids=renderer.stop_token_ids, **facts
+    )
+    finish(server, claim)
+    counters = server.get("/runs/run")["counters"]
+    assert {f"branches.{name}": n for name, n in session.branch_reasons.items()} == {
+        name: n for name, n in counters.items() if name.startswith("branches.")
+    }
+    sealed = server.post("/runs/run/batches/0/seal", {"attempt": 1})
+    rows = to_rows(read_trajectories(str(Path(server.run_dir, "run", sealed["files"][0]["uri"]))))
+    assert len(rows) == len(exported) == 5
+    for row, again in zip(rows, exported, strict=True):
+        for name in ("token_ids", "loss_mask", "logprobs", "policy_versions"):
+            np.testing.assert_array_equal(getattr(row, name), getattr(again, name))
+        for name in ("branch_id", "parent_branch_id", "shared_prefix", "messages", "interruptions"):
+            assert getattr(row, name) == getattr(again, name)
+
+
 def reopened(journal: Path) -> Run:
     async def reopen() -> Run:
         result = await reopen_run(Journal(journal), 10.0)
@@ -275,19 +310,3 @@ def test_a_turn_nobody_waits_for_is_kept_but_never_trained(server: Server, rende
     finish(server, claim)
     sealed = server.post("/runs/run/batches/0/seal", {"attempt": 1})
     assert sealed["sampled_tokens"] == 2 * len(say(renderer, "short"))
-
-
-def test_one_process_at_a_time_works_in_a_journal_directory(tmp_path: Path) -> None:
-    first = OpenRuns(tmp_path)
-    (tmp_path / "run.journal").touch()
-    first.add("run", tmp_path / "run.journal")
-    with pytest.raises(ValueError, match="another data plane works in"):
-        OpenRuns(tmp_path)
-    first.close()
-    second = OpenRuns(tmp_path)
-    assert second.journals == [tmp_path / "run.journal"]
-    second.remove("run")
-    second.close()
-    third = OpenRuns(tmp_path)
-    assert third.journals == []
-    third.close()
