@@ -18,7 +18,7 @@ from sf_core.dataplane.inflight import Listener, Ticket, join_turn
 from sf_core.dataplane.run import Run
 from sf_core.dataplane.session import Session
 from sf_core.dataplane.toolcalls import ToolCall
-from sf_core.dataplane.turn import Pieces
+from sf_core.dataplane.turn import Pieces, TurnService
 
 MAX_BODY_BYTES = 8 * 2**20
 
@@ -34,7 +34,8 @@ class ChatCompletions:
         body = await read_body(receive)
         request = parse_request(body)
         run, session = self._find_session(scope["path_params"].get("session_id"), request.model)
-        turn = join_turn(run, session, request, Ticket.of(scope["headers"], body))
+        ticket = Ticket.of(scope["headers"], body)
+        turn = join_turn(run, session, ticket, lambda recorded: TurnService(run, session, request, recorded))
         watcher = asyncio.ensure_future(_leave_when_gone(receive, turn))
         try:
             if request.stream:

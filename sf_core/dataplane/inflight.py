@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
-from sf_core.dataplane.chat_request import ChatRequest
 from sf_core.dataplane.chat_response import Answer
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.run import Run
@@ -63,14 +62,16 @@ class Ticket:
         return self.key == key if self.key is not None or key is not None else self.digest == digest
 
 
-def join_turn(run: Run, session: Session, request: ChatRequest, ticket: Ticket) -> Listener:
-    """The turn this request waits for: one in flight, one whose answer is given again, one that an earlier
-    process began, or a new one. Raises ApiError if the request cannot become a turn."""
+def join_turn(
+    run: Run, session: Session, ticket: Ticket, begin: Callable[[RecordedTurn | None], TurnService]
+) -> Listener:
+    """The turn this request waits for: one in flight, one whose answer is given again, or what `begin` makes:
+    a turn that an earlier process recorded, or a new one. Raises what `begin` raises."""
     for served in reversed(session.served):
         if served.is_answer_to(ticket):
             return Listener(served)
     recorded = _take_recorded(session, ticket)
-    turn = TurnService(run, session, request, recorded)
+    turn = begin(recorded)
     session.served = [served for served in session.served if served.may_be_asked_again(turn.prompt, ticket)]
     served = ServedTurn(run, session, turn, ticket, recorded)
     session.served.append(served)

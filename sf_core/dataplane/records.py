@@ -86,25 +86,23 @@ def released_record() -> Record:
     return {"released": True}
 
 
+_SESSION_FACTS = ["runner", "started_at"]
+
+
 def opened_record(sessions: list[Session]) -> Record:
-    return {
-        "opened": [
-            [
-                session.session_id,
-                session.claim and claim_value(session.claim),
-                session.runner,
-                session.started_at,
-            ]
-            for session in sessions
-        ]
-    }
+    return {"opened": [_session_value(session) for session in sessions]}
 
 
 def read_opened(record: Record) -> list[Session]:
     return [
-        Session(session_id, claim and read_claim(claim), runner=runner, started_at=started_at)
-        for session_id, claim, runner, started_at in record["opened"]
+        Session(session_id, claim and read_claim(claim), **dict(zip(_SESSION_FACTS, facts, strict=True)))
+        for session_id, claim, *facts in record["opened"]
     ]
+
+
+def _session_value(session: Session) -> list[Any]:
+    claim = session.claim and claim_value(session.claim)
+    return [session.session_id, claim, *(getattr(session, name) for name in _SESSION_FACTS)]
 
 
 def lost_record(claim: Claim) -> Record:
@@ -139,7 +137,7 @@ def places(record: Record) -> set[tuple[Literal["train", "holdout"], int]]:
         case "rejected":
             return {("train", record["rejected"][0])}
         case "opened":
-            return {(claim[0], claim[1]) for _, claim, _, _ in record["opened"] if claim is not None}
+            return {(claim[0], claim[1]) for _, claim, *_ in record["opened"] if claim is not None}
         case "finished" | "failed" | "lost" as kind:
             return {(record[kind][0], record[kind][1])}
     return set()
