@@ -236,7 +236,7 @@ def compaction(run: Run) -> tuple[list[Record], Callable[[Record], bool]]:
     iteration = last if last in manager.batches else manager.next_batch
     groups = {*batch.groups, *batch.rejected, *manager.groups, *manager.rejected}
     newest_evaluation = max(manager.evaluations, default=0)
-    sessions = set(run.sessions)
+    sessions, is_released = set(run.sessions), run.released
     spec = {
         "iteration": iteration,
         "version": weights.version,
@@ -258,7 +258,7 @@ def compaction(run: Run) -> tuple[list[Record], Callable[[Record], bool]]:
             case "opened" if any(session[0] in sessions for session in record["opened"]):
                 return True
             case "released":
-                return True
+                return is_released
         return any(
             index in groups if split == "train" else index >= newest_evaluation
             for split, index in places(record)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sf_core.dataplane.dataplane import DataPlane
@@ -57,6 +57,10 @@ class Driver:
         await self.plane.register(RunSpec.model_validate(self.spec))
 
     @property
+    def runner(self) -> str:
+        return f"a{self.spec['attempt']}"
+
+    @property
     def run(self) -> Run:
         return self.plane.runs["run"]
 
@@ -66,10 +70,10 @@ class Driver:
         await self.plane.reopen()
 
     async def claim(self) -> None:
-        await self.run.claim(ClaimBody(runner="a", max=3, running=list(self.run.sessions)))
+        await self.run.claim(ClaimBody(runner=self.runner, max=3, running=list(self.run.sessions)))
 
     async def lose(self) -> None:
-        await self.run.claim(ClaimBody(runner="a", max=0, running=list(self.run.sessions)[1:]))
+        await self.run.claim(ClaimBody(runner=self.runner, max=0, running=list(self.run.sessions)[1:]))
 
     async def finish(self) -> None:
         for session in list(self.run.sessions.values())[:1]:
@@ -97,6 +101,13 @@ class Driver:
     async def evaluate(self) -> None:
         await self.run.start_evaluation(self.version, 2)
 
+    async def begin_attempt(self) -> None:
+        await self.register(attempt=self.spec["attempt"] + 1, iteration=self.run.manager.next_batch)
+
+    async def go_on_after_release(self) -> None:
+        await self.plane.release(self.run)
+        await self.begin_attempt()
+
     @property
     def version(self) -> int:
         return self.run.router.weights.version
@@ -121,7 +132,13 @@ def members(group: Group) -> list[Any]:
 
 
 @settings(max_examples=100, deadline=None)
-@given(operations=st.lists(st.sampled_from([*OPERATIONS, "restart"]), max_size=40))
+@given(
+    operations=st.lists(
+        st.sampled_from([*OPERATIONS, "restart", "begin_attempt", "go_on_after_release"]), max_size=40
+    )
+)
+@example(operations=["play", "go_on_after_release", *["play"] * 4, "seal"])
+@example(operations=["play", "begin_attempt", *["play"] * 4, "seal", "claim", "lose"])
 def test_a_run_opened_from_its_journal_is_the_run_that_wrote_it(
     model_dir: str, renderer: Renderer, operations: list[str]
 ) -> None:
