@@ -110,14 +110,14 @@ class Capture:
         start = time.perf_counter()
         asked = prompt.full_ids()
         self.copy_seconds.append(time.perf_counter() - start)
-        prompt.num_samples += 1
+        sample = self.session.begin_sample(prompt, 0)
         ids = [*self.words(num_tokens - 1), self.renderer.stop_token_ids[0]]
         logprobs = (-self._rng.exponential(0.5, num_tokens)).tolist()
         generation = Generation("r", asked, Sampling(), num_tokens, (), stream=False, floor=0)
         generation.absorb(Chunk("r", ids, logprobs, 0, FinishReason.STOP), "engine")
         message = assistant_message(self.renderer.decode(ids), [], str(len(self.session.turns)))
         start = time.perf_counter()
-        self.session.commit(generation, prompt, message, 0)
+        self.session.commit(generation, prompt, sample, message, 0)
         self.turn_seconds.append(seconds + time.perf_counter() - start)
         return message
 

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from sf_core.config import ConfigError, RunConfig, load_config
+from sf_core.dataplane.journal import Fsync
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 console = Console()
@@ -56,13 +57,20 @@ def inspect(
 def dataplane(
     host: Annotated[str, typer.Option(help="Address; others than loopback need a key.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0 picks a free one.")] = 8700,
+    journal_dir: Annotated[
+        str | None, typer.Option(help="Folder of its own; started with it again, it goes on with its runs.")
+    ] = None,
+    fsync: Annotated[
+        Fsync, typer.Option(help="On disk before it is forwarded: turns, chunks of streams too, or grouped.")
+    ] = "turn",
+    grace_s: Annotated[float, typer.Option(help="A turn goes on for so long without its client.")] = 10.0,
 ) -> None:
     """Serve a data plane for many runs. Its key is read from SF_DATAPLANE_KEY."""
     from sf_core.dataplane.server import serve
     from sf_core.settings import dataplane_key
 
     try:
-        serve(host, port, key=dataplane_key())
+        serve(host, port, key=dataplane_key(), journal_dir=journal_dir, fsync=fsync, grace_s=grace_s)
     except ValueError as error:
         _fail(str(error))
 

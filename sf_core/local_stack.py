@@ -194,13 +194,20 @@ def start_dask_worker(
     )
 
 
-def start_dataplane(stack: LocalStack, directory: Path) -> Callable[[], str]:
-    """Start a data plane on loopback; the returned function waits and gives its URL."""
+def start_dataplane(stack: LocalStack, directory: Path, port: int = 0) -> Callable[[], str]:
+    """Start a data plane on loopback; the returned function waits and gives its URL. Started again in the
+    same directory, on the same port, it goes on where it was killed."""
     port_file = directory / "dataplane.port"
     port_file.unlink(missing_ok=True)
-    process = stack.start(
-        "dataplane", _module("sf_core.dataplane", "--port", "0", "--port-file", str(port_file))
-    )
+    options = [
+        "--port",
+        str(port),
+        "--port-file",
+        str(port_file),
+        "--journal-dir",
+        str(directory / "dataplane"),
+    ]
+    process = stack.start("dataplane", _module("sf_core.dataplane", *options))
 
     def url() -> str | None:
         with contextlib.suppress(OSError, ValueError):

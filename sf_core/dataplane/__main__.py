@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import get_args
 
+from sf_core.dataplane.journal import Fsync
+from sf_core.dataplane.run import GRACE_S
 from sf_core.dataplane.server import serve
 from sf_core.settings import dataplane_key
 
@@ -14,7 +17,21 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0: any free port")
     parser.add_argument("--port-file", help="where to write the port once connections are accepted")
-    parser.add_argument("--journal-dir", help="for runs whose directory is not on a local disk")
+    parser.add_argument(
+        "--journal-dir",
+        help="of this process: a restart with the same folder serves its open runs again; also holds the "
+        "journals of runs whose directory is not on a local disk",
+    )
+    parser.add_argument(
+        "--fsync",
+        choices=get_args(Fsync),
+        default="turn",
+        help="what is forced to disk before it is forwarded: whole turns, every chunk of a stream, or turns "
+        "that end within 5 ms together",
+    )
+    parser.add_argument(
+        "--grace-s", type=float, default=GRACE_S, help="how long a turn goes on after its client went away"
+    )
     arguments = parser.parse_args()
     try:
         serve(**vars(arguments), key=dataplane_key())

@@ -26,10 +26,11 @@ from sf_core.dataplane.dialects.registry import DIALECTS, dialect_of
 from sf_core.dataplane.engines import serve_engine_link
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.gateway import TokenCount, Turns, read_body
+from sf_core.dataplane.journal import Fsync
 from sf_core.dataplane.keys import KeyCheck
 from sf_core.dataplane.metrics import Metrics
 from sf_core.dataplane.observed import Observed
-from sf_core.dataplane.run import Run
+from sf_core.dataplane.run import GRACE_S, Run
 from sf_core.dataplane.session import Session
 from sf_core.dataplane.session_tree import session_tree
 from sf_core.dataplane.specs import (
@@ -56,13 +57,20 @@ MAX_WAIT_S = 30.0
 Answer = dict[str, Any]
 
 
-def make_app(key: str | None = None, journal_dir: str | None = None) -> Starlette:
-    plane = DataPlane(journal_dir)
+def make_app(
+    key: str | None = None,
+    journal_dir: str | None = None,
+    fsync: Fsync = "turn",
+    grace_s: float = GRACE_S,
+) -> Starlette:
+    """Raises ValueError if another data plane works in the journal directory."""
+    plane = DataPlane(journal_dir, fsync, grace_s)
     routes = Routes(plane)
     metrics = Metrics(plane.runs)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        await plane.reopen()
         sweeping = asyncio.ensure_future(plane.sweep())
         yield
         sweeping.cancel()
@@ -124,7 +132,7 @@ class Routes:
 
     async def open_session(self, request: Request) -> Answer:
         body = parse_body(SessionBody, await read_body(request.receive))
-        session = self._plane.open_session(body, request.scope["caller"])
+        session = await self._plane.open_session(body, request.scope["caller"])
         return {
             "session_id": session.session_id,
             "base_url": f"{request.base_url}sessions/{session.session_id}/v1",
@@ -135,8 +143,8 @@ class Routes:
 
     async def reward(self, request: Request) -> Answer:
         body = parse_body(RewardBody, await read_body(request.receive))
-        _, session = self._session(request)
-        session.reward, session.reward_parts = body.reward, body.reward_parts
+        run, session = self._session(request)
+        await run.reward(session, body)
         return {}
 
     async def finish(self, request: Request) -> Answer:
@@ -200,7 +208,7 @@ class Routes:
 
     async def start_evaluation(self, request: Request) -> Answer:
         body = parse_body(EvaluationBody, await read_body(request.receive))
-        self._run(request).start_evaluation(request.path_params["index"], body.num_tasks)
+        await self._run(request).start_evaluation(request.path_params["index"], body.num_tasks)
         return {}
 
     async def evaluation(self, request: Request) -> Answer:
@@ -237,12 +245,12 @@ class Routes:
         run = self._run(request)
         link = run.router.find(request.path_params["engine_id"])
         # should its connection break meanwhile, it is not taken back
-        run.revoked_leases.add(link.lease_id)
+        await run.revoke(link.lease_id)
         run.router.drain(link, "drained")
         return {"running": len(link.in_flight)}
 
     async def release(self, request: Request) -> Answer:
-        self._plane.release(self._run(request))
+        await self._plane.release(self._run(request))
         return {}
 
     async def stage(self, request: Request) -> Answer:

@@ -16,7 +16,8 @@ import numpy as np
 
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.groups import Place
-from sf_core.dataplane.records import FinishedSession, places
+from sf_core.dataplane.records import FinishedSession, sealed_record
+from sf_core.dataplane.recovery import Answers, compaction
 from sf_core.dataplane.run import Run
 from storage.run_directory import RunDirectory
 from storage.trajectories import Trajectory, write_trajectories
@@ -37,6 +38,11 @@ class Sealer:
 
     async def seal_evaluation(self, version: int, attempt: int) -> Sealed:
         return await self._once("evaluations", version, attempt, self._write_evaluation)
+
+    def remember(self, answers: Answers) -> None:
+        """Batches that were sealed before a restart."""
+        for index, answer in answers.items():
+            self._sealed["trajectories", index] = asyncio.ensure_future(_known(answer))
 
     def forget(self) -> None:
         self._sealed.clear()
@@ -70,13 +76,15 @@ class Sealer:
         answer = await self._write("trajectories", index, f"rollout-{attempt}", sessions)
         for group in batch.groups:
             run.drop_group(group)
-        await self._compact(keep=set(batch.groups) | set(batch.rejected))
         min_versions = [s.min_version for s in sessions if s.min_version is not None]
-        return answer | {
+        answer |= {
             "groups": batch.groups,
             "rejected": {str(group): reason for group, reason in batch.rejected.items()},
             "max_lag": index - min(min_versions, default=index),
         }
+        await run.journal.append(sealed_record(index, batch, answer))
+        await run.journal.compact(*compaction(run))
+        return answer
 
     async def _write_evaluation(self, version: int, attempt: int) -> Sealed:
         run = self._run
@@ -90,6 +98,8 @@ class Sealer:
             run.results.pop(place, None)
         for older in [v for v in run.manager.evaluations if v < version]:
             del run.manager.evaluations[older]
+        # after a restart the journal has given back those of the last sealed evaluation
+        run.results = {p: r for p, r in run.results.items() if p.split == "train" or p.group >= version}
         by_environment: dict[str, list[float]] = defaultdict(list)
         for session in sessions:
             by_environment[session.environment].append(session.reward)
@@ -121,12 +131,6 @@ class Sealer:
             "reward_mean": float(np.mean([session.reward for session in sessions])) if sessions else 0.0,
         }
 
-    async def _compact(self, keep: set[int]) -> None:
-        """Drop what no restart could need any more from the journal."""
-        groups = keep | set(self._run.manager.groups)
-        newest = max(self._run.manager.evaluations, default=0)
-        await self._run.journal.compact(
-            lambda record: any(
-                group in groups if split == "train" else group >= newest for split, group in places(record)
-            )
-        )
+
+async def _known(answer: Sealed) -> Sealed:
+    return answer

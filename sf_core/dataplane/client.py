@@ -17,9 +17,13 @@ class DataplaneError(RuntimeError):
     """The data plane refused a call; the message is its sentence."""
 
 
+class _UnavailableError(DataplaneError):
+    """Refused for now: worth another try."""
+
+
 class DataplaneClient:
-    """Control calls of one run. Connection failures are retried until `patience_s`: the data plane may be
-    restarting, and losing a run to that would be worse than waiting."""
+    """Control calls of one run. Connection failures and status 503 are retried until `patience_s`: the data
+    plane may be restarting, and losing a run to that would be worse than waiting."""
 
     def __init__(self, url: str, run_id: str, key: str | None = None, *, patience_s: float = 60.0) -> None:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -84,13 +88,15 @@ class DataplaneClient:
 
     def _call(self, method: str, path: str, **request: Any) -> dict[str, Any]:
         for attempt in Retrying(
-            retry=retry_if_exception_type(httpx.TransportError),
+            retry=retry_if_exception_type((httpx.TransportError, _UnavailableError)),
             stop=stop_after_delay(self._patience_s),
             wait=wait_exponential(multiplier=0.05, max=2.0),
             reraise=True,
         ):
             with attempt:
                 response = self._http.request(method, path, **request)
+                if response.status_code == 503:
+                    raise _UnavailableError(f"{method} {path}: {_message(response)}")
         if response.status_code >= 400:
             raise DataplaneError(f"{method} {path}: {_message(response)}")
         answer: dict[str, Any] = orjson.loads(response.content)

@@ -6,7 +6,7 @@ Owns the map of runs and the once-a-second sweep. Speaks no HTTP (app.py).
 from __future__ import annotations
 
 import asyncio
-import secrets
+import logging
 import tempfile
 import time
 from pathlib import Path
@@ -16,49 +16,70 @@ from starlette.types import Scope
 
 from sf_core.dataplane.batches import Sealer
 from sf_core.dataplane.errors import ApiError
-from sf_core.dataplane.journal import Journal
+from sf_core.dataplane.journal import Fsync, Journal
 from sf_core.dataplane.keys import Caller, wrong_key
 from sf_core.dataplane.links import EngineLink
-from sf_core.dataplane.run import Run, read_renderer
+from sf_core.dataplane.open_runs import OpenRuns
+from sf_core.dataplane.records import released_record, run_record, weights_record
+from sf_core.dataplane.recovery import Answers, begin_attempt, open_run, reopen_run
+from sf_core.dataplane.run import GRACE_S, Run
 from sf_core.dataplane.session import Session
 from sf_core.dataplane.specs import FinishBody, RunSpec, SessionBody
 from sf_core.types import WeightsRef
 from storage.files import is_local
 from storage.run_directory import RunDirectory
 
+log = logging.getLogger(__name__)
+
 SWEEP_S = 1.0
 
 
 class DataPlane:
-    def __init__(self, journal_dir: str | None = None) -> None:
+    def __init__(
+        self, journal_dir: str | None = None, fsync: Fsync = "turn", grace_s: float = GRACE_S
+    ) -> None:
+        """With a journal directory, the runs that were open when the last process there ended are served
+        again from the start. Raises ValueError if another data plane works in that directory."""
         self.runs: dict[str, Run] = {}
         self.sealers: dict[str, Sealer] = {}
-        self.opened: dict[str, tuple[Run, Session]] = {}
-        """Sessions that were asked for by name of their run, until they are finished."""
-        self._journal_dir = journal_dir
+        self._journal_dir, self._fsync, self._grace_s = journal_dir, fsync, grace_s
+        self._open_runs = None if journal_dir is None else OpenRuns(Path(journal_dir))
         self._registering = asyncio.Lock()
         self._background: set[asyncio.Task[None]] = set()
         self._ad_hoc_count = 0
+
+    async def reopen(self) -> None:
+        """Serve again what an earlier process served, before anybody asks for it."""
+        for path in self._open_runs.journals if self._open_runs else ():
+            try:
+                reopened = await reopen_run(Journal(path, self._fsync), self._grace_s)
+            except (ApiError, OSError, ValueError) as error:
+                log.warning("%s: the run waits for its flow to register it: %s", path, error)
+                continue
+            if reopened is not None:
+                self._serve(*reopened)
 
     async def register(self, spec: RunSpec) -> Run:
         """Open a run, or begin another attempt on it."""
         async with self._registering:
             if (run := self.runs.get(spec.run_id)) is None:
                 journal = self._open_journal(spec)
-                run = self.runs[spec.run_id] = Run(spec, await read_renderer(spec.model_dir), journal)
-                self.sealers[spec.run_id] = Sealer(run)
-                run.restore(await asyncio.to_thread(journal.replay))
-                return run
-            run.begin_attempt(spec)
-            stale = [link for link in run.router.links if link.attempt < spec.attempt]
-            self._take_away(stale, run, "superseded by a later attempt of the flow")
-            if run.knows_batch(spec.iteration):
-                run.manager.rules = spec.rules
+                run, answers = await open_run(spec, journal, self._grace_s)
+                self._serve(run, answers)
             else:
-                run.forget_progress()
-                self.sealers[spec.run_id].forget()
-                run.restore(await asyncio.to_thread(run.journal.replay))
+                if begin_attempt(run, spec, await run.journal.replay()):
+                    self.sealers[spec.run_id].forget()
+                await run.journal.append(run_record(spec))
+                stale = [link for link in run.router.links if link.attempt < spec.attempt]
+                self._take_away(stale, run, "superseded by a later attempt of the flow")
+            if self._open_runs is not None:
+                self._open_runs.add(spec.run_id, run.journal.path)
             return run
+
+    def _serve(self, run: Run, answers: Answers) -> None:
+        self.runs[run.spec.run_id] = run
+        self.sealers[run.spec.run_id] = Sealer(run)
+        self.sealers[run.spec.run_id].remember(answers)
 
     def run(self, run_id: str) -> Run:
         if (run := self.runs.get(run_id)) is None:
@@ -81,8 +102,6 @@ class DataPlane:
         return run, session
 
     def session(self, session_id: str, caller: Caller) -> tuple[Run, Session]:
-        if (opened := self.opened.get(session_id)) is not None:
-            return self._allowed(opened[0], caller), opened[1]
         for run in self.runs.values():
             if (session := run.sessions.get(session_id)) is not None:
                 return self._allowed(run, caller), session
@@ -92,17 +111,9 @@ class DataPlane:
         runs = self.runs.values() if session_id is None else [self.session(session_id, caller)[0]]
         return sorted({run.spec.served_model for run in runs if caller.may_use(run)})
 
-    def open_session(self, body: SessionBody, caller: Caller) -> Session:
+    async def open_session(self, body: SessionBody, caller: Caller) -> Session:
         """A session beside those the rollout manager gives out; it never trains."""
-        run = self._allowed(self.run(body.run_id), caller)
-        session = Session(
-            f"{body.run_id}.open.{secrets.token_hex(8)}",
-            expires_at=run.serving_s + run.spec.session_timeout_s,
-            task_id=body.task_id,
-            metadata=body.metadata,
-        )
-        self.opened[session.session_id] = (run, session)
-        return session
+        return await self._allowed(self.run(body.run_id), caller).open_for(body)
 
     async def finish(self, run: Run, session: Session, body: FinishBody) -> None:
         """A reward the session was given before counts where the report has none."""
@@ -113,14 +124,13 @@ class DataPlane:
                     "reward_parts": {**session.reward_parts, **body.reward_parts},
                 }
             )
-        if session.claim is not None:
-            return await run.finish(session, body)
-        self._close(run, session, "the session is over")
+        await run.finish(session, body)
 
     async def publish(self, run: Run, weights: WeightsRef) -> dict[str, Any]:
         if weights.version < run.router.weights.version:
             raise ApiError(409, f"Version {run.router.weights.version} is published already.")
         started = time.monotonic()
+        await run.journal.append(weights_record(weights))
         engines = await run.router.update(weights)
         run.manager.set_version(weights.version)
         run.changed.notify()
@@ -128,16 +138,16 @@ class DataPlane:
 
     async def revoke(self, run: Run, lease_id: str) -> int:
         """Returns how many engines yielded. A lease that has not come yet is turned away when it does."""
-        run.revoked_leases.add(lease_id)
+        await run.revoke(lease_id)
         links = [link for link in run.router.links if link.lease_id == lease_id]
         await asyncio.gather(*(run.router.take_away(link, "revoked") for link in links))
         return len(links)
 
-    def release(self, run: Run) -> None:
+    async def release(self, run: Run) -> None:
         run.release()
-        for of_run, session in list(self.opened.values()):
-            if of_run is run:
-                self._close(run, session, "the run was released")
+        await run.journal.append(released_record())
+        if self._open_runs is not None:
+            self._open_runs.remove(run.spec.run_id)
         self._take_away(list(run.router.links), run, "released")
 
     async def sweep(self) -> None:
@@ -147,14 +157,6 @@ class DataPlane:
             last, elapsed = time.monotonic(), time.monotonic() - last
             for run in list(self.runs.values()):
                 await run.sweep(elapsed)
-            for run, session in list(self.opened.values()):
-                if session.expires_at < run.serving_s:
-                    self._close(run, session, "the session ran too long")
-
-    def _close(self, run: Run, session: Session, reason: str) -> None:
-        self.opened.pop(session.session_id, None)
-        for generation in list(session.running):
-            run.router.cancel(generation, reason)
 
     def _allowed(self, run: Run, caller: Caller) -> Run:
         if not caller.may_use(run):
@@ -164,6 +166,8 @@ class DataPlane:
     async def close(self) -> None:
         for run in self.runs.values():
             await run.journal.close()
+        if self._open_runs is not None:
+            self._open_runs.close()
 
     def _take_away(self, links: list[EngineLink], run: Run, reason: str) -> None:
         for link in links:
@@ -177,7 +181,7 @@ class DataPlane:
         else:
             # remote filesystems do not append; the directory survives the process, which is what it is for
             folder = self._journal_dir or str(Path(tempfile.gettempdir()) / "seamlessflow")
-        return Journal(Path(folder) / f"{spec.run_id}.journal")
+        return Journal(Path(folder) / f"{spec.run_id}.journal", self._fsync)
 
 
 def _no_model(model: str) -> ApiError:

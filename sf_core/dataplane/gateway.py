@@ -1,7 +1,6 @@
 """The agents' routes: HTTP in, turns, HTTP out. ASGI endpoints, because they must see clients go away.
 
-Owns reading bodies, forwarding pieces and cancelling turns nobody waits for. What a body means, its dialect
-says.
+Owns reading bodies, forwarding pieces and noticing clients that go away. What a body means, its dialect says.
 """
 
 from __future__ import annotations
@@ -17,10 +16,11 @@ from starlette.types import Receive, Scope, Send
 from sf_core.dataplane.answer import Answer
 from sf_core.dataplane.dialects.protocol import Dialect, Reply
 from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.inflight import Listener, Ticket, is_known, join_turn
 from sf_core.dataplane.request import TurnRequest, get, parse_object
 from sf_core.dataplane.run import Run
 from sf_core.dataplane.session import Session
-from sf_core.dataplane.turn import TurnService, count_tokens, open_turns
+from sf_core.dataplane.turn import count_tokens, open_request
 
 MAX_BODY_BYTES = 8 * 2**20
 
@@ -35,20 +35,24 @@ class Turns:
         self._dialect, self._find_session = dialect, find_session
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = parse_object(await read_body(receive))
+        data = await read_body(receive)
+        body = parse_object(data)
         run, session = self._find_session(scope, get(body, "model", (str,), ""))
         requests = self._dialect.parse(body, session)
-        turns = _open(run, session, requests)
+        turns = _join(run, session, requests, Ticket.of(scope["headers"], data))
         reply = self._dialect.reply(body, turns[0].turn_id, session)
-        watcher = asyncio.ensure_future(_cancel_when_gone(receive, turns))
+        watcher = asyncio.ensure_future(_leave_when_gone(receive, turns))
         try:
             if requests[0].stream:
                 await _stream(turns, reply, send)
             else:
-                answers = await _together([turn.answer() for turn in turns])
+                answers = await _together([_answer(turn) for turn in turns])
                 await send_body(send, 200, reply.whole(answers))
+                _set_delivered(turns)
         finally:
             watcher.cancel()
+            for turn in turns:
+                turn.leave()
 
 
 class TokenCount:
@@ -87,18 +91,38 @@ async def send_body(send: Send, status: int, body: bytes) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-def _open(run: Run, session: Session, requests: list[TurnRequest]) -> list[TurnService]:
-    return [turn for request in requests for turn in open_turns(run, session, request)]
+def _join(run: Run, session: Session, requests: list[TurnRequest], ticket: Ticket) -> list[Listener]:
+    """The turns that answer these requests; none is begun if one of the requests is refused."""
+    if not is_known(session, ticket.of_turn(0)):
+        run.router.check_room()
+    opened = [open_request(run, session, request) for request in requests]
+    begins = [
+        functools.partial(request.begin, nth)
+        for request in opened
+        for nth in range(request.request.num_samples)
+    ]
+    return [join_turn(run, session, ticket.of_turn(i), begin) for i, begin in enumerate(begins)]
 
 
-async def _cancel_when_gone(receive: Receive, turns: list[TurnService]) -> None:
+async def _leave_when_gone(receive: Receive, turns: list[Listener]) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     for turn in turns:
-        turn.cancel()
+        turn.leave()
 
 
-async def _stream(turns: list[TurnService], reply: Reply, send: Send) -> None:
+def _set_delivered(turns: list[Listener]) -> None:
+    for turn in turns:
+        turn.set_delivered()
+
+
+async def _answer(turn: Listener) -> Answer:
+    async for _ in turn.pieces():
+        pass
+    return turn.answer()
+
+
+async def _stream(turns: list[Listener], reply: Reply, send: Send) -> None:
     headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
 
@@ -115,19 +139,20 @@ async def _stream(turns: list[TurnService], reply: Reply, send: Send) -> None:
         return await forward(reply.failed(error), more=False)
     ends = b"".join(reply.turn_ended(i, answer) for i, answer in enumerate(answers))
     await forward(ends + reply.ended(answers), more=False)
+    _set_delivered(turns)
 
 
 async def _forward_turn(
-    turn: TurnService, piece: Callable[[Any], bytes], forward: Callable[[bytes], Awaitable[None]]
+    turn: Listener, piece: Callable[[Any], bytes], forward: Callable[[bytes], Awaitable[None]]
 ) -> Answer:
     async for pieces in turn.pieces():
         if data := piece(pieces):
             await forward(data)
-    return turn.ended()
+    return turn.answer()
 
 
 async def _together(turns: Iterable[Coroutine[Any, Any, Answer]]) -> list[Answer]:
-    """All answers, or the first error; then the other turns are ended."""
+    """All answers, or the first error; nobody waits for the others then."""
     first, *others = turns
     if not others:
         return [await first]

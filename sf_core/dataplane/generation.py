@@ -118,9 +118,9 @@ class Generation:
             if len(self.token_ids) < self.max_tokens:
                 self._interrupt(engine)
                 return True
-            self._finish(FinishReason.LENGTH)
+            self.finish(FinishReason.LENGTH)
         elif chunk.finish_reason is not None:
-            self._finish(chunk.finish_reason)
+            self.finish(chunk.finish_reason)
         elif self.stream:
             self.wake()
         return False
@@ -133,7 +133,7 @@ class Generation:
             # what was sampled may end with a stop string, and is due to the reader in any case
             self.wake()
 
-    def _finish(self, reason: FinishReason) -> None:
+    def finish(self, reason: FinishReason) -> None:
         self.finish_reason = reason
         self.over_at = time.monotonic()
         self.wake()
@@ -152,7 +152,7 @@ class Generation:
         """The text up to this token ends with a stop string; what was sampled behind it is dropped."""
         for values in (self.token_ids, self.logprobs, self.versions):
             del values[num_tokens:]
-        self._finish(FinishReason.STOP)
+        self.finish(FinishReason.STOP)
 
     def wake(self) -> None:
         if self._progress is not None and not self._progress.done():

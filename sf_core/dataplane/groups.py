@@ -70,6 +70,12 @@ class Group:
         if member.is_running(claim.attempt):
             member.progress, member.min_version = Progress.OPEN, None
 
+    def resume(self, claim: Claim) -> None:
+        """It was given out by an earlier process."""
+        member = self.members[claim.place.member]
+        if claim.attempt > member.attempt:
+            member.progress, member.attempt, member.min_version = Progress.RUNNING, claim.attempt, None
+
     def finish(self, claim: Claim, reward: float | None, min_version: int | None) -> None:
         member = self.members[claim.place.member]
         member.progress, member.attempt = Progress.DONE, claim.attempt

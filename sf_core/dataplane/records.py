@@ -1,16 +1,24 @@
-"""What the journal holds of a run, as MessagePack values and back."""
+"""What the journal holds of a run, as MessagePack values and back.
+
+A record is a map whose first key is its kind. Records of turns are in turn_records.py; what records do to a
+run is in recovery.py.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from operator import attrgetter
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from sf_core.dataplane.groups import Claim, Place
 from sf_core.dataplane.journal import Record
+from sf_core.dataplane.rollout_manager import Batch
+from sf_core.dataplane.session import Session
+from sf_core.dataplane.specs import RunSpec
+from sf_core.types import WeightsRef
 from storage.schema import Trajectory, TurnSpan
 
 _ARRAYS = {
@@ -53,8 +61,68 @@ def read_finished(record: Record) -> FinishedSession:
     )
 
 
-def claimed_record(claims: list[Claim]) -> Record:
-    return {"claimed": [claim_value(claim) for claim in claims]}
+def run_record(spec: RunSpec) -> Record:
+    """A flow registered the run; the first record of every journal."""
+    key = None if spec.key is None else spec.key.get_secret_value()
+    return {"run": spec.model_dump() | {"key": key}}
+
+
+def weights_record(weights: WeightsRef) -> Record:
+    return {"weights": [weights.version, weights.uri]}
+
+
+def evaluation_record(version: int, num_tasks: int) -> Record:
+    return {"evaluation": [version, num_tasks]}
+
+
+def sealed_record(index: int, batch: Batch, answer: dict[str, Any]) -> Record:
+    return {"sealed": index, "batch": asdict(batch), "answer": answer}
+
+
+def revoked_record(lease_id: str) -> Record:
+    return {"revoked": lease_id}
+
+
+def released_record() -> Record:
+    return {"released": True}
+
+
+_SESSION_FACTS = ["runner", "started_at", "task_id", "metadata"]
+
+
+def opened_record(sessions: list[Session]) -> Record:
+    return {"opened": [_session_value(session) for session in sessions]}
+
+
+def read_opened(record: Record) -> list[Session]:
+    return [
+        Session(session_id, claim and read_claim(claim), **dict(zip(_SESSION_FACTS, facts, strict=True)))
+        for session_id, claim, *facts in record["opened"]
+    ]
+
+
+def _session_value(session: Session) -> list[Any]:
+    claim = session.claim and claim_value(session.claim)
+    return [session.session_id, claim, *(getattr(session, name) for name in _SESSION_FACTS)]
+
+
+def rewarded_record(session: Session) -> Record:
+    """Of a session that goes on."""
+    return {"rewarded": session.session_id, "reward": session.reward, "parts": session.reward_parts}
+
+
+def closed_record(session: Session) -> Record:
+    """The end of a session that was no runner's."""
+    return {"closed": session.session_id}
+
+
+def lost_record(claim: Claim) -> Record:
+    """The session's runner is gone; its place is open again."""
+    return {"lost": claim_value(claim)}
+
+
+def failed_record(claim: Claim) -> Record:
+    return {"failed": claim_value(claim)}
 
 
 def rejected_record(index: int, reason: str) -> Record:
@@ -70,12 +138,20 @@ def read_claim(value: list[Any]) -> Claim:
     return Claim(Place(split, group, member), attempt)
 
 
-def places(record: Record) -> set[tuple[str, int]]:
-    """(split, group) of everything a record is about."""
-    if "rejected" in record:
-        return {("train", record["rejected"][0])}
-    claims = record["claimed"] if "claimed" in record else [record["finished"]]
-    return {(split, group) for split, group, _, _ in claims}
+def kind_of(record: Record) -> str:
+    return next(iter(record))
+
+
+def places(record: Record) -> set[tuple[Literal["train", "holdout"], int]]:
+    """(split, group) of every claim and group that a record is about."""
+    match kind_of(record):
+        case "rejected":
+            return {("train", record["rejected"][0])}
+        case "opened":
+            return {(claim[0], claim[1]) for _, claim, *_ in record["opened"] if claim is not None}
+        case "finished" | "failed" | "lost" as kind:
+            return {(record[kind][0], record[kind][1])}
+    return set()
 
 
 def _trajectory_value(trajectory: Trajectory) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Literal
 
-from sf_core.dataplane.groups import Claim, Group
+from sf_core.dataplane.groups import Claim, Group, Progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +164,34 @@ class RolloutManager:
             member = group.members[claim.place.member]
             member.attempt = max(member.attempt, claim.attempt)
 
+    def restore_running(self, claim: Claim) -> bool:
+        """The session was given out before a restart and may still run; False if its group does not count."""
+        if (group := self._restored_group(claim)) is None:
+            return False
+        group.resume(claim)
+        return True
+
+    def restore_sealed(self, index: int, batch: Batch) -> None:
+        """The batch was sealed before a restart."""
+        for group in (*batch.groups, *batch.rejected):
+            self.groups.pop(group, None)
+            self.rejected.pop(group, None)
+            self._done.add(group)
+        self.next_batch = index + 1
+        self.batches[index] = batch
+        self.batches.pop(index - 2, None)
+
+    def is_done(self, claim: Claim) -> bool:
+        """Whether the session's result is one of those a batch or an evaluation waits for."""
+        group = self._group(claim)
+        return group is not None and group.members[claim.place.member].progress is Progress.DONE
+
+    def done_before(self, batch: int) -> list[int]:
+        """Groups that were done before this batch, the last sealed one or the next, was begun."""
+        later = {group for b, sealed in self.batches.items() if b >= batch for group in sealed.groups}
+        later |= {group for b, sealed in self.batches.items() if b >= batch for group in sealed.rejected}
+        return sorted(self._done - later - self.rejected.keys())
+
     def restore_finished(self, claim: Claim, reward: float | None, min_version: int | None) -> list[int]:
         """The session finished before a restart. Returns the groups rejected by this."""
         if (group := self._restored_group(claim)) is None:
@@ -179,6 +207,9 @@ class RolloutManager:
     def _restored_group(self, claim: Claim) -> Group | None:
         if claim.place.split == "train":
             self._admit_up_to(claim.place.group)
+        return self._group(claim)
+
+    def _group(self, claim: Claim) -> Group | None:
         groups = self.groups if claim.place.split == "train" else self.evaluations
         group = groups.get(claim.place.group)
         return group if group is not None and claim.place.member < group.size else None

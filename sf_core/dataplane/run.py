@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from collections import Counter, deque
 from dataclasses import dataclass
@@ -16,29 +17,35 @@ from typing import Any
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.export import export_session
 from sf_core.dataplane.groups import Claim, Place
-from sf_core.dataplane.journal import Journal, Record
+from sf_core.dataplane.journal import Journal
 from sf_core.dataplane.meter import TokenMeter
 from sf_core.dataplane.records import (
     FinishedSession,
-    claimed_record,
+    closed_record,
+    evaluation_record,
+    failed_record,
     finished_record,
-    places,
-    read_claim,
-    read_finished,
+    lost_record,
+    opened_record,
     rejected_record,
+    revoked_record,
+    rewarded_record,
 )
 from sf_core.dataplane.rendering import Renderer
 from sf_core.dataplane.rollout_manager import RolloutManager
 from sf_core.dataplane.router import Router
 from sf_core.dataplane.session import Session
 from sf_core.dataplane.signals import Signal
-from sf_core.dataplane.specs import ClaimBody, FinishBody, RunSpec
+from sf_core.dataplane.specs import ClaimBody, FinishBody, RewardBody, RunSpec, SessionBody
 from sf_core.types import WeightsRef
 
 log = logging.getLogger(__name__)
 
 RUNNER_SILENCE_S = 15.0
 """A runner not heard from for this long has lost its sessions."""
+
+GRACE_S = 10.0
+"""A turn goes on for this long after its client went away: the client may ask again."""
 
 
 @dataclass
@@ -51,10 +58,11 @@ class Runner:
 
 
 class Run:
-    def __init__(self, spec: RunSpec, renderer: Renderer, journal: Journal) -> None:
+    def __init__(self, spec: RunSpec, renderer: Renderer, journal: Journal, grace_s: float = GRACE_S) -> None:
         self.spec = spec
         self.renderer = renderer
         self.journal = journal
+        self.grace_s = grace_s
         self.router = Router(WeightsRef(spec.version, spec.weights_uri), spec.limits)
         self.manager = self._new_manager()
         self.sessions: dict[str, Session] = {}
@@ -75,21 +83,8 @@ class Run:
         """Sessions that failed since one finished."""
         self.serving_s = 0.0
         """Time in which an engine served; sessions age by it, so that no pause makes one expire."""
-        self._recovered_evaluations: list[Record] = []
 
     # --- registration
-
-    def restore(self, records: list[Record]) -> None:
-        """Take back what a journal knows. Groups the flow has done already are gone from the manager."""
-        for record in records:
-            if "rejected" in record:
-                self.manager.restore_rejected(*record["rejected"])
-            elif "claimed" in record:
-                for value in record["claimed"]:
-                    self.manager.restore_attempt(read_claim(value))
-            elif record["finished"][0] == "train":
-                self._take_back(read_finished(record))
-        self._recovered_evaluations = [r for r in records if ("holdout" in {split for split, _ in places(r)})]
 
     def begin_attempt(self, spec: RunSpec) -> None:
         """Another attempt of the flow (or the same again): finished sessions are kept, running ones are given
@@ -97,8 +92,7 @@ class Run:
         if spec.attempt < self.spec.attempt:
             raise ApiError.superseded(spec.run_id, spec.attempt)
         if spec.attempt > self.spec.attempt:
-            for session in list(self.sessions.values()):
-                self._lose(session)
+            self._lose_all()
         self.spec, self.released = spec, False
         self.router.limits = spec.limits
         if spec.version > self.router.weights.version:
@@ -108,11 +102,12 @@ class Run:
 
     def forget_progress(self) -> None:
         """Start over from what the flow says is done."""
-        for session in list(self.sessions.values()):
-            self._drop(session, "the run was taken back")
+        self._lose_all()
         self.router.weights = WeightsRef(self.spec.version, self.spec.weights_uri)
+        evaluations = self.manager.evaluations
         self.manager = self._new_manager()
-        self.results.clear()
+        self.manager.evaluations = {v: group for v, group in evaluations.items() if v <= self.spec.version}
+        self.results = {place: r for place, r in self.results.items() if place.split == "holdout"}
 
     def knows_batch(self, batch: int) -> bool:
         """Whether the groups here fit a flow whose next batch is this one: it may not have heard of the last
@@ -123,11 +118,6 @@ class Run:
     def _new_manager(self) -> RolloutManager:
         spec = self.spec
         return RolloutManager(spec.rules, spec.iteration, spec.version, spec.done_groups)
-
-    def _take_back(self, finished: FinishedSession) -> None:
-        rejected = self.manager.restore_finished(finished.claim, finished.reward, finished.min_version)
-        if not rejected:
-            self.results[finished.claim.place] = finished
 
     # --- runners and their sessions
 
@@ -149,8 +139,7 @@ class Run:
             runner.num_polls -= 1
             runner.last_heard = time.monotonic()
         if sessions:
-            claims = [session.claim for session in sessions if session.claim is not None]
-            await self.journal.append(claimed_record(claims))
+            await self.journal.append(opened_record(sessions))
         return sessions, self._is_released(runner)
 
     def ended(self, session_ids: list[str]) -> list[str]:
@@ -161,27 +150,42 @@ class Run:
 
     def _give_out(self, runner: str, limit: int, sessions: list[Session]) -> bool:
         for claim in self.manager.claim(limit):
-            session = Session(
-                session_name(self.spec.run_id, claim),
-                claim,
-                runner=runner,
-                expires_at=self.serving_s + self.spec.session_timeout_s,
-                floor=claim.place.group if claim.place.split == "holdout" else 0,
-            )
-            self.sessions[session.session_id] = session
+            session = Session(session_name(self.spec.run_id, claim), claim, runner=runner)
+            self.open(session)
             sessions.append(session)
         return bool(sessions)
 
+    def open(self, session: Session) -> None:
+        """Serve this session from now on."""
+        session.expires_at = self.serving_s + self.spec.session_timeout_s
+        if session.claim is not None and session.claim.place.split == "holdout":
+            session.floor = session.claim.place.group
+        self.sessions[session.session_id] = session
+
+    async def open_for(self, body: SessionBody) -> Session:
+        """A session that no runner was given."""
+        session_id = f"{self.spec.run_id}.open.{secrets.token_hex(8)}"
+        session = Session(session_id, task_id=body.task_id, metadata=body.metadata)
+        self.open(session)
+        await self.journal.append(opened_record([session]))
+        return session
+
+    async def reward(self, session: Session, body: RewardBody) -> None:
+        session.reward, session.reward_parts = body.reward, body.reward_parts
+        await self.journal.append(rewarded_record(session))
+
     async def finish(self, session: Session, body: FinishBody) -> None:
-        """The runner's report. Returns when the result is on disk."""
-        assert session.claim is not None
+        """The agent's or its runner's report. Returns when the result is on disk."""
         self._drop(session, "the session is over")
+        if session.claim is None:
+            return await self.journal.append(closed_record(session))
         if body.status == "failed":
             return await self._fail(session.claim, body.error or "no reason given")
         if body.reward is None or None in body.reward_parts.values():
             # JSON has no other way to write infinity and NaN
             await self._fail(session.claim, "the reward is no finite number")
             raise ApiError(400, "A finished session needs a reward that is a finite number.", param="reward")
+        self.counters["abandoned_turns"] += session.set_aside_unanswered()
         if not session.turns and session.claim.place.split == "train":
             return await self._fail(session.claim, "the agent finished without an answer from the policy")
         result = self._export(session, session.claim, body)
@@ -213,6 +217,7 @@ class Run:
         self.counters["failed_sessions"] += 1
         self.last_error = error
         self.failures_in_a_row += 1
+        await self.journal.append(failed_record(claim))
         await self._reject(self.manager.fail(claim))
         self.changed.notify()
 
@@ -235,17 +240,9 @@ class Run:
     def places_of(self, group: int) -> list[Place]:
         return [Place("train", group, member) for member in range(self.spec.group_size)]
 
-    def start_evaluation(self, version: int, num_tasks: int) -> None:
+    async def start_evaluation(self, version: int, num_tasks: int) -> None:
+        await self.journal.append(evaluation_record(version, num_tasks))
         self.manager.start_evaluation(version, num_tasks)
-        for record in self._recovered_evaluations:
-            if ("holdout", version) not in places(record):
-                continue
-            if "finished" in record:
-                self._take_back(read_finished(record))
-            else:
-                for value in record["claimed"]:
-                    if value[:2] == ["holdout", version]:
-                        self.manager.restore_attempt(read_claim(value))
         self.changed.notify()
 
     def release(self) -> None:
@@ -266,12 +263,23 @@ class Run:
             for session in self._sessions_of(name):
                 self._lose(session)
         for session in [s for s in self.sessions.values() if s.expires_at < self.serving_s]:
-            assert session.claim is not None
             self._drop(session, "the session ran too long")
-            await self._fail(session.claim, f"ran longer than {self.spec.session_timeout_s:g} s")
+            if session.claim is None:
+                await self.journal.append(closed_record(session))
+            else:
+                await self._fail(session.claim, f"ran longer than {self.spec.session_timeout_s:g} s")
+
+    async def revoke(self, lease_id: str) -> None:
+        """An engine of this lease is not taken any more."""
+        self.revoked_leases.add(lease_id)
+        await self.journal.append(revoked_record(lease_id))
 
     def _sessions_of(self, runner: str) -> list[Session]:
-        return [session for session in self.sessions.values() if session.runner == runner]
+        return [s for s in self.sessions.values() if s.claim is not None and s.runner == runner]
+
+    def _lose_all(self) -> None:
+        for session in [s for s in self.sessions.values() if s.claim is not None]:
+            self._lose(session)
 
     def _lose(self, session: Session) -> None:
         """Its runner is gone or knows nothing of it: another one gets its place."""
@@ -279,6 +287,7 @@ class Run:
         self._drop(session, "the session was given to another runner")
         self.counters["retries"] += 1
         self.manager.lose(session.claim)
+        self.journal.note(lost_record(session.claim))
         self.changed.notify()
 
     def _drop(self, session: Session, reason: str) -> None:

@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -35,11 +35,16 @@ from sf_core.dataplane.tree import (
     line,
     place_at,
 )
+from sf_core.types import FinishReason
 
 __all__ = ["Prompt", "Session", "Turn", "turn_seed"]
 
 NUM_TIPS = 16
 """Latest turns that a prompt of ids is compared with as a whole."""
+
+if TYPE_CHECKING:
+    from sf_core.dataplane.inflight import ServedTurn
+    from sf_core.dataplane.turn_records import RecordedTurn
 
 
 class _Encoded(NamedTuple):
@@ -65,10 +70,16 @@ class Session:
     """Whatever its maker wrote."""
     reward: float | None = None
     reward_parts: dict[str, float] = field(default_factory=dict)
-    responses: dict[str, Any] = field(default_factory=dict)
-    """What the Responses dialect keeps for later requests to refer to."""
     started_at: float = field(default_factory=time.time)
+    prompts: list[Prompt] = field(default_factory=list)
+    """In the order in which they were first asked."""
     turns: list[Turn] = field(default_factory=list)
+    abandoned: list[Turn] = field(default_factory=list)
+    """Turns whose answer nobody got, as far as they came. Never trained."""
+    served: list[ServedTurn] = field(default_factory=list)
+    """Turns whose request may come again: those in flight, and those that no later one extends."""
+    recorded: list[RecordedTurn] = field(default_factory=list)
+    """The same, as a restart found them in the journal."""
     running: set[Generation] = field(default_factory=set)
     branch_reasons: Counter[str] = field(default_factory=Counter)
     _tree: TokenTree = field(default_factory=TokenTree)
@@ -76,15 +87,12 @@ class Session:
     _conversations: Conversations = field(default_factory=Conversations)
     _prompts: dict[tuple[bytes, str], Prompt] = field(default_factory=dict)
     """By chain and forced text."""
+    _num_recorded: int = 0
+    """Prompts that the journal holds."""
     _answers: dict[bytes, Turn] = field(default_factory=dict)
     """By identity of the request extended by the answer."""
     _openings: set[bytes] = field(default_factory=set)
     """Identities of tools, and of tools and first message, seen so far."""
-
-    @property
-    def prompts(self) -> list[Prompt]:
-        """In the order in which they were first asked."""
-        return list(self._prompts.values())
 
     def open_prompt(
         self, messages: list[Message], tools: list[Tool], renderer: Renderer, forced: str = ""
@@ -107,7 +115,6 @@ class Session:
             reason = self._branch_reason(keys, added, matched, encoded.place)
             prompt = self._add_prompt(encoded, matched, added, len(messages), keys[-1], reason, forced)
             self._openings.update(keys[:2])
-        self._count(prompt)
         return prompt
 
     def open_ids(self, ids: list[int]) -> Prompt:
@@ -123,34 +130,74 @@ class Session:
             encoded = _Encoded(place, rest, NO_TEXT, None)
             continues = _last_whole_turn(place)
             prompt = self._add_prompt(encoded, continues, [], 0, chain, self._ids_branch_reason(place))
-        self._count(prompt)
         return prompt
 
+    def begin_sample(self, prompt: Prompt, nth: int) -> int:
+        """A turn is begun from this prompt, the `nth` of its request, from 0. Returns its number among the
+        prompt's turns."""
+        if nth == 0 and prompt.num_samples:
+            self.branch_reasons["asked_again"] += 1
+        elif nth == 0 and prompt.branch_reason is not None:
+            self.branch_reasons[prompt.branch_reason] += 1
+        prompt.num_samples += 1
+        return prompt.num_samples - 1
+
+    def turn_id(self, prompt: Prompt, sample: int) -> str:
+        return f"{self.session_id}.{prompt.index}.{sample}"
+
+    def find_turn(self, turn_id: str) -> Turn | None:
+        """A finished turn; late ones are found at once."""
+        return next((t for t in reversed(self.turns) if self.turn_id(t.prompt, t.sample) == turn_id), None)
+
     def commit(
-        self, generation: Generation, prompt: Prompt, message: Message, num_unparsed_calls: int
+        self,
+        generation: Generation,
+        prompt: Prompt,
+        sample: int,
+        message: Message,
+        num_unparsed_calls: int,
     ) -> Turn:
         """Record a finished turn; the agent gets its answer after this."""
         assert generation.finish_reason is not None
-        turn = Turn(
-            prompt,
-            np.array(generation.token_ids, dtype=np.int32),
-            np.array(generation.logprobs, dtype=np.float32),
-            np.array(generation.versions, dtype=np.int32),
-            message,
-            generation.finish_reason,
-            ",".join(generation.engines),
-            generation.sampling,
-            generation.interruptions,
-            num_unparsed_calls,
+        turn = _turn(
+            generation, prompt, sample, message, generation.finish_reason, num_unparsed_calls, len(self.turns)
         )
         self._add_turn(turn)
         return turn
 
-    def _count(self, prompt: Prompt) -> None:
-        if prompt.num_samples:
-            self.branch_reasons["asked_again"] += 1
-        elif prompt.branch_reason is not None:
-            self.branch_reasons[prompt.branch_reason] += 1
+    def abandon(self, generation: Generation, prompt: Prompt, sample: int, message: Message) -> Turn:
+        """Record what there is of a turn that nobody waits for any more."""
+        turn = _turn(generation, prompt, sample, message, FinishReason.ABORT, 0, len(self.abandoned))
+        self.abandoned.append(turn)
+        return turn
+
+    def set_aside_unanswered(self) -> int:
+        """Tokens count if their answer was given: a turn that ended after its client had gone for good is an
+        abandoned one. What a restart found is believed to have arrived. For the end of the session; returns
+        how many there were."""
+        unanswered = {served.turn.turn for served in self.served if served.is_unanswered}
+        aside = [turn for turn in self.turns if turn in unanswered]
+        self.turns = [turn for turn in self.turns if turn not in unanswered]
+        self.abandoned += aside
+        return len(aside)
+
+    def take_unrecorded(self) -> list[Prompt]:
+        """Prompts that were opened since the last call, for the journal."""
+        start, self._num_recorded = self._num_recorded, len(self.prompts)
+        return self.prompts[start:]
+
+    def restore_prompt(self, prompt: Prompt) -> None:
+        """Take back a prompt that was recorded before a restart."""
+        prompt.tapes = self._tapes
+        self._take_prompt(prompt)
+        self._num_recorded = len(self.prompts)
+
+    def restore_turn(self, turn: Turn) -> None:
+        """Take back a turn, finished or abandoned, that was recorded before a restart."""
+        if turn.finish_reason is FinishReason.ABORT:
+            self.abandoned.append(turn)
+        else:
+            self._add_turn(turn)
 
     def _add_turn(self, turn: Turn) -> None:
         self.turns.append(turn)
@@ -178,16 +225,20 @@ class Session:
             messages,
             num_messages,
             chain,
-            len(self._prompts),
+            len(self.prompts),
             encoded.text,
             encoded.seam,
             reason,
             forced,
             tapes=self._tapes,
         )
-        self._prompts[chain, forced] = prompt
-        self._tree.add(prompt)
+        self._take_prompt(prompt)
         return prompt
+
+    def _take_prompt(self, prompt: Prompt) -> None:
+        self.prompts.append(prompt)
+        self._prompts[prompt.chain, prompt.forced] = prompt
+        self._tree.add(prompt)
 
     def _longest_match(self, keys: list[bytes]) -> Turn | None:
         """The deepest recorded turn whose conversation begins this one."""
@@ -250,6 +301,31 @@ class Session:
             if ends_alike and np.array_equal(self._tapes.read(turn), ids[: turn.end]):
                 return turn
         return None
+
+
+def _turn(
+    generation: Generation,
+    prompt: Prompt,
+    sample: int,
+    message: Message,
+    finish_reason: FinishReason,
+    num_unparsed_calls: int,
+    index: int,
+) -> Turn:
+    return Turn(
+        prompt,
+        sample,
+        np.array(generation.token_ids, dtype=np.int32),
+        np.array(generation.logprobs, dtype=np.float32),
+        np.array(generation.versions, dtype=np.int32),
+        message,
+        finish_reason,
+        ",".join(generation.engines),
+        generation.sampling,
+        generation.interruptions,
+        num_unparsed_calls,
+        index,
+    )
 
 
 def _last_whole_turn(place: Place) -> Turn | None:

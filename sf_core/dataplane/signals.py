@@ -17,6 +17,10 @@ class Signal:
         self._event.set()
         self._event = asyncio.Event()
 
+    async def wait(self) -> None:
+        """Returns at the next notice."""
+        await self._event.wait()
+
     async def until(self, condition: Callable[[], Any], timeout_s: float | None = None) -> bool:
         """True as soon as the condition holds, False if it still does not after the timeout."""
         try:

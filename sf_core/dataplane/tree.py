@@ -108,6 +108,8 @@ class Turn:
     """What was sampled for a prompt."""
 
     prompt: Prompt
+    sample: int
+    """Number among the turns begun from its prompt."""
     ids: Ids
     logprobs: np.ndarray
     """float32, one per token."""
@@ -119,6 +121,8 @@ class Turn:
     sampling: Sampling
     interruptions: int
     num_unparsed_calls: int
+    index: int
+    """Position among the session's turns; of an abandoned one, among those."""
     has_continuation: bool = False
 
     @property

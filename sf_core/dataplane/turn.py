@@ -9,6 +9,7 @@ import itertools
 import secrets
 from array import array
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 
 import jinja2
 
@@ -22,22 +23,40 @@ from sf_core.dataplane.answer_stream import (
 )
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.generation import Generation
-from sf_core.dataplane.messages import assistant_message, call_id
+from sf_core.dataplane.messages import Message, assistant_message, call_id
 from sf_core.dataplane.rendering import Renderer, TextStream
 from sf_core.dataplane.request import TurnRequest
 from sf_core.dataplane.run import Run
-from sf_core.dataplane.session import Prompt, Session, turn_seed
+from sf_core.dataplane.session import Prompt, Session, Turn, turn_seed
 from sf_core.dataplane.toolcalls import FORMATS, ToolCall
+from sf_core.dataplane.turn_records import RecordedTurn, Tokens, TurnKey
 from sf_core.types import FinishReason, Sampling
 
 _request_numbers = itertools.count()
 
 
-def open_turns(run: Run, session: Session, request: TurnRequest) -> list[TurnService]:
-    """The samples a request asks for, of one prompt. Raises ApiError if it cannot become a turn."""
-    run.router.check_room()
-    forced = _forced_text(request, run.renderer)
-    prompt = _open_prompt(run, session, request, forced)
+@dataclass(frozen=True, slots=True)
+class OpenRequest:
+    """A request whose prompt is in the session; its turns can be begun."""
+
+    run: Run
+    session: Session
+    request: TurnRequest
+    prompt: Prompt
+    prompt_ids: array[int]
+
+    def begin(self, nth: int, recorded: RecordedTurn | None) -> TurnService:
+        """Its `nth` sample, or what is left of the one that was recorded."""
+        if recorded is None or recorded.prompt is self.prompt:
+            prompt, prompt_ids = self.prompt, self.prompt_ids
+        else:  # its key says that it is the same request
+            prompt, prompt_ids = recorded.prompt, recorded.prompt.full_ids()
+        return TurnService(self.run, self.session, self.request, prompt, prompt_ids, nth, recorded)
+
+
+def open_request(run: Run, session: Session, request: TurnRequest) -> OpenRequest:
+    """Raises ApiError if the request cannot become a turn."""
+    prompt = _open_prompt(run, session, request, _forced_text(request, run.renderer))
     prompt_ids = prompt.full_ids()
     if len(prompt_ids) >= run.spec.context_length:
         raise ApiError(
@@ -47,9 +66,7 @@ def open_turns(run: Run, session: Session, request: TurnRequest) -> list[TurnSer
             code="context_length_exceeded",
             param="messages" if request.text_or_ids is None else "prompt",
         )
-    return [
-        TurnService(run, session, request, prompt, prompt_ids, forced, i) for i in range(request.num_samples)
-    ]
+    return OpenRequest(run, session, request, prompt, prompt_ids)
 
 
 def count_tokens(run: Run, request: TurnRequest) -> int:
@@ -58,6 +75,9 @@ def count_tokens(run: Run, request: TurnRequest) -> int:
 
 
 class TurnService:
+    """One sample of a request. `recorded` is what an earlier process recorded of it: the turn goes on from
+    there."""
+
     def __init__(
         self,
         run: Run,
@@ -65,19 +85,22 @@ class TurnService:
         request: TurnRequest,
         prompt: Prompt,
         prompt_ids: array[int],
-        forced: str,
         nth: int,
+        recorded: RecordedTurn | None = None,
     ) -> None:
-        """`forced`: how the answer begins, at the end of the prompt; `nth` counts the request's samples."""
-        self._run, self._session, self._request, self._prompt = run, session, request, prompt
-        sample = prompt.num_samples
-        prompt.num_samples += 1
-        self.turn_id = f"{session.session_id}.{prompt.index}.{sample}"
+        """`nth` counts the request's samples."""
+        self._run, self._session, self._request = run, session, request
+        self.prompt, self.nth = prompt, nth
+        self.turn: Turn | None = recorded.turn if recorded else None
+        """As it is in the session, once it is over."""
+        sample = recorded.key.sample if recorded else session.begin_sample(prompt, nth)
+        self.key = TurnKey(session.session_id, prompt.index, sample)
+        self.turn_id = session.turn_id(prompt, sample)
         self._text = TextStream(run.renderer)
         self._stops = StopStrings(request.stop)
-        self._answer = _answer_stream(run.renderer, request, forced)
+        self._answer = _answer_stream(run.renderer, request, prompt.forced)
         self._num_calls = 0
-        self._forced: AnswerParts = self._answer.push(forced.removeprefix(_AFTER_THINKING))
+        self._forced: AnswerParts = self._answer.push(prompt.forced.removeprefix(_AFTER_THINKING))
         self._num_read = 0
         self._ends_early = bool(request.stop) or (request.calls_tools and not request.tool_choice.parallel)
         """The turn may end before the engine ends it: tokens are looked at one by one."""
@@ -96,6 +119,28 @@ class TurnService:
         claim = session.claim
         if claim is not None:
             self._generation.on_start = lambda version: run.manager.note_started(claim, version)
+        if recorded is not None:
+            recorded.restore(self._generation)
+
+    @property
+    def is_over(self) -> bool:
+        return self._generation.finish_reason is not None
+
+    @property
+    def num_read(self) -> int:
+        """Tokens that `pieces` has told of so far."""
+        return self._num_read
+
+    @property
+    def engines(self) -> str:
+        return ",".join(self._generation.engines)
+
+    def tokens_since(self, start: int) -> Tokens:
+        """Those that `pieces` has told of."""
+        generation, end = self._generation, self._num_read
+        return Tokens.of(
+            generation.token_ids[start:end], generation.logprobs[start:end], generation.versions[start:end]
+        )
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -105,38 +150,37 @@ class TurnService:
         """What becomes certain of the answer, as it does. After the last piece the turn is recorded."""
         generation = self._generation
         self._session.running.add(generation)
-        self._run.router.submit(generation)
+        if generation.finish_reason is None:
+            self._run.router.submit(generation)
         try:
-            while generation.finish_reason is None:
+            is_last = False
+            while not is_last:
                 await generation.progress(self._num_read)
                 if generation.cancelled is not None:
                     raise ApiError(
                         410, f"This request was ended: {generation.cancelled}.", code="session_over"
                     )
-                yield self._read()
+                pieces, is_last = self._read(), generation.finish_reason is not None
+                yield pieces
         finally:
             self._session.running.discard(generation)
             if generation.finish_reason is None:
                 self._abandon()
-        answer = self._answer
-        self._message = assistant_message(answer.content, answer.calls, self.turn_id, answer.reasoning)
-        self._session.commit(generation, self._prompt, self._message, answer.num_unparsed)
-        self._run.counters["unparsed_calls"] += answer.num_unparsed
+        if self.turn is None:
+            unparsed = self._answer.num_unparsed
+            self.turn = self._session.commit(
+                generation, self.prompt, self.key.sample, self._message(), unparsed
+            )
+            self._run.counters["unparsed_calls"] += unparsed
 
-    async def answer(self) -> Answer:
-        """The whole answer, for those who want no pieces."""
-        async for _ in self.pieces():
-            pass
-        return self.ended()
-
-    def ended(self) -> Answer:
+    def answer(self) -> Answer:
         """The whole answer, once there are no more pieces."""
         generation = self._generation
-        assert generation.finish_reason is not None
+        assert generation.finish_reason is not None and self.turn is not None
         called = bool(self._answer.calls) and generation.finish_reason is FinishReason.STOP
         return Answer(
             self.turn_id,
-            self._message,
+            self.turn.message,
             "tool_calls" if called else generation.finish_reason.value,
             self._stops.found,
             len(generation.prompt_ids),
@@ -195,6 +239,11 @@ class TurnService:
     def _abandon(self) -> None:
         self._run.router.cancel(self._generation, "the client went away")
         self._run.counters["abandoned_turns"] += 1
+        self.turn = self._session.abandon(self._generation, self.prompt, self.key.sample, self._message())
+
+    def _message(self) -> Message:
+        answer = self._answer
+        return assistant_message(answer.content, answer.calls, self.turn_id, answer.reasoning)
 
     def _budget(self) -> int:
         asked = self._request.max_tokens
@@ -208,7 +257,7 @@ class TurnService:
         if claim is None:
             seed = secrets.randbits(64) if request.seed is None else (request.seed + nth) % 2**64
             return Sampling(request.temperature, request.top_p, request.top_k, seed)
-        seed = turn_seed(spec.seed, claim.place, self._prompt.index, sample)
+        seed = turn_seed(spec.seed, claim.place, self.prompt.index, sample)
         return Sampling(spec.temperature, spec.top_p, spec.top_k, seed)
 
 

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from sf_core.config import RunConfig, validate_config
-from sf_core.local_stack import LocalStack, Services, local_stack, start_services
+from sf_core.local_stack import LocalStack, Services, local_stack, start_dataplane, start_services
 from storage.run_directory import RunDirectory
 
 ROOT = Path(__file__).parents[2]
@@ -73,6 +73,15 @@ class Cluster:
         except subprocess.TimeoutExpired:
             process.kill()
             raise AssertionError(self.log(config)[-3000:]) from None
+
+    def restart_dataplane(self) -> None:
+        """kill -9 of the data plane, and another one at the same address."""
+        process = next(p for p in self.stack.processes if p.name == "dataplane")
+        process.popen.kill()
+        process.popen.wait()
+        self.stack.processes.remove(process)
+        port = int(self.services.dataplane.rpartition(":")[2])
+        start_dataplane(self.stack, self.folder, port)()
 
     def kill_worker(self, name: str) -> None:
         """kill -9 of the worker process; its nanny starts another one."""

@@ -104,6 +104,17 @@ def test_a_killed_worker_is_replaced_and_the_run_ends_as_if_nothing_happened(
     check_result(config)
 
 
+def test_a_killed_data_plane_comes_back_and_the_run_goes_on(cluster: Cluster) -> None:
+    config = cluster.config("dataplane-killed")
+    process = cluster.start(config)
+    for stage in ("rollout", "train"):
+        wait_until(lambda s=stage: BEFORE[s] in manifests(config) or process.poll() is not None, stage)
+        assert process.poll() is None, cluster.log(config)[-2000:]
+        cluster.restart_dataplane()
+    cluster.finish(config, process)
+    check_result(config)
+
+
 def test_a_finished_run_is_not_run_again(cluster: Cluster) -> None:
     config = cluster.config("finished")
     cluster.finish(config, cluster.start(config))

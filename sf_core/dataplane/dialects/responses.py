@@ -1,11 +1,11 @@
 """OpenAI Responses, inwards. Its items become messages: what stands between two inputs is one answer.
 
-`previous_response_id` names an answer of the same session; responses are kept as long as their session.
+`previous_response_id` names an answer of the same session; they last as long as their session.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from sf_core.dataplane.dialects.openai import OpenAI
 from sf_core.dataplane.dialects.responses_reply import ResponsesReply
@@ -25,19 +25,16 @@ from sf_core.dataplane.request import (
     refuse,
     tool_choice,
 )
-from sf_core.dataplane.session import Session, Turn
+from sf_core.dataplane.session import Session
 from sf_core.dataplane.toolcalls import Tool
 
 TEXT_TYPES = ("input_text", "output_text", "text")
 LOGPROBS = "message.output_text.logprobs"
 
-
-class Previous(NamedTuple):
-    """What a later request may go on from."""
-
-    turn: Turn
-    has_instructions: bool
-    """Its first message are its instructions, which do not carry over."""
+_INSTRUCTED = "~i"
+"""Ends the id of a response whose first message are its instructions, which do not carry over."""
+_NOT_STORED = "~n"
+"""Ends the id of a response that no later request may name."""
 
 
 class Responses(OpenAI):
@@ -69,30 +66,33 @@ class Responses(OpenAI):
         ]
 
     def reply(self, body: Body, turn_id: str, session: Session) -> ResponsesReply:
-        def keep(response_id: str, message: Message) -> None:
-            turn = next(turn for turn in reversed(session.turns) if turn.message is message)
-            session.responses[response_id] = Previous(turn, bool(body.get("instructions")))
+        return ResponsesReply(turn_id, body, _response_id(turn_id, body))
 
-        return ResponsesReply(turn_id, body, keep)
+
+def _response_id(turn_id: str, body: Body) -> str:
+    """It says how to go on from the turn, so that nothing else need be kept of a response."""
+    if body.get("store") is False:
+        return f"resp_{turn_id}{_NOT_STORED}"
+    return f"resp_{turn_id}{_INSTRUCTED if body.get('instructions') else ''}"
 
 
 def _previous_messages(body: Body, session: Session) -> list[Message]:
     response_id = get(body, "previous_response_id", (str,), None)
     if response_id is None:
         return []
-    previous: Previous | None = session.responses.get(response_id)
-    if previous is None:
+    turn = session.find_turn(response_id.removeprefix("resp_").removesuffix(_INSTRUCTED))
+    if turn is None:
         raise ApiError(
             404,
             f"Response {response_id} is unknown in this session; name one by URL, header or key.",
             code="previous_response_not_found",
             param="previous_response_id",
         )
-    turns = list(previous.turn.conversation())[::-1]
+    turns = list(turn.conversation())[::-1]
     messages = [message for turn in turns for message in (*turn.prompt.messages, turn.message)]
     # what was thought before an answer is in the recorded ids (see messages.py)
     said = [{k: v for k, v in message.items() if k != "reasoning_content"} for message in messages]
-    return said[previous.has_instructions :]
+    return said[response_id.endswith(_INSTRUCTED) :]
 
 
 def _parse_tools(tools: list[Any]) -> list[Tool]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -11,7 +10,6 @@ import orjson
 from sf_core.dataplane.answer import Answer, MadeCall, Pieces, Reasoning, TokenLogprob
 from sf_core.dataplane.dialects.protocol import named_event
 from sf_core.dataplane.errors import ApiError
-from sf_core.dataplane.messages import Message
 from sf_core.dataplane.request import Body
 
 _ECHOED: dict[str, Any] = {
@@ -33,12 +31,11 @@ _ECHOED: dict[str, Any] = {
 
 
 class ResponsesReply:
-    def __init__(self, turn_id: str, body: Body, keep: Callable[[str, Message], None]) -> None:
-        """`keep` is called with what a later request may go on from."""
+    def __init__(self, turn_id: str, body: Body, response_id: str) -> None:
         self._turn_id = turn_id
         given = {name: body[name] for name in _ECHOED if body.get(name) is not None}
         self._head = {
-            "id": f"resp_{turn_id}",
+            "id": response_id,
             "object": "response",
             "created_at": int(time.time()),
             "model": body["model"],
@@ -47,7 +44,6 @@ class ResponsesReply:
             **_ECHOED,
             **given,
         }
-        self._keep = keep
         self._num_events = 0
         self._items: list[dict[str, Any]] = []
         self._open: str | None = None
@@ -97,8 +93,6 @@ class ResponsesReply:
         )
 
     def _finished(self, answer: Answer) -> dict[str, Any]:
-        if self._head["store"]:
-            self._keep(str(self._head["id"]), answer.message)
         sampled = answer.num_sampled_tokens
         is_cut = answer.finish_reason == "length"
         return self._head | {

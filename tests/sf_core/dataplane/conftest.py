@@ -69,7 +69,7 @@ def renderer(model_dir: str) -> Renderer:
 
 @pytest.fixture
 def server(tmp_path: Path, model_dir: str) -> Iterator[Server]:
-    with running_app() as url, httpx.Client(base_url=url, timeout=30) as http:
+    with running_app(grace_s=0.1) as url, httpx.Client(base_url=url, timeout=30) as http:
         server = Server(url, http, tmp_path, model_dir)
         yield server
         if http.get("/runs/run").status_code == 200:

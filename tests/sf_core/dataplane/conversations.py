@@ -129,7 +129,7 @@ class Record:
         end: bool = True,
     ) -> Turn:
         """One turn as the gateway records it; `end` appends the end-of-turn token."""
-        prompt.num_samples += 1
+        number = self.session.begin_sample(prompt, 0)
         asked = prompt.full_ids().tolist()
         ids = ids + [self.renderer.stop_token_ids[-1]] * end
         version = max(version, prompt.version)
@@ -138,12 +138,12 @@ class Record:
         reason = FinishReason.STOP if end else FinishReason.LENGTH
         generation.absorb(Chunk("r", ids, logprobs, version, reason), "engine")
         text = forced + self.renderer.decode(ids)
-        turn_id = f"{prompt.index}.{prompt.num_samples}"
+        turn_id = f"{prompt.index}.{number}"
         content = "" if call else text
         message = assistant_message(content, [call] if call else [], turn_id)
         if reasoning:
             message["reasoning_content"] = reasoning
-        self.session.commit(generation, prompt, message, unparsed)
+        self.session.commit(generation, prompt, number, message, unparsed)
         turn = self.session.turns[-1]
         self.turns.append((asked, turn))
         return turn

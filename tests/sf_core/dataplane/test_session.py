@@ -42,15 +42,15 @@ def sample(
 ) -> Turn:
     """One turn as the gateway would record it, answered with these ids."""
     prompt = session.open_prompt(messages, tools or [], renderer)
-    prompt.num_samples += 1
+    number = session.begin_sample(prompt, 0)
     generation = Generation("r", prompt.full_ids(), Sampling(), 64, (), stream=False, floor=0)
     stopped = bool(ids) and ids[-1] in renderer.stop_token_ids
     reason = FinishReason.STOP if stopped else FinishReason.LENGTH
     logprobs = [scripted_logprob(token, i, version) for i, token in enumerate(ids)]
     generation.absorb(Chunk("r", ids, logprobs, version, reason), "engine")
-    turn_id = f"{prompt.index}.{prompt.num_samples}"
+    turn_id = f"{prompt.index}.{number}"
     message = assistant_message(renderer.decode(ids), [call] if call else [], turn_id)
-    session.commit(generation, prompt, message, 0)
+    session.commit(generation, prompt, number, message, 0)
     return session.turns[-1]
 
 

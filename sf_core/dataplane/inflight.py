@@ -1,0 +1,256 @@
+"""Turns and the requests that wait for them: a request sent again joins its turn instead of sampling another.
+
+Owns which request belongs to which turn, how long a turn outlives its last client, and that nothing is
+forwarded before it is in the journal. What a turn samples is in turn.py.
+
+Clients tell a retry by `Idempotency-Key` (any HTTP client may send one) or by `X-Stainless-Retry-Count` (the
+OpenAI and Anthropic SDKs always do). Neither tells of an agent that asks again by itself after its stream
+broke; that one is known by the same body while the turn has no client or its answer was not delivered. Two
+clients that wait for equal bodies at the same time are two samples of one prompt, not a retry.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+
+from sf_core.dataplane.answer import Answer, Pieces
+from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.run import Run
+from sf_core.dataplane.session import Prompt, Session
+from sf_core.dataplane.signals import Signal
+from sf_core.dataplane.turn import TurnService
+from sf_core.dataplane.turn_records import (
+    RecordedTurn,
+    begun_record,
+    chunk_record,
+    delivered_record,
+    turn_record,
+)
+from sf_core.types import FinishReason
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """By what a request is known when it comes again."""
+
+    identity: bytes
+    """Of the key that the client gave it, else of its body; and of which turn of the request it is for."""
+    insists: bool
+    """It says that it is a retry or has a key: an answer that was delivered is given once more."""
+
+    @classmethod
+    def of(cls, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> Ticket:
+        """Headers as ASGI has them: lower-case names."""
+        found = dict(headers)
+        key = found.get(b"idempotency-key")
+        retries = found.get(b"x-stainless-retry-count", b"0")
+        identity = _digest(body, b"body") if key is None else _digest(key, b"key")
+        return cls(identity, key is not None or retries not in (b"", b"0"))
+
+    def of_turn(self, number: int) -> Ticket:
+        """For one of the turns that the request asks for."""
+        return replace(self, identity=_digest(self.identity + number.to_bytes(4, "little"), b"turn"))
+
+
+def _digest(data: bytes, kind: bytes) -> bytes:
+    return blake2b(data, digest_size=16, person=kind).digest()
+
+
+def is_known(session: Session, ticket: Ticket) -> bool:
+    """Whether the turn that this request waits for was begun already."""
+    return _find_served(session, ticket) is not None or _find_recorded(session, ticket) is not None
+
+
+def join_turn(
+    run: Run, session: Session, ticket: Ticket, begin: Callable[[RecordedTurn | None], TurnService]
+) -> Listener:
+    """The turn this request waits for: one in flight, one whose answer is given again, or what `begin` makes:
+    a turn that an earlier process recorded, or a new one. Raises what `begin` raises."""
+    if (known := _find_served(session, ticket)) is not None:
+        return Listener(known)
+    if (recorded := _find_recorded(session, ticket)) is not None:
+        session.recorded.remove(recorded)
+    turn = begin(recorded)
+    session.served = [served for served in session.served if served.may_be_asked_again(turn.prompt, ticket)]
+    served = ServedTurn(run, session, turn, ticket, recorded)
+    session.served.append(served)
+    return Listener(served)
+
+
+def _find_served(session: Session, ticket: Ticket) -> ServedTurn | None:
+    return next((served for served in reversed(session.served) if served.is_answer_to(ticket)), None)
+
+
+def _find_recorded(session: Session, ticket: Ticket) -> RecordedTurn | None:
+    for recorded in reversed(session.recorded):
+        if recorded.identity == ticket.identity:
+            # an agent that has the answer asks for another one
+            return None if recorded.delivered and not ticket.insists else recorded
+    return None
+
+
+class ServedTurn:
+    """A turn on its way, with all it has given so far. It goes on for `run.grace_s` without a client."""
+
+    def __init__(
+        self,
+        run: Run,
+        session: Session,
+        turn: TurnService,
+        ticket: Ticket,
+        recorded: RecordedTurn | None,
+    ) -> None:
+        self.turn = turn
+        self.pieces: list[Pieces] = []
+        self.is_over = False
+        self.error: Exception | None = None
+        self.changed = Signal()
+        self._ticket = ticket
+        self._num_recorded = len(recorded.tokens.ids) if recorded else 0
+        self._is_recorded = recorded is not None and recorded.turn is not None
+        self._delivered = recorded is not None and recorded.delivered
+        self._listeners: set[Listener] = set()
+        self._grace: asyncio.TimerHandle | None = None
+        # a session that no request can name again has nothing to find, and no second client to wait for
+        is_known = run.sessions.get(session.session_id) is session
+        self._journal = run.journal if is_known else None
+        self._grace_s = run.grace_s if is_known else 0.0
+        if self._journal is not None and recorded is None:
+            prompts = session.take_unrecorded()
+            self._journal.note(begun_record(turn.key, turn.nth, ticket.identity, prompts))
+        self._serving = asyncio.ensure_future(self._serve())
+
+    def is_answer_to(self, ticket: Ticket) -> bool:
+        if self.error is not None or ticket.identity != self._ticket.identity:
+            return False
+        if ticket.insists:
+            return True
+        return not self._delivered if self.is_over else not self._listeners
+
+    def may_be_asked_again(self, prompt: Prompt, ticket: Ticket) -> bool:
+        """Whether it is still worth keeping when this prompt is asked: who extends an answer has got it."""
+        if not self.is_over:
+            return True
+        is_extended = prompt.continues is not None and prompt.continues is self.turn.turn
+        return self.error is None and not is_extended and ticket.identity != self._ticket.identity
+
+    @property
+    def is_unanswered(self) -> bool:
+        """It has ended, and neither was its answer delivered nor does a later turn extend it."""
+        turn = self.turn.turn
+        return self.is_over and not self._delivered and turn is not None and not turn.has_continuation
+
+    def join(self, listener: Listener) -> None:
+        self._listeners.add(listener)
+        if self._grace is not None:
+            self._grace.cancel()
+            self._grace = None
+
+    def leave(self, listener: Listener) -> None:
+        self._listeners.discard(listener)
+        if not self._listeners and not self.is_over and self._grace is None:
+            self._grace = asyncio.get_running_loop().call_later(self._grace_s, self.turn.cancel)
+
+    def set_delivered(self) -> None:
+        if self.is_over and self.error is None and not self._delivered:
+            self._delivered = True
+            if self._journal is not None:
+                self._journal.note(delivered_record(self.turn.key))
+
+    async def _serve(self) -> None:
+        last: Pieces | None = None
+        try:
+            async for pieces in self.turn.pieces():
+                if self.turn.is_over:
+                    last = pieces
+                else:
+                    await self._record_chunk()
+                    self._publish(pieces)
+            await self._record_turn()
+            assert last is not None
+            self._publish(last)
+        except Exception as error:  # those who wait for the turn raise it
+            self.error = error
+            self._note_abandoned()
+            if not isinstance(error, ApiError):
+                log.exception("turn %s failed", self.turn.turn_id)
+        finally:
+            self.is_over = True
+            if self._grace is not None:
+                self._grace.cancel()
+            self.changed.notify()
+
+    def _publish(self, pieces: Pieces) -> None:
+        self.pieces.append(pieces)
+        self.changed.notify()
+
+    async def _record_chunk(self) -> None:
+        turn, start = self.turn, self._num_recorded
+        if self._journal is not None and turn.num_read > start:
+            self._num_recorded = turn.num_read
+            await self._journal.append_chunk(chunk_record(turn.key, turn.tokens_since(start), turn.engines))
+
+    async def _record_turn(self) -> None:
+        if self._journal is not None and not self._is_recorded:
+            assert self.turn.turn is not None
+            await self._journal.append(turn_record(self.turn.key, self.turn.turn, self._num_recorded))
+
+    def _note_abandoned(self) -> None:
+        turn = self.turn.turn
+        if self._journal is not None and turn is not None and turn.finish_reason is FinishReason.ABORT:
+            self._journal.note(turn_record(self.turn.key, turn, self._num_recorded))
+
+
+class Listener:
+    """One request that waits for a turn, from its first piece on."""
+
+    def __init__(self, served: ServedTurn) -> None:
+        self._served = served
+        self._is_gone = False
+        served.join(self)
+
+    @property
+    def turn_id(self) -> str:
+        return self._served.turn.turn_id
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self._served.turn.num_prompt_tokens
+
+    async def pieces(self) -> AsyncIterator[Pieces]:
+        """All pieces of the turn's answer. Raises what the turn raised."""
+        served, num_seen = self._served, 0
+        while True:
+            while num_seen < len(served.pieces):
+                num_seen += 1
+                yield served.pieces[num_seen - 1]
+            if self._is_gone:
+                raise ApiError(400, "The client went away before its answer was complete.")
+            if served.error is not None:
+                raise served.error
+            if served.is_over:
+                return
+            await served.changed.wait()
+
+    def answer(self) -> Answer:
+        """The whole answer, once there are no more pieces."""
+        return self._served.turn.answer()
+
+    def leave(self) -> None:
+        """The client is gone or has what it came for. A turn that is not over goes on for a while: it may
+        be asked for again."""
+        if not self._is_gone:
+            self._is_gone = True
+            self._served.leave(self)
+            self._served.changed.notify()
+
+    def set_delivered(self) -> None:
+        """All of the answer has been sent."""
+        if not self._is_gone:
+            self._served.set_delivered()

@@ -1,0 +1,50 @@
+"""Which runs a data plane serves, for the process that takes its place."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from pathlib import Path
+
+
+class OpenRuns:
+    """The journals of the runs that are not released, in one small file: what a restart opens by itself. One
+    process at a time works in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ValueError if another data plane works in this folder."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._lock = open(folder / "lock", "w")  # noqa: SIM115 held until close
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock.close()
+            raise ValueError(f"another data plane works in {folder}: give this one its own folder") from None
+        self._file = folder / "open-runs.json"
+        self._journals: dict[str, str] = json.loads(self._file.read_text()) if self._file.exists() else {}
+
+    @property
+    def journals(self) -> list[Path]:
+        # a run directory may have been removed meanwhile
+        return [path for path in map(Path, self._journals.values()) if path.exists()]
+
+    def add(self, run_id: str, journal: Path) -> None:
+        self._write(self._journals | {run_id: str(journal.absolute())})
+
+    def remove(self, run_id: str) -> None:
+        self._write({name: journal for name, journal in self._journals.items() if name != run_id})
+
+    def close(self) -> None:
+        self._lock.close()
+
+    def _write(self, journals: dict[str, str]) -> None:
+        if journals == self._journals:
+            return
+        self._journals = journals
+        temporary = self._file.with_suffix(".tmp")
+        with open(temporary, "w") as file:
+            json.dump(journals, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, self._file)
