@@ -20,10 +20,21 @@ from benchmarks.gateway_client import (
     streamed_content,
 )
 from benchmarks.gateway_stand import MODEL, Gateway
-from sf_core.dataplane.journal import Journal
+from sf_core.config import RunConfig
+from sf_core.dataplane.dataplane import DataPlane
+from sf_core.dataplane.generation import Generation
+from sf_core.dataplane.messages import assistant_message
+from sf_core.dataplane.records import opened_record
+from sf_core.dataplane.run import Run
+from sf_core.dataplane.session import Session
+from sf_core.dataplane.specs import RunSpec
+from sf_core.dataplane.turn_records import TurnKey, begun_record, turn_record
+from sf_core.policy import make_policy
+from sf_core.types import Chunk, FinishReason, Sampling
 
 TOKEN_DELAY_MS = 10
 TOKENS_PER_TURN = 200
+TURNS_PER_SESSION = 10
 
 Line = dict[str, Any]
 
@@ -178,29 +189,70 @@ async def _all_again(streams: list[Connection], after: float, since: float | Non
 
 
 async def journal(folder: Path, turns: int, concurrency: int = 64) -> Line:
-    """Turns of 200 tokens, appended by so many writers at once, each of which waits for its fsync."""
-    ids = np.arange(TOKENS_PER_TURN, dtype=np.int32)
-    logprobs = np.full(TOKENS_PER_TURN, -0.5, np.float32)
-    journal = Journal(folder / "turns.journal")
-    numbers = iter(range(turns))
+    """Turns of 200 tokens, ten to a session, recorded by so many sessions at once; each turn waits for its
+    fsync. Then the run is opened again from what was written."""
+    make_policy(str(folder / "model"), RunConfig().policy, seed=0)
+    plane = DataPlane(str(folder / "plane"))
+    run = await plane.register(_journaled_run(folder))
+    numbers = iter(range(-(-turns // TURNS_PER_SESSION)))
 
-    async def write() -> None:
+    async def play() -> None:
         for number in numbers:
-            arrays = {"ids": ids.tobytes(), "logprobs": logprobs.tobytes(), "versions": ids.tobytes()}
-            await journal.append({"turn": [f"run.g{number}.0.a0", number], **arrays})
+            await _record_session(run, Session(f"journal.{number}"))
 
     started = time.perf_counter()
-    await asyncio.gather(*(write() for _ in range(concurrency)))
+    await asyncio.gather(*(play() for _ in range(concurrency)))
     seconds = time.perf_counter() - started
-    await journal.close()
-    read = Journal(folder / "turns.journal")
+    await plane.close()
     started = time.perf_counter()
-    num_tokens = sum(len(np.frombuffer(record["ids"], np.int32)) for record in read.replay())
+    reopened = DataPlane(str(folder / "plane"))
+    await reopened.reopen()
     recovery_s = time.perf_counter() - started
-    await read.close()
+    turns_read = [turn for s in reopened.runs["journal"].sessions.values() for turn in s.turns]
+    num_tokens = sum(len(turn.ids) for turn in turns_read)
+    await reopened.close()
     return {
-        "journal_turns_per_second": round(turns / seconds, 1),
+        "journal_turns_per_second": round(len(turns_read) / seconds, 1),
         "journal_writers": concurrency,
         "recovery_seconds": round(recovery_s * 1_000_000 / num_tokens, 3),
         "recovery_tokens_read": num_tokens,
     }
+
+
+async def _record_session(run: Run, session: Session) -> None:
+    run.open(session)
+    await run.journal.append(opened_record([session]))
+    ids = [7]
+    for _ in range(TURNS_PER_SESSION):
+        prompt = session.open_ids([*ids, 8])
+        key = TurnKey(session.session_id, prompt.index, session.begin_sample(prompt, 0))
+        generation = Generation("r", prompt.full_ids(), Sampling(), 2**20, (), stream=False, floor=0)
+        sampled = list(range(TOKENS_PER_TURN))
+        chunk = Chunk("r", sampled, [-0.5] * TOKENS_PER_TURN, 0, FinishReason.STOP)
+        generation.absorb(chunk, "e0")
+        message = assistant_message("", [], session.turn_id(prompt, key.sample))
+        turn = session.commit(generation, prompt, key.sample, message, 0)
+        run.journal.note(begun_record(key, 0, b"", session.take_unrecorded()))
+        await run.journal.append(turn_record(key, turn, 0))
+        ids = [*prompt.full_ids(), *sampled]
+
+
+def _journaled_run(folder: Path) -> RunSpec:
+    return RunSpec(
+        run_id="journal",
+        run_dir=str(folder / "run"),
+        model_dir=str(folder / "model"),
+        seed=0,
+        group_size=1,
+        groups_per_batch=1,
+        lag_bound=1,
+        max_tokens=TOKENS_PER_TURN,
+        context_length=2**20,
+        session_timeout_s=600.0,
+        num_batches=1,
+        iteration=0,
+        version=0,
+        weights_uri="unused",
+        done_groups=[],
+        attempt=1,
+    )
