@@ -5,6 +5,7 @@ Words follow docs/architecture.md: session, turn, branch, trajectory, group, lea
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -38,7 +39,7 @@ class GenerationRequest:
     """What an engine is asked: continue these ids."""
 
     request_id: str
-    prompt_ids: list[int]
+    prompt_ids: Sequence[int]
     """Everything so far, including tokens of this turn that were sampled before an interruption."""
     position: int
     """How many tokens of this turn were sampled before: the counter of the first new draw."""

@@ -5,7 +5,7 @@ Owns compression, the schema version and the checks of a file. Knows no column b
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Sized
+from collections.abc import Iterator, Sequence, Sized
 from io import BytesIO
 from typing import Any
 
@@ -18,6 +18,8 @@ from storage.files import FileRef
 
 SCHEMA_VERSION = "1"
 _VERSION_KEY = b"seamlessflow.schema"
+METADATA = {_VERSION_KEY: SCHEMA_VERSION.encode()}
+_READ_BYTES = 2**20
 
 
 def write_table(uri: str, table: pa.Table) -> FileRef:
@@ -26,7 +28,7 @@ def write_table(uri: str, table: pa.Table) -> FileRef:
     names = [field.name for field in table.schema if field.type == pa.string() and field.name != "messages"]
     buffer = BytesIO()
     pq.write_table(
-        table.replace_schema_metadata({_VERSION_KEY: SCHEMA_VERSION}),
+        table.replace_schema_metadata(METADATA),
         buffer,
         compression="zstd",
         use_dictionary=names,
@@ -43,10 +45,22 @@ def read_table(uri: str, columns: list[str] | None = None) -> pa.Table:
         raise ValueError(f"{uri}: no such file") from None
     except pa.ArrowInvalid as error:
         raise ValueError(f"{uri}: not a complete Parquet file: {error}") from None
-    version = (table.schema.metadata or {}).get(_VERSION_KEY, b"none").decode()
-    if version != SCHEMA_VERSION:
-        raise ValueError(f"{uri}: schema version is {version}, this code reads {SCHEMA_VERSION}")
+    _check_version(uri, table.schema)
     return table
+
+
+def iter_batches(uri: str, max_rows: int) -> Iterator[pa.RecordBatch]:
+    """One file, `max_rows` at a time, never whole in memory. Raises ValueError like `read_table`."""
+    fs, path = files.open_fs(uri)
+    try:
+        with fs.open(path, "rb") as file:
+            reader = pq.ParquetFile(file, pre_buffer=False, buffer_size=_READ_BYTES)
+            _check_version(uri, reader.schema_arrow)
+            yield from reader.iter_batches(max_rows)
+    except FileNotFoundError:
+        raise ValueError(f"{uri}: no such file") from None
+    except pa.ArrowInvalid as error:
+        raise ValueError(f"{uri}: not a complete Parquet file: {error}") from None
 
 
 def offsets(rows: Sequence[Sized]) -> pa.Int32Array:
@@ -74,6 +88,12 @@ def numpy_rows(column: pa.ChunkedArray, fill: Any = None) -> list[np.ndarray]:
     flat = values.to_numpy(zero_copy_only=False)
     ends = np.cumsum(lists.value_lengths().fill_null(0).to_numpy(zero_copy_only=False))
     return np.split(flat, ends[:-1]) if len(lists) else []
+
+
+def _check_version(uri: str, schema: pa.Schema) -> None:
+    version = (schema.metadata or {}).get(_VERSION_KEY, b"none").decode()
+    if version != SCHEMA_VERSION:
+        raise ValueError(f"{uri}: schema version is {version}, this code reads {SCHEMA_VERSION}")
 
 
 def _concatenate(rows: Sequence[np.ndarray], dtype: Any) -> np.ndarray:

@@ -6,7 +6,7 @@ Owns their encoding: rows to Arrow columns and back. The columns themselves are 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Any, Literal
 
@@ -23,6 +23,7 @@ __all__ = [
     "SCHEMA",
     "Trajectory",
     "TurnSpan",
+    "iter_trajectories",
     "read_trajectories",
     "to_rows",
     "to_table",
@@ -56,6 +57,13 @@ def read_trajectories(uri: str, columns: list[str] | None = None) -> pa.Table:
         return table
     iteration = pa.array(np.full(len(table), int(match[1]), np.int32))
     return table.add_column(min(1, table.num_columns), "iteration", iteration)
+
+
+def iter_trajectories(uri: str, max_rows: int) -> Iterator[pa.RecordBatch]:
+    """One file in the columns of SCHEMA, `max_rows` at a time. Raises ValueError if it cannot be read."""
+    for batch in parquet.iter_batches(uri, max_rows):
+        # Parquet has its own name for the elements of a list
+        yield batch.cast(SCHEMA)
 
 
 def to_table(run_id: str, rows: Sequence[Trajectory]) -> pa.Table:

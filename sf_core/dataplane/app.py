@@ -17,7 +17,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket
 
@@ -49,6 +49,7 @@ from sf_core.dataplane.specs import (
     parse_body,
 )
 from sf_core.dataplane.status import batch_status, evaluation_status, run_status
+from sf_core.dataplane.stream import MEDIA_TYPE, arrow_stream, batch_files
 from sf_core.types import WeightsRef
 
 MAX_WAIT_S = 30.0
@@ -95,6 +96,7 @@ def make_app(
             _get(run, routes.status),
             _post(run + "/claim", routes.claim),
             _get(run + "/batches/{index:int}", routes.batch),
+            Route(run + "/batches/{index:int}/stream", routes.stream_batch, methods=["GET"]),
             _post(run + "/batches/{index:int}/seal", routes.seal_batch),
             _post(run + "/evaluations/{index:int}", routes.start_evaluation),
             _get(run + "/evaluations/{index:int}", routes.evaluation),
@@ -193,6 +195,11 @@ class Routes:
         run, index = self._run(request), request.path_params["index"]
         await run.changed.until(lambda: run.manager.readiness(index).ready, _wait_s(request))
         return batch_status(run, index)
+
+    async def stream_batch(self, request: Request) -> Response:
+        run, index = self._run(request), request.path_params["index"]
+        files = await batch_files(run, self._plane.sealers[run.spec.run_id], index, _wait_s(request))
+        return StreamingResponse(arrow_stream(files), media_type=MEDIA_TYPE)
 
     async def seal_batch(self, request: Request) -> Answer:
         body = parse_body(SealBody, await read_body(request.receive))

@@ -36,7 +36,7 @@ class Generation:
     def __init__(
         self,
         request_id: str,
-        prompt_ids: list[int],
+        prompt_ids: array[int],
         sampling: Sampling,
         max_tokens: int,
         stop_token_ids: tuple[int, ...],
@@ -97,7 +97,7 @@ class Generation:
         produced = len(self.token_ids)
         return GenerationRequest(
             self.request_id,
-            self.prompt_ids + self.token_ids.tolist() if produced else self.prompt_ids,
+            self.prompt_ids + self.token_ids if produced else self.prompt_ids,
             produced,
             self.max_tokens - produced,
             self.stop_token_ids,

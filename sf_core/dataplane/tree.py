@@ -98,8 +98,9 @@ class Prompt:
                 return int(node.versions[end - node.start - 1])
         return 0
 
-    def full_ids(self) -> list[int]:
-        return self.tapes.read(self).tolist()
+    def full_ids(self) -> array[int]:
+        """All int32 ids of the prompt."""
+        return self.tapes.read(self)
 
 
 @dataclass(slots=True, eq=False)
@@ -163,7 +164,7 @@ class Tapes:
         self._tapes: list[tuple[Node, array[int]]] = []
         """Each with the node it ends with; the latest last."""
 
-    def read(self, node: Node) -> Ids:
+    def read(self, node: Node) -> array[int]:
         """All ids up to the end of a node, int32."""
         parts: list[Ids] = []
         tape: array[int] = array("i")
@@ -176,7 +177,7 @@ class Tapes:
         for ids in reversed(parts):
             tape.frombytes(ids.tobytes())
         self._tapes = [*self._tapes[-NUM_TAPES + 1 :], (node, tape)]
-        return np.array(tape, dtype=np.int32)
+        return tape[:]
 
 
 @dataclass(slots=True)

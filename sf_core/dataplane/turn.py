@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
+from array import array
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
@@ -42,7 +43,7 @@ class OpenRequest:
     session: Session
     request: TurnRequest
     prompt: Prompt
-    prompt_ids: list[int]
+    prompt_ids: array[int]
 
     def begin(self, nth: int, recorded: RecordedTurn | None) -> TurnService:
         """Its `nth` sample, or what is left of the one that was recorded."""
@@ -83,7 +84,7 @@ class TurnService:
         session: Session,
         request: TurnRequest,
         prompt: Prompt,
-        prompt_ids: list[int],
+        prompt_ids: array[int],
         nth: int,
         recorded: RecordedTurn | None = None,
     ) -> None:

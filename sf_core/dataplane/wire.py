@@ -94,7 +94,8 @@ def _chunk_from_wire(value: list[Any]) -> Chunk:
 
 def pack_array(typecode: str, values: Sequence[int] | Sequence[float]) -> bytes:
     """Typecode i: int32, f: float32, in the machine's byte order (little-endian wherever engines run)."""
-    return array(typecode, values).tobytes()
+    values = values if isinstance(values, array) else array(typecode, values)
+    return values.tobytes()
 
 
 def unpack_array(typecode: str, data: bytes) -> array[Any]:

@@ -44,7 +44,7 @@ class ScriptedEngine:
     def submit(self, request: GenerationRequest) -> None:
         if request.request_id in self._turns:
             raise ValueError(f"request {request.request_id!r} is already running")
-        start_ids = request.prompt_ids[: len(request.prompt_ids) - request.position]
+        start_ids = list(request.prompt_ids[: len(request.prompt_ids) - request.position])
         script_ids = self._script(start_ids, request.sampling.seed)
         self._turns[request.request_id] = _Turn(request, script_ids[request.position :])
 

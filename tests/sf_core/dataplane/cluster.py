@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -117,7 +118,7 @@ class Cluster:
     ) -> Generation:
         generation = Generation(
             f"g{len(self.generations)}",
-            list(prompt_ids),
+            array("i", prompt_ids),
             sampling or Sampling(seed=len(self.generations)),
             max_tokens,
             stop,
@@ -145,6 +146,6 @@ class Cluster:
 
 def turn(num_prompt: int, near: Near | None = None) -> Generation:
     """A generation that no router knows yet."""
-    generation = Generation("g", [5] * num_prompt, Sampling(), 100, (), stream=False, floor=0)
+    generation = Generation("g", array("i", [5] * num_prompt), Sampling(), 100, (), stream=False, floor=0)
     generation.near = near
     return generation

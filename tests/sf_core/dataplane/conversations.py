@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+from array import array
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -129,10 +130,10 @@ class Record:
     ) -> Turn:
         """One turn as the gateway records it; `end` appends the end-of-turn token."""
         number = self.session.begin_sample(prompt, 0)
-        asked = prompt.full_ids()
+        asked = prompt.full_ids().tolist()
         ids = ids + [self.renderer.stop_token_ids[-1]] * end
         version = max(version, prompt.version)
-        generation = Generation("r", asked, Sampling(), 2**20, (), stream=False, floor=0)
+        generation = Generation("r", array("i", asked), Sampling(), 2**20, (), stream=False, floor=0)
         logprobs = [scripted_logprob(token, i, version) for i, token in enumerate(ids)]
         reason = FinishReason.STOP if end else FinishReason.LENGTH
         generation.absorb(Chunk("r", ids, logprobs, version, reason), "engine")

@@ -58,5 +58,5 @@ def test_a_template_that_fools_the_probes_is_found_out(tmp_path: Path) -> None:
         messages.append(turn.message)
     assert record.session.branch_reasons == {"template_rewrote": 1}
     assert not renderer.is_append_only([user("a")])
-    assert shown(renderer, prompt.full_ids()) == renderer.render(messages[:-1], [])
+    assert shown(renderer, prompt.full_ids().tolist()) == renderer.render(messages[:-1], [])
     check(record)

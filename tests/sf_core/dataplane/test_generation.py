@@ -24,7 +24,7 @@ def test_one_token_short_of_the_budget_one_is_asked_for() -> None:
     generation.max_tokens = 4
     assert generation.absorb(chunk([7] * 3, FinishReason.ABORT), "a")
     rest = generation.remaining_request(0)
-    assert (rest.prompt_ids, rest.position, rest.max_tokens) == ([5, 5, 5, 7, 7, 7], 3, 1)
+    assert (list(rest.prompt_ids), rest.position, rest.max_tokens) == ([5, 5, 5, 7, 7, 7], 3, 1)
 
 
 def test_an_abort_before_the_first_token_changes_nothing_but_the_count() -> None:

@@ -77,11 +77,11 @@ def test_the_next_turn_extends_the_recorded_ids(renderer: Renderer) -> None:
     messages = [user("hi"), first.message, user("go on")]
     prompt = session.open_prompt(messages, [], renderer)
     assert prompt.parent is first
-    recorded = first.prompt.full_ids() + [*split, stop]
+    recorded = first.prompt.full_ids().tolist() + [*split, stop]
     tail = renderer.encode("\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n").tolist()
-    assert prompt.full_ids() == recorded + tail
+    assert prompt.full_ids().tolist() == recorded + tail
     assert renderer.render(messages, []) == renderer._tokenizer.decode(
-        prompt.full_ids(), skip_special_tokens=False
+        prompt.full_ids().tolist(), skip_special_tokens=False
     )
 
 
@@ -141,7 +141,7 @@ def test_what_a_template_rewrites_forks_where_the_tokens_part() -> None:
     second = session.open_prompt(messages, [FIND], renderer)
     assert second.branch_reason == "template_rewrote"
     assert (second.parent, second.start) == (first.prompt, first.prompt.end)
-    assert shown(renderer, second.full_ids()) == renderer.render(messages, [FIND])
+    assert shown(renderer, second.full_ids().tolist()) == renderer.render(messages, [FIND])
     record.answer(second, renderer.encode("done").tolist())
     main, fork = check(record)
     assert (fork.parent_branch_id, fork.shared_prefix) == (main.branch_id, first.prompt.end)
@@ -158,7 +158,7 @@ def test_reasoning_between_tool_calls_stays_and_goes_with_the_next_question() ->
         messages = [*messages, turn.message, {"role": "tool", "content": f"{x}", "tool_call_id": "c"}]
     asked = session.open_prompt([*messages, user("b")], [FIND], renderer)
     assert asked.branch_reason == "template_rewrote"
-    assert shown(renderer, asked.full_ids()) == renderer.render([*messages, user("b")], [FIND])
+    assert shown(renderer, asked.full_ids().tolist()) == renderer.render([*messages, user("b")], [FIND])
 
 
 def test_a_template_is_given_answers_with_what_the_agent_left_out() -> None:
@@ -188,7 +188,7 @@ def test_a_forced_beginning_is_part_of_the_prompt_and_of_the_answer() -> None:
     prompt = session.open_prompt([user("a")], [FIND], renderer, forced)
     assert prompt is not plain
     assert prompt is session.open_prompt([user("a")], [FIND], renderer, forced)
-    assert prompt.full_ids() == plain.full_ids() + renderer.encode(forced).tolist()
+    assert prompt.full_ids().tolist() == plain.full_ids().tolist() + renderer.encode(forced).tolist()
     turn = record.answer(prompt, renderer.encode(rest).tolist(), call=ToolCall("find", {"x": 1}))
     result = {"role": "tool", "content": "4", "tool_call_id": turn.message["tool_calls"][0]["id"]}
     following = session.open_prompt([user("a"), turn.message, result], [FIND], renderer)
@@ -200,10 +200,10 @@ def test_a_prompt_of_ids_goes_on_from_the_longest_recorded_line() -> None:
     record = Record(family("chatml"))
     session, renderer = record.session, record.renderer
     turn = record.answer(session.open_prompt([user("a")], [], renderer), [7, 8, 9])
-    line = turn.prompt.full_ids() + turn.ids.tolist()
+    line = turn.prompt.full_ids().tolist() + turn.ids.tolist()
     following = session.open_ids([*line, 5, 6])
     assert (following.parent, following.ids.tolist(), following.branch_reason) == (turn, [5, 6], None)
-    assert following.full_ids() == [*line, 5, 6]
+    assert following.full_ids().tolist() == [*line, 5, 6]
     assert session.open_ids([*line, 5, 6]) is following
     record.answer(following, [4])
     other = session.open_ids([*line[:-2], 3])
@@ -211,7 +211,7 @@ def test_a_prompt_of_ids_goes_on_from_the_longest_recorded_line() -> None:
     record.answer(other, [2])
     unrelated = session.open_ids([3, 3])
     assert (unrelated.parent, unrelated.branch_reason) == (None, "new_conversation")
-    assert session.open_ids(line[:2]).full_ids() == line[:2]
+    assert session.open_ids(line[:2]).full_ids().tolist() == line[:2]
     check(record)
 
 
@@ -229,7 +229,7 @@ def test_numbers_that_python_calls_equal_are_different_calls() -> None:
     edited["tool_calls"][0]["function"]["arguments"]["x"] = True
     prompt = session.open_prompt([user("a"), edited, result], [FIND], renderer)
     assert prompt.branch_reason == "edited_history"
-    assert '"x": true' in shown(renderer, prompt.full_ids())
+    assert '"x": true' in shown(renderer, prompt.full_ids().tolist())
 
 
 def test_the_finish_reason_of_a_turn_is_that_of_the_engine(renderer: Renderer) -> None:

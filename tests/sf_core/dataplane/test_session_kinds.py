@@ -37,7 +37,7 @@ class CheckedCapture(Capture):
         self.asked: list[list[int]] = []
 
     def _answer(self, prompt: Prompt, num_tokens: int, start: float) -> Message:
-        self.asked.append(prompt.full_ids())
+        self.asked.append(prompt.full_ids().tolist())
         return super()._answer(prompt, num_tokens, start)
 
 

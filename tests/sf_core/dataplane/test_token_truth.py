@@ -126,7 +126,10 @@ class Conversations(RuleBasedStateMachine):
             conversation.messages, conversation.tools, self.renderer, whole[:cut]
         )
         plain = self.renderer.render(conversation.messages, conversation.tools)
-        assert not conversation.verbatim or shown(self.renderer, prompt.full_ids()) == plain + whole[:cut]
+        assert (
+            not conversation.verbatim
+            or shown(self.renderer, prompt.full_ids().tolist()) == plain + whole[:cut]
+        )
         ids = odd_ids(self.renderer, whole[cut:], self.rng)
         call = ToolCall("find", {"x": x})
         turn = self.record.answer(prompt, ids, call=call, version=self.version)
@@ -142,7 +145,7 @@ class Conversations(RuleBasedStateMachine):
             answer = self.renderer.encode(shown(self.renderer, answer)).tolist()
         ids = asked + answer + self.renderer.encode(text).tolist()
         prompt = self.record.session.open_ids(ids)
-        assert prompt.full_ids() == ids
+        assert prompt.full_ids().tolist() == ids
         assert self.record.session.open_ids(ids) is prompt
         self.record.answer(prompt, odd_ids(self.renderer, text, self.rng), version=self.version)
 
@@ -159,7 +162,7 @@ class Conversations(RuleBasedStateMachine):
         prompt = self.record.session.open_prompt(messages, conversation.tools, self.renderer)
         if conversation.verbatim:
             rendered = self.renderer.render(conversation.messages, conversation.tools)
-            assert shown(self.renderer, prompt.full_ids()) == rendered
+            assert shown(self.renderer, prompt.full_ids().tolist()) == rendered
         return prompt
 
     def _turn(self, conversation: Conversation, kind: str, said: str, end: bool) -> None:

@@ -1,0 +1,126 @@
+"""The gateway benchmark measures what it says: its load is whole and right, and errors are no figures."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+import uvicorn
+
+from benchmarks import gateway_client, gateway_floor, gateway_peers
+from benchmarks.gateway import Sizes, compare
+from benchmarks.gateway_client import Load, Measured, Target, answer_text, measure, streamed_content
+from benchmarks.gateway_lives import interruptions, journal
+from benchmarks.gateway_stand import gateway
+from sf_core.engines.emulated import EmulatedEngine
+from sf_core.local_stack import StackError, local_stack
+from sf_core.policy import make_tokenizer
+from sf_core.types import GenerationRequest, Sampling
+from tests.sf_core.dataplane.stand import Server
+
+
+@pytest.fixture(autouse=True)
+def _no_warmup(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway_client, "WARMUP_S", 0.0)
+
+
+@contextlib.contextmanager
+def serving(app: Any) -> Iterator[tuple[str, int]]:
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="off"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    Server.wait_for(lambda: server.started)
+    yield server.servers[0].sockets[0].getsockname()
+    server.should_exit = True
+    thread.join(10)
+
+
+def load_floor(path: str, load: Load, app: Any = gateway_floor.app) -> Measured:
+    with serving(app) as address:
+        return asyncio.run(measure(Target(address, "m", [path]), load, 0.4))
+
+
+def test_the_text_the_client_expects_is_that_of_the_emulated_tokens() -> None:
+    engine = EmulatedEngine(0.0)
+    engine.submit(GenerationRequest("r", [1], 0, 100, (), Sampling()))
+    [chunk] = engine.step()
+    assert make_tokenizer().decode(chunk.token_ids) == answer_text(100)
+
+
+def test_a_turn_takes_at_least_its_tokens_delay() -> None:
+    measured = load_floor("/2/v1/chat/completions", Load(4, max_tokens=20, turns=3))
+    assert measured.num_errors == 0
+    assert measured.num_done > 0
+    # the loop's timers count whole milliseconds
+    assert min(measured.latencies_s) >= 0.038
+
+
+def test_sessions_send_their_whole_history_and_ask_for_log_probs() -> None:
+    asked: list[dict[str, Any]] = []
+
+    async def recording(scope: dict[str, Any], receive: Any, send: Any) -> None:
+        async def keep() -> Any:
+            event = await receive()
+            asked.append(orjson.loads(event["body"]))
+            return event
+
+        await gateway_floor.app(scope, keep, send)
+
+    load = Load(1, max_tokens=3, turns=2, prompt_tokens=30, logprobs=True)
+    load_floor("/1/v1/chat/completions", load, recording)
+    first, second = asked[:2]
+    assert [len(first["messages"]), len(second["messages"])] == [1, 3]
+    assert len(first["messages"][0]["content"]) == 30
+    assert second["messages"][1]["content"] == answer_text(3)
+    assert first["logprobs"] is True
+
+
+def test_wrong_answers_and_refusals_are_errors_and_no_figures() -> None:
+    async def wrong(scope: dict[str, Any], receive: Any, send: Any) -> None:
+        await receive()
+        body = gateway_floor.whole_answer("m", 2, False)
+        headers = [(b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    measured = load_floor("/0/v1/chat/completions", Load(1, max_tokens=3), wrong)
+    assert measured.num_errors > 0
+    assert measured.latencies_s == []
+    assert measured.first_error.startswith("expected the text of 3 tokens")
+
+
+def test_a_stream_is_read_across_its_chunks() -> None:
+    event = b'data: {"choices":[{"delta":{"content":"%s"}}]}\n\n'
+    body = b"30\r\n" + event % b"ab" + b"\r\n30\r\n" + event % b"c" + b"\r\n0\r\n\r\n"
+    assert streamed_content(body) == "abc"
+
+
+def test_a_peer_that_does_not_start_is_left_out_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> list[str]:
+        raise StackError("no such package")
+
+    monkeypatch.setitem(gateway_peers.PEERS, "broken", broken)
+    with local_stack(tmp_path / "logs") as stack:
+        sizes = Sizes(4, 0.2, 0, 0, 0, 0)
+        line = compare(stack, tmp_path, sizes, ["throughput"], ["broken"])
+    assert line["broken_left_out"] == "no such package"
+    assert line["floor_requests_per_second"] > 0
+
+
+def test_the_journal_section_reads_back_what_it_wrote(tmp_path: Path) -> None:
+    assert asyncio.run(journal(tmp_path, turns=70))["recovery_tokens_read"] == 70 * 200
+
+
+@pytest.mark.slow
+def test_interrupted_streams_lose_and_repeat_nothing(tmp_path: Path) -> None:
+    with local_stack(tmp_path / "logs") as stack, gateway(stack, tmp_path) as ours:
+        line = asyncio.run(interruptions(ours, num_streams=4))
+    assert (line["tokens_lost"], line["tokens_repeated"], line["answers_wrong"]) == (0, 0, 0)

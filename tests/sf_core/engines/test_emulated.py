@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sf_core.engines.base import Engine
+from sf_core.engines.emulated import FIRST_ID, MAX_SLEEP_S, NUM_IDS, STALL_S, EmulatedEngine
+from sf_core.types import Chunk, FinishReason, GenerationRequest, Sampling
+
+DELAY_S = 0.01
+
+
+class Clock:
+    """Time that passes only while somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.time = 100.0
+        self.sleeps: list[float] = []
+
+    def now(self) -> float:
+        return self.time
+
+    def sleep(self, seconds: float) -> None:
+        self.sleeps.append(seconds)
+        self.time += seconds
+
+
+def make(clock: Clock, delay_s: float = DELAY_S) -> EmulatedEngine:
+    return EmulatedEngine(delay_s, now=clock.now, sleep=clock.sleep)
+
+
+def request(
+    name: str = "r", max_tokens: int = 5, position: int = 0, stream: bool = False
+) -> GenerationRequest:
+    return GenerationRequest(name, [1, 2], position, max_tokens, (), Sampling(), stream)
+
+
+def run(engine: Engine) -> list[Chunk]:
+    chunks = []
+    while engine.num_requests:
+        chunks += engine.step()
+    return chunks
+
+
+def run_for(engine: Engine, clock: Clock, seconds: float) -> list[Chunk]:
+    chunks, end = [], clock.time + seconds
+    while clock.time < end and engine.num_requests:
+        chunks += engine.step()
+    return chunks
+
+
+def ids(chunks: list[Chunk]) -> list[int]:
+    return [token for chunk in chunks for token in chunk.token_ids]
+
+
+def counted(num_tokens: int) -> list[int]:
+    return [FIRST_ID + i % NUM_IDS for i in range(num_tokens)]
+
+
+def test_any_number_of_requests_take_one_delay_per_token() -> None:
+    clock = Clock()
+    engine = make(clock)
+    for i in range(1000):
+        engine.submit(request(str(i), max_tokens=20))
+    started = clock.time
+    chunks = run(engine)
+    assert abs(clock.time - started - 20 * DELAY_S) < MAX_SLEEP_S
+    assert len(ids(chunks)) == 20_000
+
+
+def test_tokens_count_up_with_log_probs_and_end_at_the_budget() -> None:
+    engine = make(Clock())
+    engine.submit(request(max_tokens=100))
+    chunks = run(engine)
+    assert ids(chunks) == counted(100)
+    assert all(-1 <= logprob < 0 for chunk in chunks for logprob in chunk.logprobs)
+    assert [len(chunk.logprobs) for chunk in chunks] == [len(chunk.token_ids) for chunk in chunks]
+    assert [chunk.finish_reason for chunk in chunks] == [None] * 6 + [FinishReason.LENGTH]
+
+
+def test_a_streamed_request_gets_every_token_at_once() -> None:
+    engine = make(Clock())
+    engine.submit(request(max_tokens=5, stream=True))
+    assert [len(chunk.token_ids) for chunk in run(engine)] == [1] * 5
+
+
+def test_without_a_delay_an_answer_takes_one_step() -> None:
+    clock = Clock()
+    engine = make(clock, delay_s=0.0)
+    engine.submit(request(max_tokens=300))
+    (chunk,) = engine.step()
+    assert chunk.token_ids == counted(300)
+    assert clock.sleeps == []
+
+
+def test_it_sleeps_instead_of_spinning_and_never_long() -> None:
+    clock = Clock()
+    engine = make(clock)
+    engine.submit(request(max_tokens=1))
+    run(engine)
+    assert len(clock.sleeps) <= DELAY_S / MAX_SLEEP_S + 1
+    assert max(clock.sleeps) <= MAX_SLEEP_S
+
+
+def test_nothing_is_sampled_while_it_is_not_stepped() -> None:
+    clock = Clock()
+    engine = make(clock)
+    engine.submit(request(max_tokens=10))
+    run_for(engine, clock, 3.5 * DELAY_S)
+    clock.time += 10 * STALL_S
+    (chunk,) = engine.abort()
+    assert chunk.token_ids == counted(3)
+
+
+def test_tokens_sampled_before_an_update_carry_the_old_version() -> None:
+    clock = Clock()
+    engine = make(clock)
+    engine.submit(request(max_tokens=10))
+    run_for(engine, clock, 4.5 * DELAY_S)
+    engine.load_weights("unused", 1)
+    chunks = run(engine)
+    assert [(chunk.version, len(chunk.token_ids)) for chunk in chunks] == [(0, 4), (1, 6)]
+    assert ids(chunks) == counted(10)
+
+
+@given(st.integers(1, 200), st.floats(0, 2.5), st.booleans())
+def test_an_aborted_turn_continues_elsewhere_without_a_lost_or_repeated_token(
+    max_tokens: int, seconds: float, stream: bool
+) -> None:
+    clock = Clock()
+    first, second = make(clock), make(clock)
+    first.submit(request(max_tokens=max_tokens, stream=stream))
+    chunks = run_for(first, clock, seconds) + first.abort()
+    assert first.num_requests == 0
+    produced = len(ids(chunks))
+    if produced < max_tokens:
+        second.submit(request(max_tokens=max_tokens - produced, position=produced, stream=stream))
+    assert ids(chunks + run(second)) == counted(max_tokens)
+
+
+def test_aborted_turns_report_nothing_later_and_others_go_on() -> None:
+    engine = make(Clock())
+    engine.submit(request("a"))
+    engine.submit(request("b"))
+    assert [chunk.request_id for chunk in engine.abort(["a", "unknown"])] == ["a"]
+    engine.submit(request("a", max_tokens=7))
+    ended = {chunk.request_id: chunk for chunk in run(engine)}
+    assert {name: len(chunk.token_ids) for name, chunk in ended.items()} == {"a": 7, "b": 5}
