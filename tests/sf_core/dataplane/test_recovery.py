@@ -290,7 +290,7 @@ def test_a_reopened_session_is_trained_on_as_the_living_one(server: Server, rend
         with pytest.raises(openai.BadRequestError):
             agent.completions.create(model="policy", prompt=[5] * 3000)
         agent.completions.create(model="policy", prompt=[5] * 30)
-        agent.completions.create(model="policy", prompt=server.asked[1].prompt_ids[:-2])
+        agent.completions.create(model="policy", prompt=list(server.asked[1].prompt_ids)[:-2])
     tree = server.get(f"/sessions/{claim['session_id']}")
     run = reopened(server.run_dir / "run" / "journal" / "run.journal")
     session = run.sessions[claim["session_id"]]

@@ -133,6 +133,7 @@ def test_a_forced_call_closes_the_reasoning_the_template_opens(thinking: Server,
         assert thinking.asked[0].prompt_ids == expected
         [choice] = agent.chat.completions.create(**options).choices
         assert (choice.message.reasoning_content, choice.message.content) == ("hm", "Yes.")
+    thinking.post("/runs/open/release")
 
 
 def test_reasoning_may_come_before_a_call(thinking: Server, renderer: Renderer) -> None:
