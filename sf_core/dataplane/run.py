@@ -246,10 +246,11 @@ class Run:
         self.changed.notify()
 
     def release(self) -> None:
-        """The run is over: runners are sent home, sessions end."""
+        """The run is over: runners are sent home, sessions end. Should another attempt of the flow go on with
+        it, what they worked on is given out again."""
         self.released = True
         for session in list(self.sessions.values()):
-            self._drop(session, "the run was released")
+            self._take_back(session, "the run was released")
         self.changed.notify()
 
     async def sweep(self, elapsed_s: float) -> None:
@@ -283,12 +284,15 @@ class Run:
 
     def _lose(self, session: Session) -> None:
         """Its runner is gone or knows nothing of it: another one gets its place."""
-        assert session.claim is not None
-        self._drop(session, "the session was given to another runner")
+        self._take_back(session, "the session was given to another runner")
         self.counters["retries"] += 1
-        self.manager.lose(session.claim)
-        self.journal.note(lost_record(session.claim))
         self.changed.notify()
+
+    def _take_back(self, session: Session, reason: str) -> None:
+        self._drop(session, reason)
+        if session.claim is not None:
+            self.manager.lose(session.claim)
+            self.journal.note(lost_record(session.claim))
 
     def _drop(self, session: Session, reason: str) -> None:
         self.sessions.pop(session.session_id, None)

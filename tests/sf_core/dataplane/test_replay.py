@@ -139,6 +139,7 @@ def members(group: Group) -> list[Any]:
 )
 @example(operations=["play", "go_on_after_release", *["play"] * 4, "seal"])
 @example(operations=["play", "begin_attempt", *["play"] * 4, "seal", "claim", "lose"])
+@example(operations=["play", "claim", "finish", "go_on_after_release", "claim", "play", "seal"])
 def test_a_run_opened_from_its_journal_is_the_run_that_wrote_it(
     model_dir: str, renderer: Renderer, operations: list[str]
 ) -> None:
