@@ -149,7 +149,8 @@ class Routes:
 
     async def finish(self, request: Request) -> Answer:
         body = parse_body(FinishBody, await read_body(request.receive))
-        await self._plane.finish(*self._session(request), body)
+        run, session = self._session(request)
+        await run.finish(session, body)
         return {}
 
     async def finish_many(self, request: Request) -> Answer:
@@ -157,9 +158,7 @@ class Routes:
         run = self._run(request)
         known = [report for report in body.sessions if report.session_id in run.sessions]
         # together, so that they share one write of the journal
-        await asyncio.gather(
-            *(self._plane.finish(run, run.sessions[report.session_id], report) for report in known)
-        )
+        await asyncio.gather(*(run.finish(run.sessions[report.session_id], report) for report in known))
         return {"finished": [report.session_id for report in known]}
 
     async def register(self, request: Request) -> Answer:

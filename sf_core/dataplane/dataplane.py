@@ -24,7 +24,7 @@ from sf_core.dataplane.records import released_record, run_record, weights_recor
 from sf_core.dataplane.recovery import Answers, begin_attempt, open_run, reopen_run
 from sf_core.dataplane.run import GRACE_S, Run
 from sf_core.dataplane.session import Session
-from sf_core.dataplane.specs import FinishBody, RunSpec, SessionBody
+from sf_core.dataplane.specs import RunSpec, SessionBody
 from sf_core.types import WeightsRef
 from storage.files import is_local
 from storage.run_directory import RunDirectory
@@ -114,17 +114,6 @@ class DataPlane:
     async def open_session(self, body: SessionBody, caller: Caller) -> Session:
         """A session beside those the rollout manager gives out; it never trains."""
         return await self._allowed(self.run(body.run_id), caller).open_for(body)
-
-    async def finish(self, run: Run, session: Session, body: FinishBody) -> None:
-        """A reward the session was given before counts where the report has none."""
-        if body.reward is None and session.reward is not None and body.status == "finished":
-            body = body.model_copy(
-                update={
-                    "reward": session.reward,
-                    "reward_parts": {**session.reward_parts, **body.reward_parts},
-                }
-            )
-        await run.finish(session, body)
 
     async def publish(self, run: Run, weights: WeightsRef) -> dict[str, Any]:
         if weights.version < run.router.weights.version:

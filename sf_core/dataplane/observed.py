@@ -14,17 +14,10 @@ from opentelemetry.trace import SpanKind
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from sf_core.dataplane.dialects.registry import DIALECTS
 from sf_core.dataplane.generation import Generation, asked_by_request
 from sf_core.dataplane.keepalive import KeptAlive
 from sf_core.dataplane.metrics import Metrics
-
-_DIALECTS = {
-    "chat/completions": "chat",
-    "completions": "completions",
-    "responses": "responses",
-    "messages": "messages",
-}
-"""By what follows /v1/ in the path."""
 
 CLIENT_GONE = 499
 """Counted for a client that went away before its answer began."""
@@ -40,7 +33,8 @@ class Observed:
         self._app, self._metrics = app, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        dialect = _DIALECTS.get(scope["path"].rpartition("/v1/")[2]) if scope["type"] == "http" else None
+        is_http = scope["type"] == "http"
+        dialect = DIALECTS.get("/v1/" + scope["path"].rpartition("/v1/")[2]) if is_http else None
         if dialect is None:
             return await self._app(scope, receive, send)
         exchange = _Exchange(receive, send)
@@ -50,7 +44,7 @@ class Observed:
         finally:
             asked_by_request.reset(token)
             exchange.close()
-            self._note(dialect, scope, exchange)
+            self._note(dialect.name, scope, exchange)
 
     def _note(self, dialect: str, scope: Scope, exchange: _Exchange) -> None:
         metrics, headers = self._metrics, dict(scope["headers"])

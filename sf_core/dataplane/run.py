@@ -175,12 +175,16 @@ class Run:
         await self.journal.append(rewarded_record(session))
 
     async def finish(self, session: Session, body: FinishBody) -> None:
-        """The agent's or its runner's report. Returns when the result is on disk."""
+        """The agent's or its runner's report; a reward the session was given before counts where the report
+        has none. Returns when the result is on disk."""
         self._drop(session, "the session is over")
         if session.claim is None:
             return await self.journal.append(closed_record(session))
         if body.status == "failed":
             return await self._fail(session.claim, body.error or "no reason given")
+        if body.reward is None and session.reward is not None:
+            parts = {**session.reward_parts, **body.reward_parts}
+            body = body.model_copy(update={"reward": session.reward, "reward_parts": parts})
         if body.reward is None or None in body.reward_parts.values():
             # JSON has no other way to write infinity and NaN
             await self._fail(session.claim, "the reward is no finite number")

@@ -37,7 +37,7 @@ from sf_core.dataplane.tree import (
 )
 from sf_core.types import FinishReason
 
-__all__ = ["Prompt", "Session", "Turn", "turn_seed"]
+__all__ = ["Prompt", "Session", "Turn"]
 
 NUM_TIPS = 16
 """Latest turns that a prompt of ids is compared with as a whole."""
@@ -393,9 +393,3 @@ def _last_common_seam(matched: Turn, text: str) -> tuple[Place, TextMark]:
         if mark == prompt.seam.text:
             place, last = place_at(prompt, prompt.seam.num_tokens), mark
     return place, last
-
-
-def turn_seed(run_seed: int, place: tuple[str | int, ...], prompt_index: int, sample: int) -> int:
-    """Unsigned 64-bit key of a turn. It leaves out the attempt: given out again, a session draws the same."""
-    text = ".".join(map(str, (run_seed, *place, prompt_index, sample)))
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -10,6 +10,7 @@ import secrets
 from array import array
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import jinja2
 
@@ -27,7 +28,7 @@ from sf_core.dataplane.messages import Message, assistant_message, call_id
 from sf_core.dataplane.rendering import Renderer, TextStream
 from sf_core.dataplane.request import TurnRequest
 from sf_core.dataplane.run import Run
-from sf_core.dataplane.session import Prompt, Session, Turn, turn_seed
+from sf_core.dataplane.session import Prompt, Session, Turn
 from sf_core.dataplane.toolcalls import FORMATS, ToolCall
 from sf_core.dataplane.turn_records import RecordedTurn, Tokens, TurnKey
 from sf_core.types import FinishReason, Sampling
@@ -102,6 +103,8 @@ class TurnService:
         self._num_calls = 0
         self._forced: AnswerParts = self._answer.push(prompt.forced.removeprefix(_AFTER_THINKING))
         self._num_read = 0
+        self._logprobs: list[TokenLogprob] | None = [] if request.logprobs else None
+        """Of the tokens read."""
         self._ends_early = bool(request.stop) or (request.calls_tools and not request.tool_choice.parallel)
         """The turn may end before the engine ends it: tokens are looked at one by one."""
         self._generation = Generation(
@@ -185,7 +188,7 @@ class TurnService:
             self._stops.found,
             len(generation.prompt_ids),
             len(generation.token_ids),
-            self._logprobs(0),
+            self._logprobs,
         )
 
     def cancel(self) -> None:
@@ -213,7 +216,7 @@ class TurnService:
                 rest = self._stops.push(self._text.flush())
                 parts += self._answer.push(rest + self._stops.flush())
             parts += self._answer.finish()
-        return Pieces([self._event(part) for part in parts], self._logprobs(start))
+        return Pieces([self._event(part) for part in parts], self._read_logprobs(start))
 
     def _is_at_end(self) -> bool:
         one_call = not self._request.tool_choice.parallel and len(self._answer.calls) > 0
@@ -229,12 +232,14 @@ class TurnService:
     def _visible(self, ids: list[int]) -> list[int]:
         return [token for token in ids if token not in self._run.renderer.stop_texts]
 
-    def _logprobs(self, start: int) -> list[TokenLogprob] | None:
-        if not self._request.logprobs:
+    def _read_logprobs(self, start: int) -> list[TokenLogprob] | None:
+        if self._logprobs is None:
             return None
         generation, end, decode = self._generation, self._num_read, self._run.renderer.decode
         ids, logprobs = generation.token_ids[start:end].tolist(), generation.logprobs[start:end].tolist()
-        return [TokenLogprob(decode([token]), logprob) for token, logprob in zip(ids, logprobs, strict=True)]
+        new = [TokenLogprob(decode([token]), logprob) for token, logprob in zip(ids, logprobs, strict=True)]
+        self._logprobs += new
+        return new
 
     def _abandon(self) -> None:
         self._run.router.cancel(self._generation, "the client went away")
@@ -295,3 +300,9 @@ def _answer_stream(renderer: Renderer, request: TurnRequest, forced: str) -> Ans
     if not (renderer.thinks and request.text_or_ids is None) or forced:
         return AnswerStream(splitter)
     return AnswerStream(splitter, ReasoningSplitter(renderer.opens_thinking))
+
+
+def turn_seed(run_seed: int, place: tuple[str | int, ...], prompt_index: int, sample: int) -> int:
+    """Unsigned 64-bit key of a turn. It leaves out the attempt: given out again, a session draws the same."""
+    text = ".".join(map(str, (run_seed, *place, prompt_index, sample)))
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")

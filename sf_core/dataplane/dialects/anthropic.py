@@ -39,6 +39,8 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_
 
 
 class Anthropic:
+    name = "messages"
+
     def parse(self, body: Body, session: Session) -> list[TurnRequest]:
         max_tokens = positive(body, "max_tokens")
         if max_tokens is None:

@@ -34,6 +34,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class Chat(OpenAI):
+    name = "chat"
+
     def parse(self, body: Body, session: Session) -> list[TurnRequest]:
         # penalties are not refused: like temperature, they are the run's to decide
         refuse(body, "top_logprobs", "top_logprobs must be 0; the sampled token's log-prob is given", 0)

@@ -20,6 +20,8 @@ DEFAULT_MAX_TOKENS = 16
 
 
 class Completions(OpenAI):
+    name = "completions"
+
     def parse(self, body: Body, session: Session) -> list[TurnRequest]:
         refuse(body, "echo", "echo is not supported: the prompt has no log-probs", False)
         refuse(body, "suffix", "suffix is not supported", "")

@@ -37,6 +37,9 @@ class Reply(Protocol):
 
 
 class Dialect(Protocol):
+    name: str
+    """In figures and traces."""
+
     def parse(self, body: Body, session: Session) -> list[TurnRequest]:
         """One per prompt. Raises ApiError."""
         ...

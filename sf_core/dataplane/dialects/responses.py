@@ -38,6 +38,8 @@ _NOT_STORED = "~n"
 
 
 class Responses(OpenAI):
+    name = "responses"
+
     def parse(self, body: Body, session: Session) -> list[TurnRequest]:
         refuse(body, "background", "background must be false", False)
         refuse(body, "conversation", "conversation is not supported; use previous_response_id")

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sf_core.dataplane.rendering import Renderer
-from sf_core.dataplane.session import turn_seed
+from sf_core.dataplane.turn import turn_seed
 from sf_core.engines.scripted import scripted_logprob
 from storage.trajectories import Trajectory, read_trajectories, to_rows
 from tests.sf_core.dataplane.stand import Server, running_app

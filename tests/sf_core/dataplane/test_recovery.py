@@ -24,8 +24,8 @@ from sf_core.dataplane.records import kind_of
 from sf_core.dataplane.recovery import reopen_run
 from sf_core.dataplane.rendering import Renderer
 from sf_core.dataplane.run import Run
-from sf_core.dataplane.session import turn_seed
 from sf_core.dataplane.session_tree import session_tree
+from sf_core.dataplane.turn import turn_seed
 from storage.trajectories import read_trajectories, to_rows
 from tests.sf_core.dataplane.stand import CALC, Server, running_process, say
 

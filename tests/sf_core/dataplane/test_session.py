@@ -12,8 +12,9 @@ from sf_core.dataplane.export import export_session
 from sf_core.dataplane.generation import Generation
 from sf_core.dataplane.messages import Message, assistant_message, extend_chain
 from sf_core.dataplane.rendering import Renderer
-from sf_core.dataplane.session import Session, Turn, turn_seed
+from sf_core.dataplane.session import Session, Turn
 from sf_core.dataplane.toolcalls import ToolCall
+from sf_core.dataplane.turn import turn_seed
 from sf_core.engines.scripted import scripted_logprob
 from sf_core.types import Chunk, FinishReason, Sampling
 from storage.schema import Trajectory
