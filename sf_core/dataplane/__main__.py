@@ -6,8 +6,8 @@ import argparse
 import sys
 from typing import get_args
 
+from sf_core.dataplane.host import GRACE_S
 from sf_core.dataplane.journal import Fsync
-from sf_core.dataplane.run import GRACE_S
 from sf_core.dataplane.server import serve
 from sf_core.settings import dataplane_key
 

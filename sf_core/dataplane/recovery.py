@@ -2,18 +2,18 @@
 
 Owns what every record does to a run, and what a compacted journal must still hold. A restarted data plane
 opens by itself the runs that were open (open_runs.py); a run that a flow registers is opened from its journal
-first, and then registered like one that was open all the time. Records are in records.py
-and turn_records.py, framing in journal.py.
+first, and then registered like one that was open all the time. Records of turns are in turn_recovery.py,
+framing is in journal.py.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
+from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.groups import Claim
 from sf_core.dataplane.journal import Journal, Record
 from sf_core.dataplane.records import (
@@ -25,12 +25,13 @@ from sf_core.dataplane.records import (
     revoked_record,
     run_record,
 )
+from sf_core.dataplane.rendering import Renderer
 from sf_core.dataplane.rollout_manager import Batch
 from sf_core.dataplane.run import Run, Runner, read_renderer, session_name
 from sf_core.dataplane.session import Session
 from sf_core.dataplane.specs import RunSpec
-from sf_core.dataplane.turn_records import RecordedTurn, Tokens, TurnKey, read_prompt, read_turn
-from sf_core.types import FinishReason, WeightsRef
+from sf_core.dataplane.turn_recovery import TURN_KINDS, TurnReplay, session_of
+from sf_core.types import WeightsRef
 
 log = logging.getLogger(__name__)
 
@@ -38,25 +39,51 @@ Answers = dict[int, dict[str, Any]]
 """What was said of each sealed batch, to be said again."""
 
 
-async def open_run(spec: RunSpec, journal: Journal, grace_s: float) -> tuple[Run, Answers]:
+MakeRun = Callable[[RunSpec, Renderer, Journal, float], Run]
+
+
+async def open_run(
+    spec: RunSpec, journal: Journal, grace_s: float, make: MakeRun = Run
+) -> tuple[Run, Answers]:
     """A registered run, with all that its journal knows of it. Raises ApiError if it cannot be opened."""
     records = await journal.replay()
     known = _first_spec(records)
-    run = Run(known or spec, await read_renderer(spec.model_dir), journal, grace_s)
+    run = make(known or spec, await read_renderer(spec.model_dir), journal, grace_s)
     answers = replay(run, records[1:]) if known else {}
+    _check_gateways(run, records)
     if known and begin_attempt(run, spec, records):
         answers = {}
-    await journal.append(run_record(spec))
+    await journal.append(run_record(spec, run.num_gateways))
     return run, answers
 
 
-async def reopen_run(journal: Journal, grace_s: float) -> tuple[Run, Answers] | None:
+async def reopen_run(journal: Journal, grace_s: float, make: MakeRun = Run) -> tuple[Run, Answers] | None:
     """A run as its journal has it; None if there is nothing in it. Raises ApiError if it cannot be opened."""
     records = await journal.replay()
     if (spec := _first_spec(records)) is None:
         return None
-    run = Run(spec, await read_renderer(spec.model_dir), journal, grace_s)
-    return run, replay(run, records[1:])
+    run = make(spec, await read_renderer(spec.model_dir), journal, grace_s)
+    answers = replay(run, records[1:])
+    _check_gateways(run, records)
+    if _num_gateways(records) != run.num_gateways:
+        await journal.append(run_record(run.spec, run.num_gateways))
+    return run, answers
+
+
+def _check_gateways(run: Run, records: list[Record]) -> None:
+    """Each gateway process has the turns of its sessions in a journal of its own: only as many as there were
+    can go on with open sessions."""
+    if run.sessions and (before := _num_gateways(records)) != run.num_gateways:
+        raise ApiError(
+            409,
+            f"Run {run.spec.run_id} has open sessions in the journals of {before} gateway processes, and this "
+            f"data plane has {run.num_gateways}: start it with --gateways {before}.",
+        )
+
+
+def _num_gateways(records: list[Record]) -> int:
+    """Of the last process that wrote here."""
+    return next((record.get("gateways", 1) for record in reversed(records) if "run" in record), 1)
 
 
 def begin_attempt(run: Run, spec: RunSpec, records: list[Record]) -> bool:
@@ -98,9 +125,7 @@ class _Replay:
     def __init__(self, run: Run) -> None:
         self.answers: Answers = {}
         self._run = run
-        self._turns: dict[TurnKey, RecordedTurn] = {}
-        """Those whose end has not been read yet."""
-        self._chunks: defaultdict[TurnKey, list[Tokens]] = defaultdict(list)
+        self._turns = TurnReplay(run)
 
     def apply(self, record: Record) -> None:
         run, manager = self._run, self._run.manager
@@ -134,21 +159,15 @@ class _Replay:
                 run.revoked_leases.add(record["revoked"])
             case "released":
                 run.release()
-            case "begun" | "chunk" | "turn" | "delivered" as kind:
-                key = TurnKey(*record[kind][:3])
-                # the records of a session that is over tell nothing any more
-                if (session := run.sessions.get(key.session_id)) is not None:
-                    self._apply_to_turn(kind, record, key, session)
+            case kind if kind in TURN_KINDS:
+                self._turns.apply(record)
 
     def finish(self) -> None:
         run = self._run
-        for key, recorded in self._turns.items():
-            recorded.tokens = self._tokens_of(key)
-            self._note_versions(key, recorded.tokens)
+        self._turns.finish()
         for session in list(run.sessions.values()):
             if session.claim is not None and run.manager.group_of(session.claim) is None:
                 del run.sessions[session.session_id]
-            session.recorded = _worth_keeping(session.recorded)
             if session.claim is not None:
                 # a runner that died meanwhile is missed as any other
                 run.runners.setdefault(session.runner, Runner(run.spec.attempt, time.monotonic()))
@@ -170,61 +189,12 @@ class _Replay:
             self._run.drop_group(group)
         self.answers[record["sealed"]] = record["answer"]
 
-    def _apply_to_turn(self, kind: str, record: Record, key: TurnKey, session: Session) -> None:
-        if kind == "begun":
-            self._begin_turn(record, key, session)
-        elif kind == "chunk":
-            *tokens, engines = record["chunk"][3:]
-            self._chunks[key].append(Tokens.of(*tokens))
-            self._turns[key].engines = engines
-        elif kind == "turn":
-            self._end_turn(record, key, session)
-        else:
-            for recorded in session.recorded:
-                recorded.delivered |= recorded.key == key
-
-    def _begin_turn(self, record: Record, key: TurnKey, session: Session) -> None:
-        for value in record["prompts"]:
-            session.restore_prompt(read_prompt(value, session))
-        prompt = session.prompts[key.prompt]
-        nth, identity = record["begun"][3:]
-        session.begin_sample(prompt, nth)
-        recorded = self._turns[key] = RecordedTurn(key, identity, prompt)
-        session.recorded.append(recorded)
-
-    def _end_turn(self, record: Record, key: TurnKey, session: Session) -> None:
-        recorded = self._turns.pop(key)
-        turn = read_turn(record, recorded.prompt, self._tokens_of(key))
-        session.restore_turn(turn)
-        recorded.turn, recorded.engines = turn, turn.engine
-        recorded.tokens = Tokens(turn.ids, turn.logprobs, turn.versions)
-        if turn.finish_reason is FinishReason.ABORT:
-            session.recorded.remove(recorded)
-        else:
-            self._note_versions(key, recorded.tokens)
-
-    def _tokens_of(self, key: TurnKey) -> Tokens:
-        return Tokens.joined(self._chunks.pop(key, []))
-
-    def _note_versions(self, key: TurnKey, tokens: Tokens) -> None:
-        session = self._run.sessions.get(key.session_id)
-        if session is not None and session.claim is not None and len(tokens.versions):
-            self._run.manager.note_started(session.claim, int(tokens.versions.min()))
-
 
 def _take_back(run: Run, record: Record) -> None:
     finished = read_finished(record)
     rejected = run.manager.restore_finished(finished.claim, finished.reward, finished.min_version)
     if not rejected and run.manager.is_done(finished.claim):
         run.results[finished.claim.place] = finished
-
-
-def _worth_keeping(recorded: list[RecordedTurn]) -> list[RecordedTurn]:
-    """Turns whose request may come again: who extended an answer has got it, and of equal requests only the
-    last one may still lack its answer."""
-    open_ended = [r for r in recorded if r.turn is None or not r.turn.has_continuation]
-    latest = {r.identity: r for r in open_ended if r.turn is not None}
-    return [r for r in open_ended if r.turn is None or latest[r.identity] is r]
 
 
 def _first_spec(records: list[Record]) -> RunSpec | None:
@@ -247,7 +217,8 @@ def compaction(run: Run) -> tuple[list[Record], Callable[[Record], bool]]:
         "weights_uri": weights.uri,
         "done_groups": manager.done_before(iteration),
     }
-    head = [run_record(run.spec.model_copy(update=spec)), *map(revoked_record, sorted(run.revoked_leases))]
+    registered = run_record(run.spec.model_copy(update=spec), run.num_gateways)
+    head = [registered, *map(revoked_record, sorted(run.revoked_leases))]
 
     def keep(record: Record) -> bool:
         match kind_of(record):
@@ -257,8 +228,8 @@ def compaction(run: Run) -> tuple[list[Record], Callable[[Record], bool]]:
                 return bool(record["evaluation"][0] >= newest_evaluation)
             case "sealed":
                 return bool(record["sealed"] == last)
-            case "begun" | "chunk" | "turn" | "delivered" as kind:
-                return record[kind][0] in sessions
+            case kind if kind in TURN_KINDS:
+                return session_of(record) in sessions
             case "rewarded":
                 return record["rewarded"] in sessions
             case "opened" if any(session[0] in sessions for session in record["opened"]):

@@ -1,7 +1,8 @@
 """One run in the data plane: its sessions, and how they come and go.
 
-Joins router, rollout manager and journal. Owns the sessions that runners work on and the results of finished
-ones until a batch or an evaluation takes them (batches.py). Speaks no HTTP.
+Joins router, rollout manager and journal. Owns which sessions runners work on and the results of finished
+ones until a batch or an evaluation takes them (batches.py). What their turns need is in host.py. Speaks no
+HTTP.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ import asyncio
 import logging
 import secrets
 import time
-from collections import Counter, deque
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
 from sf_core.dataplane.errors import ApiError
-from sf_core.dataplane.export import export_session
 from sf_core.dataplane.groups import Claim, Place
+from sf_core.dataplane.host import GRACE_S, SessionHost
 from sf_core.dataplane.journal import Journal
 from sf_core.dataplane.meter import TokenMeter
 from sf_core.dataplane.records import (
@@ -35,6 +36,7 @@ from sf_core.dataplane.rendering import Renderer
 from sf_core.dataplane.rollout_manager import RolloutManager
 from sf_core.dataplane.router import Router
 from sf_core.dataplane.session import Session
+from sf_core.dataplane.session_tree import session_tree
 from sf_core.dataplane.signals import Signal
 from sf_core.dataplane.specs import ClaimBody, FinishBody, RewardBody, RunSpec, SessionBody
 from sf_core.types import WeightsRef
@@ -44,8 +46,7 @@ log = logging.getLogger(__name__)
 RUNNER_SILENCE_S = 15.0
 """A runner not heard from for this long has lost its sessions."""
 
-GRACE_S = 10.0
-"""A turn goes on for this long after its client went away: the client may ask again."""
+_OVER = "the session is over"
 
 
 @dataclass
@@ -57,15 +58,15 @@ class Runner:
     """Claims it is waiting in."""
 
 
-class Run:
+class Run(SessionHost):
+    router: Router
+    num_gateways = 1
+    """Processes that serve its sessions."""
+
     def __init__(self, spec: RunSpec, renderer: Renderer, journal: Journal, grace_s: float = GRACE_S) -> None:
-        self.spec = spec
-        self.renderer = renderer
-        self.journal = journal
-        self.grace_s = grace_s
-        self.router = Router(WeightsRef(spec.version, spec.weights_uri), spec.limits)
+        router = Router(WeightsRef(spec.version, spec.weights_uri), spec.limits)
+        super().__init__(spec, renderer, journal, router, grace_s)
         self.manager = self._new_manager()
-        self.sessions: dict[str, Session] = {}
         self.results: dict[Place, FinishedSession] = {}
         self.runners: dict[str, Runner] = {}
         self.released = False
@@ -76,7 +77,6 @@ class Run:
         """Something a long poll may wait for has happened."""
         self.stage: dict[str, Any] = {}
         self.meter = TokenMeter()
-        self.counters: Counter[str] = Counter()
         self.recent_rewards: deque[float] = deque(maxlen=256)
         self.last_error = ""
         self.failures_in_a_row = 0
@@ -156,11 +156,17 @@ class Run:
         return bool(sessions)
 
     def open(self, session: Session) -> None:
-        """Serve this session from now on."""
         session.expires_at = self.serving_s + self.spec.session_timeout_s
-        if session.claim is not None and session.claim.place.split == "holdout":
-            session.floor = session.claim.place.group
-        self.sessions[session.session_id] = session
+        super().open(session)
+
+    def note_started(self, claim: Claim, version: int) -> None:
+        self.manager.note_started(claim, version)
+
+    async def announce(self) -> None:
+        """Returns when whoever serves its turns knows the run as it is now: in one process at once."""
+
+    async def tree(self, session: Session) -> dict[str, Any]:
+        return session_tree(self, session)
 
     async def open_for(self, body: SessionBody) -> Session:
         """A session that no runner was given."""
@@ -177,45 +183,34 @@ class Run:
     async def finish(self, session: Session, body: FinishBody) -> None:
         """The agent's or its runner's report; a reward the session was given before counts where the report
         has none. Returns when the result is on disk."""
-        self._drop(session, "the session is over")
-        if session.claim is None:
+        if (claim := session.claim) is None:
+            self.drop(session, _OVER)
             return await self.journal.append(closed_record(session))
         if body.status == "failed":
-            return await self._fail(session.claim, body.error or "no reason given")
+            self.drop(session, _OVER)
+            return await self._fail(claim, body.error or "no reason given")
         if body.reward is None and session.reward is not None:
             parts = {**session.reward_parts, **body.reward_parts}
             body = body.model_copy(update={"reward": session.reward, "reward_parts": parts})
         if body.reward is None or None in body.reward_parts.values():
             # JSON has no other way to write infinity and NaN
-            await self._fail(session.claim, "the reward is no finite number")
+            self.drop(session, _OVER)
+            await self._fail(claim, "the reward is no finite number")
             raise ApiError(400, "A finished session needs a reward that is a finite number.", param="reward")
-        self.counters["abandoned_turns"] += session.set_aside_unanswered()
-        if not session.turns and session.claim.place.split == "train":
-            return await self._fail(session.claim, "the agent finished without an answer from the policy")
-        result = self._export(session, session.claim, body)
+        result = await self._close(session, claim, body)
+        if not result.trajectories and claim.place.split == "train":
+            return await self._fail(claim, "the agent finished without an answer from the policy")
         self.failures_in_a_row = 0
         await self.journal.append(finished_record(result))
-        if self.manager.group_of(session.claim) is not None:
-            self.results[session.claim.place] = result
+        if self.manager.group_of(claim) is not None:
+            self.results[claim.place] = result
             self.recent_rewards.append(result.reward)
-            await self._reject(self.manager.finish(session.claim, result.reward, result.min_version))
+            await self._reject(self.manager.finish(claim, result.reward, result.min_version))
         self.changed.notify()
 
-    def _export(self, session: Session, claim: Claim, body: FinishBody) -> FinishedSession:
-        assert body.reward is not None
-        group_id = f"{self.spec.run_id}.g{claim.place.group}" if claim.place.split == "train" else None
-        trajectories = export_session(
-            session,
-            policy=self.spec.served_model,
-            group_id=group_id,
-            stop_ids=self.renderer.stop_token_ids,
-            task_id=body.task_id,
-            environment=body.environment,
-            reward=body.reward,
-            reward_parts={name: part for name, part in body.reward_parts.items() if part is not None},
-        )
-        min_version = min((int(t.versions.min()) for t in session.turns if len(t.versions)), default=None)
-        return FinishedSession(claim, body.reward, body.environment, min_version, trajectories)
+    async def _close(self, session: Session, claim: Claim, report: FinishBody) -> FinishedSession:
+        self.drop(session, _OVER)
+        return self.export(session, claim, report)
 
     async def _fail(self, claim: Claim, error: str) -> None:
         self.counters["failed_sessions"] += 1
@@ -237,7 +232,7 @@ class Run:
         """Forget a group: end its sessions and release its results."""
         for session in list(self.sessions.values()):
             if session.claim is not None and session.claim.place[:2] == ("train", index):
-                self._drop(session, "the group of this session no longer counts")
+                self.drop(session, "the group of this session no longer counts")
         for place in self.places_of(index):
             self.results.pop(place, None)
 
@@ -268,7 +263,7 @@ class Run:
             for session in self._sessions_of(name):
                 self._lose(session)
         for session in [s for s in self.sessions.values() if s.expires_at < self.serving_s]:
-            self._drop(session, "the session ran too long")
+            self.drop(session, "the session ran too long")
             if session.claim is None:
                 await self.journal.append(closed_record(session))
             else:
@@ -293,16 +288,10 @@ class Run:
         self.changed.notify()
 
     def _take_back(self, session: Session, reason: str) -> None:
-        self._drop(session, reason)
+        self.drop(session, reason)
         if session.claim is not None:
             self.manager.lose(session.claim)
             self.journal.note(lost_record(session.claim))
-
-    def _drop(self, session: Session, reason: str) -> None:
-        self.sessions.pop(session.session_id, None)
-        self.counters.update({f"branches.{name}": n for name, n in session.branch_reasons.items()})
-        for generation in list(session.running):
-            self.router.cancel(generation, reason)
 
 
 def session_name(run_id: str, claim: Claim) -> str:

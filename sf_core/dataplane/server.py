@@ -11,8 +11,8 @@ import uvicorn
 
 from sf_core.dataplane.app import make_app
 from sf_core.dataplane.engine_client import HEARTBEAT_S
+from sf_core.dataplane.host import GRACE_S
 from sf_core.dataplane.journal import Fsync
-from sf_core.dataplane.run import GRACE_S
 
 
 def serve(

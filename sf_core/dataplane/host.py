@@ -1,0 +1,86 @@
+"""The sessions of one run where their turns are served.
+
+Owns which sessions a request may name and what becomes of them there: turns while they are open, trajectories
+when they end. Knows nothing of groups, runners and engines: where one process does everything it is the run
+itself (run.py), a gateway process has one for each run (gateways/process.py).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from typing import Protocol
+
+from sf_core.dataplane.export import export_session
+from sf_core.dataplane.generation import Generation
+from sf_core.dataplane.groups import Claim
+from sf_core.dataplane.journal import Journal
+from sf_core.dataplane.records import FinishedSession
+from sf_core.dataplane.rendering import Renderer
+from sf_core.dataplane.session import Session
+from sf_core.dataplane.specs import FinishBody, RunSpec
+
+GRACE_S = 10.0
+"""A turn goes on for this long after its client went away: the client may ask again."""
+
+
+class TurnRouter(Protocol):
+    """What a turn asks of whatever finds an engine for it."""
+
+    def check_room(self) -> None:
+        """Raises ApiError 429 if too many wait already."""
+
+    def submit(self, generation: Generation) -> None: ...
+
+    def cancel(self, generation: Generation, reason: str) -> None:
+        """Nobody waits for it any more."""
+
+    def stop(self, generation: Generation) -> None:
+        """Sample no more for it."""
+
+
+class SessionHost(ABC):
+    def __init__(
+        self, spec: RunSpec, renderer: Renderer, journal: Journal, router: TurnRouter, grace_s: float
+    ) -> None:
+        self.spec = spec
+        self.renderer = renderer
+        self.journal = journal
+        self.router = router
+        self.grace_s = grace_s
+        self.sessions: dict[str, Session] = {}
+        self.counters: Counter[str] = Counter()
+
+    def open(self, session: Session) -> None:
+        """Serve this session from now on."""
+        if session.claim is not None and session.claim.place.split == "holdout":
+            session.floor = session.claim.place.group
+        self.sessions[session.session_id] = session
+
+    def drop(self, session: Session, reason: str) -> None:
+        """Serve it no more; whoever still waits for a turn of it is told the reason."""
+        self.sessions.pop(session.session_id, None)
+        self.counters.update({f"branches.{name}": n for name, n in session.branch_reasons.items()})
+        for generation in list(session.running):
+            self.router.cancel(generation, reason)
+
+    def export(self, session: Session, claim: Claim, report: FinishBody) -> FinishedSession:
+        """What a session that was dropped leaves behind; the report has a reward."""
+        assert report.reward is not None
+        self.counters["abandoned_turns"] += session.set_aside_unanswered()
+        trajectories = export_session(
+            session,
+            policy=self.spec.served_model,
+            group_id=f"{self.spec.run_id}.g{claim.place.group}" if claim.place.split == "train" else None,
+            stop_ids=self.renderer.stop_token_ids,
+            task_id=report.task_id,
+            environment=report.environment,
+            reward=report.reward,
+            reward_parts={name: part for name, part in report.reward_parts.items() if part is not None},
+        )
+        min_version = min((int(t.versions.min()) for t in session.turns if len(t.versions)), default=None)
+        return FinishedSession(claim, report.reward, report.environment, min_version, trajectories)
+
+    @abstractmethod
+    def note_started(self, claim: Claim, version: int) -> None:
+        """Weights of this version may have sampled a token of the session."""
