@@ -64,13 +64,14 @@ def dataplane(
         Fsync, typer.Option(help="On disk before it is forwarded: turns, chunks of streams too, or grouped.")
     ] = "turn",
     grace_s: Annotated[float, typer.Option(help="A turn goes on for so long without its client.")] = 10.0,
+    gateways: Annotated[int, typer.Option(min=1, help="Processes that serve turns; 1: all in one.")] = 1,
 ) -> None:
     """Serve a data plane for many runs. Its key is read from SF_DATAPLANE_KEY."""
     from sf_core.dataplane.server import serve
     from sf_core.settings import dataplane_key
 
     try:
-        serve(host, port, key=dataplane_key(), journal_dir=journal_dir, fsync=fsync, grace_s=grace_s)
+        serve(host, port, None, dataplane_key(), journal_dir, fsync, grace_s, gateways)
     except ValueError as error:
         _fail(str(error))
 

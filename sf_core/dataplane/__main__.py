@@ -32,6 +32,13 @@ def main() -> None:
     parser.add_argument(
         "--grace-s", type=float, default=GRACE_S, help="how long a turn goes on after its client went away"
     )
+    parser.add_argument(
+        "--gateways",
+        type=int,
+        default=1,
+        dest="num_gateways",
+        help="processes that serve turns; 1: this one does everything",
+    )
     arguments = parser.parse_args()
     try:
         serve(**vars(arguments), key=dataplane_key())

@@ -23,10 +23,11 @@ from sf_core.dataplane.dataplane import DataPlane
 from sf_core.dataplane.engines import serve_engine_link
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.gateway import read_body
+from sf_core.dataplane.gateways.hub import Gateways
 from sf_core.dataplane.host import GRACE_S
 from sf_core.dataplane.journal import Fsync
 from sf_core.dataplane.keys import KeyCheck
-from sf_core.dataplane.metrics import Metrics
+from sf_core.dataplane.metrics import Metrics, Runs, together
 from sf_core.dataplane.observed import Observed
 from sf_core.dataplane.run import Run
 from sf_core.dataplane.session import Session
@@ -57,26 +58,38 @@ def make_app(
     journal_dir: str | None = None,
     fsync: Fsync = "turn",
     grace_s: float = GRACE_S,
+    gateways: Gateways | None = None,
 ) -> Starlette:
-    """Raises ValueError if another data plane works in the journal directory."""
-    plane = DataPlane(journal_dir, fsync, grace_s)
+    """Without gateway processes it serves turns itself. Raises ValueError if another data plane works in the
+    journal directory."""
+    plane = DataPlane(journal_dir, fsync, grace_s, Run if gateways is None else gateways.make_run)
     routes = Routes(plane)
-    metrics = Metrics(plane.runs)
+    metrics = Metrics(Runs(plane.runs))
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        await plane.reopen()
-        sweeping = asyncio.ensure_future(plane.sweep())
-        yield
-        sweeping.cancel()
+        async with contextlib.nullcontext() if gateways is None else gateways.running():
+            await plane.reopen()
+            sweeping = asyncio.ensure_future(plane.sweep())
+            yield
+            sweeping.cancel()
         await plane.close()
 
     async def engines(socket: WebSocket) -> None:
         await serve_engine_link(socket, plane.runs.get)
 
     async def figures(request: Request) -> Response:
-        return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
+        text = metrics.text()
+        if gateways is not None:
+            text = together({"hub": text, **await gateways.figures()})
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
+    middleware = [
+        Middleware(Observed, metrics=metrics),
+        Middleware(KeyCheck, key=key, runs=plane.runs.values),
+    ]
+    if gateways is not None:
+        middleware.insert(0, gateways.forwarding())
     run = "/runs/{run_id}"
     return Starlette(
         routes=[
@@ -106,10 +119,7 @@ def make_app(
             Route("/metrics", figures),
             WebSocketRoute("/engines", engines),
         ],
-        middleware=[
-            Middleware(Observed, metrics=metrics),
-            Middleware(KeyCheck, key=key, runs=plane.runs.values),
-        ],
+        middleware=middleware,
         exception_handlers=REFUSALS,
         lifespan=lifespan,
     )

@@ -76,7 +76,7 @@ def _check_gateways(run: Run, records: list[Record]) -> None:
     if run.sessions and (before := _num_gateways(records)) != run.num_gateways:
         raise ApiError(
             409,
-            f"Run {run.spec.run_id} has open sessions in the journals of {before} gateway processes, and this "
+            f"Run {run.spec.run_id} has open sessions in the journals of {before} gateway processes, this "
             f"data plane has {run.num_gateways}: start it with --gateways {before}.",
         )
 

@@ -12,13 +12,14 @@ import logging
 import secrets
 import time
 from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.groups import Claim, Place
 from sf_core.dataplane.host import GRACE_S, SessionHost
-from sf_core.dataplane.journal import Journal
+from sf_core.dataplane.journal import Journal, Record
 from sf_core.dataplane.meter import TokenMeter
 from sf_core.dataplane.records import (
     FinishedSession,
@@ -46,7 +47,7 @@ log = logging.getLogger(__name__)
 RUNNER_SILENCE_S = 15.0
 """A runner not heard from for this long has lost its sessions."""
 
-_OVER = "the session is over"
+OVER = "the session is over"
 
 
 @dataclass
@@ -165,6 +166,10 @@ class Run(SessionHost):
     async def announce(self) -> None:
         """Returns when whoever serves its turns knows the run as it is now: in one process at once."""
 
+    async def compact(self, head: Iterable[Record], keep: Callable[[Record], bool]) -> None:
+        """See Journal.compact."""
+        await self.journal.compact(head, keep)
+
     async def tree(self, session: Session) -> dict[str, Any]:
         return session_tree(self, session)
 
@@ -184,17 +189,17 @@ class Run(SessionHost):
         """The agent's or its runner's report; a reward the session was given before counts where the report
         has none. Returns when the result is on disk."""
         if (claim := session.claim) is None:
-            self.drop(session, _OVER)
+            self.drop(session, OVER)
             return await self.journal.append(closed_record(session))
         if body.status == "failed":
-            self.drop(session, _OVER)
+            self.drop(session, OVER)
             return await self._fail(claim, body.error or "no reason given")
         if body.reward is None and session.reward is not None:
             parts = {**session.reward_parts, **body.reward_parts}
             body = body.model_copy(update={"reward": session.reward, "reward_parts": parts})
         if body.reward is None or None in body.reward_parts.values():
             # JSON has no other way to write infinity and NaN
-            self.drop(session, _OVER)
+            self.drop(session, OVER)
             await self._fail(claim, "the reward is no finite number")
             raise ApiError(400, "A finished session needs a reward that is a finite number.", param="reward")
         result = await self._close(session, claim, body)
@@ -209,7 +214,7 @@ class Run(SessionHost):
         self.changed.notify()
 
     async def _close(self, session: Session, claim: Claim, report: FinishBody) -> FinishedSession:
-        self.drop(session, _OVER)
+        self.drop(session, OVER)
         return self.export(session, claim, report)
 
     async def _fail(self, claim: Claim, error: str) -> None:

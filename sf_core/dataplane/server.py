@@ -10,9 +10,13 @@ from pathlib import Path
 import uvicorn
 
 from sf_core.dataplane.app import make_app
-from sf_core.dataplane.engine_client import HEARTBEAT_S
+from sf_core.dataplane.gateways.forwarding import socket_path
+from sf_core.dataplane.gateways.hub import Gateways
+from sf_core.dataplane.gateways.owners import Place
+from sf_core.dataplane.gateways.port import AdoptingServer, Port
 from sf_core.dataplane.host import GRACE_S
 from sf_core.dataplane.journal import Fsync
+from sf_core.dataplane.serving import server_config
 
 
 def serve(
@@ -23,37 +27,25 @@ def serve(
     journal_dir: str | None = None,
     fsync: Fsync = "turn",
     grace_s: float = GRACE_S,
+    num_gateways: int = 1,
 ) -> None:
     """Serve until SIGINT or SIGTERM. Port 0 means any free one; `port_file` is written once connections are
     accepted. Raises ValueError for an address that others can reach without a key, and for a journal
-    directory that another data plane works in."""
+    directory that another data plane works in.
+
+    More than one gateway process serve turns beside this one, which does all the rest."""
     if key is None and not _is_loopback(host):
         raise ValueError(f"{host} can be reached by others: set SF_DATAPLANE_KEY, or serve on 127.0.0.1")
-    app = make_app(key, journal_dir, fsync, grace_s)
+    gateways = None if num_gateways == 1 else Gateways(num_gateways, key, fsync, grace_s)
+    app = make_app(key, journal_dir, fsync, grace_s, gateways)
     listening = socket.create_server((host, port), backlog=2048, family=_family(host))
     if port_file is not None:
         _write_whole(Path(port_file), str(listening.getsockname()[1]))
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app,
-            loop="uvloop",
-            http="httptools",
-            ws="websockets-sansio",
-            ws_max_size=2**28,
-            ws_per_message_deflate=False,
-            ws_ping_interval=HEARTBEAT_S,
-            ws_ping_timeout=HEARTBEAT_S,
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            # longer than clients keep idle connections, so that they never send on one that is closing
-            timeout_keep_alive=75,
-            log_level="warning",
-            # agents hold connections open while a run is paused; nobody waits for them at the end
-            timeout_graceful_shutdown=1,
-        )
-    )
-    server.run(sockets=[listening])
+    if gateways is None:
+        uvicorn.Server(server_config(app)).run(sockets=[listening])
+    else:
+        config = server_config(app, socket_path(gateways.folder, Place.HUB))
+        AdoptingServer(config, Port(listening, gateways.pass_on)).run()
 
 
 def _is_loopback(host: str) -> bool:

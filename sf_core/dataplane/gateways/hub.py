@@ -1,0 +1,258 @@
+"""The hub's gateway processes: started, kept alive, told what is open, asked for what they hold.
+
+Owns the processes and which of them a connection goes to. What travels between them is in peer.py and
+relay.py; what is a gateway's business of a run is in hub_run.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from starlette.middleware import Middleware
+
+from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.gateways.forwarding import RESTART_S, Forwarding, Siblings
+from sf_core.dataplane.gateways.hub_run import HubRun
+from sf_core.dataplane.gateways.owners import Place, gateway_of, owner_of, read_head
+from sf_core.dataplane.gateways.peer import Peer
+from sf_core.dataplane.gateways.port import give
+from sf_core.dataplane.gateways.process import Settings
+from sf_core.dataplane.gateways.relay import Downlink
+from sf_core.dataplane.journal import Fsync, Journal
+from sf_core.dataplane.rendering import Renderer
+from sf_core.dataplane.router import RETRY_AFTER_S
+from sf_core.dataplane.run import Run
+from sf_core.dataplane.specs import RunSpec
+
+log = logging.getLogger(__name__)
+
+ANSWER_S = 60.0
+"""A gateway process, started again if need be, that does not answer for so long is given up."""
+
+STEADY_S = 10.0
+"""One that dies sooner than this after its start is started again with more and more delay."""
+
+MAX_DELAY_S = 10.0
+
+END_S = 5.0
+
+
+class Gateways:
+    """All gateway processes of a hub."""
+
+    def __init__(self, num_gateways: int, key: str | None, fsync: Fsync, grace_s: float) -> None:
+        self.key, self.num_gateways = key, num_gateways
+        self.folder = Path(tempfile.mkdtemp(prefix="sf-gateways-"))
+        """For sockets; nobody else may look into it."""
+        self.siblings = Siblings(self.folder)
+        self.runs: dict[str, HubRun] = {}
+        """Those that the processes know of."""
+        self._spread = 0
+        self._processes = [
+            _Kept(Settings(i, num_gateways, str(self.folder), key, fsync, grace_s, -1, -1), self.runs)
+            for i in range(num_gateways)
+        ]
+
+    def make_run(self, spec: RunSpec, renderer: Renderer, journal: Journal, grace_s: float) -> Run:
+        return HubRun(self, spec, renderer, journal, grace_s)
+
+    def forwarding(self) -> Middleware:
+        """For the hub's application: it gives no turn itself."""
+        return Middleware(
+            Forwarding,
+            here=Place.HUB,
+            siblings=self.siblings,
+            key=self.key,
+            num_gateways=self.num_gateways,
+        )
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        keeping = [asyncio.ensure_future(process.keep()) for process in self._processes]
+        try:
+            yield
+        finally:
+            await asyncio.gather(*(process.end() for process in self._processes))
+            for task in keeping:
+                task.cancel()
+            await asyncio.gather(*keeping, return_exceptions=True)
+            await self.siblings.close()
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def owner(self, session_id: str) -> int:
+        return gateway_of(session_id, self.num_gateways)
+
+    def tell(self, owner: int, kind: str, value: Any) -> None:
+        """No effect while that process is not there: it is told all when it comes."""
+        self._processes[owner].tell(kind, value)
+
+    async def ask(self, owner: int, kind: str, value: Any) -> Any:
+        """Asked again if the process dies meanwhile. Raises ApiError 503 without an answer in time, and
+        whatever the process refuses with."""
+        return await self._processes[owner].ask(kind, value)
+
+    async def ask_all(self, kind: str, values: list[Any]) -> list[Any]:
+        """One value for each process."""
+        return await asyncio.gather(*(self.ask(i, kind, value) for i, value in enumerate(values)))
+
+    async def figures(self) -> dict[str, bytes]:
+        texts = await self.ask_all("figures", [None] * self.num_gateways)
+        return {f"gateway{i}": text for i, text in enumerate(texts)}
+
+    async def pass_on(self, connection: socket.socket, head: bytes) -> bool:
+        """Gives a connection to the process that owns its first request; False if that is the hub, or is not
+        there: then the hub passes on the request when it is."""
+        scope = read_head(head)
+        key = None if self.key is None else self.key.encode()
+        owner = Place.HUB if scope is None else owner_of(scope, key, self.num_gateways)
+        if owner is Place.HUB:
+            return False
+        if owner is Place.ANYWHERE:
+            self._spread = owner = (self._spread + 1) % self.num_gateways
+        assert isinstance(owner, int)
+        return await self._processes[owner].take(connection)
+
+
+class _Kept:
+    """One gateway process, started again whenever it ends."""
+
+    def __init__(self, settings: Settings, runs: dict[str, HubRun]) -> None:
+        self._settings, self._runs = settings, runs
+        self._process: asyncio.subprocess.Process | None = None
+        self._peer: Peer | None = None
+        self._downlink: Downlink | None = None
+        self._channel: socket.socket | None = None
+        self._reachable = asyncio.Event()
+        """It can be told and asked."""
+        self._serving = asyncio.Event()
+        """It knows what is open."""
+        self._lost = asyncio.Event()
+        self._ending = False
+
+    async def keep(self) -> None:
+        delay_s = 0.0
+        while not self._ending:
+            started = time.monotonic()
+            await self._start()
+            telling = asyncio.ensure_future(self._tell_all())
+            await self._lost.wait()
+            telling.cancel()
+            await self._reap()
+            if self._ending:
+                return
+            died_soon = time.monotonic() - started < STEADY_S
+            delay_s = min(max(0.5, 2 * delay_s), MAX_DELAY_S) if died_soon else 0.0
+            log.warning("gateway process %d ended; it is started again", self._settings.index)
+            await asyncio.sleep(delay_s)
+
+    async def end(self) -> None:
+        """Have it write what it holds and leave; it is killed if it takes too long."""
+        self._ending = True
+        self.tell("end", True)
+        if self._process is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), END_S)
+            await self._reap()
+
+    def tell(self, kind: str, value: Any) -> None:
+        if self._peer is not None:
+            self._peer.tell(kind, value)
+
+    async def ask(self, kind: str, value: Any) -> Any:
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                while True:
+                    await self._reachable.wait()
+                    assert self._peer is not None
+                    with contextlib.suppress(ConnectionError):
+                        return await self._peer.ask(kind, value)
+        except TimeoutError:
+            message = f"Gateway process {self._settings.index} gave no answer to {kind!r} for {ANSWER_S:g} s."
+            raise ApiError(503, message, retry_after_s=RETRY_AFTER_S) from None
+
+    async def take(self, connection: socket.socket) -> bool:
+        """Pass it this connection; False if it is not there in time."""
+        try:
+            async with asyncio.timeout(RESTART_S):
+                await self._serving.wait()
+        except TimeoutError:
+            return False
+        return self._channel is not None and give(self._channel, connection)
+
+    async def _start(self) -> None:
+        frames, their_frames = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        channel, their_channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with their_frames, their_channel:
+            passed = (their_frames.fileno(), their_channel.fileno())
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "sf_core.dataplane.gateways.process",
+                stdin=asyncio.subprocess.PIPE,
+                pass_fds=passed,
+            )
+        settings = asdict(self._settings) | dict(zip(("frames_fd", "channel_fd"), passed, strict=True))
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(settings).encode())
+        self._process.stdin.close()
+        channel.setblocking(False)
+        self._channel = channel
+        self._lost.clear()
+        peer = self._peer = Peer(self._take, self._lose)
+        self._downlink = Downlink(peer, self._runs.get)
+        await asyncio.get_running_loop().create_unix_connection(lambda: peer, sock=frames)
+        self._reachable.set()
+
+    async def _tell_all(self) -> None:
+        """What is open; told before anything else, so that what is told later finds it."""
+        runs = list(self._runs.values())
+        assert self._peer is not None
+        index = self._settings.index
+        try:
+            started = await self._peer.ask("runs", [run.state_for(index) for run in runs])
+        except ConnectionError:
+            return  # it is started again
+        except ApiError as error:
+            log.error("gateway process %d cannot serve: %s", index, error.message)
+            return self._peer.close()
+        for run, versions in zip(runs, started, strict=True):
+            run.note_versions(versions)
+        self._serving.set()
+
+    def _take(self, kind: str, value: Any) -> None:
+        assert self._downlink is not None
+        if self._downlink.take(kind, value):
+            return
+        assert kind == "counted", kind
+        run_id, counts = value
+        if (run := self._runs.get(run_id)) is not None:
+            run.counters.update(counts)
+
+    def _lose(self) -> None:
+        self._reachable.clear()
+        self._serving.clear()
+        self._peer = None
+        if self._downlink is not None:
+            self._downlink.close()
+        self._lost.set()
+
+    async def _reap(self) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
