@@ -60,14 +60,15 @@ class SessionHost(ABC):
     def drop(self, session: Session, reason: str) -> None:
         """Serve it no more; whoever still waits for a turn of it is told the reason."""
         self.sessions.pop(session.session_id, None)
-        self.counters.update({f"branches.{name}": n for name, n in session.branch_reasons.items()})
+        for name, number in session.branch_reasons.items():
+            self.count(f"branches.{name}", number)
         for generation in list(session.running):
             self.router.cancel(generation, reason)
 
     def export(self, session: Session, claim: Claim, report: FinishBody) -> FinishedSession:
         """What a session that was dropped leaves behind; the report has a reward."""
         assert report.reward is not None
-        self.counters["abandoned_turns"] += session.set_aside_unanswered()
+        self.count("abandoned_turns", session.set_aside_unanswered())
         trajectories = export_session(
             session,
             policy=self.spec.served_model,
@@ -80,6 +81,10 @@ class SessionHost(ABC):
         )
         min_version = min((int(t.versions.min()) for t in session.turns if len(t.versions)), default=None)
         return FinishedSession(claim, report.reward, report.environment, min_version, trajectories)
+
+    def count(self, name: str, number: int = 1) -> None:
+        """For the run's counters."""
+        self.counters[name] += number
 
     @abstractmethod
     def note_started(self, claim: Claim, version: int) -> None:

@@ -174,7 +174,7 @@ class TurnService:
             self.turn = self._session.commit(
                 generation, self.prompt, self.key.sample, self._message(), unparsed
             )
-            self._run.counters["unparsed_calls"] += unparsed
+            self._run.count("unparsed_calls", unparsed)
 
     def answer(self) -> Answer:
         """The whole answer, once there are no more pieces."""
@@ -243,7 +243,7 @@ class TurnService:
 
     def _abandon(self) -> None:
         self._run.router.cancel(self._generation, "the client went away")
-        self._run.counters["abandoned_turns"] += 1
+        self._run.count("abandoned_turns")
         self.turn = self._session.abandon(self._generation, self.prompt, self.key.sample, self._message())
 
     def _message(self) -> Message:

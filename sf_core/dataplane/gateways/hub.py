@@ -236,9 +236,9 @@ class _Kept:
         if self._downlink.take(kind, value):
             return
         assert kind == "counted", kind
-        run_id, counts = value
+        run_id, name, number = value
         if (run := self._runs.get(run_id)) is not None:
-            run.counters.update(counts)
+            run.count(name, number)
 
     def _lose(self) -> None:
         self._reachable.clear()

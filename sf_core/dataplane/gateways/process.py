@@ -15,7 +15,6 @@ import os
 import signal
 import socket
 import sys
-from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,9 +52,6 @@ log = logging.getLogger(__name__)
 LOCK_S = 30.0
 """How long the process waits for one before it to leave its journal."""
 
-COUNT_S = 0.5
-"""How often the hub is told what was counted."""
-
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -76,13 +72,24 @@ class GatewayRun(SessionHost):
     """The sessions of one run that this process owns."""
 
     def __init__(
-        self, spec: RunSpec, renderer: Renderer, journal: Journal, uplink: Uplink, grace_s: float
+        self,
+        spec: RunSpec,
+        renderer: Renderer,
+        journal: Journal,
+        router: UplinkRouter,
+        grace_s: float,
+        peer: Peer,
     ) -> None:
-        super().__init__(spec, renderer, journal, UplinkRouter(spec.run_id, uplink), grace_s)
+        super().__init__(spec, renderer, journal, router, grace_s)
+        self._peer = peer
         self.oldest: dict[str, int] = {}
         """By session: the oldest version in what the journal has of it."""
         self.closed: dict[str, Session] = {}
         """Exported, and not yet in the journal of the hub."""
+
+    def count(self, name: str, number: int = 1) -> None:
+        if number:
+            self._peer.tell("counted", [self.spec.run_id, name, number])
 
     def note_started(self, claim: Claim, version: int) -> None:
         name = session_name(self.spec.run_id, claim)
@@ -126,7 +133,6 @@ class GatewayProcess:
         frames = socket.socket(fileno=self._settings.frames_fd)
         await asyncio.get_running_loop().create_unix_connection(lambda: self._peer, sock=frames)
         self._background.start(self._obey())
-        self._background.start(self._keep_counting())
         yield
         self._background.cancel()
         for run in self.runs.values():
@@ -166,7 +172,6 @@ class GatewayProcess:
     async def _answer(self, number: int, kind: str, value: Any) -> None:
         try:
             answer = await self._reply(kind, value)
-            self._tell_counts()
             self._peer.answer(number, answer)
         except ApiError as error:
             self._peer.refuse(number, error)
@@ -216,7 +221,8 @@ class GatewayProcess:
         await self._lock(path)
         journal = Journal(path, self._settings.fsync)
         renderer = await read_renderer(spec.model_dir)
-        run = GatewayRun(spec, renderer, journal, self._uplink, self._settings.grace_s)
+        router = UplinkRouter(spec.run_id, self._uplink)
+        run = GatewayRun(spec, renderer, journal, router, self._settings.grace_s, self._peer)
         for session in sessions.values():
             run.open(session)
         replay = TurnReplay(run)
@@ -237,17 +243,6 @@ class GatewayProcess:
         except TimeoutError:
             raise ApiError(503, f"Another gateway process works in {path}.", retry_after_s=5) from None
         self._locks.append(lock)
-
-    async def _keep_counting(self) -> None:
-        while True:
-            await asyncio.sleep(COUNT_S)
-            self._tell_counts()
-
-    def _tell_counts(self) -> None:
-        for run_id, run in self.runs.items():
-            if run.counters:
-                self._peer.tell("counted", [run_id, dict(run.counters)])
-                run.counters = Counter()
 
 
 def _is_locked(lock: int) -> bool:
