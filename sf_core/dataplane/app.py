@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TYPE_CHECKING
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
@@ -23,7 +24,6 @@ from sf_core.dataplane.dataplane import DataPlane
 from sf_core.dataplane.engines import serve_engine_link
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.gateway import read_body
-from sf_core.dataplane.gateways.hub import Gateways
 from sf_core.dataplane.host import GRACE_S
 from sf_core.dataplane.journal import Fsync
 from sf_core.dataplane.keys import KeyCheck
@@ -49,6 +49,9 @@ from sf_core.dataplane.specs import (
 from sf_core.dataplane.status import batch_status, evaluation_status, run_status
 from sf_core.dataplane.stream import MEDIA_TYPE, arrow_stream, batch_files
 from sf_core.types import WeightsRef
+
+if TYPE_CHECKING:
+    from sf_core.dataplane.gateways.hub import Gateways
 
 MAX_WAIT_S = 30.0
 

@@ -10,13 +10,9 @@ from pathlib import Path
 import uvicorn
 
 from sf_core.dataplane.app import make_app
-from sf_core.dataplane.gateways.forwarding import socket_path
-from sf_core.dataplane.gateways.hub import Gateways
-from sf_core.dataplane.gateways.owners import Place
-from sf_core.dataplane.gateways.port import AdoptingServer, Port
 from sf_core.dataplane.host import GRACE_S
 from sf_core.dataplane.journal import Fsync
-from sf_core.dataplane.serving import server_config
+from sf_core.dataplane.serving import server_config, tune_interpreter
 
 
 def serve(
@@ -30,22 +26,30 @@ def serve(
     num_gateways: int = 1,
 ) -> None:
     """Serve until SIGINT or SIGTERM. Port 0 means any free one; `port_file` is written once connections are
-    accepted. Raises ValueError for an address that others can reach without a key, and for a journal
-    directory that another data plane works in.
+    accepted. With more than one gateway process those serve the turns, and this one does the rest.
 
-    More than one gateway process serve turns beside this one, which does all the rest."""
+    Raises ValueError for an address that others can reach without a key, and for a journal directory that
+    another data plane works in."""
     if key is None and not _is_loopback(host):
         raise ValueError(f"{host} can be reached by others: set SF_DATAPLANE_KEY, or serve on 127.0.0.1")
-    gateways = None if num_gateways == 1 else Gateways(num_gateways, key, fsync, grace_s)
-    app = make_app(key, journal_dir, fsync, grace_s, gateways)
-    listening = socket.create_server((host, port), backlog=2048, family=_family(host))
-    if port_file is not None:
-        _write_whole(Path(port_file), str(listening.getsockname()[1]))
-    if gateways is None:
-        uvicorn.Server(server_config(app)).run(sockets=[listening])
-    else:
-        config = server_config(app, socket_path(gateways.folder, Place.HUB))
-        AdoptingServer(config, Port(listening, gateways.pass_on)).run()
+    if num_gateways < 1:
+        raise ValueError(f"--gateways must be at least 1, got {num_gateways}")
+
+    def listen() -> socket.socket:
+        listening = socket.create_server((host, port), backlog=2048, family=_family(host))
+        if port_file is not None:
+            _write_whole(Path(port_file), str(listening.getsockname()[1]))
+        return listening
+
+    if num_gateways > 1:
+        # imported here: one process needs nothing of it
+        from sf_core.dataplane.gateways.hub_server import serve_with_gateways
+
+        return serve_with_gateways(num_gateways, listen, key, journal_dir, fsync, grace_s)
+    server = uvicorn.Server(server_config(make_app(key, journal_dir, fsync, grace_s)))
+    listening = listen()
+    tune_interpreter()
+    server.run(sockets=[listening])
 
 
 def _is_loopback(host: str) -> bool:

@@ -10,10 +10,8 @@ import asyncio
 import contextlib
 import json
 import logging
-import shutil
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator
 from dataclasses import asdict
@@ -52,16 +50,18 @@ END_S = 5.0
 class Gateways:
     """All gateway processes of a hub."""
 
-    def __init__(self, num_gateways: int, key: str | None, fsync: Fsync, grace_s: float) -> None:
-        self.key, self.num_gateways = key, num_gateways
-        self.folder = Path(tempfile.mkdtemp(prefix="sf-gateways-"))
-        """For sockets; nobody else may look into it."""
-        self.siblings = Siblings(self.folder)
+    def __init__(
+        self, num_gateways: int, folder: Path, key: str | None, fsync: Fsync, grace_s: float
+    ) -> None:
+        """The folder is for sockets."""
+        self.num_gateways, self.folder = num_gateways, folder
+        self._key = key
+        self._siblings = Siblings(folder)
         self.runs: dict[str, HubRun] = {}
         """Those that the processes know of."""
         self._spread = 0
         self._processes = [
-            _Kept(Settings(i, num_gateways, str(self.folder), key, fsync, grace_s, -1, -1), self.runs)
+            _Kept(Settings(i, num_gateways, str(folder), key, fsync, grace_s, -1, -1), self.runs)
             for i in range(num_gateways)
         ]
 
@@ -73,8 +73,8 @@ class Gateways:
         return Middleware(
             Forwarding,
             here=Place.HUB,
-            siblings=self.siblings,
-            key=self.key,
+            siblings=self._siblings,
+            key=self._key,
             num_gateways=self.num_gateways,
         )
 
@@ -88,8 +88,7 @@ class Gateways:
             for task in keeping:
                 task.cancel()
             await asyncio.gather(*keeping, return_exceptions=True)
-            await self.siblings.close()
-            shutil.rmtree(self.folder, ignore_errors=True)
+            await self._siblings.close()
 
     def owner(self, session_id: str) -> int:
         return gateway_of(session_id, self.num_gateways)
@@ -115,7 +114,7 @@ class Gateways:
         """Gives a connection to the process that owns its first request; False if that is the hub, or is not
         there: then the hub passes on the request when it is."""
         scope = read_head(head)
-        key = None if self.key is None else self.key.encode()
+        key = None if self._key is None else self._key.encode()
         owner = Place.HUB if scope is None else owner_of(scope, key, self.num_gateways)
         if owner is Place.HUB:
             return False

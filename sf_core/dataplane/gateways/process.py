@@ -12,6 +12,7 @@ import fcntl
 import json
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -41,7 +42,7 @@ from sf_core.dataplane.observed import Observed
 from sf_core.dataplane.records import finished_record, read_opened
 from sf_core.dataplane.rendering import Renderer
 from sf_core.dataplane.run import OVER, read_renderer, session_name
-from sf_core.dataplane.serving import server_config
+from sf_core.dataplane.serving import server_config, tune_interpreter
 from sf_core.dataplane.session import Session
 from sf_core.dataplane.session_tree import session_tree
 from sf_core.dataplane.specs import FinishBody, RunSpec
@@ -111,8 +112,13 @@ class GatewayRun(SessionHost):
         return finished_record(self.export(session, session.claim, report))
 
     async def compact(self) -> None:
-        known = {*self.sessions, *self.closed}
-        await self.journal.compact([], lambda record: session_of(record) in known)
+        """Of sessions that are over nothing is asked any more."""
+        await self.journal.compact([], self._is_held)
+
+    def _is_held(self, record: Record) -> bool:
+        session_id = session_of(record)
+        # in this order: a session is in both for a moment when it is closed
+        return session_id in self.sessions or session_id in self.closed
 
 
 class GatewayProcess:
@@ -146,6 +152,7 @@ class GatewayProcess:
 
     def _hub_is_gone(self) -> None:
         if self.server is None or not self.server.should_exit:
+            shutil.rmtree(self._settings.folder, ignore_errors=True)
             # nothing more is written: another process may take over these journals
             os._exit(1)
 
@@ -283,6 +290,7 @@ def main() -> None:
         make_gateway_app(process, settings), socket_path(Path(settings.folder), settings.index)
     )
     process.server = _GatewayServer(config, Channel(socket.socket(fileno=settings.channel_fd)))
+    tune_interpreter()
     process.server.run()
 
 

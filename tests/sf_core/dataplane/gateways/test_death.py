@@ -1,9 +1,7 @@
-"""Invariants 4 and 9 with a hub and two gateway processes: any of them is killed with SIGKILL under agents that
-hold an OpenAI client and nothing else."""
+"""Invariants 4 and 9 with a hub and two gateway processes: any of them is killed with SIGKILL, under agents
+that hold an OpenAI client and nothing else."""
 
 from __future__ import annotations
-
-import random
 
 import psutil
 import pytest

@@ -1,0 +1,35 @@
+"""The hub as a process: the port, its application, and a private folder for the sockets between processes."""
+
+from __future__ import annotations
+
+import socket
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from sf_core.dataplane.app import make_app
+from sf_core.dataplane.gateways.forwarding import socket_path
+from sf_core.dataplane.gateways.hub import Gateways
+from sf_core.dataplane.gateways.owners import Place
+from sf_core.dataplane.gateways.port import AdoptingServer, Port
+from sf_core.dataplane.journal import Fsync
+from sf_core.dataplane.serving import server_config, tune_interpreter
+
+
+def serve_with_gateways(
+    num_gateways: int,
+    listen: Callable[[], socket.socket],
+    key: str | None,
+    journal_dir: str | None,
+    fsync: Fsync,
+    grace_s: float,
+) -> None:
+    """See `serve`; it listens once it is known that nobody else works in the journal directory."""
+    # readable by nobody else: over the sockets in it one process trusts the other
+    with tempfile.TemporaryDirectory(prefix="sf-gateways-", ignore_cleanup_errors=True) as folder:
+        gateways = Gateways(num_gateways, Path(folder), key, fsync, grace_s)
+        app = make_app(key, journal_dir, fsync, grace_s, gateways)
+        config = server_config(app, socket_path(gateways.folder, Place.HUB))
+        server = AdoptingServer(config, Port(listen(), gateways.pass_on))
+        tune_interpreter()
+        server.run()
