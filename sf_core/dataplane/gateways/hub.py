@@ -144,10 +144,12 @@ class _Kept:
         delay_s = 0.0
         while not self._ending:
             started = time.monotonic()
-            await self._start()
-            telling = asyncio.ensure_future(self._tell_all())
-            await self._lost.wait()
-            telling.cancel()
+            try:
+                await self._start()
+                await self._tell_all()
+                await self._lost.wait()
+            except OSError as error:
+                log.error("gateway process %d cannot be started: %s", self._settings.index, error)
             await self._reap()
             if self._ending:
                 return
@@ -174,9 +176,9 @@ class _Kept:
             async with asyncio.timeout(ANSWER_S):
                 while True:
                     await self._reachable.wait()
-                    assert self._peer is not None
                     with contextlib.suppress(ConnectionError):
-                        return await self._peer.ask(kind, value)
+                        if self._peer is not None:
+                            return await self._peer.ask(kind, value)
         except TimeoutError:
             message = f"Gateway process {self._settings.index} gave no answer to {kind!r} for {ANSWER_S:g} s."
             raise ApiError(503, message, retry_after_s=RETRY_AFTER_S) from None
@@ -212,22 +214,22 @@ class _Kept:
         peer = self._peer = Peer(self._take, self._lose)
         self._downlink = Downlink(peer, self._runs.get)
         await asyncio.get_running_loop().create_unix_connection(lambda: peer, sock=frames)
-        self._reachable.set()
 
     async def _tell_all(self) -> None:
-        """What is open; told before anything else, so that what is told later finds it."""
-        runs = list(self._runs.values())
-        assert self._peer is not None
-        index = self._settings.index
-        try:
-            started = await self._peer.ask("runs", [run.state_for(index) for run in runs])
-        except ConnectionError:
-            return  # it is started again
-        except ApiError as error:
-            log.error("gateway process %d cannot serve: %s", index, error.message)
-            return self._peer.close()
-        for run, versions in zip(runs, started, strict=True):
-            run.note_versions(versions)
+        """What is open; told before anything else, so that what is told later finds it. Returns when it
+        serves that, or is lost."""
+        index, peer = self._settings.index, self._peer
+        if peer is None:
+            return
+        told = [(run, peer.ask("run", run.state_for(index))) for run in self._runs.values()]
+        self._reachable.set()
+        for run, question in told:
+            try:
+                run.note_versions(await question)
+            except ConnectionError:
+                return
+            except ApiError as error:
+                log.error("gateway process %d cannot serve %s: %s", index, run.spec.run_id, error.message)
         self._serving.set()
 
     def _take(self, kind: str, value: Any) -> None:

@@ -36,8 +36,8 @@ class HubRun(Run):
     async def announce(self) -> None:
         run_id = self.spec.run_id
         self._gateways.runs[run_id] = self
-        states = [[self.state_for(i)] for i in range(self.num_gateways)]
-        for [versions] in await self._gateways.ask_all("runs", states):
+        states = [self.state_for(i) for i in range(self.num_gateways)]
+        for versions in await self._gateways.ask_all("run", states):
             self.note_versions(versions)
 
     def state_for(self, gateway: int) -> list[Any]:

@@ -37,18 +37,19 @@ class Peer(asyncio.Protocol):
             if self._transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
                 self._transport.abort()
 
-    async def ask(self, kind: str, value: Any) -> Any:
-        """The answer. Raises ConnectionError if the connection is lost before, ApiError if the other end
-        refuses or fails."""
-        if self._transport is None:
-            raise ConnectionError("the other process is gone")
+    def ask(self, kind: str, value: Any) -> asyncio.Future[Any]:
+        """Sent at once. The answer is awaited: a ConnectionError if the connection is lost before, an ApiError
+        if the other end refuses or fails."""
         number = next(self._numbers)
-        self._questions[number] = asyncio.get_running_loop().create_future()
-        self.tell("ask", [number, kind, value])
-        try:
-            return await self._questions[number]
-        finally:
-            del self._questions[number]
+        question = asyncio.get_running_loop().create_future()
+        if self._transport is None:
+            question.set_exception(_gone())
+        else:
+            self._questions[number] = question
+            # whoever asked may give up
+            question.add_done_callback(lambda _: self._questions.pop(number, None))
+            self.tell("ask", [number, kind, value])
+        return question
 
     def answer(self, number: int, value: Any) -> None:
         self.tell("answer", [number, value])
@@ -77,7 +78,7 @@ class Peer(asyncio.Protocol):
         self._transport = None
         for question in self._questions.values():
             if not question.done():
-                question.set_exception(ConnectionError("the other process is gone"))
+                question.set_exception(_gone())
         self._on_lost()
 
     def _take_answer(self, kind: str, number: int, value: Any) -> None:
@@ -88,6 +89,10 @@ class Peer(asyncio.Protocol):
             question.set_result(value)
         else:
             question.set_exception(read_refusal(value))
+
+
+def _gone() -> ConnectionError:
+    return ConnectionError("the other process is gone")
 
 
 def refusal_value(error: ApiError) -> list[Any]:

@@ -188,14 +188,14 @@ class GatewayProcess:
 
     async def _reply(self, kind: str, value: Any) -> Any:
         match kind:
-            case "runs":
-                return [await self._open_run(*run) for run in value]
+            case "run":
+                return await self._open_run(*value)
             case "opened":
                 run_id, opened = value
-                self.runs[run_id].open_new(read_opened({"opened": opened}))
+                self._run(run_id).open_new(read_opened({"opened": opened}))
             case "close":
                 run_id, session_id, report = value
-                return self.runs[run_id].close(session_id, FinishBody.model_validate(report))
+                return self._run(run_id).close(session_id, FinishBody.model_validate(report))
             case "tree":
                 run_id, session_id = value
                 # JSON, because MessagePack has no integers of more than 64 bits
@@ -203,6 +203,11 @@ class GatewayProcess:
             case "figures":
                 return self.metrics.text()
         return None
+
+    def _run(self, run_id: str) -> GatewayRun:
+        if (run := self.runs.get(run_id)) is None:
+            raise ApiError(503, f"Run {run_id} could not be opened in a gateway process.", retry_after_s=5)
+        return run
 
     def _find(self, run_id: str, session_id: str) -> Iterator[tuple[GatewayRun, Session]]:
         """The session, if it is open here."""
