@@ -93,7 +93,8 @@ class DataPlane:
         return run
 
     async def find_session(self, scope: Scope, model: str) -> tuple[Run, Session]:
-        """With all its turns. Without a session id a fresh ad-hoc session of the newest run that serves this model."""
+        """With all its turns. Without a session id a fresh ad-hoc session of the newest run that serves this
+        model."""
         caller: Caller = scope["caller"]
         session_id = caller.session_id(scope)
         if session_id is None:
