@@ -31,7 +31,7 @@ START, STOP = 0.9, 0.8
 what comes while they are written."""
 
 MAX_TOGETHER = 64
-"""Items that are written in one go."""
+"""Items that are written, and records that are taken back, in one go."""
 
 RETRY_S = 10.0
 """After an error of the disk nothing is written for so long."""
@@ -257,8 +257,10 @@ class Memory:
             if item in self._entries:
                 raise ApiError(500, f"The record of {item.label} cannot be read back: {error}.") from error
             return
+        for i in range(0, len(records), MAX_TOGETHER):
+            item.take_back(records[i : i + MAX_TOGETHER])
+            await asyncio.sleep(0)  # other agents wait a millisecond or two, not for all of it
         if item in self._entries:
-            item.take_back(records)
             _remove(entry.file)
             entry.file = None
             self.num_loads += 1

@@ -28,7 +28,7 @@ _ARRAYS = {
     "logprobs": np.float32,
     "policy_versions": np.int32,
 }
-RESULT_BYTES, TRAJECTORY_BYTES, SPAN_BYTES = 1000, 1500, 250
+RESULT_BYTES, TRAJECTORY_BYTES, SPAN_BYTES = 600, 1000, 200
 """Memory that objects take beside tokens and texts, as measured."""
 
 _turn_values = attrgetter(*(field.name for field in fields(TurnSpan)))

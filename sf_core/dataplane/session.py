@@ -43,7 +43,7 @@ __all__ = ["Prompt", "Session", "Turn"]
 NUM_TIPS = 16
 """Latest turns that a prompt of ids is compared with as a whole."""
 
-SESSION_BYTES, PROMPT_BYTES, TURN_BYTES = 3000, 1000, 1500
+SESSION_BYTES, PROMPT_BYTES, TURN_BYTES = 2500, 800, 1200
 """Memory that objects take beside tokens and texts, as measured."""
 
 if TYPE_CHECKING:
