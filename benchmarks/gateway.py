@@ -13,7 +13,7 @@ long         8 sessions, prompts of 4,000 tokens, 300 tokens with log-probs at o
              `floor_`, `litellm_`, `agentlightning_`: the same client and load against the minimal server
              (gateway_floor.py), and against the peers before it; `times_*` is our rate over theirs.
 sessions     sessions open at once, their turns complete, rss_mb of the data plane with all of them.
-memory       1,000 sessions with answers of 200 tokens, played with room for all and below a bound: rss_mb of the
+memory       1,000 sessions with answers of 200 tokens, with room for all and below a bound: rss_mb of the
              data plane, what it wrote and read, and what a turn waits for a session that is on disk.
 turns        CPU of the data plane per turn at turn 200 over turn 10, 200 new tokens per turn.
 interrupt    64 streams in flight: pause, resume, evacuation of the engine that holds all of them.

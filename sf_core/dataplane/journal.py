@@ -7,13 +7,13 @@ nothing of what the records mean (records.py).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import struct
 import zlib
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 Record = dict[str, Any]
 """Its first key is its kind."""
+Waiter = asyncio.Future[None]
 
 Fsync = Literal["turn", "chunk", "group"]
 """What is forced to disk before anybody hears of it. turn: every whole turn and result; a chunk of a stream
@@ -38,18 +39,9 @@ PIECE_BYTES = 4 * 2**20
 _HEADER = struct.Struct("<II")
 
 
-@dataclass(slots=True)
-class _Commit:
-    """Frames that are written together."""
-
-    frames: list[bytes] = field(default_factory=list)
-    fsync: bool = False
-    written: asyncio.Future[None] | None = None
-    """None while nobody waits for it."""
-
-
 class Journal:
-    """Appends from one event loop; the file is touched by one thread, in order. What arrives during a write
+    """Appends from one event loop, in order. The loop hands bytes to the kernel, which takes microseconds;
+    one thread does what takes long: forcing them to disk, reading, rewriting. What is written during an fsync
     shares the next one."""
 
     def __init__(self, path: Path, fsync: Fsync = "turn") -> None:
@@ -58,69 +50,108 @@ class Journal:
         self._fsync = fsync
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
         self._file: FileIO | None = None
-        self._next = _Commit()
-        self._writing: asyncio.Task[None] | None = None
+        self._exclusive = asyncio.Lock()
+        """Held while the thread has the whole file; what is appended meanwhile is written afterwards."""
+        self._frames: list[bytes] = []
+        """Not written yet; nobody need wait for them."""
+        self._for_kernel: list[Waiter] = []
+        self._for_disk: list[Waiter] = []
+        """Who waits for them: to be written, or to be on disk."""
+        self._unsynced: list[Waiter] = []
+        """Whose frames are written and not on disk."""
+        self._write_is_due = False
+        self._syncing: asyncio.Task[None] | None = None
 
     async def replay(self) -> AsyncGenerator[Record, None]:
-        """All intact records, oldest first, read piece by piece. What follows a broken one is cut off: its
-        write was torn."""
-        loop, pieces = asyncio.get_running_loop(), self._read()
-        while piece := await loop.run_in_executor(self._thread, next, pieces, None):
-            for record in piece:
-                yield record
+        """All intact records, oldest first, read piece by piece; what is appended meanwhile is written at the
+        end. What follows a broken one is cut off: its write was torn."""
+        async with self._alone():
+            loop, pieces = asyncio.get_running_loop(), self._read()
+            while piece := await loop.run_in_executor(self._thread, next, pieces, None):
+                for record in piece:
+                    yield record
 
     def note(self, record: Record) -> None:
         """Written with whatever is appended next: for what only matters once something follows it."""
-        self._next.frames.append(frame(record))
+        self._frames.append(frame(record))
 
     async def append(self, record: Record) -> None:
         """Returns when the record is on disk."""
-        await self._commit(record, fsync=True)
+        await self._add(record, self._for_disk)
 
     async def append_chunk(self, record: Record) -> None:
         """Returns when the record survives this process; with fsync "chunk", when it is on disk."""
-        await self._commit(record, fsync=self._fsync == "chunk")
+        await self._add(record, self._for_disk if self._fsync == "chunk" else self._for_kernel)
 
     async def compact(self, head: Iterable[Record], keep: Callable[[Record], bool]) -> None:
         """Put `head` in front of the records that are to be kept, and drop the others. `keep` decides on what
-        was appended before this call; it runs in the writing thread."""
-        rewrite = asyncio.get_running_loop().run_in_executor(self._thread, self._rewrite, list(head), keep)
-        await rewrite
+        was appended before this call; it runs in the thread."""
+        async with self._alone():
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._thread, self._rewrite, list(head), keep)
 
     async def close(self) -> None:
-        if self._next.frames and self._writing is None:
-            self._writing = asyncio.ensure_future(self._write_all())
-        if self._writing is not None:
-            await self._writing
+        async with self._exclusive:
+            self._write()
+        if self._syncing is not None:
+            await self._syncing
         await asyncio.get_running_loop().run_in_executor(self._thread, self._close_file)
         self._thread.shutdown()
 
-    async def _commit(self, record: Record, fsync: bool) -> None:
-        commit = self._next
-        commit.frames.append(frame(record))
-        commit.fsync |= fsync
-        if commit.written is None:
-            commit.written = asyncio.get_running_loop().create_future()
-        if self._writing is None:
-            self._writing = asyncio.ensure_future(self._write_all())
-        await asyncio.shield(commit.written)
+    def _add(self, record: Record, waiting: list[Waiter]) -> Waiter:
+        loop = asyncio.get_running_loop()
+        self.note(record)
+        waiter = loop.create_future()
+        waiting.append(waiter)
+        if not self._write_is_due:
+            # what else is appended in this turn of the loop shares the write
+            self._write_is_due = True
+            loop.call_soon(self._write_if_free)
+        return waiter
 
-    async def _write_all(self) -> None:
+    def _write_if_free(self) -> None:
+        if not self._exclusive.locked():
+            self._write()
+
+    def _write(self) -> None:
+        self._write_is_due = False
+        frames, for_kernel, for_disk = self._frames[:], self._for_kernel[:], self._for_disk[:]
+        for waiting in (self._frames, self._for_kernel, self._for_disk):
+            waiting.clear()
+        try:
+            self._append(frames)
+        except OSError as error:
+            return _settle(for_kernel + for_disk, error)
+        _settle(for_kernel)
+        self._unsynced += for_disk
+        if self._unsynced and self._syncing is None:
+            self._syncing = asyncio.ensure_future(self._sync_all())
+
+    async def _sync_all(self) -> None:
         loop = asyncio.get_running_loop()
         try:
-            while self._next.frames:
+            while self._unsynced:
                 if self._fsync == "group":
                     await asyncio.sleep(GATHER_S)
-                commit, self._next = self._next, _Commit()
-                written = commit.written or loop.create_future()
+                waiting, self._unsynced = self._unsynced, []
                 try:
-                    await loop.run_in_executor(self._thread, self._write, commit.frames, commit.fsync)
+                    await loop.run_in_executor(self._thread, self._sync)
                 except OSError as error:
-                    written.set_exception(error)  # to those who wait for it; to the log if nobody does
+                    _settle(waiting, error)
                 else:
-                    written.set_result(None)
+                    _settle(waiting)
         finally:
-            self._writing = None
+            self._syncing = None
+
+    @contextlib.asynccontextmanager
+    async def _alone(self) -> AsyncIterator[None]:
+        """Have the file to oneself, with all that was appended before."""
+        try:
+            async with self._exclusive:
+                self._write()
+                yield
+        finally:
+            self._write_if_free()
 
     def _read(self) -> Iterator[list[Record]]:
         if not self.path.exists():
@@ -140,20 +171,25 @@ class Journal:
         if piece:
             yield piece
 
-    def _write(self, data_of: list[bytes], fsync: bool) -> None:
+    def _append(self, frames: list[bytes]) -> None:
+        if not frames:
+            return
         if self._file is None:
             self._file = open(self.path, "ab", 0, opener=private)  # noqa: SIM115 it stays open between writes
         end = self._file.seek(0, os.SEEK_END)
-        data = memoryview(b"".join(data_of))
+        data = memoryview(b"".join(frames))
         try:
             while data:
                 data = data[self._file.write(data) :]
-            if fsync:
-                os.fsync(self._file.fileno())
         except OSError:
             # half a frame in the middle would hide all that is appended later
             self._file.truncate(end)
             raise
+
+    def _sync(self) -> None:
+        # a file that was rewritten meanwhile is on disk
+        if self._file is not None:
+            os.fdatasync(self._file.fileno())
 
     def _rewrite(self, head: list[Record], keep: Callable[[Record], bool]) -> None:
         temporary = self.path.with_suffix(".tmp")
@@ -170,6 +206,16 @@ class Journal:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def _settle(waiters: list[Waiter], error: OSError | None = None) -> None:
+    for waiter in waiters:
+        if waiter.done():  # cancelled: its client went away
+            continue
+        if error is None:
+            waiter.set_result(None)
+        else:
+            waiter.set_exception(error)
 
 
 def private(path: str, flags: int) -> int:

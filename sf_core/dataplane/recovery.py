@@ -60,15 +60,16 @@ async def reopen_run(journal: Journal, grace_s: float, memory: Memory) -> tuple[
     # what a dead process left on disk is in the journal too
     await asyncio.to_thread(shutil.rmtree, spill_dir_of(journal), ignore_errors=True)
     replaying: _Replay | None = None
-    async for record in journal.replay():
-        if replaying is not None:
-            await replaying.apply(record)
-            await memory.make_room()
-        elif "run" in record:
-            spec = RunSpec.model_validate(record["run"])
-            replaying = _Replay(Run(spec, await read_renderer(spec.model_dir), journal, grace_s, memory))
-        else:
-            break
+    async with aclosing(journal.replay()) as records:
+        async for record in records:
+            if replaying is not None:
+                await replaying.apply(record)
+                await memory.make_room()
+            elif "run" in record:
+                spec = RunSpec.model_validate(record["run"])
+                replaying = _Replay(Run(spec, await read_renderer(spec.model_dir), journal, grace_s, memory))
+            else:
+                break
     return None if replaying is None else replaying.finish()
 
 

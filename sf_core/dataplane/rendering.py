@@ -187,7 +187,10 @@ def _compile(source: str) -> jinja2.Template:
     # one date for the whole run: at midnight the prompts of running sessions must not change
     now = datetime.now()
     environment.globals["strftime_now"] = now.strftime
-    return environment.from_string(source)
+    template = environment.from_string(source)
+    # jinja copies it for each rendering, and a ChainMap copies slowly
+    template.globals = dict(template.globals)
+    return template
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:

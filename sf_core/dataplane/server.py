@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import ipaddress
 import os
 import socket
+import sys
 from pathlib import Path
 
 import uvicorn
@@ -14,6 +16,12 @@ from sf_core.dataplane.engine_client import HEARTBEAT_S
 from sf_core.dataplane.journal import Fsync
 from sf_core.dataplane.memory import MEMORY_MB
 from sf_core.dataplane.run import GRACE_S
+
+SWITCH_S = 0.0005
+"""How long the event loop keeps the interpreter while another thread waits for it."""
+
+GC_THRESHOLDS = (20_000, 20, 50)
+"""Allocations between collections of the young, and collections between those of the old generations."""
 
 
 def serve(
@@ -55,7 +63,18 @@ def serve(
             timeout_graceful_shutdown=1,
         )
     )
+    _tune_interpreter()
     server.run(sockets=[listening])
+
+
+def _tune_interpreter() -> None:
+    """For a busy event loop beside a thread that needs the interpreter for microseconds, and for millions of
+    objects that live as long as their sessions (docs/decisions/006)."""
+    sys.setswitchinterval(SWITCH_S)
+    # what is imported stays; looking through it and all sessions again and again cost a third of the time
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)
 
 
 def _is_loopback(host: str) -> bool:

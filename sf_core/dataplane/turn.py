@@ -230,7 +230,8 @@ class TurnService:
         return MadeCall(made, part.name, encode_arguments(part.arguments))
 
     def _visible(self, ids: list[int]) -> list[int]:
-        return [token for token in ids if token not in self._run.renderer.stop_texts]
+        stops = self._run.renderer.stop_texts
+        return ids if stops.keys().isdisjoint(ids) else [token for token in ids if token not in stops]
 
     def _read_logprobs(self, start: int) -> list[TokenLogprob] | None:
         if self._logprobs is None:
