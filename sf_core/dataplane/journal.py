@@ -7,16 +7,15 @@ nothing of what the records mean (records.py).
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import struct
 import zlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, TypeVar
 
 import msgpack
 
@@ -25,6 +24,7 @@ log = logging.getLogger(__name__)
 Record = dict[str, Any]
 """Its first key is its kind."""
 Waiter = asyncio.Future[None]
+T = TypeVar("T")
 
 Fsync = Literal["turn", "chunk", "group"]
 """What is forced to disk before anybody hears of it. turn: every whole turn and result; a chunk of a stream
@@ -63,13 +63,12 @@ class Journal:
         self._syncing: asyncio.Task[None] | None = None
 
     async def replay(self) -> AsyncGenerator[Record, None]:
-        """All intact records, oldest first, read piece by piece; what is appended meanwhile is written at the
-        end. What follows a broken one is cut off: its write was torn."""
-        async with self._alone():
-            loop, pieces = asyncio.get_running_loop(), self._read()
-            while piece := await loop.run_in_executor(self._thread, next, pieces, None):
-                for record in piece:
-                    yield record
+        """All intact records, oldest first, read piece by piece: appends go on in between. What follows a
+        broken one is cut off: its write was torn."""
+        pieces = self._read()
+        while piece := await self._exclusively(next, pieces, None):
+            for record in piece:
+                yield record
 
     def note(self, record: Record) -> None:
         """Written with whatever is appended next: for what only matters once something follows it."""
@@ -86,9 +85,7 @@ class Journal:
     async def compact(self, head: Iterable[Record], keep: Callable[[Record], bool]) -> None:
         """Put `head` in front of the records that are to be kept, and drop the others. `keep` decides on what
         was appended before this call; it runs in the thread."""
-        async with self._alone():
-            loop = asyncio.get_running_loop()
-            await loop.run_in_executor(self._thread, self._rewrite, list(head), keep)
+        await self._exclusively(self._rewrite, list(head), keep)
 
     async def close(self) -> None:
         async with self._exclusive:
@@ -143,13 +140,12 @@ class Journal:
         finally:
             self._syncing = None
 
-    @contextlib.asynccontextmanager
-    async def _alone(self) -> AsyncIterator[None]:
-        """Have the file to oneself, with all that was appended before."""
+    async def _exclusively(self, work: Callable[..., T], *args: Any) -> T:
+        """What `work` returns. It has the file for itself, with all that was appended before."""
         try:
             async with self._exclusive:
                 self._write()
-                yield
+                return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
         finally:
             self._write_if_free()
 

@@ -308,6 +308,12 @@ def test_a_run_that_starts_over_from_its_journal_finds_its_results(
         assert all(len(run.reader_of(result)()) == 1 for result in run.results.values())
         assert len(plane.memory._entries) == 4
         await plane.close()
+        # what that attempt left in the journal starts over while it is replayed
+        again = DataPlane(str(tmp_path / "third"), memory_mb=NOTHING)
+        async with asyncio.timeout(20):
+            await again.register(RunSpec.model_validate(played.spec | {"attempt": 3, "iteration": 5}))
+        assert again.runs["run"].results.keys() == run.results.keys()
+        await again.close()
 
     asyncio.run(scenario())
 
