@@ -27,6 +27,8 @@ from tests.sf_core.dataplane.test_session import export, sample, user
 
 KB = 1 / 1024
 """In MB."""
+ROOM = 2**30
+"""In bytes, as a Memory keeps its bound."""
 
 
 def played(renderer: Renderer, name: str = "s", num_turns: int = 5) -> Session:
@@ -101,6 +103,7 @@ def test_what_comes_back_is_what_left(tmp_path: Path, renderer: Renderer) -> Non
             memory.add(item, tmp_path)
         await settled(memory)
         assert session.turns == [] and result.trajectories == []
+        memory.bound_bytes = ROOM  # or what comes back could leave again
         await asyncio.gather(*(memory.load(item) for item in (session, result, session)))
         assert state_of(session) == before
         assert [(row.token_ids.tolist(), row.messages) for row in result.trajectories] == rows
@@ -215,6 +218,7 @@ def test_a_file_that_is_not_what_was_written_is_an_error_not_another_session(
         assert session.turns == []
         if damage != "gone":
             file.write_bytes(data)
+            memory.bound_bytes = ROOM  # or it could leave again
             await memory.load(session)
             assert len(session.turns) == 5
 
@@ -232,6 +236,7 @@ def test_a_record_can_be_put_behind_those_on_disk(tmp_path: Path, renderer: Rend
         await settled(memory)
         for record in later:
             assert await memory.append(session, record)
+        memory.bound_bytes = ROOM
         await memory.load(session)
 
     asyncio.run(scenario())
