@@ -65,13 +65,25 @@ def dataplane(
     ] = "turn",
     grace_s: Annotated[float, typer.Option(help="A turn goes on for so long without its client.")] = 10.0,
     gateways: Annotated[int, typer.Option(min=1, help="Processes that serve turns; 1: all in one.")] = 1,
+    memory_mb: Annotated[
+        float, typer.Option(help="For sessions and results; over it, those nobody uses wait on disk.")
+    ] = 2048,
 ) -> None:
     """Serve a data plane for many runs. Its key is read from SF_DATAPLANE_KEY."""
     from sf_core.dataplane.server import serve
     from sf_core.settings import dataplane_key
 
     try:
-        serve(host, port, None, dataplane_key(), journal_dir, fsync, grace_s, gateways)
+        serve(
+            host,
+            port,
+            key=dataplane_key(),
+            journal_dir=journal_dir,
+            fsync=fsync,
+            grace_s=grace_s,
+            memory_mb=memory_mb,
+            num_gateways=gateways,
+        )
     except ValueError as error:
         _fail(str(error))
 

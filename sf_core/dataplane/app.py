@@ -27,7 +27,8 @@ from sf_core.dataplane.gateway import read_body
 from sf_core.dataplane.host import GRACE_S
 from sf_core.dataplane.journal import Fsync
 from sf_core.dataplane.keys import KeyCheck
-from sf_core.dataplane.metrics import Metrics, Runs, together
+from sf_core.dataplane.memory import MEMORY_MB
+from sf_core.dataplane.metrics import MemoryUse, Metrics, Runs, together
 from sf_core.dataplane.observed import Observed
 from sf_core.dataplane.run import Run
 from sf_core.dataplane.session import Session
@@ -61,13 +62,15 @@ def make_app(
     journal_dir: str | None = None,
     fsync: Fsync = "turn",
     grace_s: float = GRACE_S,
+    memory_mb: float = MEMORY_MB,
     gateways: Gateways | None = None,
 ) -> Starlette:
     """Without gateway processes it serves turns itself. Raises ValueError if another data plane works in the
     journal directory."""
-    plane = DataPlane(journal_dir, fsync, grace_s, Run if gateways is None else gateways.make_run)
+    make_run = Run if gateways is None else gateways.make_run
+    plane = DataPlane(journal_dir, fsync, grace_s, memory_mb, make_run)
     routes = Routes(plane)
-    metrics = Metrics(Runs(plane.runs))
+    metrics = Metrics(Runs(plane.runs), MemoryUse(plane.memory))
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:

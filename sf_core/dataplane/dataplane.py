@@ -19,9 +19,10 @@ from sf_core.dataplane.journal import Fsync, Journal
 from sf_core.dataplane.keys import Caller
 from sf_core.dataplane.links import EngineLink
 from sf_core.dataplane.lookup import Lookup, allowed
+from sf_core.dataplane.memory import MEMORY_MB, Memory
 from sf_core.dataplane.open_runs import OpenRuns
 from sf_core.dataplane.records import released_record, run_record, weights_record
-from sf_core.dataplane.recovery import Answers, MakeRun, begin_attempt, open_run, reopen_run
+from sf_core.dataplane.recovery import Answers, MakeRun, begin_attempt, open_run, read_past, reopen_run
 from sf_core.dataplane.run import Run
 from sf_core.dataplane.session import Session
 from sf_core.dataplane.specs import RunSpec, SessionBody
@@ -40,6 +41,7 @@ class DataPlane:
         journal_dir: str | None = None,
         fsync: Fsync = "turn",
         grace_s: float = GRACE_S,
+        memory_mb: float = MEMORY_MB,
         make_run: MakeRun = Run,
     ) -> None:
         """With a journal directory, the runs that were open when the last process there ended are served
@@ -47,6 +49,7 @@ class DataPlane:
         self.runs: dict[str, Run] = {}
         self.sealers: dict[str, Sealer] = {}
         self.sessions = Lookup(self.runs)
+        self.memory = Memory(memory_mb)
         self._journal_dir, self._fsync, self._grace_s = journal_dir, fsync, grace_s
         self._make_run = make_run
         self._open_runs = None if journal_dir is None else OpenRuns(Path(journal_dir))
@@ -57,7 +60,9 @@ class DataPlane:
         """Serve again what an earlier process served, before anybody asks for it."""
         for path in self._open_runs.journals if self._open_runs else ():
             try:
-                reopened = await reopen_run(Journal(path, self._fsync), self._grace_s, self._make_run)
+                reopened = await reopen_run(
+                    Journal(path, self._fsync), self._grace_s, self.memory, self._make_run
+                )
                 if reopened is not None:
                     await reopened[0].announce()
             except (ApiError, OSError, ValueError) as error:
@@ -71,10 +76,10 @@ class DataPlane:
         async with self._registering:
             if (run := self.runs.get(spec.run_id)) is None:
                 journal = self._open_journal(spec)
-                run, answers = await open_run(spec, journal, self._grace_s, self._make_run)
+                run, answers = await open_run(spec, journal, self._grace_s, self.memory, self._make_run)
                 self._serve(run, answers)
             else:
-                if begin_attempt(run, spec, await run.journal.replay()):
+                if begin_attempt(run, spec, await read_past(run, spec)):
                     self.sealers[spec.run_id].forget()
                 await run.journal.append(run_record(spec, run.num_gateways))
                 stale = [link for link in run.router.links if link.attempt < spec.attempt]
@@ -133,6 +138,7 @@ class DataPlane:
     async def close(self) -> None:
         for run in self.runs.values():
             await run.journal.close()
+        await self.memory.close()
         if self._open_runs is not None:
             self._open_runs.close()
 

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
+from pathlib import Path
 from typing import Protocol
 
+from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.export import export_session
 from sf_core.dataplane.generation import Generation
 from sf_core.dataplane.groups import Claim
 from sf_core.dataplane.journal import Journal
+from sf_core.dataplane.memory import Memory
 from sf_core.dataplane.records import FinishedSession
 from sf_core.dataplane.rendering import Renderer
 from sf_core.dataplane.session import Session
@@ -41,13 +44,20 @@ class TurnRouter(Protocol):
 
 class SessionHost(ABC):
     def __init__(
-        self, spec: RunSpec, renderer: Renderer, journal: Journal, router: TurnRouter, grace_s: float
+        self,
+        spec: RunSpec,
+        renderer: Renderer,
+        journal: Journal,
+        router: TurnRouter,
+        grace_s: float,
+        memory: Memory,
     ) -> None:
         self.spec = spec
         self.renderer = renderer
         self.journal = journal
         self.router = router
         self.grace_s = grace_s
+        self.memory = memory
         self.sessions: dict[str, Session] = {}
         self.counters: Counter[str] = Counter()
 
@@ -56,17 +66,35 @@ class SessionHost(ABC):
         if session.claim is not None and session.claim.place.split == "holdout":
             session.floor = session.claim.place.group
         self.sessions[session.session_id] = session
+        self.memory.add(session, self.spill_dir)
+
+    @property
+    def spill_dir(self) -> Path:
+        return spill_dir_of(self.journal)
+
+    async def bring_back(self, session: Session) -> None:
+        """Returns with all of a session in memory, where it stays as long as the caller awaits nothing else
+        or has a turn in flight. Raises ApiError 404 if it ends meanwhile, 500 if it cannot be read."""
+        while self.memory.is_on_disk(session):
+            await self.memory.load(session)
+        if self.sessions.get(session.session_id) is not session:
+            raise ApiError.no_session(session.session_id)
+        self.memory.use(session)
+
+    def forget(self, session_id: str) -> None:
+        if (session := self.sessions.pop(session_id, None)) is not None:
+            self.memory.remove(session)
 
     def drop(self, session: Session, reason: str) -> None:
         """Serve it no more; whoever still waits for a turn of it is told the reason."""
-        self.sessions.pop(session.session_id, None)
+        self.forget(session.session_id)
         for name, number in session.branch_reasons.items():
             self.count(f"branches.{name}", number)
         for generation in list(session.running):
             self.router.cancel(generation, reason)
 
     def export(self, session: Session, claim: Claim, report: FinishBody) -> FinishedSession:
-        """What a session that was dropped leaves behind; the report has a reward."""
+        """What a session that was dropped leaves behind, from memory; the report has a reward."""
         assert report.reward is not None
         self.count("abandoned_turns", session.set_aside_unanswered())
         trajectories = export_session(
@@ -89,3 +117,8 @@ class SessionHost(ABC):
     @abstractmethod
     def note_started(self, claim: Claim, version: int) -> None:
         """Weights of this version may have sampled a token of the session."""
+
+
+def spill_dir_of(journal: Journal) -> Path:
+    """Where sessions and results of the journal's run are while memory has no room for them."""
+    return journal.path.with_suffix(".spill")

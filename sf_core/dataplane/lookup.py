@@ -22,8 +22,9 @@ class Lookup(Generic[Host]):
         self._runs = runs
         self._ad_hoc_numbers = itertools.count(first_ad_hoc, ad_hoc_step)
 
-    def find_session(self, scope: Scope, model: str) -> tuple[SessionHost, Session]:
-        """Without a session id a fresh ad-hoc session of the newest run that serves this model."""
+    async def find_session(self, scope: Scope, model: str) -> tuple[SessionHost, Session]:
+        """With all its turns. Without a session id a fresh ad-hoc session of the newest run that serves this
+        model."""
         caller: Caller = scope["caller"]
         session_id = caller.session_id(scope)
         if session_id is None:
@@ -34,13 +35,15 @@ class Lookup(Generic[Host]):
         run, session = self.session(session_id, caller)
         if model != run.spec.served_model:
             raise _no_model(model)
+        await run.bring_back(session)
         return run, session
 
     def session(self, session_id: str, caller: Caller) -> tuple[Host, Session]:
+        """Its turns may be on disk (SessionHost.bring_back)."""
         for run in self._runs.values():
             if (session := run.sessions.get(session_id)) is not None:
                 return allowed(run, caller), session
-        raise ApiError(404, f"Session {session_id} is unknown or over.", code="session_not_found")
+        raise ApiError.no_session(session_id)
 
     def served_models(self, session_id: str | None, caller: Caller) -> list[str]:
         runs = self._runs.values() if session_id is None else [self.session(session_id, caller)[0]]

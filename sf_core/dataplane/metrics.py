@@ -1,7 +1,7 @@
 """What Prometheus is told. Owns names, labels and meaning of every figure.
 
-What the data plane counts anyway is read when it is asked for (`Runs`, `Branches`); only what nobody else
-keeps is counted as it happens, once per request.
+What the data plane counts anyway is read when it is asked for (`Runs`, `Branches`, `MemoryUse`); only what
+nobody else keeps is counted as it happens, once per request.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from sf_core.dataplane.host import SessionHost
+from sf_core.dataplane.memory import Memory
+from sf_core.dataplane.records import FinishedSession
 from sf_core.dataplane.run import Run
+from sf_core.dataplane.session import Session
 
 _OVERHEAD_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 2.0)
 _ENGINE_S = (0.01, 0.05, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
@@ -26,7 +29,7 @@ _BRANCH = "branches."
 class Metrics:
     """One per process; its registry is its own."""
 
-    def __init__(self, counted_elsewhere: Collector) -> None:
+    def __init__(self, *counted_elsewhere: Collector) -> None:
         self._registry = registry = CollectorRegistry()
         self.requests = Counter(
             "sf_requests",
@@ -61,7 +64,8 @@ class Metrics:
             ["origin"],
             registry=registry,
         )
-        registry.register(counted_elsewhere)
+        for collector in counted_elsewhere:
+            registry.register(collector)
 
     def text(self) -> bytes:
         """In the text format of Prometheus, version 0.0.4."""
@@ -132,6 +136,32 @@ class Branches(Collector):
 
     def collect(self) -> Iterable[Metric]:
         return [_branches(self._runs)]
+
+
+class MemoryUse(Collector):
+    """Of one process."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+
+    def collect(self) -> Iterable[Metric]:
+        memory = self._memory
+        held = GaugeMetricFamily(
+            "sf_memory_bytes", "Memory of sessions and results, about.", value=memory.num_bytes
+        )
+        bound = GaugeMetricFamily("sf_memory_bound_bytes", "Its bound.", value=memory.bound_bytes)
+        items = GaugeMetricFamily(
+            "sf_held", "Sessions and results, by where they are.", labels=["kind", "in"]
+        )
+        counts = memory.count()
+        for kind, name in ((Session, "session"), (FinishedSession, "result")):
+            items.add_metric([name, "memory"], counts[kind, False])
+            items.add_metric([name, "disk"], counts[kind, True])
+        spills = CounterMetricFamily(
+            "sf_spills", "Times one of them was put on disk.", value=memory.num_spills
+        )
+        loads = CounterMetricFamily("sf_loads", "Times one of them was read back.", value=memory.num_loads)
+        return [held, bound, items, spills, loads]
 
 
 def _branches(runs: Mapping[str, SessionHost]) -> CounterMetricFamily:

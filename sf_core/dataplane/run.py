@@ -12,7 +12,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.groups import Claim, Place
 from sf_core.dataplane.host import GRACE_S, SessionHost
 from sf_core.dataplane.journal import Journal, Record
+from sf_core.dataplane.memory import Memory
 from sf_core.dataplane.meter import TokenMeter
 from sf_core.dataplane.records import (
     FinishedSession,
@@ -29,6 +30,7 @@ from sf_core.dataplane.records import (
     finished_record,
     lost_record,
     opened_record,
+    read_finished,
     rejected_record,
     revoked_record,
     rewarded_record,
@@ -41,6 +43,7 @@ from sf_core.dataplane.session_tree import session_tree
 from sf_core.dataplane.signals import Signal
 from sf_core.dataplane.specs import ClaimBody, FinishBody, RewardBody, RunSpec, SessionBody
 from sf_core.types import WeightsRef
+from storage.schema import Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -64,9 +67,16 @@ class Run(SessionHost):
     num_gateways = 1
     """Processes that serve its sessions."""
 
-    def __init__(self, spec: RunSpec, renderer: Renderer, journal: Journal, grace_s: float = GRACE_S) -> None:
+    def __init__(
+        self,
+        spec: RunSpec,
+        renderer: Renderer,
+        journal: Journal,
+        grace_s: float = GRACE_S,
+        memory: Memory | None = None,
+    ) -> None:
         router = Router(WeightsRef(spec.version, spec.weights_uri), spec.limits)
-        super().__init__(spec, renderer, journal, router, grace_s)
+        super().__init__(spec, renderer, journal, router, grace_s, memory or Memory())
         self.manager = self._new_manager()
         self.results: dict[Place, FinishedSession] = {}
         self.runners: dict[str, Runner] = {}
@@ -108,7 +118,8 @@ class Run(SessionHost):
         evaluations = self.manager.evaluations
         self.manager = self._new_manager()
         self.manager.evaluations = {v: group for v, group in evaluations.items() if v <= self.spec.version}
-        self.results = {place: r for place, r in self.results.items() if place.split == "holdout"}
+        for place in [place for place in self.results if place.split == "train"]:
+            self.drop_result(place)
 
     def knows_batch(self, batch: int) -> bool:
         """Whether the groups here fit a flow whose next batch is this one: it may not have heard of the last
@@ -171,6 +182,7 @@ class Run(SessionHost):
         await self.journal.compact(head, keep)
 
     async def tree(self, session: Session) -> dict[str, Any]:
+        await self.bring_back(session)
         return session_tree(self, session)
 
     async def open_for(self, body: SessionBody) -> Session:
@@ -202,18 +214,29 @@ class Run(SessionHost):
             self.drop(session, OVER)
             await self._fail(claim, "the reward is no finite number")
             raise ApiError(400, "A finished session needs a reward that is a finite number.", param="reward")
-        result = await self._close(session, claim, body)
+        result = await self._close_or_fail(session, claim, body)
         if not result.trajectories and claim.place.split == "train":
             return await self._fail(claim, "the agent finished without an answer from the policy")
         self.failures_in_a_row = 0
         await self.journal.append(finished_record(result))
         if self.manager.group_of(claim) is not None:
-            self.results[claim.place] = result
+            self.keep_result(self.hold(result))
             self.recent_rewards.append(result.reward)
             await self._reject(self.manager.finish(claim, result.reward, result.min_version))
         self.changed.notify()
 
+    async def _close_or_fail(self, session: Session, claim: Claim, report: FinishBody) -> FinishedSession:
+        try:
+            return await self._close(session, claim, report)
+        except ApiError as error:
+            if error.retry_after_s is None and self.sessions.get(session.session_id) is session:
+                # asked again it would fail again: another runner gets its place
+                self.drop(session, error.message)
+                await self._fail(claim, error.message)
+            raise
+
     async def _close(self, session: Session, claim: Claim, report: FinishBody) -> FinishedSession:
+        await self.bring_back(session)
         self.drop(session, OVER)
         return self.export(session, claim, report)
 
@@ -239,7 +262,36 @@ class Run(SessionHost):
             if session.claim is not None and session.claim.place[:2] == ("train", index):
                 self.drop(session, "the group of this session no longer counts")
         for place in self.places_of(index):
-            self.results.pop(place, None)
+            self.drop_result(place)
+
+    def hold(self, result: FinishedSession) -> FinishedSession:
+        """Count a result among what memory holds, until it is kept and dropped, or removed there."""
+        # nobody asks for it before its batch is sealed
+        self.memory.add(result, self.spill_dir, goes_first=True)
+        return result
+
+    def keep_result(self, result: FinishedSession) -> None:
+        """For its batch or evaluation, until `drop_result`."""
+        self.drop_result(result.claim.place)
+        self.results[result.claim.place] = result
+
+    def drop_result(self, place: Place) -> None:
+        if (result := self.results.pop(place, None)) is not None:
+            self.memory.remove(result)
+
+    def reader_of(self, result: FinishedSession) -> Callable[[], Sequence[Trajectory]]:
+        """Gives its trajectories, in any thread. Raises OSError if they are on disk and cannot be read."""
+        read, trajectories = self.memory.reader(result), result.trajectories
+        if read is None:
+            return lambda: trajectories
+        return lambda: [row for record in read() for row in read_finished(record).trajectories]
+
+    def leave_memory(self) -> None:
+        """It will not be served."""
+        for session_id in list(self.sessions):
+            self.forget(session_id)
+        for place in list(self.results):
+            self.drop_result(place)
 
     def places_of(self, group: int) -> list[Place]:
         return [Place("train", group, member) for member in range(self.spec.group_size)]

@@ -12,6 +12,7 @@ import uvicorn
 from sf_core.dataplane.app import make_app
 from sf_core.dataplane.host import GRACE_S
 from sf_core.dataplane.journal import Fsync
+from sf_core.dataplane.memory import MEMORY_MB
 from sf_core.dataplane.serving import server_config, tune_interpreter
 
 
@@ -23,6 +24,7 @@ def serve(
     journal_dir: str | None = None,
     fsync: Fsync = "turn",
     grace_s: float = GRACE_S,
+    memory_mb: float = MEMORY_MB,
     num_gateways: int = 1,
 ) -> None:
     """Serve until SIGINT or SIGTERM. Port 0 means any free one; `port_file` is written once connections are
@@ -45,8 +47,8 @@ def serve(
         # imported here: one process needs nothing of it
         from sf_core.dataplane.gateways.hub_server import serve_with_gateways
 
-        return serve_with_gateways(num_gateways, listen, key, journal_dir, fsync, grace_s)
-    server = uvicorn.Server(server_config(make_app(key, journal_dir, fsync, grace_s)))
+        return serve_with_gateways(num_gateways, listen, key, journal_dir, fsync, grace_s, memory_mb)
+    server = uvicorn.Server(server_config(make_app(key, journal_dir, fsync, grace_s, memory_mb)))
     listening = listen()
     tune_interpreter()
     server.run(sockets=[listening])

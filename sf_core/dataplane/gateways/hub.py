@@ -29,6 +29,7 @@ from sf_core.dataplane.gateways.port import give
 from sf_core.dataplane.gateways.process import Settings
 from sf_core.dataplane.gateways.relay import Downlink
 from sf_core.dataplane.journal import Fsync, Journal
+from sf_core.dataplane.memory import Memory
 from sf_core.dataplane.rendering import Renderer
 from sf_core.dataplane.router import RETRY_AFTER_S
 from sf_core.dataplane.run import Run
@@ -51,9 +52,9 @@ class Gateways:
     """All gateway processes of a hub."""
 
     def __init__(
-        self, num_gateways: int, folder: Path, key: str | None, fsync: Fsync, grace_s: float
+        self, num_gateways: int, folder: Path, key: str | None, fsync: Fsync, grace_s: float, memory_mb: float
     ) -> None:
-        """The folder is for sockets."""
+        """The folder is for sockets; the memory is that of each."""
         self.num_gateways, self.folder = num_gateways, folder
         self._key = key
         self._siblings = Siblings(folder)
@@ -61,12 +62,14 @@ class Gateways:
         """Those that the processes know of."""
         self._spread = 0
         self._processes = [
-            _Kept(Settings(i, num_gateways, str(folder), key, fsync, grace_s, -1, -1), self.runs)
+            _Kept(Settings(i, num_gateways, str(folder), key, fsync, grace_s, memory_mb, -1, -1), self.runs)
             for i in range(num_gateways)
         ]
 
-    def make_run(self, spec: RunSpec, renderer: Renderer, journal: Journal, grace_s: float) -> Run:
-        return HubRun(self, spec, renderer, journal, grace_s)
+    def make_run(
+        self, spec: RunSpec, renderer: Renderer, journal: Journal, grace_s: float, memory: Memory
+    ) -> Run:
+        return HubRun(self, spec, renderer, journal, grace_s, memory)
 
     def forwarding(self) -> Middleware:
         """For the hub's application: it gives no turn itself."""

@@ -13,6 +13,7 @@ import orjson
 
 from sf_core.dataplane.groups import Claim
 from sf_core.dataplane.journal import Journal, Record
+from sf_core.dataplane.memory import Memory
 from sf_core.dataplane.records import FinishedSession, opened_record, read_finished, run_record
 from sf_core.dataplane.rendering import Renderer
 from sf_core.dataplane.run import Run
@@ -25,9 +26,15 @@ if TYPE_CHECKING:
 
 class HubRun(Run):
     def __init__(
-        self, gateways: Gateways, spec: RunSpec, renderer: Renderer, journal: Journal, grace_s: float
+        self,
+        gateways: Gateways,
+        spec: RunSpec,
+        renderer: Renderer,
+        journal: Journal,
+        grace_s: float,
+        memory: Memory,
     ) -> None:
-        super().__init__(spec, renderer, journal, grace_s)
+        super().__init__(spec, renderer, journal, grace_s, memory)
         self.num_gateways = gateways.num_gateways
         self._gateways = gateways
         self._closing: dict[str, Session] = {}
@@ -79,7 +86,7 @@ class HubRun(Run):
 
     async def tree(self, session: Session) -> dict[str, Any]:
         value = [self.spec.run_id, session.session_id]
-        [tree] = await self._gateways.ask(self._gateways.owner(session.session_id), "tree", value)
+        tree = await self._gateways.ask(self._gateways.owner(session.session_id), "tree", value)
         return {**orjson.loads(tree), "reward": session.reward, "reward_parts": session.reward_parts}
 
     async def compact(self, head: Iterable[Record], keep: Callable[[Record], bool]) -> None:
@@ -89,7 +96,7 @@ class HubRun(Run):
 
     async def _close(self, session: Session, claim: Claim, report: FinishBody) -> FinishedSession:
         """Raises ApiError without an answer of its gateway; the session is open again then."""
-        del self.sessions[session.session_id]
+        self.forget(session.session_id)
         facts = report.model_dump(mode="json", include=set(FinishBody.model_fields))
         value = [self.spec.run_id, session.session_id, facts]
         try:
@@ -97,7 +104,7 @@ class HubRun(Run):
             return read_finished(await self._gateways.ask(owner, "close", value))
         except BaseException:
             if self.manager.group_of(claim) is not None:
-                self.sessions[session.session_id] = session
+                self.open(session)
             raise
 
     async def _tell_opened(self, sessions: list[Session]) -> None:

@@ -23,12 +23,14 @@ def serve_with_gateways(
     journal_dir: str | None,
     fsync: Fsync,
     grace_s: float,
+    memory_mb: float,
 ) -> None:
     """See `serve`; it listens once it is known that nobody else works in the journal directory."""
+    share_mb = memory_mb / (1 + num_gateways)
     # readable by nobody else: over the sockets in it one process trusts the other
     with tempfile.TemporaryDirectory(prefix="sf-gateways-", ignore_cleanup_errors=True) as folder:
-        gateways = Gateways(num_gateways, Path(folder), key, fsync, grace_s)
-        app = make_app(key, journal_dir, fsync, grace_s, gateways)
+        gateways = Gateways(num_gateways, Path(folder), key, fsync, grace_s, share_mb)
+        app = make_app(key, journal_dir, fsync, grace_s, share_mb, gateways)
         config = server_config(app, socket_path(gateways.folder, Place.HUB))
         server = AdoptingServer(config, Port(listen(), gateways.pass_on))
         tune_interpreter()

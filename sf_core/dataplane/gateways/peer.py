@@ -38,8 +38,8 @@ class Peer(asyncio.Protocol):
                 self._transport.abort()
 
     def ask(self, kind: str, value: Any) -> asyncio.Future[Any]:
-        """Sent at once. The answer is awaited: a ConnectionError if the connection is lost before, an ApiError
-        if the other end refuses or fails."""
+        """Sent at once. The answer is awaited: a ConnectionError if the connection is lost before, an
+        ApiError if the other end refuses or fails."""
         number = next(self._numbers)
         question = asyncio.get_running_loop().create_future()
         if self._transport is None:

@@ -16,7 +16,7 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -29,24 +29,22 @@ from sf_core.dataplane.agent_routes import REFUSALS, agent_routes
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.gateways.background import Background
 from sf_core.dataplane.gateways.forwarding import Forwarding, Siblings, socket_path
+from sf_core.dataplane.gateways.gateway_run import GatewayRun
 from sf_core.dataplane.gateways.peer import Peer
 from sf_core.dataplane.gateways.port import AdoptingServer, Channel
 from sf_core.dataplane.gateways.relay import Uplink, UplinkRouter
-from sf_core.dataplane.groups import Claim
-from sf_core.dataplane.host import SessionHost
-from sf_core.dataplane.journal import Fsync, Journal, Record
+from sf_core.dataplane.journal import Fsync, Journal
 from sf_core.dataplane.keys import KeyCheck
 from sf_core.dataplane.lookup import Lookup
-from sf_core.dataplane.metrics import Branches, Metrics
+from sf_core.dataplane.memory import Memory
+from sf_core.dataplane.metrics import Branches, MemoryUse, Metrics
 from sf_core.dataplane.observed import Observed
-from sf_core.dataplane.records import finished_record, read_opened
-from sf_core.dataplane.rendering import Renderer
-from sf_core.dataplane.run import OVER, read_renderer, session_name
+from sf_core.dataplane.records import read_opened
+from sf_core.dataplane.run import read_renderer
 from sf_core.dataplane.serving import server_config, tune_interpreter
 from sf_core.dataplane.session import Session
 from sf_core.dataplane.session_tree import session_tree
 from sf_core.dataplane.specs import FinishBody, RunSpec
-from sf_core.dataplane.turn_recovery import TurnReplay, session_of
 
 log = logging.getLogger(__name__)
 
@@ -65,67 +63,17 @@ class Settings:
     key: str | None
     fsync: Fsync
     grace_s: float
+    memory_mb: float
     frames_fd: int
     channel_fd: int
-
-
-class GatewayRun(SessionHost):
-    """The sessions of one run that this process owns."""
-
-    def __init__(
-        self,
-        spec: RunSpec,
-        renderer: Renderer,
-        journal: Journal,
-        router: UplinkRouter,
-        grace_s: float,
-        peer: Peer,
-    ) -> None:
-        super().__init__(spec, renderer, journal, router, grace_s)
-        self._peer = peer
-        self.oldest: dict[str, int] = {}
-        """By session: the oldest version in what the journal has of it."""
-        self.closed: dict[str, Session] = {}
-        """Exported, and not yet in the journal of the hub."""
-
-    def count(self, name: str, number: int = 1) -> None:
-        if number:
-            self._peer.tell("counted", [self.spec.run_id, name, number])
-
-    def note_started(self, claim: Claim, version: int) -> None:
-        name = session_name(self.spec.run_id, claim)
-        self.oldest[name] = min(version, self.oldest.get(name, version))
-
-    def open_new(self, sessions: Iterable[Session]) -> None:
-        for session in sessions:
-            if session.session_id not in self.sessions and session.session_id not in self.closed:
-                self.open(session)
-
-    def close(self, session_id: str, report: FinishBody) -> Record:
-        """What the session leaves behind. It may be asked for again. Raises ApiError for an unknown one."""
-        if (session := self.sessions.get(session_id)) is not None:
-            self.closed[session_id] = session
-            self.drop(session, OVER)
-        session = self.closed.get(session_id)
-        if session is None or session.claim is None:
-            raise ApiError(404, f"Session {session_id} is unknown or over.", code="session_not_found")
-        return finished_record(self.export(session, session.claim, report))
-
-    async def compact(self) -> None:
-        """Of sessions that are over nothing is asked any more."""
-        await self.journal.compact([], self._is_held)
-
-    def _is_held(self, record: Record) -> bool:
-        session_id = session_of(record)
-        # in this order: a session is in both for a moment when it is closed
-        return session_id in self.sessions or session_id in self.closed
 
 
 class GatewayProcess:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self.runs: dict[str, GatewayRun] = {}
-        self.metrics = Metrics(Branches(self.runs))
+        self.memory = Memory(settings.memory_mb)
+        self.metrics = Metrics(Branches(self.runs), MemoryUse(self.memory))
         self.siblings = Siblings(Path(settings.folder))
         self._peer = Peer(self._take, self._hub_is_gone)
         self._uplink = Uplink(self._peer)
@@ -143,6 +91,7 @@ class GatewayProcess:
         self._background.cancel()
         for run in self.runs.values():
             await run.journal.close()
+        await self.memory.close()
         await self.siblings.close()
 
     def _take(self, kind: str, value: Any) -> None:
@@ -164,12 +113,13 @@ class GatewayProcess:
                     await self._answer(*value)
                 case "drop":
                     run_id, session_id, reason = value
-                    for run, session in self._find(run_id, session_id):
+                    run = self.runs.get(run_id)
+                    if run is not None and (session := run.sessions.get(session_id)) is not None:
                         run.drop(session, reason)
                 case "forget":
                     run_id, session_id = value
                     if run_id in self.runs:
-                        self.runs[run_id].closed.pop(session_id, None)
+                        self.runs[run_id].forget_closed(session_id)
                 case "compact" if value in self.runs:
                     self._background.start(self.runs[value].compact())
                 case "end":
@@ -195,11 +145,10 @@ class GatewayProcess:
                 self._run(run_id).open_new(read_opened({"opened": opened}))
             case "close":
                 run_id, session_id, report = value
-                return self._run(run_id).close(session_id, FinishBody.model_validate(report))
+                return await self._run(run_id).close(session_id, FinishBody.model_validate(report))
             case "tree":
                 run_id, session_id = value
-                # JSON, because MessagePack has no integers of more than 64 bits
-                return [orjson.dumps(session_tree(*found)) for found in self._find(run_id, session_id)]
+                return await self._tree(self._run(run_id), session_id)
             case "figures":
                 return self.metrics.text()
         return None
@@ -209,11 +158,11 @@ class GatewayProcess:
             raise ApiError(503, f"Run {run_id} could not be opened in a gateway process.", retry_after_s=5)
         return run
 
-    def _find(self, run_id: str, session_id: str) -> Iterator[tuple[GatewayRun, Session]]:
-        """The session, if it is open here."""
-        run = self.runs.get(run_id)
-        if run is not None and (session := run.sessions.get(session_id)) is not None:
-            yield run, session
+    async def _tree(self, run: GatewayRun, session_id: str) -> bytes:
+        session = run.find(session_id)
+        await run.bring_back(session)
+        # JSON, because MessagePack has no integers of more than 64 bits
+        return orjson.dumps(session_tree(run, session))
 
     async def _open_run(self, spec: dict[str, Any], opened: list[Any], journal: str) -> dict[str, int]:
         """The run as the hub has it; returns the oldest version of each session that has one."""
@@ -222,25 +171,19 @@ class GatewayProcess:
         if (run := self.runs.get(told.run_id)) is None:
             run = await self._restore_run(told, sessions, Path(journal))
         run.spec = told
-        for session_id in [name for name in run.sessions if name not in sessions]:
-            run.drop(run.sessions[session_id], OVER)
+        run.keep_only(sessions)
         run.open_new(sessions.values())
         return run.oldest
 
     async def _restore_run(self, spec: RunSpec, sessions: dict[str, Session], hubs: Path) -> GatewayRun:
         """With the turns that a process before this one recorded."""
-        path = hubs.with_name(f"{spec.run_id}.g{self._settings.index}.journal")
+        path = hubs.with_suffix(".gateways") / f"{self._settings.index}.journal"
         await self._lock(path)
         journal = Journal(path, self._settings.fsync)
         renderer = await read_renderer(spec.model_dir)
         router = UplinkRouter(spec.run_id, self._uplink)
-        run = GatewayRun(spec, renderer, journal, router, self._settings.grace_s, self._peer)
-        for session in sessions.values():
-            run.open(session)
-        replay = TurnReplay(run)
-        for record in await journal.replay():
-            replay.apply(record)
-        replay.finish()
+        run = GatewayRun(spec, renderer, journal, router, self._settings.grace_s, self.memory, self._peer)
+        await run.restore(sessions.values())
         self.runs[spec.run_id] = run
         return run
 
