@@ -70,6 +70,11 @@ class HubRun(Run):
         await self._tell_opened([session])
         return session
 
+    def open(self, session: Session) -> None:
+        super().open(session)
+        # what there is to spill of it is with its gateway
+        self.memory.remove(session)
+
     def drop(self, session: Session, reason: str) -> None:
         super().drop(session, reason)
         self._tell_owner(session, "drop", reason)

@@ -11,12 +11,13 @@ import pytest
 from tests.sf_core.dataplane.stand import Server, running_process
 from tests.sf_core.dataplane.test_recovery import Restarts, serving
 
+TWO = ("--gateways", "2")
+
 
 @pytest.fixture
 def server(tmp_path: Path, model_dir: str) -> Iterator[Server]:
-    options = ("--gateways", "2", "--grace-s", "0.1")
     with (
-        running_process(tmp_path / "port", 0, *options) as url,
+        running_process(tmp_path / "port", 0, *TWO, "--grace-s", "0.1") as url,
         httpx.Client(base_url=url, timeout=30) as http,
     ):
         server = Server(url, http, tmp_path, model_dir)
@@ -30,5 +31,5 @@ def server(tmp_path: Path, model_dir: str) -> Iterator[Server]:
 
 @pytest.fixture
 def plane(tmp_path: Path, model_dir: str) -> Iterator[Restarts]:
-    with serving(Restarts(tmp_path, model_dir, ("--gateways", "2"))) as plane:
+    with serving(Restarts(tmp_path, model_dir, TWO)) as plane:
         yield plane
