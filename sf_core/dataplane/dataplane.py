@@ -64,12 +64,10 @@ class DataPlane:
                     Journal(path, self._fsync), self._grace_s, self.memory, self._make_run
                 )
                 if reopened is not None:
+                    self._serve(*reopened)
                     await reopened[0].announce()
             except (ApiError, OSError, ValueError) as error:
                 log.warning("%s: the run waits for its flow to register it: %s", path, error)
-                continue
-            if reopened is not None:
-                self._serve(*reopened)
 
     async def register(self, spec: RunSpec) -> Run:
         """Open a run, or begin another attempt on it."""

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import aiohttp
 import orjson
-from multidict import CIMultiDict
 from starlette.types import ASGIApp, Receive, Scope, Send
 from yarl import URL
 
@@ -47,11 +46,11 @@ class Siblings:
     async def ask(self, owner: Owner, scope: Scope, body: bytes) -> aiohttp.ClientResponse:
         """The beginning of its answer. Raises ApiError 503 if it is gone and does not come back in time, or
         ends before it answers."""
-        headers = CIMultiDict(
+        headers = [
             (name.decode("latin-1"), value.decode("latin-1"))
             for name, value in scope["headers"]
             if name not in _OF_THE_CONNECTION
-        )
+        ]
         query = f"?{scope['query_string'].decode('latin-1')}" if scope["query_string"] else ""
         url = URL(f"http://gateway{scope['raw_path'].decode('latin-1')}{query}", encoded=True)
         deadline = time.monotonic() + RESTART_S

@@ -13,8 +13,9 @@ import logging
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,17 +101,19 @@ class Gateways:
         """No effect while that process is not there: it is told all when it comes."""
         self._processes[owner].tell(kind, value)
 
-    async def ask(self, owner: int, kind: str, value: Any) -> Any:
-        """Asked again if the process dies meanwhile. Raises ApiError 503 without an answer in time, and
-        whatever the process refuses with."""
+    async def ask(self, owner: int, kind: str, value: Callable[[], Any]) -> Any:
+        """Asked again if the process dies meanwhile: the value is that of the moment in which it is sent, so
+        that what is told later is later. Raises ApiError 503 without an answer in time, and whatever the
+        process refuses with."""
         return await self._processes[owner].ask(kind, value)
 
-    async def ask_all(self, kind: str, values: list[Any]) -> list[Any]:
-        """One value for each process."""
-        return await asyncio.gather(*(self.ask(i, kind, value) for i, value in enumerate(values)))
+    async def ask_all(self, kind: str, value: Callable[[int], Any]) -> list[Any]:
+        """With a value for each process."""
+        questions = (self.ask(i, kind, partial(value, i)) for i in range(self.num_gateways))
+        return await asyncio.gather(*questions)
 
     async def figures(self) -> dict[str, bytes]:
-        texts = await self.ask_all("figures", [None] * self.num_gateways)
+        texts = await self.ask_all("figures", lambda _: None)
         return {f"gateway{i}": text for i, text in enumerate(texts)}
 
     async def pass_on(self, connection: socket.socket, head: bytes) -> bool:
@@ -174,14 +177,14 @@ class _Kept:
         if self._peer is not None:
             self._peer.tell(kind, value)
 
-    async def ask(self, kind: str, value: Any) -> Any:
+    async def ask(self, kind: str, value: Callable[[], Any]) -> Any:
         try:
             async with asyncio.timeout(ANSWER_S):
                 while True:
                     await self._reachable.wait()
                     with contextlib.suppress(ConnectionError):
                         if self._peer is not None:
-                            return await self._peer.ask(kind, value)
+                            return await self._peer.ask(kind, value())
         except TimeoutError:
             message = f"Gateway process {self._settings.index} gave no answer to {kind!r} for {ANSWER_S:g} s."
             raise ApiError(503, message, retry_after_s=RETRY_AFTER_S) from None

@@ -6,7 +6,9 @@ there. Everything else of a run is as in one process.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -41,10 +43,8 @@ class HubRun(Run):
         """Over, and not yet in the journal: their gateways must keep them."""
 
     async def announce(self) -> None:
-        run_id = self.spec.run_id
-        self._gateways.runs[run_id] = self
-        states = [self.state_for(i) for i in range(self.num_gateways)]
-        for versions in await self._gateways.ask_all("run", states):
+        self._gateways.runs[self.spec.run_id] = self
+        for versions in await self._gateways.ask_all("run", self.state_for):
             self.note_versions(versions)
 
     def state_for(self, gateway: int) -> list[Any]:
@@ -87,11 +87,11 @@ class HubRun(Run):
             await super().finish(session, body)
         finally:
             self._closing.pop(session.session_id, None)
-        self._tell_owner(session, "forget")
+            if session.session_id not in self.sessions:
+                self._tell_owner(session, "forget")
 
     async def tree(self, session: Session) -> dict[str, Any]:
-        value = [self.spec.run_id, session.session_id]
-        tree = await self._gateways.ask(self._gateways.owner(session.session_id), "tree", value)
+        tree = await self._ask_owner(session, "tree")
         return {**orjson.loads(tree), "reward": session.reward, "reward_parts": session.reward_parts}
 
     async def compact(self, head: Iterable[Record], keep: Callable[[Record], bool]) -> None:
@@ -103,10 +103,8 @@ class HubRun(Run):
         """Raises ApiError without an answer of its gateway; the session is open again then."""
         self.forget(session.session_id)
         facts = report.model_dump(mode="json", include=set(FinishBody.model_fields))
-        value = [self.spec.run_id, session.session_id, facts]
         try:
-            owner = self._gateways.owner(session.session_id)
-            return read_finished(await self._gateways.ask(owner, "close", value))
+            return read_finished(await self._ask_owner(session, "close", facts))
         except BaseException:
             if self.manager.group_of(claim) is not None:
                 self.open(session)
@@ -117,8 +115,19 @@ class HubRun(Run):
         owned: dict[int, list[Session]] = {}
         for session in sessions:
             owned.setdefault(self._gateways.owner(session.session_id), []).append(session)
-        for owner, part in owned.items():
-            await self._gateways.ask(owner, "opened", [self.spec.run_id, opened_record(part)["opened"]])
+        await asyncio.gather(
+            *(self._gateways.ask(o, "opened", partial(self._opened, part)) for o, part in owned.items())
+        )
+
+    def _opened(self, sessions: list[Session]) -> list[Any]:
+        """Without those that have ended meanwhile."""
+        still = [session for session in sessions if self.sessions.get(session.session_id) is session]
+        return [self.spec.run_id, opened_record(still)["opened"]]
+
+    async def _ask_owner(self, session: Session, kind: str, *facts: Any) -> Any:
+        owner = self._gateways.owner(session.session_id)
+        value = [self.spec.run_id, session.session_id, *facts]
+        return await self._gateways.ask(owner, kind, lambda: value)
 
     def _tell_owner(self, session: Session, kind: str, *facts: Any) -> None:
         owner = self._gateways.owner(session.session_id)

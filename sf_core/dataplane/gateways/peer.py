@@ -16,16 +16,14 @@ import msgpack
 from sf_core.dataplane import wire
 from sf_core.dataplane.errors import ApiError
 
-MAX_FRAME_BYTES = 2**30
-
-MAX_UNREAD_BYTES = 64 * 2**20
-"""A process that reads so much slower than it is written to is given up."""
+MAX_UNREAD_BYTES = 2**30
+"""Of a frame, and of what was written and not read yet: a process that reads so much slower is given up."""
 
 
 class Peer(asyncio.Protocol):
     def __init__(self, on_frame: Callable[[str, Any], None], on_lost: Callable[[], None]) -> None:
         self._on_frame, self._on_lost = on_frame, on_lost
-        self._unpacker = msgpack.Unpacker(strict_map_key=False, max_buffer_size=MAX_FRAME_BYTES)
+        self._unpacker = msgpack.Unpacker(strict_map_key=False, max_buffer_size=MAX_UNREAD_BYTES)
         self._transport: asyncio.Transport | None = None
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()

@@ -79,7 +79,8 @@ class GatewayProcess:
         self._uplink = Uplink(self._peer)
         self._orders: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
         self._background = Background()
-        self._locks: list[int] = []
+        self._locks: dict[Path, int] = {}
+        """File descriptors of the journals' locks, held until the process ends."""
         self.server: AdoptingServer | None = None
 
     @contextlib.asynccontextmanager
@@ -189,6 +190,8 @@ class GatewayProcess:
 
     async def _lock(self, path: Path) -> None:
         """Raises ApiError if another process keeps this journal."""
+        if path in self._locks:
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = os.open(path.with_suffix(".lock"), os.O_CREAT | os.O_RDWR, 0o600)
         try:
@@ -196,8 +199,9 @@ class GatewayProcess:
                 while not _is_locked(lock):
                     await asyncio.sleep(0.05)
         except TimeoutError:
+            os.close(lock)
             raise ApiError(503, f"Another gateway process works in {path}.", retry_after_s=5) from None
-        self._locks.append(lock)
+        self._locks[path] = lock
 
 
 def _is_locked(lock: int) -> bool:
