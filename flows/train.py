@@ -19,6 +19,7 @@ from tasks.evaluate import evaluate
 from tasks.filter import filter_
 from tasks.finish import finish
 from tasks.lease import Leases
+from tasks.page import show_devices
 from tasks.publish import publish
 from tasks.rollout import rollout
 from tasks.train import train as train_step
@@ -64,6 +65,7 @@ def iteration(config: RunConfig, run: RunRef, plan: Plan, number: int, lent: str
     if "train" in todo and lent:
         # training is ahead of the next lease in the worker's queue: the device goes straight to it
         opened.dataplane.revoke(lent)
+    show_devices(run, number)
     for stage in stages:
         stage.result()
 

@@ -42,13 +42,20 @@ def evaluate(config: ConfigFile, overrides: Overrides = None) -> None:
 
 @app.command()
 def inspect(
-    run: RunDir, session: Annotated[str | None, typer.Option(help="Show one session.")] = None
+    run: RunDir,
+    session: Annotated[str | None, typer.Option(help="Show one session.")] = None,
+    timeline: Annotated[
+        bool, typer.Option("--timeline", help="Show what the devices did; draws timeline.json and .png.")
+    ] = False,
 ) -> None:
     """Show a run's iterations, or one session turn by turn. Reads only the run directory."""
-    from sf_core.inspect import inspect_run, inspect_session
+    from sf_core.inspect import inspect_devices, inspect_run, inspect_session
 
     try:
-        console.print(inspect_session(run, session) if session else inspect_run(run))
+        if session:
+            console.print(inspect_session(run, session))
+        else:
+            console.print(inspect_devices(run) if timeline else inspect_run(run))
     except ValueError as error:
         _fail(str(error))
 

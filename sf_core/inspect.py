@@ -13,7 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from sf_core import report
+from sf_core import observe, report
 from storage import files
 from storage.run_directory import STAGES, RunDirectory
 from storage.schema import NOT_SAMPLED, Trajectory, TurnSpan
@@ -42,6 +42,24 @@ def inspect_run(uri: str) -> RenderableType:
     if rows and (rollout := rows[-1].rollout) is not None:
         footer += f"\none session: sf inspect {uri} --session {rollout.example}"
     return Group(table, Text("\n" + footer, style="dim"))
+
+
+def inspect_devices(uri: str) -> RenderableType:
+    """A table of what the devices did in each iteration. Draws timeline.json and timeline.png too. Raises
+    ValueError with one sentence if there is no run."""
+    run = report.open_run(uri)
+    iterations = len(report.iteration_figures(run))
+    observe.record_figures(run, iterations - 1)
+    observe.draw_timelines(run)
+    figures = observe.read_figures(run, range(iterations))
+    table = _table(f"run {run.run_id}")
+    names = observe.table_columns(figures)
+    for name in ("iteration", *names.values()):
+        table.add_column(name, justify="right")
+    for iteration, row in figures.items():
+        table.add_row(str(iteration), *(observe.shown(name, row.get(name)) for name in names))
+    drawn = f"\ntimeline: {run.trace_file} (open it in ui.perfetto.dev)\npicture: {run.timeline_picture}"
+    return Group(table, Text(drawn, style="dim"))
 
 
 def inspect_session(uri: str, session_id: str) -> RenderableType:

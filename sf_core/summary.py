@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from sf_core.config import RunConfig
+from sf_core.iterations import iteration_windows
 from sf_core.picture import draw_run
 from sf_core.scheduling.timeline import Span, idle_fraction, read_spans
 from sf_core.settings import command_started_at
@@ -60,18 +61,6 @@ def summarise(directory: RunDirectory, config: RunConfig) -> dict[str, Any]:
         boundaries=[end for _, end in windows],
     )
     return summary
-
-
-def iteration_windows(iterations: list[dict[str, Manifest]]) -> list[tuple[float, float]]:
-    """From the end of one iteration to the end of the next; the first of an attempt from its own start."""
-    windows: list[tuple[float, float]] = []
-    attempt = None
-    for stages in iterations:
-        first, last = stages["rollout"], stages["publish"]
-        start = windows[-1][1] if first.attempt == attempt else first.data["started_at"]
-        windows.append((start, last.data["finished_at"]))
-        attempt = last.attempt
-    return windows
 
 
 def orchestration_seconds(iterations: list[dict[str, Manifest]]) -> float:

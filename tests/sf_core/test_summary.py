@@ -1,4 +1,5 @@
-from sf_core.summary import iteration_windows, orchestration_seconds
+from sf_core.iterations import iteration_windows
+from sf_core.summary import orchestration_seconds
 from storage.manifests import Manifest
 
 
