@@ -51,13 +51,12 @@ def inspect_devices(uri: str) -> RenderableType:
     iterations = len(report.iteration_figures(run))
     observe.record_figures(run, iterations - 1)
     observe.draw_timelines(run)
-    figures = observe.read_figures(run, range(iterations))
+    names, rows = observe.table(observe.read_figures(run, range(iterations)))
     table = _table(f"run {run.run_id}")
-    names = observe.table_columns(figures)
-    for name in ("iteration", *names.values()):
+    for name in names:
         table.add_column(name, justify="right")
-    for iteration, row in figures.items():
-        table.add_row(str(iteration), *(observe.shown(name, row.get(name)) for name in names))
+    for row in rows:
+        table.add_row(*row)
     drawn = f"\ntimeline: {run.trace_file} (open it in ui.perfetto.dev)\npicture: {run.timeline_picture}"
     return Group(table, Text(drawn, style="dim"))
 

@@ -5,6 +5,7 @@ timeline.png. Behind the `finish` stage, `sf inspect` and the run's page.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -24,15 +25,15 @@ NUM_DRAWN = 8
 
 Figures = dict[str, float]
 
-SHOWN = {
+COLUMNS = {
     "utilisation_cluster": "busy",
     "utilisation_train": "train",
     "utilisation_rollout": "rollout",
     "switches": "switches",
-    "to_train_mean_s": "to train",
-    "to_rollout_mean_s": "to rollout",
-    "tokens_rollout_only": "tokens, rollout only",
-    "tokens_lent": "tokens, lent",
+    "to_train_mean_s": "to train s",
+    "to_rollout_mean_s": "to rollout s",
+    "tokens_rollout_only": "tokens own",
+    "tokens_lent": "lent",
 }
 """Figures in the order of a table, and what they are called there."""
 
@@ -86,34 +87,34 @@ def draw_timelines(run: RunDirectory) -> None:
     draw_timeline(run.timeline_picture, title=run.run_id, spans=spans, iterations=drawn)
 
 
-def markdown_table(figures: Mapping[int, Figures]) -> str:
-    """The figures of some iterations for a page, one row each."""
-    names = table_columns(figures)
-    lines = ["| iteration | " + " | ".join(names.values()) + " |", "|" + " ---: |" * (len(names) + 1)]
-    for iteration, row in sorted(figures.items()):
-        cells = [shown(name, row.get(name)) for name in names]
-        lines.append(f"| {iteration} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def table_columns(figures: Mapping[int, Figures]) -> dict[str, str]:
-    """Names of the figures a table shows, and what they are called there."""
+def table(figures: Mapping[int, Figures]) -> tuple[list[str], list[list[str]]]:
+    """The figures of some iterations for people: names of the columns, and the cells of each row."""
     devices = sorted({name for row in figures.values() for name in row if name.startswith("idle_")})
-    lags = sorted({name for row in figures.values() for name in row if name.startswith("lag_")})
-    return (
-        {name: f"idle {name.removeprefix('idle_')}" for name in devices}
-        | SHOWN
-        | {name: name.replace("_", " ") for name in lags}
-    )
+    names = {name: f"idle {name.removeprefix('idle_')}" for name in devices} | COLUMNS
+    rows = [
+        [str(iteration), *(_cell(name, row.get(name)) for name in names), _lags(row)]
+        for iteration, row in sorted(figures.items())
+    ]
+    return ["iteration", *names.values(), "tokens by lag"], rows
 
 
-def shown(name: str, value: float | None) -> str:
-    """A figure for people."""
-    if value is None:
+def markdown_table(figures: Mapping[int, Figures]) -> str:
+    """The same for a page."""
+    names, rows = table(figures)
+    lines = [names, ["---:"] * len(names), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _cell(name: str, value: float | None) -> str:
+    if value is None or math.isnan(value):
         return ""
     if name.startswith(("idle_", "utilisation_")):
         return f"{value:.0%}"
-    return f"{value:.2f} s" if name.endswith("_s") else f"{value:,.0f}"
+    return f"{value:.2f}" if name.endswith("_s") else f"{value:,.0f}"
+
+
+def _lags(row: Figures) -> str:
+    return " ".join(f"{number:,.0f}" for name, number in row.items() if name.startswith("lag_"))
 
 
 def _row(figures: DeviceFigures, lags: Sequence[int]) -> Figures:

@@ -44,7 +44,7 @@ def draw_run(
     for end in boundaries:
         lanes.axvline(end - origin, color=INK, alpha=0.15, linewidth=0.6)
     lanes.set(yticklabels=workers)
-    _legend(lanes, spans, -0.45)
+    _legend(figure, spans)
     _save(uri, figure)
 
 
@@ -59,7 +59,7 @@ def draw_timeline(
     inside = [span for span in spans if span.end > start and span.start < end]
     tags = {worker: {s.tag for s in inside if s.worker == worker} for worker in {s.worker for s in inside}}
     workers = sorted(tags, key=lambda worker: ("train" in tags[worker], worker))
-    figure, axes = _plots(figsize=(12, 1.7 + 0.5 * max(1, len(workers))), constrained_layout=True)
+    figure, axes = _plots(figsize=(12, 1.6 + 0.55 * max(1, len(workers))), constrained_layout=True)
     _draw_devices(axes, workers, inside, start)
     for number, window in iterations.items():
         axes.axvline(window[1] - start, color=INK, alpha=0.7, linewidth=0.9, linestyle=(0, (3, 2)))
@@ -78,7 +78,7 @@ def draw_timeline(
     }
     axes.set(xlim=(0, end - start), yticklabels=[f"{w}   idle {idle[w]:.0%}" for w in workers])
     axes.set_title(title, fontsize=11, pad=20, color=INK, loc="left")
-    _legend(axes, inside, -0.55 / max(1, len(workers)) ** 0.5 - 0.12)
+    _legend(figure, inside)
     _save(uri, figure)
 
 
@@ -99,22 +99,17 @@ def _draw_devices(axes: Any, workers: Sequence[str], spans: Iterable[Span], orig
     axes.tick_params(axis="y", length=0)
 
 
-def _legend(axes: Any, spans: Iterable[Span], below: float) -> None:
+def _legend(figure: Any, spans: Iterable[Span]) -> None:
     from matplotlib.patches import Patch
 
     tags = sorted({span.tag for span in spans} | set(COLOURS))
-    axes.legend(
-        handles=[Patch(color=COLOURS.get(tag, OTHER), label=tag) for tag in tags]
-        + [
-            Patch(color=MOVING, label="loads, saves, hands over"),
-            Patch(color=COLOURS["rollout"], alpha=0.25, label="held, computing nothing"),
-            Patch(facecolor=GROUND, edgecolor="#b8b4a8", linewidth=0.6, label="held by nobody"),
-        ],
-        loc="upper center",
-        bbox_to_anchor=(0.5, below),
-        ncols=len(tags) + 3,
-        frameon=False,
-    )
+    handles = [Patch(color=COLOURS.get(tag, OTHER), label=tag) for tag in tags]
+    handles += [
+        Patch(color=MOVING, label="loads, saves, hands over"),
+        Patch(color=COLOURS["rollout"], alpha=0.25, label="held, computing nothing"),
+        Patch(facecolor=GROUND, edgecolor="#b8b4a8", linewidth=0.6, label="held by nobody"),
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
 
 
 def _plots(*shape: int, **settings: Any) -> tuple[Any, Any]:

@@ -42,6 +42,10 @@ class Wait:
         return time.monotonic() - self._started
 
     @property
+    def left_s(self) -> float:
+        return max(0.0, self.timeout_s - self.seconds)
+
+    @property
     def until(self) -> float:
         return self.since + self.timeout_s
 
@@ -72,8 +76,6 @@ def waiting_for(
     *,
     reason: Callable[[], str] | str = "",
     tell: Tell | None = None,
-    first_s: float = FIRST_S,
-    then_s: float = THEN_S,
 ) -> Iterator[Wait]:
     """Log what is waited for, once the wait has lasted a while and now and then after that; `tell` gets the
     wait at the same moments. Neither it nor `reason` may take long.
@@ -84,7 +86,7 @@ def waiting_for(
     wait = Wait(what, timeout_s, reason)
     is_over = threading.Event()
     # Prefect finds the run a line of the log belongs to by the context
-    watch = partial(copy_context().run, _watch, wait, is_over, tell, first_s, then_s)
+    watch = partial(copy_context().run, _watch, wait, is_over, tell)
     watcher = threading.Thread(target=watch, name="wait", daemon=True)
     watcher.start()
     try:
@@ -108,13 +110,13 @@ def collect_waits() -> Iterator[list[dict[str, Any]]]:
         _finished.reset(token)
 
 
-def _watch(wait: Wait, is_over: threading.Event, tell: Tell | None, first_s: float, then_s: float) -> None:
-    pause_s = first_s
+def _watch(wait: Wait, is_over: threading.Event, tell: Tell | None) -> None:
+    pause_s = FIRST_S
     while not is_over.wait(pause_s):
         log.warning(wait.sentence())
         if tell is not None:
             tell(wait)
-        pause_s = then_s
+        pause_s = THEN_S
 
 
 def _clock(moment: float) -> str:

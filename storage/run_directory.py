@@ -86,12 +86,12 @@ class RunDirectory:
 
     def write_timeline(self, name: str, until: float, data: bytes) -> FileRef:
         """One part of what `name` did, up to this moment (Unix seconds). A part is written once."""
-        return files.write_atomic(self.path("timeline", f"{name}.{round(until * 1000)}.json"), data)
+        return files.write_atomic(self.path("timeline", f"{name}.{round(until * 1e6)}.json"), data)
 
     def read_timelines(self, since: float = 0.0) -> list[bytes]:
         """The parts that tell of times after `since` (Unix seconds)."""
         uris = files.list_files(self.path("timeline"))
-        return [files.read_bytes(uri) for uri in uris if int(uri.split(".")[-2]) >= since * 1000]
+        return [files.read_bytes(uri) for uri in uris if int(uri.split(".")[-2]) >= since * 1e6]
 
     @property
     def trace_file(self) -> str:

@@ -98,7 +98,7 @@ class DataplaneClient:
         manned = time.monotonic()
         with waiting_for(what, timeout_s, tell=self._show) as wait:
             while True:
-                answer = self._call("GET", path, params={"wait_s": 10})
+                answer = self._call("GET", path, params={"wait_s": min(10.0, wait.left_s)})
                 now = time.monotonic()
                 if answer[flag]:
                     return
@@ -116,8 +116,9 @@ class DataplaneClient:
     ) -> dict[str, Any]:
         def awaited() -> str:
             with suppress(httpx.HTTPError):
-                engines = self._http.get(self._run, timeout=2.0).json()["engines"]
-                return ", ".join(f"{e['id']} is {e['state']}" for e in engines if is_awaited(e))
+                response = self._http.get(self._run, timeout=2.0).raise_for_status()
+                engines = [e for e in response.json()["engines"] if is_awaited(e)]
+                return ", ".join(f"engine {e['id']} is {e['state']}" for e in engines)
             return "the data plane does not answer"
 
         with waiting_for(what, ENGINE_PATIENCE_S, reason=awaited, tell=self._show) as wait:

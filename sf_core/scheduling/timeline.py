@@ -99,7 +99,8 @@ class Timeline:
 
     def flush(self) -> None:
         """Hand everything up to now to the writer."""
-        start, self._written_until = self._written_until, time.time()
+        # a part is named by its end: two must not end in the same microsecond
+        start, self._written_until = self._written_until, max(time.time(), self._written_until + 1e-5)
         held = Span(self._worker, self._tag, start, self._written_until, "held", lease=self._lease)
         spans, self._spans = [held, *self._spans], []
         self._parts = [part for part in self._parts if not part.done() or part.exception()]
