@@ -45,17 +45,18 @@ def inspect(
     run: RunDir,
     session: Annotated[str | None, typer.Option(help="Show one session.")] = None,
     timeline: Annotated[
-        bool, typer.Option("--timeline", help="Show what the devices did; draws timeline.json and .png.")
+        bool, typer.Option("--timeline", help="Show the devices; write timeline.json and .png.")
     ] = False,
 ) -> None:
-    """Show a run's iterations, or one session turn by turn. Reads only the run directory."""
-    from sf_core.inspect import inspect_devices, inspect_run, inspect_session
+    """Show a run's iterations and devices, or one session turn by turn, from the run directory alone."""
+    from sf_core.inspect import inspect_run, inspect_session, inspect_timeline
 
     try:
-        if session:
-            console.print(inspect_session(run, session))
+        if session is not None:
+            view = inspect_session(run, session)
         else:
-            console.print(inspect_devices(run) if timeline else inspect_run(run))
+            view = inspect_timeline(run) if timeline else inspect_run(run)
+        console.print(view)
     except ValueError as error:
         _fail(str(error))
 

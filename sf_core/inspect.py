@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sf_core import observe, report
+from sf_core.iterations import read_iterations
 from storage import files
 from storage.run_directory import STAGES, RunDirectory
 from storage.schema import NOT_SAMPLED, Trajectory, TurnSpan
@@ -41,24 +42,18 @@ def inspect_run(uri: str) -> RenderableType:
     footer = f"held-out: reward after the iteration; stages committed: {', '.join(STAGES)}"
     if rows and (rollout := rows[-1].rollout) is not None:
         footer += f"\none session: sf inspect {uri} --session {rollout.example}"
-    return Group(table, Text("\n" + footer, style="dim"))
+    return Group(table, _devices(run, len(rows)), Text("\n" + footer, style="dim"))
 
 
-def inspect_devices(uri: str) -> RenderableType:
-    """A table of what the devices did in each iteration. Draws timeline.json and timeline.png too. Raises
-    ValueError with one sentence if there is no run."""
+def inspect_timeline(uri: str) -> RenderableType:
+    """A table of what the devices did in each iteration, after timeline.json and timeline.png have been
+    written. Raises ValueError with one sentence if there is no run."""
     run = report.open_run(uri)
-    iterations = len(report.iteration_figures(run))
+    iterations = sum(1 for _ in read_iterations(run))
     observe.record_figures(run, iterations - 1)
     observe.draw_timelines(run)
-    names, rows = observe.table(observe.read_figures(run, range(iterations)))
-    table = _table(f"run {run.run_id}")
-    for name in names:
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(*row)
     drawn = f"\ntimeline: {run.trace_file} (open it in ui.perfetto.dev)\npicture: {run.timeline_picture}"
-    return Group(table, Text(drawn, style="dim"))
+    return Group(_devices(run, iterations), Text(drawn, style="dim"))
 
 
 def inspect_session(uri: str, session_id: str) -> RenderableType:
@@ -81,6 +76,20 @@ def inspect_session(uri: str, session_id: str) -> RenderableType:
 
 def _table(title: str) -> Table:
     return Table(title=Text(title), title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+
+
+def _devices(run: RunDirectory, iterations: int) -> RenderableType:
+    """What is recorded of the devices so far."""
+    figures = observe.read_figures(run, range(iterations))
+    if not figures:
+        return Text()
+    names, rows = observe.table(figures)
+    table = _table("\ndevices")
+    for name in names:
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def _figures(row: report.IterationFigures, held_out: str) -> tuple[str, ...]:

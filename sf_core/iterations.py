@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
 
 from storage.manifests import Manifest
 from storage.run_directory import STAGES, RunDirectory
+
+Window = tuple[float, float]
+"""Start and end, Unix seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +34,15 @@ def read_iterations(run: RunDirectory, first: int = 0) -> Iterator[Iteration]:
         yield Iteration(number, stages)
 
 
-def iteration_windows(iterations: Sequence[Mapping[str, Manifest]]) -> list[tuple[float, float]]:
-    """From the end of one iteration to the end of the next, Unix seconds; the first of an attempt from its
-    own start."""
-    windows: list[tuple[float, float]] = []
-    attempt = None
-    for stages in iterations:
-        first, last = stages["rollout"], stages["publish"]
-        start = windows[-1][1] if first.attempt == attempt else first.data["started_at"]
-        windows.append((start, last.data["finished_at"]))
-        attempt = last.attempt
+def iteration_windows(iterations: Iterable[Iteration]) -> dict[int, Window]:
+    """By number, of those that are through: from the end of the iteration before to its own end; the first of
+    an attempt from its own start."""
+    windows: dict[int, Window] = {}
+    attempt, reached = None, 0.0
+    for iteration in iterations:
+        if iteration.is_through:
+            first, last = iteration.stages["rollout"], iteration.stages["publish"]
+            start = reached if first.attempt == attempt else first.data["started_at"]
+            attempt, reached = last.attempt, last.data["finished_at"]
+            windows[iteration.number] = (start, reached)
     return windows

@@ -48,22 +48,22 @@ def record_figures(run: RunDirectory, newest: int, *, is_over: bool = False) -> 
     while first > 0 and not files.exists(run.metrics_file("devices", first - 1)):
         first -= 1
     # the iteration before tells where the first begins, and from what its devices were switched
-    through = [i for i in read_iterations(run, max(0, first - 1)) if i.is_through]
-    windows = iteration_windows([iteration.stages for iteration in through])
+    iterations = {i.number: i for i in read_iterations(run, max(0, first - 1))}
+    windows = iteration_windows(iterations.values())
     due = [
-        (iteration, window)
-        for iteration, window in zip(through, windows, strict=True)
-        if first <= iteration.number <= newest
-        and (is_over or iteration is not through[-1] or time.time() - window[1] > 2 * MAX_UNWRITTEN_S)
+        number
+        for number, (_, end) in windows.items()
+        if first <= number <= newest
+        and (is_over or number < max(windows) or time.time() - end > 2 * MAX_UNWRITTEN_S)
     ]
     if not due:
         return
-    spans = read_spans(run, since=windows[0][0])
+    spans = read_spans(run, since=windows[min(windows)][0])
     num_lags = run.read_config(RunConfig).rollout.lag_bound + 1
-    for iteration, window in due:
-        lags = iteration.stages["filter"].data.get("lags", [])
+    for number in due:
+        lags = iterations[number].stages["filter"].data["lags"]
         lags = [*lags, *[0] * (num_lags - len(lags))]
-        write_metrics(run, "devices", iteration.number, [_row(device_figures(spans, window), lags)])
+        write_metrics(run, "devices", number, [_row(device_figures(spans, windows[number]), lags)])
 
 
 def read_figures(run: RunDirectory, iterations: Sequence[int]) -> dict[int, Figures]:
@@ -75,15 +75,10 @@ def read_figures(run: RunDirectory, iterations: Sequence[int]) -> dict[int, Figu
 def draw_timelines(run: RunDirectory) -> None:
     """Write timeline.json, of the whole run, and timeline.png, of its last iterations. Takes time in
     proportion to the run."""
-    iterations = list(read_iterations(run))
-    spans = read_spans(run)
+    iterations, spans = list(read_iterations(run)), read_spans(run)
     trace = chrome_trace(run.run_id, spans, list(_bars(iterations)))
     files.write_atomic(run.trace_file, json.dumps(trace, separators=(",", ":")).encode())
-    through = [iteration for iteration in iterations if iteration.is_through]
-    windows = dict(
-        zip((i.number for i in through), iteration_windows([i.stages for i in through]), strict=True)
-    )
-    drawn = dict(list(windows.items())[-NUM_DRAWN:])
+    drawn = dict(list(iteration_windows(iterations).items())[-NUM_DRAWN:])
     draw_timeline(run.timeline_picture, title=run.run_id, spans=spans, iterations=drawn)
 
 
@@ -134,9 +129,8 @@ def _row(figures: DeviceFigures, lags: Sequence[int]) -> Figures:
 
 
 def _bars(iterations: Sequence[Iteration]) -> Iterator[Bar]:
-    through = [iteration for iteration in iterations if iteration.is_through]
-    for iteration, window in zip(through, iteration_windows([i.stages for i in through]), strict=True):
-        yield Bar("iterations", f"iteration {iteration.number}", *window, {})
+    for number, window in iteration_windows(iterations).items():
+        yield Bar("iterations", f"iteration {number}", *window, {})
     for iteration in iterations:
         for stage, manifest in iteration.stages.items():
             yield Bar(stage, f"{stage} {iteration.number}", *_time(manifest), {"attempt": manifest.attempt})

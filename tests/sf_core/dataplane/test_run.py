@@ -61,12 +61,10 @@ def seal(server: Server, batch: int, attempt: int = 1) -> dict[str, Any]:
 
 def test_the_session_that_runs_longest_is_in_the_status(serving: Server) -> None:
     assert serving.get("/runs/run")["straggler"] is None
-    [first] = serving.claim(1)
-    later = serving.claim(2)
+    claims = serving.claim(3)
     straggler = serving.get("/runs/run")["straggler"]
-    assert (straggler["session"], straggler["group"]) == (first["session_id"], 0)
+    assert (straggler["session"], straggler["group"]) == (claims[0]["session_id"], 0)
     assert straggler["age_s"] >= 0.0
-    assert len(later) == 2
 
 
 def test_a_long_wait_is_in_the_status_until_the_next_stage(
