@@ -84,9 +84,10 @@ def _devices(run: RunDirectory, iterations: int) -> RenderableType:
     if not figures:
         return Text()
     names, rows = observe.table(figures)
-    table = _table("\ndevices")
+    table = _table("\nwhat the devices did")
+    table.padding = (0, 1, 0, 0)
     for name in names:
-        table.add_column(name, justify="right")
+        table.add_column(name.replace(" ", "\n"), justify="right", no_wrap=name != names[-1])
     for row in rows:
         table.add_row(*row)
     return table

@@ -26,16 +26,19 @@ NUM_DRAWN = 8
 Figures = dict[str, float]
 
 COLUMNS = {
-    "utilisation_cluster": "busy",
-    "utilisation_train": "train",
-    "utilisation_rollout": "rollout",
+    "utilisation_cluster": "busy all",
+    "utilisation_train": "busy train",
+    "utilisation_rollout": "busy rollout",
     "switches": "switches",
     "to_train_mean_s": "to train s",
     "to_rollout_mean_s": "to rollout s",
     "tokens_rollout_only": "tokens own",
-    "tokens_lent": "lent",
+    "tokens_lent": "tokens lent",
 }
 """Figures in the order of a table, and what they are called there."""
+
+MAX_DEVICES = 8
+"""A table has columns for so many devices; the idle time of more is in the metrics."""
 
 
 def record_figures(run: RunDirectory, newest: int, *, is_over: bool = False) -> None:
@@ -85,12 +88,12 @@ def draw_timelines(run: RunDirectory) -> None:
 def table(figures: Mapping[int, Figures]) -> tuple[list[str], list[list[str]]]:
     """The figures of some iterations for people: names of the columns, and the cells of each row."""
     devices = sorted({name for row in figures.values() for name in row if name.startswith("idle_")})
-    names = {name: f"idle {name.removeprefix('idle_')}" for name in devices} | COLUMNS
+    names = {name: f"idle {name.removeprefix('idle_')}" for name in devices[:MAX_DEVICES]} | COLUMNS
     rows = [
         [str(iteration), *(_cell(name, row.get(name)) for name in names), _lags(row)]
         for iteration, row in sorted(figures.items())
     ]
-    return ["iteration", *names.values(), "tokens by lag"], rows
+    return ["#", *names.values(), "tokens by lag"], rows
 
 
 def markdown_table(figures: Mapping[int, Figures]) -> str:

@@ -13,8 +13,7 @@ from prefect_dask.task_runners import PrefectDaskFuture
 from sf_core.run import Run, RunRef
 from sf_core.scheduling.lease import LeaseSpec, run_agents, serve_lease
 from sf_core.scheduling.plan import Plan
-from sf_core.waits import waiting_for
-from tasks.cluster import lane
+from tasks.cluster import lane, result_of
 
 
 @task(task_run_name="lease-{spec.lease_id}")
@@ -31,15 +30,6 @@ def agents(spec: LeaseSpec) -> int:
 
 REVOKED_S, RELEASED_S = 120.0, 30.0
 """How long the end of a lease is awaited. A revoked one has yielded before; its task only has to end."""
-
-
-def _result(future: PrefectDaskFuture[Any], what: str, timeout_s: float) -> Any:
-    """Raises TimeoutError that says what was waited for."""
-    with waiting_for(what, timeout_s) as wait:
-        try:
-            return future.result(timeout=timeout_s)
-        except TimeoutError:
-            raise wait.over() from None
 
 
 class Leases:
@@ -71,7 +61,7 @@ class Leases:
             return None
         if self._revoked:
             lease_id, revoked = self._lent.popleft()
-            _result(revoked, f"lease {lease_id}, which was revoked, to end", REVOKED_S)
+            result_of(revoked, f"lease {lease_id}, which was revoked, to end", REVOKED_S)
         if self._lent and self._lent[0][1].wrapped_future.done():
             self._lent.popleft()
         while len(self._lent) < 2:
@@ -85,7 +75,7 @@ class Leases:
         Run(self._run).dataplane.release()
         for lease_id, future in [*self._held, *self._lent]:
             if error is None:
-                _result(future, f"lease {lease_id}, which was released, to end", RELEASED_S)
+                result_of(future, f"lease {lease_id}, which was released, to end", RELEASED_S)
             else:
                 future.wait(timeout=RELEASED_S)
 

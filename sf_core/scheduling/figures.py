@@ -1,6 +1,6 @@
 """What the spans of an iteration amount to: idle time, utilisation, switches and what they cost. Pure.
 
-The formulas are also in docs/data.md.
+The formulas are also in docs/operations.md.
 """
 
 from __future__ import annotations

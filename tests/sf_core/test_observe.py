@@ -115,14 +115,15 @@ def test_an_iteration_under_way_is_drawn_as_far_as_it_is(run: RunDirectory) -> N
 
 def test_devices_are_shown_as_a_table(run: RunDirectory) -> None:
     lines = shown(inspect_timeline(run.uri)).splitlines()
-    assert lines[2].split()[:5] == ["iteration", "idle", "t0", "busy", "train"]
-    assert lines[4].split() == ["1", "50%", "50%", "30%", "20%", "2", "2.00", "5.00", "0", "100", "30", "10"]
+    assert lines[2].split()[:5] == ["#", "idle", "busy", "busy", "busy"]
+    assert lines[3].split()[:4] == ["t0", "all", "train", "rollout"]
+    assert lines[6].split() == ["1", "50%", "50%", "30%", "20%", "2", "2.00", "5.00", "0", "100", "30", "10"]
     assert run.timeline_picture in " ".join(lines)
 
 
 def test_the_page_shows_the_same_table(run: RunDirectory) -> None:
     observe.record_figures(run, 2, is_over=True)
     lines = observe.markdown_table(observe.read_figures(run, range(3))).splitlines()
-    assert lines[0].startswith("| iteration | idle t0 | busy |")
+    assert lines[0].startswith("| # | idle t0 | busy all |")
     assert len({line.count("|") for line in lines}) == 1
     assert len(lines) == 5
