@@ -82,7 +82,7 @@ def draw_timelines(run: RunDirectory) -> None:
     trace = chrome_trace(run.run_id, spans, list(_bars(iterations)))
     files.write_atomic(run.trace_file, json.dumps(trace, separators=(",", ":")).encode())
     drawn = dict(list(iteration_windows(iterations).items())[-NUM_DRAWN:])
-    draw_timeline(run.timeline_picture, title=run.run_id, spans=spans, iterations=drawn)
+    draw_timeline(run.timeline_picture, title=f"run {run.run_id}", spans=spans, iterations=drawn)
 
 
 def table(figures: Mapping[int, Figures]) -> tuple[list[str], list[list[str]]]:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import io
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from sf_core.scheduling.figures import by_worker
 from sf_core.scheduling.timeline import Span, idle_fraction
 from storage.files import write_atomic
 
 COLOURS = {"rollout": "#4c9f70", "train": "#d1495b"}
-OTHER = "#4a6fa5"
-"""Colour of a user's own tag."""
 MOVING = "#e9b44c"
 INK = "#2e4057"
 GROUND = "#f3f1ec"
@@ -44,7 +43,7 @@ def draw_run(
     for end in boundaries:
         lanes.axvline(end - origin, color=INK, alpha=0.15, linewidth=0.6)
     lanes.set(yticklabels=workers)
-    _legend(figure, spans)
+    _legend(figure)
     _save(uri, figure)
 
 
@@ -57,8 +56,9 @@ def draw_timeline(
     start = min((window[0] for window in iterations.values()), default=0.0)
     end = max((window[1] for window in iterations.values()), default=1.0)
     inside = [span for span in spans if span.end > start and span.start < end]
-    tags = {worker: {s.tag for s in inside if s.worker == worker} for worker in {s.worker for s in inside}}
-    workers = sorted(tags, key=lambda worker: ("train" in tags[worker], worker))
+    devices = by_worker(inside)
+    # trainers below, so that what goes on while they train stands above
+    workers = sorted(devices, key=lambda worker: (any(s.tag == "train" for s in devices[worker]), worker))
     figure, axes = _plots(figsize=(12, 1.6 + 0.55 * max(1, len(workers))), constrained_layout=True)
     _draw_devices(axes, workers, inside, start)
     for number, window in iterations.items():
@@ -73,38 +73,40 @@ def draw_timeline(
             fontsize=9,
             color=INK,
         )
-    idle = {
-        worker: idle_fraction((s for s in inside if s.worker == worker), (start, end)) for worker in workers
-    }
-    axes.set(xlim=(0, end - start), yticklabels=[f"{w}   idle {idle[w]:.0%}" for w in workers])
+    labels = [f"{worker}   idle {idle_fraction(devices[worker], (start, end)):.0%}" for worker in workers]
+    axes.set(xlim=(0, end - start), yticklabels=labels)
     axes.set_title(title, fontsize=11, pad=20, color=INK, loc="left")
-    _legend(figure, inside)
+    _legend(figure)
     _save(uri, figure)
 
 
-def _draw_devices(axes: Any, workers: Sequence[str], spans: Iterable[Span], origin: float) -> None:
+def _draw_devices(axes: Any, workers: Sequence[str], spans: Sequence[Span], origin: float) -> None:
     """One row per device: light where a tag holds it, full where it computes."""
-    rows = {worker: row for row, worker in enumerate(workers)}
-    bars: dict[tuple[str, str, str], list[tuple[float, float]]] = defaultdict(list)
-    for span in spans:
-        bars[span.kind, span.worker, span.tag].append((span.start - origin, span.end - span.start))
     # what happens while a device is held is drawn over that
     for kind in ("held", "moving", "busy"):
-        for (_, worker, tag), ranges in ((key, value) for key, value in bars.items() if key[0] == kind):
-            colour = MOVING if kind == "moving" else COLOURS.get(tag, OTHER)
-            place = (rows[worker] - 0.38, 0.76)
-            axes.broken_barh(ranges, place, color=colour, alpha=0.25 if kind == "held" else 1.0, linewidth=0)
+        bars: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
+        for span in spans:
+            if span.kind == kind:
+                bars[span.worker, span.tag].append((span.start - origin, span.end - span.start))
+        for (worker, tag), ranges in bars.items():
+            axes.broken_barh(
+                ranges,
+                (workers.index(worker) - 0.38, 0.76),
+                color=MOVING if kind == "moving" else COLOURS[tag],
+                alpha=0.25 if kind == "held" else 1.0,
+                linewidth=0,
+            )
     axes.set(xlabel="seconds", yticks=range(len(workers)), ylim=(len(workers) - 0.5, -0.5))
     axes.set_facecolor(GROUND)
+    axes.spines[:].set_visible(False)
     axes.tick_params(axis="y", length=0)
 
 
-def _legend(figure: Any, spans: Iterable[Span]) -> None:
+def _legend(figure: Any) -> None:
     from matplotlib.patches import Patch
 
-    tags = sorted({span.tag for span in spans} | set(COLOURS))
-    handles = [Patch(color=COLOURS.get(tag, OTHER), label=tag) for tag in tags]
-    handles += [
+    handles = [
+        *(Patch(color=colour, label=tag) for tag, colour in COLOURS.items()),
         Patch(color=MOVING, label="loads, saves, hands over"),
         Patch(color=COLOURS["rollout"], alpha=0.25, label="held, computing nothing"),
         Patch(facecolor=GROUND, edgecolor="#b8b4a8", linewidth=0.6, label="held by nobody"),
