@@ -115,8 +115,7 @@ def test_an_iteration_under_way_is_drawn_as_far_as_it_is(run: RunDirectory) -> N
 
 def test_devices_are_shown_as_a_table(run: RunDirectory) -> None:
     lines = shown(inspect_timeline(run.uri)).splitlines()
-    assert lines[2].split()[:5] == ["#", "idle", "busy", "busy", "busy"]
-    assert lines[3].split()[:4] == ["t0", "all", "train", "rollout"]
+    assert lines[4].split()[:6] == ["#", "t0", "all", "train", "rollout", "switches"]
     assert lines[6].split() == ["1", "50%", "50%", "30%", "20%", "2", "2.00", "5.00", "0", "100", "30", "10"]
     assert run.timeline_picture in " ".join(lines)
 
