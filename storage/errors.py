@@ -1,4 +1,4 @@
-"""What a storage says when it fails, as one sentence. Knows the errors of the clients behind fsspec by name."""
+"""What a storage says when it fails, as one sentence. Knows the errors of clients behind fsspec by name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ def storage_errors(uri: str) -> Iterator[None]:
     except (FileNotFoundError, FileExistsError) as error:
         # a bucket that is not there is no file that is not there: a run would start over
         if _code(error) == "NoSuchBucket":
-            raise StorageError(f"{uri}: there is no such bucket; create it or correct storage.root") from error
+            raise StorageError(
+                f"{uri}: there is no such bucket; create it or correct storage.root"
+            ) from error
         raise
     except Exception as error:
         if not isinstance(error, OSError) and type(error).__module__.split(".")[0] not in _CLIENTS:

@@ -142,6 +142,13 @@ def writer(uri: str) -> Iterator[HashedFile]:
             fs.put_file(temporary.name, path)
 
 
+def check_writable(folder: str) -> None:
+    """Raises StorageError if nothing can be written into the folder."""
+    probe = join(folder, f".{uuid.uuid4().hex}.tmp")
+    write_atomic(probe, b"")
+    remove(probe)
+
+
 def list_files(folder: str) -> list[str]:
     """URIs of the files directly in a folder, sorted, without hidden ones; empty if there is no folder.
     Manifests name the files of a run: list only what no manifest names."""
@@ -191,7 +198,7 @@ def local_copy(uri: str) -> Iterator[str]:
 
 def local_folder(folder: str, exclude: Sequence[str] = ()) -> str:
     """The files directly in a folder as a local folder: itself, or a copy that this process makes once and
-    keeps. For folders that never change; `exclude` as in copy_folder. Raises ValueError if there is nothing."""
+    keeps. For folders that never change; `exclude` as in copy_folder. Raises ValueError if nothing is there."""
     if is_local(folder):
         return open_fs(folder)[1]
     return _copied(folder, tuple(exclude)).name
@@ -218,7 +225,10 @@ def _list(folder: str, kind: str) -> list[str]:
 @contextmanager
 def _local_file(path: str, create: bool = False) -> Iterator[BinaryIO]:
     folder, name = os.path.split(path)
-    os.makedirs(folder, exist_ok=True)
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except FileExistsError:
+        raise NotADirectoryError(f"{folder} is a file") from None
     # neither the dot nor the ending is what readers of Parquet folders look for
     temporary = os.path.join(folder, f".{name}.{uuid.uuid4().hex}.tmp")
     try:

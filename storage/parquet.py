@@ -21,7 +21,7 @@ SCHEMA_VERSION = 1
 _VERSION_KEY = b"seamlessflow.schema"
 METADATA = {_VERSION_KEY: str(SCHEMA_VERSION).encode()}
 ROW_GROUP_BYTES = 32 * 2**20
-"""About as much of a table is one row group, before compression: what a writer holds at once, and a reader."""
+"""About as much of a table is one row group, before compression: what a writer or reader holds at once."""
 _READ_BYTES = 2**20
 
 
