@@ -144,9 +144,16 @@ def writer(uri: str) -> Iterator[HashedFile]:
 
 def check_writable(folder: str) -> None:
     """Raises StorageError if nothing can be written into the folder."""
-    probe = join(folder, f".{uuid.uuid4().hex}.tmp")
-    write_atomic(probe, b"")
-    remove(probe)
+    fs, path = open_fs(folder)
+    probe = join(path, f".{uuid.uuid4().hex}.tmp")
+    # not write_atomic: its sentence would name a file that nobody knows
+    with storage_errors(folder):
+        if isinstance(fs, LocalFileSystem):
+            with _local_file(probe):
+                pass
+        else:
+            fs.pipe_file(probe, b"")
+        fs.rm_file(probe)
 
 
 def list_files(folder: str) -> list[str]:
@@ -198,7 +205,7 @@ def local_copy(uri: str) -> Iterator[str]:
 
 def local_folder(folder: str, exclude: Sequence[str] = ()) -> str:
     """The files directly in a folder as a local folder: itself, or a copy that this process makes once and
-    keeps. For folders that never change; `exclude` as in copy_folder. Raises ValueError if nothing is there."""
+    keeps. For folders that never change; `exclude` as in copy_folder. Raises ValueError if it is empty."""
     if is_local(folder):
         return open_fs(folder)[1]
     return _copied(folder, tuple(exclude)).name

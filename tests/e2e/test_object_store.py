@@ -69,7 +69,7 @@ def test_the_quickstart_runs_in_a_bucket_and_is_read_back_from_it(tmp_path: Path
             assert manifest is not None
             run.verify(manifest)
     assert json.loads(files.read_bytes(run.path("summary.json")))["iterations"] == 2
-    assert files.exists(f"{run.policy_dir}/model.safetensors")
+    assert files.exists(run.policy_dir + "/model.safetensors")
 
     shown = sf(tmp_path, "inspect", run.uri)
     assert shown.returncode == 0, shown.stderr

@@ -87,3 +87,13 @@ def test_a_folder_one_may_not_write_is_named(tmp_path: Path) -> None:
 def test_a_storage_without_its_package_says_which() -> None:
     with pytest.raises(StorageError, match="this storage needs a package that is not installed"):
         files.exists("adl://store/x")
+
+
+@pytest.mark.parametrize("name", ["s3://nothing-here/runs", "file"])
+def test_a_folder_is_checked_before_it_is_used(s3_bucket: str, tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match=rf"{name}: "):
+        files.check_writable(name if "://" in name else str(tmp_path / name))
+    for folder in (f"{s3_bucket}/new/folder", str(tmp_path / "new" / "folder")):
+        files.check_writable(folder)
+        assert files.list_files(folder) == []
