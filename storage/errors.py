@@ -36,7 +36,7 @@ def storage_errors(uri: str) -> Iterator[None]:
 def _reason(error: Exception) -> str:
     name, text = type(error).__name__, " ".join(str(error).split())
     if isinstance(error, PermissionError) or name in ("NoCredentialsError", "PartialCredentialsError"):
-        return f"access denied ({text}); look at the credentials of the storage, for S3 the AWS_* variables"
+        return f"access denied ({text}); look at who may write there, for S3 at the AWS_* variables"
     if isinstance(error, TimeoutError) or "Timeout" in name:
         return f"the storage did not answer in time ({text or name}), repeated tries included"
     if isinstance(error, ConnectionError) or name in ("EndpointConnectionError", "ClientConnectorError"):

@@ -48,6 +48,8 @@ def open_fs(uri: str) -> tuple[fsspec.AbstractFileSystem, str]:
         fs, path = fsspec.core.url_to_fs(uri, use_listings_cache=False, **options)
     except ImportError as error:
         raise StorageError(f"{uri}: this storage needs a package that is not installed: {error}") from None
+    except ValueError as error:
+        raise StorageError(f"{uri}: no storage that fsspec knows: {error}") from None
     return fs, path
 
 

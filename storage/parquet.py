@@ -41,6 +41,7 @@ def write_tables(uri: str, schema: pa.Schema, tables: Iterable[pa.Table]) -> Fil
             compression="zstd",
             use_dictionary=_dictionary_columns(schema),
             write_statistics=True,
+            write_page_checksum=True,
         ) as writer:
             for table in tables:
                 writer.write_table(table, row_group_size=max(1, len(table)))
@@ -92,14 +93,25 @@ def numpy_rows(column: pa.ChunkedArray, fill: Any = None) -> list[np.ndarray]:
 @contextmanager
 def _opened(uri: str, *, pre_buffer: bool) -> Iterator[pq.ParquetFile]:
     try:
-        with files.open_read(uri) as file:
-            reader = pq.ParquetFile(file, pre_buffer=pre_buffer, buffer_size=_READ_BYTES)
+        with files.open_read(uri) as file, _complete(uri):
+            reader = pq.ParquetFile(
+                file, pre_buffer=pre_buffer, buffer_size=_READ_BYTES, page_checksum_verification=True
+            )
             _check_version(uri, reader.schema_arrow)
             yield reader
     except FileNotFoundError:
         raise ValueError(f"{uri}: no such file") from None
-    except pa.ArrowInvalid as error:
-        raise ValueError(f"{uri}: not a complete Parquet file: {error}") from None
+
+
+@contextmanager
+def _complete(uri: str) -> Iterator[None]:
+    try:
+        yield
+    except (pa.ArrowInvalid, OSError) as error:
+        # Arrow raises a bare OSError for bytes that make no sense; one of the storage says more
+        if isinstance(error, OSError) and (type(error) is not OSError or error.errno is not None):
+            raise
+        raise ValueError(f"{uri}: not a complete Parquet file: {str(error).strip()}") from None
 
 
 def _check_version(uri: str, schema: pa.Schema) -> None:

@@ -84,9 +84,11 @@ def test_a_folder_one_may_not_write_is_named(tmp_path: Path) -> None:
         files.write_atomic(str(tmp_path / "file" / "x"), b"")
 
 
-def test_a_storage_without_its_package_says_which() -> None:
+def test_a_storage_that_cannot_be_opened_says_why() -> None:
     with pytest.raises(StorageError, match="this storage needs a package that is not installed"):
         files.exists("adl://store/x")
+    with pytest.raises(StorageError, match=r"foo://store/x: no storage that fsspec knows"):
+        files.exists("foo://store/x")
 
 
 @pytest.mark.parametrize("name", ["s3://nothing-here/runs", "file"])

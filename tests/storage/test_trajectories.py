@@ -183,6 +183,18 @@ def test_a_truncated_file_is_named(run: RunDirectory, keep: int) -> None:
         read_trajectories(uri)
 
 
+def test_a_byte_that_changed_on_the_way_is_found(run: RunDirectory) -> None:
+    uri = run.path(write_trajectories(run, 0, [example()], "part").uri)
+    with files.local_copy(uri) as path:
+        page = pq.read_metadata(path).row_group(0).column(0)
+        end = page.dictionary_page_offset + page.total_compressed_size
+    data = bytearray(files.read_bytes(uri))
+    data[end - 1] ^= 1
+    files.write_atomic(uri, bytes(data))
+    with pytest.raises(ValueError, match=r"part\.parquet: not a complete Parquet file: .*CRC"):
+        read_trajectories(uri)
+
+
 def test_missing_files_and_other_folders_are_named(run: RunDirectory) -> None:
     with pytest.raises(ValueError, match="no such file"):
         read_trajectories(run.path("trajectories/iteration=0/none.parquet"))
