@@ -34,12 +34,14 @@ def write_table(uri: str, table: pa.Table) -> FileRef:
 def write_tables(uri: str, schema: pa.Schema, tables: Iterable[pa.Table]) -> FileRef:
     """One row group per table, written as it comes: all of them are never in memory at once."""
     with files.writer(uri) as file:
-        # the compression of numbers that repeat is the dictionary's work; measured in benchmarks/storage.py
+        # a dictionary makes names that repeat faster to write and read; zstd makes numbers that repeat as
+        # small without one: benchmarks/storage.py
+        names = [field.name for field in schema if field.type == pa.string() and field.name != "messages"]
         with pq.ParquetWriter(
             file,
             schema.with_metadata(METADATA),
             compression="zstd",
-            use_dictionary=_dictionary_columns(schema),
+            use_dictionary=names,
             write_statistics=True,
             write_page_checksum=True,
         ) as writer:
@@ -123,36 +125,6 @@ def _check_version(uri: str, schema: pa.Schema) -> None:
             f"{uri}: written by a newer SeamlessFlow: its schema version is {found}, this one reads up to "
             f"{SCHEMA_VERSION}; update this installation"
         )
-
-
-def _dictionary_columns(schema: pa.Schema) -> list[str]:
-    """Paths, as Parquet names them, of names and of small numbers that repeat from token to token and from
-    turn to turn; a dictionary does not pay for measured numbers, token ids and unique texts."""
-    return [path for field in schema for path, kind in _leaves(field) if _repeats(path, kind)]
-
-
-def _leaves(field: pa.Field) -> list[tuple[str, pa.DataType]]:
-    kind = field.type
-    if pa.types.is_map(kind):
-        parts = [("key_value.key", kind.key_type), ("key_value.value", kind.item_type)]
-    elif pa.types.is_list(kind):
-        # Parquet has its own name for the elements of a list
-        parts = [("list.element", kind.value_type)]
-    elif pa.types.is_struct(kind):
-        parts = [(child.name, child.type) for child in kind]
-    else:
-        return [(field.name, kind)]
-    return [
-        (f"{field.name}.{path}", leaf)
-        for name, child in parts
-        for path, leaf in _leaves(pa.field(name, child))
-    ]
-
-
-def _repeats(path: str, kind: pa.DataType) -> bool:
-    return path != "messages" and (
-        kind == pa.string() or path.split(".")[0] in ("policy_versions", "advantages", "turns")
-    )
 
 
 def _concatenate(rows: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
