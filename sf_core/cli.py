@@ -57,7 +57,7 @@ def inspect(
         else:
             view = inspect_timeline(run) if timeline else inspect_run(run)
         console.print(view)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         _fail(str(error))
 
 
@@ -121,6 +121,8 @@ def _launch(flow: str, config: RunConfig) -> None:
     except LaunchError as error:
         errors.print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
         raise typer.Exit(1) from None
+    except OSError as error:
+        _fail(str(error))
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
 

@@ -17,6 +17,7 @@ from sf_core.run import Run, RunRef, load_object
 from sf_core.scheduling.timeline import Timeline
 from sf_core.settings import dataplane_key
 from sf_core.types import WeightsRef
+from storage.files import local_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ def engine_factory(run: Run) -> Callable[[WeightsRef], Engine]:
         from sf_core.engines.torch_engine import TorchEngine
 
         engine = TorchEngine(
-            run.start_dir,
+            local_folder(run.start_dir),
             version=0,
             max_running=settings.max_running,
             context_length=settings.context_length,
