@@ -1,10 +1,10 @@
 """A run as it was before the data plane died: its journal, replayed.
 
-Owns what every record does to a run (records of turns are in turn_recovery.py), and what a compacted
-journal must still hold. A restarted data plane opens by itself the runs that were open
-(open_runs.py); a run that a flow registers is opened from its journal first, and then registered like one
-that was open all the time. Records are in records.py and turn_records.py, framing in journal.py. Memory stays
-below its bound throughout (memory.py).
+Owns what every record does to a run (records of turns: turn_recovery.py), and what a compacted journal must
+still hold. A restarted data plane opens by itself the runs that were open (open_runs.py); a run that a flow
+registers is opened from its journal first, and then registered like one that was open all the time. Records
+are in records.py and turn_records.py, framing in journal.py. Memory stays below its bound throughout
+(memory.py).
 """
 
 from __future__ import annotations
