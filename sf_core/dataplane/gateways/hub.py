@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import shutil
 import socket
 import sys
 import time
@@ -93,6 +94,8 @@ class Gateways:
                 task.cancel()
             await asyncio.gather(*keeping, return_exceptions=True)
             await self._siblings.close()
+            # here, because a signal that ended the server ends the process before anything else
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def owner(self, session_id: str) -> int:
         return gateway_of(session_id, self.num_gateways)

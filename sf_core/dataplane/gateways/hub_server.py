@@ -15,6 +15,9 @@ from sf_core.dataplane.gateways.port import AdoptingServer, Port
 from sf_core.dataplane.journal import Fsync
 from sf_core.dataplane.serving import server_config, tune_interpreter
 
+MAX_FOLDER_CHARS = 80
+"""Linux has room for 107 bytes in the path of a socket."""
+
 
 def serve_with_gateways(
     num_gateways: int,
@@ -25,10 +28,13 @@ def serve_with_gateways(
     grace_s: float,
     memory_mb: float,
 ) -> None:
-    """See `serve`; it listens once it is known that nobody else works in the journal directory."""
+    """See `serve`; it listens once it is known that nobody else works in the journal directory. Raises
+    ValueError too if the folder for temporary files has too long a path."""
     share_mb = memory_mb / (1 + num_gateways)
     # readable by nobody else: over the sockets in it one process trusts the other
     with tempfile.TemporaryDirectory(prefix="sf-gateways-", ignore_cleanup_errors=True) as folder:
+        if len(folder) > MAX_FOLDER_CHARS:
+            raise ValueError(f"the path {folder} is too long for sockets: set TMPDIR to a shorter one")
         gateways = Gateways(num_gateways, Path(folder), key, fsync, grace_s, share_mb)
         app = make_app(key, journal_dir, fsync, grace_s, share_mb, gateways)
         config = server_config(app, socket_path(gateways.folder, Place.HUB))

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,17 +23,27 @@ def port_file(tmp_path: Path) -> Path:
     return tmp_path / "port"
 
 
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """Has a short path, for sockets."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
 @pytest.fixture(params=["1", "2"])
-def process(port_file: Path, request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[bytes]]:
+def process(
+    port_file: Path, temporary: Path, request: pytest.FixtureRequest
+) -> Iterator[subprocess.Popen[bytes]]:
     """With one process and with two gateway processes."""
     command = [*COMMAND, "--port", "0", "--port-file", str(port_file), "--gateways", request.param]
-    with subprocess.Popen(command, env={**os.environ, "SF_DATAPLANE_KEY": "secret"}) as process:
+    environment = {**os.environ, "SF_DATAPLANE_KEY": "secret", "TMPDIR": str(temporary)}
+    with subprocess.Popen(command, env=environment) as process:
         yield process
         process.kill()
 
 
 def test_the_process_says_where_it_listens_and_ends_when_told(
-    process: subprocess.Popen[bytes], port_file: Path
+    process: subprocess.Popen[bytes], port_file: Path, temporary: Path
 ) -> None:
     Server.wait_for(port_file.exists)
     url = f"http://127.0.0.1:{port_file.read_text()}/healthz"
@@ -42,6 +53,7 @@ def test_the_process_says_where_it_listens_and_ends_when_told(
     process.send_signal(signal.SIGTERM)
     process.wait(20)
     assert [gateway for gateway in gateways if gateway.is_running()] == []
+    assert list(temporary.iterdir()) == []
 
 
 def test_there_is_at_least_one_process() -> None:
