@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ class Gateways:
         """Those that the processes know of."""
         self._spread = 0
         self._processes = [
-            _Kept(Settings(i, num_gateways, str(folder), key, fsync, grace_s, memory_mb, -1, -1), self.runs)
+            _Kept(Settings(i, num_gateways, str(folder), key, fsync, grace_s, memory_mb), self.runs)
             for i in range(num_gateways)
         ]
 
@@ -205,17 +205,18 @@ class _Kept:
         frames, their_frames = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         channel, their_channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with their_frames, their_channel:
-            passed = (their_frames.fileno(), their_channel.fileno())
+            settings = replace(
+                self._settings, frames_fd=their_frames.fileno(), channel_fd=their_channel.fileno()
+            )
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
                 "sf_core.dataplane.gateways.process",
                 stdin=asyncio.subprocess.PIPE,
-                pass_fds=passed,
+                pass_fds=(settings.frames_fd, settings.channel_fd),
             )
-        settings = asdict(self._settings) | dict(zip(("frames_fd", "channel_fd"), passed, strict=True))
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(settings).encode())
+        self._process.stdin.write(json.dumps(asdict(settings)).encode())
         self._process.stdin.close()
         channel.setblocking(False)
         self._channel = channel

@@ -64,8 +64,9 @@ class Settings:
     fsync: Fsync
     grace_s: float
     memory_mb: float
-    frames_fd: int
-    channel_fd: int
+    frames_fd: int = -1
+    channel_fd: int = -1
+    """Descriptors that the process inherits: to the hub, and for the connections it is given."""
 
 
 class GatewayProcess:
