@@ -12,12 +12,15 @@ from sf_core.run import Run, begin_attempt, open_config
 from sf_core.scheduling.plan import make_plan, read_workers
 from tasks.cluster import TaggedTaskRunner, lane, result_of, scheduler_address
 from tasks.evaluate import evaluate as evaluate_task
+from tasks.identity import run_name_with_flow
 from tasks.lease import Leases
 
 
-@flow(name="evaluate", flow_run_name="{config.run_id}-evaluate", task_runner=TaggedTaskRunner())
+@flow(name="evaluate", flow_run_name=run_name_with_flow, task_runner=TaggedTaskRunner())
 def evaluate(config: RunConfig) -> dict[str, Any]:
     """Evaluate the newest published version of the run; returns mean rewards. Nothing is trained."""
+    if config.run_id is None:
+        raise ValueError("run_id: say which run to evaluate")
     plan = make_plan(read_workers(scheduler_address()))
     run = begin_attempt(config)
     version = Run(run).register(evaluate_only=True).version

@@ -10,7 +10,7 @@ from typing import Any
 
 from prefect import flow
 
-from flows.warmstart import warmstart
+from flows.warmstart import start_policy
 from sf_core.config import RunConfig
 from sf_core.run import Run, RunRef, begin_attempt, open_config
 from sf_core.scheduling.plan import Plan, make_plan, read_workers
@@ -18,6 +18,7 @@ from tasks.cluster import TaggedTaskRunner, lane, lean_settings, result_of, sche
 from tasks.evaluate import evaluate
 from tasks.filter import filter_
 from tasks.finish import finish
+from tasks.identity import identified, run_name
 from tasks.lease import Leases
 from tasks.page import show_devices
 from tasks.publish import publish
@@ -25,13 +26,13 @@ from tasks.rollout import rollout
 from tasks.train import train as train_step
 
 
-@flow(name="train", flow_run_name="{config.run_id}", task_runner=TaggedTaskRunner())
+@flow(name="train", flow_run_name=run_name, task_runner=TaggedTaskRunner())
 def train(config: RunConfig) -> dict[str, Any]:
     """Run all iterations that are not committed yet; returns the summary of the run."""
     plan = make_plan(read_workers(scheduler_address()))
-    run = begin_attempt(config)
+    run = begin_attempt(identified(config))
     with lean_settings():
-        warmstart(config, run)
+        start_policy(config, run)
         Run(run).register()
         with Leases(run, plan) as leases:
             for number in Run(run).iterations_left():

@@ -7,13 +7,18 @@ from prefect import flow
 from sf_core.config import RunConfig
 from sf_core.run import Run, RunRef, begin_attempt
 from tasks.cluster import TaggedTaskRunner, lane, result_of
+from tasks.identity import identified, run_name_with_flow
 from tasks.warmstart import warmstart as warmstart_task
 
 
-@flow(name="warmstart", flow_run_name="{config.run_id}-warmstart", task_runner=TaggedTaskRunner())
-def warmstart(config: RunConfig, run: RunRef | None = None) -> str:
+@flow(name="warmstart", flow_run_name=run_name_with_flow, task_runner=TaggedTaskRunner())
+def warmstart(config: RunConfig) -> str:
     """Returns the Hugging Face folder that is version 0 of the run's policy."""
-    run = run or begin_attempt(config)
+    return start_policy(config, begin_attempt(identified(config)))
+
+
+def start_policy(config: RunConfig, run: RunRef) -> str:
+    """The same in an attempt that has begun."""
     if Run(run).directory.read_manifest(None, "start") is None:
         with lane("train"):
             result_of(warmstart_task.submit(run), "the warm start", config.cluster.stage_timeout_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -38,6 +39,25 @@ def evaluate(config: ConfigFile, overrides: Overrides = None) -> None:
     if settings.run_id is None:
         _fail("run_id: say which run to evaluate, for example --set run_id=NAME")
     _launch("evaluate", settings)
+
+
+@app.command("setup-server")
+def setup_server(
+    pool: Annotated[str, typer.Option(help="Work pool of this cluster.")] = "sf",
+    retries: Annotated[int, typer.Option(min=0, help="A crashed run is started again so often.")] = 2,
+    silence_s: Annotated[
+        float, typer.Option(min=10, help="Without a heartbeat for so long, a run has crashed.")
+    ] = 540,
+) -> None:
+    """Create or update what we need on the Prefect server at PREFECT_API_URL: work pool, automations."""
+    from sf_core.settings import prefect_api_url
+
+    if prefect_api_url() is None:
+        _fail("PREFECT_API_URL is not set: name the Prefect server, for example http://127.0.0.1:4200/api")
+    command = [sys.executable, "-m", "tasks.server", pool, str(retries), str(silence_s)]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        _fail(done.stderr.strip())
 
 
 @app.command()

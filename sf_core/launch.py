@@ -24,7 +24,7 @@ from sf_core.local_stack import (
 )
 from sf_core.progress import RunProgress
 from sf_core.run import new_run_id
-from sf_core.settings import dataplane_key, prefect_api_url
+from sf_core.settings import dataplane_key, dataplane_url, prefect_api_url, scheduler_address
 from storage.files import absolute, check_writable, exists, is_local, read_bytes
 from storage.run_directory import RunDirectory
 
@@ -70,11 +70,8 @@ def _run(flow: str, config: RunConfig, stack: LocalStack, local: Path, console: 
             local,
             config.cluster.workers,
             api=prefect_api_url(),
-            scheduler=config.cluster.scheduler,
-            dataplane=config.dataplane.url,
-        )
-        config = _updated(
-            config, dataplane={"url": services.dataplane}, cluster={"scheduler": services.scheduler}
+            scheduler=config.cluster.scheduler or scheduler_address(),
+            dataplane=config.dataplane.url or dataplane_url(),
         )
         progress.note(f"watch it at {services.api.removesuffix('/api')}")
         file = local / "flow.json"
@@ -82,10 +79,15 @@ def _run(flow: str, config: RunConfig, stack: LocalStack, local: Path, console: 
         process = stack.start(
             f"flow-{flow}",
             [sys.executable, "-m", f"flows.{flow}", str(file)],
-            {"PREFECT_API_URL": services.api},
+            # not in the configuration, which is kept: the next attempt may meet others
+            {
+                "PREFECT_API_URL": services.api,
+                "SF_SCHEDULER": services.scheduler,
+                "SF_DATAPLANE_URL": services.dataplane,
+            },
         )
         try:
-            _watch(process, config, progress)
+            _watch(process, config, services.dataplane, progress)
         finally:
             # first: it would report the loss of everything else as errors
             stack.stop_one(process)
@@ -96,8 +98,8 @@ def _run(flow: str, config: RunConfig, stack: LocalStack, local: Path, console: 
         )
 
 
-def _watch(process: Process, config: RunConfig, progress: RunProgress) -> None:
-    client = DataplaneClient(str(config.dataplane.url), str(config.run_id), dataplane_key(), patience_s=0.5)
+def _watch(process: Process, config: RunConfig, dataplane: str, progress: RunProgress) -> None:
+    client = DataplaneClient(dataplane, str(config.run_id), dataplane_key(), patience_s=0.5)
     directory = RunDirectory(config.run_dir)
     held_out: dict[int, float] = {}
     version = 0

@@ -139,13 +139,14 @@ def local_stack(logs: Path, env: Mapping[str, str] | None = None) -> Iterator[Lo
         stack.stop()
 
 
-def start_prefect_server(stack: LocalStack) -> Callable[[], str]:
-    """Start an embedded server; the returned function waits for it and gives its API URL."""
+def start_prefect_server(stack: LocalStack, *, for_deployments: bool = False) -> Callable[[], str]:
+    """Start a server; the returned function waits for it and gives its API URL. Only one that is for
+    deployments runs what schedules, finds late runs and acts on events."""
     port = free_port()
     api = f"http://127.0.0.1:{port}/api"
     command = _module("prefect", "server", "start", *LOOPBACK, "--port", str(port))
     unused = ("SCHEDULER", "LATE_RUNS", "PAUSE_EXPIRATIONS", "CANCELLATION_CLEANUP", "FOREMAN", "TRIGGERS")
-    env = {f"PREFECT_SERVER_SERVICES_{service}_ENABLED": "false" for service in unused}
+    env = {} if for_deployments else {f"PREFECT_SERVER_SERVICES_{s}_ENABLED": "false" for s in unused}
     process = stack.start("prefect-server", command, {**env, "PREFECT_UI_API_URL": api})
 
     def ready() -> str | None:

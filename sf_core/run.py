@@ -15,7 +15,7 @@ from typing import Any
 
 from sf_core.config import RunConfig
 from sf_core.dataplane.client import DataplaneClient
-from sf_core.settings import dataplane_key
+from sf_core.settings import dataplane_key, dataplane_url
 from sf_core.types import WeightsRef
 from storage.files import exists, read_bytes
 from storage.run_directory import STAGES, RunDirectory
@@ -130,10 +130,12 @@ def begin_attempt(config: RunConfig) -> RunRef:
     """Open or create the run directory for a new flow attempt; older attempts are fenced off from here on.
 
     Raises ValueError if the directory holds a run with another policy, seed or environment."""
-    if config.run_id is None:
-        config = config.model_copy(update={"run_id": new_run_id("run")})
-    if config.dataplane.url is None:
-        raise ValueError("dataplane.url is not set: start with `sf train`, or run `sf dataplane` and name it")
+    url = config.dataplane.url or dataplane_url()
+    if url is None:
+        raise ValueError(
+            "no data plane: set dataplane.url or SF_DATAPLANE_URL to that of a running `sf dataplane`, "
+            "or start with `sf train`"
+        )
     directory = RunDirectory(config.run_dir)
     if exists(directory.path("config.json")):
         before = directory.read_config(RunConfig)
@@ -143,7 +145,7 @@ def begin_attempt(config: RunConfig) -> RunRef:
                     f"run {config.run_id} was started with another {key}; choose another run_id or restore it"
                 )
     directory.write_config(config)
-    return RunRef(directory.run_id, directory.uri, config.dataplane.url, directory.begin_attempt())
+    return RunRef(directory.run_id, directory.uri, url, directory.begin_attempt())
 
 
 def new_run_id(name: str) -> str:

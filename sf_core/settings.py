@@ -18,6 +18,16 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "seamlessflow"
 
 
+def dataplane_url() -> str | None:
+    """The data plane of the cluster (SF_DATAPLANE_URL), for configurations that name none."""
+    return os.environ.get("SF_DATAPLANE_URL") or None
+
+
+def scheduler_address() -> str | None:
+    """The Dask scheduler of the cluster (SF_SCHEDULER), for configurations that name none."""
+    return os.environ.get("SF_SCHEDULER") or None
+
+
 def prefect_api_url() -> str | None:
     """The Prefect server that the user chose, if any."""
     return os.environ.get("PREFECT_API_URL") or None

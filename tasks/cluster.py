@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -15,12 +14,10 @@ from prefect_dask import DaskTaskRunner
 from prefect_dask.client import PrefectDaskClient
 from pydantic import PrivateAttr
 
+from sf_core import settings
 from sf_core.waits import waiting_for
 
 R = TypeVar("R")
-
-SCHEDULER_VARIABLE = "SF_SCHEDULER"
-"""Address of the scheduler for flows whose configuration names none."""
 
 
 class TaggedTaskRunner(DaskTaskRunner):
@@ -40,14 +37,11 @@ def scheduler_address() -> str:
     """Raises ValueError if neither the flow's configuration nor the environment names a scheduler."""
     context = FlowRunContext.get()
     config = (context.parameters or {}).get("config") if context else None
-    address = getattr(getattr(config, "cluster", None), "scheduler", None) or os.environ.get(
-        SCHEDULER_VARIABLE
-    )
+    cluster = getattr(config, "cluster", None)
+    address = getattr(cluster, "scheduler", None) or settings.scheduler_address()
     if not address:
-        raise ValueError(
-            f"no Dask scheduler: set cluster.scheduler or {SCHEDULER_VARIABLE}, or start with `sf train`"
-        )
-    return address
+        raise ValueError("no Dask scheduler: set cluster.scheduler or SF_SCHEDULER, or start with `sf train`")
+    return str(address)
 
 
 @contextmanager
@@ -85,6 +79,6 @@ def lean_settings() -> Iterator[None]:
     """For the subflows of a flow: no heartbeats of their own, because ending each takes up to a second and
     the parent's tell the same, and settings that are written out once."""
     context = get_settings_context()
-    settings = context.settings.copy_with_update(updates={PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
-    with _SerialisedOnce(profile=context.profile, settings=settings):
+    lean = context.settings.copy_with_update(updates={PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
+    with _SerialisedOnce(profile=context.profile, settings=lean):
         yield

@@ -91,12 +91,12 @@ class Cluster:
                 os.kill(child.pid, signal.SIGKILL)
 
 
-def wait_until(probe: Callable[[], Any], what: str, timeout_s: float = 60.0) -> Any:
+def wait_until(probe: Callable[[], Any], what: str, timeout_s: float = 60.0, every_s: float = 0.005) -> Any:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if value := probe():
             return value
-        time.sleep(0.005)
+        time.sleep(every_s)
     raise AssertionError(f"waited {timeout_s:.0f} s for {what}")
 
 

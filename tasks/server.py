@@ -1,0 +1,112 @@
+"""What we need on a Prefect server: a work pool for one run at a time, and automations for lost runs.
+
+Everything is found by its name and changed in place, so that setting up again does no harm.
+"""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+
+import httpx
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
+from prefect.client.schemas.objects import StateType
+from prefect.events.actions import ChangeFlowRunState
+from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
+from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
+
+TAG = {"prefect.resource.id": "prefect.tag.seamlessflow", "prefect.resource.role": "tag"}
+"""Our deployments carry it; flows of others on the same server are left alone."""
+
+ENDED = ("Completed", "Failed", "Crashed", "Cancelled", "Cancelling", "Paused", "Suspended", "AwaitingRetry")
+
+
+def setup(client: SyncPrefectClient, pool: str, retries: int, silence_s: float) -> list[str]:
+    """Create or update the pool and the automations; returns a line about each.
+
+    retries: of one flow run. silence_s: seconds without a heartbeat after which a run has crashed."""
+    lines = [_put_pool(client, pool)]
+    for wanted in (crash_silent_runs(silence_s), retry_crashed_runs(pool, retries)):
+        found = client.read_automations_by_name(wanted.name)
+        if found:
+            # an update sends only what is set, and types are set by default
+            client.update_automation(found[0].id, AutomationCore.model_validate(wanted.model_dump()))
+        else:
+            client.create_automation(wanted)
+        lines.append(f"automation {wanted.name!r}: {wanted.description}")
+    return lines
+
+
+def crash_silent_runs(silence_s: float) -> AutomationCore:
+    """A run whose process died together with its worker would be Running for ever."""
+    heartbeat = "prefect.flow-run.heartbeat"
+    return AutomationCore(
+        name="seamlessflow: crash silent runs",
+        description=f"a flow run that sent no heartbeat for {silence_s:g} s is set to Crashed",
+        trigger=EventTrigger(
+            posture=Posture.Proactive,
+            match_related=TAG,
+            for_each={"prefect.resource.id"},
+            after={heartbeat},
+            expect={heartbeat, *(f"prefect.flow-run.{state}" for state in ENDED)},
+            within=timedelta(seconds=silence_s),
+        ),
+        actions=[
+            ChangeFlowRunState(
+                state=StateType.CRASHED, message=f"no heartbeat for {silence_s:g} s: its process is gone"
+            )
+        ],
+    )
+
+
+def retry_crashed_runs(pool: str, retries: int) -> AutomationCore:
+    """Prefect counts the starts of a flow run and sends the count with every change of its state: that bounds
+    the retries. A run that crashed before its first start has count 0 and is not retried: it would stay 0."""
+    return AutomationCore(
+        name="seamlessflow: retry crashed runs",
+        description=f"a flow run that crashed is started again, {retries} times at most",
+        enabled=retries > 0,
+        trigger=EventTrigger(
+            posture=Posture.Reactive,
+            match={"prefect.run-count": [str(count) for count in range(1, max(retries, 1) + 1)]},
+            match_related={"prefect.resource.role": "work-pool", "prefect.resource.name": pool},
+            expect={"prefect.flow-run.Crashed"},
+            threshold=1,
+        ),
+        actions=[
+            ChangeFlowRunState(
+                state=StateType.SCHEDULED,
+                name="AwaitingRetry",
+                message="it crashed; started again where its run stopped",
+                # as the button Retry does: a run that has ended may otherwise not be scheduled
+                force=True,
+            )
+        ],
+    )
+
+
+def _put_pool(client: SyncPrefectClient, name: str) -> str:
+    try:
+        client.read_work_pool(name)
+        client.update_work_pool(name, WorkPoolUpdate(concurrency_limit=1))
+    except ObjectNotFound:
+        client.create_work_pool(WorkPoolCreate(name=name, type="process", concurrency_limit=1))
+    return f"work pool {name!r}: one run at a time"
+
+
+def main(pool: str, retries: str, silence_s: str) -> str | None:
+    """Returns one sentence if the server cannot be set up."""
+    with get_client(sync_client=True) as client:
+        try:
+            for line in setup(client, pool, int(retries), float(silence_s)):
+                print(line)
+        except (httpx.TransportError, OSError):
+            return f"no Prefect server answers at {client.api_url}: start one, or set PREFECT_API_URL"
+        except PrefectHTTPStatusError as error:
+            return f"the Prefect server at {client.api_url} refused: {' '.join(str(error).split())}"
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
