@@ -33,6 +33,18 @@ def train(config: ConfigFile, overrides: Overrides = None) -> None:
 
 
 @app.command()
+def resume(run: RunDir) -> None:
+    """Go on with a run that stopped, as it was configured."""
+    from sf_core.run import read_stored_config
+
+    try:
+        config = read_stored_config(run)
+    except (ValueError, OSError) as error:
+        _fail(str(error))
+    _launch("train", _runnable(config, run))
+
+
+@app.command()
 def evaluate(config: ConfigFile, overrides: Overrides = None) -> None:
     """Measure a run's newest policy on the held-out tasks."""
     settings = _config(config, overrides)
@@ -117,20 +129,25 @@ def dataplane(
 
 
 def _config(path: Path, overrides: list[str] | None) -> RunConfig:
-    from sf_core.run import load_object
-
     try:
-        config = load_config(path, overrides)
-        sys.path.insert(0, os.getcwd())
-        for reference in (config.environment.tasks, config.environment.agent, config.environment.reward):
-            load_object(reference)
+        return _runnable(load_config(path, overrides), str(path))
     except ConfigError as error:
         _fail(str(error))
+
+
+def _runnable(config: RunConfig, source: str) -> RunConfig:
+    """The configuration, if what it names is there."""
+    from sf_core.run import load_object
+
+    sys.path.insert(0, os.getcwd())
+    try:
+        for reference in (config.environment.tasks, config.environment.agent, config.environment.reward):
+            load_object(reference)
     except ValueError as error:
-        _fail(f"{path}: environment: {error}")
+        _fail(f"{source}: environment: {error}")
     model = config.policy.model
     if model is not None and not (Path(model) / "config.json").is_file():
-        _fail(f"{path}: policy.model: {model} is not a Hugging Face model folder (no config.json)")
+        _fail(f"{source}: policy.model: {model} is not a Hugging Face model folder (no config.json)")
     return config
 
 

@@ -34,6 +34,8 @@ def _is_reference(value: str) -> str:
 Reference = Annotated[str, AfterValidator(_is_reference)]
 """Names Python code as package.module:name; it must be importable on the agent workers."""
 
+Share = Annotated[float, Field(ge=0, lt=1)]
+
 
 class WarmstartConfig(Settings):
     """Supervised start of the built-in policy from generated demonstrations."""
@@ -120,7 +122,7 @@ class TrainConfig(Settings):
     """Constant learning rate of AdamW, after `warmup_steps`."""
     warmup_steps: int = Field(0, ge=0)
     """Optimiser steps over which the learning rate rises from 0."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Share, Share] = (0.9, 0.95)
     """AdamW's averaging coefficients."""
     weight_decay: float = Field(0.0, ge=0)
     """AdamW's weight decay."""

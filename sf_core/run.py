@@ -152,6 +152,16 @@ def new_run_id(name: str) -> str:
     return f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
+def read_stored_config(uri: str) -> RunConfig:
+    """What the run in this directory was configured with; the directory may have been moved since.
+
+    Raises ValueError if there is no run."""
+    directory = RunDirectory(uri)
+    config = directory.read_config(RunConfig)
+    storage = config.storage.model_copy(update={"root": directory.uri.rstrip("/").rsplit("/", 1)[0]})
+    return config.model_copy(update={"run_id": directory.run_id, "storage": storage})
+
+
 def open_config(uri: str) -> RunConfig:
     """Read a resolved configuration."""
     return RunConfig.model_validate_json(read_bytes(uri))

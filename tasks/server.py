@@ -19,6 +19,9 @@ from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 TAG = {"prefect.resource.id": "prefect.tag.seamlessflow", "prefect.resource.role": "tag"}
 """Our deployments carry it; flows of others on the same server are left alone."""
 
+RETRY_AFTER_S = 20.0
+"""Prefect looks at such intervals, so that a crashed run starts again after one to two of them."""
+
 ENDED = ("Completed", "Failed", "Crashed", "Cancelled", "Cancelling", "Paused", "Suspended", "AwaitingRetry")
 
 
@@ -30,8 +33,9 @@ def setup(client: SyncPrefectClient, pool: str, retries: int, silence_s: float) 
     for wanted in (crash_silent_runs(silence_s), retry_crashed_runs(pool, retries)):
         found = client.read_automations_by_name(wanted.name)
         if found:
-            # an update sends only what is set, and types are set by default
-            client.update_automation(found[0].id, AutomationCore.model_validate(wanted.model_dump()))
+            # an update sends what was set, which defaults such as the types of actions were not
+            complete = AutomationCore.model_validate(wanted.model_dump(exclude={"owner_resource"}))
+            client.update_automation(found[0].id, complete)
         else:
             client.create_automation(wanted)
         lines.append(f"automation {wanted.name!r}: {wanted.description}")
@@ -62,17 +66,22 @@ def crash_silent_runs(silence_s: float) -> AutomationCore:
 
 def retry_crashed_runs(pool: str, retries: int) -> AutomationCore:
     """Prefect counts the starts of a flow run and sends the count with every change of its state: that bounds
-    the retries. A run that crashed before its first start has count 0 and is not retried: it would stay 0."""
+    the retries. A run that crashed before its first start has count 0 and is not retried: it would stay 0.
+
+    It waits, because a worker tells of a crash twice, seconds apart, and the second would undo the retry."""
     return AutomationCore(
         name="seamlessflow: retry crashed runs",
-        description=f"a flow run that crashed is started again, {retries} times at most",
+        description=f"a flow run that crashed is started again, at most {retries} times",
         enabled=retries > 0,
         trigger=EventTrigger(
-            posture=Posture.Reactive,
+            posture=Posture.Proactive,
             match={"prefect.run-count": [str(count) for count in range(1, max(retries, 1) + 1)]},
             match_related={"prefect.resource.role": "work-pool", "prefect.resource.name": pool},
-            expect={"prefect.flow-run.Crashed"},
-            threshold=1,
+            for_each={"prefect.resource.id"},
+            after={"prefect.flow-run.Crashed"},
+            # somebody else has seen to it
+            expect={f"prefect.flow-run.{state}" for state in ("Scheduled", "AwaitingRetry", "Pending")},
+            within=timedelta(seconds=RETRY_AFTER_S),
         ),
         actions=[
             ChangeFlowRunState(

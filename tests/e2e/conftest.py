@@ -7,8 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,8 @@ import pytest
 from sf_core.config import RunConfig, validate_config
 from sf_core.local_stack import LocalStack, Services, local_stack, start_dataplane, start_services
 from storage.run_directory import RunDirectory
+from tests.e2e.postgresql import postgresql
+from tests.e2e.prefect_server import Server, prefect_server
 
 ROOT = Path(__file__).parents[2]
 TINY_POLICY = {"hidden_size": 32, "num_layers": 1, "warmstart": None}
@@ -91,15 +92,6 @@ class Cluster:
                 os.kill(child.pid, signal.SIGKILL)
 
 
-def wait_until(probe: Callable[[], Any], what: str, timeout_s: float = 60.0, every_s: float = 0.005) -> Any:
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if value := probe():
-            return value
-        time.sleep(every_s)
-    raise AssertionError(f"waited {timeout_s:.0f} s for {what}")
-
-
 def manifests(config: RunConfig) -> dict[tuple[int, str], dict[str, Any]]:
     """Every committed stage of a run with its manifest."""
     directory = RunDirectory(config.run_dir)
@@ -121,3 +113,29 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with local_stack(folder / "logs", env) as stack:
         services = start_services(stack, folder, RunConfig().cluster.workers)
         yield Cluster(stack, folder, services)
+
+
+@pytest.fixture(scope="session")
+def server(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A Prefect server on SQLite with our deployments, whose runs work on the cluster."""
+    with prefect_server(tmp_path_factory.mktemp("server"), _addresses(cluster)) as server:
+        server.deploy()
+        yield server
+
+
+@pytest.fixture(scope="session")
+def lasting_server(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The same on PostgreSQL. On SQLite, an event that meets a locked database is lost to automations."""
+    with postgresql() as url:
+        env = _addresses(cluster) | {"PREFECT_API_DATABASE_CONNECTION_URL": url}
+        with prefect_server(tmp_path_factory.mktemp("lasting-server"), env) as server:
+            server.deploy()
+            yield server
+
+
+def _addresses(cluster: Cluster) -> dict[str, str]:
+    return {
+        "PYTHONPATH": str(cluster.user_code),
+        "SF_SCHEDULER": cluster.services.scheduler,
+        "SF_DATAPLANE_URL": cluster.services.dataplane,
+    }

@@ -10,12 +10,32 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import FlowRunFilter
+from prefect.client.schemas.objects import FlowRun
 from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.states import Crashed, Pending, Running
 
-from sf_core.local_stack import LocalStack, local_stack, start_prefect_server
+from sf_core.config import RunConfig
+from sf_core.local_stack import LocalStack, Process, local_stack, start_prefect_server
 from tests.e2e.quickstart import ROOT
+from tests.e2e.waiting import wait_until
+
+DEPLOYMENTS = {
+    "quickstart": "train/quickstart",
+    "train": "train/train",
+    "warmstart": "warmstart/warmstart",
+    "evaluate": "evaluate/evaluate",
+}
+
+
+def without_addresses(config: RunConfig) -> RunConfig:
+    """The configuration as one fills in a form: scheduler and data plane are those of the worker."""
+    cluster = config.cluster.model_copy(update={"scheduler": None})
+    dataplane = config.dataplane.model_copy(update={"url": None})
+    return config.model_copy(update={"cluster": cluster, "dataplane": dataplane})
 
 
 @dataclass
@@ -43,6 +63,53 @@ class Server:
         for command in (["sf_core", "setup-server"], ["prefect", "--no-prompt", "deploy", "--all"]):
             done = self.call(*command)
             assert done.returncode == 0, done.stdout + done.stderr
+
+    def create_run(self, deployment: str, config: dict[str, Any]) -> FlowRun:
+        with self.client() as client:
+            found = client.read_deployment_by_name(deployment)
+            return client.create_flow_run_from_deployment(found.id, parameters={"config": config})
+
+    def crash(self, run: FlowRun) -> None:
+        """Tell the server what a worker tells when the process of a run that it started ends."""
+        with self.client() as client:
+            for state in (Pending(), Running(), Crashed()):
+                client.set_flow_run_state(run.id, state, force=True)
+
+    @contextmanager
+    def worker(self) -> Iterator[Process]:
+        """A process worker that takes runs of the pool."""
+        command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", "sf", "--type", "process"]
+        worker = self.stack.start("worker", command, {"PREFECT_API_URL": self.api})
+        yield worker
+        self.stack.stop_one(worker)
+
+    def await_state(
+        self, run: FlowRun, name: str, timeout_s: float = 60, worker: Process | None = None
+    ) -> FlowRun:
+        def now() -> FlowRun | None:
+            with self.client() as client:
+                seen = client.read_flow_run(run.id)
+            assert seen.state
+            if worker is not None and seen.state.is_failed():
+                raise AssertionError(f"{seen.state} {worker.tail(30)}")
+            return seen if seen.state.name == name else None
+
+        found: FlowRun = wait_until(now, f"{run.name} to be {name}", timeout_s, every_s=0.5)
+        return found
+
+    def await_heartbeat(self, name: str) -> FlowRun:
+        """The run of this name, once the server has heard its heartbeat."""
+
+        def heard() -> FlowRun | None:
+            with self.client() as client:
+                runs = client.read_flow_runs(flow_run_filter=FlowRunFilter(name={"any_": [name]}))
+                wanted = {"event": {"name": ["prefect.flow-run.heartbeat"]}}
+                events = client.request("POST", "/events/filter", json={"filter": wanted}).json()["events"]
+            ids = {event["resource"]["prefect.resource.id"] for event in events}
+            return runs[0] if runs and f"prefect.flow-run.{runs[0].id}" in ids else None
+
+        found: FlowRun = wait_until(heard, f"a heartbeat of {name}", every_s=0.5)
+        return found
 
     @contextmanager
     def client(self) -> Iterator[SyncPrefectClient]:

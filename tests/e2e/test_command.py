@@ -18,12 +18,13 @@ from sf_core.config import load_config
 from sf_core.observe import read_figures
 from storage.files import read_bytes
 from storage.run_directory import RunDirectory
-from tests.e2e.conftest import ROOT, manifests, wait_until
+from tests.e2e.conftest import ROOT, manifests
+from tests.e2e.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
 
-def test_ctrl_c_leaves_no_process_and_the_same_command_goes_on(tmp_path: Path) -> None:
+def test_ctrl_c_leaves_no_process_and_the_run_is_resumed_as_it_was_configured(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     settings = {
         "run_id": "interrupted",
@@ -56,7 +57,8 @@ def test_ctrl_c_leaves_no_process_and_the_same_command_goes_on(tmp_path: Path) -
     assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
     before = manifests(config)
 
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=180)
+    resume = [sys.executable, "-m", "sf_core", "resume", config.run_dir]
+    done = subprocess.run(resume, env=env, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "held-out reward" in done.stdout
     after = manifests(config)

@@ -1,65 +1,32 @@
-"""Deploying to a real Prefect server, and a run that a worker takes from it."""
+"""Deploying to a real Prefect server: forms, and a run that a worker takes from it."""
 
 from __future__ import annotations
 
+import subprocess
 import sys
-from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import yaml
-from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.actions import WorkPoolUpdate
+from prefect.exceptions import PrefectHTTPStatusError
 
-from sf_core.config import RunConfig
-from tests.e2e.conftest import Cluster, manifests, wait_until
-from tests.e2e.prefect_server import Server, prefect_server
+from sf_core.local_stack import free_port
+from tests.e2e.conftest import Cluster, manifests
+from tests.e2e.prefect_server import DEPLOYMENTS, Server, without_addresses
 from tests.e2e.quickstart import CONFIG, ROOT
 
 pytestmark = pytest.mark.slow
 
-DEPLOYMENTS = {
-    "quickstart": "train/quickstart",
-    "train": "train/train",
-    "warmstart": "warmstart/warmstart",
-    "evaluate": "evaluate/evaluate",
-}
 
-
-@pytest.fixture(scope="module")
-def server(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    env = {
-        "PYTHONPATH": str(cluster.user_code),
-        "SF_SCHEDULER": cluster.services.scheduler,
-        "SF_DATAPLANE_URL": cluster.services.dataplane,
-    }
-    with prefect_server(tmp_path_factory.mktemp("server"), env) as server:
-        server.deploy()
-        yield server
-
-
-def small(cluster: Cluster, run_id: str) -> RunConfig:
-    """A run of few sessions that names neither scheduler nor data plane."""
-    config = cluster.config(run_id)
-    return config.model_copy(
-        update={
-            "cluster": config.cluster.model_copy(update={"scheduler": None}),
-            "dataplane": config.dataplane.model_copy(update={"url": None}),
-        }
-    )
-
-
-def await_end(server: Server, run: FlowRun, timeout_s: float) -> FlowRun:
-    def ended() -> FlowRun | None:
-        with server.client() as client:
-            now = client.read_flow_run(run.id)
-        return now if now.state and now.state.is_final() else None
-
-    ended_run: FlowRun = wait_until(ended, f"the end of {run.name}", timeout_s, every_s=0.5)
-    return ended_run
-
-
-def test_every_deployment_is_there_with_its_form_in_a_pool_for_one_run(server: Server) -> None:
+@pytest.mark.parametrize("database", ["server", "lasting_server"])
+def test_every_deployment_is_there_with_its_form_in_a_pool_for_one_run(
+    database: str, request: pytest.FixtureRequest
+) -> None:
+    server: Server = request.getfixturevalue(database)
     with server.client() as client:
         assert client.read_work_pool("sf").concurrency_limit == 1
+        assert len(client.read_automations()) == 2
         for name, full_name in DEPLOYMENTS.items():
             deployment = client.read_deployment_by_name(full_name)
             assert (deployment.work_pool_name, deployment.tags) == ("sf", ["seamlessflow"])
@@ -76,15 +43,54 @@ def test_the_deployed_quickstart_is_the_one_of_the_configuration() -> None:
 
 
 def test_a_deployed_run_is_taken_by_a_worker_and_completes(server: Server, cluster: Cluster) -> None:
-    config = small(cluster, "deployed")
-    command = ["-m", "prefect", "worker", "start", "--pool", "sf", "--type", "process"]
-    worker = server.stack.start("worker", [sys.executable, *command], {"PREFECT_API_URL": server.api})
-    with server.client() as client:
-        deployment = client.read_deployment_by_name(DEPLOYMENTS["quickstart"])
-        parameters = {"config": config.model_dump(mode="json")}
-        run = client.create_flow_run_from_deployment(deployment.id, parameters=parameters)
-    ended = await_end(server, run, 150)
-    server.stack.stop_one(worker)
-    assert ended.state and ended.state.is_completed(), f"{ended.state} {worker.tail(30)}"
+    config = without_addresses(cluster.config("deployed"))
+    with server.worker() as worker:
+        run = server.create_run(DEPLOYMENTS["quickstart"], config.model_dump(mode="json"))
+        ended = server.await_state(run, "Completed", 150, worker)
     assert ended.name == "deployed"
     assert (2, "publish") in manifests(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [
+        ({"rollout": {"group_size": 1}}, "config.rollout.group_size"),
+        ({"rollout": {"gate": "most"}}, "config.rollout.gate"),
+        ({"train": {"learning_rate": "fast"}}, "config.train.learning_rate"),
+        ({"trian": {}}, "config.trian"),
+    ],
+)
+def test_a_wrong_value_is_refused_before_the_run_by_the_name_of_its_field(
+    server: Server, config: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(PrefectHTTPStatusError) as refused:
+        server.create_run(DEPLOYMENTS["train"], config)
+    assert refused.value.response.status_code == 409
+    assert field.rsplit(".", 1)[1] in refused.value.response.text, refused.value.response.text
+
+
+def test_the_server_can_be_set_up_again(server: Server) -> None:
+    def state() -> list[Any]:
+        with server.client() as client:
+            automations = client.read_automations()
+            pools = client.read_work_pools()
+        return sorted((a.name, a.id, a.trigger, a.actions, a.enabled) for a in automations) + [pools[0].id]
+
+    before = state()
+    with server.client() as client:
+        client.update_work_pool("sf", WorkPoolUpdate(concurrency_limit=7))
+    done = server.call("sf_core", "setup-server")
+    assert done.returncode == 0, done.stderr
+    assert "work pool 'sf': one run at a time" in done.stdout
+    assert len(before) == 3 and state() == before
+    with server.client() as client:
+        assert client.read_work_pool("sf").concurrency_limit == 1
+
+
+def test_a_server_that_does_not_answer_is_said(server: Server) -> None:
+    api = f"http://127.0.0.1:{free_port()}/api"
+    command = [sys.executable, "-m", "sf_core", "setup-server"]
+    env = {**server.env, "PREFECT_API_URL": api, "COLUMNS": "200"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert f"no Prefect server answers at {api}" in done.stderr

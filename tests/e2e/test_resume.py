@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import signal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -11,7 +13,8 @@ import pytest
 from sf_core.config import RunConfig
 from storage.files import read_bytes
 from storage.run_directory import STAGES, RunDirectory
-from tests.e2e.conftest import Cluster, manifests, wait_until
+from tests.e2e.conftest import Cluster, manifests
+from tests.e2e.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -112,6 +115,21 @@ def test_a_killed_data_plane_comes_back_and_the_run_goes_on(cluster: Cluster) ->
         assert process.poll() is None, cluster.log(config)[-2000:]
         cluster.restart_dataplane()
     cluster.finish(config, process)
+    check_result(config)
+
+
+def test_of_two_flows_on_one_run_the_older_is_refused_even_if_it_wakes_up_late(cluster: Cluster) -> None:
+    config = cluster.config("two-flows")
+    older = cluster.start(config)
+    wait_until(lambda: (0, "publish") in manifests(config) or older.poll() is not None, "an iteration")
+    older.send_signal(signal.SIGSTOP)
+    cluster.finish(config, cluster.start(config))
+    before = manifests(config)
+    assert max(manifest["attempt"] for manifest in before.values()) == 2
+    older.send_signal(signal.SIGCONT)
+    assert older.wait(60) != 0
+    assert re.search("[Aa]ttempt 1 .*was superseded by a later one", cluster.log(config))
+    assert manifests(config) == before
     check_result(config)
 
 

@@ -57,3 +57,16 @@ def test_a_data_plane_for_the_network_needs_a_key(monkeypatch: pytest.MonkeyPatc
     code, output = sf("dataplane", "--host", "0.0.0.0")
     assert code == 2
     assert "SF_DATAPLANE_KEY" in output
+
+
+def test_only_a_run_is_resumed(tmp_path: Path) -> None:
+    code, output = sf("resume", str(tmp_path))
+    assert code == 2
+    assert "no run here (config.json is missing)" in output
+
+
+def test_a_server_to_set_up_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    code, output = sf("setup-server")
+    assert code == 2
+    assert "PREFECT_API_URL is not set" in output

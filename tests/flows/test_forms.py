@@ -1,0 +1,67 @@
+"""The forms of our deployments in the Prefect UI are these schemas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, get_args
+
+import pytest
+from prefect import Flow
+from prefect.utilities.callables import parameter_schema
+
+from flows.evaluate import evaluate
+from flows.train import train
+from flows.warmstart import warmstart
+from sf_core.config import RunConfig
+
+BOUNDS = {"minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"}
+
+flows = pytest.mark.parametrize("flow", [train, warmstart, evaluate], ids=lambda flow: flow.name)
+
+
+def fields(flow: Flow[Any, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every field of every section with its name; a section's own description counts for its field."""
+    schema = parameter_schema(flow).model_dump_for_openapi()
+    sections = {"": schema, **schema["definitions"]}
+    for title, section in sections.items():
+        for name, field in section["properties"].items():
+            references = [part["$ref"] for part in [field, *field.get("allOf", [])] if "$ref" in part]
+            described = [sections[reference.rsplit("/", 1)[1]] for reference in references]
+            yield f"{title}.{name}", {**(described[0] if described else {}), **field}
+
+
+def values(field: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """What a field may hold: the alternatives, and the items of a list."""
+    for alternative in field.get("anyOf", [field]):
+        yield alternative
+        yield from alternative.get("prefixItems", [])
+
+
+@flows
+def test_every_field_is_described_and_in_its_place(flow: Flow[Any, Any]) -> None:
+    for name, field in fields(flow):
+        assert field.get("description"), name
+        assert "position" in field, name
+
+
+@flows
+def test_every_number_is_bounded(flow: Flow[Any, Any]) -> None:
+    for name, field in fields(flow):
+        for value in values(field):
+            if value.get("type") in ("number", "integer"):
+                assert BOUNDS & value.keys(), name
+
+
+def test_choices_are_offered_as_such() -> None:
+    shown = dict(fields(train))
+    for section in RunConfig.model_fields.values():
+        for name, field in getattr(section.annotation, "model_fields", {}).items():
+            if "Literal" in str(field.annotation):
+                assert shown[f"{section.annotation.__name__}.{name}"]["enum"] == list(
+                    get_args(field.annotation)
+                )
+
+
+def test_sections_come_in_the_order_of_the_configuration() -> None:
+    shown = [name for name, _ in fields(train) if name.startswith("RunConfig.")]
+    assert shown == [f"RunConfig.{name}" for name in RunConfig.model_fields]
