@@ -181,9 +181,10 @@ def start_dask_worker(
 ) -> Process:
     """One process, one thread, its tags and its private name as resources (design 5.2)."""
     resources = " ".join([*(f"{tag}=1" for tag in worker.tags), f"@{name}=1"])
-    threads = str(worker.threads or min(os.cpu_count() or 1, MAX_THREADS))
     # the nanny would otherwise set these to 1
-    env = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads)
+    env = dict.fromkeys(
+        ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(worker_threads(worker))
+    )
     return stack.start(
         f"worker-{name}",
         _module("dask", "worker", *scheduler, *LOOPBACK, "--name", name, "--resources", resources)
@@ -193,6 +194,11 @@ def start_dask_worker(
         # workers share the cores of this machine: training comes before rollout, never the reverse
         gives_way="rollout" in worker.tags and "train" not in worker.tags,
     )
+
+
+def worker_threads(worker: WorkerConfig) -> int:
+    """CPU threads of the numerical libraries in a local worker on this machine."""
+    return worker.threads or min(os.cpu_count() or 1, MAX_THREADS)
 
 
 def start_dataplane(

@@ -12,12 +12,19 @@ _resident: tuple[str, Trainer] | None = None
 
 
 def trainer_at(run: Run, version: int) -> Trainer:
-    """A trainer that holds this version: the resident one, or one rebuilt from the last checkpoint by
-    replaying stored batches (design 5.6); nothing is sampled again."""
+    """A trainer that holds this version: the resident one, or one rebuilt."""
     global _resident
     if _resident is not None and _resident[0] == run.ref.uri and _resident[1].version == version:
         return _resident[1]
     _resident = None  # a step that failed half-way leaves a trainer nobody may use
+    trainer = rebuild_trainer(run, version)
+    _resident = (run.ref.uri, trainer)
+    return trainer
+
+
+def rebuild_trainer(run: Run, version: int) -> Trainer:
+    """A trainer that holds this version: from the last checkpoint up to it, and the stored batches since
+    (design 5.6). Nothing is sampled again, nothing is written."""
     rollout = run.config.rollout
     trainer = Trainer(
         local_folder(run.start_dir),
@@ -36,5 +43,4 @@ def trainer_at(run: Run, version: int) -> Trainer:
         manifest = run.directory.read_manifest(trainer.version, "filter")
         assert manifest is not None
         trainer.step(read_batch(run.directory.path(manifest.outputs[0].uri)))
-    _resident = (run.ref.uri, trainer)
     return trainer
