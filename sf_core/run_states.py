@@ -14,7 +14,7 @@ from sf_core.settings import dataplane_key
 from storage import files
 from storage.run_directory import RunDirectory
 
-ANSWER_S = 5.0
+STATUS_S = 5.0
 """A data plane that takes longer is one that nobody works with."""
 
 
@@ -84,7 +84,7 @@ def is_served(run: RunDirectory) -> Literal["no", "released", "running"]:
     url = run.read_config(RunConfig).dataplane.url
     if url is None:
         return "no"
-    client = DataplaneClient(url, run.run_id, dataplane_key(), patience_s=0.0, timeout_s=ANSWER_S)
+    client = DataplaneClient(url, run.run_id, dataplane_key(), patience_s=0.0, timeout_s=STATUS_S)
     try:
         return "released" if client.status()["released"] else "running"
     except DataplaneError as error:

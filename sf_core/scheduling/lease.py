@@ -36,7 +36,6 @@ def serve_lease(spec: LeaseSpec) -> str:
     if spec.after is not None and run.directory.read_manifest(spec.after, "train") is None:
         # the lease overtook the train task in the worker's queue, or training failed: training comes first
         return "training comes first"
-    timeline = Timeline(run.directory, spec.worker, "rollout", f"{spec.run.attempt}-{spec.lease_id}")
     hello = {
         "run_id": spec.run.run_id,
         "attempt": spec.run.attempt,
@@ -47,12 +46,8 @@ def serve_lease(spec: LeaseSpec) -> str:
         "worker": spec.worker,
         "max_running": run.config.engine.max_running,
     }
-    try:
-        return serve_engine(
-            spec.run.dataplane_url, dataplane_key(), hello, engine_factory(run), on_busy=timeline.busy
-        )
-    finally:
-        timeline.write()
+    with Timeline(run.directory, spec.worker, "rollout", spec.lease_id) as timeline:
+        return serve_engine(spec.run.dataplane_url, dataplane_key(), hello, engine_factory(run), timeline)
 
 
 def engine_factory(run: Run) -> Callable[[WeightsRef], Engine]:
