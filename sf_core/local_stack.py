@@ -202,7 +202,11 @@ def worker_threads(worker: WorkerConfig) -> int:
 
 
 def start_dataplane(
-    stack: LocalStack, directory: Path, port: int = 0, memory_mb: float = MEMORY_MB
+    stack: LocalStack,
+    directory: Path,
+    port: int = 0,
+    memory_mb: float = MEMORY_MB,
+    num_gateways: int = 1,
 ) -> Callable[[], str]:
     """Start a data plane on loopback; the returned function waits and gives its URL. Started again in the
     same directory, on the same port, it goes on where it was killed."""
@@ -217,6 +221,8 @@ def start_dataplane(
         str(directory / "dataplane"),
         "--memory-mb",
         str(memory_mb),
+        "--gateways",
+        str(num_gateways),
     ]
     process = stack.start("dataplane", _module("sf_core.dataplane", *options))
 
