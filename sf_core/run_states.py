@@ -18,6 +18,10 @@ STATUS_S = 5.0
 """A data plane that takes longer is one that nobody works with."""
 
 
+State = Literal["finished", "running", "stopped", "unknown", "unreadable"]
+"""unknown: the data plane wants another key; unreadable: the configuration cannot be read."""
+
+
 @dataclass(frozen=True, slots=True)
 class Progress:
     published: int
@@ -31,7 +35,7 @@ class Progress:
 @dataclass(frozen=True, slots=True)
 class RunState:
     name: str
-    state: Literal["finished", "running", "stopped", "unreadable"]
+    state: State
     progress: Progress
     iterations: int | None
     """As configured; None if the configuration cannot be read."""
@@ -51,14 +55,19 @@ def find_runs(root: str) -> list[RunDirectory]:
 
 def run_state(run: RunDirectory) -> RunState:
     try:
-        iterations, served = run.read_config(RunConfig).train.iterations, is_served(run)
+        iterations = run.read_config(RunConfig).train.iterations
     except ValueError:
         return RunState(run.run_id, "unreadable", progress(run), None, files.folder_bytes(run.uri))
-    finished = files.exists(run.path("summary.json"))
-    state: Literal["finished", "running", "stopped"] = (
-        "running" if served == "running" else "finished" if finished else "stopped"
-    )
-    return RunState(run.run_id, state, progress(run), iterations, files.folder_bytes(run.uri))
+    return RunState(run.run_id, _state(run), progress(run), iterations, files.folder_bytes(run.uri))
+
+
+def _state(run: RunDirectory) -> State:
+    try:
+        if is_served(run) == "running":
+            return "running"
+    except ValueError:
+        return "unknown"
+    return "finished" if files.exists(run.path("summary.json")) else "stopped"
 
 
 def progress(run: RunDirectory) -> Progress:

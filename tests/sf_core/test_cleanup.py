@@ -141,6 +141,7 @@ def test_a_data_plane_that_wants_another_key_is_an_error(root: Path, monkeypatch
     with served(root, "a", key="right") as (url, _):
         run = make(root, "a", 3, url=url)
         code, output = sf("gc", run.uri)
+        assert "a unknown 3/4" in sf("ls", run.uri)[1]
     assert code == 2
     assert f"a: its data plane at {url} does not say whether anybody works on it; set SF_DATAPLANE" in output
 
