@@ -154,8 +154,9 @@ class EvaluateConfig(Settings):
 class EngineConfig(Settings):
     """What serves the policy on a rollout worker."""
 
-    kind: Literal["torch", "scripted"] = "torch"
-    """torch: the built-in engine. scripted: canned answers without a model, for tests and benchmarks."""
+    kind: Literal["torch", "scripted", "emulated"] = "torch"
+    """torch: the built-in engine. scripted: canned answers without a model, for tests and benchmarks.
+    emulated: engines and trainers sleep as long as the device of `emulation` would compute."""
     max_running: int = Field(128, ge=1)
     """Requests in one decoding batch."""
     context_length: int = Field(512, ge=16)
@@ -164,6 +165,35 @@ class EngineConfig(Settings):
     """What happens to the KV cache of running requests when weights change."""
     script: Reference | None = None
     """For the scripted engine: function (prompt_ids, seed) -> token ids."""
+
+
+class EmulationConfig(Settings):
+    """The device that an emulated run pretends to have, and the model on it. By default an H100 (SXM, dense
+    bfloat16; NVIDIA's data sheet) with a policy of the shape of Qwen3-8B."""
+
+    peak_flops: float = Field(989e12, gt=0)
+    """FLOP/s of the dtype computed in."""
+    memory_bandwidth: float = Field(3.35e12, gt=0)
+    """Bytes/s between the device and its memory."""
+    load_bandwidth: float = Field(50e9, gt=0)
+    """Bytes/s at which weights and optimiser state come onto the device."""
+    utilisation: float = Field(0.4, gt=0, le=1)
+    """Share of `peak_flops` that prefill and training reach."""
+    parameters: float = Field(8.2e9, gt=0)
+    """Of the policy."""
+    bytes_per_parameter: float = Field(2.0, gt=0)
+    """Of the weights."""
+    kv_bytes_per_token: float = Field(147456.0, ge=0)
+    """2 x layers x KV heads x head width x bytes of an element."""
+    to_rollout_s: float | None = Field(None, ge=0)
+    """Emulated seconds until a device that trained is an engine. Empty: bytes of the weights over
+    `load_bandwidth`."""
+    to_train_s: float | None = Field(None, ge=0)
+    """Emulated seconds until a device that was an engine can train. Empty: bytes of its share of weights and
+    optimiser state over `load_bandwidth`."""
+    time_dilation: float = Field(1.0, gt=0)
+    """Emulated seconds per real second: every duration is divided by it. Below 1 the run is slower than the
+    device would be, so that a fleet's tokens/s fit one data plane."""
 
 
 class WorkerConfig(Settings):
@@ -218,6 +248,7 @@ class RunConfig(Settings):
     train: TrainConfig = TrainConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     engine: EngineConfig = EngineConfig()
+    emulation: EmulationConfig = EmulationConfig()
     cluster: ClusterConfig = ClusterConfig()
     dataplane: DataplaneConfig = DataplaneConfig()
     storage: StorageConfig = StorageConfig()
