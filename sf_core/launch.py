@@ -46,7 +46,10 @@ def launch(flow: str, config: RunConfig, console: Console) -> None:
     local.mkdir(parents=True, exist_ok=True)
     console.print(f"run [bold]{name}[/bold] in {directory.uri}")
     paths = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
-    with local_stack(local / "logs", {"PYTHONPATH": paths, "SF_STARTED_AT": str(started_at)}) as stack:
+    env = {"PYTHONPATH": paths, "SF_STARTED_AT": str(started_at)}
+    if config.engine.kind == "emulated":
+        env["SF_EMULATED"] = "1"
+    with local_stack(local / "logs", env) as stack:
         try:
             _run(flow, config, stack, local, console)
         except StackError as error:

@@ -27,3 +27,8 @@ def command_started_at() -> float | None:
     """Unix seconds at which `sf train` was called (SF_STARTED_AT), so that the summary counts start-up."""
     value = os.environ.get("SF_STARTED_AT")
     return float(value) if value else None
+
+
+def computes_nothing() -> bool:
+    """Whether workers start without the libraries that compute (SF_EMULATED=1): those of emulated runs."""
+    return os.environ.get("SF_EMULATED") == "1"

@@ -16,17 +16,20 @@ import pyarrow.compute as pc
 
 from sf_core.policy_folders import export_policy, prepare_start
 from sf_core.run import Run, RunRef
+from sf_core.scheduling.device_model import DeviceModel
+from sf_core.scheduling.emulated_device import switch_to
 from sf_core.scheduling.plan import current_worker
 from sf_core.scheduling.timeline import Timeline
 from sf_core.summary import summarise
 from sf_core.training.advantages import group_advantages
+from sf_core.training.emulated import EmulatedTrainer
 from storage.batches import read_batch, write_batch
 from storage.files import FileRef
 from storage.manifests import Manifest
 from storage.metrics import write_metrics
 from storage.parquet import numpy_rows
 from storage.trajectories import read_trajectories
-from storage.weights import save_weights
+from storage.weights import save_arrays, save_weights
 
 
 @dataclass
@@ -145,6 +148,8 @@ def _codes(column: pa.ChunkedArray) -> np.ndarray:
 @_once
 def train(run: Run, iteration: int) -> Outcome:
     """One train step on the stored batch; writes the next version's weights and a checkpoint."""
+    if run.config.engine.kind == "emulated":
+        return _emulated_train(run, iteration)
     from sf_core.training.resident import trainer_at
 
     source = _committed(run, iteration, "filter")
@@ -161,6 +166,23 @@ def train(run: Run, iteration: int) -> Outcome:
         inputs={ref.uri: ref.sha256 for ref in source.outputs},
         outputs=[weights, write_metrics(run.directory, "train", iteration, [metrics])],
         data={"version": version, **metrics},
+    )
+
+
+def _emulated_train(run: Run, iteration: int) -> Outcome:
+    source = _committed(run, iteration, "filter")
+    timeline = Timeline(run.directory, current_worker(), "train", f"{run.ref.attempt}-train-{iteration}")
+    model = DeviceModel(run.config.emulation)
+    switch_to("train", model.to_train_s())
+    trainer = EmulatedTrainer(model, iteration)
+    with timeline.computing(f"iteration {iteration}"):
+        metrics = trainer.step(read_batch(run.directory.path(source.outputs[0].uri)))
+    weights = save_arrays(run.directory.weights_dir(trainer.version), trainer.weights(), trainer.version)
+    timeline.write()
+    return Outcome(
+        inputs={ref.uri: ref.sha256 for ref in source.outputs},
+        outputs=[weights, write_metrics(run.directory, "train", iteration, [metrics])],
+        data={"version": trainer.version, **metrics},
     )
 
 

@@ -65,6 +65,10 @@ def engine_factory(run: Run) -> Callable[[WeightsRef], Engine]:
             assert settings.script is not None
             script = load_object(settings.script)
             return ScriptedEngine(script, version=weights.version, max_running=settings.max_running)
+        if settings.kind == "emulated":
+            from sf_core.scheduling.emulated_device import emulated_engine
+
+            return emulated_engine(run.config, weights.version)
         from sf_core.engines.torch_engine import TorchEngine
 
         engine = TorchEngine(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import sf_core
+from sf_core.settings import computes_nothing
 
 HEAVY = {
     "rollout": ("torch",),
@@ -25,4 +26,6 @@ async def dask_setup(worker: Any) -> None:
             raise RuntimeError(f"package {name} comes from {package.__file__}, not from {root}")
     for tag in worker.state.total_resources:
         for module in HEAVY.get(tag, ()):
+            if module == "torch" and computes_nothing():
+                continue
             importlib.import_module(module)
