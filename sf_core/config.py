@@ -219,6 +219,9 @@ class ClusterConfig(Settings):
         "c0": WorkerConfig(tags=("cpu",)),
     }
     """Local workers by name; not used with `scheduler`."""
+    max_switches_per_minute: int = Field(120, ge=0)
+    """Most changes of a trainer between training and rollout within any minute; beyond them it is not lent
+    and waits for its batch. No bound where no other worker rolls out."""
 
 
 class DataplaneConfig(Settings):

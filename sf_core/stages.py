@@ -19,6 +19,7 @@ from sf_core.run import Run, RunRef
 from sf_core.scheduling.device_model import DeviceModel
 from sf_core.scheduling.emulated_device import switch_to
 from sf_core.scheduling.plan import current_worker
+from sf_core.scheduling.switching import switching_of
 from sf_core.scheduling.timeline import Timeline
 from sf_core.summary import summarise
 from sf_core.training.advantages import group_advantages
@@ -156,6 +157,7 @@ def train(run: Run, iteration: int) -> Outcome:
     timeline = Timeline(run.directory, current_worker(), "train", f"{run.ref.attempt}-train-{iteration}")
     with timeline.computing(f"iteration {iteration}"):
         trainer = trainer_at(run, iteration)
+        switching_of(run).note_training()
         metrics = trainer.step(read_batch(run.directory.path(source.outputs[0].uri)))
         version = trainer.version
         weights = save_weights(run.directory.weights_dir(version), trainer.weights(), version)
@@ -175,6 +177,7 @@ def _emulated_train(run: Run, iteration: int) -> Outcome:
     model = DeviceModel(run.config.emulation)
     switch_to("train", model.to_train_s())
     trainer = EmulatedTrainer(model, iteration)
+    switching_of(run).note_training()
     with timeline.computing(f"iteration {iteration}"):
         metrics = trainer.step(read_batch(run.directory.path(source.outputs[0].uri)))
     weights = save_arrays(run.directory.weights_dir(trainer.version), trainer.weights(), trainer.version)

@@ -59,8 +59,10 @@ class Leases:
             self._lent.popleft()[1].result()
         if self._lent and self._lent[0][1].wrapped_future.done():
             self._lent.popleft()
+        # a lease that the gate has turned down is asked for again
+        before = iteration - 1 if iteration else None
         while len(self._lent) < 2:
-            self._lent.append(self._lend(after=iteration if self._lent else None))
+            self._lent.append(self._lend(after=iteration if self._lent else before))
         self._revoked = Run(self._run).directory.read_manifest(iteration, "train") is None
         return self._lent[0][0]
 
@@ -75,7 +77,8 @@ class Leases:
 
     def _lend(self, after: int | None) -> tuple[str, PrefectDaskFuture[Any]]:
         worker = self._plan.trainers[0]
-        spec = LeaseSpec(self._run, worker, f"{worker}-{next(self._count)}.{self._run.attempt}", after)
+        lease_id = f"{worker}-{next(self._count)}.{self._run.attempt}"
+        spec = LeaseSpec(self._run, worker, lease_id, after, self._plan.trainers)
         with lane("rollout", worker):
             return spec.lease_id, cast(PrefectDaskFuture[Any], lease.submit(spec))
 

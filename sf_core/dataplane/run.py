@@ -78,6 +78,8 @@ class Run:
         self.meter = TokenMeter()
         self.counters: Counter[str] = Counter()
         self.recent_rewards: deque[float] = deque(maxlen=256)
+        self.recent_tokens: deque[int] = deque(maxlen=256)
+        """Sampled in each of the last finished sessions."""
         self.last_error = ""
         self.failures_in_a_row = 0
         """Sessions that failed since one finished."""
@@ -198,6 +200,7 @@ class Run:
         if self.manager.group_of(session.claim) is not None:
             self.results[session.claim.place] = result
             self.recent_rewards.append(result.reward)
+            self.recent_tokens.append(sum(int(row.loss_mask.sum()) for row in result.trajectories))
             await self._reject(self.manager.finish(session.claim, result.reward, result.min_version))
         self.changed.notify()
 

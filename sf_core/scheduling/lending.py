@@ -40,9 +40,9 @@ class LendingGate:
         units x seconds_per_unit x (1 - 1 / scale) > mean(to rollout) + mean(to train)
         scale = (lent + dedicated) / dedicated
 
-    with the mean over the last `MEMORY` switches of each kind. This is the rule by which verl lends its training
-    devices (verl, dynamic schedule of fully asynchronous training, PR 6556); what is unknown counts as worth
-    it. Where no device is dedicated there is no choice: rollout would stand still.
+    with the mean over the last `MEMORY` switches of each kind. This is the rule by which verl lends its
+    training devices (dynamic schedule of its fully asynchronous trainer, PR 6556); what is unknown counts as
+    worth it. Where no device is dedicated there is no choice: rollout would stand still.
 
     A device changes its role at most `max_switches_per_minute` times within any minute, whatever the facts;
     only where no device is dedicated is that no bound.
