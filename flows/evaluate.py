@@ -18,7 +18,7 @@ from tasks.lease import Leases
 @flow(name="evaluate", flow_run_name="{config.run_id}-evaluate", task_runner=TaggedTaskRunner())
 def evaluate(config: RunConfig) -> dict[str, Any]:
     """Evaluate the newest published version of the run; returns mean rewards. Nothing is trained."""
-    plan = make_plan(read_workers(scheduler_address()))
+    plan = make_plan(read_workers(scheduler_address()), config)
     run = begin_attempt(config)
     version = Run(run).register(evaluate_only=True).version
     with Leases(run, plan) as leases, lane("cpu"):

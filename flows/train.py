@@ -27,7 +27,7 @@ from tasks.train import train as train_step
 @flow(name="train", flow_run_name="{config.run_id}", task_runner=TaggedTaskRunner())
 def train(config: RunConfig) -> dict[str, Any]:
     """Run all iterations that are not committed yet; returns the summary of the run."""
-    plan = make_plan(read_workers(scheduler_address()))
+    plan = make_plan(read_workers(scheduler_address()), config)
     run = begin_attempt(config)
     with lean_settings():
         warmstart(config, run)
@@ -54,7 +54,7 @@ def iteration(config: RunConfig, run: RunRef, plan: Plan, number: int, lent: str
             stages.append(filter_.submit(run, number, wait_for=stages))
     batch = list(stages)
     if "train" in todo:
-        with lane("train", plan.trainer, priority=1):
+        with lane("train", plan.trainers[0], priority=1):
             stages.append(train_step.submit(run, number, wait_for=stages))
     if "publish" in todo:
         with lane("cpu"):

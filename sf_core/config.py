@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from sf_core.scheduling.pipelines import PIPELINES, PipelineName
+
 
 def _in_order(schema: dict[str, Any]) -> None:
     """Keep the UI form in the order written here; Prefect sorts fields alphabetically otherwise."""
@@ -80,8 +82,9 @@ class RolloutConfig(Settings):
     gate: Literal["all", "varied"] = "all"
     """all: every complete group counts. varied: groups whose rewards are all equal are dropped and replaced
     (dynamic sampling, DAPO)."""
-    overlap: bool = True
-    """Sample for the next batch while this one is trained on. Off: strictly on-policy."""
+    overlap: bool | None = None
+    """Sample for the next batch while this one is trained on. Off: strictly on-policy. Empty: as the pipeline
+    says; without a pipeline, on."""
     max_lag: int = Field(1, ge=0)
     """Most versions between the weights being updated and the weights that sampled a token."""
     on_max_lag: Literal["wait", "drop"] = "wait"
@@ -106,16 +109,14 @@ class RolloutConfig(Settings):
     batch_timeout_s: float = Field(1800.0, gt=0)
     """Longest wait for one batch; then the run fails and says what it waited for."""
 
-    @property
-    def lag_bound(self) -> int:
-        return self.max_lag if self.overlap else 0
-
 
 class TrainConfig(Settings):
     """The optimiser and the loss (GRPO; Shao et al. 2024, with DAPO's token mean and asymmetric clip)."""
 
     iterations: int = Field(40, ge=1)
     """RL iterations of the run."""
+    workers: int = Field(1, ge=1)
+    """Workers that train together, one rank each."""
     learning_rate: float = Field(3e-4, gt=0)
     """Constant learning rate of AdamW, after `warmup_steps`."""
     warmup_steps: int = Field(0, ge=0)
@@ -212,6 +213,11 @@ class RunConfig(Settings):
     """Name of the run and of its directory. The same name continues where it stopped. Empty: a new one."""
     seed: int = Field(0, ge=0, lt=2**32)
     """Decides the policy's initial weights, the order of tasks and every draw."""
+    pipeline: PipelineName | None = None
+    """How rollout and training share the devices. colocated: every device does both in turn. disaggregated:
+    trainers only train, rollout waits for them. async: trainers only train, rollout goes on meanwhile.
+    multiplexed: trainers roll out between train steps, other workers go on meanwhile. Empty: the tags of the
+    workers and `rollout.overlap` decide."""
     policy: PolicyConfig = PolicyConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -236,7 +242,24 @@ class RunConfig(Settings):
             )
         if self.engine.kind == "scripted" and self.engine.script is None:
             raise ValueError("engine.script is required with engine.kind: scripted")
+        allowed = PIPELINES[self.pipeline].overlap
+        if self.rollout.overlap not in (None, *allowed):
+            raise ValueError(
+                f"pipeline {self.pipeline} means rollout.overlap: {str(allowed[0]).lower()}; "
+                "leave one of the two out"
+            )
         return self
+
+    @property
+    def overlap(self) -> bool:
+        """Whether sampling for the next batch goes on while this one is trained on."""
+        chosen = self.rollout.overlap
+        return PIPELINES[self.pipeline].overlap[0] if chosen is None else chosen
+
+    @property
+    def lag_bound(self) -> int:
+        """Most versions between the weights being updated and the weights that sampled a token."""
+        return self.rollout.max_lag if self.overlap else 0
 
     @property
     def run_dir(self) -> str:

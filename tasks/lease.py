@@ -74,7 +74,7 @@ class Leases:
                 future.result()
 
     def _lend(self, after: int | None) -> tuple[str, PrefectDaskFuture[Any]]:
-        worker = self._plan.trainer
+        worker = self._plan.trainers[0]
         spec = LeaseSpec(self._run, worker, f"{worker}-{next(self._count)}.{self._run.attempt}", after)
         with lane("rollout", worker):
             return spec.lease_id, cast(PrefectDaskFuture[Any], lease.submit(spec))

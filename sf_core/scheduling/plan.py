@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 from distributed import Client, get_worker
 
+from sf_core.config import RunConfig
+from sf_core.scheduling.pipelines import PIPELINES
+
 
 @dataclass(frozen=True, slots=True)
 class Worker:
@@ -22,15 +25,12 @@ class Plan:
     """The workers of a run by duty."""
 
     rollout: tuple[str, ...]
-    """Carry `rollout` but not the trainer: their lease lasts the run."""
-    trainer: str
+    """Hold a rollout lease for the whole run."""
+    trainers: tuple[str, ...]
+    """One rank each, rank 0 first."""
     lent: bool
-    """The trainer carries `rollout` too and is lent to it between train steps."""
+    """The trainers carry `rollout` too and are lent to it between train steps."""
     agent: tuple[str, ...]
-
-    @property
-    def devices(self) -> tuple[str, ...]:
-        return (*self.rollout, self.trainer)
 
 
 def read_workers(scheduler: str, timeout_s: float = 30.0) -> list[Worker]:
@@ -54,32 +54,65 @@ def worker_of(resources: dict[str, float]) -> Worker:
     return Worker(names[0], tags)
 
 
-def make_plan(workers: list[Worker]) -> Plan:
-    """Assign duties. Raises ValueError naming the missing tag and what the workers offer."""
-
-    def carrying(tag: str) -> list[Worker]:
-        found = sorted((w for w in workers if tag in w.tags), key=lambda w: w.name)
-        if not found:
-            offered = ", ".join(f"{w.name} {{{', '.join(sorted(w.tags))}}}" for w in workers) or "none"
-            raise ValueError(f"no worker carries {tag!r}; workers: {offered}")
-        return found
-
-    rollout, train = carrying("rollout"), carrying("train")
-    carrying("cpu")
-    agents = tuple(w.name for w in carrying("agent"))
-    if mixed := [w.name for w in carrying("agent") if "cpu" in w.tags]:
+def make_plan(workers: list[Worker], config: RunConfig) -> Plan:
+    """Assign duties. Raises ValueError, one sentence: what the run needs and what the workers offer."""
+    for tag in ("rollout", "train", "cpu", "agent"):
+        if not any(tag in worker.tags for worker in workers):
+            raise ValueError(f"no worker carries {tag!r}; workers: {_offered(workers)}")
+    for worker in workers:
+        if {"agent", "cpu"} <= worker.tags:
+            raise ValueError(
+                f"worker {worker.name!r} carries both `agent` and `cpu`; agent work would starve the filter, "
+                "so give them to different workers"
+            )
+    trainers = _choose_trainers(workers, config)
+    names = {worker.name for worker in trainers}
+    rollout = tuple(sorted(w.name for w in workers if "rollout" in w.tags and w.name not in names))
+    lent = PIPELINES[config.pipeline].lent is not False and all("rollout" in w.tags for w in trainers)
+    if not rollout and (not lent or config.pipeline == "multiplexed"):
+        means = f"pipeline {config.pipeline}" if config.pipeline else "a trainer that is not lent"
         raise ValueError(
-            f"worker {mixed[0]!r} carries both `agent` and `cpu`; agent work would starve the filter, "
-            "so give them to different workers"
+            f"{means} needs a worker that carries rollout beside the trainers {', '.join(sorted(names))}; "
+            f"workers: {_offered(workers)}"
         )
-    # a pure trainer first: a worker that can also roll out is worth more as an engine
-    trainer = min(train, key=lambda w: ("rollout" in w.tags, w.name))
     return Plan(
-        rollout=tuple(w.name for w in rollout if w.name != trainer.name),
-        trainer=trainer.name,
-        lent="rollout" in trainer.tags,
-        agent=agents,
+        rollout=rollout,
+        trainers=tuple(worker.name for worker in trainers),
+        lent=lent,
+        agent=tuple(sorted(worker.name for worker in workers if "agent" in worker.tags)),
     )
+
+
+def _choose_trainers(workers: list[Worker], config: RunConfig) -> list[Worker]:
+    ranks = config.train.workers
+    needs = {"rollout", "train"} if PIPELINES[config.pipeline].lent else {"train"}
+    # a pure trainer first: a worker that can also roll out is worth more as an engine
+    able = sorted((w for w in workers if needs <= w.tags), key=lambda w: ("rollout" in w.tags, w.name))
+    if config.pipeline == "colocated":
+        if odd := [w for w in workers if needs & w.tags and not needs <= w.tags]:
+            raise ValueError(
+                "pipeline colocated needs every device worker to carry rollout and train; "
+                f"{', '.join(f'{w.name} carries {_tags(w)}' for w in odd)}"
+            )
+        if ranks != len(able):
+            raise ValueError(
+                f"pipeline colocated trains on every device worker: set train.workers to {len(able)}, not "
+                f"{ranks}; workers: {_offered(workers)}"
+            )
+    if len(able) < ranks:
+        raise ValueError(
+            f"train.workers is {ranks}, and {len(able)} workers carry {' and '.join(sorted(needs))}; "
+            f"workers: {_offered(workers)}"
+        )
+    return able[:ranks]
+
+
+def _offered(workers: list[Worker]) -> str:
+    return ", ".join(f"{w.name} {_tags(w)}" for w in workers) or "none"
+
+
+def _tags(worker: Worker) -> str:
+    return f"{{{', '.join(sorted(worker.tags))}}}"
 
 
 def current_worker() -> str:

@@ -42,7 +42,7 @@ def check_result(config: RunConfig) -> None:
         assert set(sessions_per_group["session_id_count_distinct"].to_pylist()) == {config.rollout.group_size}
         check_tokens(rows)
         # consumed lag never exceeds the bound (invariant 8)
-        assert k - min(rows["min_version"].to_pylist()) <= config.rollout.lag_bound
+        assert k - min(rows["min_version"].to_pylist()) <= config.lag_bound
     summary = json.loads(read_bytes(directory.path("summary.json")))
     assert summary["iterations"] == config.train.iterations
 
