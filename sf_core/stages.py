@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -16,17 +16,24 @@ import pyarrow.compute as pc
 
 from sf_core.policy_folders import export_policy, prepare_start
 from sf_core.run import Run, RunRef
-from sf_core.scheduling.plan import current_worker
+from sf_core.scheduling.plan import current_host, current_worker
 from sf_core.scheduling.timeline import Timeline
 from sf_core.summary import summarise
 from sf_core.training.advantages import group_advantages
+from sf_core.training.seats import Seat, SupersededError
 from storage.batches import read_batch, write_batch
 from storage.files import FileRef
+from storage.gangs import GangFiles
 from storage.manifests import Manifest
 from storage.metrics import write_metrics
 from storage.parquet import numpy_rows
 from storage.trajectories import read_trajectories
 from storage.weights import save_weights
+
+if TYPE_CHECKING:
+    # torch is loaded only where training runs
+    from sf_core.training.ranks import Ranks
+    from sf_core.training.trainer import Trainer
 
 
 @dataclass
@@ -142,26 +149,54 @@ def _codes(column: pa.ChunkedArray) -> np.ndarray:
     return codes
 
 
-@_once
-def train(run: Run, iteration: int) -> Outcome:
-    """One train step on the stored batch; writes the next version's weights and a checkpoint."""
+def train(ref: RunRef, iteration: int, seat: Seat) -> dict[str, Any]:
+    """One rank of the train step on the stored batch. Rank 0 writes the next version's weights and a
+    checkpoint and commits; the others return when it has."""
+    from sf_core.training.rendezvous import seated
+
+    run = Run(ref)
+    if run.directory.read_manifest(iteration, "train") is None:
+        files = GangFiles(run.directory, iteration, ref.attempt, seat.epoch)
+        with seated(files, seat, current_host(), run.config.train.gang_timeout_s) as ranks:
+            if seat.rank == 0:
+                run.dataplane.report_stage(iteration, "train")
+                _commit(run, iteration, "train", lambda: _train(run, iteration, ranks, files))
+            else:
+                _train(run, iteration, ranks, files)
+    return _committed(run, iteration, "train").data
+
+
+def _train(run: Run, iteration: int, ranks: Ranks, files: GangFiles) -> Outcome:
     from sf_core.training.resident import trainer_at
 
     source = _committed(run, iteration, "filter")
     timeline = Timeline(run.directory, current_worker(), "train", f"{run.ref.attempt}-train-{iteration}")
-    with timeline.computing(f"iteration {iteration}"):
-        trainer = trainer_at(run, iteration)
+    with (
+        timeline.computing(f"iteration {iteration}"),
+        trainer_at(run, iteration, ranks) as trainer,
+    ):
         metrics = trainer.step(read_batch(run.directory.path(source.outputs[0].uri)))
-        version = trainer.version
-        weights = save_weights(run.directory.weights_dir(version), trainer.weights(), version)
-        if version % run.config.train.checkpoint_every == 0 or version == run.config.train.iterations:
-            trainer.save_checkpoint(run.directory.checkpoint_dir(version))
+        outputs = _write(run, iteration, trainer, metrics, files) if ranks.rank == 0 else []
     timeline.write()
     return Outcome(
         inputs={ref.uri: ref.sha256 for ref in source.outputs},
-        outputs=[weights, write_metrics(run.directory, "train", iteration, [metrics])],
-        data={"version": version, **metrics},
+        outputs=outputs,
+        data={"version": trainer.version, "ranks": ranks.size, **metrics},
     )
+
+
+def _write(
+    run: Run, iteration: int, trainer: Trainer, metrics: dict[str, float], files: GangFiles
+) -> list[FileRef]:
+    if files.is_over():
+        raise SupersededError(
+            f"train of iteration {iteration}: another try was begun, this one writes nothing"
+        )
+    version, config = trainer.version, run.config.train
+    weights = save_weights(run.directory.weights_dir(version), trainer.weights(), version)
+    if version % config.checkpoint_every == 0 or version == config.iterations:
+        trainer.save_checkpoint(run.directory.checkpoint_dir(version))
+    return [weights, write_metrics(run.directory, "train", iteration, [metrics])]
 
 
 @_once

@@ -51,8 +51,8 @@ class Alone:
 class Group:
     """The ranks of torch.distributed's default process group. Its methods raise ExchangeError."""
 
-    def __init__(self, group: str) -> None:
-        self.group = group
+    def __init__(self, group: str, workers: tuple[str, ...]) -> None:
+        self.group, self.workers = group, workers
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def add_up(self, tensors: Iterable[torch.Tensor]) -> None:

@@ -189,8 +189,7 @@ def _token_metrics(of_ranks: list[dict[str, _Summary]]) -> dict[str, float]:
     parts = {name: [own[name] for own in of_ranks if name in own] for name in MEANS}
     means = {label: _mean(parts[name]) for name, label in MEANS.items()}
     maxima = {
-        label: max((part.maximum for part in parts[name]), default=math.nan)
-        for name, label in MAXIMA.items()
+        label: max((part.maximum for part in parts[name]), default=math.nan) for name, label in MAXIMA.items()
     }
     return means | maxima
 
