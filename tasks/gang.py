@@ -48,9 +48,9 @@ class Gang:
         return list(self._ranks.values())
 
     def take_devices(self, lent: Iterable[tuple[str, str]]) -> None:
-        """Revoke the leases (worker, lease id) of this gang. A rank is ahead of the next lease in its worker's
-        queue: the device goes straight to it. A worker whose rank has not begun in time is held by something
-        that does not yield, and is ended by force."""
+        """Revoke the leases (worker, lease id) of this gang. A rank is ahead of the next lease in its
+        worker's queue: the device goes straight to it. A worker whose rank has not begun in time is held by
+        something that does not yield, and is ended by force."""
         held = [(worker, lease_id) for worker, lease_id in lent if worker in self._workers]
         if not held or self._epoch:
             return
@@ -91,8 +91,8 @@ class Gang:
         return False
 
     def _await_ranks(self) -> list[str]:
-        """Until all ranks are through or, after rank 0 or a failed one was, the others had time to notice or are
-        gone. Returns the workers of those that are not through."""
+        """Until all ranks are through or, after rank 0 or a failed one was, the others had time to notice or
+        are gone. Returns the workers of those that are not through."""
         deadline: float | None = None
         while unfinished := [w for w, future in self._ranks.items() if not future.wrapped_future.done()]:
             failed = any(_error_of(self._ranks[w]) for w in self._workers if w not in unfinished)

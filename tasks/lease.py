@@ -32,9 +32,9 @@ def agents(spec: LeaseSpec) -> int:
 
 
 class Leases:
-    """All leases of one flow attempt. Rollout-only and agent workers are held throughout; each trainer that is
-    lent has one lease running and the next one queued behind it, so that no submission stands between the end
-    of training and the next token (design 5.1)."""
+    """All leases of one flow attempt. Rollout-only and agent workers are held throughout; each trainer that
+    is lent has one lease running and the next one queued behind it, so that no submission stands between the
+    end of training and the next token (design 5.1)."""
 
     def __init__(self, run: RunRef, plan: Plan) -> None:
         self._run, self._plan = run, plan

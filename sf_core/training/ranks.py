@@ -7,7 +7,8 @@ Every rank holds the whole network and makes the same optimiser step (docs/decis
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -58,13 +59,15 @@ class Group:
     def add_up(self, tensors: Iterable[torch.Tensor]) -> None:
         for bucket in _buckets(tensors):
             flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-            _exchange(lambda flat=flat: dist.all_reduce(flat, group=self._nccl if flat.is_cuda else None))
+            with _exchange():
+                dist.all_reduce(flat, group=self._nccl if flat.is_cuda else None)
             for tensor, total in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
                 tensor.copy_(total.view_as(tensor))
 
     def gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
-        _exchange(lambda: dist.all_gather_object(values, value))
+        with _exchange():
+            dist.all_gather_object(values, value)
         return values
 
     @functools.cached_property
@@ -72,9 +75,10 @@ class Group:
         return dist.new_group(backend="nccl")
 
 
-def _exchange(work: Callable[[], Any]) -> None:
+@contextmanager
+def _exchange() -> Iterator[None]:
     try:
-        work()
+        yield
     except RuntimeError as error:  # gloo, NCCL and the store raise it, or classes derived from it
         raise ExchangeError(" ".join(str(error).split())[:300]) from error
 

@@ -1,8 +1,8 @@
 """How the ranks of a gang meet, stay together, and part.
 
 Rank 0 opens a store on its worker's address and announces it in the run directory. Every rank reports there;
-rank 0 says which process group to use: the one that all of them still have, or a new one. Every wait ends after
-`timeout_s` with the names of those who were waited for.
+rank 0 says which process group to use: the one that all of them still have, or a new one. Every wait ends
+after `timeout_s` with the names of those who were waited for.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -134,14 +134,15 @@ class _Meeting:
             )
 
     def _make_group(self, group: str) -> None:
-        options = dist.ProcessGroupGloo._Options()
+        gloo: Any = dist.ProcessGroupGloo  # its options are in no type stub
+        options = gloo._Options()
         # by itself gloo listens on the address that the machine's name stands for
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
+        options._devices = [gloo.create_device(hostname=self._host)]
         options._timeout = timedelta(seconds=self._timeout_s)
         try:
             dist.init_process_group(
                 "gloo",
-                store=dist.PrefixStore(group, _store),
+                store=dist.PrefixStore(group, self._opened),
                 rank=self._seat.rank,
                 world_size=len(self._seat.workers),
                 timeout=options._timeout,

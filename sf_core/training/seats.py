@@ -28,7 +28,7 @@ class Seat:
 
 
 class GangError(RuntimeError):
-    """This rank cannot go on because of others: one of them is missing or failed, or the flow ended the try."""
+    """This rank cannot go on because of others: one is missing or failed, or the flow ended the try."""
 
 
 class SupersededError(RuntimeError):

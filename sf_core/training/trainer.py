@@ -24,9 +24,9 @@ from storage.checkpoints import load_checkpoint, save_checkpoint
 class Trainer:
     """Starts at version 0 with the weights of a Hugging Face folder.
 
-    temperature, top_p and top_k are those of the rollout: the loss compares log-probs under them. With several
-    ranks each computes on its share of every optimiser step's rows; all of them must call `step` with the same
-    batch, and hold the same weights after it.
+    temperature, top_p and top_k are those of the rollout: the loss compares log-probs under them. With
+    several ranks each computes on its share of every optimiser step's rows; all of them must call `step` with
+    the same batch, and hold the same weights after it.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ def _summaries(per_token: dict[str, torch.Tensor]) -> dict[str, _Summary]:
 
 
 def _token_metrics(of_ranks: list[dict[str, _Summary]]) -> dict[str, float]:
-    """Means over the trained tokens of all ranks, and maxima where the extreme matters; NaN over no tokens."""
+    """Means over the trained tokens of all ranks, and maxima where the extreme matters; NaN over none."""
     parts = {name: [own[name] for own in of_ranks if name in own] for name in MEANS}
     means = {label: _mean(parts[name]) for name, label in MEANS.items()}
     maxima = {
