@@ -22,7 +22,7 @@ def evaluate(config: RunConfig) -> dict[str, Any]:
     run = begin_attempt(config)
     version = Run(run).register(evaluate_only=True).version
     with Leases(run, plan) as leases, lane("cpu"):
-        leases.lend_trainer(version)
+        leases.lend_trainers(version)
         return evaluate_task.submit(run, version).result()
 
 

@@ -18,10 +18,10 @@ from tasks.cluster import TaggedTaskRunner, lane, lean_settings, scheduler_addre
 from tasks.evaluate import evaluate
 from tasks.filter import filter_
 from tasks.finish import finish
+from tasks.gang import Gang
 from tasks.lease import Leases
 from tasks.publish import publish
 from tasks.rollout import rollout
-from tasks.train import train as train_step
 
 
 @flow(name="train", flow_run_name="{config.run_id}", task_runner=TaggedTaskRunner())
@@ -34,7 +34,7 @@ def train(config: RunConfig) -> dict[str, Any]:
         Run(run).register()
         with Leases(run, plan) as leases:
             for number in Run(run).iterations_left():
-                iteration(config, run, plan, number, leases.lend_trainer(number))
+                iteration(config, run, plan, number, leases.lend_trainers(number))
             with lane("cpu"):
                 evaluate.submit(run, config.train.iterations).result()
         with lane("cpu"):
@@ -42,29 +42,29 @@ def train(config: RunConfig) -> dict[str, Any]:
 
 
 @flow(name="iteration", flow_run_name="{run.run_id}-{number}", task_runner=TaggedTaskRunner())
-def iteration(config: RunConfig, run: RunRef, plan: Plan, number: int, lent: str | None) -> None:
+def iteration(config: RunConfig, run: RunRef, plan: Plan, number: int, lent: list[tuple[str, str]]) -> None:
     """One iteration. Stages with a manifest are done and are not submitted again."""
     opened = Run(run)
     todo = opened.pending_stages(number)
     with lane("cpu"):
-        stages = [evaluate.submit(run, number)] if opened.evaluation_due(number) else []
+        batch = [evaluate.submit(run, number)] if opened.evaluation_due(number) else []
         if "rollout" in todo:
-            stages.append(rollout.submit(run, number))
+            batch.append(rollout.submit(run, number))
         if "filter" in todo:
-            stages.append(filter_.submit(run, number, wait_for=stages))
-    batch = list(stages)
-    if "train" in todo:
-        with lane("train", plan.trainers[0], priority=1):
-            stages.append(train_step.submit(run, number, wait_for=stages))
-    if "publish" in todo:
+            batch.append(filter_.submit(run, number, wait_for=batch))
+    gang = Gang(run, number, plan.trainers if "train" in todo else ())
+    trained = False
+    while not trained:
+        ranks = gang.submit(wait_for=batch)
         with lane("cpu"):
-            stages.append(publish.submit(run, number, wait_for=stages))
-    for stage in batch:
-        stage.result()
-    if "train" in todo and lent:
-        # training is ahead of the next lease in the worker's queue: the device goes straight to it
-        opened.dataplane.revoke(lent)
-    for stage in stages:
+            published = (
+                [publish.submit(run, number, wait_for=[*batch, *ranks[:1]])] if "publish" in todo else []
+            )
+        for stage in batch:
+            stage.result()
+        gang.take_devices(lent)
+        trained = gang.has_committed()
+    for stage in published:
         stage.result()
 
 

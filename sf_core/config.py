@@ -117,6 +117,12 @@ class TrainConfig(Settings):
     """RL iterations of the run."""
     workers: int = Field(1, ge=1)
     """Workers that train together, one rank each."""
+    min_workers: int | None = Field(None, ge=1)
+    """Fewest workers to go on with when one of them is lost. Empty: all of `workers`."""
+    gang_timeout_s: float = Field(180.0, gt=0)
+    """Longest that a rank waits for another: to begin, or to reach the next exchange of gradients. Then the
+    train step fails, says who was missing, and is tried again. Longer than a worker takes to start and to
+    load the policy, and than the writing of weights."""
     learning_rate: float = Field(3e-4, gt=0)
     """Constant learning rate of AdamW, after `warmup_steps`."""
     warmup_steps: int = Field(0, ge=0)
@@ -222,6 +228,9 @@ class ClusterConfig(Settings):
     max_switches_per_minute: int = Field(120, ge=0)
     """Most changes of a trainer between training and rollout within any minute; beyond them it is not lent
     and waits for its batch. No bound where no other worker rolls out."""
+    yield_timeout_s: float = Field(30.0, gt=0)
+    """Longest from the revoking of a lease to the start of training on its worker; then the worker's process
+    is killed and started again. Longer than one step of an engine and its unloading."""
 
 
 class DataplaneConfig(Settings):
@@ -273,6 +282,11 @@ class RunConfig(Settings):
             raise ValueError(
                 f"train.minibatches ({self.train.minibatches}) must not exceed "
                 f"rollout.groups_per_batch ({self.rollout.groups_per_batch})"
+            )
+        if (self.train.min_workers or 1) > self.train.workers:
+            raise ValueError(
+                f"train.min_workers ({self.train.min_workers}) must not exceed "
+                f"train.workers ({self.train.workers})"
             )
         if self.engine.kind == "scripted" and self.engine.script is None:
             raise ValueError("engine.script is required with engine.kind: scripted")

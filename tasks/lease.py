@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections import deque
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, cast
 
+from distributed.scheduler import NoValidWorkerError
 from prefect import task
 from prefect_dask.task_runners import PrefectDaskFuture
 
@@ -14,6 +15,8 @@ from sf_core.run import Run, RunRef
 from sf_core.scheduling.lease import LeaseSpec, run_agents, serve_lease
 from sf_core.scheduling.plan import Plan
 from tasks.cluster import lane
+
+Future = PrefectDaskFuture[Any]
 
 
 @task(task_run_name="lease-{spec.lease_id}")
@@ -29,15 +32,14 @@ def agents(spec: LeaseSpec) -> int:
 
 
 class Leases:
-    """All leases of one flow attempt. Rollout-only and agent workers are held throughout; a trainer that is
-    lent has one lease running and the next one queued behind it, so that no submission stands between the end
-    of training and the next token (design 5.1)."""
+    """All leases of one flow attempt. Rollout-only and agent workers are held throughout; each trainer that
+    is lent has one lease running and the next one queued behind it, so that no submission stands between the
+    end of training and the next token (design 5.1)."""
 
     def __init__(self, run: RunRef, plan: Plan) -> None:
         self._run, self._plan = run, plan
-        self._held: list[PrefectDaskFuture[Any]] = []
-        self._lent: deque[tuple[str, PrefectDaskFuture[Any]]] = deque()
-        self._revoked = False
+        self._held: list[Future] = []
+        self._lent: list[tuple[LeaseSpec, Future]] = []
         self._count = itertools.count()
 
     def __enter__(self) -> Leases:
@@ -49,22 +51,20 @@ class Leases:
                 self._held.append(lease.submit(self._spec(worker)))
         return self
 
-    def lend_trainer(self, iteration: int) -> str | None:
-        """Have the trainer lent until this iteration trains, and the next lease queued behind.
+    def lend_trainers(self, iteration: int) -> list[tuple[str, str]]:
+        """Have every trainer lent until this iteration trains, and its next lease queued behind.
 
-        Returns the id of the lease to revoke before training; None if the trainer is not lent."""
-        if not self._plan.lent:
-            return None
-        if self._revoked:
-            self._lent.popleft()[1].result()
-        if self._lent and self._lent[0][1].wrapped_future.done():
-            self._lent.popleft()
-        # a lease that the gate has turned down is asked for again
-        before = iteration - 1 if iteration else None
-        while len(self._lent) < 2:
-            self._lent.append(self._lend(after=iteration if self._lent else before))
-        self._revoked = Run(self._run).directory.read_manifest(iteration, "train") is None
-        return self._lent[0][0]
+        Returns worker and id of the leases to revoke before training; none if trainers are not lent."""
+        if self._plan.lent:
+            self._lent = [(spec, future) for spec, future in self._lent if not _has_ended(future)]
+            for worker in self._plan.trainers:
+                queued = [spec.after for spec, _ in self._lent if spec.worker == worker]
+                if not queued:
+                    # at the start of the run, or again after the gate has turned a loan down
+                    self._lend(worker, after=iteration - 1 if iteration else None)
+                if iteration not in queued:
+                    self._lend(worker, after=iteration)
+        return [(spec.worker, spec.lease_id) for spec, _ in self._lent if spec.after != iteration]
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -72,15 +72,26 @@ class Leases:
         Run(self._run).dataplane.release()
         for future in [*self._held, *(future for _, future in self._lent)]:
             future.wait(timeout=30.0)
-            if error is None:
-                future.result()
+            if not future.wrapped_future.done():
+                # its worker is gone; should it come back, it finds nothing to do
+                future.wrapped_future.cancel()
+            elif error is None:
+                _has_ended(future)
 
-    def _lend(self, after: int | None) -> tuple[str, PrefectDaskFuture[Any]]:
-        worker = self._plan.trainers[0]
+    def _lend(self, worker: str, after: int | None) -> None:
         lease_id = f"{worker}-{next(self._count)}.{self._run.attempt}"
         spec = LeaseSpec(self._run, worker, lease_id, after, self._plan.trainers)
         with lane("rollout", worker):
-            return spec.lease_id, cast(PrefectDaskFuture[Any], lease.submit(spec))
+            self._lent.append((spec, cast(Future, lease.submit(spec))))
 
     def _spec(self, worker: str) -> LeaseSpec:
         return LeaseSpec(self._run, worker, f"{worker}.{self._run.attempt}")
+
+
+def _has_ended(future: Future) -> bool:
+    """Raises what ended it, unless that is the lack of its worker, which others may do without."""
+    if not future.wrapped_future.done():
+        return False
+    with suppress(NoValidWorkerError):
+        future.result()
+    return True

@@ -61,8 +61,10 @@ class DataplaneClient:
     def publish(self, version: int, uri: str) -> dict[str, Any]:
         return self._post(f"{self._run}/weights", {"version": version, "uri": uri})
 
-    def revoke(self, lease_id: str) -> dict[str, Any]:
-        return self._post(f"{self._run}/leases/{lease_id}/revoke", {})
+    def revoke(self, lease_id: str, within_s: float) -> dict[str, Any]:
+        """An engine that has not yielded in time is dropped: what it was generating continues elsewhere."""
+        where = f"{self._run}/leases/{lease_id}/revoke"
+        return self._post(where, {"within_s": within_s}, timeout=within_s + 30.0)
 
     def release(self) -> None:
         self._post(f"{self._run}/release", {})
@@ -83,8 +85,8 @@ class DataplaneClient:
             if now - started > timeout_s:
                 raise TimeoutError(f"{what} was not ready after {timeout_s:.0f} s: {answer['waiting_for']}")
 
-    def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        return self._call("POST", path, content=orjson.dumps(body))
+    def _post(self, path: str, body: dict[str, Any], **request: Any) -> dict[str, Any]:
+        return self._call("POST", path, content=orjson.dumps(body), **request)
 
     def _call(self, method: str, path: str, **request: Any) -> dict[str, Any]:
         for attempt in Retrying(

@@ -7,6 +7,7 @@ pinned by it, because a restarted worker declares it again (a pinned address wou
 from __future__ import annotations
 
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from distributed import Client, get_worker
 
@@ -118,3 +119,10 @@ def _tags(worker: Worker) -> str:
 def current_worker() -> str:
     """Name of the worker that runs the calling task."""
     return worker_of(get_worker().state.total_resources).name
+
+
+def current_host() -> str:
+    """Address by which other workers reach the worker that runs the calling task."""
+    host = urlsplit(get_worker().address).hostname
+    assert host is not None
+    return host
