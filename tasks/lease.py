@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from types import TracebackType
-from typing import Any, cast
+from typing import Any
 
 from prefect import task
 from prefect_dask.task_runners import PrefectDaskFuture
@@ -13,16 +13,16 @@ from prefect_dask.task_runners import PrefectDaskFuture
 from sf_core.run import Run, RunRef
 from sf_core.scheduling.lease import LeaseSpec, run_agents, serve_lease
 from sf_core.scheduling.plan import Plan
-from tasks.cluster import lane
+from tasks.cluster import submit
 
 
-@task(task_run_name="lease-{spec.lease_id}")
+@task(name="lease", task_run_name="lease-{spec.lease_id}")
 def lease(spec: LeaseSpec) -> str:
     """Hold a `rollout` worker as an engine until the lease is revoked."""
     return serve_lease(spec)
 
 
-@task(task_run_name="agents-{spec.lease_id}")
+@task(name="agents", task_run_name="agents-{spec.lease_id}")
 def agents(spec: LeaseSpec) -> int:
     """Hold an `agent` worker and run sessions on it until released."""
     return run_agents(spec)
@@ -42,11 +42,9 @@ class Leases:
 
     def __enter__(self) -> Leases:
         for worker in self._plan.agent:
-            with lane("agent", worker):
-                self._held.append(agents.submit(self._spec(worker)))
+            self._held.append(submit(agents, self._spec(worker), worker=worker))
         for worker in self._plan.rollout:
-            with lane("rollout", worker):
-                self._held.append(lease.submit(self._spec(worker)))
+            self._held.append(submit(lease, self._spec(worker), worker=worker))
         return self
 
     def lend_trainer(self, iteration: int) -> str | None:
@@ -76,8 +74,7 @@ class Leases:
     def _lend(self, after: int | None) -> tuple[str, PrefectDaskFuture[Any]]:
         worker = self._plan.trainers[0]
         spec = LeaseSpec(self._run, worker, f"{worker}-{next(self._count)}.{self._run.attempt}", after)
-        with lane("rollout", worker):
-            return spec.lease_id, cast(PrefectDaskFuture[Any], lease.submit(spec))
+        return spec.lease_id, submit(lease, spec, worker=worker)
 
     def _spec(self, worker: str) -> LeaseSpec:
         return LeaseSpec(self._run, worker, f"{worker}.{self._run.attempt}")
