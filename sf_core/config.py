@@ -320,8 +320,9 @@ def worker_config(**options: Any) -> WorkerConfig:
     try:
         return WorkerConfig.model_validate(options)
     except ValidationError as error:
-        sentences = "; ".join(_sentence(e) for e in error.errors())
-        raise ConfigError("--" + sentences.replace("device_kind", "device-kind")) from None
+        first = error.errors()[0]
+        option = str(first["loc"][0]).replace("_", "-")
+        raise ConfigError(f"--{option}: {_sentence(first).partition(': ')[2]}") from None
 
 
 def _apply_override(data: dict[str, Any], override: str) -> None:

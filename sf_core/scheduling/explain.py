@@ -34,10 +34,11 @@ def explain_plan(
     facts.add_row("pipeline", Text(_pipeline(plan, config)))
     facts.add_row("lag bound", Text(_lag(config)))
     facts.add_row("bubbles", Text(_bubbles(plan, config, measured)))
-    if any(worker.device is None for worker in workers if {"rollout", "train"} & worker.tags):
-        facts.add_row(
-            "devices", Text("unknown ones train last; say what they are with device_kind or --probe")
-        )
+    able = able_to_train(workers, config)
+    unknown = [worker.name for worker in able if worker.device is None]
+    if unknown and len(able) > len(plan.trainers):
+        hint = "device_kind or sf worker --probe would say whether they should train"
+        facts.add_row("unknown", Text(f"the devices of {', '.join(unknown)}; {hint}"))
     return Group(_table(workers, plan, config), Text(), facts)
 
 
@@ -59,7 +60,7 @@ def _table(workers: list[Worker], plan: Plan, config: RunConfig) -> Table:
 def _figures(worker: Worker, config: RunConfig) -> list[str]:
     device, priority = worker.device, priority_of(worker, config)
     if device is None or priority is None:
-        return ["unknown", ""]
+        return ["unknown" if {"rollout", "train"} & worker.tags else "", ""]
     flops, bandwidth = device.peak_flops / 1e12, device.bandwidth / 1e12
     return [f"{device.kind}: {flops:.3g} TFLOP/s, {bandwidth:.3g} TB/s", f"{priority:.2f}"]
 

@@ -51,7 +51,7 @@ def read_workers(scheduler: str, timeout_s: float = 30.0) -> list[Worker]:
 
 
 def find_workers(config: RunConfig, scheduler: str | None = None) -> list[Worker]:
-    """Those connected to that scheduler, else to the configuration's, else the local ones of the configuration.
+    """Those connected to that scheduler, else to the configuration's, else the configuration's local ones.
     Raises ValueError if the scheduler cannot be reached."""
     if address := scheduler or config.cluster.scheduler:
         return read_workers(address)
