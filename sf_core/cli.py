@@ -109,13 +109,24 @@ def dataplane(
         Fsync, typer.Option(help="On disk before it is forwarded: turns, chunks of streams too, or grouped.")
     ] = "turn",
     grace_s: Annotated[float, typer.Option(help="A turn goes on for so long without its client.")] = 10.0,
+    memory_mb: Annotated[
+        float, typer.Option(help="For sessions and results; over it, those nobody uses wait on disk.")
+    ] = 2048,
 ) -> None:
     """Serve a data plane for many runs. Its key is read from SF_DATAPLANE_KEY."""
     from sf_core.dataplane.server import serve
     from sf_core.settings import dataplane_key
 
     try:
-        serve(host, port, key=dataplane_key(), journal_dir=journal_dir, fsync=fsync, grace_s=grace_s)
+        serve(
+            host,
+            port,
+            key=dataplane_key(),
+            journal_dir=journal_dir,
+            fsync=fsync,
+            grace_s=grace_s,
+            memory_mb=memory_mb,
+        )
     except ValueError as error:
         _fail(str(error))
 
