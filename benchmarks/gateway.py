@@ -13,6 +13,8 @@ long         8 sessions, prompts of 4,000 tokens, 300 tokens with log-probs at o
              `floor_`, `litellm_`, `agentlightning_`: the same client and load against the minimal server
              (gateway_floor.py), and against the peers before it; `times_*` is our rate over theirs.
 sessions     sessions open at once, their turns complete, rss_mb of the data plane with all of them.
+memory       1,000 sessions with answers of 200 tokens, with room for all and below a bound: rss_mb of the
+             data plane, what it wrote and read, and what a turn waits for a session that is on disk.
 turns        CPU of the data plane per turn at turn 200 over turn 10, 200 new tokens per turn.
 interrupt    64 streams in flight: pause, resume, evacuation of the engine that holds all of them.
 journal      turns written with fsync, and reading back a million tokens.
@@ -34,6 +36,7 @@ import uvloop
 
 from benchmarks import gateway_lives as lives
 from benchmarks.gateway_client import Load, Measured, Target, measure
+from benchmarks.gateway_memory import memory
 from benchmarks.gateway_peers import PEERS, running_peer
 from benchmarks.gateway_stand import floor_target, gateway, start_floor
 from sf_core.local_stack import LocalStack, StackError, local_stack
@@ -50,6 +53,8 @@ class Sizes:
     seconds: float
     sessions: int
     session_turns: int
+    memory_sessions: int
+    memory_mb: float
     long_turns: int
     journal_turns: int
 
@@ -61,6 +66,8 @@ def main(
     seconds: float = 10.0,
     sessions: int = 5000,
     session_turns: int = 20,
+    memory_sessions: int = 1000,
+    memory_mb: float = 50.0,
     long_turns: int = 200,
     journal_turns: int = 5000,
 ) -> None:
@@ -69,7 +76,16 @@ def main(
         raise typer.BadParameter(f"no such section: {sorted(unknown)}; there are {list(SECTIONS)}")
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    sizes = Sizes(concurrency, seconds, sessions, session_turns, long_turns, journal_turns)
+    sizes = Sizes(
+        concurrency,
+        seconds,
+        sessions,
+        session_turns,
+        memory_sessions,
+        memory_mb,
+        long_turns,
+        journal_turns,
+    )
     line: Line = {"concurrency": concurrency}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -167,6 +183,10 @@ def sessions_section(stack: LocalStack, folder: Path, sizes: Sizes) -> Line:
         return uvloop.run(lives.many_sessions(ours, sizes.sessions, sizes.session_turns))
 
 
+def memory_section(stack: LocalStack, folder: Path, sizes: Sizes) -> Line:
+    return memory(stack, folder, sizes.memory_sessions, sizes.session_turns, sizes.memory_mb)
+
+
 def turns_section(stack: LocalStack, folder: Path, sizes: Sizes) -> Line:
     with gateway(stack, folder) as ours:
         return uvloop.run(lives.long_sessions(ours, sizes.long_turns))
@@ -184,6 +204,7 @@ def journal_section(stack: LocalStack, folder: Path, sizes: Sizes) -> Line:
 SECTIONS: dict[str, Callable[[LocalStack, Path, Sizes], Line]] = {
     **{name: measure_ours(name) for name in LOADS},
     "sessions": sessions_section,
+    "memory": memory_section,
     "turns": turns_section,
     "interrupt": interrupt_section,
     "journal": journal_section,

@@ -16,6 +16,7 @@ import psutil
 
 from benchmarks.gateway_client import Target
 from sf_core.config import RunConfig
+from sf_core.dataplane.memory import MEMORY_MB
 from sf_core.local_stack import LocalStack, Process, start_dataplane
 from sf_core.policy import make_policy
 
@@ -108,11 +109,11 @@ class Gateway:
 
 
 @contextlib.contextmanager
-def gateway(stack: LocalStack, folder: Path) -> Iterator[Gateway]:
+def gateway(stack: LocalStack, folder: Path, memory_mb: float = MEMORY_MB) -> Iterator[Gateway]:
     if not (folder / "model").exists():
         shape = {"hidden_size": 32, "num_layers": 1}
         make_policy(str(folder / "model"), RunConfig().policy.model_copy(update=shape), seed=0)
-    url = start_dataplane(stack, folder)()
+    url = start_dataplane(stack, folder, memory_mb=memory_mb)()
     process = stack.processes[-1]
     with httpx.Client(base_url=url, timeout=120) as http:
         running = Gateway(stack, folder, process, http)

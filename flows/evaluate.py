@@ -10,7 +10,7 @@ from prefect import flow
 from sf_core.config import RunConfig
 from sf_core.run import Run, begin_attempt, open_config
 from sf_core.scheduling.plan import make_plan, read_workers
-from tasks.cluster import TaggedTaskRunner, lane, scheduler_address
+from tasks.cluster import TaggedTaskRunner, scheduler_address, submit
 from tasks.evaluate import evaluate as evaluate_task
 from tasks.lease import Leases
 
@@ -21,9 +21,9 @@ def evaluate(config: RunConfig) -> dict[str, Any]:
     plan = make_plan(read_workers(scheduler_address()), config)
     run = begin_attempt(config)
     version = Run(run).register(evaluate_only=True).version
-    with Leases(run, plan) as leases, lane("cpu"):
+    with Leases(run, plan) as leases:
         leases.lend_trainers(version)
-        return evaluate_task.submit(run, version).result()
+        return submit(evaluate_task, run, version).result()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from flows.warmstart import warmstart
 from sf_core.config import RunConfig
 from sf_core.run import Run, RunRef, begin_attempt, open_config
 from sf_core.scheduling.plan import Plan, make_plan, read_workers
-from tasks.cluster import TaggedTaskRunner, lane, lean_settings, scheduler_address
+from tasks.cluster import TaggedTaskRunner, lean_settings, scheduler_address, submit
 from tasks.evaluate import evaluate
 from tasks.filter import filter_
 from tasks.finish import finish
@@ -35,10 +35,8 @@ def train(config: RunConfig) -> dict[str, Any]:
         with Leases(run, plan) as leases:
             for number in Run(run).iterations_left():
                 iteration(config, run, plan, number, leases.lend_trainers(number))
-            with lane("cpu"):
-                evaluate.submit(run, config.train.iterations).result()
-        with lane("cpu"):
-            return finish.submit(run).result()
+            submit(evaluate, run, config.train.iterations).result()
+        return submit(finish, run).result()
 
 
 @flow(name="iteration", flow_run_name="{run.run_id}-{number}", task_runner=TaggedTaskRunner())
@@ -46,20 +44,17 @@ def iteration(config: RunConfig, run: RunRef, plan: Plan, number: int, lent: lis
     """One iteration. Stages with a manifest are done and are not submitted again."""
     opened = Run(run)
     todo = opened.pending_stages(number)
-    with lane("cpu"):
-        batch = [evaluate.submit(run, number)] if opened.evaluation_due(number) else []
-        if "rollout" in todo:
-            batch.append(rollout.submit(run, number))
-        if "filter" in todo:
-            batch.append(filter_.submit(run, number, wait_for=batch))
+    batch = [submit(evaluate, run, number)] if opened.evaluation_due(number) else []
+    if "rollout" in todo:
+        batch.append(submit(rollout, run, number))
+    if "filter" in todo:
+        batch.append(submit(filter_, run, number, wait_for=batch))
     gang = Gang(run, number, plan.trainers if "train" in todo else ())
     trained = False
     while not trained:
         ranks = gang.submit(wait_for=batch)
-        with lane("cpu"):
-            published = (
-                [publish.submit(run, number, wait_for=[*batch, *ranks[:1]])] if "publish" in todo else []
-            )
+        after = [*batch, *ranks[:1]]
+        published = [submit(publish, run, number, wait_for=after)] if "publish" in todo else []
         for stage in batch:
             stage.result()
         gang.take_devices(lent)

@@ -11,7 +11,7 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
-from sf_core.config import ConfigError, RunConfig, load_config
+from sf_core.config import ConfigError, RunConfig, load_config, worker_config
 from sf_core.dataplane.journal import Fsync
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -54,6 +54,51 @@ def inspect(
 
 
 @app.command()
+def plan(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    scheduler: Annotated[
+        str | None, typer.Option(help="Dask scheduler; by default the configuration's.", show_default=False)
+    ] = None,
+    measured: Annotated[
+        str | None, typer.Option(help="Directory of a run whose times are used.", show_default=False)
+    ] = None,
+) -> None:
+    """Say what would run where and why, without starting anything."""
+    from sf_core.scheduling.explain import explain_plan
+
+    settings = _config(config, overrides)
+    try:
+        console.print(explain_plan(settings, scheduler=scheduler, measured=measured))
+    except ValueError as error:
+        _fail(str(error))
+
+
+@app.command()
+def worker(
+    scheduler: Annotated[str, typer.Option(help="Address of the Dask scheduler.", show_default=False)],
+    tags: Annotated[str, typer.Option(help="What it can do, for example rollout,train.", show_default=False)],
+    device: Annotated[str, typer.Option(help="cpu, or cuda:N.")] = "cpu",
+    device_kind: Annotated[
+        str | None, typer.Option(help="What that is, for example h100.", show_default=False)
+    ] = None,
+    probe: Annotated[bool, typer.Option("--probe", help="Measure the device; takes seconds.")] = False,
+    name: Annotated[str | None, typer.Option(help="By default from host and device.")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads of numerical libraries.")] = None,
+    host: Annotated[str, typer.Option(help="Address; others than loopback need TLS.")] = "127.0.0.1",
+) -> None:
+    """Be a Dask worker for one device, until told to stop."""
+    from sf_core.scheduling.worker import become_worker
+
+    words = [tag for tag in tags.split(",") if tag]
+    try:
+        settings = worker_config(tags=words, device=device, device_kind=device_kind, threads=threads)
+        become_worker(scheduler, settings, name=name, host=host, probe=probe)
+    except ValueError as error:
+        _fail(str(error))
+
+
+@app.command()
 def dataplane(
     host: Annotated[str, typer.Option(help="Address; others than loopback need a key.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0 picks a free one.")] = 8700,
@@ -64,13 +109,24 @@ def dataplane(
         Fsync, typer.Option(help="On disk before it is forwarded: turns, chunks of streams too, or grouped.")
     ] = "turn",
     grace_s: Annotated[float, typer.Option(help="A turn goes on for so long without its client.")] = 10.0,
+    memory_mb: Annotated[
+        float, typer.Option(help="For sessions and results; over it, those nobody uses wait on disk.")
+    ] = 2048,
 ) -> None:
     """Serve a data plane for many runs. Its key is read from SF_DATAPLANE_KEY."""
     from sf_core.dataplane.server import serve
     from sf_core.settings import dataplane_key
 
     try:
-        serve(host, port, key=dataplane_key(), journal_dir=journal_dir, fsync=fsync, grace_s=grace_s)
+        serve(
+            host,
+            port,
+            key=dataplane_key(),
+            journal_dir=journal_dir,
+            fsync=fsync,
+            grace_s=grace_s,
+            memory_mb=memory_mb,
+        )
     except ValueError as error:
         _fail(str(error))
 

@@ -13,6 +13,8 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from sf_core.scheduling.pipelines import PIPELINES, PipelineName
+from sf_core.scheduling.roofline import known_device
+from sf_core.scheduling.tags import is_word
 
 
 def _in_order(schema: dict[str, Any]) -> None:
@@ -203,11 +205,22 @@ class EmulationConfig(Settings):
     device would be, so that a fleet's tokens/s fit one data plane."""
 
 
-class WorkerConfig(Settings):
-    """One local Dask worker process."""
+Word = Annotated[str, AfterValidator(is_word)]
 
-    tags: tuple[str, ...]
-    """Capability tags."""
+
+def _is_known(kind: str) -> str:
+    return known_device(kind).kind
+
+
+class WorkerConfig(Settings):
+    """One Dask worker process."""
+
+    tags: tuple[Word, ...] = Field(min_length=1)
+    """Capability tags: rollout, train, agent, cpu, and words of your own."""
+    device: str = Field("cpu", pattern=r"^(cpu|cuda:\d+)$")
+    """What it computes on: cpu, or cuda:N. A worker on the cpu sees no GPU."""
+    device_kind: Annotated[str, AfterValidator(_is_known)] | None = None
+    """What that is, for example h100; decides who trains where workers could do either. Empty: unknown."""
     threads: int | None = Field(None, ge=1)
     """CPU threads of the numerical libraries in this worker; by default one per core, at most 8. Workers may
     share cores: a thread that has nothing to do sleeps."""
@@ -218,13 +231,16 @@ class ClusterConfig(Settings):
 
     scheduler: str | None = None
     """Address of a Dask scheduler whose workers carry tags as resources. Empty: local workers are started."""
-    workers: dict[str, WorkerConfig] = {
+    workers: dict[Word, WorkerConfig] = {
         "r0": WorkerConfig(tags=("rollout",)),
         "t0": WorkerConfig(tags=("rollout", "train")),
         "a0": WorkerConfig(tags=("agent",)),
         "c0": WorkerConfig(tags=("cpu",)),
     }
     """Local workers by name; not used with `scheduler`."""
+    prefer: dict[Literal["rollout", "train"], tuple[Word, ...]] = {}
+    """Tags to look for where several workers could train: {"train": ["h800"], "rollout": ["h20"]} has those
+    with h800 train first and those with h20 last."""
     max_switches_per_minute: int = Field(120, ge=0)
     """Most changes of a trainer between training and rollout within any minute; beyond them it is not lent
     and waits for its batch. No bound where no other worker rolls out."""
@@ -347,6 +363,16 @@ def validate_config(data: dict[str, Any], source: str = "config") -> RunConfig:
         raise ConfigError(f"{source}: {'; '.join(_sentence(e) for e in error.errors())}") from None
 
 
+def worker_config(**options: Any) -> WorkerConfig:
+    """A worker from the options of `sf worker`; raises ConfigError that names the wrong one."""
+    try:
+        return WorkerConfig.model_validate(options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        option = str(first["loc"][0]).replace("_", "-")
+        raise ConfigError(f"--{option}: {_sentence(first).partition(': ')[2]}") from None
+
+
 def _apply_override(data: dict[str, Any], override: str) -> None:
     path, sep, text = override.partition("=")
     if not sep or not path:
@@ -385,5 +411,5 @@ def _fields_at(location: tuple[int | str, ...]) -> list[str]:
     for name in location:
         node = getattr(node, str(name)) if isinstance(node, BaseModel) else node.get(name)
         if isinstance(node, dict):
-            node = {**node, **{str(n): WorkerConfig(tags=()) for n in location[1:]}}
+            node = {**node, **{str(n): WorkerConfig(tags=("cpu",)) for n in location[1:]}}
     return list(type(node).model_fields) if isinstance(node, BaseModel) else list(node or ())

@@ -32,3 +32,9 @@ def command_started_at() -> float | None:
 def computes_nothing() -> bool:
     """Whether workers start without the libraries that compute (SF_EMULATED=1): those of emulated runs."""
     return os.environ.get("SF_EMULATED") == "1"
+
+
+def visible_cuda_devices() -> list[str] | None:
+    """The CUDA devices that this process was given, by a batch system for example; None if all."""
+    value = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return None if value is None else [part.strip() for part in value.split(",") if part.strip()]

@@ -18,7 +18,7 @@ from sf_core.scheduling.force import end_by_force
 from sf_core.scheduling.plan import read_workers
 from sf_core.training.seats import GangError, Seat
 from storage.gangs import GangFiles
-from tasks.cluster import lane, scheduler_address
+from tasks.cluster import scheduler_address, submit
 from tasks.train import train
 
 log = logging.getLogger(__name__)
@@ -43,8 +43,9 @@ class Gang:
         self._epoch += 1
         for rank, worker in enumerate(self._workers):
             seat = Seat(self._workers, rank, self._epoch)
-            with lane("train", worker, priority=1):
-                self._ranks[worker] = train.submit(self._run.ref, self._iteration, seat, wait_for=wait_for)
+            self._ranks[worker] = submit(
+                train, self._run.ref, self._iteration, seat, worker=worker, wait_for=wait_for
+            )
         return list(self._ranks.values())
 
     def take_devices(self, lent: Iterable[tuple[str, str]]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, cast
+from typing import Any
 
 from distributed.scheduler import NoValidWorkerError
 from prefect import task
@@ -14,18 +14,18 @@ from prefect_dask.task_runners import PrefectDaskFuture
 from sf_core.run import Run, RunRef
 from sf_core.scheduling.lease import LeaseSpec, run_agents, serve_lease
 from sf_core.scheduling.plan import Plan
-from tasks.cluster import lane
+from tasks.cluster import submit
 
 Future = PrefectDaskFuture[Any]
 
 
-@task(task_run_name="lease-{spec.lease_id}")
+@task(name="lease", task_run_name="lease-{spec.lease_id}")
 def lease(spec: LeaseSpec) -> str:
     """Hold a `rollout` worker as an engine until the lease is revoked."""
     return serve_lease(spec)
 
 
-@task(task_run_name="agents-{spec.lease_id}")
+@task(name="agents", task_run_name="agents-{spec.lease_id}")
 def agents(spec: LeaseSpec) -> int:
     """Hold an `agent` worker and run sessions on it until released."""
     return run_agents(spec)
@@ -44,11 +44,9 @@ class Leases:
 
     def __enter__(self) -> Leases:
         for worker in self._plan.agent:
-            with lane("agent", worker):
-                self._held.append(agents.submit(self._spec(worker)))
+            self._held.append(submit(agents, self._spec(worker), worker=worker))
         for worker in self._plan.rollout:
-            with lane("rollout", worker):
-                self._held.append(lease.submit(self._spec(worker)))
+            self._held.append(submit(lease, self._spec(worker), worker=worker))
         return self
 
     def lend_trainers(self, iteration: int) -> list[tuple[str, str]]:
@@ -81,8 +79,7 @@ class Leases:
     def _lend(self, worker: str, after: int | None) -> None:
         lease_id = f"{worker}-{next(self._count)}.{self._run.attempt}"
         spec = LeaseSpec(self._run, worker, lease_id, after, self._plan.trainers)
-        with lane("rollout", worker):
-            self._lent.append((spec, cast(Future, lease.submit(spec))))
+        self._lent.append((spec, submit(lease, spec, worker=worker)))
 
     def _spec(self, worker: str) -> LeaseSpec:
         return LeaseSpec(self._run, worker, f"{worker}.{self._run.attempt}")

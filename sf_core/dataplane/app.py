@@ -28,6 +28,7 @@ from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.gateway import TokenCount, Turns, read_body
 from sf_core.dataplane.journal import Fsync
 from sf_core.dataplane.keys import KeyCheck
+from sf_core.dataplane.memory import MEMORY_MB
 from sf_core.dataplane.metrics import Metrics
 from sf_core.dataplane.observed import Observed
 from sf_core.dataplane.run import GRACE_S, Run
@@ -63,11 +64,12 @@ def make_app(
     journal_dir: str | None = None,
     fsync: Fsync = "turn",
     grace_s: float = GRACE_S,
+    memory_mb: float = MEMORY_MB,
 ) -> Starlette:
     """Raises ValueError if another data plane works in the journal directory."""
-    plane = DataPlane(journal_dir, fsync, grace_s)
+    plane = DataPlane(journal_dir, fsync, grace_s, memory_mb)
     routes = Routes(plane)
-    metrics = Metrics(plane.runs)
+    metrics = Metrics(plane.runs, plane.memory)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -140,7 +142,9 @@ class Routes:
         }
 
     async def session(self, request: Request) -> Answer:
-        return session_tree(*self._session(request))
+        run, session = self._session(request)
+        await run.bring_back(session)
+        return session_tree(run, session)
 
     async def reward(self, request: Request) -> Answer:
         body = parse_body(RewardBody, await read_body(request.receive))

@@ -19,9 +19,10 @@ from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.journal import Fsync, Journal
 from sf_core.dataplane.keys import Caller, wrong_key
 from sf_core.dataplane.links import EngineLink
+from sf_core.dataplane.memory import MEMORY_MB, Memory
 from sf_core.dataplane.open_runs import OpenRuns
 from sf_core.dataplane.records import released_record, run_record, weights_record
-from sf_core.dataplane.recovery import Answers, begin_attempt, open_run, reopen_run
+from sf_core.dataplane.recovery import Answers, begin_attempt, open_run, read_past, reopen_run
 from sf_core.dataplane.run import GRACE_S, Run
 from sf_core.dataplane.session import Session
 from sf_core.dataplane.specs import RunSpec, SessionBody
@@ -36,12 +37,17 @@ SWEEP_S = 1.0
 
 class DataPlane:
     def __init__(
-        self, journal_dir: str | None = None, fsync: Fsync = "turn", grace_s: float = GRACE_S
+        self,
+        journal_dir: str | None = None,
+        fsync: Fsync = "turn",
+        grace_s: float = GRACE_S,
+        memory_mb: float = MEMORY_MB,
     ) -> None:
         """With a journal directory, the runs that were open when the last process there ended are served
         again from the start. Raises ValueError if another data plane works in that directory."""
         self.runs: dict[str, Run] = {}
         self.sealers: dict[str, Sealer] = {}
+        self.memory = Memory(memory_mb)
         self._journal_dir, self._fsync, self._grace_s = journal_dir, fsync, grace_s
         self._open_runs = None if journal_dir is None else OpenRuns(Path(journal_dir))
         self._registering = asyncio.Lock()
@@ -52,7 +58,7 @@ class DataPlane:
         """Serve again what an earlier process served, before anybody asks for it."""
         for path in self._open_runs.journals if self._open_runs else ():
             try:
-                reopened = await reopen_run(Journal(path, self._fsync), self._grace_s)
+                reopened = await reopen_run(Journal(path, self._fsync), self._grace_s, self.memory)
             except (ApiError, OSError, ValueError) as error:
                 log.warning("%s: the run waits for its flow to register it: %s", path, error)
                 continue
@@ -64,10 +70,10 @@ class DataPlane:
         async with self._registering:
             if (run := self.runs.get(spec.run_id)) is None:
                 journal = self._open_journal(spec)
-                run, answers = await open_run(spec, journal, self._grace_s)
+                run, answers = await open_run(spec, journal, self._grace_s, self.memory)
                 self._serve(run, answers)
             else:
-                if begin_attempt(run, spec, await run.journal.replay()):
+                if begin_attempt(run, spec, await read_past(run, spec)):
                     self.sealers[spec.run_id].forget()
                 await run.journal.append(run_record(spec))
                 stale = [link for link in run.router.links if link.attempt < spec.attempt]
@@ -86,8 +92,9 @@ class DataPlane:
             raise ApiError(404, f"Run {run_id} is not registered here.", code="run_not_found")
         return run
 
-    def find_session(self, scope: Scope, model: str) -> tuple[Run, Session]:
-        """Without a session id a fresh ad-hoc session of the newest run that serves this model."""
+    async def find_session(self, scope: Scope, model: str) -> tuple[Run, Session]:
+        """With all its turns. Without a session id a fresh ad-hoc session of the newest run that serves this
+        model."""
         caller: Caller = scope["caller"]
         session_id = caller.session_id(scope)
         if session_id is None:
@@ -99,13 +106,15 @@ class DataPlane:
         run, session = self.session(session_id, caller)
         if model != run.spec.served_model:
             raise _no_model(model)
+        await run.bring_back(session)
         return run, session
 
     def session(self, session_id: str, caller: Caller) -> tuple[Run, Session]:
+        """Its turns may be on disk (Run.bring_back)."""
         for run in self.runs.values():
             if (session := run.sessions.get(session_id)) is not None:
                 return self._allowed(run, caller), session
-        raise ApiError(404, f"Session {session_id} is unknown or over.", code="session_not_found")
+        raise ApiError.no_session(session_id)
 
     def served_models(self, session_id: str | None, caller: Caller) -> list[str]:
         runs = self.runs.values() if session_id is None else [self.session(session_id, caller)[0]]
@@ -164,6 +173,7 @@ class DataPlane:
     async def close(self) -> None:
         for run in self.runs.values():
             await run.journal.close()
+        await self.memory.close()
         if self._open_runs is not None:
             self._open_runs.close()
 

@@ -13,7 +13,10 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from sf_core.dataplane.memory import Memory
+from sf_core.dataplane.records import FinishedSession
 from sf_core.dataplane.run import Run
+from sf_core.dataplane.session import Session
 
 _OVERHEAD_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 2.0)
 _ENGINE_S = (0.01, 0.05, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
@@ -24,7 +27,7 @@ _BRANCH = "branches."
 class Metrics:
     """One per data plane; its registry is its own."""
 
-    def __init__(self, runs: Mapping[str, Run]) -> None:
+    def __init__(self, runs: Mapping[str, Run], memory: Memory) -> None:
         self._registry = registry = CollectorRegistry()
         self.requests = Counter(
             "sf_requests",
@@ -60,6 +63,7 @@ class Metrics:
             registry=registry,
         )
         registry.register(_Runs(runs))
+        registry.register(_Memory(memory))
 
     def text(self) -> bytes:
         """In the text format of Prometheus, version 0.0.4."""
@@ -100,6 +104,30 @@ class _Runs(Collector):
             carried.add_metric([name, "to_engines"], router.bytes_to_engines)
             carried.add_metric([name, "from_engines"], router.bytes_from_engines)
         return [waiting, running, sessions, version, engines, tokens, interruptions, branches, carried]
+
+
+class _Memory(Collector):
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+
+    def collect(self) -> Iterable[Metric]:
+        memory = self._memory
+        held = GaugeMetricFamily(
+            "sf_memory_bytes", "Memory of sessions and results, about.", value=memory.num_bytes
+        )
+        bound = GaugeMetricFamily("sf_memory_bound_bytes", "Its bound.", value=memory.bound_bytes)
+        items = GaugeMetricFamily(
+            "sf_held", "Sessions and results, by where they are.", labels=["kind", "in"]
+        )
+        counts = memory.count()
+        for kind, name in ((Session, "session"), (FinishedSession, "result")):
+            items.add_metric([name, "memory"], counts[kind, False])
+            items.add_metric([name, "disk"], counts[kind, True])
+        spills = CounterMetricFamily(
+            "sf_spills", "Times one of them was put on disk.", value=memory.num_spills
+        )
+        loads = CounterMetricFamily("sf_loads", "Times one of them was read back.", value=memory.num_loads)
+        return [held, bound, items, spills, loads]
 
 
 def _branch_reasons(run: Run) -> Tally[str]:

@@ -11,13 +11,16 @@ import logging
 import secrets
 import time
 from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.export import export_session
 from sf_core.dataplane.groups import Claim, Place
 from sf_core.dataplane.journal import Journal
+from sf_core.dataplane.memory import Memory
 from sf_core.dataplane.meter import TokenMeter
 from sf_core.dataplane.records import (
     FinishedSession,
@@ -27,6 +30,7 @@ from sf_core.dataplane.records import (
     finished_record,
     lost_record,
     opened_record,
+    read_finished,
     rejected_record,
     revoked_record,
     rewarded_record,
@@ -38,6 +42,7 @@ from sf_core.dataplane.session import Session
 from sf_core.dataplane.signals import Signal
 from sf_core.dataplane.specs import ClaimBody, FinishBody, RewardBody, RunSpec, SessionBody
 from sf_core.types import WeightsRef
+from storage.schema import Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -58,11 +63,19 @@ class Runner:
 
 
 class Run:
-    def __init__(self, spec: RunSpec, renderer: Renderer, journal: Journal, grace_s: float = GRACE_S) -> None:
+    def __init__(
+        self,
+        spec: RunSpec,
+        renderer: Renderer,
+        journal: Journal,
+        grace_s: float = GRACE_S,
+        memory: Memory | None = None,
+    ) -> None:
         self.spec = spec
         self.renderer = renderer
         self.journal = journal
         self.grace_s = grace_s
+        self.memory = memory or Memory()
         self.router = Router(WeightsRef(spec.version, spec.weights_uri), spec.limits)
         self.manager = self._new_manager()
         self.sessions: dict[str, Session] = {}
@@ -109,7 +122,8 @@ class Run:
         evaluations = self.manager.evaluations
         self.manager = self._new_manager()
         self.manager.evaluations = {v: group for v, group in evaluations.items() if v <= self.spec.version}
-        self.results = {place: r for place, r in self.results.items() if place.split == "holdout"}
+        for place in [place for place in self.results if place.split == "train"]:
+            self.drop_result(place)
 
     def knows_batch(self, batch: int) -> bool:
         """Whether the groups here fit a flow whose next batch is this one: it may not have heard of the last
@@ -163,6 +177,20 @@ class Run:
         if session.claim is not None and session.claim.place.split == "holdout":
             session.floor = session.claim.place.group
         self.sessions[session.session_id] = session
+        self.memory.add(session, self.spill_dir)
+
+    @property
+    def spill_dir(self) -> Path:
+        return spill_dir_of(self.journal)
+
+    async def bring_back(self, session: Session) -> None:
+        """Returns with all of a session in memory, where it stays as long as the caller awaits nothing else
+        or has a turn in flight. Raises ApiError 404 if it ends meanwhile, 500 if it cannot be read."""
+        while self.memory.is_on_disk(session):
+            await self.memory.load(session)
+        if self.sessions.get(session.session_id) is not session:
+            raise ApiError.no_session(session.session_id)
+        self.memory.use(session)
 
     async def open_for(self, body: SessionBody) -> Session:
         """A session that no runner was given."""
@@ -179,6 +207,8 @@ class Run:
     async def finish(self, session: Session, body: FinishBody) -> None:
         """The agent's or its runner's report; a reward the session was given before counts where the report
         has none. Returns when the result is on disk."""
+        if session.claim is not None and body.status == "finished":
+            await self._bring_back_to_finish(session, session.claim)
         self._drop(session, "the session is over")
         if session.claim is None:
             return await self.journal.append(closed_record(session))
@@ -198,11 +228,21 @@ class Run:
         self.failures_in_a_row = 0
         await self.journal.append(finished_record(result))
         if self.manager.group_of(session.claim) is not None:
-            self.results[session.claim.place] = result
+            self.keep_result(self.hold(result))
             self.recent_rewards.append(result.reward)
             self.recent_tokens.append(sum(int(row.loss_mask.sum()) for row in result.trajectories))
             await self._reject(self.manager.finish(session.claim, result.reward, result.min_version))
         self.changed.notify()
+
+    async def _bring_back_to_finish(self, session: Session, claim: Claim) -> None:
+        try:
+            await self.bring_back(session)
+        except ApiError as error:
+            if self.sessions.get(session.session_id) is session:
+                # asked again it would fail again: another runner gets its place
+                self._drop(session, error.message)
+                await self._fail(claim, error.message)
+            raise
 
     def _export(self, session: Session, claim: Claim, body: FinishBody) -> FinishedSession:
         assert body.reward is not None
@@ -242,7 +282,29 @@ class Run:
             if session.claim is not None and session.claim.place[:2] == ("train", index):
                 self._drop(session, "the group of this session no longer counts")
         for place in self.places_of(index):
-            self.results.pop(place, None)
+            self.drop_result(place)
+
+    def hold(self, result: FinishedSession) -> FinishedSession:
+        """Count a result among what memory holds, until it is kept and dropped, or removed there."""
+        # nobody asks for it before its batch is sealed
+        self.memory.add(result, self.spill_dir, goes_first=True)
+        return result
+
+    def keep_result(self, result: FinishedSession) -> None:
+        """For its batch or evaluation, until `drop_result`."""
+        self.drop_result(result.claim.place)
+        self.results[result.claim.place] = result
+
+    def drop_result(self, place: Place) -> None:
+        if (result := self.results.pop(place, None)) is not None:
+            self.memory.remove(result)
+
+    def reader_of(self, result: FinishedSession) -> Callable[[], Sequence[Trajectory]]:
+        """Gives its trajectories, in any thread. Raises OSError if they are on disk and cannot be read."""
+        read, trajectories = self.memory.reader(result), result.trajectories
+        if read is None:
+            return lambda: trajectories
+        return lambda: [row for record in read() for row in read_finished(record).trajectories]
 
     def places_of(self, group: int) -> list[Place]:
         return [Place("train", group, member) for member in range(self.spec.group_size)]
@@ -301,11 +363,20 @@ class Run:
             self.manager.lose(session.claim)
             self.journal.note(lost_record(session.claim))
 
+    def forget(self, session_id: str) -> None:
+        if (session := self.sessions.pop(session_id, None)) is not None:
+            self.memory.remove(session)
+
     def _drop(self, session: Session, reason: str) -> None:
-        self.sessions.pop(session.session_id, None)
+        self.forget(session.session_id)
         self.counters.update({f"branches.{name}": n for name, n in session.branch_reasons.items()})
         for generation in list(session.running):
             self.router.cancel(generation, reason)
+
+
+def spill_dir_of(journal: Journal) -> Path:
+    """Where sessions and results of the journal's run are while memory has no room for them."""
+    return journal.path.with_suffix(".spill")
 
 
 def session_name(run_id: str, claim: Claim) -> str:

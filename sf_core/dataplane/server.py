@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import ipaddress
 import os
 import socket
 import sys
@@ -11,9 +10,11 @@ from pathlib import Path
 
 import uvicorn
 
+from sf_core.addresses import is_loopback
 from sf_core.dataplane.app import make_app
 from sf_core.dataplane.engine_client import HEARTBEAT_S
 from sf_core.dataplane.journal import Fsync
+from sf_core.dataplane.memory import MEMORY_MB
 from sf_core.dataplane.run import GRACE_S
 
 SWITCH_S = 0.0005
@@ -31,13 +32,14 @@ def serve(
     journal_dir: str | None = None,
     fsync: Fsync = "turn",
     grace_s: float = GRACE_S,
+    memory_mb: float = MEMORY_MB,
 ) -> None:
     """Serve until SIGINT or SIGTERM. Port 0 means any free one; `port_file` is written once connections are
     accepted. Raises ValueError for an address that others can reach without a key, and for a journal
     directory that another data plane works in."""
-    if key is None and not _is_loopback(host):
+    if key is None and not is_loopback(host):
         raise ValueError(f"{host} can be reached by others: set SF_DATAPLANE_KEY, or serve on 127.0.0.1")
-    app = make_app(key, journal_dir, fsync, grace_s)
+    app = make_app(key, journal_dir, fsync, grace_s, memory_mb)
     listening = socket.create_server((host, port), backlog=2048, family=_family(host))
     if port_file is not None:
         _write_whole(Path(port_file), str(listening.getsockname()[1]))
@@ -73,13 +75,6 @@ def _tune_interpreter() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _family(host: str) -> socket.AddressFamily:

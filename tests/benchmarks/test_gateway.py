@@ -109,7 +109,7 @@ def test_a_peer_that_does_not_start_is_left_out_with_the_reason(
 
     monkeypatch.setitem(gateway_peers.PEERS, "broken", broken)
     with local_stack(tmp_path / "logs") as stack:
-        sizes = Sizes(4, 0.2, 0, 0, 0, 0)
+        sizes = Sizes(4, 0.2, 0, 0, 0, 0.0, 0, 0)
         line = compare(stack, tmp_path, sizes, ["throughput"], ["broken"])
     assert line["broken_left_out"] == "no such package"
     assert line["floor_requests_per_second"] > 0

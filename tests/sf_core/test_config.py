@@ -38,7 +38,10 @@ def test_a_resolved_configuration_reads_back_equal(config_file: Path) -> None:
         ),
         ("train.minibatches=64", "train.minibatches (64) must not exceed rollout.groups_per_batch (32)"),
         ("engine.kind=scripted", "engine.script is required with engine.kind: scripted"),
-        ("cluster.workers.r0.tag=x", "cluster.workers.r0.tag: unknown key; allowed here: tags, threads"),
+        (
+            "cluster.workers.r0.tag=x",
+            "cluster.workers.r0.tag: unknown key; allowed here: tags, device, device_kind, threads",
+        ),
         ("seed", "--set seed: expected key.path=value"),
         ("seed.x=1", "--set seed.x=1: seed is a value, not a section"),
         ("seed=[1", "--set seed=[1: '[1' is not a valid YAML value"),

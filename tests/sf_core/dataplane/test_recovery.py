@@ -19,8 +19,8 @@ import pytest
 from openai import OpenAI
 
 from sf_core.dataplane.export import export_session
-from sf_core.dataplane.journal import Journal
-from sf_core.dataplane.records import kind_of
+from sf_core.dataplane.journal import Journal, kind_of
+from sf_core.dataplane.memory import Memory
 from sf_core.dataplane.recovery import reopen_run
 from sf_core.dataplane.rendering import Renderer
 from sf_core.dataplane.run import Run
@@ -266,8 +266,11 @@ def test_the_journal_of_a_long_run_stays_bounded(server: Server, renderer: Rende
     assert list(run.sessions) == [open_claim["session_id"]]
     assert len(run.sessions[open_claim["session_id"]].turns) == 2
     assert run.manager.done_before(6) == list(range(6))
-    kinds = {kind_of(record) for record in asyncio.run(Journal(journal).replay())[:2]}
-    assert "run" in kinds
+    assert "run" in asyncio.run(first_kinds(journal, 2))
+
+
+async def first_kinds(journal: Path, num: int) -> list[str]:
+    return [kind_of(record) async for record in Journal(journal).replay()][:num]
 
 
 def test_a_reopened_session_is_trained_on_as_the_living_one(server: Server, renderer: Renderer) -> None:
@@ -317,7 +320,7 @@ def test_a_reopened_session_is_trained_on_as_the_living_one(server: Server, rend
 
 def reopened(journal: Path) -> Run:
     async def reopen() -> Run:
-        result = await reopen_run(Journal(journal), 10.0)
+        result = await reopen_run(Journal(journal), 10.0, Memory())
         assert result is not None
         return result[0]
 

@@ -19,8 +19,10 @@ def test_a_pure_trainer_is_preferred_and_never_lent() -> None:
 
 
 def test_a_missing_tag_is_named_with_what_the_workers_offer() -> None:
-    with pytest.raises(ValueError, match=r"no worker carries 'train'; workers: r0 \{rollout\}, c0 \{cpu\}"):
-        make_plan(workers(r0="rollout", c0="cpu"), RunConfig())
+    with pytest.raises(
+        ValueError, match=r"no worker carries 'train'; workers: r0 \{rollout\}, x \{agent\}, c0 \{cpu\}"
+    ):
+        make_plan(workers(r0="rollout", x="agent", c0="cpu"), RunConfig())
 
 
 def test_agent_and_cpu_on_one_worker_are_refused() -> None:
