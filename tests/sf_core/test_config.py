@@ -29,7 +29,7 @@ def test_a_resolved_configuration_reads_back_equal(config_file: Path) -> None:
         ("colour=red", "colour: unknown key; allowed here: run_id, seed, pipeline, policy"),
         ("rollout.group_size=1", "rollout.group_size: input should be greater than or equal to 2, got 1"),
         ("train.learning_rate=fast", "train.learning_rate: input should be a valid number"),
-        ("engine.kind=vlm", "engine.kind: input should be 'torch' or 'scripted', got 'vlm'"),
+        ("engine.kind=vlm", "engine.kind: input should be 'torch', 'scripted' or 'emulated', got 'vlm'"),
         ("environment.agent=agent", "environment.agent: expected package.module:name, got 'agent'"),
         ("run_id=../etc", "run_id: string should match pattern"),
         (

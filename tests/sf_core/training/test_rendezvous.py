@@ -99,9 +99,9 @@ def test_several_ranks_train_like_one(
     found = run_all(gang, Try(str(tmp_path), names(gang)), partial(train, folder, 3, settings))
     for metrics, weights in found:
         for name, tensor in expected.items():
-            # sums of float32 in another order: a few units in the last place per step, which AdamW, dividing
-            # by the root of small squares, makes larger
-            torch.testing.assert_close(weights[name], tensor, rtol=1e-4, atol=2e-6)
+            # sums of float32 in another order differ in the last place; AdamW divides them by the root of their
+            # squares, so where a gradient is nearly zero its step of 1e-3 may differ by some per cent
+            torch.testing.assert_close(weights[name], tensor, rtol=1e-4, atol=5e-5)
             assert (weights[name] == found[0][1][name]).all()
         for mine, alone in zip(metrics, expected_metrics, strict=True):
             for name in alone.keys() - {"seconds", "cpu_seconds"}:
