@@ -103,8 +103,8 @@ class Gang:
                     self._files.end()
             if deadline is not None and (time.monotonic() > deadline or not set(unfinished) & _connected()):
                 break
-            with suppress(TimeoutError):
-                futures = [self._ranks[w].wrapped_future for w in unfinished]
+            futures = [self._ranks[w].wrapped_future for w in unfinished]
+            with suppress(TimeoutError), futures[0].client.as_current():
                 wait(futures, timeout=1.0, return_when="FIRST_COMPLETED")
         return unfinished
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -83,12 +81,11 @@ class Cluster:
         port = int(self.services.dataplane.rpartition(":")[2])
         start_dataplane(self.stack, self.folder, port)()
 
-    def kill_worker(self, name: str) -> None:
-        """kill -9 of the worker process; its nanny starts another one."""
+    def worker_process(self, name: str) -> psutil.Process:
+        """The process that runs the worker's tasks; its nanny starts another one when it dies."""
         nanny = next(p for p in self.stack.processes if p.name == f"worker-{name}")
-        for child in psutil.Process(nanny.popen.pid).children(recursive=True):
-            if "spawn_main" in " ".join(child.cmdline()) and "tracker" not in " ".join(child.cmdline()):
-                os.kill(child.pid, signal.SIGKILL)
+        children = psutil.Process(nanny.popen.pid).children(recursive=True)
+        return next(child for child in children if "spawn_main" in " ".join(child.cmdline()))
 
 
 def wait_until(probe: Callable[[], Any], what: str, timeout_s: float = 60.0) -> Any:

@@ -97,7 +97,7 @@ def test_a_killed_worker_is_replaced_and_the_run_ends_as_if_nothing_happened(
     process = cluster.start(config)
     wait_until(lambda: BEFORE[stage] in manifests(config) or process.poll() is not None, f"start of {stage}")
     before = manifests(config)
-    cluster.kill_worker(worker)
+    cluster.worker_process(worker).kill()
     cluster.finish(config, process)
     after = manifests(config)
     assert {key: after[key] for key in before} == before

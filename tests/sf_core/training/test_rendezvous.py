@@ -76,7 +76,9 @@ def train(folder: str, steps: int, settings: dict[str, Any], ranks: Ranks) -> An
 
 
 def batch(seed: int) -> Any:
-    return make_batch(grouped_rows(num_groups=6, group_size=4), logprob=-4.0, group_size=4, seed=seed, equal=4)
+    return make_batch(
+        grouped_rows(num_groups=6, group_size=4), logprob=-4.0, group_size=4, seed=seed, equal=4
+    )
 
 
 # --- tests
