@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from sf_core.training.rendezvous import seated
 from sf_core.training.ranks import Ranks
+from sf_core.training.rendezvous import seated
 from sf_core.training.seats import Seat
 from storage.gangs import GangFiles
 from storage.run_directory import RunDirectory

@@ -101,7 +101,7 @@ def test_several_ranks_train_like_one(
     found = run_all(gang, Try(str(tmp_path), names(gang)), partial(train, folder, 3, settings))
     for metrics, weights in found:
         for name, tensor in expected.items():
-            # sums of float32 in another order differ in the last place; AdamW divides them by the root of their
+            # sums of float32 in another order differ in the last place; AdamW divides by the root of their
             # squares, so where a gradient is nearly zero its step of 1e-3 may differ by some per cent
             torch.testing.assert_close(weights[name], tensor, rtol=1e-4, atol=5e-5)
             assert (weights[name] == found[0][1][name]).all()
