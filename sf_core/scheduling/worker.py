@@ -44,7 +44,6 @@ DASK_SETTINGS = {
 """Environment of schedulers and workers alike."""
 MAX_THREADS = 8
 """More of them lose time on the models that fit a machine like this."""
-CONNECT_TIMEOUT_S = 15.0
 START_TIMEOUT_S = 60.0
 
 
@@ -96,7 +95,7 @@ def become_worker(
     name = name or f"{socket.gethostname().partition('.')[0]}-{worker.device.replace(':', '')}"
     if not is_loopback(host):
         _require_tls(scheduler, host)
-    if name in {other.name for other in read_workers(scheduler, timeout_s=CONNECT_TIMEOUT_S)}:
+    if name in {other.name for other in read_workers(scheduler)}:
         raise ValueError(f"a worker named {name!r} is connected to {scheduler}; choose another --name")
     measured = None
     if probe:
