@@ -2,7 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from sf_core.config import ConfigError, RunConfig, load_config
+from sf_core.config import ConfigError, RunConfig
+from sf_core.config_file import load_config
 
 
 @pytest.fixture
