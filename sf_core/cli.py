@@ -49,7 +49,7 @@ def inspect(
 
     try:
         console.print(inspect_session(run, session) if session else inspect_run(run))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         _fail(str(error))
 
 
@@ -158,6 +158,8 @@ def _launch(flow: str, config: RunConfig) -> None:
     except LaunchError as error:
         errors.print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
         raise typer.Exit(1) from None
+    except OSError as error:
+        _fail(str(error))
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
 

@@ -5,7 +5,6 @@ Owns how it looks, with marks that survive a pipe. The figures are sf_core/repor
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 
 import numpy as np
@@ -17,6 +16,7 @@ from sf_core import report
 from storage import files
 from storage.run_directory import STAGES, RunDirectory
 from storage.schema import NOT_SAMPLED, Trajectory, TurnSpan
+from storage.weights import WEIGHT_FILES
 
 Decode = Callable[[list[int]], str]
 
@@ -150,12 +150,8 @@ def _decoder(run: RunDirectory) -> Decode:
         return lambda ids: " ".join(map(str, ids))
     from transformers import AutoTokenizer
 
-    if files.is_local(run.uri):
-        tokenizer = AutoTokenizer.from_pretrained(run.start_dir, local_files_only=True)
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            files.copy_folder(run.start_dir, folder, exclude=("*.safetensors", "*.bin"))
-            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    folder = files.local_folder(run.start_dir, exclude=WEIGHT_FILES)
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     return lambda ids: str(
         tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     )

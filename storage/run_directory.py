@@ -155,6 +155,9 @@ class RunDirectory:
     def begin_attempt(self) -> int:
         """Number of this attempt on the run, from 1; earlier attempts can commit nothing from now on."""
         for attempt in itertools.count(1):
+            # not every object store refuses to write over a file: looking first leaves it only a moment
+            if files.exists(self._attempt_file(attempt)):
+                continue
             try:
                 files.write_atomic(self._attempt_file(attempt), b"", create=True)
             except FileExistsError:

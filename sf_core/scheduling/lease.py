@@ -19,6 +19,7 @@ from sf_core.scheduling.switching import switching_of, work_left
 from sf_core.scheduling.timeline import Timeline
 from sf_core.settings import dataplane_key
 from sf_core.types import WeightsRef
+from storage.files import local_folder
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ def engine_factory(run: Run) -> Callable[[WeightsRef], Engine]:
         from sf_core.engines.torch_engine import TorchEngine
 
         engine = TorchEngine(
-            run.start_dir,
+            local_folder(run.start_dir),
             version=0,
             max_running=settings.max_running,
             context_length=settings.context_length,
