@@ -11,7 +11,8 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
-from sf_core.config import ConfigError, RunConfig, load_config, worker_config
+from sf_core.config import ConfigError, RunConfig, worker_config
+from sf_core.config_file import load_config
 from sf_core.dataplane.journal import Fsync
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -90,7 +91,7 @@ def worker(
     """Be a Dask worker for one device, until told to stop."""
     from sf_core.scheduling.worker import become_worker
 
-    words = [tag for tag in tags.split(",") if tag]
+    words = [tag.strip() for tag in tags.split(",")]
     try:
         settings = worker_config(tags=words, device=device, device_kind=device_kind, threads=threads)
         become_worker(scheduler, settings, name=name, host=host, probe=probe)

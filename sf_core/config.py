@@ -6,10 +6,8 @@ Owns defaults, bounds and the sentences a wrong value gets. Reads no environment
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from sf_core.scheduling.pipelines import PIPELINES, PipelineName
@@ -335,26 +333,6 @@ class ConfigError(ValueError):
     """A configuration that cannot run; the message is one sentence for the user."""
 
 
-def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
-    """Read a YAML file, apply `key.path=value` overrides (values are YAML), validate.
-
-    Raises ConfigError with the path of the key and what is allowed.
-    """
-    try:
-        data = yaml.safe_load(Path(path).read_text()) or {}
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file; give the path of a YAML configuration") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path}: expected a mapping of settings, got {type(data).__name__}")
-    for override in overrides or []:
-        _apply_override(data, override)
-    return validate_config(data, source=str(path))
-
-
 def validate_config(data: dict[str, Any], source: str = "config") -> RunConfig:
     """Validate a mapping; raises ConfigError with one sentence that names every wrong key."""
     try:
@@ -371,26 +349,6 @@ def worker_config(**options: Any) -> WorkerConfig:
         first = error.errors()[0]
         option = str(first["loc"][0]).replace("_", "-")
         raise ConfigError(f"--{option}: {_sentence(first).partition(': ')[2]}") from None
-
-
-def _apply_override(data: dict[str, Any], override: str) -> None:
-    path, sep, text = override.partition("=")
-    if not sep or not path:
-        raise ConfigError(f"--set {override}: expected key.path=value")
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise ConfigError(f"--set {override}: {text!r} is not a valid YAML value") from None
-    *parents, leaf = path.split(".")
-    node = data
-    for name in parents:
-        child = node.get(name)
-        if child is None:
-            child = node[name] = {}
-        if not isinstance(child, dict):
-            raise ConfigError(f"--set {override}: {name} is a value, not a section")
-        node = child
-    node[leaf] = value
 
 
 def _sentence(error: Any) -> str:

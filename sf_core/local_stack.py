@@ -155,10 +155,14 @@ def start_dask(stack: LocalStack, workers: Mapping[str, WorkerConfig], directory
 def start_dask_worker(
     stack: LocalStack, name: str, worker: WorkerConfig, scheduler: Iterable[str], directory: Path
 ) -> Process:
+    try:
+        environment = worker_environment(worker)
+    except ValueError as error:
+        raise StackError(f"worker {name}: {error}") from None
     return stack.start(
         f"worker-{name}",
         worker_command(name, worker.tags, scheduler) + ["--local-directory", str(directory / "dask")],
-        worker_environment(worker),
+        environment,
         # workers share the cores of this machine: training comes before rollout, never the reverse
         gives_way="rollout" in worker.tags and "train" not in worker.tags,
     )

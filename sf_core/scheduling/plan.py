@@ -19,6 +19,9 @@ from sf_core.scheduling.pipelines import PIPELINES
 from sf_core.scheduling.roofline import Device, known_device, step_of, train_priority
 from sf_core.scheduling.tags import needed_tags
 
+ANSWER_S = 30.0
+"""How long a scheduler may take to answer."""
+
 
 @dataclass(frozen=True, slots=True)
 class Worker:
@@ -41,12 +44,12 @@ class Plan:
     agent: tuple[str, ...]
 
 
-def read_workers(scheduler: str, timeout_s: float = 30.0) -> list[Worker]:
+def read_workers(scheduler: str) -> list[Worker]:
     """The workers connected to a scheduler. Raises ValueError if it cannot be reached."""
     try:
-        with Client(scheduler, set_as_default=False, timeout=timeout_s) as client:
+        with Client(scheduler, set_as_default=False, timeout=ANSWER_S) as client:
             infos = client.scheduler_info(n_workers=-1)["workers"].values()
-    except (OSError, TimeoutError) as error:
+    except (OSError, ValueError) as error:  # a ValueError if it is no address
         raise ValueError(f"no Dask scheduler answers at {scheduler}: {error}") from None
     return [worker_of(info["resources"], info.get("device")) for info in infos]
 

@@ -17,6 +17,7 @@ from sf_core.addresses import is_loopback
 from sf_core.config import WorkerConfig
 from sf_core.scheduling.plan import read_workers
 from sf_core.scheduling.roofline import Device, known_device
+from sf_core.scheduling.tags import is_word
 from sf_core.settings import visible_cuda_devices
 
 DASK_SETTINGS = {
@@ -44,7 +45,6 @@ DASK_SETTINGS = {
 """Environment of schedulers and workers alike."""
 MAX_THREADS = 8
 """More of them lose time on the models that fit a machine like this."""
-CONNECT_TIMEOUT_S = 15.0
 START_TIMEOUT_S = 60.0
 
 
@@ -93,17 +93,20 @@ def become_worker(
     Raises ValueError, one sentence, if the scheduler does not answer or has a worker of that name, the device
     is not there, or others could reach the address without TLS: whoever reaches a Dask worker runs code.
     """
-    name = name or f"{socket.gethostname().partition('.')[0]}-{worker.device.replace(':', '')}"
+    name = is_word(name or f"{socket.gethostname().partition('.')[0]}-{worker.device.replace(':', '')}")
+    if probe and worker.device_kind:
+        raise ValueError("--probe measures what --device-kind says; leave one of the two out")
     if not is_loopback(host):
         _require_tls(scheduler, host)
-    if name in {other.name for other in read_workers(scheduler, timeout_s=CONNECT_TIMEOUT_S)}:
-        raise ValueError(f"a worker named {name!r} is connected to {scheduler}; choose another --name")
     measured = None
     if probe:
         from sf_core.scheduling.probe import measure_device
 
         measured = measure_device(worker.device, threads=worker_threads(worker))
-    environment = {**os.environ, **DASK_SETTINGS, **worker_environment(worker, measured)}
+    own = worker_environment(worker, measured)
+    if name in {other.name for other in read_workers(scheduler)}:
+        raise ValueError(f"a worker named {name!r} is connected to {scheduler}; choose another --name")
+    environment = {**os.environ, **DASK_SETTINGS, **own}
     command = worker_command(name, worker.tags, [scheduler], host=host)
     command += ["--death-timeout", f"{START_TIMEOUT_S:.0f}"]
     os.execvpe(command[0], command, environment)
@@ -122,10 +125,12 @@ def _cuda_device(device: str) -> str:
     """What CUDA_VISIBLE_DEVICES holds for a device, counted among those that this process may see itself."""
     if device == "cpu":
         return ""
-    number = int(device.removeprefix("cuda:"))
+    # seconds to import, and of use only where there is a GPU
+    import torch
+
+    number, count = int(device.removeprefix("cuda:")), torch.cuda.device_count()
+    if number >= count:
+        found = f"torch {torch.__version__} finds {count} CUDA devices"
+        raise ValueError(f"device {device} is not there: {found}")
     visible = visible_cuda_devices()
-    if visible is None:
-        return str(number)
-    if number >= len(visible):
-        raise ValueError(f"device {device} is not there: CUDA_VISIBLE_DEVICES is {','.join(visible)!r}")
-    return visible[number]
+    return str(number) if visible is None else visible[number]

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sf_core.config import load_config
+from sf_core.config_file import load_config
 from storage.files import read_bytes
 from tests.e2e.conftest import ROOT, manifests, wait_until
 
