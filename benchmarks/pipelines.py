@@ -1,8 +1,8 @@
 """The four pipelines on the same devices, prompts and heavy-tailed lengths: tokens/s, idle time and lag.
 
 Eight emulated devices (H100, a policy of 8.2e9 parameters; sf_core/scheduling/device_model.py), everything
-else real: Prefect server, Dask workers in processes of their own, data plane, journal. Two workloads' worth of
-constants stand below; rollout takes about three quarters of the device time, as in agentic RL.
+else real: Prefect server, Dask workers in processes of their own, data plane, journal. Rollout
+takes about three quarters of the device time, as in agentic RL.
 
     python -m benchmarks.pipelines               the real system, about 25 minutes
     python -m benchmarks.pipelines --simulate    the simulator, seconds
@@ -24,9 +24,10 @@ import numpy as np
 import typer
 
 from sf_core.config import RunConfig, WorkerConfig, validate_config
+from sf_core.iterations import iteration_windows, read_iterations
 from sf_core.local_stack import Services, local_stack, start_services
-from sf_core.scheduling.timeline import Span, idle_fraction, read_spans
-from sf_core.summary import iteration_windows
+from sf_core.scheduling.figures import device_figures
+from sf_core.scheduling.timeline import read_spans
 from storage.run_directory import RunDirectory
 
 ITERATIONS = 20
@@ -144,41 +145,24 @@ def run_config(
 
 
 def figures(directory: RunDirectory, iterations: int) -> dict[str, Any]:
-    """Of the iterations after the warm-up, over all devices."""
-    stages = []
-    for number in range(iterations):
-        found = {s: directory.read_manifest(number, s) for s in ("rollout", "filter", "train", "publish")}
-        stages.append({stage: manifest for stage, manifest in found.items() if manifest is not None})
-    windows = list(islice(iteration_windows(stages), WARMUP, None))
-    window = (windows[0][0], windows[-1][1])
+    """Of the iterations after the warm-up but the last one, which no other overlaps, over all devices."""
+    counted = list(islice(read_iterations(directory), WARMUP, iterations - 1))
+    windows = [window for number, window in iteration_windows(list(read_iterations(directory))).items()]
+    window = (windows[WARMUP][0], windows[iterations - 2][1])
     seconds = window[1] - window[0]
-    rollouts = [found["rollout"] for found in stages[WARMUP:]]
+    rollouts = [iteration.stages["rollout"].data for iteration in counted]
     spans = read_spans(directory)
-    devices = sorted({span.worker for span in spans})
-    idle = {d: idle_fraction([s for s in spans if s.worker == d], window) for d in devices}
+    found = device_figures(spans, window)
+    yields = [1e3 * (s.end - s.start) for s in spans if s.label == "yield" and s.start > window[0]]
     return {
-        "tokens_per_second": round(sum(m.data["sampled_tokens"] for m in rollouts) / seconds, 1),
-        "seconds_per_iteration": round(seconds / len(windows), 3),
-        "idle_fraction": round(float(np.mean(list(idle.values()))), 4),
-        "max_lag": max(m.data["max_lag"] for m in rollouts),
-        "train_seconds": round(float(np.mean([f["train"].data["seconds"] for f in stages[WARMUP:]])), 3),
-        **switches(spans, window),
+        "tokens_per_second": round(sum(data["sampled_tokens"] for data in rollouts) / seconds, 1),
+        "seconds_per_iteration": round(seconds / len(counted), 3),
+        "idle_fraction": round(1.0 - found.utilisation_cluster, 4),
+        "max_lag": max(data["max_lag"] for data in rollouts),
+        "switches": len(found.switches),
+        "yield_ms_p50": round(float(np.percentile(yields, 50)), 1) if yields else None,
+        "yield_ms_p99": round(float(np.percentile(yields, 99)), 1) if yields else None,
     }
-
-
-def switches(spans: list[Span], window: tuple[float, float]) -> dict[str, Any]:
-    """Changes between rollout and training."""
-    held: dict[str, list[Span]] = {}
-    for span in spans:
-        if span.kind == "held" and window[0] <= span.start < window[1]:
-            held.setdefault(span.worker, []).append(span)
-    changes = [
-        after.start - before.end
-        for own in held.values()
-        for before, after in zip(own, own[1:], strict=False)
-        if before.tag != after.tag
-    ]
-    return {"switches": len(changes)}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A clock of events: time jumps from one to the next. Processes are generators that yield what they wait for."""
+"""A clock of events: time jumps from one to the next. Processes are generators that yield their waits."""
 
 from __future__ import annotations
 

@@ -48,7 +48,6 @@ def serve_lease(spec: LeaseSpec) -> str:
         if not verdict.lend:
             log.info("%s is not lent: %s", spec.worker, verdict.reason)
             return f"not worth it: {verdict.reason}"
-    timeline = Timeline(run.directory, spec.worker, "rollout", f"{spec.run.attempt}-{spec.lease_id}")
     hello = {
         "run_id": spec.run.run_id,
         "attempt": spec.run.attempt,
@@ -60,11 +59,11 @@ def serve_lease(spec: LeaseSpec) -> str:
         "max_running": run.config.engine.max_running,
     }
     make = switching.measured(engine_factory(run))
-    try:
-        return serve_engine(spec.run.dataplane_url, dataplane_key(), hello, make, on_busy=timeline.busy)
-    finally:
-        switching.note_lease_over()
-        timeline.write()
+    with Timeline(run.directory, spec.worker, "rollout", spec.lease_id) as timeline:
+        try:
+            return serve_engine(spec.run.dataplane_url, dataplane_key(), hello, make, timeline)
+        finally:
+            switching.note_lease_over()
 
 
 def engine_factory(run: Run) -> Callable[[WeightsRef], Engine]:
