@@ -6,8 +6,9 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 
 from sf_core.config import RunConfig, validate_config
 from sf_core.local_stack import LocalStack, Services, local_stack, start_dataplane, start_services
+from sf_core.scheduling.timeline import Span, read_spans
 from storage.run_directory import RunDirectory
 
 ROOT = Path(__file__).parents[2]
@@ -33,10 +35,11 @@ class Cluster:
         """A folder outside the repository that all processes can import from."""
         return self.folder / "user"
 
-    def config(self, run_id: str, **sections: dict[str, Any]) -> RunConfig:
-        """A run of two small iterations on the scripted engine."""
+    def config(self, run_id: str, pipeline: str | None = None, **sections: dict[str, Any]) -> RunConfig:
+        """A run of a few small iterations on the scripted engine."""
         data: dict[str, Any] = {
             "run_id": run_id,
+            "pipeline": pipeline,
             "policy": {} if "policy" in sections else TINY_POLICY,
             "environment": {part: f"tests.e2e.echo_package:{part}" for part in ("tasks", "agent", "reward")},
             "rollout": {"group_size": 2, "groups_per_batch": 3, "max_tokens": 8, "concurrency": 8},
@@ -86,6 +89,22 @@ class Cluster:
         nanny = next(p for p in self.stack.processes if p.name == f"worker-{name}")
         children = psutil.Process(nanny.popen.pid).children(recursive=True)
         return next(child for child in children if "spawn_main" in " ".join(child.cmdline()))
+
+
+def overlap_s(some: Iterable[Span], others: Iterable[Span]) -> float:
+    """Longest time that one of some spans shares with one of the others; negative if none does."""
+    return max(min(a.end, b.end) - max(a.start, b.start) for a, b in product(some, others))
+
+
+def spans(config: RunConfig, tag: str, kind: str = "busy") -> list[Span]:
+    """When the devices of a run were held or busy under this tag."""
+    found = read_spans(RunDirectory(config.run_dir))
+    return [span for span in found if (span.tag, span.kind) == (tag, kind)]
+
+
+def holders(config: RunConfig, tag: str) -> set[str]:
+    """The workers that were ever held under this tag."""
+    return {span.worker for span in spans(config, tag, "held")}
 
 
 def wait_until(probe: Callable[[], Any], what: str, timeout_s: float = 60.0) -> Any:

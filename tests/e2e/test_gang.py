@@ -11,7 +11,7 @@ import pytest
 
 from sf_core.config import RunConfig, WorkerConfig
 from sf_core.local_stack import local_stack, start_services
-from tests.e2e.conftest import ROOT, Cluster, manifests, wait_until
+from tests.e2e.conftest import ROOT, Cluster, holders, manifests, overlap_s, spans, wait_until
 from tests.e2e.test_resume import check_result
 
 pytestmark = pytest.mark.slow
@@ -73,6 +73,16 @@ def test_two_lent_trainers_train_together(colocated: Cluster) -> None:
     colocated.finish(config, colocated.start(config))
     check_result(config)
     assert ranks(config) == [2] * 4
+
+
+def test_colocated_devices_sample_and_train_in_turn(colocated: Cluster) -> None:
+    config = colocated.config("colocated", "colocated", train={"iterations": 3, "workers": 2})
+    colocated.finish(config, colocated.start(config))
+    check_result(config)
+    assert config.lag_bound == 0
+    assert ranks(config) == [2] * 3
+    assert holders(config, "rollout") == holders(config, "train") == {"t0", "t1"}
+    assert overlap_s(spans(config, "rollout"), spans(config, "train")) <= 0
 
 
 @pytest.mark.parametrize("killed", ["t0", "t1"])
