@@ -14,12 +14,13 @@ from flows.warmstart import warmstart
 from sf_core.config import RunConfig
 from sf_core.run import Run, RunRef, begin_attempt, open_config
 from sf_core.scheduling.plan import Plan, make_plan, read_workers
-from tasks.cluster import TaggedTaskRunner, lean_settings, scheduler_address, submit
+from tasks.cluster import TaggedTaskRunner, lean_settings, result_of, scheduler_address, submit
 from tasks.evaluate import evaluate
 from tasks.filter import filter_
 from tasks.finish import finish
 from tasks.gang import Gang
 from tasks.lease import Leases
+from tasks.page import show_devices
 from tasks.publish import publish
 from tasks.rollout import rollout
 
@@ -35,8 +36,9 @@ def train(config: RunConfig) -> dict[str, Any]:
         with Leases(run, plan) as leases:
             for number in Run(run).iterations_left():
                 iteration(config, run, plan, number, leases.lend_trainers(number))
-            submit(evaluate, run, config.train.iterations).result()
-        return submit(finish, run).result()
+            last = submit(evaluate, run, config.train.iterations)
+            result_of(last, "the last evaluation", config.cluster.stage_timeout_s)
+        return result_of(submit(finish, run), "the summary", config.cluster.stage_timeout_s)
 
 
 @flow(name="iteration", flow_run_name="{run.run_id}-{number}", task_runner=TaggedTaskRunner())
@@ -56,11 +58,12 @@ def iteration(config: RunConfig, run: RunRef, plan: Plan, number: int, lent: lis
         after = [*batch, *ranks[:1]]
         published = [submit(publish, run, number, wait_for=after)] if "publish" in todo else []
         for stage in batch:
-            stage.result()
+            result_of(stage, f"batch {number}", config.cluster.stage_timeout_s)
         gang.take_devices(lent)
+        show_devices(run, number)
         trained = gang.has_committed()
     for stage in published:
-        stage.result()
+        result_of(stage, f"publishing of iteration {number}", config.cluster.stage_timeout_s)
 
 
 if __name__ == "__main__":

@@ -43,14 +43,22 @@ def evaluate(config: ConfigFile, overrides: Overrides = None) -> None:
 
 @app.command()
 def inspect(
-    run: RunDir, session: Annotated[str | None, typer.Option(help="Show one session.")] = None
+    run: RunDir,
+    session: Annotated[str | None, typer.Option(help="Show one session.")] = None,
+    timeline: Annotated[
+        bool, typer.Option("--timeline", help="Show the devices; write timeline.json and .png.")
+    ] = False,
 ) -> None:
-    """Show a run's iterations, or one session turn by turn. Reads only the run directory."""
-    from sf_core.inspect import inspect_run, inspect_session
+    """Show a run's iterations and devices, or one session turn by turn, from the run directory alone."""
+    from sf_core.inspect import inspect_run, inspect_session, inspect_timeline
 
     try:
-        console.print(inspect_session(run, session) if session else inspect_run(run))
-    except ValueError as error:
+        if session is not None:
+            view = inspect_session(run, session)
+        else:
+            view = inspect_timeline(run) if timeline else inspect_run(run)
+        console.print(view)
+    except (ValueError, OSError) as error:
         _fail(str(error))
 
 
@@ -159,6 +167,8 @@ def _launch(flow: str, config: RunConfig) -> None:
     except LaunchError as error:
         errors.print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
         raise typer.Exit(1) from None
+    except OSError as error:
+        _fail(str(error))
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
 

@@ -245,6 +245,9 @@ class ClusterConfig(Settings):
     yield_timeout_s: float = Field(30.0, gt=0)
     """Longest from the revoking of a lease to the start of training on its worker; then the worker's process
     is killed and started again. Longer than one step of an engine and its unloading."""
+    stage_timeout_s: float = Field(7200.0, gt=0)
+    """Longest wait for a stage to end, the wait for its worker included; then the run fails and says what it
+    waited for. Longer than `rollout.batch_timeout_s` and than a training step."""
 
 
 class DataplaneConfig(Settings):

@@ -5,7 +5,6 @@ Owns how it looks, with marks that survive a pipe. The figures are sf_core/repor
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 
 import numpy as np
@@ -13,10 +12,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from sf_core import report
+from sf_core import observe, report
+from sf_core.iterations import read_iterations
 from storage import files
 from storage.run_directory import STAGES, RunDirectory
 from storage.schema import NOT_SAMPLED, Trajectory, TurnSpan
+from storage.weights import WEIGHT_FILES
 
 Decode = Callable[[list[int]], str]
 
@@ -41,7 +42,18 @@ def inspect_run(uri: str) -> RenderableType:
     footer = f"held-out: reward after the iteration; stages committed: {', '.join(STAGES)}"
     if rows and (rollout := rows[-1].rollout) is not None:
         footer += f"\none session: sf inspect {uri} --session {rollout.example}"
-    return Group(table, Text("\n" + footer, style="dim"))
+    return Group(table, _devices(run, len(rows)), Text("\n" + footer, style="dim"))
+
+
+def inspect_timeline(uri: str) -> RenderableType:
+    """A table of what the devices did in each iteration, after timeline.json and timeline.png have been
+    written. Raises ValueError with one sentence if there is no run."""
+    run = report.open_run(uri)
+    iterations = sum(1 for _ in read_iterations(run))
+    observe.record_figures(run, iterations - 1)
+    observe.draw_timelines(run)
+    drawn = f"\ntimeline: {run.trace_file} (open it in ui.perfetto.dev)\npicture: {run.timeline_picture}"
+    return Group(_devices(run, iterations), Text(drawn, style="dim"))
 
 
 def inspect_session(uri: str, session_id: str) -> RenderableType:
@@ -64,6 +76,21 @@ def inspect_session(uri: str, session_id: str) -> RenderableType:
 
 def _table(title: str) -> Table:
     return Table(title=Text(title), title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+
+
+def _devices(run: RunDirectory, iterations: int) -> RenderableType:
+    """What is recorded of the devices so far."""
+    figures = observe.read_figures(run, range(iterations))
+    if not figures:
+        return Text()
+    names, rows = observe.table(figures)
+    table = _table("\nwhat the devices did")
+    table.padding = (0, 1, 0, 0)
+    for name in names:
+        table.add_column(name.replace(" ", "\n"), justify="right", no_wrap=name != names[-1])
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def _figures(row: report.IterationFigures, held_out: str) -> tuple[str, ...]:
@@ -150,12 +177,8 @@ def _decoder(run: RunDirectory) -> Decode:
         return lambda ids: " ".join(map(str, ids))
     from transformers import AutoTokenizer
 
-    if files.is_local(run.uri):
-        tokenizer = AutoTokenizer.from_pretrained(run.start_dir, local_files_only=True)
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            files.copy_folder(run.start_dir, folder, exclude=("*.safetensors", "*.bin"))
-            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    folder = files.local_folder(run.start_dir, exclude=WEIGHT_FILES)
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     return lambda ids: str(
         tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     )

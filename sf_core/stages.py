@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from sf_core.observe import draw_timelines, record_figures
 from sf_core.policy_folders import export_policy, prepare_start
 from sf_core.run import Run, RunRef
 from sf_core.scheduling.plan import current_host, current_worker
@@ -24,6 +25,7 @@ from sf_core.scheduling.timeline import Timeline
 from sf_core.summary import summarise
 from sf_core.training.advantages import group_advantages
 from sf_core.training.seats import Seat, SupersededError
+from sf_core.waits import collect_waits
 from storage.batches import read_batch, write_batch
 from storage.files import FileRef
 from storage.gangs import GangFiles
@@ -69,7 +71,9 @@ def _once(work: Callable[[Run, int], Outcome]) -> Stage:
 
 def _commit(run: Run, iteration: int | None, name: str, work: Callable[[], Outcome]) -> Manifest:
     started = time.time()
-    outcome = work()
+    with collect_waits() as waits:
+        outcome = work()
+    times = {"started_at": started, "finished_at": time.time(), "waits": waits}
     return run.directory.commit_manifest(
         Manifest(
             run_id=run.ref.run_id,
@@ -78,7 +82,7 @@ def _commit(run: Run, iteration: int | None, name: str, work: Callable[[], Outco
             attempt=run.ref.attempt,
             inputs=outcome.inputs,
             outputs=outcome.outputs,
-            data=outcome.data | {"started_at": started, "finished_at": time.time()},
+            data=outcome.data | times,
         )
     )
 
@@ -134,6 +138,7 @@ def filter(run: Run, iteration: int) -> Outcome:
             "rows": len(rows),
             "reward_mean": float(rewards.mean()),
             "zero_advantage_share": float(np.mean(advantages == 0)),
+            "lags": lag_histogram(rows, iteration),
         },
     )
 
@@ -145,6 +150,13 @@ def session_advantages(
     _, first, inverse = np.unique(sessions, return_index=True, return_inverse=True)
     advantages: np.ndarray = group_advantages(rewards[first], groups[first], scale=scale)[inverse]
     return advantages
+
+
+def lag_histogram(rows: pa.Table, iteration: int) -> list[int]:
+    """How many trained tokens have lag 0, 1, ...; `rows` are trajectories."""
+    mask = pc.list_flatten(rows["loss_mask"])
+    versions = pc.list_flatten(rows["policy_versions"]).filter(mask).to_numpy()
+    return [int(number) for number in np.bincount(iteration - versions)]
 
 
 def _codes(column: pa.ChunkedArray) -> np.ndarray:
@@ -183,12 +195,16 @@ def _backend(run: Run) -> tuple[Any, TrainerAt]:
 
 def _train(run: Run, iteration: int, trainer_at: TrainerAt, ranks: Ranks, files: GangFiles) -> Outcome:
     source = _committed(run, iteration, "filter")
-    timeline = Timeline(run.directory, current_worker(), "train", f"{run.ref.attempt}-train-{iteration}")
-    with trainer_at(run, iteration, ranks) as trainer, timeline.computing(f"iteration {iteration}"):
+    step = f"train-{iteration}.{run.ref.attempt}"
+    with Timeline(run.directory, current_worker(), "train", step) as timeline, ExitStack() as stack:
+        with timeline.doing("moving", "load trainer", iteration):
+            trainer = stack.enter_context(trainer_at(run, iteration, ranks))
+            batch = read_batch(run.directory.path(source.outputs[0].uri))
         switching_of(run).note_training()
-        metrics = trainer.step(read_batch(run.directory.path(source.outputs[0].uri)))
-        outputs = _write(run, iteration, trainer, metrics, files) if ranks.rank == 0 else []
-    timeline.write()
+        with timeline.doing("busy", "train", iteration):
+            metrics = trainer.step(batch)
+        with timeline.doing("moving", "save", iteration):
+            outputs = _write(run, iteration, trainer, metrics, files) if ranks.rank == 0 else []
     return Outcome(
         inputs={ref.uri: ref.sha256 for ref in source.outputs},
         outputs=outputs,
@@ -233,7 +249,9 @@ def evaluate(run: Run, version: int) -> Outcome:
 
 
 def finish(ref: RunRef) -> dict[str, Any]:
-    """Write the trained policy as a Hugging Face folder, the summary and its picture."""
+    """Write the trained policy as a Hugging Face folder, figures, timelines, the summary and its picture."""
     run = Run(ref)
     export_policy(run)
+    record_figures(run.directory, run.config.train.iterations - 1, is_over=True)
+    draw_timelines(run.directory)
     return summarise(run.directory, run.config)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import dask
 from prefect import Task
 from prefect.context import FlowRunContext, SettingsContext, get_settings_context
+from prefect.futures import PrefectFuture
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY
 from prefect_dask import DaskTaskRunner
 from prefect_dask.client import PrefectDaskClient
@@ -17,6 +18,9 @@ from prefect_dask.task_runners import PrefectDaskFuture
 from pydantic import PrivateAttr
 
 from sf_core.scheduling.tags import TASK_KINDS
+from sf_core.waits import waiting_for
+
+R = TypeVar("R")
 
 SCHEDULER_VARIABLE = "SF_SCHEDULER"
 """Address of the scheduler for flows whose configuration names none."""
@@ -58,6 +62,17 @@ def submit(
     resources = dict.fromkeys(kind.needs if worker is None else (*kind.needs, f"@{worker}"), 1)
     with dask.annotate(resources=resources, priority=kind.priority):
         return cast(PrefectDaskFuture[Any], task.submit(*args, **options))
+
+
+def result_of(future: PrefectFuture[R], what: str, timeout_s: float) -> R:
+    """What a task returned. Raises what it raised, or TimeoutError that says what was waited for."""
+    with waiting_for(what, timeout_s) as wait:
+        try:
+            return future.result(timeout=timeout_s)
+        except TimeoutError:
+            wait.check()
+            # it was the task that timed out
+            raise
 
 
 class _SerialisedOnce(SettingsContext):

@@ -17,6 +17,7 @@ from sf_core.run import Run, RunRef
 from sf_core.scheduling.force import end_by_force
 from sf_core.scheduling.plan import read_workers
 from sf_core.training.seats import GangError, Seat
+from sf_core.waits import waiting_for
 from storage.gangs import GangFiles
 from tasks.cluster import scheduler_address, submit
 from tasks.train import train
@@ -96,19 +97,27 @@ class Gang:
     def _await_ranks(self) -> list[str]:
         """Until all ranks are through or, after rank 0 or a failed one was, the others had time to notice or
         are gone. Returns the workers of those that are not through."""
+        config = self._run.config
+        what = f"training of iteration {self._iteration} on {', '.join(self._workers)}"
         deadline: float | None = None
-        while unfinished := [w for w, future in self._ranks.items() if not future.wrapped_future.done()]:
-            failed = any(_error_of(self._ranks[w]) for w in self._workers if w not in unfinished)
-            if deadline is None and (failed or self._workers[0] not in unfinished):
-                deadline = time.monotonic() + self._run.config.train.gang_timeout_s
-                if failed:
-                    self._files.end()
-            if deadline is not None and (time.monotonic() > deadline or not set(unfinished) & _connected()):
-                break
-            futures = [self._ranks[w].wrapped_future for w in unfinished]
-            with suppress(TimeoutError), futures[0].client.as_current():
-                wait(futures, timeout=1.0, return_when="FIRST_COMPLETED")
+        with waiting_for(what, config.cluster.stage_timeout_s) as waited:
+            while unfinished := [w for w, future in self._ranks.items() if not future.wrapped_future.done()]:
+                waited.check()
+                failed = any(_error_of(self._ranks[w]) for w in self._workers if w not in unfinished)
+                if deadline is None and (failed or self._workers[0] not in unfinished):
+                    deadline = time.monotonic() + config.train.gang_timeout_s
+                    if failed:
+                        self._files.end()
+                if deadline and (time.monotonic() > deadline or not set(unfinished) & _connected()):
+                    break
+                self._await_any(unfinished)
         return unfinished
+
+    def _await_any(self, workers: list[str]) -> None:
+        """For a second at most."""
+        futures = [self._ranks[worker].wrapped_future for worker in workers]
+        with suppress(TimeoutError), futures[0].client.as_current():
+            wait(futures, timeout=1.0, return_when="FIRST_COMPLETED")
 
     @property
     def _files(self) -> GangFiles:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
@@ -17,6 +18,11 @@ from sf_core.scheduling.plan import Plan
 from tasks.cluster import submit
 
 Future = PrefectDaskFuture[Any]
+
+log = logging.getLogger(__name__)
+
+RELEASED_S = 30.0
+"""How long the end of a lease is awaited after its release."""
 
 
 @task(name="lease", task_run_name="lease-{spec.lease_id}")
@@ -38,15 +44,17 @@ class Leases:
 
     def __init__(self, run: RunRef, plan: Plan) -> None:
         self._run, self._plan = run, plan
-        self._held: list[Future] = []
+        self._held: list[tuple[LeaseSpec, Future]] = []
         self._lent: list[tuple[LeaseSpec, Future]] = []
         self._count = itertools.count()
 
     def __enter__(self) -> Leases:
         for worker in self._plan.agent:
-            self._held.append(submit(agents, self._spec(worker), worker=worker))
+            spec = self._spec(worker)
+            self._held.append((spec, submit(agents, spec, worker=worker)))
         for worker in self._plan.rollout:
-            self._held.append(submit(lease, self._spec(worker), worker=worker))
+            spec = self._spec(worker)
+            self._held.append((spec, submit(lease, spec, worker=worker)))
         return self
 
     def lend_trainers(self, iteration: int) -> list[tuple[str, str]]:
@@ -68,9 +76,10 @@ class Leases:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         Run(self._run).dataplane.release()
-        for future in [*self._held, *(future for _, future in self._lent)]:
-            future.wait(timeout=30.0)
+        for spec, future in [*self._held, *self._lent]:
+            future.wait(timeout=RELEASED_S)
             if not future.wrapped_future.done():
+                log.warning("lease %s was released and did not end within %g s", spec.lease_id, RELEASED_S)
                 # its worker is gone; should it come back, it finds nothing to do
                 future.wrapped_future.cancel()
             elif error is None:

@@ -389,5 +389,5 @@ async def read_renderer(model_dir: str) -> Renderer:
     """Raises ApiError if the folder cannot be used."""
     try:
         return await asyncio.to_thread(Renderer, model_dir)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise ApiError(400, str(error), param="model_dir") from None

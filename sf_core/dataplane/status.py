@@ -50,6 +50,7 @@ def run_status(run: Run) -> dict[str, Any]:
         "tokens_left": _tokens_left(run),
         "waiting_for": readiness.waiting_for,
         "sessions_running": len(run.sessions),
+        "straggler": straggler(run),
         "requests_waiting": len(router.waiting),
         "paused": router.paused,
         "released": run.released,
@@ -82,6 +83,21 @@ def _tokens_left(run: Run) -> float | None:
     if not run.recent_tokens:
         return None
     return run.manager.num_sessions_left() * sum(run.recent_tokens) / len(run.recent_tokens)
+
+
+def straggler(run: Run) -> dict[str, Any] | None:
+    """The session that runs longest. It holds back its group, and no other."""
+    claimed = [session for session in run.sessions.values() if session.claim is not None]
+    if not claimed:
+        return None
+    oldest = min(claimed, key=lambda session: session.expires_at)
+    assert oldest.claim is not None
+    place = oldest.claim.place
+    return {
+        "session": oldest.session_id,
+        "group": place.group if place.split == "train" else None,
+        "age_s": round(run.spec.session_timeout_s - (oldest.expires_at - run.serving_s), 1),
+    }
 
 
 def num_engines(run: Run) -> int:

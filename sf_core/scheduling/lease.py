@@ -19,6 +19,7 @@ from sf_core.scheduling.switching import switching_of, work_left
 from sf_core.scheduling.timeline import Timeline
 from sf_core.settings import dataplane_key
 from sf_core.types import WeightsRef
+from storage.files import local_folder
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +48,6 @@ def serve_lease(spec: LeaseSpec) -> str:
         if not verdict.lend:
             log.info("%s is not lent: %s", spec.worker, verdict.reason)
             return f"not worth it: {verdict.reason}"
-    timeline = Timeline(run.directory, spec.worker, "rollout", f"{spec.run.attempt}-{spec.lease_id}")
     hello = {
         "run_id": spec.run.run_id,
         "attempt": spec.run.attempt,
@@ -59,11 +59,11 @@ def serve_lease(spec: LeaseSpec) -> str:
         "max_running": run.config.engine.max_running,
     }
     make = switching.measured(engine_factory(run))
-    try:
-        return serve_engine(spec.run.dataplane_url, dataplane_key(), hello, make, on_busy=timeline.busy)
-    finally:
-        switching.note_lease_over()
-        timeline.write()
+    with Timeline(run.directory, spec.worker, "rollout", spec.lease_id) as timeline:
+        try:
+            return serve_engine(spec.run.dataplane_url, dataplane_key(), hello, make, timeline)
+        finally:
+            switching.note_lease_over()
 
 
 def engine_factory(run: Run) -> Callable[[WeightsRef], Engine]:
@@ -84,7 +84,7 @@ def engine_factory(run: Run) -> Callable[[WeightsRef], Engine]:
         from sf_core.engines.torch_engine import TorchEngine
 
         engine = TorchEngine(
-            run.start_dir,
+            local_folder(run.start_dir),
             version=0,
             max_running=settings.max_running,
             context_length=settings.context_length,

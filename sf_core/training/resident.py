@@ -10,6 +10,7 @@ from sf_core.training.ranks import Ranks
 from sf_core.training.trainer import Trainer
 from storage.batches import read_batch
 from storage.checkpoints import has_checkpoint
+from storage.files import local_folder
 
 _resident: tuple[str, str, Trainer] | None = None
 """The run, the process group, and the trainer that trains with them."""
@@ -34,7 +35,7 @@ def trainer_at(run: Run, version: int, ranks: Ranks) -> Iterator[Trainer]:
 def _rebuild(run: Run, version: int, ranks: Ranks) -> Trainer:
     rollout = run.config.rollout
     trainer = Trainer(
-        run.start_dir,
+        local_folder(run.start_dir),
         run.config.train,
         seed=run.config.seed,
         temperature=rollout.temperature,

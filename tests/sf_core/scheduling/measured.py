@@ -18,10 +18,9 @@ def leave_run(uri: str, *, iterations: int, rollout: float, train: float) -> Non
         ("t0", "rollout", rollout / 2),
         ("t0", "train", train),
     ):
-        timeline = Timeline(directory, worker, tag, f"1-{tag}")
-        for k in range(iterations):
-            timeline.busy(1000.0 * k, 1000.0 * k + seconds)
-        timeline.write()
+        with Timeline(directory, worker, tag, f"1-{tag}") as timeline:
+            for k in range(iterations):
+                timeline.add("busy", tag, 1000.0 * k, 1000.0 * k + seconds)
     for k in range(iterations):
         directory.commit_manifest(
             Manifest(run_id=directory.run_id, iteration=k, stage="train", attempt=attempt)
