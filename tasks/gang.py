@@ -37,7 +37,9 @@ class Gang:
         self._run, self._iteration = Run(run), iteration
         self._epoch = -1
         self._ranks: dict[str, Future] = {}
-        self._workers = self._without_absent(trainers)
+        self._workers = trainers
+        if len(trainers) > self._fewest:
+            self._workers = self._kept(sorted(set(trainers) - _connected()))
 
     def submit(self, wait_for: Sequence[Future]) -> list[Future]:
         """One rank task per worker; rank 0, whose return means that the stage is committed, first."""
@@ -125,18 +127,15 @@ class Gang:
         begun = self._files.is_taken(self._workers.index(worker))
         return begun or bool(self._ranks[worker].wrapped_future.done())
 
+    @property
+    def _fewest(self) -> int:
+        config = self._run.config.train
+        return config.min_workers or config.workers
+
     def _kept(self, lost: list[str]) -> tuple[str, ...]:
         """The workers without the lost ones, unless that leaves too few: then all, since nannies restart."""
         left = tuple(worker for worker in self._workers if worker not in lost)
-        config = self._run.config.train
-        return left if len(left) >= (config.min_workers or config.workers) else self._workers
-
-    def _without_absent(self, trainers: tuple[str, ...]) -> tuple[str, ...]:
-        self._workers = trainers
-        config = self._run.config.train
-        if len(trainers) <= (config.min_workers or config.workers):
-            return trainers
-        return self._kept(sorted(set(trainers) - _connected()))
+        return left if len(left) >= self._fewest else self._workers
 
 
 def _connected() -> set[str]:

@@ -112,7 +112,11 @@ def _name(plan: Plan, overlap: bool) -> str:
 def _lag(config: RunConfig) -> str:
     if config.lag_bound == 0:
         return "0: every token is trained on by the version that sampled it"
-    return f"{config.lag_bound}: sampling goes on while training; older sessions {config.rollout.on_max_lag}"
+    older = {
+        "wait": "training waits for sessions that would grow older",
+        "drop": "groups that would grow older are dropped",
+    }
+    return f"{config.lag_bound}: sampling goes on while training; {older[config.rollout.on_max_lag]}"
 
 
 def _bubbles(plan: Plan, config: RunConfig, measured: str | None) -> str:

@@ -6,7 +6,8 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from sf_core.config import RunConfig, validate_config
+from sf_core.config import RunConfig, WorkerConfig, validate_config
 from sf_core.local_stack import LocalStack, Services, local_stack, start_dataplane, start_services
 from sf_core.scheduling.timeline import Span, read_spans
 from storage.run_directory import RunDirectory
@@ -125,9 +126,8 @@ def manifests(config: RunConfig) -> dict[tuple[int, str], dict[str, Any]]:
     return found
 
 
-@pytest.fixture(scope="session")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    folder = tmp_path_factory.mktemp("cluster")
+@contextmanager
+def running_cluster(folder: Path, workers: Mapping[str, WorkerConfig]) -> Iterator[Cluster]:
     (folder / "user").mkdir()
     env = {
         "PREFECT_HOME": str(folder / "prefect"),
@@ -135,5 +135,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         "SF_CACHE_DIR": str(folder / "cache"),
     }
     with local_stack(folder / "logs", env) as stack:
-        services = start_services(stack, folder, RunConfig().cluster.workers)
-        yield Cluster(stack, folder, services)
+        yield Cluster(stack, folder, start_services(stack, folder, workers))
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with running_cluster(tmp_path_factory.mktemp("cluster"), RunConfig().cluster.workers) as cluster:
+        yield cluster

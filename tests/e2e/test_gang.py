@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from sf_core.config import RunConfig, WorkerConfig
-from sf_core.local_stack import local_stack, start_services
-from tests.e2e.conftest import ROOT, Cluster, holders, manifests, overlap_s, spans, wait_until
+from tests.e2e.conftest import Cluster, holders, manifests, overlap_s, running_cluster, spans, wait_until
 from tests.e2e.test_resume import check_result
 
 pytestmark = pytest.mark.slow
@@ -26,15 +25,8 @@ WORKERS = {
 
 @pytest.fixture(scope="module")
 def colocated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    folder = tmp_path_factory.mktemp("gang")
-    (folder / "user").mkdir()
-    env = {
-        "PREFECT_HOME": str(folder / "prefect"),
-        "PYTHONPATH": f"{ROOT}:{folder / 'user'}",
-        "SF_CACHE_DIR": str(folder / "cache"),
-    }
-    with local_stack(folder / "logs", env) as stack:
-        yield Cluster(stack, folder, start_services(stack, folder, WORKERS))
+    with running_cluster(tmp_path_factory.mktemp("gang"), WORKERS) as cluster:
+        yield cluster
 
 
 def gang_config(cluster: Cluster, run_id: str, **train: Any) -> RunConfig:

@@ -69,7 +69,8 @@ def sf_plan(*arguments: str) -> tuple[int, dict[str, str]]:
             {"pipeline": "async"},
             {
                 "pipeline": "async; t1: train steps only; r0, t0: rollout, during train steps too",
-                "lag": "bound 1: sampling goes on while training; older sessions wait",
+                "lag": "bound 1: sampling goes on while training; "
+                "training waits for sessions that would grow older",
                 "t0": "rollout train rolls out: others train first",
                 "t1": "train trains as rank 0: does not carry rollout",
             },
