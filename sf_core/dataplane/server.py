@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-<<<<<<< HEAD
-import gc
-=======
-import ipaddress
->>>>>>> main
 import os
 import socket
 from pathlib import Path
@@ -33,17 +28,11 @@ def serve(
     num_gateways: int = 1,
 ) -> None:
     """Serve until SIGINT or SIGTERM. Port 0 means any free one; `port_file` is written once connections are
-<<<<<<< HEAD
-    accepted. Raises ValueError for an address that others can reach without a key, and for a journal
-    directory that another data plane works in."""
-    if key is None and not is_loopback(host):
-=======
     accepted. With more than one gateway process those serve the turns, and this one does the rest.
 
     Raises ValueError for an address that others can reach without a key, and for a journal directory that
     another data plane works in."""
-    if key is None and not _is_loopback(host):
->>>>>>> main
+    if key is None and not is_loopback(host):
         raise ValueError(f"{host} can be reached by others: set SF_DATAPLANE_KEY, or serve on 127.0.0.1")
     if num_gateways < 1:
         raise ValueError(f"--gateways must be at least 1, got {num_gateways}")
@@ -63,24 +52,6 @@ def serve(
     listening = listen()
     tune_interpreter()
     server.run(sockets=[listening])
-
-
-<<<<<<< HEAD
-def _tune_interpreter() -> None:
-    """For a busy event loop beside a thread that needs the interpreter for microseconds, and for millions of
-    objects that live as long as their sessions (docs/decisions/006)."""
-    sys.setswitchinterval(SWITCH_S)
-    # what is imported stays; looking through it and all sessions again and again cost a third of the time
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*GC_THRESHOLDS)
-=======
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
->>>>>>> main
 
 
 def _family(host: str) -> socket.AddressFamily:
