@@ -12,6 +12,9 @@ throughput   64 sessions, 20 tokens at once: requests_per_second, the client nev
 long         8 sessions, prompts of 4,000 tokens, 300 tokens with log-probs at once, one turn each.
              `floor_`, `litellm_`, `agentlightning_`: the same client and load against the minimal server
              (gateway_floor.py), and against the peers before it; `times_*` is our rate over theirs.
+gateways     the loads of overhead and throughput on one process and on several, `gateways_N_*`. Client and
+             engine work on the same `gateways_cores`; where those are few, N processes are no faster, and
+             what tells is the CPU: hub_cpu_ms_per_request bounds what any number of gateways gives.
 sessions     sessions open at once, their turns complete, rss_mb of the data plane with all of them.
 memory       1,000 sessions with answers of 200 tokens, with room for all and below a bound: rss_mb of the
              data plane, what it wrote and read, and what a turn waits for a session that is on disk.
@@ -24,6 +27,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import resource
 import tempfile
 from collections.abc import Callable
@@ -38,7 +42,7 @@ from benchmarks import gateway_lives as lives
 from benchmarks.gateway_client import Load, Measured, Target, measure
 from benchmarks.gateway_memory import memory
 from benchmarks.gateway_peers import PEERS, running_peer
-from benchmarks.gateway_stand import floor_target, gateway, start_floor
+from benchmarks.gateway_stand import Gateway, floor_target, gateway, start_floor
 from sf_core.local_stack import LocalStack, StackError, local_stack
 
 TOKEN_DELAY_MS = 10
@@ -51,6 +55,7 @@ Line = dict[str, Any]
 class Sizes:
     concurrency: int
     seconds: float
+    gateways: int
     sessions: int
     session_turns: int
     memory_sessions: int
@@ -64,6 +69,7 @@ def main(
     peers: bool = True,
     concurrency: int = 64,
     seconds: float = 10.0,
+    gateways: Annotated[int, typer.Option(min=2, help="processes that are compared with one")] = 2,
     sessions: int = 5000,
     session_turns: int = 20,
     memory_sessions: int = 1000,
@@ -79,6 +85,7 @@ def main(
     sizes = Sizes(
         concurrency,
         seconds,
+        gateways,
         sessions,
         session_turns,
         memory_sessions,
@@ -117,19 +124,26 @@ def load_of(name: str, sizes: Sizes) -> Load:
 
 def measure_ours(name: str) -> Callable[[LocalStack, Path, Sizes], Line]:
     def section(stack: LocalStack, folder: Path, sizes: Sizes) -> Line:
-        delay_ms, load = LOADS[name][0], load_of(name, sizes)
         with gateway(stack, folder) as ours:
-            ours.register(name)
-            ours.connect(name, "e0", delay_ms)
-            # enough for every session to be new
-            with ours.sessions(name, 10_000) as session_ids:
-                before = ours.cpu_s()
-                measured = run(ours.target(session_ids), load, sizes.seconds)
-                cpu_s = ours.cpu_s() - before
-        line = figures(name, measured)
-        return line | {f"{name}_cpu_ms_per_request": round(1000 * cpu_s / max(measured.num_done, 1), 3)}
+            measured, cpu_ms, _ = load_ours(ours, name, name, sizes)
+        return figures(name, measured) | {f"{name}_cpu_ms_per_request": cpu_ms}
 
     return section
+
+
+def load_ours(ours: Gateway, run_id: str, name: str, sizes: Sizes) -> tuple[Measured, float, float]:
+    """A new run under this load, and CPU milliseconds per request: of the hub, of its gateway processes."""
+    ours.register(run_id)
+    ours.connect(run_id, "e0", LOADS[name][0])
+    # enough for every session to be new
+    with ours.sessions(run_id, 10_000) as session_ids:
+        before = ours.cpu_s(), ours.gateways_cpu_s()
+        measured = run(ours.target(session_ids), load_of(name, sizes), sizes.seconds)
+        after = ours.cpu_s(), ours.gateways_cpu_s()
+    hub_ms, gateways_ms = (
+        round(1000 * (b - a) / max(measured.num_done, 1), 3) for a, b in zip(before, after, strict=True)
+    )
+    return measured, hub_ms, gateways_ms
 
 
 def compare(stack: LocalStack, folder: Path, sizes: Sizes, names: list[str], peers: list[str]) -> Line:
@@ -178,6 +192,21 @@ def prefixed(prefix: str, line: Line) -> Line:
     return {f"{prefix}_{key}": value for key, value in line.items()}
 
 
+def gateways_section(stack: LocalStack, folder: Path, sizes: Sizes) -> Line:
+    line: Line = {"gateways_cores": os.cpu_count()}
+    for num_gateways in (1, sizes.gateways):
+        prefix = f"gateways_{num_gateways}"
+        with gateway(stack, folder, num_gateways=num_gateways) as ours:
+            for name in ("overhead", "throughput"):
+                measured, hub_ms, gateways_ms = load_ours(ours, f"{prefix}_{name}", name, sizes)
+                line |= prefixed(prefix, figures(name, measured))
+        # of the last load: that of all that work at once
+        line |= prefixed(
+            prefix, {"hub_cpu_ms_per_request": hub_ms, "gateways_cpu_ms_per_request": gateways_ms}
+        )
+    return line
+
+
 def sessions_section(stack: LocalStack, folder: Path, sizes: Sizes) -> Line:
     with gateway(stack, folder) as ours:
         return uvloop.run(lives.many_sessions(ours, sizes.sessions, sizes.session_turns))
@@ -203,6 +232,7 @@ def journal_section(stack: LocalStack, folder: Path, sizes: Sizes) -> Line:
 
 SECTIONS: dict[str, Callable[[LocalStack, Path, Sizes], Line]] = {
     **{name: measure_ours(name) for name in LOADS},
+    "gateways": gateways_section,
     "sessions": sessions_section,
     "memory": memory_section,
     "turns": turns_section,

@@ -118,6 +118,7 @@ def dataplane(
         Fsync, typer.Option(help="On disk before it is forwarded: turns, chunks of streams too, or grouped.")
     ] = "turn",
     grace_s: Annotated[float, typer.Option(help="A turn goes on for so long without its client.")] = 10.0,
+    gateways: Annotated[int, typer.Option(min=1, help="Processes that serve turns; 1: all in one.")] = 1,
     memory_mb: Annotated[
         float, typer.Option(help="For sessions and results; over it, those nobody uses wait on disk.")
     ] = 2048,
@@ -135,6 +136,7 @@ def dataplane(
             fsync=fsync,
             grace_s=grace_s,
             memory_mb=memory_mb,
+            num_gateways=gateways,
         )
     except ValueError as error:
         _fail(str(error))

@@ -169,7 +169,11 @@ def start_dask_worker(
 
 
 def start_dataplane(
-    stack: LocalStack, directory: Path, port: int = 0, memory_mb: float = MEMORY_MB
+    stack: LocalStack,
+    directory: Path,
+    port: int = 0,
+    memory_mb: float = MEMORY_MB,
+    num_gateways: int = 1,
 ) -> Callable[[], str]:
     """Start a data plane on loopback; the returned function waits and gives its URL. Started again in the
     same directory, on the same port, it goes on where it was killed."""
@@ -184,6 +188,8 @@ def start_dataplane(
         str(directory / "dataplane"),
         "--memory-mb",
         str(memory_mb),
+        "--gateways",
+        str(num_gateways),
     ]
     process = stack.start("dataplane", _module("sf_core.dataplane", *options))
 

@@ -6,9 +6,9 @@ import argparse
 import sys
 from typing import get_args
 
+from sf_core.dataplane.host import GRACE_S
 from sf_core.dataplane.journal import Fsync
 from sf_core.dataplane.memory import MEMORY_MB
-from sf_core.dataplane.run import GRACE_S
 from sf_core.dataplane.server import serve
 from sf_core.settings import dataplane_key
 
@@ -32,6 +32,13 @@ def main() -> None:
     )
     parser.add_argument(
         "--grace-s", type=float, default=GRACE_S, help="how long a turn goes on after its client went away"
+    )
+    parser.add_argument(
+        "--gateways",
+        type=int,
+        default=1,
+        dest="num_gateways",
+        help="processes that serve turns; 1: this one does everything",
     )
     parser.add_argument(
         "--memory-mb",

@@ -83,7 +83,7 @@ class Sealer:
             "max_lag": index - min(min_versions, default=index),
         }
         await run.journal.append(sealed_record(index, batch, answer))
-        await run.journal.compact(*compaction(run))
+        await run.compact(*compaction(run))
         return answer
 
     async def _write_evaluation(self, version: int, attempt: int) -> Sealed:

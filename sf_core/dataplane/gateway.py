@@ -16,15 +16,15 @@ from starlette.types import Receive, Scope, Send
 from sf_core.dataplane.answer import Answer
 from sf_core.dataplane.dialects.protocol import Dialect, Reply
 from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.host import SessionHost
 from sf_core.dataplane.inflight import Listener, Ticket, is_known, join_turn
 from sf_core.dataplane.request import TurnRequest, get, parse_object
-from sf_core.dataplane.run import Run
 from sf_core.dataplane.session import Session
 from sf_core.dataplane.turn import count_tokens, open_request
 
 MAX_BODY_BYTES = 8 * 2**20
 
-FindSession = Callable[[Scope, str], Awaitable[tuple[Run, Session]]]
+FindSession = Callable[[Scope, str], Awaitable[tuple[SessionHost, Session]]]
 """(connection scope, model name) -> where the request belongs. Raises ApiError."""
 
 
@@ -91,7 +91,7 @@ async def send_body(send: Send, status: int, body: bytes) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-def _join(run: Run, session: Session, requests: list[TurnRequest], ticket: Ticket) -> list[Listener]:
+def _join(run: SessionHost, session: Session, requests: list[TurnRequest], ticket: Ticket) -> list[Listener]:
     """The turns that answer these requests; none is begun if one of the requests is refused."""
     if not is_known(session, ticket.of_turn(0)):
         run.router.check_room()

@@ -19,7 +19,7 @@ from hashlib import blake2b
 
 from sf_core.dataplane.answer import Answer, Pieces
 from sf_core.dataplane.errors import ApiError
-from sf_core.dataplane.run import Run
+from sf_core.dataplane.host import SessionHost
 from sf_core.dataplane.session import Session
 from sf_core.dataplane.signals import Signal
 from sf_core.dataplane.turn import TurnService
@@ -68,7 +68,7 @@ def is_known(session: Session, ticket: Ticket) -> bool:
 
 
 def join_turn(
-    run: Run, session: Session, ticket: Ticket, begin: Callable[[RecordedTurn | None], TurnService]
+    run: SessionHost, session: Session, ticket: Ticket, begin: Callable[[RecordedTurn | None], TurnService]
 ) -> Listener:
     """The turn this request waits for: one in flight, or what `begin` makes: a recorded one that is given
     again or goes on, or a new one. Raises what `begin` raises."""
@@ -103,7 +103,7 @@ class ServedTurn:
 
     def __init__(
         self,
-        run: Run,
+        run: SessionHost,
         session: Session,
         turn: TurnService,
         ticket: Ticket,

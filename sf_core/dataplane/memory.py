@@ -168,8 +168,8 @@ class Memory:
 
     async def append(self, item: Spillable, record: Record) -> bool:
         """Put one more record behind those of an item. False: it is in memory. Raises ApiError 500."""
-        entry = self._entries[item]
-        if entry.file is None:
+        entry = self._entries.get(item)
+        if entry is None or entry.file is None:
             return False
         try:
             entry.file.append(record)

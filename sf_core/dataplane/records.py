@@ -86,10 +86,17 @@ def read_finished(record: Record) -> FinishedSession:
     )
 
 
-def run_record(spec: RunSpec) -> Record:
-    """A flow registered the run; the first record of every journal."""
+def run_record(spec: RunSpec, num_gateways: int = 1) -> Record:
+    """A flow registered the run; the first record of every journal. With more than one gateway process the
+    turns are in journals of their own."""
     key = None if spec.key is None else spec.key.get_secret_value()
-    return {"run": spec.model_dump() | {"key": key}}
+    record = {"run": spec.model_dump() | {"key": key}}
+    return record if num_gateways == 1 else record | {"gateways": num_gateways}
+
+
+def gateways_of(record: Record) -> int:
+    """How many processes recorded the turns of the run, from this record of its registration on."""
+    return int(record.get("gateways", 1))
 
 
 def weights_record(weights: WeightsRef) -> Record:

@@ -1,10 +1,10 @@
 """A run as it was before the data plane died: its journal, replayed.
 
-Owns what every record does to a run (what it does to a session is in session_records.py), and what a
-compacted journal must still hold. A restarted data plane opens by itself the runs that were open
-(open_runs.py); a run that a flow registers is opened from its journal first, and then registered like one
-that was open all the time. Records are in records.py and turn_records.py, framing in journal.py. Memory stays
-below its bound throughout (memory.py).
+Owns what every record does to a run (records of turns: turn_recovery.py), and what a compacted journal must
+still hold. A restarted data plane opens by itself the runs that were open (open_runs.py); a run that a flow
+registers is opened from its journal first, and then registered like one that was open all the time. Records
+are in records.py and turn_records.py, framing in journal.py. Memory stays below its bound throughout
+(memory.py).
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any
 
+from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.groups import Claim
+from sf_core.dataplane.host import spill_dir_of
 from sf_core.dataplane.journal import Journal, Record, kind_of
 from sf_core.dataplane.memory import Memory
 from sf_core.dataplane.records import (
     FinishedSession,
+    gateways_of,
     places,
     read_claim,
     read_finished,
@@ -28,12 +31,12 @@ from sf_core.dataplane.records import (
     revoked_record,
     run_record,
 )
+from sf_core.dataplane.rendering import Renderer
 from sf_core.dataplane.rollout_manager import Batch
-from sf_core.dataplane.run import Run, Runner, read_renderer, session_name, spill_dir_of
+from sf_core.dataplane.run import Run, Runner, read_renderer, session_name
 from sf_core.dataplane.session import Session
-from sf_core.dataplane.session_records import replay
 from sf_core.dataplane.specs import RunSpec
-from sf_core.dataplane.turn_records import Tokens
+from sf_core.dataplane.turn_recovery import TURN_KINDS, replay_turn, session_of
 from sf_core.types import WeightsRef
 
 Answers = dict[int, dict[str, Any]]
@@ -41,21 +44,28 @@ Answers = dict[int, dict[str, Any]]
 
 Past = list[Record | FinishedSession]
 
+MakeRun = Callable[[RunSpec, Renderer, Journal, float, Memory], Run]
 
-async def open_run(spec: RunSpec, journal: Journal, grace_s: float, memory: Memory) -> tuple[Run, Answers]:
+
+async def open_run(
+    spec: RunSpec, journal: Journal, grace_s: float, memory: Memory, make: MakeRun = Run
+) -> tuple[Run, Answers]:
     """A registered run, with all that its journal knows of it. Raises ApiError if it cannot be opened."""
-    reopened = await reopen_run(journal, grace_s, memory)
+    reopened = await reopen_run(journal, grace_s, memory, make)
     if reopened is None:
-        reopened = Run(spec, await read_renderer(spec.model_dir), journal, grace_s, memory), {}
+        run = make(spec, await read_renderer(spec.model_dir), journal, grace_s, memory)
+        answers: Answers = {}
     else:
         run, answers = reopened
         if begin_attempt(run, spec, await read_past(run, spec)):
             answers.clear()
-    await journal.append(run_record(spec))
-    return reopened
+    await journal.append(run_record(spec, run.num_gateways))
+    return run, answers
 
 
-async def reopen_run(journal: Journal, grace_s: float, memory: Memory) -> tuple[Run, Answers] | None:
+async def reopen_run(
+    journal: Journal, grace_s: float, memory: Memory, make: MakeRun = Run
+) -> tuple[Run, Answers] | None:
     """A run as its journal has it; None if there is nothing in it. Raises ApiError if it cannot be opened."""
     # what a dead process left on disk is in the journal too
     await asyncio.to_thread(shutil.rmtree, spill_dir_of(journal), ignore_errors=True)
@@ -67,10 +77,11 @@ async def reopen_run(journal: Journal, grace_s: float, memory: Memory) -> tuple[
                 await memory.make_room()
             elif "run" in record:
                 spec = RunSpec.model_validate(record["run"])
-                replaying = _Replay(Run(spec, await read_renderer(spec.model_dir), journal, grace_s, memory))
+                renderer = await read_renderer(spec.model_dir)
+                replaying = _Replay(make(spec, renderer, journal, grace_s, memory), record)
             else:
                 break
-    return None if replaying is None else replaying.finish()
+    return None if replaying is None else await replaying.finish()
 
 
 async def read_past(run: Run, spec: RunSpec, num_records: int | None = None) -> Past:
@@ -119,11 +130,13 @@ def begin_attempt(run: Run, spec: RunSpec, past: Past) -> bool:
 class _Replay:
     """Brings a new run to where its records end."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, first: Record) -> None:
         self._run = run
         self._answers: Answers = {}
         self._num_applied = 1
         """With the first one, which made the run."""
+        self._num_gateways = gateways_of(first)
+        """Of the last process that wrote here."""
 
     async def apply(self, record: Record) -> None:
         run, manager = self._run, self._run.manager
@@ -132,6 +145,7 @@ class _Replay:
                 spec = RunSpec.model_validate(record["run"])
                 if begin_attempt(run, spec, await read_past(run, spec, self._num_applied)):
                     self._answers.clear()
+                self._num_gateways = gateways_of(record)
             case "weights":
                 run.router.weights = WeightsRef(*record["weights"])
                 manager.set_version(run.router.weights.version)
@@ -161,13 +175,12 @@ class _Replay:
                 run.revoked_leases.add(record["revoked"])
             case "released":
                 run.release()
-            case "begun" | "chunk" | "turn" | "delivered" as kind:
-                # the records of a session that is over tell nothing any more
-                if (session := run.sessions.get(record[kind][0])) is not None:
-                    await self._apply_to_session(kind, record, session)
+            case kind if kind in TURN_KINDS:
+                await replay_turn(run, record)
         self._num_applied += 1
 
-    def finish(self) -> tuple[Run, Answers]:
+    async def finish(self) -> tuple[Run, Answers]:
+        """Raises ApiError if its open sessions cannot go on here."""
         run = self._run
         for session in list(run.sessions.values()):
             if session.claim is not None and run.manager.group_of(session.claim) is None:
@@ -175,7 +188,22 @@ class _Replay:
             elif session.claim is not None:
                 # a runner that died meanwhile is missed as any other
                 run.runners.setdefault(session.runner, Runner(run.spec.attempt, time.monotonic()))
+        if self._num_gateways != run.num_gateways:
+            self._check_gateways()
+            await run.journal.append(run_record(run.spec, run.num_gateways))
         return run, self._answers
+
+    def _check_gateways(self) -> None:
+        """Each gateway process has the turns of its sessions in a journal of its own: only as many as there
+        were can go on with open sessions."""
+        run, before = self._run, self._num_gateways
+        if run.sessions:
+            run.leave_memory()
+            raise ApiError(
+                409,
+                f"Run {run.spec.run_id} has open sessions, whose turns {before} gateway processes recorded; "
+                f"this data plane has {run.num_gateways}: start it with --gateways {before}.",
+            )
 
     def _open(self, sessions: list[Session]) -> None:
         for session in sessions:
@@ -193,17 +221,6 @@ class _Replay:
         for group in (*batch.groups, *batch.rejected):
             self._run.drop_group(group)
         self._answers[record["sealed"]] = record["answer"]
-
-    async def _apply_to_session(self, kind: str, record: Record, session: Session) -> None:
-        memory = self._run.memory
-        if kind in ("chunk", "turn") and session.claim is not None:
-            versions = Tokens.of(*record[kind][3:6]).versions
-            if len(versions):
-                self._run.manager.note_started(session.claim, int(versions.min()))
-        # what is on disk has the form of the journal: it needs not come back to be replayed
-        if not await memory.append(session, record):
-            replay(session, record)
-            memory.use(session)
 
 
 def _take_back(run: Run, finished: FinishedSession) -> None:
@@ -230,7 +247,8 @@ def compaction(run: Run) -> tuple[list[Record], Callable[[Record], bool]]:
         "weights_uri": weights.uri,
         "done_groups": manager.done_before(iteration),
     }
-    head = [run_record(run.spec.model_copy(update=spec)), *map(revoked_record, sorted(run.revoked_leases))]
+    registered = run_record(run.spec.model_copy(update=spec), run.num_gateways)
+    head = [registered, *map(revoked_record, sorted(run.revoked_leases))]
 
     def keep(record: Record) -> bool:
         match kind_of(record):
@@ -240,8 +258,8 @@ def compaction(run: Run) -> tuple[list[Record], Callable[[Record], bool]]:
                 return bool(record["evaluation"][0] >= newest_evaluation)
             case "sealed":
                 return bool(record["sealed"] == last)
-            case "begun" | "chunk" | "turn" | "delivered" as kind:
-                return record[kind][0] in sessions
+            case kind if kind in TURN_KINDS:
+                return session_of(record) in sessions
             case "rewarded":
                 return record["rewarded"] in sessions
             case "opened" if any(session[0] in sessions for session in record["opened"]):

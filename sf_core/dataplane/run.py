@@ -1,7 +1,8 @@
 """One run in the data plane: its sessions, and how they come and go.
 
-Joins router, rollout manager and journal. Owns the sessions that runners work on and the results of finished
-ones until a batch or an evaluation takes them (batches.py). Speaks no HTTP.
+Joins router, rollout manager and journal. Owns which sessions runners work on and the results of finished
+ones until a batch or an evaluation takes them (batches.py). What their turns need is in host.py. Speaks no
+HTTP.
 """
 
 from __future__ import annotations
@@ -10,16 +11,15 @@ import asyncio
 import logging
 import secrets
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from sf_core.dataplane.errors import ApiError
-from sf_core.dataplane.export import export_session
 from sf_core.dataplane.groups import Claim, Place
-from sf_core.dataplane.journal import Journal
+from sf_core.dataplane.host import GRACE_S, SessionHost
+from sf_core.dataplane.journal import Journal, Record
 from sf_core.dataplane.memory import Memory
 from sf_core.dataplane.meter import TokenMeter
 from sf_core.dataplane.records import (
@@ -39,6 +39,7 @@ from sf_core.dataplane.rendering import Renderer
 from sf_core.dataplane.rollout_manager import RolloutManager
 from sf_core.dataplane.router import Router
 from sf_core.dataplane.session import Session
+from sf_core.dataplane.session_tree import session_tree
 from sf_core.dataplane.signals import Signal
 from sf_core.dataplane.specs import ClaimBody, FinishBody, RewardBody, RunSpec, SessionBody
 from sf_core.types import WeightsRef
@@ -49,8 +50,7 @@ log = logging.getLogger(__name__)
 RUNNER_SILENCE_S = 15.0
 """A runner not heard from for this long has lost its sessions."""
 
-GRACE_S = 10.0
-"""A turn goes on for this long after its client went away: the client may ask again."""
+OVER = "the session is over"
 
 
 @dataclass
@@ -62,7 +62,11 @@ class Runner:
     """Claims it is waiting in."""
 
 
-class Run:
+class Run(SessionHost):
+    router: Router
+    num_gateways = 1
+    """Processes that serve its sessions."""
+
     def __init__(
         self,
         spec: RunSpec,
@@ -71,14 +75,9 @@ class Run:
         grace_s: float = GRACE_S,
         memory: Memory | None = None,
     ) -> None:
-        self.spec = spec
-        self.renderer = renderer
-        self.journal = journal
-        self.grace_s = grace_s
-        self.memory = memory or Memory()
-        self.router = Router(WeightsRef(spec.version, spec.weights_uri), spec.limits)
+        router = Router(WeightsRef(spec.version, spec.weights_uri), spec.limits)
+        super().__init__(spec, renderer, journal, router, grace_s, memory or Memory())
         self.manager = self._new_manager()
-        self.sessions: dict[str, Session] = {}
         self.results: dict[Place, FinishedSession] = {}
         self.runners: dict[str, Runner] = {}
         self.released = False
@@ -89,7 +88,6 @@ class Run:
         """Something a long poll may wait for has happened."""
         self.stage: dict[str, Any] = {}
         self.meter = TokenMeter()
-        self.counters: Counter[str] = Counter()
         self.recent_rewards: deque[float] = deque(maxlen=256)
         self.recent_tokens: deque[int] = deque(maxlen=256)
         """Sampled in each of the last finished sessions."""
@@ -172,25 +170,22 @@ class Run:
         return bool(sessions)
 
     def open(self, session: Session) -> None:
-        """Serve this session from now on."""
         session.expires_at = self.serving_s + self.spec.session_timeout_s
-        if session.claim is not None and session.claim.place.split == "holdout":
-            session.floor = session.claim.place.group
-        self.sessions[session.session_id] = session
-        self.memory.add(session, self.spill_dir)
+        super().open(session)
 
-    @property
-    def spill_dir(self) -> Path:
-        return spill_dir_of(self.journal)
+    def note_started(self, claim: Claim, version: int) -> None:
+        self.manager.note_started(claim, version)
 
-    async def bring_back(self, session: Session) -> None:
-        """Returns with all of a session in memory, where it stays as long as the caller awaits nothing else
-        or has a turn in flight. Raises ApiError 404 if it ends meanwhile, 500 if it cannot be read."""
-        while self.memory.is_on_disk(session):
-            await self.memory.load(session)
-        if self.sessions.get(session.session_id) is not session:
-            raise ApiError.no_session(session.session_id)
-        self.memory.use(session)
+    async def announce(self) -> None:
+        """Returns when whoever serves its turns knows the run as it is now: in one process at once."""
+
+    async def compact(self, head: Iterable[Record], keep: Callable[[Record], bool]) -> None:
+        """See Journal.compact."""
+        await self.journal.compact(head, keep)
+
+    async def tree(self, session: Session) -> dict[str, Any]:
+        await self.bring_back(session)
+        return session_tree(self, session)
 
     async def open_for(self, body: SessionBody) -> Session:
         """A session that no runner was given."""
@@ -207,58 +202,46 @@ class Run:
     async def finish(self, session: Session, body: FinishBody) -> None:
         """The agent's or its runner's report; a reward the session was given before counts where the report
         has none. Returns when the result is on disk."""
-        if session.claim is not None and body.status == "finished":
-            await self._bring_back_to_finish(session, session.claim)
-        self._drop(session, "the session is over")
-        if session.claim is None:
+        if (claim := session.claim) is None:
+            self.drop(session, OVER)
             return await self.journal.append(closed_record(session))
         if body.status == "failed":
-            return await self._fail(session.claim, body.error or "no reason given")
+            self.drop(session, OVER)
+            return await self._fail(claim, body.error or "no reason given")
         if body.reward is None and session.reward is not None:
             parts = {**session.reward_parts, **body.reward_parts}
             body = body.model_copy(update={"reward": session.reward, "reward_parts": parts})
         if body.reward is None or None in body.reward_parts.values():
             # JSON has no other way to write infinity and NaN
-            await self._fail(session.claim, "the reward is no finite number")
+            self.drop(session, OVER)
+            await self._fail(claim, "the reward is no finite number")
             raise ApiError(400, "A finished session needs a reward that is a finite number.", param="reward")
-        self.counters["abandoned_turns"] += session.set_aside_unanswered()
-        if not session.turns and session.claim.place.split == "train":
-            return await self._fail(session.claim, "the agent finished without an answer from the policy")
-        result = self._export(session, session.claim, body)
+        result = await self._close_or_fail(session, claim, body)
+        if not result.trajectories and claim.place.split == "train":
+            return await self._fail(claim, "the agent finished without an answer from the policy")
         self.failures_in_a_row = 0
         await self.journal.append(finished_record(result))
-        if self.manager.group_of(session.claim) is not None:
+        if self.manager.group_of(claim) is not None:
             self.keep_result(self.hold(result))
             self.recent_rewards.append(result.reward)
             self.recent_tokens.append(sum(int(row.loss_mask.sum()) for row in result.trajectories))
-            await self._reject(self.manager.finish(session.claim, result.reward, result.min_version))
+            await self._reject(self.manager.finish(claim, result.reward, result.min_version))
         self.changed.notify()
 
-    async def _bring_back_to_finish(self, session: Session, claim: Claim) -> None:
+    async def _close_or_fail(self, session: Session, claim: Claim, report: FinishBody) -> FinishedSession:
         try:
-            await self.bring_back(session)
+            return await self._close(session, claim, report)
         except ApiError as error:
-            if self.sessions.get(session.session_id) is session:
+            if error.retry_after_s is None and self.sessions.get(session.session_id) is session:
                 # asked again it would fail again: another runner gets its place
-                self._drop(session, error.message)
+                self.drop(session, error.message)
                 await self._fail(claim, error.message)
             raise
 
-    def _export(self, session: Session, claim: Claim, body: FinishBody) -> FinishedSession:
-        assert body.reward is not None
-        group_id = f"{self.spec.run_id}.g{claim.place.group}" if claim.place.split == "train" else None
-        trajectories = export_session(
-            session,
-            policy=self.spec.served_model,
-            group_id=group_id,
-            stop_ids=self.renderer.stop_token_ids,
-            task_id=body.task_id,
-            environment=body.environment,
-            reward=body.reward,
-            reward_parts={name: part for name, part in body.reward_parts.items() if part is not None},
-        )
-        min_version = min((int(t.versions.min()) for t in session.turns if len(t.versions)), default=None)
-        return FinishedSession(claim, body.reward, body.environment, min_version, trajectories)
+    async def _close(self, session: Session, claim: Claim, report: FinishBody) -> FinishedSession:
+        await self.bring_back(session)
+        self.drop(session, OVER)
+        return self.export(session, claim, report)
 
     async def _fail(self, claim: Claim, error: str) -> None:
         self.counters["failed_sessions"] += 1
@@ -280,7 +263,7 @@ class Run:
         """Forget a group: end its sessions and release its results."""
         for session in list(self.sessions.values()):
             if session.claim is not None and session.claim.place[:2] == ("train", index):
-                self._drop(session, "the group of this session no longer counts")
+                self.drop(session, "the group of this session no longer counts")
         for place in self.places_of(index):
             self.drop_result(place)
 
@@ -305,6 +288,13 @@ class Run:
         if read is None:
             return lambda: trajectories
         return lambda: [row for record in read() for row in read_finished(record).trajectories]
+
+    def leave_memory(self) -> None:
+        """It will not be served."""
+        for session_id in list(self.sessions):
+            self.forget(session_id)
+        for place in list(self.results):
+            self.drop_result(place)
 
     def places_of(self, group: int) -> list[Place]:
         return [Place("train", group, member) for member in range(self.spec.group_size)]
@@ -333,7 +323,7 @@ class Run:
             for session in self._sessions_of(name):
                 self._lose(session)
         for session in [s for s in self.sessions.values() if s.expires_at < self.serving_s]:
-            self._drop(session, "the session ran too long")
+            self.drop(session, "the session ran too long")
             if session.claim is None:
                 await self.journal.append(closed_record(session))
             else:
@@ -358,25 +348,10 @@ class Run:
         self.changed.notify()
 
     def _take_back(self, session: Session, reason: str) -> None:
-        self._drop(session, reason)
+        self.drop(session, reason)
         if session.claim is not None:
             self.manager.lose(session.claim)
             self.journal.note(lost_record(session.claim))
-
-    def forget(self, session_id: str) -> None:
-        if (session := self.sessions.pop(session_id, None)) is not None:
-            self.memory.remove(session)
-
-    def _drop(self, session: Session, reason: str) -> None:
-        self.forget(session.session_id)
-        self.counters.update({f"branches.{name}": n for name, n in session.branch_reasons.items()})
-        for generation in list(session.running):
-            self.router.cancel(generation, reason)
-
-
-def spill_dir_of(journal: Journal) -> Path:
-    """Where sessions and results of the journal's run are while memory has no room for them."""
-    return journal.path.with_suffix(".spill")
 
 
 def session_name(run_id: str, claim: Claim) -> str:

@@ -24,6 +24,9 @@ from storage.gangs import GangFiles
 T = TypeVar("T")
 
 POLL_S = 0.02
+CONNECT_S = 5.0
+"""Rank 0 announces its store when it listens: who does not get through by then finds nobody there."""
+
 ROLL_CALL_S = 5.0
 """How long after a failed exchange the others have to show that they live. The exchanges of all fail within
 moments of each other, because who fails closes its connections."""
@@ -129,7 +132,7 @@ class _Meeting:
                 port,
                 is_master=listening is not None,
                 wait_for_workers=False,
-                timeout=timedelta(seconds=min(self._timeout_s, 30.0)),
+                timeout=timedelta(seconds=min(self._timeout_s, CONNECT_S)),
                 master_listen_fd=listening,
             )
 

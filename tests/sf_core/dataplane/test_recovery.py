@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,12 @@ class Restarts:
 
 @pytest.fixture
 def plane(tmp_path: Path, model_dir: str) -> Iterator[Restarts]:
-    plane = Restarts(tmp_path, model_dir)
+    with serving(Restarts(tmp_path, model_dir)) as plane:
+        yield plane
+
+
+@contextlib.contextmanager
+def serving(plane: Restarts) -> Iterator[Restarts]:
     plane.start()
     yield plane
     with contextlib.suppress(httpx.HTTPError):
@@ -120,6 +125,13 @@ def ask_stream(agent: OpenAI, messages: Any) -> str:
 def test_killed_at_random_moments_agents_see_whole_answers_and_the_record_is_exact(
     plane: Restarts, renderer: Renderer, seed: int
 ) -> None:
+    agents_see_whole_answers(plane, renderer, seed, lambda moments: plane.restart())
+
+
+def agents_see_whole_answers(
+    plane: Restarts, renderer: Renderer, seed: int, kill: Callable[[random.Random], None]
+) -> None:
+    """Two agents, two kills at random moments, and a record that is exact."""
     server = plane.server
     server.register(groups_per_batch=1, max_tokens=BUDGET, context_length=100_000)
     server.connect(script)
@@ -139,7 +151,7 @@ def test_killed_at_random_moments_agents_see_whole_answers_and_the_record_is_exa
     moments = random.Random(seed)
     for _ in range(2):
         threading.Event().wait(moments.uniform(0.05, 0.5))
-        plane.restart()
+        kill(moments)
     for thread in agents:
         thread.join(60)
     for claim in claims:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +29,28 @@ from tests.sf_core.dataplane.test_session import sample, user
 KB = 1 / 1024
 """In MB."""
 
+Plane = Callable[[float, Path], AbstractContextManager[str]]
+"""Runs a data plane with so many MB; gives its URL."""
+
 NOTHING = 0.001 * KB
 """Every idle session is on disk."""
 
 
+def in_one_process(memory_mb: float, folder: Path) -> AbstractContextManager[str]:
+    return running_app(memory_mb=memory_mb, grace_s=30.0)
+
+
+@pytest.fixture
+def plane() -> Plane:
+    return in_one_process
+
+
 @contextlib.contextmanager
-def serving(tmp_path: Path, model_dir: str, renderer: Renderer, memory_mb: float) -> Iterator[Server]:
-    with (
-        running_app(memory_mb=memory_mb, grace_s=30.0) as url,
-        httpx.Client(base_url=url, timeout=30) as http,
-    ):
+def serving(
+    plane: Plane, tmp_path: Path, model_dir: str, renderer: Renderer, memory_mb: float
+) -> Iterator[Server]:
+    tmp_path.mkdir(exist_ok=True)
+    with plane(memory_mb, tmp_path) as url, httpx.Client(base_url=url, timeout=30) as http:
         server = Server(url, http, tmp_path, model_dir)
         server.register(groups_per_batch=10, max_tokens=32)
         server.connect(lambda prompt, seed: say(renderer, f"answer {seed % 1000} {'jumps ' * 4}"))
@@ -47,8 +60,8 @@ def serving(tmp_path: Path, model_dir: str, renderer: Renderer, memory_mb: float
 
 
 @pytest.fixture
-def server(tmp_path: Path, model_dir: str, renderer: Renderer) -> Iterator[Server]:
-    with serving(tmp_path, model_dir, renderer, NOTHING) as server:
+def server(plane: Plane, tmp_path: Path, model_dir: str, renderer: Renderer) -> Iterator[Server]:
+    with serving(plane, tmp_path, model_dir, renderer, NOTHING) as server:
         yield server
 
 
@@ -74,14 +87,14 @@ def wait_until_on_disk(server: Server, kind: str = "session", count: int = 1) ->
 
 
 def spilled(server: Server) -> list[Path]:
-    return list((server.run_dir / "run" / "journal" / "run.spill").glob("*"))
+    return list((server.run_dir / "run" / "journal").rglob("*.spill/*"))
 
 
 def test_memory_stays_below_its_bound_under_many_sessions(
-    tmp_path: Path, model_dir: str, renderer: Renderer
+    plane: Plane, tmp_path: Path, model_dir: str, renderer: Renderer
 ) -> None:
     num_turns, bound_mb = 4, 200 * KB
-    with serving(tmp_path, model_dir, renderer, bound_mb) as server:
+    with serving(plane, tmp_path, model_dir, renderer, bound_mb) as server:
         sessions = [f"/sessions/{claim['session_id']}" for claim in server.claim(20)]
         histories: list[list[dict[str, Any]]] = [[user(f"{i} {'fox ' * 100}")] for i in range(20)]
         seen = []
@@ -103,7 +116,7 @@ def test_memory_stays_below_its_bound_under_many_sessions(
             seen.append(figures(server)["sf_memory_bytes",])
         in_flight = 4 * 10_000
         assert max(seen) <= held["sf_memory_bound_bytes",] + in_flight
-        assert held["sf_memory_bound_bytes",] == bound_mb * 2**20
+        assert held["sf_memory_bound_bytes",] == pytest.approx(bound_mb * 2**20, abs=3)
         assert figures(server)["sf_held", "disk", "result"] > 0
         sealed = server.post("/runs/run/batches/0/seal", {"attempt": 1})
         rows = to_rows(read_trajectories(str(tmp_path / "run" / sealed["files"][0]["uri"])))
@@ -117,10 +130,10 @@ def test_memory_stays_below_its_bound_under_many_sessions(
 
 
 def test_the_tree_the_reasons_and_the_rest_of_the_conversation_are_as_if_it_had_stayed(
-    tmp_path: Path, model_dir: str, renderer: Renderer
+    plane: Plane, tmp_path: Path, model_dir: str, renderer: Renderer
 ) -> None:
     def live(memory_mb: float, folder: Path) -> list[Any]:
-        with serving(folder, model_dir, renderer, memory_mb) as server:
+        with serving(plane, folder, model_dir, renderer, memory_mb) as server:
             session = f"/sessions/{server.claim()[0]['session_id']}"
             one = [user("one")]
             for messages in (
