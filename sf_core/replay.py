@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from sf_core.local_stack import worker_threads
 from sf_core.report import open_run
 from sf_core.run import Run, RunRef
+from sf_core.scheduling.worker import worker_threads
+from sf_core.training.ranks import Alone
 from sf_core.training.resident import rebuild_trainer
 from storage import files
 from storage.batches import read_batch
@@ -43,7 +44,7 @@ def replay(uri: str, iteration: int) -> Replay:
     workers = run.config.cluster.workers.values()
     # sums are split among threads: another number of them rounds otherwise
     torch.set_num_threads(next((worker_threads(w) for w in workers if "train" in w.tags), 1))
-    trainer = rebuild_trainer(run, iteration)
+    trainer = rebuild_trainer(run, iteration, Alone())
     metrics = trainer.step(read_batch(directory.path(batch.outputs[0].uri)))
     weights = trainer.weights()
     stored = _stored(directory, trainer.version)

@@ -13,6 +13,7 @@ from storage import files
 from storage.files import FileRef
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 FILE_NAME = "model.safetensors"
@@ -24,6 +25,14 @@ WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin")
 def save_weights(uri: str, tensors: Mapping[str, torch.Tensor], version: int) -> FileRef:
     """Write model.safetensors into the folder, atomically."""
     return write_tensors(files.join(uri, FILE_NAME), tensors, {"format": "pt", "version": str(version)})
+
+
+def save_arrays(uri: str, arrays: Mapping[str, np.ndarray], version: int) -> FileRef:
+    """The same file from NumPy arrays, without torch."""
+    from safetensors.numpy import save
+
+    metadata = {"format": "np", "version": str(version)}
+    return files.write_atomic(files.join(uri, FILE_NAME), save(dict(arrays), metadata))
 
 
 def load_weights(uri: str) -> dict[str, torch.Tensor]:

@@ -94,13 +94,15 @@ class DataplaneClient:
             lambda engine: engine["version"] != version,
         )
 
-    def revoke(self, lease_id: str) -> dict[str, Any]:
-        """Have the engine of a lease yield. Raises TimeoutError if it does not."""
+    def revoke(self, lease_id: str, within_s: float) -> dict[str, Any]:
+        """Have the engine of a lease yield. One that has not yielded in time is dropped: what it was
+        generating continues elsewhere."""
         return self._post_to_engines(
             f"{self._run}/leases/{lease_id}/revoke",
-            {},
+            {"within_s": within_s},
             f"lease {lease_id} to yield",
             lambda engine: engine["state"] != "serving",
+            patience_s=within_s + ANSWER_S,
         )
 
     def release(self) -> None:
@@ -124,7 +126,12 @@ class DataplaneClient:
                 wait.check()
 
     def _post_to_engines(
-        self, path: str, body: dict[str, Any], what: str, is_awaited: Callable[[dict[str, Any]], bool]
+        self,
+        path: str,
+        body: dict[str, Any],
+        what: str,
+        is_awaited: Callable[[dict[str, Any]], bool],
+        patience_s: float = ENGINE_PATIENCE_S,
     ) -> dict[str, Any]:
         def awaited() -> str:
             with suppress(httpx.HTTPError):
@@ -133,9 +140,9 @@ class DataplaneClient:
                 return ", ".join(f"engine {e['id']} is {e['state']}" for e in engines)
             return "the data plane does not answer"
 
-        with waiting_for(what, ENGINE_PATIENCE_S, reason=awaited, tell=self._show) as wait:
+        with waiting_for(what, patience_s, reason=awaited, tell=self._show) as wait:
             try:
-                return self._post(path, body, timeout_s=ENGINE_PATIENCE_S)
+                return self._post(path, body, timeout_s=patience_s)
             except httpx.ReadTimeout:
                 raise wait.over() from None
 
