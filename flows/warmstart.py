@@ -6,7 +6,7 @@ from prefect import flow
 
 from sf_core.config import RunConfig
 from sf_core.run import Run, RunRef, begin_attempt
-from tasks.cluster import TaggedTaskRunner, lane, result_of
+from tasks.cluster import TaggedTaskRunner, result_of, submit
 from tasks.identity import identified, run_name_with_flow
 from tasks.warmstart import warmstart as warmstart_task
 
@@ -20,6 +20,5 @@ def warmstart(config: RunConfig) -> str:
 def start_policy(config: RunConfig, run: RunRef) -> str:
     """The same in an attempt that has begun."""
     if Run(run).directory.read_manifest(None, "start") is None:
-        with lane("train"):
-            result_of(warmstart_task.submit(run), "the warm start", config.cluster.stage_timeout_s)
+        result_of(submit(warmstart_task, run), "the warm start", config.cluster.stage_timeout_s)
     return Run(run).start_dir
