@@ -75,7 +75,7 @@ class Leases:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        Run(self._run).dataplane.release()
+        Run(self._run).dataplane.release(self._run.attempt)
         for spec, future in [*self._held, *self._lent]:
             future.wait(timeout=RELEASED_S)
             if not future.wrapped_future.done():

@@ -38,6 +38,7 @@ from sf_core.dataplane.specs import (
     FinishBody,
     FinishedBody,
     PauseBody,
+    ReleaseBody,
     ResumeBody,
     RevokeBody,
     RewardBody,
@@ -257,7 +258,9 @@ class Routes:
         return {"running": len(link.in_flight)}
 
     async def release(self, request: Request) -> Answer:
-        await self._plane.release(self._run(request))
+        run, body = self._run(request), parse_body(ReleaseBody, await read_body(request.receive))
+        if body.attempt is None or body.attempt == run.spec.attempt:
+            await self._plane.release(run)
         return {}
 
     async def stage(self, request: Request) -> Answer:

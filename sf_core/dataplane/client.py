@@ -31,6 +31,10 @@ class DataplaneError(RuntimeError):
         self.status = status
         """Of the HTTP answer."""
 
+    def __reduce__(self) -> tuple[type[DataplaneError], tuple[str, int]]:
+        # tasks raise it on other machines; exceptions are otherwise made again of their message alone
+        return type(self), (str(self), self.status)
+
 
 class _UnavailableError(DataplaneError):
     """Refused for now: worth another try."""
@@ -105,8 +109,10 @@ class DataplaneClient:
             patience_s=within_s + ANSWER_S,
         )
 
-    def release(self) -> None:
-        self._post(f"{self._run}/release", {})
+    def release(self, attempt: int) -> None:
+        """Send runners and engines home. Does nothing for an attempt that was superseded: its own have been
+        taken away, and the others belong to the later one."""
+        self._post(f"{self._run}/release", {"attempt": attempt})
 
     def _wait(self, path: str, flag: str, what: str, timeout_s: float, unmanned_s: float) -> None:
         manned = time.monotonic()

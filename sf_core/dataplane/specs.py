@@ -90,6 +90,11 @@ class ClaimBody(Body):
     """Sessions the runner works on; those it was given and does not name are given out again."""
 
 
+class ReleaseBody(Body):
+    attempt: int | None = None
+    """Of the flow that ends. None: whichever works on the run."""
+
+
 class SessionBody(Body):
     """A session that somebody opens for an agent of their own."""
 

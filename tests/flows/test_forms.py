@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, get_args
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 from prefect import Flow
@@ -56,10 +56,9 @@ def test_choices_are_offered_as_such() -> None:
     shown = dict(fields(train))
     for section in RunConfig.model_fields.values():
         for name, field in getattr(section.annotation, "model_fields", {}).items():
-            if "Literal" in str(field.annotation):
-                assert shown[f"{section.annotation.__name__}.{name}"]["enum"] == list(
-                    get_args(field.annotation)
-                )
+            if get_origin(field.annotation) is Literal:
+                offered = shown[f"{section.annotation.__name__}.{name}"]["enum"]
+                assert offered == list(get_args(field.annotation))
 
 
 def test_sections_come_in_the_order_of_the_configuration() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -51,3 +52,8 @@ def test_a_refusal_is_final(url: str) -> None:
     with pytest.raises(DataplaneError, match="starting"):
         DataplaneClient(url, "run", patience_s=10.0).status()
     assert Answers.statuses == [200]
+
+
+def test_a_refusal_is_told_in_another_process_too() -> None:
+    refused = pickle.loads(pickle.dumps(DataplaneError("Attempt 1 of run r was superseded.", 409)))
+    assert (str(refused), refused.status) == ("Attempt 1 of run r was superseded.", 409)

@@ -225,6 +225,14 @@ def test_release_sends_everyone_home(serving: Server) -> None:
     assert serving.reasons == {"r0": "released"}
 
 
+def test_a_superseded_attempt_releases_nothing(serving: Server) -> None:
+    serving.register(attempt=2)
+    serving.post("/runs/run/release", {"attempt": 1})
+    assert not serving.post("/runs/run/claim", {"runner": "a0", "max": 0})["released"]
+    serving.post("/runs/run/release", {"attempt": 2})
+    assert serving.post("/runs/run/claim", {"runner": "a0", "max": 0})["released"]
+
+
 def test_paused_requests_wait_with_their_connection_open(serving: Server) -> None:
     [claim] = serving.claim(1)
     serving.post("/runs/run/pause")
