@@ -1,9 +1,10 @@
 # make run: set up and train the quickstart policy.   make test: set up and pass the tests.
+# make up: start Prefect, Dask and the data plane to stay, with our deployments.   make down: end them.
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.ready
 
-.PHONY: setup run test check clean
+.PHONY: setup run up down test check clean
 
 setup: $(STAMP)
 
@@ -17,6 +18,12 @@ $(STAMP): pyproject.toml
 
 run: setup
 	$(BIN)/sf train configs/quickstart.yaml
+
+up: setup
+	$(BIN)/sf up
+
+down: setup
+	$(BIN)/sf down
 
 check: setup
 	$(BIN)/ruff check .

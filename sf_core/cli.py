@@ -28,6 +28,10 @@ Overrides = Annotated[
 RunDir = Annotated[str, typer.Argument(help="Run directory.", show_default=False)]
 
 
+StackFolder = Annotated[Path, typer.Option(help="Configuration, logs and journals of the stack.")]
+DEFAULT_STACK = Path(".stack")
+
+
 @app.command()
 def train(config: ConfigFile, overrides: Overrides = None) -> None:
     """Train an agent's policy; the same run_id goes on where it stopped."""
@@ -53,6 +57,45 @@ def evaluate(config: ConfigFile, overrides: Overrides = None) -> None:
     if settings.run_id is None:
         _fail("run_id: say which run to evaluate, for example --set run_id=NAME")
     _launch("evaluate", settings)
+
+
+@app.command()
+def up(
+    config: Annotated[
+        Path | None, typer.Argument(help="YAML configuration with cluster.workers.", show_default=False)
+    ] = None,
+    folder: StackFolder = DEFAULT_STACK,
+    prefect_port: Annotated[int, typer.Option()] = 4200,
+    scheduler_port: Annotated[int, typer.Option()] = 8786,
+    dataplane_port: Annotated[int, typer.Option()] = 8700,
+) -> None:
+    """Start a whole stack that stays up, with our deployments; `sf down` ends it."""
+    from sf_core.local_stack import StackError
+    from sf_core.standing_stack import Ports
+    from sf_core.standing_stack import up as bring_up
+
+    workers = (_config(config, None) if config else RunConfig()).cluster.workers
+    ports = Ports(prefect_port, scheduler_port, dataplane_port)
+    try:
+        bring_up(folder.resolve(), workers, ports, console.print)
+    except StackError as error:
+        _fail(str(error))
+    console.print(
+        f"Prefect UI   {ports.api.removesuffix('/api')}\n"
+        f"scheduler    {ports.addresses['SF_SCHEDULER']}\n"
+        f"data plane   {ports.addresses['SF_DATAPLANE_URL']}\n"
+        f"logs         {folder.resolve() / 'logs'}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+@app.command()
+def down(folder: StackFolder = DEFAULT_STACK) -> None:
+    """End what `sf up` started, and nothing else."""
+    from sf_core.standing_stack import down as bring_down
+
+    console.print("the stack is down" if bring_down(folder.resolve()) else f"no stack is up in {folder}")
 
 
 @app.command("setup-server")

@@ -19,23 +19,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-import certifi
 import httpx
 
+from sf_core import parts
 from sf_core.config import WorkerConfig
 from sf_core.dataplane.memory import MEMORY_MB
+from sf_core.parts import PREFECT_SETTINGS, Part
 from sf_core.scheduling.plan import read_workers
-from sf_core.scheduling.worker import DASK_SETTINGS, worker_command, worker_environment
-
-LOOPBACK = ("--host", "127.0.0.1")
-PREFECT_SETTINGS = {
-    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-    "PREFECT_LOGGING_LEVEL": "WARNING",
-    "PREFECT_LOGGING_EXTRA_LOGGERS": "sf_core,tasks,storage",
-    # manifests decide what is done; a cached result could answer for another iteration (design 5.6)
-    "PREFECT_RESULTS_PERSIST_BY_DEFAULT": "false",
-    "PREFECT_TASKS_REFRESH_CACHE": "true",
-}
+from sf_core.scheduling.worker import DASK_SETTINGS
 
 
 class StackError(RuntimeError):
@@ -86,6 +77,9 @@ class LocalStack:
         self.processes.append(process)
         return process
 
+    def start_part(self, part: Part) -> Process:
+        return self.start(part.name, part.command, part.env, gives_way=part.gives_way)
+
     def await_ready(self, process: Process, probe: Callable[[], str | None], timeout_s: float) -> str:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
@@ -116,14 +110,10 @@ def local_stack(logs: Path, env: Mapping[str, str] | None = None) -> Iterator[Lo
 
 
 def start_prefect_server(stack: LocalStack, *, for_deployments: bool = False) -> Callable[[], str]:
-    """Start a server; the returned function waits for it and gives its API URL. Only one that is for
-    deployments runs what schedules, finds late runs and acts on events."""
+    """Start a server; the returned function waits for it and gives its API URL."""
     port = free_port()
     api = f"http://127.0.0.1:{port}/api"
-    command = _module("prefect", "server", "start", *LOOPBACK, "--port", str(port))
-    unused = ("SCHEDULER", "LATE_RUNS", "PAUSE_EXPIRATIONS", "CANCELLATION_CLEANUP", "FOREMAN", "TRIGGERS")
-    env = {} if for_deployments else {f"PREFECT_SERVER_SERVICES_{s}_ENABLED": "false" for s in unused}
-    process = stack.start("prefect-server", command, {**env, "PREFECT_UI_API_URL": api})
+    process = stack.start_part(parts.prefect_server(port, for_deployments=for_deployments))
 
     def ready() -> str | None:
         with contextlib.suppress(httpx.HTTPError):
@@ -137,11 +127,7 @@ def start_dask(stack: LocalStack, workers: Mapping[str, WorkerConfig], directory
     """Start a scheduler and tagged workers; the returned function waits and gives the address."""
     file = directory / "scheduler.json"
     file.unlink(missing_ok=True)
-    scheduler = stack.start(
-        "dask-scheduler",
-        _module("dask", "scheduler", *LOOPBACK, "--port", "0", "--no-dashboard")
-        + ["--dashboard-address", "127.0.0.1:0", "--scheduler-file", str(file)],
-    )
+    scheduler = stack.start_part(parts.dask_scheduler(0, "--scheduler-file", str(file)))
 
     def address() -> str | None:
         with contextlib.suppress(OSError, ValueError, KeyError):
@@ -157,16 +143,10 @@ def start_dask_worker(
     stack: LocalStack, name: str, worker: WorkerConfig, scheduler: Iterable[str], directory: Path
 ) -> Process:
     try:
-        environment = worker_environment(worker)
+        part = parts.dask_worker(name, worker, scheduler, directory)
     except ValueError as error:
         raise StackError(f"worker {name}: {error}") from None
-    return stack.start(
-        f"worker-{name}",
-        worker_command(name, worker.tags, scheduler) + ["--local-directory", str(directory / "dask")],
-        environment,
-        # workers share the cores of this machine: training comes before rollout, never the reverse
-        gives_way="rollout" in worker.tags and "train" not in worker.tags,
-    )
+    return stack.start_part(part)
 
 
 def start_dataplane(
@@ -178,25 +158,14 @@ def start_dataplane(
 ) -> Callable[[], str]:
     """Start a data plane on loopback; the returned function waits and gives its URL. Started again in the
     same directory, on the same port, it goes on where it was killed."""
-    port_file = directory / "dataplane.port"
-    port_file.unlink(missing_ok=True)
-    options = [
-        "--port",
-        str(port),
-        "--port-file",
-        str(port_file),
-        "--journal-dir",
-        str(directory / "dataplane"),
-        "--memory-mb",
-        str(memory_mb),
-        "--gateways",
-        str(num_gateways),
-    ]
-    process = stack.start("dataplane", _module("sf_core.dataplane", *options))
+    file = parts.port_file(directory)
+    file.unlink(missing_ok=True)
+    part = parts.dataplane(directory, port, memory_mb=memory_mb, num_gateways=num_gateways)
+    process = stack.start_part(part)
 
     def url() -> str | None:
         with contextlib.suppress(OSError, ValueError):
-            return f"http://127.0.0.1:{int(port_file.read_text())}"
+            return f"http://127.0.0.1:{int(file.read_text())}"
         return None
 
     return lambda: stack.await_ready(process, url, 60.0)
@@ -223,7 +192,7 @@ def start_services(
 ) -> Services:
     """Start, side by side, what has no address yet; returns when all of it answers and all workers joined."""
     if api is None and scheduler is None:
-        stack.env["PREFECT_API_SSL_CERT_FILE"] = _one_authority(directory / "authority.pem")
+        stack.env["PREFECT_API_SSL_CERT_FILE"] = parts.one_authority(directory / "authority.pem")
     prefect = None if api else start_prefect_server(stack)
     dask = None if scheduler else start_dask(stack, workers, directory)
     gateway = None if dataplane else start_dataplane(stack, directory)
@@ -234,14 +203,6 @@ def start_services(
     api = api or (prefect() if prefect else None)
     assert api and scheduler and dataplane
     return Services(api, scheduler, dataplane)
-
-
-def _one_authority(file: Path) -> str:
-    """A file with one certificate authority, for clients of a server that speaks plain HTTP. Every task makes
-    a client, and reading all authorities takes it 20 ms: a quarter of the orchestration of an iteration."""
-    end = "-----END CERTIFICATE-----\n"
-    file.write_text(certifi.contents().partition(end)[0] + end)
-    return str(file)
 
 
 def _await_workers(scheduler: str, names: set[str], timeout_s: float) -> None:
@@ -256,10 +217,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def _module(name: str, *arguments: str) -> list[str]:
-    return [sys.executable, "-m", name, *arguments]
 
 
 def _signal_group(popen: subprocess.Popen[bytes], number: signal.Signals) -> None:

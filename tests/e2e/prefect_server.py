@@ -20,6 +20,7 @@ from prefect.states import Crashed, Pending, Running
 
 from sf_core.config import RunConfig
 from sf_core.local_stack import LocalStack, Process, local_stack, start_prefect_server
+from sf_core.parts import prefect_worker
 from tests.e2e.quickstart import ROOT
 from tests.e2e.waiting import wait_until
 
@@ -78,8 +79,8 @@ class Server:
     @contextmanager
     def worker(self) -> Iterator[Process]:
         """A process worker that takes runs of the pool."""
-        command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", "sf", "--type", "process"]
-        worker = self.stack.start("worker", command, {"PREFECT_API_URL": self.api})
+        part = prefect_worker("sf")
+        worker = self.stack.start(part.name, part.command, {"PREFECT_API_URL": self.api})
         yield worker
         self.stack.stop_one(worker)
 

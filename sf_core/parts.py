@@ -1,0 +1,88 @@
+"""The processes that a stack on one machine consists of: command and environment of each. Starts nothing."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import certifi
+
+from sf_core.config import WorkerConfig
+from sf_core.dataplane.memory import MEMORY_MB
+from sf_core.scheduling.worker import worker_command, worker_environment
+
+LOOPBACK = ("--host", "127.0.0.1")
+PREFECT_SETTINGS = {
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "PREFECT_LOGGING_LEVEL": "WARNING",
+    "PREFECT_LOGGING_EXTRA_LOGGERS": "sf_core,tasks,storage",
+    # manifests decide what is done; a cached result could answer for another iteration (design 5.6)
+    "PREFECT_RESULTS_PERSIST_BY_DEFAULT": "false",
+    "PREFECT_TASKS_REFRESH_CACHE": "true",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    name: str
+    command: list[str]
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Beside what all parts get."""
+    gives_way: bool = False
+    """It gets the time that the others leave."""
+
+
+def prefect_server(port: int, *, for_deployments: bool) -> Part:
+    """Only a server that is for deployments runs what schedules, finds late runs and acts on events."""
+    unused = ("SCHEDULER", "LATE_RUNS", "PAUSE_EXPIRATIONS", "CANCELLATION_CLEANUP", "FOREMAN", "TRIGGERS")
+    env = {} if for_deployments else {f"PREFECT_SERVER_SERVICES_{s}_ENABLED": "false" for s in unused}
+    command = _module("prefect", "server", "start", *LOOPBACK, "--port", str(port))
+    return Part("prefect-server", command, {**env, "PREFECT_UI_API_URL": f"http://127.0.0.1:{port}/api"})
+
+
+def prefect_worker(pool: str) -> Part:
+    """Takes runs of the pool from the server at PREFECT_API_URL and starts a process for each."""
+    command = _module("prefect", "worker", "start", "--pool", pool, "--type", "process")
+    return Part("prefect-worker", command)
+
+
+def dask_scheduler(port: int, *options: str) -> Part:
+    command = _module("dask", "scheduler", *LOOPBACK, "--port", str(port), "--no-dashboard")
+    return Part("dask-scheduler", [*command, "--dashboard-address", "127.0.0.1:0", *options])
+
+
+def dask_worker(name: str, worker: WorkerConfig, scheduler: Iterable[str], directory: Path) -> Part:
+    """`scheduler` are the arguments that name it. Raises ValueError for a device that is not there."""
+    return Part(
+        f"worker-{name}",
+        worker_command(name, worker.tags, scheduler) + ["--local-directory", str(directory / "dask")],
+        worker_environment(worker),
+        # workers share the cores of this machine: training comes before rollout, never the reverse
+        gives_way="rollout" in worker.tags and "train" not in worker.tags,
+    )
+
+
+def dataplane(directory: Path, port: int, *, memory_mb: float = MEMORY_MB, num_gateways: int = 1) -> Part:
+    """Keeps its journal in the directory and writes its port to `port_file(directory)`."""
+    options = ["--port", str(port), "--port-file", str(port_file(directory))]
+    options += ["--journal-dir", str(directory / "dataplane")]
+    options += ["--memory-mb", str(memory_mb), "--gateways", str(num_gateways)]
+    return Part("dataplane", _module("sf_core.dataplane", *options))
+
+
+def port_file(directory: Path) -> Path:
+    return directory / "dataplane.port"
+
+
+def one_authority(file: Path) -> str:
+    """A file with one certificate authority, for clients of a server that speaks plain HTTP. Every task makes
+    a client, and reading all authorities takes it 20 ms: a quarter of the orchestration of an iteration."""
+    end = "-----END CERTIFICATE-----\n"
+    file.write_text(certifi.contents().partition(end)[0] + end)
+    return str(file)
+
+
+def _module(name: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", name, *arguments]
