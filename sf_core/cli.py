@@ -6,18 +6,19 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from sf_core.cli_data import commands as data_commands
 from sf_core.config import ConfigError, RunConfig, worker_config
 from sf_core.config_file import load_config
 from sf_core.dataplane.journal import Fsync
+from sf_core.terminal import console, errors
+from sf_core.terminal import fail as _fail
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-console = Console()
-errors = Console(stderr=True)
+app.add_typer(data_commands)
 
 ConfigFile = Annotated[Path, typer.Argument(help="YAML configuration.", show_default=False)]
 Overrides = Annotated[
@@ -210,11 +211,6 @@ def _launch(flow: str, config: RunConfig) -> None:
 
 def _interrupt(number: int, frame: object) -> None:
     raise KeyboardInterrupt
-
-
-def _fail(message: str) -> NoReturn:
-    errors.print(f"[red]error:[/red] {message}", highlight=False, soft_wrap=True)
-    raise typer.Exit(2)
 
 
 def main() -> None:

@@ -89,6 +89,15 @@ def find_session(run: RunDirectory, session_id: str) -> SessionRows:
     raise ValueError(f"{run.run_id}: no session {session_id!r}{hint}")
 
 
+def sampled_parts(run: RunDirectory) -> Iterator[str]:
+    """URIs of the trajectories of all committed rollouts, in order."""
+    for iteration in itertools.count():
+        manifest = run.read_manifest(iteration, "rollout")
+        if manifest is None:
+            return
+        yield from _parts(run, manifest)
+
+
 def _figures(run: RunDirectory, iteration: int) -> IterationFigures:
     manifests = {stage: run.read_manifest(iteration, stage) for stage in STAGES}
     rollout = manifests["rollout"]

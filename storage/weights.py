@@ -46,7 +46,8 @@ def load_weights(uri: str) -> dict[str, torch.Tensor]:
 
 
 def write_tensors(uri: str, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> FileRef:
-    """Tied tensors are stored once, under their first name; the other names are kept in the metadata."""
+    """Tied tensors are stored once, under their first name; the other names are kept in the metadata. Equal
+    tensors give equal bytes."""
     from safetensors.torch import save
 
     stored: dict[str, torch.Tensor] = {}
@@ -58,7 +59,17 @@ def write_tensors(uri: str, tensors: Mapping[str, torch.Tensor], metadata: dict[
             metadata[name] = first_name[memory]
         else:
             stored[name] = tensor.detach().cpu().contiguous()
-    return files.write_atomic(uri, save(stored, metadata))
+    data = memoryview(save(stored, metadata))
+    # the library writes the metadata in another order every time; a file is 8 bytes of length, header, data
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(bytes(data[8:end]))
+    header["__metadata__"] = dict(sorted(metadata.items()))
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with files.writer(uri) as file:
+        for part in (len(text).to_bytes(8, "little"), text, data[end:]):
+            file.write(part)
+    return file.ref(uri)
 
 
 def read_tensors(uri: str) -> dict[str, torch.Tensor]:

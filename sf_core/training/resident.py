@@ -18,8 +18,7 @@ _resident: tuple[str, str, Trainer] | None = None
 
 @contextmanager
 def trainer_at(run: Run, version: int, ranks: Ranks) -> Iterator[Trainer]:
-    """A trainer that holds this version: the resident one, or one rebuilt from the last checkpoint by
-    replaying stored batches (design 5.6); nothing is sampled again. It stays if the block ends well.
+    """A trainer that holds this version: the resident one, or one rebuilt. It stays if the block ends well.
 
     All ranks of a new process group rebuild theirs, so that they replay together."""
     global _resident
@@ -27,12 +26,14 @@ def trainer_at(run: Run, version: int, ranks: Ranks) -> Iterator[Trainer]:
     trainer = _resident[2] if _resident is not None and _resident[:2] == place else None
     _resident = None  # a step that fails half-way leaves a trainer nobody may use
     if trainer is None or trainer.version != version:
-        trainer = _rebuild(run, version, ranks)
+        trainer = rebuild_trainer(run, version, ranks)
     yield trainer
     _resident = (*place, trainer)
 
 
-def _rebuild(run: Run, version: int, ranks: Ranks) -> Trainer:
+def rebuild_trainer(run: Run, version: int, ranks: Ranks) -> Trainer:
+    """A trainer that holds this version: from the last checkpoint up to it, and the stored batches since
+    (design 5.6). Nothing is sampled again, nothing is written."""
     rollout = run.config.rollout
     trainer = Trainer(
         local_folder(run.start_dir),
