@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -11,13 +12,16 @@ import pyarrow.compute as pc
 from rich.table import Table
 
 from sf_core.config import RunConfig
+from sf_core.iterations import read_iterations
 from sf_core.picture import draw_timeline
 from sf_core.report import open_run
+from sf_core.scheduling.device_model import DeviceModel
 from sf_core.scheduling.figures import by_worker
 from sf_core.scheduling.pipelines import PipelineName
 from sf_core.scheduling.plan import Worker, make_plan
 from sf_core.scheduling.simulator import Failures, Length, Overheads, Simulated, simulate
-from sf_core.scheduling.timeline import idle_fraction
+from sf_core.scheduling.timeline import idle_fraction, read_spans
+from storage.run_directory import RunDirectory
 from storage.trajectories import read_trajectories
 
 WARMUP = 2
@@ -197,3 +201,36 @@ def comparison(
             windows = {first + i: (iteration.start, iteration.end) for i, iteration in enumerate(last)}
             draw_timeline(picture, title="multiplexed, simulated", spans=simulated.spans, iterations=windows)
     return table
+
+
+def measured_overheads(run: RunDirectory) -> Overheads:
+    """What orchestration took in a run, by its manifests and timelines: means over its iterations.
+
+    Raises ValueError for a run without two whole iterations."""
+    iterations = [iteration.stages for iteration in read_iterations(run) if iteration.is_through]
+    if len(iterations) < 2:
+        raise ValueError(f"{run.run_id} has no two whole iterations to measure")
+    load_s = DeviceModel(run.read_config(RunConfig).emulation).weight_load_s()
+
+    def mean_s(before: str, after: str, shift: int = 0) -> float:
+        """From the end of one stage to the beginning of the other, so many iterations later."""
+        pairs = zip(iterations, iterations[shift:], strict=False)
+        return float(np.mean([b[after].data["started_at"] - a[before].data["finished_at"] for a, b in pairs]))
+
+    def seconds_of(stage: str) -> list[float]:
+        return [i[stage].data["finished_at"] - i[stage].data["started_at"] for i in iterations]
+
+    leases = [
+        after.start - before.end
+        for spans in by_worker([s for s in read_spans(run) if s.kind == "held"]).values()
+        for before, after in pairwise(spans)
+        if (before.tag, after.tag) == ("train", "rollout")
+    ]
+    return Overheads(
+        # the shortest rollout stage found its batch full when it began
+        seal=min(seconds_of("rollout")) + mean_s("rollout", "filter") + float(np.mean(seconds_of("filter"))),
+        hand_over=mean_s("filter", "train"),
+        lease=float(np.mean(leases)) if leases else 0.0,
+        publish=max(0.0, mean_s("train", "publish") + float(np.mean(seconds_of("publish"))) - load_s),
+        next_iteration=mean_s("publish", "rollout", shift=1),
+    )
