@@ -25,7 +25,7 @@ from sf_core.scheduling.timeline import Span
 Length = Callable[[int, int], tuple[int, int]]
 """Tokens of the prompt and of the answer of a session, by its group and its place there."""
 
-LOOK_AGAIN_S = 0.05
+LOOK_AGAIN_S = 0.25
 """How often a batch that is nearly full is looked at."""
 
 
