@@ -54,6 +54,21 @@ def inspect(
 
 
 @app.command()
+def report(
+    run: RunDir,
+    output: Annotated[str | None, typer.Option("--output", "-o", help="File; RUN/report.html if not given.")] = None,
+    max_mb: Annotated[float, typer.Option(help="Largest size; sessions that do not fit are left out.")] = 16.0,
+) -> None:
+    """Write a run as one HTML page that opens offline: curves, devices, groups, every session's tokens."""
+    from sf_core.report_page.page import write_report
+
+    try:
+        console.print(write_report(run, output, max_mb), highlight=False, soft_wrap=True)
+    except ValueError as error:
+        _fail(str(error))
+
+
+@app.command()
 def dataplane(
     host: Annotated[str, typer.Option(help="Address; others than loopback need a key.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0 picks a free one.")] = 8700,

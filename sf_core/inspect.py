@@ -5,7 +5,6 @@ Owns how it looks, with marks that survive a pipe. The figures are sf_core/repor
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 
 import numpy as np
@@ -14,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sf_core import report
-from storage import files
+from sf_core.run_tokenizer import open_tokenizer
 from storage.run_directory import STAGES, RunDirectory
 from storage.schema import NOT_SAMPLED, Trajectory, TurnSpan
 
@@ -145,17 +144,10 @@ def _reward(row: Trajectory) -> str:
 
 
 def _decoder(run: RunDirectory) -> Decode:
-    """Decoder of the run's tokenizer; a run without one, like those of the scripted engine, shows ids."""
-    if not files.exists(files.join(run.start_dir, "tokenizer_config.json")):
+    """Decoder of the run's tokenizer; a run without one shows ids."""
+    tokenizer = open_tokenizer(run)
+    if tokenizer is None:
         return lambda ids: " ".join(map(str, ids))
-    from transformers import AutoTokenizer
-
-    if files.is_local(run.uri):
-        tokenizer = AutoTokenizer.from_pretrained(run.start_dir, local_files_only=True)
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            files.copy_folder(run.start_dir, folder, exclude=("*.safetensors", "*.bin"))
-            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     return lambda ids: str(
         tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     )
