@@ -56,8 +56,12 @@ def inspect(
 @app.command()
 def report(
     run: RunDir,
-    output: Annotated[str | None, typer.Option("--output", "-o", help="File; RUN/report.html if not given.")] = None,
-    max_mb: Annotated[float, typer.Option(help="Largest size; sessions that do not fit are left out.")] = 16.0,
+    output: Annotated[
+        str | None, typer.Option("--output", "-o", help="File; RUN/report.html if not given.")
+    ] = None,
+    max_mb: Annotated[
+        float, typer.Option(help="Largest size; sessions that do not fit are left out.")
+    ] = 16.0,
 ) -> None:
     """Write a run as one HTML page that opens offline: curves, devices, groups, every session's tokens."""
     from sf_core.report_page.page import write_report
