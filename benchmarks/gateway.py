@@ -12,7 +12,12 @@ throughput   64 sessions, 20 tokens at once: requests_per_second, the client nev
 long         8 sessions, prompts of 4,000 tokens, 300 tokens with log-probs at once, one turn each.
              `floor_`, `litellm_`, `agentlightning_`: the same client and load against the minimal server
              (gateway_floor.py), and against the peers before it; `times_*` is our rate over theirs.
+gateways     the loads of overhead and throughput on one process and on several, `gateways_N_*`. Client and
+             engine work on the same `gateways_cores`; where those are few, N processes are no faster, and
+             what tells is the CPU: hub_cpu_ms_per_request bounds what any number of gateways gives.
 sessions     sessions open at once, their turns complete, rss_mb of the data plane with all of them.
+memory       1,000 sessions with answers of 200 tokens, with room for all and below a bound: rss_mb of the
+             data plane, what it wrote and read, and what a turn waits for a session that is on disk.
 turns        CPU of the data plane per turn at turn 200 over turn 10, 200 new tokens per turn.
 interrupt    64 streams in flight: pause, resume, evacuation of the engine that holds all of them.
 journal      turns written with fsync, and reading back a million tokens.
@@ -22,6 +27,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import resource
 import tempfile
 from collections.abc import Callable
@@ -34,8 +40,9 @@ import uvloop
 
 from benchmarks import gateway_lives as lives
 from benchmarks.gateway_client import Load, Measured, Target, measure
+from benchmarks.gateway_memory import memory
 from benchmarks.gateway_peers import PEERS, running_peer
-from benchmarks.gateway_stand import floor_target, gateway, start_floor
+from benchmarks.gateway_stand import Gateway, floor_target, gateway, start_floor
 from sf_core.local_stack import LocalStack, StackError, local_stack
 
 TOKEN_DELAY_MS = 10
@@ -48,8 +55,11 @@ Line = dict[str, Any]
 class Sizes:
     concurrency: int
     seconds: float
+    gateways: int
     sessions: int
     session_turns: int
+    memory_sessions: int
+    memory_mb: float
     long_turns: int
     journal_turns: int
 
@@ -59,8 +69,11 @@ def main(
     peers: bool = True,
     concurrency: int = 64,
     seconds: float = 10.0,
+    gateways: Annotated[int, typer.Option(min=2, help="processes that are compared with one")] = 2,
     sessions: int = 5000,
     session_turns: int = 20,
+    memory_sessions: int = 1000,
+    memory_mb: float = 50.0,
     long_turns: int = 200,
     journal_turns: int = 5000,
 ) -> None:
@@ -69,7 +82,17 @@ def main(
         raise typer.BadParameter(f"no such section: {sorted(unknown)}; there are {list(SECTIONS)}")
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    sizes = Sizes(concurrency, seconds, sessions, session_turns, long_turns, journal_turns)
+    sizes = Sizes(
+        concurrency,
+        seconds,
+        gateways,
+        sessions,
+        session_turns,
+        memory_sessions,
+        memory_mb,
+        long_turns,
+        journal_turns,
+    )
     line: Line = {"concurrency": concurrency}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -101,19 +124,26 @@ def load_of(name: str, sizes: Sizes) -> Load:
 
 def measure_ours(name: str) -> Callable[[LocalStack, Path, Sizes], Line]:
     def section(stack: LocalStack, folder: Path, sizes: Sizes) -> Line:
-        delay_ms, load = LOADS[name][0], load_of(name, sizes)
         with gateway(stack, folder) as ours:
-            ours.register(name)
-            ours.connect(name, "e0", delay_ms)
-            # enough for every session to be new
-            with ours.sessions(name, 10_000) as session_ids:
-                before = ours.cpu_s()
-                measured = run(ours.target(session_ids), load, sizes.seconds)
-                cpu_s = ours.cpu_s() - before
-        line = figures(name, measured)
-        return line | {f"{name}_cpu_ms_per_request": round(1000 * cpu_s / max(measured.num_done, 1), 3)}
+            measured, cpu_ms, _ = load_ours(ours, name, name, sizes)
+        return figures(name, measured) | {f"{name}_cpu_ms_per_request": cpu_ms}
 
     return section
+
+
+def load_ours(ours: Gateway, run_id: str, name: str, sizes: Sizes) -> tuple[Measured, float, float]:
+    """A new run under this load, and CPU milliseconds per request: of the hub, of its gateway processes."""
+    ours.register(run_id)
+    ours.connect(run_id, "e0", LOADS[name][0])
+    # enough for every session to be new
+    with ours.sessions(run_id, 10_000) as session_ids:
+        before = ours.cpu_s(), ours.gateways_cpu_s()
+        measured = run(ours.target(session_ids), load_of(name, sizes), sizes.seconds)
+        after = ours.cpu_s(), ours.gateways_cpu_s()
+    hub_ms, gateways_ms = (
+        round(1000 * (b - a) / max(measured.num_done, 1), 3) for a, b in zip(before, after, strict=True)
+    )
+    return measured, hub_ms, gateways_ms
 
 
 def compare(stack: LocalStack, folder: Path, sizes: Sizes, names: list[str], peers: list[str]) -> Line:
@@ -162,9 +192,28 @@ def prefixed(prefix: str, line: Line) -> Line:
     return {f"{prefix}_{key}": value for key, value in line.items()}
 
 
+def gateways_section(stack: LocalStack, folder: Path, sizes: Sizes) -> Line:
+    line: Line = {"gateways_cores": os.cpu_count()}
+    for num_gateways in (1, sizes.gateways):
+        prefix = f"gateways_{num_gateways}"
+        with gateway(stack, folder, num_gateways=num_gateways) as ours:
+            for name in ("overhead", "throughput"):
+                measured, hub_ms, gateways_ms = load_ours(ours, f"{prefix}_{name}", name, sizes)
+                line |= prefixed(prefix, figures(name, measured))
+        # of the last load: that of all that work at once
+        line |= prefixed(
+            prefix, {"hub_cpu_ms_per_request": hub_ms, "gateways_cpu_ms_per_request": gateways_ms}
+        )
+    return line
+
+
 def sessions_section(stack: LocalStack, folder: Path, sizes: Sizes) -> Line:
     with gateway(stack, folder) as ours:
         return uvloop.run(lives.many_sessions(ours, sizes.sessions, sizes.session_turns))
+
+
+def memory_section(stack: LocalStack, folder: Path, sizes: Sizes) -> Line:
+    return memory(stack, folder, sizes.memory_sessions, sizes.session_turns, sizes.memory_mb)
 
 
 def turns_section(stack: LocalStack, folder: Path, sizes: Sizes) -> Line:
@@ -183,7 +232,9 @@ def journal_section(stack: LocalStack, folder: Path, sizes: Sizes) -> Line:
 
 SECTIONS: dict[str, Callable[[LocalStack, Path, Sizes], Line]] = {
     **{name: measure_ours(name) for name in LOADS},
+    "gateways": gateways_section,
     "sessions": sessions_section,
+    "memory": memory_section,
     "turns": turns_section,
     "interrupt": interrupt_section,
     "journal": journal_section,

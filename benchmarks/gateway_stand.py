@@ -16,6 +16,7 @@ import psutil
 
 from benchmarks.gateway_client import Target
 from sf_core.config import RunConfig
+from sf_core.dataplane.memory import MEMORY_MB
 from sf_core.local_stack import LocalStack, Process, start_dataplane
 from sf_core.policy import make_policy
 
@@ -99,20 +100,31 @@ class Gateway:
         return Target(self.address, MODEL, [f"/sessions/{name}/v1/chat/completions" for name in session_ids])
 
     def cpu_s(self) -> float:
-        """CPU seconds of the data plane so far, in nanosecond steps."""
-        tasks = Path(f"/proc/{self.process.popen.pid}/task").glob("*/schedstat")
-        return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
+        """CPU seconds of the data plane so far, in nanosecond steps; of its hub, where it has several
+        processes."""
+        return _cpu_s(self.process.popen.pid)
+
+    def gateways_cpu_s(self) -> float:
+        """Of its gateway processes together."""
+        return sum(_cpu_s(child.pid) for child in psutil.Process(self.process.popen.pid).children())
 
     def rss_mb(self) -> float:
         return float(psutil.Process(self.process.popen.pid).memory_info().rss / 2**20)
 
 
+def _cpu_s(pid: int) -> float:
+    tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
+
+
 @contextlib.contextmanager
-def gateway(stack: LocalStack, folder: Path) -> Iterator[Gateway]:
+def gateway(
+    stack: LocalStack, folder: Path, memory_mb: float = MEMORY_MB, num_gateways: int = 1
+) -> Iterator[Gateway]:
     if not (folder / "model").exists():
         shape = {"hidden_size": 32, "num_layers": 1}
         make_policy(str(folder / "model"), RunConfig().policy.model_copy(update=shape), seed=0)
-    url = start_dataplane(stack, folder)()
+    url = start_dataplane(stack, folder, memory_mb=memory_mb, num_gateways=num_gateways)()
     process = stack.processes[-1]
     with httpx.Client(base_url=url, timeout=120) as http:
         running = Gateway(stack, folder, process, http)

@@ -10,7 +10,7 @@ from prefect import flow
 from sf_core.config import RunConfig
 from sf_core.run import Run, begin_attempt, open_config
 from sf_core.scheduling.plan import make_plan, read_workers
-from tasks.cluster import TaggedTaskRunner, lane, scheduler_address
+from tasks.cluster import TaggedTaskRunner, lane, result_of, scheduler_address
 from tasks.evaluate import evaluate as evaluate_task
 from tasks.lease import Leases
 
@@ -23,7 +23,8 @@ def evaluate(config: RunConfig) -> dict[str, Any]:
     version = Run(run).register(evaluate_only=True).version
     with Leases(run, plan) as leases, lane("cpu"):
         leases.lend_trainer(version)
-        return evaluate_task.submit(run, version).result()
+        measured = evaluate_task.submit(run, version)
+        return result_of(measured, f"evaluation of version {version}", config.cluster.stage_timeout_s)
 
 
 if __name__ == "__main__":

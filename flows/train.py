@@ -14,11 +14,12 @@ from flows.warmstart import warmstart
 from sf_core.config import RunConfig
 from sf_core.run import Run, RunRef, begin_attempt, open_config
 from sf_core.scheduling.plan import Plan, make_plan, read_workers
-from tasks.cluster import TaggedTaskRunner, lane, lean_settings, scheduler_address
+from tasks.cluster import TaggedTaskRunner, lane, lean_settings, result_of, scheduler_address
 from tasks.evaluate import evaluate
 from tasks.filter import filter_
 from tasks.finish import finish
 from tasks.lease import Leases
+from tasks.page import show_devices
 from tasks.publish import publish
 from tasks.rollout import rollout
 from tasks.train import train as train_step
@@ -36,9 +37,10 @@ def train(config: RunConfig) -> dict[str, Any]:
             for number in Run(run).iterations_left():
                 iteration(config, run, plan, number, leases.lend_trainer(number))
             with lane("cpu"):
-                evaluate.submit(run, config.train.iterations).result()
+                last = evaluate.submit(run, config.train.iterations)
+            result_of(last, "the last evaluation", config.cluster.stage_timeout_s)
         with lane("cpu"):
-            return finish.submit(run).result()
+            return result_of(finish.submit(run), "the summary", config.cluster.stage_timeout_s)
 
 
 @flow(name="iteration", flow_run_name="{run.run_id}-{number}", task_runner=TaggedTaskRunner())
@@ -60,12 +62,13 @@ def iteration(config: RunConfig, run: RunRef, plan: Plan, number: int, lent: str
         with lane("cpu"):
             stages.append(publish.submit(run, number, wait_for=stages))
     for stage in batch:
-        stage.result()
+        result_of(stage, f"batch {number}", config.cluster.stage_timeout_s)
     if "train" in todo and lent:
         # training is ahead of the next lease in the worker's queue: the device goes straight to it
         opened.dataplane.revoke(lent)
+    show_devices(run, number)
     for stage in stages:
-        stage.result()
+        result_of(stage, f"training and publishing of iteration {number}", config.cluster.stage_timeout_s)
 
 
 if __name__ == "__main__":

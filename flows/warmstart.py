@@ -6,7 +6,7 @@ from prefect import flow
 
 from sf_core.config import RunConfig
 from sf_core.run import Run, RunRef, begin_attempt
-from tasks.cluster import TaggedTaskRunner, lane
+from tasks.cluster import TaggedTaskRunner, lane, result_of
 from tasks.warmstart import warmstart as warmstart_task
 
 
@@ -16,5 +16,5 @@ def warmstart(config: RunConfig, run: RunRef | None = None) -> str:
     run = run or begin_attempt(config)
     if Run(run).directory.read_manifest(None, "start") is None:
         with lane("train"):
-            warmstart_task.submit(run).result()
+            result_of(warmstart_task.submit(run), "the warm start", config.cluster.stage_timeout_s)
     return Run(run).start_dir

@@ -42,14 +42,22 @@ def evaluate(config: ConfigFile, overrides: Overrides = None) -> None:
 
 @app.command()
 def inspect(
-    run: RunDir, session: Annotated[str | None, typer.Option(help="Show one session.")] = None
+    run: RunDir,
+    session: Annotated[str | None, typer.Option(help="Show one session.")] = None,
+    timeline: Annotated[
+        bool, typer.Option("--timeline", help="Show the devices; write timeline.json and .png.")
+    ] = False,
 ) -> None:
-    """Show a run's iterations, or one session turn by turn. Reads only the run directory."""
-    from sf_core.inspect import inspect_run, inspect_session
+    """Show a run's iterations and devices, or one session turn by turn, from the run directory alone."""
+    from sf_core.inspect import inspect_run, inspect_session, inspect_timeline
 
     try:
-        console.print(inspect_session(run, session) if session else inspect_run(run))
-    except ValueError as error:
+        if session is not None:
+            view = inspect_session(run, session)
+        else:
+            view = inspect_timeline(run) if timeline else inspect_run(run)
+        console.print(view)
+    except (ValueError, OSError) as error:
         _fail(str(error))
 
 
@@ -83,13 +91,26 @@ def dataplane(
         Fsync, typer.Option(help="On disk before it is forwarded: turns, chunks of streams too, or grouped.")
     ] = "turn",
     grace_s: Annotated[float, typer.Option(help="A turn goes on for so long without its client.")] = 10.0,
+    gateways: Annotated[int, typer.Option(min=1, help="Processes that serve turns; 1: all in one.")] = 1,
+    memory_mb: Annotated[
+        float, typer.Option(help="For sessions and results; over it, those nobody uses wait on disk.")
+    ] = 2048,
 ) -> None:
     """Serve a data plane for many runs. Its key is read from SF_DATAPLANE_KEY."""
     from sf_core.dataplane.server import serve
     from sf_core.settings import dataplane_key
 
     try:
-        serve(host, port, key=dataplane_key(), journal_dir=journal_dir, fsync=fsync, grace_s=grace_s)
+        serve(
+            host,
+            port,
+            key=dataplane_key(),
+            journal_dir=journal_dir,
+            fsync=fsync,
+            grace_s=grace_s,
+            memory_mb=memory_mb,
+            num_gateways=gateways,
+        )
     except ValueError as error:
         _fail(str(error))
 
@@ -121,6 +142,8 @@ def _launch(flow: str, config: RunConfig) -> None:
     except LaunchError as error:
         errors.print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
         raise typer.Exit(1) from None
+    except OSError as error:
+        _fail(str(error))
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
 

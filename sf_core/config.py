@@ -188,6 +188,9 @@ class ClusterConfig(Settings):
         "c0": WorkerConfig(tags=("cpu",)),
     }
     """Local workers by name; not used with `scheduler`."""
+    stage_timeout_s: float = Field(7200.0, gt=0)
+    """Longest wait for a stage to end, the wait for its worker included; then the run fails and says what it
+    waited for. Longer than `rollout.batch_timeout_s` and than a training step."""
 
 
 class DataplaneConfig(Settings):

@@ -12,7 +12,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from sf_core import report
+from sf_core import observe, report
+from sf_core.iterations import read_iterations
 from sf_core.run_tokenizer import open_tokenizer
 from storage.run_directory import STAGES, RunDirectory
 from storage.schema import NOT_SAMPLED, Trajectory, TurnSpan
@@ -40,7 +41,18 @@ def inspect_run(uri: str) -> RenderableType:
     footer = f"held-out: reward after the iteration; stages committed: {', '.join(STAGES)}"
     if rows and (rollout := rows[-1].rollout) is not None:
         footer += f"\none session: sf inspect {uri} --session {rollout.example}"
-    return Group(table, Text("\n" + footer, style="dim"))
+    return Group(table, _devices(run, len(rows)), Text("\n" + footer, style="dim"))
+
+
+def inspect_timeline(uri: str) -> RenderableType:
+    """A table of what the devices did in each iteration, after timeline.json and timeline.png have been
+    written. Raises ValueError with one sentence if there is no run."""
+    run = report.open_run(uri)
+    iterations = sum(1 for _ in read_iterations(run))
+    observe.record_figures(run, iterations - 1)
+    observe.draw_timelines(run)
+    drawn = f"\ntimeline: {run.trace_file} (open it in ui.perfetto.dev)\npicture: {run.timeline_picture}"
+    return Group(_devices(run, iterations), Text(drawn, style="dim"))
 
 
 def inspect_session(uri: str, session_id: str) -> RenderableType:
@@ -63,6 +75,21 @@ def inspect_session(uri: str, session_id: str) -> RenderableType:
 
 def _table(title: str) -> Table:
     return Table(title=Text(title), title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+
+
+def _devices(run: RunDirectory, iterations: int) -> RenderableType:
+    """What is recorded of the devices so far."""
+    figures = observe.read_figures(run, range(iterations))
+    if not figures:
+        return Text()
+    names, rows = observe.table(figures)
+    table = _table("\nwhat the devices did")
+    table.padding = (0, 1, 0, 0)
+    for name in names:
+        table.add_column(name.replace(" ", "\n"), justify="right", no_wrap=name != names[-1])
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def _figures(row: report.IterationFigures, held_out: str) -> tuple[str, ...]:

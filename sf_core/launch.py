@@ -25,7 +25,7 @@ from sf_core.local_stack import (
 from sf_core.progress import RunProgress
 from sf_core.run import new_run_id
 from sf_core.settings import dataplane_key, prefect_api_url
-from storage.files import absolute, exists, is_local, read_bytes
+from storage.files import absolute, check_writable, exists, is_local, read_bytes
 from storage.run_directory import RunDirectory
 
 
@@ -39,6 +39,7 @@ def launch(flow: str, config: RunConfig, console: Console) -> None:
     name = config.run_id or new_run_id("run")
     config = _updated(config, run_id=name, storage={"root": absolute(config.storage.root)})
     directory = RunDirectory(config.run_dir)
+    check_writable(config.storage.root)
     if flow == "train" and exists(directory.path("summary.json")):
         console.print(f"run {name} is finished")
         return _print_result(directory, console)

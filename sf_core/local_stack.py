@@ -23,6 +23,7 @@ import certifi
 import httpx
 
 from sf_core.config import WorkerConfig
+from sf_core.dataplane.memory import MEMORY_MB
 from sf_core.scheduling.plan import read_workers
 
 WORKER_SETTINGS = {
@@ -194,7 +195,13 @@ def start_dask_worker(
     )
 
 
-def start_dataplane(stack: LocalStack, directory: Path, port: int = 0) -> Callable[[], str]:
+def start_dataplane(
+    stack: LocalStack,
+    directory: Path,
+    port: int = 0,
+    memory_mb: float = MEMORY_MB,
+    num_gateways: int = 1,
+) -> Callable[[], str]:
     """Start a data plane on loopback; the returned function waits and gives its URL. Started again in the
     same directory, on the same port, it goes on where it was killed."""
     port_file = directory / "dataplane.port"
@@ -206,6 +213,10 @@ def start_dataplane(stack: LocalStack, directory: Path, port: int = 0) -> Callab
         str(port_file),
         "--journal-dir",
         str(directory / "dataplane"),
+        "--memory-mb",
+        str(memory_mb),
+        "--gateways",
+        str(num_gateways),
     ]
     process = stack.start("dataplane", _module("sf_core.dataplane", *options))
 

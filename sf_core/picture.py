@@ -1,14 +1,21 @@
-"""Draws a run: the reward curve above, what every device did below."""
+"""Pictures of a run: the reward curve over what every device did, and the timeline of its last iterations."""
 
 from __future__ import annotations
 
 import io
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from sf_core.scheduling.timeline import Span
+from sf_core.scheduling.figures import by_worker
+from sf_core.scheduling.timeline import Span, idle_fraction
 from storage.files import write_atomic
 
 COLOURS = {"rollout": "#4c9f70", "train": "#d1495b"}
+MOVING = "#e9b44c"
+INK = "#2e4057"
+GROUND = "#f3f1ec"
+"""Where nobody holds the device."""
 
 
 def draw_run(
@@ -21,42 +28,104 @@ def draw_run(
 ) -> None:
     """Write a PNG. rewards: mean per iteration; evaluations: held-out reward by policy version;
     boundaries: Unix seconds at which iterations ended."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-    from matplotlib.patches import Patch
-
     workers = sorted({span.worker for span in spans})
-    figure, (curve, lanes) = plt.subplots(
+    figure, (curve, lanes) = _plots(
         2, 1, figsize=(10, 5.2), height_ratios=[2.4, 0.35 + 0.45 * len(workers)], constrained_layout=True
     )
     curve.plot(range(len(rewards)), rewards, color="#8a8f98", linewidth=1.2, label="training batches")
-    curve.plot(list(evaluations), list(evaluations.values()), "o-", color="#2e4057", label="held-out tasks")
+    curve.plot(list(evaluations), list(evaluations.values()), "o-", color=INK, label="held-out tasks")
     curve.set(xlabel="iteration", ylabel="mean reward", ylim=(0, 1.02))
     curve.grid(alpha=0.25)
     curve.legend(loc="lower right", frameon=False)
 
     origin = min((span.start for span in spans), default=0.0)
-    for row, worker in enumerate(workers):
-        for span in (s for s in spans if s.worker == worker):
-            bar = [(span.start - origin, span.end - span.start)]
-            alpha = 0.25 if span.kind == "held" else 1.0
-            lanes.broken_barh(bar, (row - 0.38, 0.76), color=COLOURS[span.tag], alpha=alpha, linewidth=0)
+    _draw_devices(lanes, workers, spans, origin)
     for end in boundaries:
-        lanes.axvline(end - origin, color="#2e4057", alpha=0.15, linewidth=0.6)
-    lanes.set(
-        xlabel="seconds", yticks=range(len(workers)), yticklabels=workers, ylim=(len(workers) - 0.5, -0.5)
-    )
-    lanes.set_facecolor("#f3f1ec")
-    lanes.legend(
-        handles=[Patch(color=colour, label=tag) for tag, colour in COLOURS.items()]
-        + [Patch(color=COLOURS["rollout"], alpha=0.25, label="held, computing nothing")],
-        loc="upper center",
-        bbox_to_anchor=(0.5, -0.45),
-        ncols=3,
-        frameon=False,
-    )
+        lanes.axvline(end - origin, color=INK, alpha=0.15, linewidth=0.6)
+    lanes.set(yticklabels=workers)
+    _legend(figure)
+    _save(uri, figure)
+
+
+def draw_timeline(
+    uri: str, *, title: str, spans: Sequence[Span], iterations: Mapping[int, tuple[float, float]]
+) -> None:
+    """Write a PNG of these iterations, given by number with start and end in Unix seconds.
+
+    One row per device, a colour per active tag; where the ground shows, nobody held the device."""
+    start = min((window[0] for window in iterations.values()), default=0.0)
+    end = max((window[1] for window in iterations.values()), default=1.0)
+    inside = [span for span in spans if span.end > start and span.start < end]
+    devices = by_worker(inside)
+    # trainers below, so that what goes on while they train stands above
+    workers = sorted(devices, key=lambda worker: (any(s.tag == "train" for s in devices[worker]), worker))
+    figure, axes = _plots(figsize=(12, 1.6 + 0.55 * max(1, len(workers))), constrained_layout=True)
+    _draw_devices(axes, workers, inside, start)
+    for number, window in iterations.items():
+        axes.axvline(window[1] - start, color=INK, alpha=0.7, linewidth=0.9, linestyle=(0, (3, 2)))
+        axes.annotate(
+            f"iteration {number}" if number == min(iterations) else str(number),
+            ((window[0] + window[1]) / 2 - start, 1.0),
+            xycoords=("data", "axes fraction"),
+            xytext=(0, 4),
+            textcoords="offset points",
+            ha="center",
+            fontsize=9,
+            color=INK,
+        )
+    labels = [f"{worker}   idle {idle_fraction(devices[worker], (start, end)):.0%}" for worker in workers]
+    axes.set(xlim=(0, end - start), yticklabels=labels)
+    axes.set_title(title, fontsize=11, pad=20, color=INK, loc="left")
+    _legend(figure)
+    _save(uri, figure)
+
+
+def _draw_devices(axes: Any, workers: Sequence[str], spans: Sequence[Span], origin: float) -> None:
+    """One row per device: light where a tag holds it, full where it computes."""
+    # what happens while a device is held is drawn over that
+    for kind in ("held", "moving", "busy"):
+        bars: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
+        for span in spans:
+            if span.kind == kind:
+                bars[span.worker, span.tag].append((span.start - origin, span.end - span.start))
+        for (worker, tag), ranges in bars.items():
+            axes.broken_barh(
+                ranges,
+                (workers.index(worker) - 0.38, 0.76),
+                color=MOVING if kind == "moving" else COLOURS[tag],
+                alpha=0.25 if kind == "held" else 1.0,
+                linewidth=0,
+            )
+    axes.set(xlabel="seconds", yticks=range(len(workers)), ylim=(len(workers) - 0.5, -0.5))
+    axes.set_facecolor(GROUND)
+    axes.spines[:].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+
+
+def _legend(figure: Any) -> None:
+    from matplotlib.patches import Patch
+
+    handles = [
+        *(Patch(color=colour, label=tag) for tag, colour in COLOURS.items()),
+        Patch(color=MOVING, label="loads, saves, hands over"),
+        Patch(color=COLOURS["rollout"], alpha=0.25, label="held, computing nothing"),
+        Patch(facecolor=GROUND, edgecolor="#b8b4a8", linewidth=0.6, label="held by nobody"),
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
+
+
+def _plots(*shape: int, **settings: Any) -> tuple[Any, Any]:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    return plt.subplots(*shape, **settings)
+
+
+def _save(uri: str, figure: Any) -> None:
+    from matplotlib import pyplot as plt
+
     buffer = io.BytesIO()
     figure.savefig(buffer, dpi=130)
     plt.close(figure)

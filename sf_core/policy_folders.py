@@ -12,7 +12,7 @@ from sf_core.config import RunConfig
 from sf_core.run import Run
 from sf_core.settings import cache_dir
 from storage.files import copy_folder, exists
-from storage.weights import load_weights, save_weights
+from storage.weights import WEIGHT_FILES, load_weights, save_weights
 
 
 def prepare_start(folder: str, config: RunConfig) -> dict[str, Any]:
@@ -68,5 +68,5 @@ def export_policy(run: Run) -> None:
     version = run.resume_point().version
     folder = run.directory.policy_dir
     if not exists(f"{folder}/config.json"):
-        copy_folder(run.start_dir, folder, exclude=("*.safetensors", "*.safetensors.index.json"))
+        copy_folder(run.start_dir, folder, exclude=WEIGHT_FILES)
     save_weights(folder, load_weights(run.weights(version).uri), version)

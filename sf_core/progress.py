@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
+
+STRAGGLER_S = 30.0
+"""A session that runs longer is shown."""
 
 
 class RunProgress:
@@ -49,7 +53,14 @@ class RunProgress:
             f"{status['sessions_running']} sessions",
             " ".join(map(_engine, status["engines"])) or "no engine",
         ]
-        self._line = Text("  " + " · ".join(figures), style="dim")
+        lines = [" · ".join(figures)]
+        if wait := status.get("wait"):
+            lines.append(
+                f"waiting since {time.strftime('%H:%M:%S', time.localtime(wait['since']))} for {wait['what']}"
+            )
+        if (straggler := status["straggler"]) and straggler["age_s"] > STRAGGLER_S:
+            lines.append(f"oldest session {straggler['session']}: {straggler['age_s']:.0f} s")
+        self._line = Text("\n".join("  " + line for line in lines), style="dim")
 
     def __rich__(self) -> RenderableType:
         return Group(self._bars, self._line)

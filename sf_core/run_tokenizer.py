@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import tempfile
 from collections.abc import Iterable
 from typing import Any
 
 from storage import files
 from storage.run_directory import RunDirectory
+from storage.weights import WEIGHT_FILES
 
 
 def open_tokenizer(run: RunDirectory) -> Any | None:
@@ -18,11 +18,8 @@ def open_tokenizer(run: RunDirectory) -> Any | None:
         return None
     from transformers import AutoTokenizer
 
-    if files.is_local(run.uri):
-        return AutoTokenizer.from_pretrained(run.start_dir, local_files_only=True)
-    with tempfile.TemporaryDirectory() as folder:
-        files.copy_folder(run.start_dir, folder, exclude=("*.safetensors", "*.bin"))
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    folder = files.local_folder(run.start_dir, exclude=WEIGHT_FILES)
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
 def token_bytes(tokenizer: Any | None, ids: Iterable[int]) -> list[bytes]:

@@ -14,12 +14,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from sf_core.observe import draw_timelines, record_figures
 from sf_core.policy_folders import export_policy, prepare_start
 from sf_core.run import Run, RunRef
 from sf_core.scheduling.plan import current_worker
 from sf_core.scheduling.timeline import Timeline
 from sf_core.summary import summarise
 from sf_core.training.advantages import group_advantages
+from sf_core.waits import collect_waits
 from storage.batches import read_batch, write_batch
 from storage.files import FileRef
 from storage.manifests import Manifest
@@ -59,7 +61,9 @@ def _once(work: Callable[[Run, int], Outcome]) -> Stage:
 
 def _commit(run: Run, iteration: int | None, name: str, work: Callable[[], Outcome]) -> Manifest:
     started = time.time()
-    outcome = work()
+    with collect_waits() as waits:
+        outcome = work()
+    times = {"started_at": started, "finished_at": time.time(), "waits": waits}
     return run.directory.commit_manifest(
         Manifest(
             run_id=run.ref.run_id,
@@ -68,7 +72,7 @@ def _commit(run: Run, iteration: int | None, name: str, work: Callable[[], Outco
             attempt=run.ref.attempt,
             inputs=outcome.inputs,
             outputs=outcome.outputs,
-            data=outcome.data | {"started_at": started, "finished_at": time.time()},
+            data=outcome.data | times,
         )
     )
 
@@ -124,6 +128,7 @@ def filter(run: Run, iteration: int) -> Outcome:
             "rows": len(rows),
             "reward_mean": float(rewards.mean()),
             "zero_advantage_share": float(np.mean(advantages == 0)),
+            "lags": lag_histogram(rows, iteration),
         },
     )
 
@@ -137,6 +142,13 @@ def session_advantages(
     return advantages
 
 
+def lag_histogram(rows: pa.Table, iteration: int) -> list[int]:
+    """How many trained tokens have lag 0, 1, ...; `rows` are trajectories."""
+    mask = pc.list_flatten(rows["loss_mask"])
+    versions = pc.list_flatten(rows["policy_versions"]).filter(mask).to_numpy()
+    return [int(number) for number in np.bincount(iteration - versions)]
+
+
 def _codes(column: pa.ChunkedArray) -> np.ndarray:
     codes: np.ndarray = pc.dictionary_encode(column.combine_chunks()).indices.to_numpy()
     return codes
@@ -148,15 +160,18 @@ def train(run: Run, iteration: int) -> Outcome:
     from sf_core.training.resident import trainer_at
 
     source = _committed(run, iteration, "filter")
-    timeline = Timeline(run.directory, current_worker(), "train", f"{run.ref.attempt}-train-{iteration}")
-    with timeline.computing(f"iteration {iteration}"):
-        trainer = trainer_at(run, iteration)
-        metrics = trainer.step(read_batch(run.directory.path(source.outputs[0].uri)))
+    step = f"train-{iteration}.{run.ref.attempt}"
+    with Timeline(run.directory, current_worker(), "train", step) as timeline:
+        with timeline.doing("moving", "load trainer", iteration):
+            trainer = trainer_at(run, iteration)
+            batch = read_batch(run.directory.path(source.outputs[0].uri))
+        with timeline.doing("busy", "train", iteration):
+            metrics = trainer.step(batch)
         version = trainer.version
-        weights = save_weights(run.directory.weights_dir(version), trainer.weights(), version)
-        if version % run.config.train.checkpoint_every == 0 or version == run.config.train.iterations:
-            trainer.save_checkpoint(run.directory.checkpoint_dir(version))
-    timeline.write()
+        with timeline.doing("moving", "save", iteration):
+            weights = save_weights(run.directory.weights_dir(version), trainer.weights(), version)
+            if version % run.config.train.checkpoint_every == 0 or version == run.config.train.iterations:
+                trainer.save_checkpoint(run.directory.checkpoint_dir(version))
     return Outcome(
         inputs={ref.uri: ref.sha256 for ref in source.outputs},
         outputs=[weights, write_metrics(run.directory, "train", iteration, [metrics])],
@@ -187,7 +202,9 @@ def evaluate(run: Run, version: int) -> Outcome:
 
 
 def finish(ref: RunRef) -> dict[str, Any]:
-    """Write the trained policy as a Hugging Face folder, the summary and its picture."""
+    """Write the trained policy as a Hugging Face folder, figures, timelines, the summary and its picture."""
     run = Run(ref)
     export_policy(run)
+    record_figures(run.directory, run.config.train.iterations - 1, is_over=True)
+    draw_timelines(run.directory)
     return summarise(run.directory, run.config)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 from sf_core.config import RunConfig
+from sf_core.iterations import Iteration, iteration_windows, read_iterations
 from sf_core.picture import draw_run
+from sf_core.report import held_out_rewards
 from sf_core.scheduling.timeline import Span, idle_fraction, read_spans
 from sf_core.settings import command_started_at
-from storage.manifests import Manifest
-from storage.run_directory import STAGES, RunDirectory
+from storage.run_directory import RunDirectory
 
 
 def summarise(directory: RunDirectory, config: RunConfig) -> dict[str, Any]:
@@ -20,20 +23,14 @@ def summarise(directory: RunDirectory, config: RunConfig) -> dict[str, Any]:
     time between two attempts; idle_fraction is the share of it in which a device computed nothing;
     orchestration_seconds_per_iteration is what no stage accounts for: Prefect, Dask and manifests.
     """
-    iterations = [
-        {stage: _manifest(directory, number, stage) for stage in STAGES}
-        for number in range(config.train.iterations)
-    ]
-    evaluations = {}
-    for version in range(config.train.iterations + 1):
-        if (manifest := directory.read_manifest(version, "evaluate")) is not None:
-            evaluations[version] = manifest.data["reward_mean"]
-            if version < config.train.iterations:
-                iterations[version]["evaluate"] = manifest
-    windows = iteration_windows(iterations)
+    iterations = list(islice(read_iterations(directory), config.train.iterations))
+    evaluations = held_out_rewards(directory, config.train.iterations + 1)
+    windows = list(iteration_windows(iterations).values())
+    if len(windows) < config.train.iterations:
+        raise ValueError(f"{directory.run_id}: iteration {len(windows)} is not committed")
     spans = read_spans(directory)
     seconds_rl = sum(end - start for start, end in windows)
-    tokens = sum(m.data.get("sampled_tokens", 0) for stages in iterations for m in stages.values())
+    tokens = sum(m.data.get("sampled_tokens", 0) for i in iterations for m in i.stages.values())
     summary = {
         "run_id": directory.run_id,
         "seed": config.seed,
@@ -48,13 +45,13 @@ def summarise(directory: RunDirectory, config: RunConfig) -> dict[str, Any]:
             worker: _idle([span for span in spans if span.worker == worker], windows)
             for worker in sorted({span.worker for span in spans})
         },
-        "max_lag": max(stages["rollout"].data["max_lag"] for stages in iterations),
+        "max_lag": max(i.stages["rollout"].data["max_lag"] for i in iterations),
         "orchestration_seconds_per_iteration": round(orchestration_seconds(iterations) / len(iterations), 3),
     }
     directory.write_summary(summary)
     draw_run(
         directory.path("summary.png"),
-        rewards=[stages["rollout"].data["reward_mean"] for stages in iterations],
+        rewards=[i.stages["rollout"].data["reward_mean"] for i in iterations],
         evaluations=evaluations,
         spans=spans,
         boundaries=[end for _, end in windows],
@@ -62,23 +59,12 @@ def summarise(directory: RunDirectory, config: RunConfig) -> dict[str, Any]:
     return summary
 
 
-def iteration_windows(iterations: list[dict[str, Manifest]]) -> list[tuple[float, float]]:
-    """From the end of one iteration to the end of the next; the first of an attempt from its own start."""
-    windows: list[tuple[float, float]] = []
-    attempt = None
-    for stages in iterations:
-        first, last = stages["rollout"], stages["publish"]
-        start = windows[-1][1] if first.attempt == attempt else first.data["started_at"]
-        windows.append((start, last.data["finished_at"]))
-        attempt = last.attempt
-    return windows
-
-
-def orchestration_seconds(iterations: list[dict[str, Manifest]]) -> float:
+def orchestration_seconds(iterations: Sequence[Iteration]) -> float:
     """Seconds in which no stage of an iteration worked, hand-over between iterations included."""
     total = 0.0
-    for (reached, _), stages in zip(iteration_windows(iterations), iterations, strict=True):
-        for start, end in sorted((m.data["started_at"], m.data["finished_at"]) for m in stages.values()):
+    for (reached, _), iteration in zip(iteration_windows(iterations).values(), iterations, strict=True):
+        stages = iteration.stages.values()
+        for start, end in sorted((m.data["started_at"], m.data["finished_at"]) for m in stages):
             total += max(0.0, start - reached)
             reached = max(reached, end)
     return total
@@ -88,13 +74,6 @@ def _idle(spans: list[Span], windows: list[tuple[float, float]]) -> float:
     length = sum(end - start for start, end in windows)
     idle = sum(idle_fraction(spans, window) * (window[1] - window[0]) for window in windows)
     return round(idle / length, 4) if length else 0.0
-
-
-def _manifest(directory: RunDirectory, iteration: int, stage: str) -> Manifest:
-    manifest = directory.read_manifest(iteration, stage)
-    if manifest is None:
-        raise ValueError(f"{directory.run_id}: {stage} of iteration {iteration} is not committed")
-    return manifest
 
 
 def _started_at(directory: RunDirectory) -> float:

@@ -1,10 +1,12 @@
 """Whole files on any fsspec filesystem, each written at once or not at all.
 
-Owns atomic writes, checksums and URIs. Knows nothing of what the files mean.
+Owns atomic writes, checksums, URIs and the sentences about a storage that fails. Knows nothing of what the
+files mean. Object stores have no rename: there a file appears when its upload is complete.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import tempfile
@@ -13,9 +15,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any, BinaryIO
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
+
+from storage.errors import StorageError, storage_errors
+
+__all__ = ["FileRef", "StorageError"]
+
+_OPTIONS: dict[str, dict[str, Any]] = {
+    # s3fs repeats what failed, five times; each of its tries is one, or minutes pass before anybody hears
+    "s3": {"config_kwargs": {"retries": {"total_max_attempts": 1}}},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +42,14 @@ class FileRef:
 
 def open_fs(uri: str) -> tuple[fsspec.AbstractFileSystem, str]:
     """The filesystem of a URI or local path, and the path on it."""
-    # other processes write the same folders: a cached listing would hide their files
-    fs, path = fsspec.core.url_to_fs(uri, use_listings_cache=False)
+    options = _OPTIONS.get(uri.partition("://")[0], {})
+    try:
+        # other processes write the same folders: a cached listing would hide their files
+        fs, path = fsspec.core.url_to_fs(uri, use_listings_cache=False, **options)
+    except ImportError as error:
+        raise StorageError(f"{uri}: this storage needs a package that is not installed: {error}") from None
+    except ValueError as error:
+        raise StorageError(f"{uri}: no storage that fsspec knows: {error}") from None
     return fs, path
 
 
@@ -51,24 +69,93 @@ def join(base: str, *parts: str) -> str:
 
 def exists(uri: str) -> bool:
     fs, path = open_fs(uri)
-    return bool(fs.exists(path))
+    with storage_errors(uri):
+        return bool(fs.exists(path))
 
 
 def read_bytes(uri: str) -> bytes:
     """Raises FileNotFoundError."""
     fs, path = open_fs(uri)
-    return bytes(fs.cat_file(path))
+    with storage_errors(uri):
+        return bytes(fs.cat_file(path))
+
+
+@contextmanager
+def open_read(uri: str) -> Iterator[BinaryIO]:
+    """The file for reading parts of it: nothing is read ahead. Raises FileNotFoundError."""
+    fs, path = open_fs(uri)
+    with storage_errors(uri), fs.open(path, "rb", cache_type="none") as file:
+        yield file
 
 
 def write_atomic(uri: str, data: bytes, *, create: bool = False) -> FileRef:
     """Write the whole file or nothing. With `create` an existing file is kept and FileExistsError raised,
     also when two processes write at the same moment."""
     fs, path = open_fs(uri)
-    if isinstance(fs, LocalFileSystem):
-        _write_local(path, data, create)
-    else:
-        fs.pipe_file(path, data, mode="create" if create else "overwrite")
+    with storage_errors(uri):
+        if isinstance(fs, LocalFileSystem):
+            with _local_file(path, create) as file:
+                file.write(data)
+        else:
+            fs.pipe_file(path, data, mode="create" if create else "overwrite")
     return FileRef(uri, len(data), hashlib.sha256(data).hexdigest())
+
+
+class HashedFile:
+    """A file under construction, of which size and checksum are known when it is done."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._hash = hashlib.sha256()
+        self._size = 0
+
+    def write(self, data: bytes) -> int:
+        self._hash.update(data)
+        self._size += len(data)
+        return self._file.write(data)
+
+    def tell(self) -> int:
+        return self._size
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    @property
+    def closed(self) -> bool:
+        return self._file.closed
+
+    def ref(self, uri: str) -> FileRef:
+        return FileRef(uri, self._size, self._hash.hexdigest())
+
+
+@contextmanager
+def writer(uri: str) -> Iterator[HashedFile]:
+    """Like write_atomic for a file that is never whole in memory: it appears when the block has ended. What
+    goes to an object store is gathered in a temporary file (TMPDIR) and uploaded in parts."""
+    fs, path = open_fs(uri)
+    if isinstance(fs, LocalFileSystem):
+        with storage_errors(uri), _local_file(path) as file:
+            yield HashedFile(file)
+        return
+    with tempfile.NamedTemporaryFile(prefix="sf-upload-") as temporary:
+        yield HashedFile(temporary)  # type: ignore[arg-type]
+        temporary.flush()
+        with storage_errors(uri):
+            fs.put_file(temporary.name, path)
+
+
+def check_writable(folder: str) -> None:
+    """Raises StorageError if nothing can be written into the folder."""
+    fs, path = open_fs(folder)
+    probe = join(path, f".{uuid.uuid4().hex}.tmp")
+    # not write_atomic: its sentence would name a file that nobody knows
+    with storage_errors(folder):
+        if isinstance(fs, LocalFileSystem):
+            with _local_file(probe):
+                pass
+        else:
+            fs.pipe_file(probe, b"")
+        fs.rm_file(probe)
 
 
 def list_files(folder: str) -> list[str]:
@@ -98,7 +185,8 @@ def remove(uri: str) -> None:
     """Remove a file; one that is gone already is no error."""
     fs, path = open_fs(uri)
     try:
-        fs.rm_file(path)
+        with storage_errors(uri):
+            fs.rm_file(path)
     except FileNotFoundError:
         return
 
@@ -112,39 +200,57 @@ def local_copy(uri: str) -> Iterator[str]:
         return
     with tempfile.TemporaryDirectory() as folder:
         copy = os.path.join(folder, os.path.basename(path))
-        fs.get_file(path, copy)
+        with storage_errors(uri):
+            fs.get_file(path, copy)
         yield copy
+
+
+def local_folder(folder: str, exclude: Sequence[str] = ()) -> str:
+    """The files directly in a folder as a local folder: itself, or a copy that this process makes once and
+    keeps. For folders that never change; `exclude` as in copy_folder. Raises ValueError if it is empty."""
+    if is_local(folder):
+        return open_fs(folder)[1]
+    return _copied(folder, tuple(exclude)).name
+
+
+@functools.lru_cache(maxsize=32)
+def _copied(folder: str, exclude: tuple[str, ...]) -> tempfile.TemporaryDirectory[str]:
+    copy = tempfile.TemporaryDirectory(prefix="sf-folder-")
+    copy_folder(folder, copy.name, exclude)
+    return copy
 
 
 def _list(folder: str, kind: str) -> list[str]:
     fs, path = open_fs(folder)
     try:
-        entries = fs.ls(path, detail=True)
+        with storage_errors(folder):
+            entries = fs.ls(path, detail=True)
     except FileNotFoundError:
         return []
     names = (entry["name"].rstrip("/").rsplit("/", 1)[-1] for entry in entries if entry["type"] == kind)
     return sorted(join(folder, name) for name in names if not name.startswith("."))
 
 
-def _write_local(path: str, data: bytes, create: bool) -> None:
+@contextmanager
+def _local_file(path: str, create: bool = False) -> Iterator[BinaryIO]:
     folder, name = os.path.split(path)
-    os.makedirs(folder, exist_ok=True)
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except FileExistsError:
+        raise NotADirectoryError(f"{folder} is a file") from None
     # neither the dot nor the ending is what readers of Parquet folders look for
     temporary = os.path.join(folder, f".{name}.{uuid.uuid4().hex}.tmp")
     try:
         with open(temporary, "wb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         if create:
             os.link(temporary, path)
         else:
             os.replace(temporary, path)
-            return
-    except BaseException:
+    finally:
         _unlink(temporary)
-        raise
-    _unlink(temporary)
 
 
 def _unlink(path: str) -> None:

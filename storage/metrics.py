@@ -1,4 +1,4 @@
-"""Metrics as Parquet: one file per iteration, one row per training step (or per evaluation).
+"""Metrics as Parquet: one file per iteration, one row per training step, evaluation or iteration.
 
 Owns the columns `iteration` and `step`; the others are whatever was measured, as float64.
 """
@@ -17,7 +17,7 @@ from storage.run_directory import RunDirectory
 
 def write_metrics(
     run: RunDirectory,
-    kind: Literal["train", "evaluation"],
+    kind: Literal["train", "evaluation", "devices"],
     iteration: int,
     steps: Sequence[Mapping[str, float]],
 ) -> FileRef:

@@ -5,8 +5,8 @@ Owns compression, the schema version and the checks of a file. Knows no column b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Sized
-from io import BytesIO
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -16,51 +16,53 @@ import pyarrow.parquet as pq
 from storage import files
 from storage.files import FileRef
 
-SCHEMA_VERSION = "1"
+SCHEMA_VERSION = 1
+"""Files of this and of every older version are read; tests/data has one folder per version."""
 _VERSION_KEY = b"seamlessflow.schema"
-METADATA = {_VERSION_KEY: SCHEMA_VERSION.encode()}
+METADATA = {_VERSION_KEY: str(SCHEMA_VERSION).encode()}
+ROW_GROUP_BYTES = 32 * 2**20
+"""About as much of a table is one row group, before compression: what a writer or reader holds at once."""
 _READ_BYTES = 2**20
 
 
 def write_table(uri: str, table: pa.Table) -> FileRef:
     """Equal tables give equal bytes."""
-    # a dictionary pays for names that repeat, not for numbers and unique texts
-    names = [field.name for field in table.schema if field.type == pa.string() and field.name != "messages"]
-    buffer = BytesIO()
-    pq.write_table(
-        table.replace_schema_metadata(METADATA),
-        buffer,
-        compression="zstd",
-        use_dictionary=names,
-        write_statistics=True,
-    )
-    return files.write_atomic(uri, buffer.getvalue())
+    rows = max(1, len(table) * ROW_GROUP_BYTES // max(1, table.nbytes))
+    return write_tables(uri, table.schema, (table.slice(at, rows) for at in range(0, len(table), rows)))
+
+
+def write_tables(uri: str, schema: pa.Schema, tables: Iterable[pa.Table]) -> FileRef:
+    """One row group per table, written as it comes: all of them are never in memory at once."""
+    with files.writer(uri) as file:
+        # a dictionary makes names that repeat faster to write and read; zstd makes numbers that repeat as
+        # small without one: benchmarks/storage.py
+        names = [field.name for field in schema if field.type == pa.string() and field.name != "messages"]
+        with pq.ParquetWriter(
+            file,
+            schema.with_metadata(METADATA),
+            compression="zstd",
+            use_dictionary=names,
+            write_statistics=True,
+            write_page_checksum=True,
+        ) as writer:
+            for table in tables:
+                writer.write_table(table, row_group_size=max(1, len(table)))
+        return file.ref(uri)
 
 
 def read_table(uri: str, columns: list[str] | None = None) -> pa.Table:
-    """One file. Raises ValueError with one sentence if it is missing, broken or of another schema version."""
-    try:
-        table = pq.ParquetFile(BytesIO(files.read_bytes(uri))).read(columns)
-    except FileNotFoundError:
-        raise ValueError(f"{uri}: no such file") from None
-    except pa.ArrowInvalid as error:
-        raise ValueError(f"{uri}: not a complete Parquet file: {error}") from None
-    _check_version(uri, table.schema)
-    return table
+    """One file; with `columns`, only their bytes are read. Raises ValueError with one sentence if it is
+    missing, broken, lacks a column or is of a newer schema version."""
+    with _opened(uri, pre_buffer=True) as reader:
+        if columns is not None and (unknown := set(columns) - set(reader.schema_arrow.names)):
+            raise ValueError(f"{uri}: has no column {', '.join(sorted(unknown))}")
+        return reader.read(columns)
 
 
-def iter_batches(uri: str, max_rows: int) -> Iterator[pa.RecordBatch]:
+def iter_batches(uri: str, max_rows: int, columns: list[str] | None = None) -> Iterator[pa.RecordBatch]:
     """One file, `max_rows` at a time, never whole in memory. Raises ValueError like `read_table`."""
-    fs, path = files.open_fs(uri)
-    try:
-        with fs.open(path, "rb") as file:
-            reader = pq.ParquetFile(file, pre_buffer=False, buffer_size=_READ_BYTES)
-            _check_version(uri, reader.schema_arrow)
-            yield from reader.iter_batches(max_rows)
-    except FileNotFoundError:
-        raise ValueError(f"{uri}: no such file") from None
-    except pa.ArrowInvalid as error:
-        raise ValueError(f"{uri}: not a complete Parquet file: {error}") from None
+    with _opened(uri, pre_buffer=False) as reader:
+        yield from reader.iter_batches(max_rows, columns=columns)
 
 
 def offsets(rows: Sequence[Sized]) -> pa.Int32Array:
@@ -90,10 +92,39 @@ def numpy_rows(column: pa.ChunkedArray, fill: Any = None) -> list[np.ndarray]:
     return np.split(flat, ends[:-1]) if len(lists) else []
 
 
+@contextmanager
+def _opened(uri: str, *, pre_buffer: bool) -> Iterator[pq.ParquetFile]:
+    try:
+        with files.open_read(uri) as file, _complete(uri):
+            reader = pq.ParquetFile(
+                file, pre_buffer=pre_buffer, buffer_size=_READ_BYTES, page_checksum_verification=True
+            )
+            _check_version(uri, reader.schema_arrow)
+            yield reader
+    except FileNotFoundError:
+        raise ValueError(f"{uri}: no such file") from None
+
+
+@contextmanager
+def _complete(uri: str) -> Iterator[None]:
+    try:
+        yield
+    except (pa.ArrowInvalid, OSError) as error:
+        # Arrow raises a bare OSError for bytes that make no sense; one of the storage says more
+        if isinstance(error, OSError) and (type(error) is not OSError or error.errno is not None):
+            raise
+        raise ValueError(f"{uri}: not a complete Parquet file: {str(error).strip()}") from None
+
+
 def _check_version(uri: str, schema: pa.Schema) -> None:
-    version = (schema.metadata or {}).get(_VERSION_KEY, b"none").decode()
-    if version != SCHEMA_VERSION:
-        raise ValueError(f"{uri}: schema version is {version}, this code reads {SCHEMA_VERSION}")
+    found = (schema.metadata or {}).get(_VERSION_KEY, b"").decode()
+    if not found.isdecimal():
+        raise ValueError(f"{uri}: not written by SeamlessFlow: its metadata has no schema version")
+    if int(found) > SCHEMA_VERSION:
+        raise ValueError(
+            f"{uri}: written by a newer SeamlessFlow: its schema version is {found}, this one reads up to "
+            f"{SCHEMA_VERSION}; update this installation"
+        )
 
 
 def _concatenate(rows: Sequence[np.ndarray], dtype: Any) -> np.ndarray:

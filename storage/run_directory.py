@@ -84,11 +84,22 @@ class RunDirectory:
     def write_summary(self, summary: dict[str, object]) -> FileRef:
         return files.write_atomic(self.path("summary.json"), json.dumps(summary, indent=2).encode())
 
-    def write_timeline(self, name: str, data: bytes) -> FileRef:
-        return files.write_atomic(self.path("timeline", f"{name}.json"), data)
+    def write_timeline(self, name: str, until: float, data: bytes) -> FileRef:
+        """One part of what `name` did, up to this moment (Unix seconds). A part is written once."""
+        return files.write_atomic(self.path("timeline", f"{name}.{round(until * 1e6)}.json"), data)
 
-    def read_timelines(self) -> list[bytes]:
-        return [files.read_bytes(uri) for uri in files.list_files(self.path("timeline"))]
+    def read_timelines(self, since: float = 0.0) -> list[bytes]:
+        """The parts that tell of times after `since` (Unix seconds)."""
+        uris = files.list_files(self.path("timeline"))
+        return [files.read_bytes(uri) for uri in uris if int(uri.split(".")[-2]) >= since * 1e6]
+
+    @property
+    def trace_file(self) -> str:
+        return self.path("timeline.json")
+
+    @property
+    def timeline_picture(self) -> str:
+        return self.path("timeline.png")
 
     def read_manifest(self, iteration: int | None, stage: str) -> Manifest | None:
         """None: not committed. Raises ValueError if the file is broken or belongs to something else."""
@@ -152,6 +163,9 @@ class RunDirectory:
     def begin_attempt(self) -> int:
         """Number of this attempt on the run, from 1; earlier attempts can commit nothing from now on."""
         for attempt in itertools.count(1):
+            # not every object store refuses to write over a file: looking first leaves it only a moment
+            if files.exists(self._attempt_file(attempt)):
+                continue
             try:
                 files.write_atomic(self._attempt_file(attempt), b"", create=True)
             except FileExistsError:

@@ -6,7 +6,7 @@ Owns their encoding: rows to Arrow columns and back. The columns themselves are 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any, Literal
 
@@ -31,17 +31,23 @@ __all__ = [
 ]
 
 
+_BYTES_PER_TOKEN = 4 + 1 + 4 + 4
+"""Of the four lists per token, before compression."""
+
+
 def write_trajectories(
     run: RunDirectory,
     iteration: int,
-    rows: Sequence[Trajectory],
+    rows: Iterable[Trajectory],
     part: str,
     kind: Literal["trajectories", "evaluations"] = "trajectories",
 ) -> FileRef:
     """Write one part of an iteration (of a policy version, for evaluations). `part` names the shard and the
-    attempt; the same part of the same iteration is the same file."""
+    attempt; the same part of the same iteration is the same file. Rows are taken as they are written: of an
+    iterator never more than a row group is in memory."""
     uri = f"{run.partition(kind, iteration)}/{part}.parquet"
-    return run.relative(parquet.write_table(uri, to_table(run.run_id, rows)))
+    tables = (to_table(run.run_id, group) for group in _row_groups(rows))
+    return run.relative(parquet.write_tables(uri, SCHEMA, tables))
 
 
 def read_trajectories(uri: str, columns: list[str] | None = None) -> pa.Table:
@@ -59,11 +65,16 @@ def read_trajectories(uri: str, columns: list[str] | None = None) -> pa.Table:
     return table.add_column(min(1, table.num_columns), "iteration", iteration)
 
 
-def iter_trajectories(uri: str, max_rows: int) -> Iterator[pa.RecordBatch]:
-    """One file in the columns of SCHEMA, `max_rows` at a time. Raises ValueError if it cannot be read."""
-    for batch in parquet.iter_batches(uri, max_rows):
+def iter_trajectories(
+    uri: str, max_rows: int, columns: Sequence[str] | None = None
+) -> Iterator[pa.RecordBatch]:
+    """One file in the columns of SCHEMA, or in some of them, `max_rows` at a time. Raises ValueError if it
+    cannot be read."""
+    names = SCHEMA.names if columns is None else list(columns)
+    schema = pa.schema([SCHEMA.field(name) for name in names])
+    for batch in parquet.iter_batches(uri, max_rows, names):
         # Parquet has its own name for the elements of a list
-        yield batch.cast(SCHEMA)
+        yield batch.select(names).cast(schema)
 
 
 def to_table(run_id: str, rows: Sequence[Trajectory]) -> pa.Table:
@@ -118,6 +129,19 @@ def to_rows(table: pa.Table) -> list[Trajectory]:
     }
     values = [columns[name] if name in columns else table[name].to_pylist() for name in names]
     return [Trajectory(*row) for row in zip(*values, strict=True)]
+
+
+def _row_groups(rows: Iterable[Trajectory]) -> Iterator[list[Trajectory]]:
+    group: list[Trajectory] = []
+    size = 0
+    for row in rows:
+        group.append(row)
+        size += len(row.token_ids) * _BYTES_PER_TOKEN + len(row.messages)
+        if size >= parquet.ROW_GROUP_BYTES:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
 
 
 def _column(values: Any, field: pa.Field) -> pa.Array:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 FILE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin")
+"""Patterns for the files of a Hugging Face folder that who wants only its tokenizer leaves out."""
 
 
 def save_weights(uri: str, tensors: Mapping[str, torch.Tensor], version: int) -> FileRef:

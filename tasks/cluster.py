@@ -5,14 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import dask
 from prefect.context import FlowRunContext, SettingsContext, get_settings_context
+from prefect.futures import PrefectFuture
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY
 from prefect_dask import DaskTaskRunner
 from prefect_dask.client import PrefectDaskClient
 from pydantic import PrivateAttr
+
+from sf_core.waits import waiting_for
+
+R = TypeVar("R")
 
 SCHEDULER_VARIABLE = "SF_SCHEDULER"
 """Address of the scheduler for flows whose configuration names none."""
@@ -51,6 +56,17 @@ def lane(tag: str, worker: str | None = None, priority: int = 0) -> Iterator[Non
     resources = {tag: 1} if worker is None else {tag: 1, f"@{worker}": 1}
     with dask.annotate(resources=resources, priority=priority):
         yield
+
+
+def result_of(future: PrefectFuture[R], what: str, timeout_s: float) -> R:
+    """What a task returned. Raises what it raised, or TimeoutError that says what was waited for."""
+    with waiting_for(what, timeout_s) as wait:
+        try:
+            return future.result(timeout=timeout_s)
+        except TimeoutError:
+            wait.check()
+            # it was the task that timed out
+            raise
 
 
 class _SerialisedOnce(SettingsContext):

@@ -13,7 +13,7 @@ from prefect_dask.task_runners import PrefectDaskFuture
 from sf_core.run import Run, RunRef
 from sf_core.scheduling.lease import LeaseSpec, run_agents, serve_lease
 from sf_core.scheduling.plan import Plan
-from tasks.cluster import lane
+from tasks.cluster import lane, result_of
 
 
 @task(task_run_name="lease-{spec.lease_id}")
@@ -28,6 +28,10 @@ def agents(spec: LeaseSpec) -> int:
     return run_agents(spec)
 
 
+REVOKED_S, RELEASED_S = 120.0, 30.0
+"""How long the end of a lease is awaited. A revoked one has yielded before; its task only has to end."""
+
+
 class Leases:
     """All leases of one flow attempt. Rollout-only and agent workers are held throughout; a trainer that is
     lent has one lease running and the next one queued behind it, so that no submission stands between the end
@@ -35,7 +39,7 @@ class Leases:
 
     def __init__(self, run: RunRef, plan: Plan) -> None:
         self._run, self._plan = run, plan
-        self._held: list[PrefectDaskFuture[Any]] = []
+        self._held: list[tuple[str, PrefectDaskFuture[Any]]] = []
         self._lent: deque[tuple[str, PrefectDaskFuture[Any]]] = deque()
         self._revoked = False
         self._count = itertools.count()
@@ -43,10 +47,10 @@ class Leases:
     def __enter__(self) -> Leases:
         for worker in self._plan.agent:
             with lane("agent", worker):
-                self._held.append(agents.submit(self._spec(worker)))
+                self._held.append((worker, agents.submit(self._spec(worker))))
         for worker in self._plan.rollout:
             with lane("rollout", worker):
-                self._held.append(lease.submit(self._spec(worker)))
+                self._held.append((worker, lease.submit(self._spec(worker))))
         return self
 
     def lend_trainer(self, iteration: int) -> str | None:
@@ -56,7 +60,8 @@ class Leases:
         if not self._plan.lent:
             return None
         if self._revoked:
-            self._lent.popleft()[1].result()
+            lease_id, revoked = self._lent.popleft()
+            result_of(revoked, f"lease {lease_id}, which was revoked, to end", REVOKED_S)
         if self._lent and self._lent[0][1].wrapped_future.done():
             self._lent.popleft()
         while len(self._lent) < 2:
@@ -68,10 +73,11 @@ class Leases:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         Run(self._run).dataplane.release()
-        for future in [*self._held, *(future for _, future in self._lent)]:
-            future.wait(timeout=30.0)
+        for lease_id, future in [*self._held, *self._lent]:
             if error is None:
-                future.result()
+                result_of(future, f"lease {lease_id}, which was released, to end", RELEASED_S)
+            else:
+                future.wait(timeout=RELEASED_S)
 
     def _lend(self, after: int | None) -> tuple[str, PrefectDaskFuture[Any]]:
         worker = self._plan.trainer

@@ -6,8 +6,9 @@ import argparse
 import sys
 from typing import get_args
 
+from sf_core.dataplane.host import GRACE_S
 from sf_core.dataplane.journal import Fsync
-from sf_core.dataplane.run import GRACE_S
+from sf_core.dataplane.memory import MEMORY_MB
 from sf_core.dataplane.server import serve
 from sf_core.settings import dataplane_key
 
@@ -31,6 +32,19 @@ def main() -> None:
     )
     parser.add_argument(
         "--grace-s", type=float, default=GRACE_S, help="how long a turn goes on after its client went away"
+    )
+    parser.add_argument(
+        "--gateways",
+        type=int,
+        default=1,
+        dest="num_gateways",
+        help="processes that serve turns; 1: this one does everything",
+    )
+    parser.add_argument(
+        "--memory-mb",
+        type=float,
+        default=MEMORY_MB,
+        help="for sessions and results; over it, those that nobody uses wait on disk",
     )
     arguments = parser.parse_args()
     try:

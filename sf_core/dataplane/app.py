@@ -1,6 +1,6 @@
-"""The routes of the data plane: for agents, agent runners, flows and engines.
+"""The routes of the data plane: for agent runners, flows and engines, and those of agents (agent_routes.py).
 
-Owns paths and error bodies. What a route does is in the modules it calls.
+Owns paths. What a route does is in the modules it calls.
 """
 
 from __future__ import annotations
@@ -9,30 +9,29 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
-import orjson
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket
 
+from sf_core.dataplane.agent_routes import REFUSALS, SESSION, Answer, agent_routes, json_route
 from sf_core.dataplane.dataplane import DataPlane
-from sf_core.dataplane.dialects.registry import DIALECTS, dialect_of
 from sf_core.dataplane.engines import serve_engine_link
 from sf_core.dataplane.errors import ApiError
-from sf_core.dataplane.gateway import TokenCount, Turns, read_body
+from sf_core.dataplane.gateway import read_body
+from sf_core.dataplane.host import GRACE_S
 from sf_core.dataplane.journal import Fsync
 from sf_core.dataplane.keys import KeyCheck
-from sf_core.dataplane.metrics import Metrics
+from sf_core.dataplane.memory import MEMORY_MB
+from sf_core.dataplane.metrics import MemoryUse, Metrics, Runs, together
 from sf_core.dataplane.observed import Observed
-from sf_core.dataplane.run import GRACE_S, Run
+from sf_core.dataplane.run import Run
 from sf_core.dataplane.session import Session
-from sf_core.dataplane.session_tree import session_tree
 from sf_core.dataplane.specs import (
     ClaimBody,
     EvaluationBody,
@@ -52,9 +51,10 @@ from sf_core.dataplane.status import batch_status, evaluation_status, run_status
 from sf_core.dataplane.stream import MEDIA_TYPE, arrow_stream, batch_files
 from sf_core.types import WeightsRef
 
-MAX_WAIT_S = 30.0
+if TYPE_CHECKING:
+    from sf_core.dataplane.gateways.hub import Gateways
 
-Answer = dict[str, Any]
+MAX_WAIT_S = 30.0
 
 
 def make_app(
@@ -62,35 +62,48 @@ def make_app(
     journal_dir: str | None = None,
     fsync: Fsync = "turn",
     grace_s: float = GRACE_S,
+    memory_mb: float = MEMORY_MB,
+    gateways: Gateways | None = None,
 ) -> Starlette:
-    """Raises ValueError if another data plane works in the journal directory."""
-    plane = DataPlane(journal_dir, fsync, grace_s)
+    """Without gateway processes it serves turns itself. Raises ValueError if another data plane works in the
+    journal directory."""
+    make_run = Run if gateways is None else gateways.make_run
+    plane = DataPlane(journal_dir, fsync, grace_s, memory_mb, make_run)
     routes = Routes(plane)
-    metrics = Metrics(plane.runs)
+    metrics = Metrics(Runs(plane.runs), MemoryUse(plane.memory))
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        await plane.reopen()
-        sweeping = asyncio.ensure_future(plane.sweep())
-        yield
-        sweeping.cancel()
+        async with contextlib.nullcontext() if gateways is None else gateways.running():
+            await plane.reopen()
+            sweeping = asyncio.ensure_future(plane.sweep())
+            yield
+            sweeping.cancel()
         await plane.close()
 
     async def engines(socket: WebSocket) -> None:
         await serve_engine_link(socket, plane.runs.get)
 
     async def figures(request: Request) -> Response:
-        return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
+        text = metrics.text()
+        if gateways is not None:
+            text = together({"hub": text, **await gateways.figures()})
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
-    run, session = "/runs/{run_id}", "/sessions/{session_id}"
+    middleware = [
+        Middleware(Observed, metrics=metrics),
+        Middleware(KeyCheck, key=key, runs=plane.runs.values),
+    ]
+    if gateways is not None:
+        middleware.insert(0, gateways.forwarding())
+    run = "/runs/{run_id}"
     return Starlette(
         routes=[
-            *_agents_routes(plane, routes, ""),
-            *_agents_routes(plane, routes, session),
+            *agent_routes(plane.sessions),
             _post("/sessions", routes.open_session),
-            _get(session, routes.session),
-            _post(session + "/reward", routes.reward),
-            _post(session + "/finish", routes.finish),
+            _get(SESSION, routes.session),
+            _post(SESSION + "/reward", routes.reward),
+            _post(SESSION + "/finish", routes.finish),
             _post(run + "/finished", routes.finish_many),
             _post("/runs", routes.register),
             _get(run, routes.status),
@@ -112,11 +125,8 @@ def make_app(
             Route("/metrics", figures),
             WebSocketRoute("/engines", engines),
         ],
-        middleware=[
-            Middleware(Observed, metrics=metrics),
-            Middleware(KeyCheck, key=key, runs=plane.runs.values),
-        ],
-        exception_handlers={ApiError: _refuse, HTTPException: _refuse_route, Exception: _fail},
+        middleware=middleware,
+        exception_handlers=REFUSALS,
         lifespan=lifespan,
     )
 
@@ -124,11 +134,6 @@ def make_app(
 class Routes:
     def __init__(self, plane: DataPlane) -> None:
         self._plane = plane
-
-    async def models(self, request: Request) -> Answer:
-        caller = request.scope["caller"]
-        names = self._plane.served_models(caller.session_id(request.scope), caller)
-        return dialect_of(request.scope).model_list(names)
 
     async def open_session(self, request: Request) -> Answer:
         body = parse_body(SessionBody, await read_body(request.receive))
@@ -139,7 +144,8 @@ class Routes:
         }
 
     async def session(self, request: Request) -> Answer:
-        return session_tree(*self._session(request))
+        run, session = self._session(request)
+        return await run.tree(session)
 
     async def reward(self, request: Request) -> Answer:
         body = parse_body(RewardBody, await read_body(request.receive))
@@ -261,39 +267,18 @@ class Routes:
         return {"runs": len(self._plane.runs)}
 
     def _session(self, request: Request) -> tuple[Run, Session]:
-        return self._plane.session(request.path_params["session_id"], request.scope["caller"])
+        return self._plane.sessions.session(request.path_params["session_id"], request.scope["caller"])
 
     def _run(self, request: Request) -> Run:
         return self._plane.run(request.path_params["run_id"])
 
 
-def _agents_routes(plane: DataPlane, routes: Routes, prefix: str) -> list[Route]:
-    """Where an SDK looks for an API: under /v1, of the whole data plane or of one session."""
-    turns = [
-        Route(prefix + path, Turns(dialect, plane.find_session), methods=["POST"])
-        for path, dialect in DIALECTS.items()
-    ]
-    count = TokenCount(DIALECTS["/v1/messages"], plane.find_session)
-    return [
-        *turns,
-        Route(prefix + "/v1/messages/count_tokens", count, methods=["POST"]),
-        _get(prefix + "/v1/models", routes.models),
-    ]
-
-
 def _get(path: str, answer: Callable[[Request], Awaitable[Answer]]) -> Route:
-    return _route(path, answer, "GET")
+    return json_route(path, answer, "GET")
 
 
 def _post(path: str, answer: Callable[[Request], Awaitable[Answer]]) -> Route:
-    return _route(path, answer, "POST")
-
-
-def _route(path: str, answer: Callable[[Request], Awaitable[Answer]], method: str) -> Route:
-    async def endpoint(request: Request) -> Response:
-        return Response(orjson.dumps(await answer(request)), media_type="application/json")
-
-    return Route(path, endpoint, methods=[method])
+    return json_route(path, answer, "POST")
 
 
 def _wait_s(request: Request) -> float:
@@ -302,20 +287,3 @@ def _wait_s(request: Request) -> float:
         return min(max(float(text), 0.0), MAX_WAIT_S)
     except ValueError:
         raise ApiError(400, f"wait_s must be a number, got {text!r}", param="wait_s") from None
-
-
-async def _refuse(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    headers = None if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
-    body = dialect_of(request.scope).error_body(error)
-    return Response(orjson.dumps(body), error.status, headers, media_type="application/json")
-
-
-async def _fail(request: Request, error: Exception) -> Response:
-    return await _refuse(request, ApiError(500, f"The data plane failed: {type(error).__name__}."))
-
-
-async def _refuse_route(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path}: {error.detail}."
-    return await _refuse(request, ApiError(error.status_code, message))

@@ -83,7 +83,7 @@ class Sealer:
             "max_lag": index - min(min_versions, default=index),
         }
         await run.journal.append(sealed_record(index, batch, answer))
-        await run.journal.compact(*compaction(run))
+        await run.compact(*compaction(run))
         return answer
 
     async def _write_evaluation(self, version: int, attempt: int) -> Sealed:
@@ -95,11 +95,12 @@ class Sealer:
         sessions = [run.results[place] for place in places if place in run.results]
         answer = await self._write("evaluations", version, f"evaluation-{attempt}", sessions)
         for place in places:
-            run.results.pop(place, None)
+            run.drop_result(place)
         for older in [v for v in run.manager.evaluations if v < version]:
             del run.manager.evaluations[older]
         # after a restart the journal has given back those of the last sealed evaluation
-        run.results = {p: r for p, r in run.results.items() if p.split == "train" or p.group >= version}
+        for place in [p for p in run.results if p.split == "holdout" and p.group < version]:
+            run.drop_result(place)
         by_environment: dict[str, list[float]] = defaultdict(list)
         for session in sessions:
             by_environment[session.environment].append(session.reward)
@@ -119,17 +120,28 @@ class Sealer:
         part: str,
         sessions: Sequence[FinishedSession],
     ) -> Sealed:
-        rows: list[Trajectory] = [row for session in sessions for row in session.trajectories]
         directory = RunDirectory(self._run.spec.run_dir)
-        ref = await asyncio.to_thread(write_trajectories, directory, index, rows, part, kind)
-        return {
-            "files": [asdict(ref)],
-            "sessions": len(sessions),
-            "branches": len(rows),
-            "sampled_tokens": sum(int(row.loss_mask.sum()) for row in rows),
-            "interruptions": sum(row.interruptions for row in rows),
-            "reward_mean": float(np.mean([session.reward for session in sessions])) if sessions else 0.0,
-        }
+        readers = [self._run.reader_of(session) for session in sessions]
+
+        def write() -> Sealed:
+            rows = [row for read in readers for row in read()]
+            ref = write_trajectories(directory, index, rows, part, kind)
+            return {"files": [asdict(ref)], "branches": len(rows), **_sums(rows)}
+
+        try:
+            written = await asyncio.to_thread(write)
+        except OSError as error:
+            raise ApiError(500, f"{kind} {index} cannot be written: {error}.") from error
+        rewards = [session.reward for session in sessions]
+        mean = float(np.mean(rewards)) if rewards else 0.0
+        return written | {"sessions": len(sessions), "reward_mean": mean}
+
+
+def _sums(rows: Sequence[Trajectory]) -> Sealed:
+    return {
+        "sampled_tokens": sum(int(row.loss_mask.sum()) for row in rows),
+        "interruptions": sum(row.interruptions for row in rows),
+    }
 
 
 async def _known(answer: Sealed) -> Sealed:

@@ -1,13 +1,23 @@
-"""How flows, tasks and agent runners talk to the data plane. One method per route; no state of its own."""
+"""How flows, tasks and agent runners talk to the data plane. One method per route."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import httpx
 import orjson
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_exponential
+
+from sf_core.waits import Wait, waiting_for
+
+CONNECT_S, ANSWER_S = 5.0, 120.0
+
+ENGINE_PATIENCE_S = 720.0
+"""How long an answer of the engines is awaited: longer than the data plane waits for them itself, which is
+`engine_silence_s`."""
 
 MAX_FAILURES_IN_A_ROW = 100
 """So many failed sessions without one that finishes are no bad luck: the agent or the reward is broken."""
@@ -27,9 +37,13 @@ class DataplaneClient:
 
     def __init__(self, url: str, run_id: str, key: str | None = None, *, patience_s: float = 60.0) -> None:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._http = httpx.Client(base_url=url, headers=headers, timeout=httpx.Timeout(120.0, connect=5.0))
+        self._http = httpx.Client(
+            base_url=url, headers=headers, timeout=httpx.Timeout(ANSWER_S, connect=CONNECT_S)
+        )
         self._run = f"/runs/{run_id}"
         self._patience_s = patience_s
+        self._stage: dict[str, Any] | None = None
+        """What was reported last: a long wait is shown with it."""
 
     def register(self, **spec: Any) -> dict[str, Any]:
         return self._post("/runs", spec)
@@ -38,7 +52,8 @@ class DataplaneClient:
         return self._call("GET", self._run)
 
     def report_stage(self, iteration: int, stage: str, **facts: Any) -> None:
-        self._post(f"{self._run}/stage", {"iteration": iteration, "stage": stage, **facts})
+        self._stage = {"iteration": iteration, "stage": stage, **facts}
+        self._post(f"{self._run}/stage", self._stage)
 
     def wait_for_batch(self, iteration: int, timeout_s: float, unmanned_s: float = 120.0) -> None:
         """Return when the batch is ready. Raises TimeoutError that says what it waited for, or RuntimeError
@@ -59,32 +74,69 @@ class DataplaneClient:
         return self._post(f"{self._run}/evaluations/{version}/seal", {"attempt": attempt})
 
     def publish(self, version: int, uri: str) -> dict[str, Any]:
-        return self._post(f"{self._run}/weights", {"version": version, "uri": uri})
+        """Have every engine take these weights. Raises TimeoutError that names those that do not."""
+        return self._post_to_engines(
+            f"{self._run}/weights",
+            {"version": version, "uri": uri},
+            f"every engine to take version {version}",
+            lambda engine: engine["version"] != version,
+        )
 
     def revoke(self, lease_id: str) -> dict[str, Any]:
-        return self._post(f"{self._run}/leases/{lease_id}/revoke", {})
+        """Have the engine of a lease yield. Raises TimeoutError if it does not."""
+        return self._post_to_engines(
+            f"{self._run}/leases/{lease_id}/revoke",
+            {},
+            f"lease {lease_id} to yield",
+            lambda engine: engine["state"] != "serving",
+        )
 
     def release(self) -> None:
         self._post(f"{self._run}/release", {})
 
     def _wait(self, path: str, flag: str, what: str, timeout_s: float, unmanned_s: float) -> None:
-        started = manned = time.monotonic()
-        while True:
-            answer = self._call("GET", path, params={"wait_s": 10})
-            now = time.monotonic()
-            if answer[flag]:
-                return
-            if answer["failures_in_a_row"] >= MAX_FAILURES_IN_A_ROW:
-                raise RuntimeError(f"{what}: every session fails; {answer['waiting_for']}")
-            if answer["engines"] and answer["runners"]:
-                manned = now
-            elif now - manned > unmanned_s:
-                raise TimeoutError(f"{what}: nothing moved for {unmanned_s:.0f} s: {answer['waiting_for']}")
-            if now - started > timeout_s:
-                raise TimeoutError(f"{what} was not ready after {timeout_s:.0f} s: {answer['waiting_for']}")
+        manned = time.monotonic()
+        with waiting_for(what, timeout_s, tell=self._show) as wait:
+            while True:
+                answer = self._call("GET", path, params={"wait_s": min(10.0, wait.left_s)})
+                now = time.monotonic()
+                if answer[flag]:
+                    return
+                wait.reason = answer["waiting_for"]
+                if answer["failures_in_a_row"] >= MAX_FAILURES_IN_A_ROW:
+                    raise RuntimeError(f"{what}: every session fails; {wait.reason}")
+                if answer["engines"] and answer["runners"]:
+                    manned = now
+                elif now - manned > unmanned_s:
+                    raise TimeoutError(f"{what}: nothing moved for {unmanned_s:.0f} s: {wait.reason}")
+                wait.check()
 
-    def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        return self._call("POST", path, content=orjson.dumps(body))
+    def _post_to_engines(
+        self, path: str, body: dict[str, Any], what: str, is_awaited: Callable[[dict[str, Any]], bool]
+    ) -> dict[str, Any]:
+        def awaited() -> str:
+            with suppress(httpx.HTTPError):
+                response = self._http.get(self._run, timeout=2.0).raise_for_status()
+                engines = [e for e in response.json()["engines"] if is_awaited(e)]
+                return ", ".join(f"engine {e['id']} is {e['state']}" for e in engines)
+            return "the data plane does not answer"
+
+        with waiting_for(what, ENGINE_PATIENCE_S, reason=awaited, tell=self._show) as wait:
+            try:
+                return self._post(path, body, timeout_s=ENGINE_PATIENCE_S)
+            except httpx.ReadTimeout:
+                raise wait.over() from None
+
+    def _show(self, wait: Wait) -> None:
+        """Have the run's status tell of a long wait, until another stage is reported."""
+        if self._stage is not None:
+            facts = {"what": wait.describe(), "since": wait.since, "until": wait.until}
+            with suppress(httpx.HTTPError):
+                self._http.post(f"{self._run}/stage", json={**self._stage, "wait": facts}, timeout=2.0)
+
+    def _post(self, path: str, body: dict[str, Any], timeout_s: float = ANSWER_S) -> dict[str, Any]:
+        timeout = httpx.Timeout(timeout_s, connect=CONNECT_S)
+        return self._call("POST", path, content=orjson.dumps(body), timeout=timeout)
 
     def _call(self, method: str, path: str, **request: Any) -> dict[str, Any]:
         for attempt in Retrying(

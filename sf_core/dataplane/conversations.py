@@ -7,6 +7,7 @@ which is many times cheaper than hashing them, and hashed from the first new one
 from __future__ import annotations
 
 import re
+import sys
 
 import orjson
 
@@ -17,16 +18,22 @@ NUM_KEPT = 16
 """Conversations of a session that may go on in turns without being hashed anew."""
 
 
+KEY_BYTES = 70
+"""Memory of a message's key and of the references to both."""
+
+
 class Conversation:
     """One request's messages and the keys of their chain: the tools', then one per message."""
 
-    __slots__ = ("_numbers", "keys", "messages", "opening_text")
+    __slots__ = ("_numbers", "keys", "messages", "num_known", "opening_text")
 
     def __init__(self, tools_key: bytes) -> None:
         self.messages: list[Message] = []
         self.keys = [tools_key]
         self.opening_text: str | None = None
         """Rendering of the messages up to the first of a user, once somebody needed it."""
+        self.num_known = 0
+        """Messages that an earlier request had."""
         self._numbers: dict[int, bytes] = {}
         """The calls of messages whose arguments hold numbers: to Python 1, 1.0 and True are equal."""
 
@@ -62,6 +69,12 @@ class Conversations:
     def __init__(self) -> None:
         self._recent: list[Conversation] = []
 
+    @property
+    def num_bytes(self) -> int:
+        """Of memory, about, without the messages."""
+        texts = sum(sys.getsizeof(conversation.opening_text) for conversation in self._recent)
+        return texts + sum(KEY_BYTES * len(conversation.keys) for conversation in self._recent)
+
     def recall(self, tools: list[Tool], messages: list[Message]) -> Conversation:
         """The conversation of exactly these messages."""
         tools_key = chain_keys(tools, [])[0]
@@ -76,6 +89,7 @@ class Conversations:
             best = best.beginning(shared)
         elif best in self._recent:
             self._recent.remove(best)
+        best.num_known = shared
         best.extend(messages[shared:])
         self._recent = [*self._recent[-NUM_KEPT + 1 :], best]
         return best

@@ -1,4 +1,4 @@
-"""All runs of one data plane: registration, lookup, and the commands flows give.
+"""All runs of one data plane: registration, and the commands flows give.
 
 Owns the map of runs and the once-a-second sweep. Speaks no HTTP (app.py).
 """
@@ -12,17 +12,18 @@ import time
 from pathlib import Path
 from typing import Any
 
-from starlette.types import Scope
-
 from sf_core.dataplane.batches import Sealer
 from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.host import GRACE_S
 from sf_core.dataplane.journal import Fsync, Journal
-from sf_core.dataplane.keys import Caller, wrong_key
+from sf_core.dataplane.keys import Caller
 from sf_core.dataplane.links import EngineLink
+from sf_core.dataplane.lookup import Lookup, allowed
+from sf_core.dataplane.memory import MEMORY_MB, Memory
 from sf_core.dataplane.open_runs import OpenRuns
 from sf_core.dataplane.records import released_record, run_record, weights_record
-from sf_core.dataplane.recovery import Answers, begin_attempt, open_run, reopen_run
-from sf_core.dataplane.run import GRACE_S, Run
+from sf_core.dataplane.recovery import Answers, MakeRun, begin_attempt, open_run, read_past, reopen_run
+from sf_core.dataplane.run import Run
 from sf_core.dataplane.session import Session
 from sf_core.dataplane.specs import RunSpec, SessionBody
 from sf_core.types import WeightsRef
@@ -36,44 +37,54 @@ SWEEP_S = 1.0
 
 class DataPlane:
     def __init__(
-        self, journal_dir: str | None = None, fsync: Fsync = "turn", grace_s: float = GRACE_S
+        self,
+        journal_dir: str | None = None,
+        fsync: Fsync = "turn",
+        grace_s: float = GRACE_S,
+        memory_mb: float = MEMORY_MB,
+        make_run: MakeRun = Run,
     ) -> None:
         """With a journal directory, the runs that were open when the last process there ended are served
         again from the start. Raises ValueError if another data plane works in that directory."""
         self.runs: dict[str, Run] = {}
         self.sealers: dict[str, Sealer] = {}
+        self.sessions = Lookup(self.runs)
+        self.memory = Memory(memory_mb)
         self._journal_dir, self._fsync, self._grace_s = journal_dir, fsync, grace_s
+        self._make_run = make_run
         self._open_runs = None if journal_dir is None else OpenRuns(Path(journal_dir))
         self._registering = asyncio.Lock()
         self._background: set[asyncio.Task[None]] = set()
-        self._ad_hoc_count = 0
 
     async def reopen(self) -> None:
         """Serve again what an earlier process served, before anybody asks for it."""
         for path in self._open_runs.journals if self._open_runs else ():
             try:
-                reopened = await reopen_run(Journal(path, self._fsync), self._grace_s)
+                reopened = await reopen_run(
+                    Journal(path, self._fsync), self._grace_s, self.memory, self._make_run
+                )
+                if reopened is not None:
+                    self._serve(*reopened)
+                    await reopened[0].announce()
             except (ApiError, OSError, ValueError) as error:
                 log.warning("%s: the run waits for its flow to register it: %s", path, error)
-                continue
-            if reopened is not None:
-                self._serve(*reopened)
 
     async def register(self, spec: RunSpec) -> Run:
         """Open a run, or begin another attempt on it."""
         async with self._registering:
             if (run := self.runs.get(spec.run_id)) is None:
                 journal = self._open_journal(spec)
-                run, answers = await open_run(spec, journal, self._grace_s)
+                run, answers = await open_run(spec, journal, self._grace_s, self.memory, self._make_run)
                 self._serve(run, answers)
             else:
-                if begin_attempt(run, spec, await run.journal.replay()):
+                if begin_attempt(run, spec, await read_past(run, spec)):
                     self.sealers[spec.run_id].forget()
-                await run.journal.append(run_record(spec))
+                await run.journal.append(run_record(spec, run.num_gateways))
                 stale = [link for link in run.router.links if link.attempt < spec.attempt]
                 self._take_away(stale, run, "superseded by a later attempt of the flow")
             if self._open_runs is not None:
                 self._open_runs.add(spec.run_id, run.journal.path)
+            await run.announce()
             return run
 
     def _serve(self, run: Run, answers: Answers) -> None:
@@ -86,34 +97,9 @@ class DataPlane:
             raise ApiError(404, f"Run {run_id} is not registered here.", code="run_not_found")
         return run
 
-    def find_session(self, scope: Scope, model: str) -> tuple[Run, Session]:
-        """Without a session id a fresh ad-hoc session of the newest run that serves this model."""
-        caller: Caller = scope["caller"]
-        session_id = caller.session_id(scope)
-        if session_id is None:
-            for run in reversed(self.runs.values()):
-                if run.spec.served_model == model and caller.may_use(run):
-                    self._ad_hoc_count += 1
-                    return run, Session(f"{run.spec.run_id}.adhoc.{self._ad_hoc_count}")
-            raise _no_model(model)
-        run, session = self.session(session_id, caller)
-        if model != run.spec.served_model:
-            raise _no_model(model)
-        return run, session
-
-    def session(self, session_id: str, caller: Caller) -> tuple[Run, Session]:
-        for run in self.runs.values():
-            if (session := run.sessions.get(session_id)) is not None:
-                return self._allowed(run, caller), session
-        raise ApiError(404, f"Session {session_id} is unknown or over.", code="session_not_found")
-
-    def served_models(self, session_id: str | None, caller: Caller) -> list[str]:
-        runs = self.runs.values() if session_id is None else [self.session(session_id, caller)[0]]
-        return sorted({run.spec.served_model for run in runs if caller.may_use(run)})
-
     async def open_session(self, body: SessionBody, caller: Caller) -> Session:
         """A session beside those the rollout manager gives out; it never trains."""
-        return await self._allowed(self.run(body.run_id), caller).open_for(body)
+        return await allowed(self.run(body.run_id), caller).open_for(body)
 
     async def publish(self, run: Run, weights: WeightsRef) -> dict[str, Any]:
         if weights.version < run.router.weights.version:
@@ -147,14 +133,10 @@ class DataPlane:
             for run in list(self.runs.values()):
                 await run.sweep(elapsed)
 
-    def _allowed(self, run: Run, caller: Caller) -> Run:
-        if not caller.may_use(run):
-            raise wrong_key()
-        return run
-
     async def close(self) -> None:
         for run in self.runs.values():
             await run.journal.close()
+        await self.memory.close()
         if self._open_runs is not None:
             self._open_runs.close()
 
@@ -171,7 +153,3 @@ class DataPlane:
             # remote filesystems do not append; the directory survives the process, which is what it is for
             folder = self._journal_dir or str(Path(tempfile.gettempdir()) / "seamlessflow")
         return Journal(Path(folder) / f"{spec.run_id}.journal", self._fsync)
-
-
-def _no_model(model: str) -> ApiError:
-    return ApiError(404, f"The model {model!r} does not exist here.", code="model_not_found", param="model")

@@ -7,8 +7,9 @@ revokes; the engine samples.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, Protocol
 
 from tenacity import RetryCallState, Retrying, retry_if_exception_type, wait_random_exponential
 from websockets.exceptions import ConnectionClosed, InvalidMessage
@@ -26,8 +27,29 @@ come from a thread of their own, so that a long step or the loading of weights i
 BUSY_GAP_S = 0.05
 """Steps closer together than this are one span of work."""
 
+MAX_SPAN_S = 5.0
+"""A span of work is told of after so long, even if the work goes on."""
+
 MakeEngine = Callable[[WeightsRef], Engine]
-OnBusy = Callable[[float, float], None]
+
+
+class Recorder(Protocol):
+    """Is told what the engine did; sf_core.scheduling.timeline is one."""
+
+    def add(
+        self,
+        kind: Literal["busy", "moving", "wait"],
+        label: str,
+        start: float,
+        end: float,
+        *,
+        version: int | None = None,
+        tokens: int = 0,
+    ) -> None:
+        """Times in Unix seconds."""
+
+    def flush(self) -> None:
+        """A good moment to write: the engine has just taken new weights."""
 
 
 def serve_engine(
@@ -35,18 +57,18 @@ def serve_engine(
     key: str | None,
     hello: dict[str, Any],
     make_engine: MakeEngine,
-    on_busy: OnBusy | None = None,
+    recorder: Recorder | None = None,
     *,
     patience_s: float = 60.0,
 ) -> str:
     """Serve one lease until told to yield; returns the reason that was given.
 
     The engine is made once the data plane has said which weights it wants, and is closed before the lease is
-    given back. `on_busy` gets start and end (Unix seconds) of every span of real work. A connection that
-    breaks is made again; raises ConnectionError once `patience_s` have passed since it broke. What the
+    given back. The recorder is told of every span of sampling, loading, yielding and waiting. A connection
+    that breaks is made again; raises ConnectionError once `patience_s` have passed since it broke. What the
     engine raises ends the lease.
     """
-    client = _EngineClient(url, key, hello, make_engine, on_busy)
+    client = _EngineClient(url, key, hello, make_engine, recorder or _Nobody())
 
     def out_of_patience(_: RetryCallState) -> bool:
         return time.monotonic() - client.alone_since > patience_s
@@ -71,12 +93,14 @@ class _EngineClient:
         key: str | None,
         hello: dict[str, Any],
         make_engine: MakeEngine,
-        on_busy: OnBusy | None,
+        recorder: Recorder,
     ) -> None:
         self._url = url.replace("http", "ws", 1).rstrip("/") + "/engines"
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._hello, self._make_engine = hello, make_engine
-        self._busy = _BusySpans(on_busy)
+        self._recorder, self._steps = recorder, _Steps(recorder)
+        self._told_to_stop: float | None = None
+        """When everything in flight was taken back, which is how the data plane begins to take the device."""
         self._engine: Engine | None = None
         self._paused = False
         self.alone_since = time.monotonic()
@@ -94,7 +118,7 @@ class _EngineClient:
             if self._welcomed:
                 self._welcomed = False
                 self.alone_since = time.monotonic()
-            self._busy.end()
+            self._steps.end()
             if self._engine is not None:
                 # the data plane lets other engines continue what this connection carried
                 self._engine.abort()
@@ -135,14 +159,18 @@ class _EngineClient:
             while (frame := self._next_frame(socket, engine)) is not None:
                 kind, value = wire.unpack(frame)
                 if kind == "yield":
+                    told = self._told_to_stop or time.time()
+                    self._steps.end()
                     self._send_chunks(socket, engine.abort())
                     self.close()
+                    self._recorder.add("moving", "yield", told, time.time(), version=engine.version)
                     socket.send(wire.pack("yielded"))
                     return str(value)
                 self._handle(kind, value, engine, socket)
             started = time.time()
             chunks = engine.step()
-            self._busy.add(started, time.time())
+            tokens = sum(len(chunk.token_ids) for chunk in chunks)
+            self._steps.add(started, time.time(), engine.version, tokens)
             self._send_chunks(socket, chunks)
 
     def _next_frame(self, socket: Connection, engine: Engine) -> bytes | None:
@@ -153,13 +181,18 @@ class _EngineClient:
         except TimeoutError:
             if not idle:
                 return None
-            self._busy.end()
+            self._steps.end()
+            started = time.time() - BUSY_GAP_S
             frame = _bytes(socket.recv())
+            self._recorder.add(
+                "wait", "the end of a pause" if self._paused else "requests", started, time.time()
+            )
         return frame
 
     def _handle(self, kind: str, value: Any, engine: Engine, socket: Connection) -> None:
         match kind:
             case "submit":
+                self._told_to_stop = None
                 for request in wire.unpack_requests(value):
                     try:
                         engine.submit(request)
@@ -168,10 +201,13 @@ class _EngineClient:
                         ended = Chunk(request.request_id, [], [], engine.version, FinishReason.LENGTH)
                         self._send_chunks(socket, [ended])
             case "abort":
+                if value is None:
+                    self._told_to_stop = time.time()
                 self._send_chunks(socket, engine.abort(value))
             case "update":
-                engine.load_weights(value["uri"], value["version"])
+                self._load_weights(engine, WeightsRef(value["version"], value["uri"]))
                 socket.send(wire.pack("updated", engine.version))
+                self._recorder.flush()
             case "pause":
                 self._paused = True
                 socket.send(wire.pack("paused"))
@@ -182,10 +218,22 @@ class _EngineClient:
 
     def _use(self, weights: WeightsRef) -> Engine:
         if self._engine is None:
-            self._engine = self._make_engine(weights)
+            with self._moving("load engine", weights.version):
+                self._engine = self._make_engine(weights)
         if self._engine.version != weights.version:
-            self._engine.load_weights(weights.uri, weights.version)
+            self._load_weights(self._engine, weights)
         return self._engine
+
+    def _load_weights(self, engine: Engine, weights: WeightsRef) -> None:
+        self._steps.end()
+        with self._moving("load weights", weights.version):
+            engine.load_weights(weights.uri, weights.version)
+
+    @contextmanager
+    def _moving(self, label: str, version: int) -> Iterator[None]:
+        started = time.time()
+        yield
+        self._recorder.add("moving", label, started, time.time(), version=version)
 
     @staticmethod
     def _send_chunks(socket: Connection, chunks: list[Chunk]) -> None:
@@ -193,24 +241,40 @@ class _EngineClient:
             socket.send(wire.pack_chunks(chunks))
 
 
-class _BusySpans:
-    """Merges steps into spans of work."""
+class _Steps:
+    """Merges steps into spans of work. The first span ends with the first token."""
 
-    def __init__(self, on_busy: OnBusy | None) -> None:
-        self._on_busy = on_busy
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
         self._span: tuple[float, float] | None = None
+        self._version = self._tokens = 0
+        self._has_sampled = False
 
-    def add(self, start: float, end: float) -> None:
-        if self._span is not None and start - self._span[1] < BUSY_GAP_S:
-            start = self._span[0]
-        else:
+    def add(self, start: float, end: float, version: int, tokens: int) -> None:
+        if self._span is None or not self._goes_on(start, version):
             self.end()
-        self._span = (start, end)
+            self._span, self._version = (start, end), version
+        self._span = (self._span[0], end)
+        self._tokens += tokens
+        if tokens and not self._has_sampled:
+            self._has_sampled = True
+            self.end()
 
     def end(self) -> None:
-        if self._span is not None and self._on_busy is not None:
-            self._on_busy(*self._span)
-        self._span = None
+        if self._span is not None:
+            self._recorder.add("busy", "sample", *self._span, version=self._version, tokens=self._tokens)
+        self._span, self._tokens = None, 0
+
+    def _goes_on(self, start: float, version: int) -> bool:
+        assert self._span is not None
+        is_close, is_short = start - self._span[1] < BUSY_GAP_S, start - self._span[0] < MAX_SPAN_S
+        return is_close and is_short and version == self._version
+
+
+class _Nobody:
+    def add(self, *span: object, **facts: object) -> None: ...
+
+    def flush(self) -> None: ...
 
 
 def _bytes(frame: str | bytes) -> bytes:

@@ -16,15 +16,15 @@ from starlette.types import Receive, Scope, Send
 from sf_core.dataplane.answer import Answer
 from sf_core.dataplane.dialects.protocol import Dialect, Reply
 from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.host import SessionHost
 from sf_core.dataplane.inflight import Listener, Ticket, is_known, join_turn
 from sf_core.dataplane.request import TurnRequest, get, parse_object
-from sf_core.dataplane.run import Run
 from sf_core.dataplane.session import Session
 from sf_core.dataplane.turn import count_tokens, open_request
 
 MAX_BODY_BYTES = 8 * 2**20
 
-FindSession = Callable[[Scope, str], tuple[Run, Session]]
+FindSession = Callable[[Scope, str], Awaitable[tuple[SessionHost, Session]]]
 """(connection scope, model name) -> where the request belongs. Raises ApiError."""
 
 
@@ -37,7 +37,7 @@ class Turns:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         data = await read_body(receive)
         body = parse_object(data)
-        run, session = self._find_session(scope, get(body, "model", (str,), ""))
+        run, session = await self._find_session(scope, get(body, "model", (str,), ""))
         requests = self._dialect.parse(body, session)
         turns = _join(run, session, requests, Ticket.of(scope["headers"], data))
         reply = self._dialect.reply(body, turns[0].turn_id, session)
@@ -64,7 +64,7 @@ class TokenCount:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # no answer is asked for, so its length is not given
         body = {"max_tokens": 1} | parse_object(await read_body(receive))
-        run, session = self._find_session(scope, get(body, "model", (str,), ""))
+        run, session = await self._find_session(scope, get(body, "model", (str,), ""))
         [request] = self._dialect.parse(body, session)
         await send_body(send, 200, orjson.dumps({"input_tokens": count_tokens(run, request)}))
 
@@ -91,7 +91,7 @@ async def send_body(send: Send, status: int, body: bytes) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-def _join(run: Run, session: Session, requests: list[TurnRequest], ticket: Ticket) -> list[Listener]:
+def _join(run: SessionHost, session: Session, requests: list[TurnRequest], ticket: Ticket) -> list[Listener]:
     """The turns that answer these requests; none is begun if one of the requests is refused."""
     if not is_known(session, ticket.of_turn(0)):
         run.router.check_room()

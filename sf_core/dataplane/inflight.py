@@ -19,8 +19,8 @@ from hashlib import blake2b
 
 from sf_core.dataplane.answer import Answer, Pieces
 from sf_core.dataplane.errors import ApiError
-from sf_core.dataplane.run import Run
-from sf_core.dataplane.session import Prompt, Session
+from sf_core.dataplane.host import SessionHost
+from sf_core.dataplane.session import Session
 from sf_core.dataplane.signals import Signal
 from sf_core.dataplane.turn import TurnService
 from sf_core.dataplane.turn_records import (
@@ -68,16 +68,18 @@ def is_known(session: Session, ticket: Ticket) -> bool:
 
 
 def join_turn(
-    run: Run, session: Session, ticket: Ticket, begin: Callable[[RecordedTurn | None], TurnService]
+    run: SessionHost, session: Session, ticket: Ticket, begin: Callable[[RecordedTurn | None], TurnService]
 ) -> Listener:
-    """The turn this request waits for: one in flight, one whose answer is given again, or what `begin` makes:
-    a turn that an earlier process recorded, or a new one. Raises what `begin` raises."""
+    """The turn this request waits for: one in flight, or what `begin` makes: a recorded one that is given
+    again or goes on, or a new one. Raises what `begin` raises."""
     if (known := _find_served(session, ticket)) is not None:
         return Listener(known)
     if (recorded := _find_recorded(session, ticket)) is not None:
         session.recorded.remove(recorded)
     turn = begin(recorded)
-    session.served = [served for served in session.served if served.may_be_asked_again(turn.prompt, ticket)]
+    asked = turn.prompt, ticket.identity
+    session.served = [other for other in session.served if other.known.may_be_asked_again(*asked)]
+    session.recorded = [known for known in session.recorded if known.may_be_asked_again(*asked)]
     served = ServedTurn(run, session, turn, ticket, recorded)
     session.served.append(served)
     return Listener(served)
@@ -89,32 +91,35 @@ def _find_served(session: Session, ticket: Ticket) -> ServedTurn | None:
 
 def _find_recorded(session: Session, ticket: Ticket) -> RecordedTurn | None:
     for recorded in reversed(session.recorded):
-        if recorded.identity == ticket.identity:
-            # an agent that has the answer asks for another one
-            return None if recorded.delivered and not ticket.insists else recorded
+        # an agent that has the answer asks for another one
+        if recorded.identity == ticket.identity and (ticket.insists or not recorded.delivered):
+            return recorded
     return None
 
 
 class ServedTurn:
-    """A turn on its way, with all it has given so far. It goes on for `run.grace_s` without a client."""
+    """A turn on its way, with all it has given so far. It goes on for `run.grace_s` without a client; over,
+    and with nobody left who gets its answer, it is a recorded turn like those that a restart finds."""
 
     def __init__(
         self,
-        run: Run,
+        run: SessionHost,
         session: Session,
         turn: TurnService,
         ticket: Ticket,
         recorded: RecordedTurn | None,
     ) -> None:
         self.turn = turn
+        self.known = recorded or RecordedTurn(turn.key, ticket.identity, turn.prompt)
+        """What will be left of it."""
         self.pieces: list[Pieces] = []
         self.is_over = False
         self.error: Exception | None = None
         self.changed = Signal()
-        self._ticket = ticket
+        self._run, self._session = run, session
         self._num_recorded = len(recorded.tokens.ids) if recorded else 0
-        self._is_recorded = recorded is not None and recorded.turn is not None
-        self._delivered = recorded is not None and recorded.delivered
+        self._is_recorded = self.known.turn is not None
+        self.known.chunks = []  # the turn has taken them over
         self._listeners: set[Listener] = set()
         self._grace: asyncio.TimerHandle | None = None
         # a session that no request can name again has nothing to find, and no second client to wait for
@@ -127,24 +132,11 @@ class ServedTurn:
         self._serving = asyncio.ensure_future(self._serve())
 
     def is_answer_to(self, ticket: Ticket) -> bool:
-        if self.error is not None or ticket.identity != self._ticket.identity:
+        if self.error is not None or ticket.identity != self.known.identity:
             return False
         if ticket.insists:
             return True
-        return not self._delivered if self.is_over else not self._listeners
-
-    def may_be_asked_again(self, prompt: Prompt, ticket: Ticket) -> bool:
-        """Whether it is still worth keeping when this prompt is asked: who extends an answer has got it."""
-        if not self.is_over:
-            return True
-        is_extended = prompt.continues is not None and prompt.continues is self.turn.turn
-        return self.error is None and not is_extended and ticket.identity != self._ticket.identity
-
-    @property
-    def is_unanswered(self) -> bool:
-        """It has ended, and neither was its answer delivered nor does a later turn extend it."""
-        turn = self.turn.turn
-        return self.is_over and not self._delivered and turn is not None and not turn.has_continuation
+        return not self.known.delivered if self.is_over else not self._listeners
 
     def join(self, listener: Listener) -> None:
         self._listeners.add(listener)
@@ -154,12 +146,14 @@ class ServedTurn:
 
     def leave(self, listener: Listener) -> None:
         self._listeners.discard(listener)
-        if not self._listeners and not self.is_over and self._grace is None:
+        if self.is_over:
+            self._settle()
+        elif not self._listeners and self._grace is None:
             self._grace = asyncio.get_running_loop().call_later(self._grace_s, self.turn.cancel)
 
     def set_delivered(self) -> None:
-        if self.is_over and self.error is None and not self._delivered:
-            self._delivered = True
+        if self.is_over and self.error is None and not self.known.delivered:
+            self.known.delivered, self.known.unanswered = True, False
             if self._journal is not None:
                 self._journal.note(delivered_record(self.turn.key))
 
@@ -182,9 +176,20 @@ class ServedTurn:
                 log.exception("turn %s failed", self.turn.turn_id)
         finally:
             self.is_over = True
+            self.known.turn, self.known.unanswered = self.turn.turn, not self.known.delivered
             if self._grace is not None:
                 self._grace.cancel()
             self.changed.notify()
+            self._settle()
+
+    def _settle(self) -> None:
+        """Once it is over and nobody is left who gets its answer."""
+        session = self._session
+        if not self._listeners and self in session.served:
+            session.served.remove(self)
+            if self.error is None:
+                session.recorded.append(self.known)
+        self._run.memory.use(session)
 
     def _publish(self, pieces: Pieces) -> None:
         self.pieces.append(pieces)

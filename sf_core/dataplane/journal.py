@@ -11,17 +11,18 @@ import logging
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from io import FileIO
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, BinaryIO, Literal, TypeVar
 
 import msgpack
 
 log = logging.getLogger(__name__)
 
 Record = dict[str, Any]
+"""Its first key is its kind."""
 Waiter = asyncio.Future[None]
 T = TypeVar("T")
 
@@ -31,6 +32,9 @@ is only handed to the kernel, which survives the death of the process but not of
 chunk too. group: as turn, but what arrives within GATHER_S shares one fsync."""
 
 GATHER_S = 0.005
+
+PIECE_BYTES = 4 * 2**20
+"""Of the journal that is in memory at a time while it is read."""
 
 _HEADER = struct.Struct("<II")
 
@@ -58,13 +62,17 @@ class Journal:
         self._write_is_due = False
         self._syncing: asyncio.Task[None] | None = None
 
-    async def replay(self) -> list[Record]:
-        """All intact records, oldest first. What follows a broken one is cut off: its write was torn."""
-        return await self._exclusively(self._read)
+    async def replay(self) -> AsyncGenerator[Record, None]:
+        """All intact records, oldest first, read piece by piece: appends go on in between. What follows a
+        broken one is cut off: its write was torn."""
+        pieces = self._read()
+        while piece := await self._exclusively(next, pieces, None):
+            for record in piece:
+                yield record
 
     def note(self, record: Record) -> None:
         """Written with whatever is appended next: for what only matters once something follows it."""
-        self._frames.append(_frame(record))
+        self._frames.append(frame(record))
 
     async def append(self, record: Record) -> None:
         """Returns when the record is on disk."""
@@ -141,20 +149,29 @@ class Journal:
         finally:
             self._write_if_free()
 
-    def _read(self) -> list[Record]:
-        data = self.path.read_bytes() if self.path.exists() else b""
-        frames = list(_frames(data))
-        intact = sum(len(frame) for frame in frames)
-        if intact < len(data):
-            log.warning("%s: cut %d bytes of a torn or corrupt tail", self.path, len(data) - intact)
-            os.truncate(self.path, intact)
-        return [_record(frame) for frame in frames]
+    def _read(self) -> Iterator[list[Record]]:
+        if not self.path.exists():
+            return
+        with open(self.path, "r+b") as file:
+            piece: list[Record] = []
+            end = intact = 0
+            for data in frames(file):
+                piece.append(unframe(data))
+                intact += len(data)
+                if intact >= end + PIECE_BYTES:
+                    yield piece
+                    piece, end = [], intact
+            if excess := os.fstat(file.fileno()).st_size - intact:
+                log.warning("%s: cut %d bytes of a torn or corrupt tail", self.path, excess)
+                file.truncate(intact)
+        if piece:
+            yield piece
 
     def _append(self, frames: list[bytes]) -> None:
         if not frames:
             return
         if self._file is None:
-            self._file = open(self.path, "ab", 0, opener=_private)  # noqa: SIM115 it stays open between writes
+            self._file = open(self.path, "ab", 0, opener=private)  # noqa: SIM115 it stays open between writes
         end = self._file.seek(0, os.SEEK_END)
         data = memoryview(b"".join(frames))
         try:
@@ -171,11 +188,11 @@ class Journal:
             os.fdatasync(self._file.fileno())
 
     def _rewrite(self, head: list[Record], keep: Callable[[Record], bool]) -> None:
-        data = self.path.read_bytes() if self.path.exists() else b""
         temporary = self.path.with_suffix(".tmp")
-        with open(temporary, "wb", opener=_private) as file:
-            file.writelines(map(_frame, head))
-            file.writelines(frame for frame in _frames(data) if keep(_record(frame)))
+        self.path.touch(0o600)
+        with open(self.path, "rb") as before, open(temporary, "wb", opener=private) as file:
+            file.writelines(map(frame, head))
+            file.writelines(data for data in frames(before) if keep(unframe(data)))
             file.flush()
             os.fsync(file.fileno())
         self._close_file()
@@ -197,27 +214,32 @@ def _settle(waiters: list[Waiter], error: OSError | None = None) -> None:
             waiter.set_exception(error)
 
 
-def _private(path: str, flags: int) -> int:
-    """Runs have keys, and agents see what others must not."""
+def private(path: str, flags: int) -> int:
+    """Opens a file that nobody else may read: runs have keys, and agents see what others must not."""
     return os.open(path, flags, 0o600)
 
 
-def _frame(record: Record) -> bytes:
+def kind_of(record: Record) -> str:
+    return next(iter(record))
+
+
+def frame(record: Record) -> bytes:
     payload = msgpack.packb(record)
     return _HEADER.pack(len(payload), zlib.crc32(payload)) + payload
 
 
-def _frames(data: bytes) -> Iterator[bytes]:
-    start = 0
-    while start + _HEADER.size <= len(data):
-        length, checksum = _HEADER.unpack_from(data, start)
-        end = start + _HEADER.size + length
+def frames(file: BinaryIO) -> Iterator[bytes]:
+    """Those up to the first that is broken."""
+    while len(header := file.read(_HEADER.size)) == _HEADER.size:
+        length, checksum = _HEADER.unpack(header)
         # a length of zero is what a file system leaves where nothing was written
-        if not length or end > len(data) or zlib.crc32(data[start + _HEADER.size : end]) != checksum:
+        if not 0 < length <= os.fstat(file.fileno()).st_size - file.tell():
             return
-        yield data[start:end]
-        start = end
+        payload = file.read(length)
+        if zlib.crc32(payload) != checksum:
+            return
+        yield header + payload
 
 
-def _record(frame: bytes) -> Record:
-    return msgpack.unpackb(frame[_HEADER.size :], strict_map_key=False)
+def unframe(data: bytes) -> Record:
+    return msgpack.unpackb(memoryview(data)[_HEADER.size :], strict_map_key=False)

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from sf_core.dataplane.dialects.registry import dialect_of
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.gateway import send_body
-from sf_core.dataplane.run import Run
+from sf_core.dataplane.host import SessionHost
 
 AGENT_PATHS = ("/v1/", "/sessions")
 
@@ -42,7 +42,7 @@ class Caller:
         """It may use every route."""
         return self.plane_key is None or self._shows(self.plane_key)
 
-    def may_use(self, run: Run) -> bool:
+    def may_use(self, run: SessionHost) -> bool:
         """It may act as an agent of the run."""
         key = None if run.spec.key is None else run.spec.key.get_secret_value().encode()
         if self.plane_key is not None and self._shows(self.plane_key):
@@ -71,7 +71,7 @@ class Caller:
 class KeyCheck:
     """Every route, for every client. What it lets through carries its Caller in the scope."""
 
-    def __init__(self, app: ASGIApp, key: str | None, runs: Callable[[], Iterable[Run]]) -> None:
+    def __init__(self, app: ASGIApp, key: str | None, runs: Callable[[], Iterable[SessionHost]]) -> None:
         self._app = app
         self._key = None if key is None else key.encode()
         self._runs = runs

@@ -7,6 +7,8 @@ an answer is in the record only: clients send answers back with it or without, a
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable
 from hashlib import blake2b
 from typing import Any
 
@@ -49,3 +51,13 @@ def extend_chain(key: bytes, message: Message) -> bytes:
     if "reasoning_content" in message:
         message = {name: value for name, value in message.items() if name != "reasoning_content"}
     return blake2b(key + orjson.dumps(message, option=orjson.OPT_SORT_KEYS), digest_size=16).digest()
+
+
+def size_of(value: Any) -> int:
+    """Bytes of memory that a JSON value takes, about: keys are shared."""
+    inner: Iterable[Any] = ()
+    if isinstance(value, dict):
+        inner = value.values()
+    elif isinstance(value, list):
+        inner = value
+    return sys.getsizeof(value) + sum(map(size_of, inner))

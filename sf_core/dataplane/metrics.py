@@ -1,7 +1,7 @@
 """What Prometheus is told. Owns names, labels and meaning of every figure.
 
-What the data plane counts anyway is read when it is asked for (`_Runs`); only what nobody else keeps is
-counted as it happens, once per request.
+What the data plane counts anyway is read when it is asked for (`Runs`, `Branches`, `MemoryUse`); only what
+nobody else keeps is counted as it happens, once per request.
 """
 
 from __future__ import annotations
@@ -11,9 +11,14 @@ from collections.abc import Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from sf_core.dataplane.host import SessionHost
+from sf_core.dataplane.memory import Memory
+from sf_core.dataplane.records import FinishedSession
 from sf_core.dataplane.run import Run
+from sf_core.dataplane.session import Session
 
 _OVERHEAD_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 2.0)
 _ENGINE_S = (0.01, 0.05, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
@@ -22,9 +27,9 @@ _BRANCH = "branches."
 
 
 class Metrics:
-    """One per data plane; its registry is its own."""
+    """One per process; its registry is its own."""
 
-    def __init__(self, runs: Mapping[str, Run]) -> None:
+    def __init__(self, *counted_elsewhere: Collector) -> None:
         self._registry = registry = CollectorRegistry()
         self.requests = Counter(
             "sf_requests",
@@ -59,14 +64,37 @@ class Metrics:
             ["origin"],
             registry=registry,
         )
-        registry.register(_Runs(runs))
+        for collector in counted_elsewhere:
+            registry.register(collector)
 
     def text(self) -> bytes:
         """In the text format of Prometheus, version 0.0.4."""
         return generate_latest(self._registry)
 
 
-class _Runs(Collector):
+def together(figures: Mapping[str, bytes]) -> bytes:
+    """The figures of several processes as one text, each with the label `process`."""
+    families: dict[str, Metric] = {}
+    for process, text in figures.items():
+        for family in text_string_to_metric_families(text.decode()):
+            whole = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            whole.samples += [s._replace(labels={**s.labels, "process": process}) for s in family.samples]
+    registry = CollectorRegistry()
+    registry.register(_Read(list(families.values())))
+    return generate_latest(registry)
+
+
+class _Read(Collector):
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+class Runs(Collector):
+    """All of a data plane's runs."""
+
     def __init__(self, runs: Mapping[str, Run]) -> None:
         self._runs = runs
 
@@ -81,7 +109,7 @@ class _Runs(Collector):
         interruptions = CounterMetricFamily(
             "sf_interruptions", "Times a turn had to continue on another engine.", labels=per_run
         )
-        branches = CounterMetricFamily("sf_branches", "Why branches were opened.", labels=["run", "reason"])
+        branches = _branches(self._runs)
         carried = CounterMetricFamily(
             "sf_engine_bytes", "Bytes of frames to and from engines.", labels=["run", "direction"]
         )
@@ -95,14 +123,56 @@ class _Runs(Collector):
                 engines.add_metric([name, state], number)
             tokens.add_metric([name], run.meter.total)
             interruptions.add_metric([name], router.interruptions)
-            for reason, number in _branch_reasons(run).items():
-                branches.add_metric([name, reason], number)
             carried.add_metric([name, "to_engines"], router.bytes_to_engines)
             carried.add_metric([name, "from_engines"], router.bytes_from_engines)
         return [waiting, running, sessions, version, engines, tokens, interruptions, branches, carried]
 
 
-def _branch_reasons(run: Run) -> Tally[str]:
+class Branches(Collector):
+    """Of the sessions that a gateway process serves; those that are over, the hub counts."""
+
+    def __init__(self, runs: Mapping[str, SessionHost]) -> None:
+        self._runs = runs
+
+    def collect(self) -> Iterable[Metric]:
+        return [_branches(self._runs)]
+
+
+class MemoryUse(Collector):
+    """Of one process."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+
+    def collect(self) -> Iterable[Metric]:
+        memory = self._memory
+        held = GaugeMetricFamily(
+            "sf_memory_bytes", "Memory of sessions and results, about.", value=memory.num_bytes
+        )
+        bound = GaugeMetricFamily("sf_memory_bound_bytes", "Its bound.", value=memory.bound_bytes)
+        items = GaugeMetricFamily(
+            "sf_held", "Sessions and results, by where they are.", labels=["kind", "in"]
+        )
+        counts = memory.count()
+        for kind, name in ((Session, "session"), (FinishedSession, "result")):
+            items.add_metric([name, "memory"], counts[kind, False])
+            items.add_metric([name, "disk"], counts[kind, True])
+        spills = CounterMetricFamily(
+            "sf_spills", "Times one of them was put on disk.", value=memory.num_spills
+        )
+        loads = CounterMetricFamily("sf_loads", "Times one of them was read back.", value=memory.num_loads)
+        return [held, bound, items, spills, loads]
+
+
+def _branches(runs: Mapping[str, SessionHost]) -> CounterMetricFamily:
+    branches = CounterMetricFamily("sf_branches", "Why branches were opened.", labels=["run", "reason"])
+    for name, run in list(runs.items()):
+        for reason, number in _branch_reasons(run).items():
+            branches.add_metric([name, reason], number)
+    return branches
+
+
+def _branch_reasons(run: SessionHost) -> Tally[str]:
     """Of sessions that are over, which the run counts, and of those that are not."""
     reasons = Tally(
         {name.removeprefix(_BRANCH): n for name, n in run.counters.items() if name.startswith(_BRANCH)}

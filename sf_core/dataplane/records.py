@@ -6,7 +6,8 @@ run is in recovery.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from operator import attrgetter
 from typing import Any, Literal
@@ -14,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from sf_core.dataplane.groups import Claim, Place
-from sf_core.dataplane.journal import Record
+from sf_core.dataplane.journal import Record, kind_of
 from sf_core.dataplane.rollout_manager import Batch
 from sf_core.dataplane.session import Session
 from sf_core.dataplane.specs import RunSpec
@@ -27,18 +28,42 @@ _ARRAYS = {
     "logprobs": np.float32,
     "policy_versions": np.int32,
 }
+RESULT_BYTES, TRAJECTORY_BYTES, SPAN_BYTES = 600, 1000, 200
+"""Memory that objects take beside tokens and texts, as measured."""
+
 _turn_values = attrgetter(*(field.name for field in fields(TurnSpan)))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class FinishedSession:
-    """A session that is over and has its reward."""
+    """A session that is over and has its reward. memory.py holds it until its batch is sealed."""
 
     claim: Claim
     reward: float
     environment: str
     min_version: int | None
     trajectories: Sequence[Trajectory]
+    """Empty while they are on disk."""
+
+    is_idle = True
+
+    @property
+    def label(self) -> str:
+        return f"finished session {self.claim}"
+
+    @property
+    def num_bytes(self) -> int:
+        return RESULT_BYTES + sum(map(_trajectory_bytes, self.trajectories))
+
+    def records(self) -> Iterator[Record]:
+        return iter([finished_record(self)])
+
+    def drop(self) -> None:
+        self.trajectories = []
+
+    def take_back(self, records: Iterable[Record]) -> None:
+        [record] = records
+        self.trajectories = read_finished(record).trajectories
 
 
 def finished_record(session: FinishedSession) -> Record:
@@ -61,10 +86,17 @@ def read_finished(record: Record) -> FinishedSession:
     )
 
 
-def run_record(spec: RunSpec) -> Record:
-    """A flow registered the run; the first record of every journal."""
+def run_record(spec: RunSpec, num_gateways: int = 1) -> Record:
+    """A flow registered the run; the first record of every journal. With more than one gateway process the
+    turns are in journals of their own."""
     key = None if spec.key is None else spec.key.get_secret_value()
-    return {"run": spec.model_dump() | {"key": key}}
+    record = {"run": spec.model_dump() | {"key": key}}
+    return record if num_gateways == 1 else record | {"gateways": num_gateways}
+
+
+def gateways_of(record: Record) -> int:
+    """How many processes recorded the turns of the run, from this record of its registration on."""
+    return int(record.get("gateways", 1))
 
 
 def weights_record(weights: WeightsRef) -> Record:
@@ -138,10 +170,6 @@ def read_claim(value: list[Any]) -> Claim:
     return Claim(Place(split, group, member), attempt)
 
 
-def kind_of(record: Record) -> str:
-    return next(iter(record))
-
-
 def places(record: Record) -> set[tuple[Literal["train", "holdout"], int]]:
     """(split, group) of every claim and group that a record is about."""
     match kind_of(record):
@@ -152,6 +180,12 @@ def places(record: Record) -> set[tuple[Literal["train", "holdout"], int]]:
         case "finished" | "failed" | "lost" as kind:
             return {(record[kind][0], record[kind][1])}
     return set()
+
+
+def _trajectory_bytes(trajectory: Trajectory) -> int:
+    arrays = sum(getattr(trajectory, name).nbytes for name in _ARRAYS)
+    objects = TRAJECTORY_BYTES + SPAN_BYTES * len(trajectory.turns)
+    return int(arrays + objects + sys.getsizeof(trajectory.messages))
 
 
 def _trajectory_value(trajectory: Trajectory) -> dict[str, Any]:

@@ -1,23 +1,29 @@
 """A run as it was before the data plane died: its journal, replayed.
 
-Owns what every record does to a run, and what a compacted journal must still hold. A restarted data plane
-opens by itself the runs that were open (open_runs.py); a run that a flow registers is opened from its journal
-first, and then registered like one that was open all the time. Records are in records.py
-and turn_records.py, framing in journal.py.
+Owns what every record does to a run (records of turns: turn_recovery.py), and what a compacted journal must
+still hold. A restarted data plane opens by itself the runs that were open (open_runs.py); a run that a flow
+registers is opened from its journal first, and then registered like one that was open all the time. Records
+are in records.py and turn_records.py, framing in journal.py. Memory stays below its bound throughout
+(memory.py).
 """
 
 from __future__ import annotations
 
-import logging
+import asyncio
+import shutil
 import time
-from collections import defaultdict
 from collections.abc import Callable
+from contextlib import aclosing
 from typing import Any
 
+from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.groups import Claim
-from sf_core.dataplane.journal import Journal, Record
+from sf_core.dataplane.host import spill_dir_of
+from sf_core.dataplane.journal import Journal, Record, kind_of
+from sf_core.dataplane.memory import Memory
 from sf_core.dataplane.records import (
-    kind_of,
+    FinishedSession,
+    gateways_of,
     places,
     read_claim,
     read_finished,
@@ -25,86 +31,121 @@ from sf_core.dataplane.records import (
     revoked_record,
     run_record,
 )
+from sf_core.dataplane.rendering import Renderer
 from sf_core.dataplane.rollout_manager import Batch
 from sf_core.dataplane.run import Run, Runner, read_renderer, session_name
 from sf_core.dataplane.session import Session
 from sf_core.dataplane.specs import RunSpec
-from sf_core.dataplane.turn_records import RecordedTurn, Tokens, TurnKey, read_prompt, read_turn
-from sf_core.types import FinishReason, WeightsRef
-
-log = logging.getLogger(__name__)
+from sf_core.dataplane.turn_recovery import TURN_KINDS, replay_turn, session_of
+from sf_core.types import WeightsRef
 
 Answers = dict[int, dict[str, Any]]
 """What was said of each sealed batch, to be said again."""
 
+Past = list[Record | FinishedSession]
 
-async def open_run(spec: RunSpec, journal: Journal, grace_s: float) -> tuple[Run, Answers]:
+MakeRun = Callable[[RunSpec, Renderer, Journal, float, Memory], Run]
+
+
+async def open_run(
+    spec: RunSpec, journal: Journal, grace_s: float, memory: Memory, make: MakeRun = Run
+) -> tuple[Run, Answers]:
     """A registered run, with all that its journal knows of it. Raises ApiError if it cannot be opened."""
-    records = await journal.replay()
-    known = _first_spec(records)
-    run = Run(known or spec, await read_renderer(spec.model_dir), journal, grace_s)
-    answers = replay(run, records[1:]) if known else {}
-    if known and begin_attempt(run, spec, records):
-        answers = {}
-    await journal.append(run_record(spec))
+    reopened = await reopen_run(journal, grace_s, memory, make)
+    if reopened is None:
+        run = make(spec, await read_renderer(spec.model_dir), journal, grace_s, memory)
+        answers: Answers = {}
+    else:
+        run, answers = reopened
+        if begin_attempt(run, spec, await read_past(run, spec)):
+            answers.clear()
+    await journal.append(run_record(spec, run.num_gateways))
     return run, answers
 
 
-async def reopen_run(journal: Journal, grace_s: float) -> tuple[Run, Answers] | None:
+async def reopen_run(
+    journal: Journal, grace_s: float, memory: Memory, make: MakeRun = Run
+) -> tuple[Run, Answers] | None:
     """A run as its journal has it; None if there is nothing in it. Raises ApiError if it cannot be opened."""
-    records = await journal.replay()
-    if (spec := _first_spec(records)) is None:
-        return None
-    run = Run(spec, await read_renderer(spec.model_dir), journal, grace_s)
-    return run, replay(run, records[1:])
+    # what a dead process left on disk is in the journal too
+    await asyncio.to_thread(shutil.rmtree, spill_dir_of(journal), ignore_errors=True)
+    replaying: _Replay | None = None
+    async with aclosing(journal.replay()) as records:
+        async for record in records:
+            if replaying is not None:
+                await replaying.apply(record)
+                await memory.make_room()
+            elif "run" in record:
+                spec = RunSpec.model_validate(record["run"])
+                renderer = await read_renderer(spec.model_dir)
+                replaying = _Replay(make(spec, renderer, journal, grace_s, memory), record)
+            else:
+                break
+    return None if replaying is None else await replaying.finish()
 
 
-def begin_attempt(run: Run, spec: RunSpec, records: list[Record]) -> bool:
+async def read_past(run: Run, spec: RunSpec, num_records: int | None = None) -> Past:
+    """What the first records of the journal tell a run that this flow makes start over; nothing, for one that
+    goes on."""
+    past: Past = []
+    if run.knows_batch(spec.iteration) or spec.attempt < run.spec.attempt:
+        return past
+    async with aclosing(run.journal.replay()) as records:
+        async for record in records:
+            if num_records == 0:
+                break
+            num_records = None if num_records is None else num_records - 1
+            match kind_of(record):
+                case "rejected" | "opened":
+                    past.append(record)
+                case "finished" if record["finished"][0] == "train":
+                    past.append(run.hold(read_finished(record)))
+                    await run.memory.make_room()
+    return past
+
+
+def begin_attempt(run: Run, spec: RunSpec, past: Past) -> bool:
     """An attempt of the flow begins. True if the run starts over from what this flow says is done: then only
-    results are taken from `records`, the journal so far."""
+    results are taken from the journal so far."""
     run.begin_attempt(spec)
     if run.knows_batch(spec.iteration):
         run.manager.rules = spec.rules
+        for item in past:
+            if isinstance(item, FinishedSession):
+                run.memory.remove(item)
         return False
     run.forget_progress()
-    for record in records:
-        match kind_of(record):
-            case "rejected":
-                run.manager.restore_rejected(*record["rejected"])
-            case "opened":
-                for session in read_opened(record):
-                    if session.claim is not None:
-                        run.manager.restore_attempt(session.claim)
-            case "finished" if record["finished"][0] == "train":
-                _take_back(run, record)
+    for item in past:
+        if isinstance(item, FinishedSession):
+            _take_back(run, item)
+        elif kind_of(item) == "rejected":
+            run.manager.restore_rejected(*item["rejected"])
+        else:
+            for session in read_opened(item):
+                if session.claim is not None:
+                    run.manager.restore_attempt(session.claim)
     return True
 
 
-def replay(run: Run, records: list[Record]) -> Answers:
-    """Bring a new run to where its records end."""
-    replaying = _Replay(run)
-    for i, record in enumerate(records):
-        if "run" in record:
-            spec = RunSpec.model_validate(record["run"])
-            if begin_attempt(run, spec, records[:i]):
-                replaying.answers.clear()
-        else:
-            replaying.apply(record)
-    replaying.finish()
-    return replaying.answers
-
-
 class _Replay:
-    def __init__(self, run: Run) -> None:
-        self.answers: Answers = {}
-        self._run = run
-        self._turns: dict[TurnKey, RecordedTurn] = {}
-        """Those whose end has not been read yet."""
-        self._chunks: defaultdict[TurnKey, list[Tokens]] = defaultdict(list)
+    """Brings a new run to where its records end."""
 
-    def apply(self, record: Record) -> None:
+    def __init__(self, run: Run, first: Record) -> None:
+        self._run = run
+        self._answers: Answers = {}
+        self._num_applied = 1
+        """With the first one, which made the run."""
+        self._num_gateways = gateways_of(first)
+        """Of the last process that wrote here."""
+
+    async def apply(self, record: Record) -> None:
         run, manager = self._run, self._run.manager
         match kind_of(record):
+            case "run":
+                spec = RunSpec.model_validate(record["run"])
+                if begin_attempt(run, spec, await read_past(run, spec, self._num_applied)):
+                    self._answers.clear()
+                self._num_gateways = gateways_of(record)
             case "weights":
                 run.router.weights = WeightsRef(*record["weights"])
                 manager.set_version(run.router.weights.version)
@@ -116,14 +157,14 @@ class _Replay:
                 if (session := run.sessions.get(record["rewarded"])) is not None:
                     session.reward, session.reward_parts = record["reward"], record["parts"]
             case "closed":
-                run.sessions.pop(record["closed"], None)
+                run.forget(record["closed"])
             case "lost":
                 manager.lose(self._end(record["lost"]))
             case "failed":
                 manager.fail(self._end(record["failed"]))
             case "finished":
                 self._end(record["finished"])
-                _take_back(run, record)
+                _take_back(run, run.hold(read_finished(record)))
             case "rejected":
                 index, reason = record["rejected"]
                 manager.restore_rejected(index, reason)
@@ -134,24 +175,35 @@ class _Replay:
                 run.revoked_leases.add(record["revoked"])
             case "released":
                 run.release()
-            case "begun" | "chunk" | "turn" | "delivered" as kind:
-                key = TurnKey(*record[kind][:3])
-                # the records of a session that is over tell nothing any more
-                if (session := run.sessions.get(key.session_id)) is not None:
-                    self._apply_to_turn(kind, record, key, session)
+            case kind if kind in TURN_KINDS:
+                await replay_turn(run, record)
+        self._num_applied += 1
 
-    def finish(self) -> None:
+    async def finish(self) -> tuple[Run, Answers]:
+        """Raises ApiError if its open sessions cannot go on here."""
         run = self._run
-        for key, recorded in self._turns.items():
-            recorded.tokens = self._tokens_of(key)
-            self._note_versions(key, recorded.tokens)
         for session in list(run.sessions.values()):
             if session.claim is not None and run.manager.group_of(session.claim) is None:
-                del run.sessions[session.session_id]
-            session.recorded = _worth_keeping(session.recorded)
-            if session.claim is not None:
+                run.forget(session.session_id)
+            elif session.claim is not None:
                 # a runner that died meanwhile is missed as any other
                 run.runners.setdefault(session.runner, Runner(run.spec.attempt, time.monotonic()))
+        if self._num_gateways != run.num_gateways:
+            self._check_gateways()
+            await run.journal.append(run_record(run.spec, run.num_gateways))
+        return run, self._answers
+
+    def _check_gateways(self) -> None:
+        """Each gateway process has the turns of its sessions in a journal of its own: only as many as there
+        were can go on with open sessions."""
+        run, before = self._run, self._num_gateways
+        if run.sessions:
+            run.leave_memory()
+            raise ApiError(
+                409,
+                f"Run {run.spec.run_id} has open sessions, whose turns {before} gateway processes recorded; "
+                f"this data plane has {run.num_gateways}: start it with --gateways {before}.",
+            )
 
     def _open(self, sessions: list[Session]) -> None:
         for session in sessions:
@@ -160,7 +212,7 @@ class _Replay:
 
     def _end(self, value: list[Any]) -> Claim:
         claim = read_claim(value)
-        self._run.sessions.pop(session_name(self._run.spec.run_id, claim), None)
+        self._run.forget(session_name(self._run.spec.run_id, claim))
         return claim
 
     def _seal(self, record: Record) -> None:
@@ -168,67 +220,15 @@ class _Replay:
         self._run.manager.restore_sealed(record["sealed"], batch)
         for group in (*batch.groups, *batch.rejected):
             self._run.drop_group(group)
-        self.answers[record["sealed"]] = record["answer"]
-
-    def _apply_to_turn(self, kind: str, record: Record, key: TurnKey, session: Session) -> None:
-        if kind == "begun":
-            self._begin_turn(record, key, session)
-        elif kind == "chunk":
-            *tokens, engines = record["chunk"][3:]
-            self._chunks[key].append(Tokens.of(*tokens))
-            self._turns[key].engines = engines
-        elif kind == "turn":
-            self._end_turn(record, key, session)
-        else:
-            for recorded in session.recorded:
-                recorded.delivered |= recorded.key == key
-
-    def _begin_turn(self, record: Record, key: TurnKey, session: Session) -> None:
-        for value in record["prompts"]:
-            session.restore_prompt(read_prompt(value, session))
-        prompt = session.prompts[key.prompt]
-        nth, identity = record["begun"][3:]
-        session.begin_sample(prompt, nth)
-        recorded = self._turns[key] = RecordedTurn(key, identity, prompt)
-        session.recorded.append(recorded)
-
-    def _end_turn(self, record: Record, key: TurnKey, session: Session) -> None:
-        recorded = self._turns.pop(key)
-        turn = read_turn(record, recorded.prompt, self._tokens_of(key))
-        session.restore_turn(turn)
-        recorded.turn, recorded.engines = turn, turn.engine
-        recorded.tokens = Tokens(turn.ids, turn.logprobs, turn.versions)
-        if turn.finish_reason is FinishReason.ABORT:
-            session.recorded.remove(recorded)
-        else:
-            self._note_versions(key, recorded.tokens)
-
-    def _tokens_of(self, key: TurnKey) -> Tokens:
-        return Tokens.joined(self._chunks.pop(key, []))
-
-    def _note_versions(self, key: TurnKey, tokens: Tokens) -> None:
-        session = self._run.sessions.get(key.session_id)
-        if session is not None and session.claim is not None and len(tokens.versions):
-            self._run.manager.note_started(session.claim, int(tokens.versions.min()))
+        self._answers[record["sealed"]] = record["answer"]
 
 
-def _take_back(run: Run, record: Record) -> None:
-    finished = read_finished(record)
+def _take_back(run: Run, finished: FinishedSession) -> None:
     rejected = run.manager.restore_finished(finished.claim, finished.reward, finished.min_version)
     if not rejected and run.manager.is_done(finished.claim):
-        run.results[finished.claim.place] = finished
-
-
-def _worth_keeping(recorded: list[RecordedTurn]) -> list[RecordedTurn]:
-    """Turns whose request may come again: who extended an answer has got it, and of equal requests only the
-    last one may still lack its answer."""
-    open_ended = [r for r in recorded if r.turn is None or not r.turn.has_continuation]
-    latest = {r.identity: r for r in open_ended if r.turn is not None}
-    return [r for r in open_ended if r.turn is None or latest[r.identity] is r]
-
-
-def _first_spec(records: list[Record]) -> RunSpec | None:
-    return RunSpec.model_validate(records[0]["run"]) if records and "run" in records[0] else None
+        run.keep_result(finished)
+    else:
+        run.memory.remove(finished)
 
 
 def compaction(run: Run) -> tuple[list[Record], Callable[[Record], bool]]:
@@ -247,7 +247,8 @@ def compaction(run: Run) -> tuple[list[Record], Callable[[Record], bool]]:
         "weights_uri": weights.uri,
         "done_groups": manager.done_before(iteration),
     }
-    head = [run_record(run.spec.model_copy(update=spec)), *map(revoked_record, sorted(run.revoked_leases))]
+    registered = run_record(run.spec.model_copy(update=spec), run.num_gateways)
+    head = [registered, *map(revoked_record, sorted(run.revoked_leases))]
 
     def keep(record: Record) -> bool:
         match kind_of(record):
@@ -257,8 +258,8 @@ def compaction(run: Run) -> tuple[list[Record], Callable[[Record], bool]]:
                 return bool(record["evaluation"][0] >= newest_evaluation)
             case "sealed":
                 return bool(record["sealed"] == last)
-            case "begun" | "chunk" | "turn" | "delivered" as kind:
-                return record[kind][0] in sessions
+            case kind if kind in TURN_KINDS:
+                return session_of(record) in sessions
             case "rewarded":
                 return record["rewarded"] in sessions
             case "opened" if any(session[0] in sessions for session in record["opened"]):

@@ -22,6 +22,8 @@ from sf_core.dataplane.append_only import append_only_roles, render_addition
 from sf_core.dataplane.messages import Message
 from sf_core.dataplane.toolcalls import FORMATS, Tool, format_of
 from sf_core.dataplane.tree import Ids
+from storage.files import local_folder
+from storage.weights import WEIGHT_FILES
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -32,7 +34,7 @@ class Renderer:
 
     def __init__(self, model_dir: str) -> None:
         self.model_dir = model_dir
-        folder = Path(model_dir)
+        folder = Path(local_folder(model_dir, WEIGHT_FILES))
         if not (folder / "tokenizer.json").exists():
             raise ValueError(f"{model_dir}: no tokenizer.json; save the model with a fast tokenizer")
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))

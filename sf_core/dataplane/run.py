@@ -1,7 +1,8 @@
 """One run in the data plane: its sessions, and how they come and go.
 
-Joins router, rollout manager and journal. Owns the sessions that runners work on and the results of finished
-ones until a batch or an evaluation takes them (batches.py). Speaks no HTTP.
+Joins router, rollout manager and journal. Owns which sessions runners work on and the results of finished
+ones until a batch or an evaluation takes them (batches.py). What their turns need is in host.py. Speaks no
+HTTP.
 """
 
 from __future__ import annotations
@@ -10,14 +11,16 @@ import asyncio
 import logging
 import secrets
 import time
-from collections import Counter, deque
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from sf_core.dataplane.errors import ApiError
-from sf_core.dataplane.export import export_session
 from sf_core.dataplane.groups import Claim, Place
-from sf_core.dataplane.journal import Journal
+from sf_core.dataplane.host import GRACE_S, SessionHost
+from sf_core.dataplane.journal import Journal, Record
+from sf_core.dataplane.memory import Memory
 from sf_core.dataplane.meter import TokenMeter
 from sf_core.dataplane.records import (
     FinishedSession,
@@ -27,6 +30,7 @@ from sf_core.dataplane.records import (
     finished_record,
     lost_record,
     opened_record,
+    read_finished,
     rejected_record,
     revoked_record,
     rewarded_record,
@@ -35,17 +39,18 @@ from sf_core.dataplane.rendering import Renderer
 from sf_core.dataplane.rollout_manager import RolloutManager
 from sf_core.dataplane.router import Router
 from sf_core.dataplane.session import Session
+from sf_core.dataplane.session_tree import session_tree
 from sf_core.dataplane.signals import Signal
 from sf_core.dataplane.specs import ClaimBody, FinishBody, RewardBody, RunSpec, SessionBody
 from sf_core.types import WeightsRef
+from storage.schema import Trajectory
 
 log = logging.getLogger(__name__)
 
 RUNNER_SILENCE_S = 15.0
 """A runner not heard from for this long has lost its sessions."""
 
-GRACE_S = 10.0
-"""A turn goes on for this long after its client went away: the client may ask again."""
+OVER = "the session is over"
 
 
 @dataclass
@@ -57,15 +62,22 @@ class Runner:
     """Claims it is waiting in."""
 
 
-class Run:
-    def __init__(self, spec: RunSpec, renderer: Renderer, journal: Journal, grace_s: float = GRACE_S) -> None:
-        self.spec = spec
-        self.renderer = renderer
-        self.journal = journal
-        self.grace_s = grace_s
-        self.router = Router(WeightsRef(spec.version, spec.weights_uri), spec.limits)
+class Run(SessionHost):
+    router: Router
+    num_gateways = 1
+    """Processes that serve its sessions."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        renderer: Renderer,
+        journal: Journal,
+        grace_s: float = GRACE_S,
+        memory: Memory | None = None,
+    ) -> None:
+        router = Router(WeightsRef(spec.version, spec.weights_uri), spec.limits)
+        super().__init__(spec, renderer, journal, router, grace_s, memory or Memory())
         self.manager = self._new_manager()
-        self.sessions: dict[str, Session] = {}
         self.results: dict[Place, FinishedSession] = {}
         self.runners: dict[str, Runner] = {}
         self.released = False
@@ -76,7 +88,6 @@ class Run:
         """Something a long poll may wait for has happened."""
         self.stage: dict[str, Any] = {}
         self.meter = TokenMeter()
-        self.counters: Counter[str] = Counter()
         self.recent_rewards: deque[float] = deque(maxlen=256)
         self.last_error = ""
         self.failures_in_a_row = 0
@@ -107,7 +118,8 @@ class Run:
         evaluations = self.manager.evaluations
         self.manager = self._new_manager()
         self.manager.evaluations = {v: group for v, group in evaluations.items() if v <= self.spec.version}
-        self.results = {place: r for place, r in self.results.items() if place.split == "holdout"}
+        for place in [place for place in self.results if place.split == "train"]:
+            self.drop_result(place)
 
     def knows_batch(self, batch: int) -> bool:
         """Whether the groups here fit a flow whose next batch is this one: it may not have heard of the last
@@ -156,11 +168,22 @@ class Run:
         return bool(sessions)
 
     def open(self, session: Session) -> None:
-        """Serve this session from now on."""
         session.expires_at = self.serving_s + self.spec.session_timeout_s
-        if session.claim is not None and session.claim.place.split == "holdout":
-            session.floor = session.claim.place.group
-        self.sessions[session.session_id] = session
+        super().open(session)
+
+    def note_started(self, claim: Claim, version: int) -> None:
+        self.manager.note_started(claim, version)
+
+    async def announce(self) -> None:
+        """Returns when whoever serves its turns knows the run as it is now: in one process at once."""
+
+    async def compact(self, head: Iterable[Record], keep: Callable[[Record], bool]) -> None:
+        """See Journal.compact."""
+        await self.journal.compact(head, keep)
+
+    async def tree(self, session: Session) -> dict[str, Any]:
+        await self.bring_back(session)
+        return session_tree(self, session)
 
     async def open_for(self, body: SessionBody) -> Session:
         """A session that no runner was given."""
@@ -177,45 +200,45 @@ class Run:
     async def finish(self, session: Session, body: FinishBody) -> None:
         """The agent's or its runner's report; a reward the session was given before counts where the report
         has none. Returns when the result is on disk."""
-        self._drop(session, "the session is over")
-        if session.claim is None:
+        if (claim := session.claim) is None:
+            self.drop(session, OVER)
             return await self.journal.append(closed_record(session))
         if body.status == "failed":
-            return await self._fail(session.claim, body.error or "no reason given")
+            self.drop(session, OVER)
+            return await self._fail(claim, body.error or "no reason given")
         if body.reward is None and session.reward is not None:
             parts = {**session.reward_parts, **body.reward_parts}
             body = body.model_copy(update={"reward": session.reward, "reward_parts": parts})
         if body.reward is None or None in body.reward_parts.values():
             # JSON has no other way to write infinity and NaN
-            await self._fail(session.claim, "the reward is no finite number")
+            self.drop(session, OVER)
+            await self._fail(claim, "the reward is no finite number")
             raise ApiError(400, "A finished session needs a reward that is a finite number.", param="reward")
-        self.counters["abandoned_turns"] += session.set_aside_unanswered()
-        if not session.turns and session.claim.place.split == "train":
-            return await self._fail(session.claim, "the agent finished without an answer from the policy")
-        result = self._export(session, session.claim, body)
+        result = await self._close_or_fail(session, claim, body)
+        if not result.trajectories and claim.place.split == "train":
+            return await self._fail(claim, "the agent finished without an answer from the policy")
         self.failures_in_a_row = 0
         await self.journal.append(finished_record(result))
-        if self.manager.group_of(session.claim) is not None:
-            self.results[session.claim.place] = result
+        if self.manager.group_of(claim) is not None:
+            self.keep_result(self.hold(result))
             self.recent_rewards.append(result.reward)
-            await self._reject(self.manager.finish(session.claim, result.reward, result.min_version))
+            await self._reject(self.manager.finish(claim, result.reward, result.min_version))
         self.changed.notify()
 
-    def _export(self, session: Session, claim: Claim, body: FinishBody) -> FinishedSession:
-        assert body.reward is not None
-        group_id = f"{self.spec.run_id}.g{claim.place.group}" if claim.place.split == "train" else None
-        trajectories = export_session(
-            session,
-            policy=self.spec.served_model,
-            group_id=group_id,
-            stop_ids=self.renderer.stop_token_ids,
-            task_id=body.task_id,
-            environment=body.environment,
-            reward=body.reward,
-            reward_parts={name: part for name, part in body.reward_parts.items() if part is not None},
-        )
-        min_version = min((int(t.versions.min()) for t in session.turns if len(t.versions)), default=None)
-        return FinishedSession(claim, body.reward, body.environment, min_version, trajectories)
+    async def _close_or_fail(self, session: Session, claim: Claim, report: FinishBody) -> FinishedSession:
+        try:
+            return await self._close(session, claim, report)
+        except ApiError as error:
+            if error.retry_after_s is None and self.sessions.get(session.session_id) is session:
+                # asked again it would fail again: another runner gets its place
+                self.drop(session, error.message)
+                await self._fail(claim, error.message)
+            raise
+
+    async def _close(self, session: Session, claim: Claim, report: FinishBody) -> FinishedSession:
+        await self.bring_back(session)
+        self.drop(session, OVER)
+        return self.export(session, claim, report)
 
     async def _fail(self, claim: Claim, error: str) -> None:
         self.counters["failed_sessions"] += 1
@@ -237,9 +260,38 @@ class Run:
         """Forget a group: end its sessions and release its results."""
         for session in list(self.sessions.values()):
             if session.claim is not None and session.claim.place[:2] == ("train", index):
-                self._drop(session, "the group of this session no longer counts")
+                self.drop(session, "the group of this session no longer counts")
         for place in self.places_of(index):
-            self.results.pop(place, None)
+            self.drop_result(place)
+
+    def hold(self, result: FinishedSession) -> FinishedSession:
+        """Count a result among what memory holds, until it is kept and dropped, or removed there."""
+        # nobody asks for it before its batch is sealed
+        self.memory.add(result, self.spill_dir, goes_first=True)
+        return result
+
+    def keep_result(self, result: FinishedSession) -> None:
+        """For its batch or evaluation, until `drop_result`."""
+        self.drop_result(result.claim.place)
+        self.results[result.claim.place] = result
+
+    def drop_result(self, place: Place) -> None:
+        if (result := self.results.pop(place, None)) is not None:
+            self.memory.remove(result)
+
+    def reader_of(self, result: FinishedSession) -> Callable[[], Sequence[Trajectory]]:
+        """Gives its trajectories, in any thread. Raises OSError if they are on disk and cannot be read."""
+        read, trajectories = self.memory.reader(result), result.trajectories
+        if read is None:
+            return lambda: trajectories
+        return lambda: [row for record in read() for row in read_finished(record).trajectories]
+
+    def leave_memory(self) -> None:
+        """It will not be served."""
+        for session_id in list(self.sessions):
+            self.forget(session_id)
+        for place in list(self.results):
+            self.drop_result(place)
 
     def places_of(self, group: int) -> list[Place]:
         return [Place("train", group, member) for member in range(self.spec.group_size)]
@@ -268,7 +320,7 @@ class Run:
             for session in self._sessions_of(name):
                 self._lose(session)
         for session in [s for s in self.sessions.values() if s.expires_at < self.serving_s]:
-            self._drop(session, "the session ran too long")
+            self.drop(session, "the session ran too long")
             if session.claim is None:
                 await self.journal.append(closed_record(session))
             else:
@@ -293,16 +345,10 @@ class Run:
         self.changed.notify()
 
     def _take_back(self, session: Session, reason: str) -> None:
-        self._drop(session, reason)
+        self.drop(session, reason)
         if session.claim is not None:
             self.manager.lose(session.claim)
             self.journal.note(lost_record(session.claim))
-
-    def _drop(self, session: Session, reason: str) -> None:
-        self.sessions.pop(session.session_id, None)
-        self.counters.update({f"branches.{name}": n for name, n in session.branch_reasons.items()})
-        for generation in list(session.running):
-            self.router.cancel(generation, reason)
 
 
 def session_name(run_id: str, claim: Claim) -> str:
@@ -315,5 +361,5 @@ async def read_renderer(model_dir: str) -> Renderer:
     """Raises ApiError if the folder cannot be used."""
     try:
         return await asyncio.to_thread(Renderer, model_dir)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise ApiError(400, str(error), param="model_dir") from None

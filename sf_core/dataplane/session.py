@@ -8,32 +8,33 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sf_core.dataplane.append_only import opening
 from sf_core.dataplane.conversations import Conversation, Conversations
+from sf_core.dataplane.encoding import Encoded, encode_request
 from sf_core.dataplane.generation import Generation
 from sf_core.dataplane.groups import Claim
-from sf_core.dataplane.messages import Message, extend_chain
-from sf_core.dataplane.rendering import Renderer, shows
+from sf_core.dataplane.journal import Record
+from sf_core.dataplane.messages import Message, extend_chain, size_of
+from sf_core.dataplane.rendering import Renderer
+from sf_core.dataplane.session_records import records_of, replay
 from sf_core.dataplane.toolcalls import Tool
 from sf_core.dataplane.tree import (
     NO_TEXT,
     Ids,
+    Node,
     Place,
     Prompt,
-    Seam,
     Tapes,
-    TextMark,
     TokenTree,
     Turn,
     line,
-    place_at,
 )
 from sf_core.types import FinishReason
 
@@ -42,17 +43,12 @@ __all__ = ["Prompt", "Session", "Turn"]
 NUM_TIPS = 16
 """Latest turns that a prompt of ids is compared with as a whole."""
 
+SESSION_BYTES, PROMPT_BYTES, TURN_BYTES = 2500, 800, 1200
+"""Memory that objects take beside tokens and texts, as measured."""
+
 if TYPE_CHECKING:
     from sf_core.dataplane.inflight import ServedTurn
     from sf_core.dataplane.turn_records import RecordedTurn
-
-
-class _Encoded(NamedTuple):
-    place: Place
-    """What is recorded of the request's tokens ends here."""
-    ids: Ids
-    text: TextMark
-    seam: Seam | None
 
 
 @dataclass(slots=True, eq=False)
@@ -77,9 +73,9 @@ class Session:
     abandoned: list[Turn] = field(default_factory=list)
     """Turns whose answer nobody got, as far as they came. Never trained."""
     served: list[ServedTurn] = field(default_factory=list)
-    """Turns whose request may come again: those in flight, and those that no later one extends."""
+    """Turns in flight or with a client that still gets its answer."""
     recorded: list[RecordedTurn] = field(default_factory=list)
-    """The same, as a restart found them in the journal."""
+    """Other turns whose request may come again: no later one extends them."""
     running: set[Generation] = field(default_factory=set)
     branch_reasons: Counter[str] = field(default_factory=Counter)
     _tree: TokenTree = field(default_factory=TokenTree)
@@ -93,6 +89,8 @@ class Session:
     """By identity of the request extended by the answer."""
     _openings: set[bytes] = field(default_factory=set)
     """Identities of tools, and of tools and first message, seen so far."""
+    _num_bytes: int = 0
+    """Of prompts and turns."""
 
     def open_prompt(
         self, messages: list[Message], tools: list[Tool], renderer: Renderer, forced: str = ""
@@ -106,15 +104,17 @@ class Session:
         if prompt is None:
             matched = self._longest_match(keys)
             num_matched = matched.prompt.num_messages + 1 if matched else 0
-            if matched and conversation.messages[num_matched - 1] == matched.message:
-                conversation.messages[num_matched - 1] = matched.message  # held once, not twice
-            encoded = self._encode(conversation, matched, tools, renderer)
+            if matched is not None:
+                _hold_once(conversation, matched)
+            encoded = encode_request(conversation, matched, tools, renderer)
             if forced:
                 encoded = encoded._replace(ids=np.concatenate([encoded.ids, renderer.encode(forced)]))
             added = conversation.messages[num_matched:]
             reason = self._branch_reason(keys, added, matched, encoded.place)
-            prompt = self._add_prompt(encoded, matched, added, len(messages), keys[-1], reason, forced)
-            self._openings.update(keys[:2])
+            begins = () if matched else keys[:2]
+            prompt = self._add_prompt(
+                encoded, matched, added, len(messages), keys[-1], reason, forced, begins
+            )
         return prompt
 
     def open_ids(self, ids: list[int]) -> Prompt:
@@ -127,7 +127,7 @@ class Session:
             tip = self._repeated_turn(array)
             place = Place(tip, tip.end if tip else 0)
             place, rest = self._tree.follow(place, array[place.at :])
-            encoded = _Encoded(place, rest, NO_TEXT, None)
+            encoded = Encoded(place, rest, NO_TEXT, None)
             continues = _last_whole_turn(place)
             prompt = self._add_prompt(encoded, continues, [], 0, chain, self._ids_branch_reason(place))
         return prompt
@@ -169,13 +169,15 @@ class Session:
         """Record what there is of a turn that nobody waits for any more."""
         turn = _turn(generation, prompt, sample, message, FinishReason.ABORT, 0, len(self.abandoned))
         self.abandoned.append(turn)
+        self._num_bytes += _turn_bytes(turn)
         return turn
 
     def set_aside_unanswered(self) -> int:
         """Tokens count if their answer was given: a turn that ended after its client had gone for good is an
         abandoned one. What a restart found is believed to have arrived. For the end of the session; returns
         how many there were."""
-        unanswered = {served.turn.turn for served in self.served if served.is_unanswered}
+        known = [*(served.known for served in self.served), *self.recorded]
+        unanswered = {recorded.turn for recorded in known if recorded.is_unanswered}
         aside = [turn for turn in self.turns if turn in unanswered]
         self.turns = [turn for turn in self.turns if turn not in unanswered]
         self.abandoned += aside
@@ -187,34 +189,71 @@ class Session:
         return self.prompts[start:]
 
     def restore_prompt(self, prompt: Prompt) -> None:
-        """Take back a prompt that was recorded before a restart."""
+        """Take back a prompt that was recorded."""
         prompt.tapes = self._tapes
         self._take_prompt(prompt)
-        self._num_recorded = len(self.prompts)
 
     def restore_turn(self, turn: Turn) -> None:
-        """Take back a turn, finished or abandoned, that was recorded before a restart."""
+        """Take back a turn, finished or abandoned, that was recorded."""
         if turn.finish_reason is FinishReason.ABORT:
             self.abandoned.append(turn)
+            self._num_bytes += _turn_bytes(turn)
         else:
             self._add_turn(turn)
+
+    # --- as something that memory.py holds
+
+    @property
+    def label(self) -> str:
+        return f"session {self.session_id}"
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self.served or self.running)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of memory, about. Costs no more than what a request looks at anyway."""
+        sampled = sum(12 * len(recorded.tokens.ids) for recorded in self.recorded if recorded.turn is None)
+        kept = self._tapes.num_bytes + self._conversations.num_bytes
+        return SESSION_BYTES + size_of(self.metadata) + self._num_bytes + kept + sampled
+
+    @property
+    def nodes(self) -> list[Node]:
+        """Prompts and finished turns in the order in which they came."""
+        return self._tree.nodes
+
+    def records(self) -> Iterator[Record]:
+        return records_of(self)
+
+    def drop(self) -> None:
+        """Keep the session's facts only, and which of its prompts the journal holds."""
+        blank = Session(self.session_id)
+        for name in _RECORD:
+            setattr(self, name, getattr(blank, name))
+
+    def take_back(self, records: Iterable[Record]) -> None:
+        for record in records:
+            replay(self, record)
 
     def _add_turn(self, turn: Turn) -> None:
         self.turns.append(turn)
         self._tree.add(turn)
+        self._num_bytes += _turn_bytes(turn)
         self._answers[extend_chain(turn.prompt.chain, turn.message)] = turn
         if turn.prompt.continues is not None:
             turn.prompt.continues.has_continuation = True
 
     def _add_prompt(
         self,
-        encoded: _Encoded,
+        encoded: Encoded,
         continues: Turn | None,
         messages: list[Message],
         num_messages: int,
         chain: bytes,
         reason: str | None,
         forced: str = "",
+        opening: Sequence[bytes] = (),
     ) -> Prompt:
         place, ids = self._tree.follow(encoded.place, encoded.ids)
         prompt = Prompt(
@@ -230,6 +269,7 @@ class Session:
             encoded.seam,
             reason,
             forced,
+            opening,
             tapes=self._tapes,
         )
         self._take_prompt(prompt)
@@ -238,34 +278,14 @@ class Session:
     def _take_prompt(self, prompt: Prompt) -> None:
         self.prompts.append(prompt)
         self._prompts[prompt.chain, prompt.forced] = prompt
+        self._openings.update(prompt.opening)
         self._tree.add(prompt)
+        self._num_bytes += PROMPT_BYTES + prompt.ids.nbytes + sum(map(size_of, prompt.messages))
 
     def _longest_match(self, keys: list[bytes]) -> Turn | None:
         """The deepest recorded turn whose conversation begins this one."""
         answers = (self._answers.get(keys[i]) for i in range(len(keys) - 1, 0, -1))
         return next((turn for turn in answers if turn is not None), None)
-
-    def _encode(
-        self, conversation: Conversation, matched: Turn | None, tools: list[Tool], renderer: Renderer
-    ) -> _Encoded:
-        if matched is not None:
-            rest = _render_addition(conversation, matched, tools, renderer)
-            if rest is not None and (extension := _extend(matched, rest, renderer)):
-                return extension
-        messages = list(conversation.messages)
-        for turn in matched.conversation() if matched else ():
-            # agents send answers back without their reasoning; what of it is shown is the template's choice
-            messages[turn.prompt.num_messages] = turn.message
-        text = renderer.render(messages, tools)
-        if matched is None:
-            return _encode_behind(Place(None, 0), NO_TEXT, text, renderer)
-        rest = matched.prompt.text.rest_of(text)
-        if rest is None:
-            renderer.note_rewrite(conversation.messages[matched.prompt.num_messages + 1 :])
-        elif extension := _extend(matched, rest, renderer):
-            return extension
-        place, mark = _last_common_seam(matched, text)
-        return _encode_behind(place, mark, text[mark.length :], renderer)
 
     def _branch_reason(
         self, keys: list[bytes], added: list[Message], matched: Turn | None, place: Place
@@ -303,6 +323,38 @@ class Session:
         return None
 
 
+_RECORD = (
+    "prompts",
+    "turns",
+    "abandoned",
+    "recorded",
+    "_tree",
+    "_tapes",
+    "_conversations",
+    "_prompts",
+    "_answers",
+    "_openings",
+    "_num_bytes",
+)
+
+
+def _turn_bytes(turn: Turn) -> int:
+    return TURN_BYTES + 12 * len(turn.ids) + size_of(turn.message)
+
+
+def _hold_once(conversation: Conversation, matched: Turn) -> None:
+    """Messages of a request that are in the record are held there only."""
+    held = conversation.messages
+    for turn in matched.conversation():
+        at = turn.prompt.num_messages
+        if at < conversation.num_known:
+            break
+        begin = at - len(turn.prompt.messages)
+        for i, message in enumerate([*turn.prompt.messages, turn.message], begin):
+            if held[i] == message:  # reasoning may have been left out
+                held[i] = message
+
+
 def _turn(
     generation: Generation,
     prompt: Prompt,
@@ -333,63 +385,3 @@ def _last_whole_turn(place: Place) -> Turn | None:
         if isinstance(node, Turn) and end == node.end:
             return node
     return None
-
-
-def _render_addition(
-    conversation: Conversation, matched: Turn, tools: list[Tool], renderer: Renderer
-) -> str | None:
-    """What the rendering shows behind that of the matched turn's prompt, made without the history between
-    the opening and that turn; None where only the whole rendering can tell."""
-    before = matched.prompt.num_messages
-    added = conversation.messages[before + 1 :]
-    if before.bit_length() != len(conversation.messages).bit_length():
-        # now and then the whole is rendered, so that a template that fooled the probes is noticed
-        return None
-    if not renderer.is_append_only(added):
-        return None
-    beginning = opening(conversation.messages)
-    if beginning is None or len(beginning) > before:
-        return None
-    if conversation.opening_text is None:
-        conversation.opening_text = renderer.render(beginning, tools)
-    return renderer.render_addition(beginning, conversation.opening_text, [matched.message, *added], tools)
-
-
-def _extend(turn: Turn, rest: str, renderer: Renderer) -> _Encoded | None:
-    """A request whose rendering shows `rest` behind the turn's prompt; None if that does not begin with all
-    the turn said and with its end."""
-    if any(stop in str(turn.message) for stop in renderer.stop_texts.values()):
-        # the answer spells an end-of-turn token in ordinary ones: the cut would fall inside it
-        return None
-    suffix = renderer.suffix_after_turn(rest, int(turn.ids[-1]) if len(turn.ids) else None)
-    if suffix is None:
-        return None
-    shown = rest[: len(rest) - len(suffix)]
-    if not shows(shown, turn.message):
-        return None
-    mark = turn.prompt.text.extended(shown)
-    return _encode_behind(Place(turn, turn.end), mark, suffix, renderer)
-
-
-def _encode_behind(place: Place, mark: TextMark, text: str, renderer: Renderer) -> _Encoded:
-    ids = renderer.encode(text)
-    last_stop = renderer.last_stop(text, ids)
-    if last_stop is None:
-        return _Encoded(place, ids, mark.extended(text), None)
-    at, num_tokens = last_stop
-    seam = Seam(place.at + num_tokens, mark.extended(text[:at]))
-    return _Encoded(place, ids, seam.text.extended(text[at:]), seam)
-
-
-def _last_common_seam(matched: Turn, text: str) -> tuple[Place, TextMark]:
-    """The last place of the conversation's recorded tokens up to which they say what this text says."""
-    prompts = [turn.prompt for turn in matched.conversation() if turn.prompt.seam is not None]
-    place, last, mark = Place(None, 0), NO_TEXT, NO_TEXT
-    for prompt in sorted(prompts, key=lambda prompt: prompt.seam.text.length if prompt.seam else 0):
-        assert prompt.seam is not None
-        if prompt.seam.text.length > len(text):
-            break
-        mark = mark.extended(text[mark.length : prompt.seam.text.length])
-        if mark == prompt.seam.text:
-            place, last = place_at(prompt, prompt.seam.num_tokens), mark
-    return place, last

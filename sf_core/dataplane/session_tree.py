@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from sf_core.dataplane.run import Run
+from sf_core.dataplane.host import SessionHost
 from sf_core.dataplane.session import Prompt, Session, Turn
 
 
-def session_tree(run: Run, session: Session) -> dict[str, Any]:
+def session_tree(run: SessionHost, session: Session) -> dict[str, Any]:
     """Prompts and turns refer to each other by their positions in the two lists."""
     numbers = {turn: i for i, turn in enumerate(session.turns)}
     claim = session.claim

@@ -48,6 +48,7 @@ def run_status(run: Run) -> dict[str, Any]:
         "groups_in_flight": readiness.in_flight,
         "waiting_for": readiness.waiting_for,
         "sessions_running": len(run.sessions),
+        "straggler": straggler(run),
         "requests_waiting": len(router.waiting),
         "paused": router.paused,
         "released": run.released,
@@ -71,6 +72,21 @@ def run_status(run: Run) -> dict[str, Any]:
         },
         "counters": {**run.counters, "interruptions": router.interruptions},
         "last_error": run.last_error,
+    }
+
+
+def straggler(run: Run) -> dict[str, Any] | None:
+    """The session that runs longest. It holds back its group, and no other."""
+    claimed = [session for session in run.sessions.values() if session.claim is not None]
+    if not claimed:
+        return None
+    oldest = min(claimed, key=lambda session: session.expires_at)
+    assert oldest.claim is not None
+    place = oldest.claim.place
+    return {
+        "session": oldest.session_id,
+        "group": place.group if place.split == "train" else None,
+        "age_s": round(run.spec.session_timeout_s - (oldest.expires_at - run.serving_s), 1),
     }
 
 

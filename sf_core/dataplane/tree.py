@@ -8,7 +8,7 @@ lines may be thousands of turns long.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 from zlib import crc32
@@ -81,6 +81,8 @@ class Prompt:
     """Why it is no extension of the session's tokens so far; None if it is, and for the first."""
     forced: str = ""
     """How its answers begin: text at the end of `ids` that is no part of the rendering."""
+    opening: Sequence[bytes] = ()
+    """Identities of the tools, and of tools and first message, where its conversation begins here."""
     num_samples: int = 0
     """Turns begun from it."""
     tapes: Tapes = field(default_factory=lambda: Tapes())
@@ -164,6 +166,10 @@ class Tapes:
         self._tapes: list[tuple[Node, array[int]]] = []
         """Each with the node it ends with; the latest last."""
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(4 * len(tape) for _, tape in self._tapes)
+
     def read(self, node: Node) -> array[int]:
         """All ids up to the end of a node, int32."""
         parts: list[Ids] = []
@@ -190,10 +196,13 @@ class Place:
 
 @dataclass(slots=True)
 class TokenTree:
+    nodes: list[Node] = field(default_factory=list)
+    """In the order in which they were added."""
     _children: dict[tuple[Node | None, int, int], list[Node]] = field(default_factory=dict)
     """By the place they begin at and their first id."""
 
     def add(self, node: Node) -> None:
+        self.nodes.append(node)
         if len(node.ids):
             key = (node.parent, node.start, int(node.ids[0]))
             self._children.setdefault(key, []).append(node)

@@ -24,10 +24,10 @@ from sf_core.dataplane.answer_stream import (
 )
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.generation import Generation
+from sf_core.dataplane.host import SessionHost
 from sf_core.dataplane.messages import Message, assistant_message, call_id
 from sf_core.dataplane.rendering import Renderer, TextStream
 from sf_core.dataplane.request import TurnRequest
-from sf_core.dataplane.run import Run
 from sf_core.dataplane.session import Prompt, Session, Turn
 from sf_core.dataplane.toolcalls import FORMATS, ToolCall
 from sf_core.dataplane.turn_records import RecordedTurn, Tokens, TurnKey
@@ -40,7 +40,7 @@ _request_numbers = itertools.count()
 class OpenRequest:
     """A request whose prompt is in the session; its turns can be begun."""
 
-    run: Run
+    run: SessionHost
     session: Session
     request: TurnRequest
     prompt: Prompt
@@ -55,7 +55,7 @@ class OpenRequest:
         return TurnService(self.run, self.session, self.request, prompt, prompt_ids, nth, recorded)
 
 
-def open_request(run: Run, session: Session, request: TurnRequest) -> OpenRequest:
+def open_request(run: SessionHost, session: Session, request: TurnRequest) -> OpenRequest:
     """Raises ApiError if the request cannot become a turn."""
     prompt = _open_prompt(run, session, request, _forced_text(request, run.renderer))
     prompt_ids = prompt.full_ids()
@@ -70,7 +70,7 @@ def open_request(run: Run, session: Session, request: TurnRequest) -> OpenReques
     return OpenRequest(run, session, request, prompt, prompt_ids)
 
 
-def count_tokens(run: Run, request: TurnRequest) -> int:
+def count_tokens(run: SessionHost, request: TurnRequest) -> int:
     """Of the prompt as it is rendered, when no turn of it is recorded. Raises ApiError."""
     return len(_open_prompt(run, Session("count"), request, _forced_text(request, run.renderer)).ids)
 
@@ -81,7 +81,7 @@ class TurnService:
 
     def __init__(
         self,
-        run: Run,
+        run: SessionHost,
         session: Session,
         request: TurnRequest,
         prompt: Prompt,
@@ -121,7 +121,7 @@ class TurnService:
             self._generation.comes_after(before.engine.split(",")[-1], prompt.version, prompt.start)
         claim = session.claim
         if claim is not None:
-            self._generation.on_start = lambda version: run.manager.note_started(claim, version)
+            self._generation.on_start = lambda version: run.note_started(claim, version)
         if recorded is not None:
             recorded.restore(self._generation)
 
@@ -174,7 +174,7 @@ class TurnService:
             self.turn = self._session.commit(
                 generation, self.prompt, self.key.sample, self._message(), unparsed
             )
-            self._run.counters["unparsed_calls"] += unparsed
+            self._run.count("unparsed_calls", unparsed)
 
     def answer(self) -> Answer:
         """The whole answer, once there are no more pieces."""
@@ -244,7 +244,7 @@ class TurnService:
 
     def _abandon(self) -> None:
         self._run.router.cancel(self._generation, "the client went away")
-        self._run.counters["abandoned_turns"] += 1
+        self._run.count("abandoned_turns")
         self.turn = self._session.abandon(self._generation, self.prompt, self.key.sample, self._message())
 
     def _message(self) -> Message:
@@ -267,7 +267,7 @@ class TurnService:
         return Sampling(spec.temperature, spec.top_p, spec.top_k, seed)
 
 
-def _open_prompt(run: Run, session: Session, request: TurnRequest, forced: str) -> Prompt:
+def _open_prompt(run: SessionHost, session: Session, request: TurnRequest, forced: str) -> Prompt:
     if request.text_or_ids is not None:
         return session.open_ids(_given_ids(run.renderer, request.text_or_ids))
     try:

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import orjson
 
 from sf_core.dataplane.generation import Generation
 from sf_core.dataplane.journal import Record
-from sf_core.dataplane.session import Prompt, Session, Turn
-from sf_core.dataplane.tree import Node, Seam, TextMark
+from sf_core.dataplane.tree import Node, Prompt, Seam, TextMark, Turn
 from sf_core.types import Chunk, FinishReason, Sampling
+
+if TYPE_CHECKING:
+    from sf_core.dataplane.session import Session
 
 
 class TurnKey(NamedTuple):
@@ -29,6 +31,11 @@ class TurnKey(NamedTuple):
     prompt: int
     """Index of its prompt."""
     sample: int
+
+
+def prompt_record(prompt: Prompt) -> Record:
+    """A prompt by itself."""
+    return {"prompt": _prompt_value(prompt)}
 
 
 def begun_record(key: TurnKey, nth: int, identity: bytes, prompts: Sequence[Prompt]) -> Record:
@@ -55,6 +62,11 @@ def turn_record(key: TurnKey, turn: Turn, num_recorded: int) -> Record:
 def delivered_record(key: TurnKey) -> Record:
     """The agent has its answer, as far as can be seen from here."""
     return {"delivered": list(key)}
+
+
+def unanswered_record(key: TurnKey) -> Record:
+    """Nobody has got its answer."""
+    return {"unanswered": list(key)}
 
 
 class Tokens(NamedTuple):
@@ -90,17 +102,40 @@ NO_TOKENS = Tokens.of(b"", b"", b"")
 
 @dataclass(slots=True, eq=False)
 class RecordedTurn:
-    """A turn that was begun before a restart, as far as its records go."""
+    """A turn that was begun, as far as its records go: what a restart finds of it, and what is left of it
+    once nobody waits for it."""
 
     key: TurnKey
     identity: bytes
     """By what its request is known when it comes again."""
     prompt: Prompt
-    tokens: Tokens = NO_TOKENS
+    chunks: list[Tokens] = field(default_factory=list)
+    """What was sampled until it is finished."""
     engines: str = ""
     turn: Turn | None = None
     """Once it is finished."""
     delivered: bool = False
+    unanswered: bool = False
+    """Nobody has got its answer: of what a restart found, this is never known."""
+
+    @property
+    def tokens(self) -> Tokens:
+        if self.turn is not None:
+            return Tokens(self.turn.ids, self.turn.logprobs, self.turn.versions)
+        if len(self.chunks) > 1:
+            self.chunks = [Tokens.joined(self.chunks)]
+        return self.chunks[0] if self.chunks else NO_TOKENS
+
+    @property
+    def is_unanswered(self) -> bool:
+        """Neither was its answer delivered nor does a later turn extend it."""
+        return self.unanswered and self.turn is not None and not self.turn.has_continuation
+
+    def may_be_asked_again(self, prompt: Prompt, identity: bytes) -> bool:
+        """Whether it is still worth keeping when this prompt is asked, by a request of this identity: who
+        extends an answer has got it."""
+        is_extended = prompt.continues is not None and prompt.continues is self.turn
+        return self.turn is None or not (is_extended or identity == self.identity)
 
     def restore(self, generation: Generation) -> None:
         """Bring a new generation of the same request to where this turn was."""

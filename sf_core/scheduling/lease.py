@@ -17,6 +17,7 @@ from sf_core.run import Run, RunRef, load_object
 from sf_core.scheduling.timeline import Timeline
 from sf_core.settings import dataplane_key
 from sf_core.types import WeightsRef
+from storage.files import local_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,6 @@ def serve_lease(spec: LeaseSpec) -> str:
     if spec.after is not None and run.directory.read_manifest(spec.after, "train") is None:
         # the lease overtook the train task in the worker's queue, or training failed: training comes first
         return "training comes first"
-    timeline = Timeline(run.directory, spec.worker, "rollout", f"{spec.run.attempt}-{spec.lease_id}")
     hello = {
         "run_id": spec.run.run_id,
         "attempt": spec.run.attempt,
@@ -46,12 +46,8 @@ def serve_lease(spec: LeaseSpec) -> str:
         "worker": spec.worker,
         "max_running": run.config.engine.max_running,
     }
-    try:
-        return serve_engine(
-            spec.run.dataplane_url, dataplane_key(), hello, engine_factory(run), on_busy=timeline.busy
-        )
-    finally:
-        timeline.write()
+    with Timeline(run.directory, spec.worker, "rollout", spec.lease_id) as timeline:
+        return serve_engine(spec.run.dataplane_url, dataplane_key(), hello, engine_factory(run), timeline)
 
 
 def engine_factory(run: Run) -> Callable[[WeightsRef], Engine]:
@@ -68,7 +64,7 @@ def engine_factory(run: Run) -> Callable[[WeightsRef], Engine]:
         from sf_core.engines.torch_engine import TorchEngine
 
         engine = TorchEngine(
-            run.start_dir,
+            local_folder(run.start_dir),
             version=0,
             max_running=settings.max_running,
             context_length=settings.context_length,

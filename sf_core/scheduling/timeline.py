@@ -1,5 +1,8 @@
-"""What every device did and when: spans in which it was held under an active tag, and spans in which it
-computed. A bubble is time without a computing span.
+"""What every device did and when: spans in which it was held under an active tag, and in them what it
+computed, what it moved and what it waited for. A bubble is time without a computing span.
+
+Owns how spans are recorded and stored. What they amount to is in figures.py, how they look in trace.py and
+sf_core/picture.py.
 """
 
 from __future__ import annotations
@@ -7,12 +10,20 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
+from types import TracebackType
 from typing import Literal
 
+from storage.files import FileRef
 from storage.run_directory import RunDirectory
+
+Kind = Literal["held", "busy", "moving", "wait"]
+
+MAX_UNWRITTEN_S = 15.0
+"""A lease can last as long as the run: what a crash may lose of its spans is bounded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,43 +34,117 @@ class Span:
     start: float
     """Unix seconds."""
     end: float
-    kind: Literal["held", "busy"] = "busy"
+    kind: Kind = "busy"
+    """held: by the tag. busy: it computes. moving: it loads, saves or hands over, which computes nothing.
+    wait: it stands still."""
     label: str = ""
+    """What it did (`sample`, `train`, `load engine`, `load weights`, `load trainer`, `save`, `yield`), or
+    what it waited for."""
+    version: int | None = None
+    """Policy version it sampled with or updated. Iteration k updates version k."""
+    lease: str = ""
+    """The lease or train step."""
+    tokens: int = 0
+    """Tokens sampled in it."""
 
 
 class Timeline:
-    """Collects the spans of one lease or train step and writes them under a name of their own."""
+    """Records the spans of one lease or train step, during which the device is held.
 
-    def __init__(self, directory: RunDirectory, worker: str, tag: str, name: str) -> None:
-        self._directory, self._worker, self._tag, self._name = directory, worker, tag, name
+    They are written in parts, each once, by a thread of its own: at every `flush`, every 15 s and at the end,
+    where the error of a part that could not be written is raised."""
+
+    def __init__(self, directory: RunDirectory, worker: str, tag: str, lease: str) -> None:
+        self._directory, self._worker, self._tag, self._lease = directory, worker, tag, lease
         self._spans: list[Span] = []
-        self._held_from = time.time()
-        self._written_at = time.monotonic()
+        self._written_until = time.time()
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="timeline")
+        self._parts: list[Future[FileRef]] = []
 
-    def busy(self, start: float, end: float, label: str = "") -> None:
-        self._spans.append(Span(self._worker, self._tag, start, end, "busy", label))
-        # a lease can last as long as the run: what a crash may lose is bounded
-        if time.monotonic() - self._written_at > 15.0:
-            self.write()
+    def __enter__(self) -> Timeline:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.flush()
+        self._writer.shutdown()
+        if error is None:
+            for part in self._parts:
+                part.result()
+
+    def add(
+        self,
+        kind: Kind,
+        label: str,
+        start: float,
+        end: float,
+        *,
+        version: int | None = None,
+        tokens: int = 0,
+    ) -> None:
+        """Times in Unix seconds."""
+        span = Span(self._worker, self._tag, start, end, kind, label, version, self._lease, tokens)
+        self._spans.append(span)
+        if time.time() - self._written_until > MAX_UNWRITTEN_S:
+            self.flush()
 
     @contextmanager
-    def computing(self, label: str = "") -> Iterator[None]:
+    def doing(self, kind: Kind, label: str, version: int | None = None) -> Iterator[None]:
         start = time.time()
-        yield
-        self.busy(start, time.time(), label)
+        try:
+            yield
+        finally:
+            self.add(kind, label, start, time.time(), version=version)
 
-    def write(self) -> None:
-        """Write everything up to now; the device was held since this object was made."""
-        self._written_at = time.monotonic()
-        held = Span(self._worker, self._tag, self._held_from, time.time(), "held")
-        data = json.dumps([asdict(span) for span in [held, *self._spans]]).encode()
-        self._directory.write_timeline(f"{self._worker}-{self._name}", data)
+    def flush(self) -> None:
+        """Hand everything up to now to the writer."""
+        # a part is named by its end: two must not end in the same microsecond
+        start, self._written_until = self._written_until, max(time.time(), self._written_until + 1e-5)
+        held = Span(self._worker, self._tag, start, self._written_until, "held", lease=self._lease)
+        spans, self._spans = [held, *self._spans], []
+        self._parts = [part for part in self._parts if not part.done() or part.exception()]
+        self._parts.append(self._writer.submit(self._write, spans, self._written_until))
+
+    def _write(self, spans: list[Span], until: float) -> FileRef:
+        data = json.dumps([asdict(span) for span in spans]).encode()
+        return self._directory.write_timeline(f"{self._worker}-{self._tag}-{self._lease}", until, data)
 
 
-def read_spans(directory: RunDirectory) -> list[Span]:
-    """All spans of a run, by worker and time."""
-    spans = [Span(**item) for data in directory.read_timelines() for item in json.loads(data)]
-    return sorted(spans, key=lambda span: (span.worker, span.start))
+def read_spans(directory: RunDirectory, since: float = 0.0) -> list[Span]:
+    """The spans of a run that ended after `since` (Unix seconds), by worker and time; those who began long
+    before may be cut."""
+    spans = [Span(**item) for data in directory.read_timelines(since) for item in json.loads(data)]
+    return sorted(_joined(spans), key=lambda span: (span.worker, span.start))
+
+
+def _joined(spans: list[Span]) -> Iterator[Span]:
+    """The parts of a lease tell one after the other that it held the device: that is one span."""
+    last: dict[tuple[str, str], Span] = {}
+    for span in sorted(spans, key=lambda span: span.start):
+        if span.kind != "held":
+            yield span
+            continue
+        before = last.get(place := (span.worker, span.lease))
+        if before is not None and span.start <= before.end:
+            last[place] = replace(before, end=max(before.end, span.end))
+            continue
+        if before is not None:
+            yield before
+        last[place] = span
+    yield from last.values()
+
+
+def covered_s(spans: Iterable[Span], window: tuple[float, float]) -> float:
+    """Seconds of the window that lie in at least one of the spans."""
+    start, end = window
+    covered, reached = 0.0, start
+    for span in sorted(spans, key=lambda s: s.start):
+        left, right = max(span.start, reached), min(span.end, end)
+        if right > left:
+            covered += right - left
+            reached = right
+    return covered
 
 
 def idle_fraction(spans: Iterable[Span], window: tuple[float, float]) -> float:
@@ -68,14 +153,10 @@ def idle_fraction(spans: Iterable[Span], window: tuple[float, float]) -> float:
     >>> idle_fraction([Span("t0", "train", 0, 4), Span("t0", "rollout", 3, 6)], (0, 10))
     0.4
     """
-    start, end = window
-    busy, reached = 0.0, start
-    for span in sorted((s for s in spans if s.kind == "busy"), key=lambda s: s.start):
-        left, right = max(span.start, reached), min(span.end, end)
-        if right > left:
-            busy += right - left
-            reached = right
-    return round(1.0 - busy / (end - start), 6) if end > start else 0.0
+    length = window[1] - window[0]
+    if length <= 0:
+        return 0.0
+    return round(1.0 - covered_s((s for s in spans if s.kind == "busy"), window) / length, 6)
 
 
 def gaps(spans: Iterable[Span]) -> list[tuple[str, float]]:

@@ -6,6 +6,7 @@ from sf_core.run import Run
 from sf_core.training.trainer import Trainer
 from storage.batches import read_batch
 from storage.checkpoints import has_checkpoint
+from storage.files import local_folder
 
 _resident: tuple[str, Trainer] | None = None
 
@@ -19,7 +20,7 @@ def trainer_at(run: Run, version: int) -> Trainer:
     _resident = None  # a step that failed half-way leaves a trainer nobody may use
     rollout = run.config.rollout
     trainer = Trainer(
-        run.start_dir,
+        local_folder(run.start_dir),
         run.config.train,
         seed=run.config.seed,
         temperature=rollout.temperature,

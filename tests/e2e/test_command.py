@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -14,7 +15,9 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sf_core.config import load_config
+from sf_core.observe import read_figures
 from storage.files import read_bytes
+from storage.run_directory import RunDirectory
 from tests.e2e.conftest import ROOT, manifests, wait_until
 
 pytestmark = pytest.mark.slow
@@ -58,7 +61,11 @@ def test_ctrl_c_leaves_no_process_and_the_same_command_goes_on(tmp_path: Path) -
     assert "held-out reward" in done.stdout
     after = manifests(config)
     assert {key: after[key] for key in before} == before
-    assert read_bytes(f"{config.run_dir}/summary.png").startswith(b"\x89PNG")
+    for picture in ("summary.png", "timeline.png"):
+        assert read_bytes(f"{config.run_dir}/{picture}").startswith(b"\x89PNG")
+    events = json.loads(read_bytes(f"{config.run_dir}/timeline.json"))["traceEvents"]
+    assert {"iteration 3", "sample", "train", "yield"} <= {event["name"] for event in events}
+    assert sorted(read_figures(RunDirectory(config.run_dir), range(4))) == [0, 1, 2, 3]
     AutoTokenizer.from_pretrained(f"{config.run_dir}/policy")
     AutoModelForCausalLM.from_pretrained(f"{config.run_dir}/policy")
 

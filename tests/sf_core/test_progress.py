@@ -15,6 +15,7 @@ STATUS: dict[str, Any] = {
     "reward_recent": 0.5,
     "tokens_per_second": 1234.0,
     "sessions_running": 88,
+    "straggler": {"session": "run-1.g3.0.a0", "group": 3, "age_s": 5.0},
     "engines": [{"worker": "r0", "version": 2}, {"worker": "t0", "version": None}],
 }
 
@@ -32,6 +33,15 @@ def test_a_running_run_shows_stage_groups_reward_and_engines() -> None:
     assert "3/10 train 2" in text
     assert "5/8" in text and "11 in flight" in text
     assert "1,234 tokens/s · reward 0.50 · held-out 0.25 → 0.75 · 88 sessions · r0:v2 t0:starting" in text
+
+
+def test_a_long_wait_and_a_straggler_are_shown() -> None:
+    late = {"straggler": STATUS["straggler"] | {"age_s": 95.0}}
+    wait = {"wait": {"what": "batch 3: 3 of 8 groups", "since": 0.0, "until": 1800.0}}
+    text = shown(STATUS | late | wait, iterations=10)
+    assert "for batch 3: 3 of 8 groups" in text
+    assert "oldest session run-1.g3.0.a0: 95 s" in text
+    assert "oldest session" not in shown(STATUS, iterations=10)
 
 
 def test_once_every_batch_is_sealed_no_group_is_awaited() -> None:

@@ -1,4 +1,5 @@
-"""One contract for every filesystem: each test that takes `run` holds on local paths and on memory://."""
+"""One contract for every filesystem: each test that takes `run` holds on local paths, on memory:// and on an
+S3 server."""
 
 from __future__ import annotations
 
@@ -10,12 +11,26 @@ import fsspec
 import pytest
 
 from storage.run_directory import RunDirectory
+from tests.s3_server import BUCKET, make_bucket, s3_server
 
 
-@pytest.fixture(params=["file", "memory"])
+@pytest.fixture(scope="session")
+def s3_bucket() -> Iterator[str]:
+    """URL of a bucket on a server that the environment names."""
+    with s3_server() as env, pytest.MonkeyPatch.context() as patch:
+        for name, value in env.items():
+            patch.setenv(name, value)
+        make_bucket(env)
+        yield f"s3://{BUCKET}"
+
+
+@pytest.fixture(params=["file", "memory", "s3"])
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RunDirectory]:
     if request.param == "file":
         yield RunDirectory(str(tmp_path / "run-1"))
+        return
+    if request.param == "s3":
+        yield RunDirectory(f"{request.getfixturevalue('s3_bucket')}/{uuid.uuid4().hex}/run-1")
         return
     root = f"memory://{uuid.uuid4().hex}"
     yield RunDirectory(f"{root}/run-1")

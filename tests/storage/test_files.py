@@ -27,10 +27,11 @@ def test_create_keeps_what_is_there(run: RunDirectory) -> None:
     assert files.read_bytes(run.path("x")) == b"first"
 
 
-def test_of_many_creators_one_wins(tmp_path: Path) -> None:
+@pytest.mark.parametrize("run", ["file", "s3"], indirect=True)
+def test_of_many_creators_one_wins(run: RunDirectory) -> None:
     def create(number: int) -> bool:
         try:
-            files.write_atomic(str(tmp_path / "x"), str(number).encode(), create=True)
+            files.write_atomic(run.path("x"), str(number).encode(), create=True)
         except FileExistsError:
             return False
         return True
@@ -38,7 +39,7 @@ def test_of_many_creators_one_wins(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         won = list(pool.map(create, range(32)))
     assert sum(won) == 1
-    assert (tmp_path / "x").read_text() == str(won.index(True))
+    assert files.read_bytes(run.path("x")) == str(won.index(True)).encode()
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_temporary_one(

@@ -183,6 +183,18 @@ def test_a_truncated_file_is_named(run: RunDirectory, keep: int) -> None:
         read_trajectories(uri)
 
 
+def test_a_byte_that_changed_on_the_way_is_found(run: RunDirectory) -> None:
+    uri = run.path(write_trajectories(run, 0, [example()], "part").uri)
+    with files.local_copy(uri) as path:
+        page = pq.read_metadata(path).row_group(0).column(0)
+        end = page.dictionary_page_offset + page.total_compressed_size
+    data = bytearray(files.read_bytes(uri))
+    data[end - 1] ^= 1
+    files.write_atomic(uri, bytes(data))
+    with pytest.raises(ValueError, match=r"part\.parquet: not a complete Parquet file: .*CRC"):
+        read_trajectories(uri)
+
+
 def test_missing_files_and_other_folders_are_named(run: RunDirectory) -> None:
     with pytest.raises(ValueError, match="no such file"):
         read_trajectories(run.path("trajectories/iteration=0/none.parquet"))
@@ -190,13 +202,46 @@ def test_missing_files_and_other_folders_are_named(run: RunDirectory) -> None:
         read_trajectories(run.path("trajectories/none.parquet"))
 
 
-def test_a_file_of_another_schema_version_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("metadata", "sentence"),
+    [
+        ({"seamlessflow.schema": str(SCHEMA_VERSION + 1)}, "written by a newer SeamlessFlow: .* update this"),
+        ({"seamlessflow.schema": "x"}, "has no schema version"),
+        ({}, "not written by SeamlessFlow: its metadata has no schema version"),
+    ],
+)
+def test_a_file_of_a_newer_or_of_no_schema_version_is_refused(
+    tmp_path: Path, metadata: dict[str, str], sentence: str
+) -> None:
     folder = tmp_path / "iteration=0"
     folder.mkdir()
-    table = to_table("r", [example()]).replace_schema_metadata({"seamlessflow.schema": "0"})
+    table = to_table("r", [example()]).replace_schema_metadata(metadata)
     pq.write_table(table, folder / "part.parquet")
-    with pytest.raises(ValueError, match=f"schema version is 0, this code reads {SCHEMA_VERSION}"):
+    with pytest.raises(ValueError, match=sentence):
         read_trajectories(str(folder / "part.parquet"))
+
+
+def test_a_column_that_is_not_there_is_named(run: RunDirectory) -> None:
+    uri = run.path(write_trajectories(run, 0, [example()], "part").uri)
+    with pytest.raises(ValueError, match=r"part\.parquet: has no column prize"):
+        read_trajectories(uri, ["reward", "prize"])
+
+
+def test_rows_of_an_iterator_are_written_in_groups_and_read_back_in_order(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("storage.parquet.ROW_GROUP_BYTES", 100)
+    uri = run.path(write_trajectories(run, 0, (example(i) for i in range(10)), "part").uri)
+    with files.local_copy(uri) as path:
+        assert pq.read_metadata(path).num_row_groups > 1
+    assert [row.session_id for row in to_rows(read_trajectories(uri))] == [
+        example(i).session_id for i in range(10)
+    ]
+
+
+def test_an_iteration_without_rows_is_an_empty_table(run: RunDirectory) -> None:
+    table = read_trajectories(run.path(write_trajectories(run, 0, [], "part").uri))
+    assert (len(table), table.column_names[0]) == (0, "run_id")
 
 
 def test_files_are_compressed_and_carry_statistics(tmp_path: Path) -> None:

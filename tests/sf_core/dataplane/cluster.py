@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from sf_core.dataplane import wire
-from sf_core.dataplane.engine_client import _EngineClient
+from sf_core.dataplane.engine_client import _EngineClient, _Nobody
 from sf_core.dataplane.generation import Generation, Near
 from sf_core.dataplane.links import EngineLink
 from sf_core.dataplane.router import Router
@@ -38,7 +38,7 @@ class ClusterEngine:
         self.asked: list[GenerationRequest] = []
         self.engine: Engine | None = None
         self._make = make
-        self._client = _EngineClient("", None, {}, lambda weights: make(weights.version), None)
+        self._client = _EngineClient("", None, {}, lambda weights: make(weights.version), _Nobody())
         self.link = EngineLink(name, name, name, 1, max_running, self._deliver)
         router.add(self.link)
 

@@ -20,10 +20,12 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from sf_core.dataplane.export import export_session
 from sf_core.dataplane.generation import Generation
+from sf_core.dataplane.journal import frame, unframe
 from sf_core.dataplane.messages import Message, assistant_message
 from sf_core.dataplane.rendering import Renderer
 from sf_core.dataplane.session import Prompt, Session, Turn
 from sf_core.dataplane.toolcalls import ToolCall
+from sf_core.dataplane.tree import Node
 from sf_core.engines.scripted import scripted_logprob
 from sf_core.types import Chunk, FinishReason, Sampling
 from storage.schema import NOT_SAMPLED, Trajectory
@@ -162,6 +164,57 @@ class Record:
 
     def num_sampled(self) -> int:
         return sum(len(turn.ids) for _, turn in self.turns)
+
+
+def spill_and_take_back(session: Session) -> None:
+    """As memory.py does, with bytes for a file."""
+    written = [frame(record) for record in session.records()]
+    session.drop()
+    assert not (session.turns or session.prompts)
+    session.take_back(map(unframe, written))
+
+
+def state_of(session: Session) -> dict[str, Any]:
+    """All that decides what is answered and exported."""
+    return {
+        "prompts": [
+            (
+                prompt.full_ids().tolist(),
+                _number(prompt.parent),
+                prompt.start,
+                _number(prompt.continues),
+                prompt.messages,
+                prompt.num_messages,
+                (prompt.chain, prompt.forced, list(prompt.opening)),
+                (prompt.text, prompt.seam),
+                prompt.branch_reason,
+                prompt.num_samples,
+            )
+            for prompt in session.prompts
+        ],
+        "turns": [_facts(turn) for turn in session.turns],
+        "abandoned": [_facts(turn) for turn in session.abandoned],
+        "nodes": [_number(node) for node in session.nodes],
+        "recorded": [
+            (known.key, known.identity, _number(known.turn), known.delivered, known.unanswered)
+            for known in session.recorded
+        ],
+        "branch_reasons": dict(session.branch_reasons),
+        "unrecorded": session._num_recorded,
+        "openings": session._openings,
+    }
+
+
+def _number(node: Node | None) -> tuple[type, int] | None:
+    return None if node is None else (type(node), node.index)
+
+
+def _facts(turn: Turn) -> tuple[Any, ...]:
+    arrays = (turn.ids.tolist(), turn.logprobs.tolist(), turn.versions.tolist())
+    return (
+        *(turn.prompt.index, turn.sample, arrays, turn.message, turn.finish_reason, turn.engine),
+        *(turn.sampling, turn.interruptions, turn.num_unparsed_calls, turn.index, turn.has_continuation),
+    )
 
 
 def shown(renderer: Renderer, ids: list[int]) -> str:

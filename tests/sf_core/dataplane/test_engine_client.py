@@ -18,7 +18,7 @@ from websockets.sync.server import ServerConnection, serve
 from websockets.uri import parse_uri
 
 from sf_core.dataplane import engine_client, wire
-from sf_core.dataplane.engine_client import _BusySpans, serve_engine
+from sf_core.dataplane.engine_client import _Steps, serve_engine
 from sf_core.dataplane.engines import Outbox
 from sf_core.dataplane.rendering import Renderer
 from sf_core.engines.scripted import ScriptedEngine
@@ -251,10 +251,66 @@ def test_what_the_engine_raises_ends_the_lease(server: Server) -> None:
     server.wait_for(lambda: server.get("/runs/run")["engines"] == [])
 
 
-def test_steps_close_together_are_one_span_of_work() -> None:
-    spans: list[tuple[float, float]] = []
-    busy = _BusySpans(lambda start, end: spans.append((start, end)))
-    for start in (1.0, 1.01, 1.04, 2.0):
-        busy.add(start, start + 0.01)
-    busy.end()
-    assert spans == [(1.0, 1.05), (2.0, 2.01)]
+class Recorded:
+    """What an engine client told of its work."""
+
+    def __init__(self) -> None:
+        self.spans: list[tuple[str, str, float, float, int | None, int]] = []
+        self.num_flushes = 0
+
+    def add(
+        self, kind: str, label: str, start: float, end: float, *, version: int | None = None, tokens: int = 0
+    ) -> None:
+        self.spans.append((kind, label, start, end, version, tokens))
+
+    def flush(self) -> None:
+        self.num_flushes += 1
+
+
+def test_steps_close_together_are_one_span_of_work_and_the_first_ends_with_the_first_token() -> None:
+    recorded = Recorded()
+    steps = _Steps(recorded)
+    for start, tokens in ((1.0, 0), (1.01, 2), (1.04, 3), (1.06, 3), (2.0, 1)):
+        steps.add(start, start + 0.01, 0, tokens)
+    steps.end()
+    assert [span[2:] for span in recorded.spans] == [
+        (1.0, 1.02, 0, 2),
+        (1.04, 1.07, 0, 6),
+        (2.0, 2.01, 0, 1),
+    ]
+
+
+def test_a_span_of_work_ends_with_its_version_and_is_told_of_before_long() -> None:
+    recorded = Recorded()
+    steps = _Steps(recorded)
+    for tick in range(800):
+        steps.add(tick / 100, (tick + 1) / 100, tick // 200, 1)
+    steps.end()
+    assert [span[4] for span in recorded.spans] == [0, 0, 1, 2, 3]
+    assert max(end - start for _, _, start, end, _, _ in recorded.spans) <= engine_client.MAX_SPAN_S + 0.01
+    assert sum(span[5] for span in recorded.spans) == 800
+
+
+def test_loading_sampling_waiting_and_yielding_are_told_apart(server: Server, renderer: Renderer) -> None:
+    server.register()
+    recorded = Recorded()
+
+    def make_talking(weights: WeightsRef) -> ScriptedEngine:
+        return ScriptedEngine(lambda prompt, seed: say(renderer, "x"), version=weights.version)
+
+    thread = threading.Thread(target=serve_engine, args=(server.url, None, HELLO, make_talking, recorded))
+    thread.start()
+    server.wait_for(lambda: bool(server.live_engines()))
+    body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+    server.post("/v1/chat/completions", body)
+    server.post("/runs/run/weights", {"version": 1, "uri": "w1"})
+    time.sleep(2 * engine_client.BUSY_GAP_S)
+    server.post("/runs/run/leases/r0/revoke")
+    thread.join(10)
+    told = [(kind, label, version) for kind, label, _, _, version, _ in recorded.spans if kind != "wait"]
+    assert told[0] == ("moving", "load engine", 0)
+    assert told[-2:] == [("moving", "load weights", 1), ("moving", "yield", 1)]
+    assert set(told[1:-2]) == {("busy", "sample", 0)}
+    assert {label for kind, label, *_ in recorded.spans if kind == "wait"} == {"requests"}
+    assert recorded.num_flushes == 1
+    assert all(start <= end for _, _, start, end, _, _ in recorded.spans)

@@ -26,7 +26,10 @@ def write(path: Path, records: list[Record]) -> None:
 
 
 def read(path: Path) -> list[Record]:
-    return asyncio.run(Journal(path).replay())
+    async def replay() -> list[Record]:
+        return [record async for record in Journal(path).replay()]
+
+    return asyncio.run(replay())
 
 
 RECORDS: list[Record] = [{"n": i, "data": bytes(i)} for i in range(20)]
@@ -124,7 +127,7 @@ def test_notes_and_chunks_keep_their_place_among_records(tmp_path: Path, fsync: 
         await asyncio.sleep(0)
         journal.note({"n": 2})
         await asyncio.gather(chunk, journal.append({"n": 3}))
-        assert [record["n"] for record in await journal.replay()] == [0, 1, 2, 3]
+        assert [record["n"] async for record in journal.replay()] == [0, 1, 2, 3]
         journal.note({"n": 4})
         await journal.close()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,13 +28,13 @@ CHAT = "/v1/chat/completions"
 
 
 def figures(server: Server) -> dict[tuple[str, ...], float]:
-    """Value by name and label values."""
-    families = text_string_to_metric_families(server.http.get("/metrics").text)
-    return {
-        (sample.name, *(sample.labels[name] for name in sorted(sample.labels))): sample.value
-        for family in families
-        for sample in family.samples
-    }
+    """Value by name and label values, summed over processes."""
+    values: Counter[tuple[str, ...]] = Counter()
+    for family in text_string_to_metric_families(server.http.get("/metrics").text):
+        for sample in family.samples:
+            labels = [sample.labels[name] for name in sorted(sample.labels) if name != "process"]
+            values[sample.name, *labels] += sample.value  # type: ignore[assignment]
+    return dict(values)
 
 
 def ask(server: Server, path: str = CHAT, **options: Any) -> httpx.Response:

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,8 @@ import pytest
 from openai import OpenAI
 
 from sf_core.dataplane.export import export_session
-from sf_core.dataplane.journal import Journal
-from sf_core.dataplane.records import kind_of
+from sf_core.dataplane.journal import Journal, kind_of
+from sf_core.dataplane.memory import Memory
 from sf_core.dataplane.recovery import reopen_run
 from sf_core.dataplane.rendering import Renderer
 from sf_core.dataplane.run import Run
@@ -71,7 +71,12 @@ class Restarts:
 
 @pytest.fixture
 def plane(tmp_path: Path, model_dir: str) -> Iterator[Restarts]:
-    plane = Restarts(tmp_path, model_dir)
+    with serving(Restarts(tmp_path, model_dir)) as plane:
+        yield plane
+
+
+@contextlib.contextmanager
+def serving(plane: Restarts) -> Iterator[Restarts]:
     plane.start()
     yield plane
     with contextlib.suppress(httpx.HTTPError):
@@ -120,6 +125,13 @@ def ask_stream(agent: OpenAI, messages: Any) -> str:
 def test_killed_at_random_moments_agents_see_whole_answers_and_the_record_is_exact(
     plane: Restarts, renderer: Renderer, seed: int
 ) -> None:
+    agents_see_whole_answers(plane, renderer, seed, lambda moments: plane.restart())
+
+
+def agents_see_whole_answers(
+    plane: Restarts, renderer: Renderer, seed: int, kill: Callable[[random.Random], None]
+) -> None:
+    """Two agents, two kills at random moments, and a record that is exact."""
     server = plane.server
     server.register(groups_per_batch=1, max_tokens=BUDGET, context_length=100_000)
     server.connect(script)
@@ -139,7 +151,7 @@ def test_killed_at_random_moments_agents_see_whole_answers_and_the_record_is_exa
     moments = random.Random(seed)
     for _ in range(2):
         threading.Event().wait(moments.uniform(0.05, 0.5))
-        plane.restart()
+        kill(moments)
     for thread in agents:
         thread.join(60)
     for claim in claims:
@@ -266,8 +278,11 @@ def test_the_journal_of_a_long_run_stays_bounded(server: Server, renderer: Rende
     assert list(run.sessions) == [open_claim["session_id"]]
     assert len(run.sessions[open_claim["session_id"]].turns) == 2
     assert run.manager.done_before(6) == list(range(6))
-    kinds = {kind_of(record) for record in asyncio.run(Journal(journal).replay())[:2]}
-    assert "run" in kinds
+    assert "run" in asyncio.run(first_kinds(journal, 2))
+
+
+async def first_kinds(journal: Path, num: int) -> list[str]:
+    return [kind_of(record) async for record in Journal(journal).replay()][:num]
 
 
 def test_a_reopened_session_is_trained_on_as_the_living_one(server: Server, renderer: Renderer) -> None:
@@ -317,7 +332,7 @@ def test_a_reopened_session_is_trained_on_as_the_living_one(server: Server, rend
 
 def reopened(journal: Path) -> Run:
     async def reopen() -> Run:
-        result = await reopen_run(Journal(journal), 10.0)
+        result = await reopen_run(Journal(journal), 10.0, Memory())
         assert result is not None
         return result[0]
 

@@ -61,6 +61,16 @@ def test_a_batch_is_ready_when_enough_groups_are_complete() -> None:
     assert m.seal(0).groups == [0, 1]
 
 
+def test_a_straggling_session_holds_back_its_group_and_no_batch() -> None:
+    m = manager()
+    claims = m.claim(100)
+    finish_all(m, [claim for claim in claims if claim.place != claims[0].place])
+    assert m.seal(0).groups == [1, 2]
+    m.finish(claims[0], 1.0, 0)
+    m.set_version(1)
+    assert m.seal(1).groups == [0, 3]
+
+
 def test_sealing_again_gives_the_same_groups() -> None:
     m = manager()
     finish_all(m, m.claim(4))

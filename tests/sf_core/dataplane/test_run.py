@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 from openai import OpenAI
 
+from sf_core import waits
 from sf_core.dataplane import run as run_module
+from sf_core.dataplane.client import DataplaneClient
 from sf_core.dataplane.journal import Journal
 from sf_core.dataplane.rendering import Renderer
 from sf_core.dataplane.run import Run
@@ -55,6 +57,29 @@ def fail(server: Server, claim: dict[str, Any]) -> None:
 
 def seal(server: Server, batch: int, attempt: int = 1) -> dict[str, Any]:
     return server.post(f"/runs/run/batches/{batch}/seal", {"attempt": attempt})
+
+
+def test_the_session_that_runs_longest_is_in_the_status(serving: Server) -> None:
+    assert serving.get("/runs/run")["straggler"] is None
+    claims = serving.claim(3)
+    straggler = serving.get("/runs/run")["straggler"]
+    assert (straggler["session"], straggler["group"]) == (claims[0]["session_id"], 0)
+    assert straggler["age_s"] >= 0.0
+
+
+def test_a_long_wait_is_in_the_status_until_the_next_stage(
+    serving: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waits, "FIRST_S", 0.05)
+    client = DataplaneClient(serving.url, "run")
+    client.report_stage(0, "rollout")
+    with pytest.raises(TimeoutError, match=r"waited \d+ s, since .*, for batch 0: 2 of 2 groups"):
+        client.wait_for_batch(0, timeout_s=0.3)
+    status = serving.get("/runs/run")
+    assert (status["stage"], status["wait"]["what"]) == ("rollout", "batch 0")
+    assert status["wait"]["until"] > status["wait"]["since"]
+    client.report_stage(0, "filter")
+    assert "wait" not in serving.get("/runs/run")
 
 
 def test_a_batch_goes_from_claims_to_trajectories_in_the_run_directory(serving: Server) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -98,14 +99,18 @@ def test_a_session_of_an_unknown_run_is_refused(server: Server) -> None:
 
 @pytest.fixture
 def locked(tmp_path: Path, model_dir: str) -> Iterator[Server]:
+    with running_app(key="plane") as url, with_two_runs(url, tmp_path, model_dir) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def with_two_runs(url: str, folder: Path, model_dir: str) -> Iterator[Server]:
     """A data plane with a key and two runs, `red` and `blue`, each with a key and a policy of its name."""
     headers = {"Authorization": "Bearer plane"}
-    with running_app(key="plane") as url, httpx.Client(base_url=url, headers=headers, timeout=30) as http:
-        server = Server(url, http, tmp_path, model_dir)
+    with httpx.Client(base_url=url, headers=headers, timeout=30) as http:
+        server = Server(url, http, folder, model_dir)
         for name in ("red", "blue"):
-            server.register(
-                run_id=name, run_dir=str(tmp_path / name), served_model=name, key=f"{name}-run-key"
-            )
+            server.register(run_id=name, run_dir=str(folder / name), served_model=name, key=f"{name}-run-key")
         yield server
 
 

@@ -1,4 +1,5 @@
-"""Every sampled token is trained exactly once, whatever agents do to their histories.
+"""Every sampled token is trained exactly once, whatever agents do to their histories, and although their
+sessions are on disk now and then.
 
 `SF_TOKEN_TRUTH_EXAMPLES=10000 pytest tests/sf_core/dataplane/test_token_truth.py` is the nightly size.
 """
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from sf_core.dataplane.messages import Message
-from sf_core.dataplane.session import Prompt
+from sf_core.dataplane.session import Prompt, Turn
 from sf_core.dataplane.toolcalls import Tool, ToolCall
 from tests.sf_core.dataplane.conversations import (
     FAMILIES,
@@ -26,6 +27,8 @@ from tests.sf_core.dataplane.conversations import (
     family,
     odd_ids,
     shown,
+    spill_and_take_back,
+    state_of,
     user,
 )
 
@@ -53,6 +56,7 @@ class Conversations(RuleBasedStateMachine):
         self.name, self.rng = name, random.Random(seed)
         self.renderer = family(name)
         self.record = Record(self.renderer)
+        self.always_in_memory = Record(self.renderer)
         self.version = 0
         self.open = [Conversation([user("start")], [])]
 
@@ -65,6 +69,12 @@ class Conversations(RuleBasedStateMachine):
     @rule()
     def publish_weights(self) -> None:
         self.version += 1
+
+    @rule()
+    def spill_and_come_back(self) -> None:
+        before = state_of(self.record.session)
+        spill_and_take_back(self.record.session)
+        assert state_of(self.record.session) == before
 
     @rule(kind=st.sampled_from(["plain", "think", "call", "think_call"]), end=st.booleans(), text=st.data())
     def take_a_turn(self, kind: str, end: bool, text: Any) -> None:
@@ -80,7 +90,7 @@ class Conversations(RuleBasedStateMachine):
         size = self.renderer._tokenizer.get_vocab_size()
         ids = [self.rng.randrange(size) for _ in range(length)]
         ids = [token for token in ids if token not in self.renderer.stop_token_ids]
-        turn = self.record.answer(self._ask(conversation), ids, version=self.version, end=end)
+        turn = self._answer(self._ask(conversation), ids, end=end)
         self.open.append(conversation.grown(turn.message, user("pardon?"), verbatim=False))
 
     @rule(count=st.integers(2, 4))
@@ -122,9 +132,7 @@ class Conversations(RuleBasedStateMachine):
             return
         whole = call_text(self.name, x)
         cut = whole.index("find")
-        prompt = self.record.session.open_prompt(
-            conversation.messages, conversation.tools, self.renderer, whole[:cut]
-        )
+        prompt = self._open(conversation, whole[:cut])
         plain = self.renderer.render(conversation.messages, conversation.tools)
         assert (
             not conversation.verbatim
@@ -132,7 +140,7 @@ class Conversations(RuleBasedStateMachine):
         )
         ids = odd_ids(self.renderer, whole[cut:], self.rng)
         call = ToolCall("find", {"x": x})
-        turn = self.record.answer(prompt, ids, call=call, version=self.version)
+        turn = self._answer(prompt, ids, call=call)
         result = {"role": "tool", "content": "ok", "tool_call_id": turn.message["tool_calls"][0]["id"]}
         self.open.append(conversation.grown(turn.message, result))
 
@@ -145,12 +153,14 @@ class Conversations(RuleBasedStateMachine):
             answer = self.renderer.encode(shown(self.renderer, answer)).tolist()
         ids = asked + answer + self.renderer.encode(text).tolist()
         prompt = self.record.session.open_ids(ids)
+        self.always_in_memory.session.open_ids(ids)
         assert prompt.full_ids().tolist() == ids
         assert self.record.session.open_ids(ids) is prompt
-        self.record.answer(prompt, odd_ids(self.renderer, text, self.rng), version=self.version)
+        self._answer(prompt, odd_ids(self.renderer, text, self.rng))
 
     def teardown(self) -> None:
         if hasattr(self, "record") and self.record.turns:
+            assert state_of(self.record.session) == state_of(self.always_in_memory.session)
             check(self.record)
 
     def _pick(self) -> Conversation:
@@ -158,12 +168,24 @@ class Conversations(RuleBasedStateMachine):
         return self.open[-1] if self.rng.random() < 0.6 else self.rng.choice(self.open)
 
     def _ask(self, conversation: Conversation) -> Prompt:
-        messages = [dict(message) for message in conversation.messages]
-        prompt = self.record.session.open_prompt(messages, conversation.tools, self.renderer)
+        prompt = self._open(conversation)
         if conversation.verbatim:
             rendered = self.renderer.render(conversation.messages, conversation.tools)
             assert shown(self.renderer, prompt.full_ids().tolist()) == rendered
         return prompt
+
+    def _open(self, conversation: Conversation, forced: str = "") -> Prompt:
+        prompts = []
+        for record in (self.always_in_memory, self.record):
+            messages = [dict(message) for message in conversation.messages]
+            tools = conversation.tools
+            prompts.append(record.session.open_prompt(messages, tools, self.renderer, forced))
+        return prompts[-1]
+
+    def _answer(self, prompt: Prompt, ids: list[int], **options: Any) -> Turn:
+        same = self.always_in_memory.session.prompts[prompt.index]
+        self.always_in_memory.answer(same, ids, version=self.version, **options)
+        return self.record.answer(prompt, ids, version=self.version, **options)
 
     def _turn(self, conversation: Conversation, kind: str, said: str, end: bool) -> None:
         prompt = self._ask(conversation)
@@ -178,7 +200,7 @@ class Conversations(RuleBasedStateMachine):
         if not end:
             ids = ids[: self.rng.randrange(len(ids) + 1)]
         unparsed = int(kind == "call" and not call)
-        turn = self.record.answer(prompt, ids, call=call, version=self.version, unparsed=unparsed, end=end)
+        turn = self._answer(prompt, ids, call=call, unparsed=unparsed, end=end)
         content = turn.message["content"]
         verbatim = content == content.strip() and "\N{REPLACEMENT CHARACTER}" not in content
         if call:

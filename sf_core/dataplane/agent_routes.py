@@ -1,0 +1,79 @@
+"""The routes of agents, and how any route refuses: what every process that serves turns has.
+
+Owns paths and error bodies. What a turn is, gateway.py and the dialects say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import orjson
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from sf_core.dataplane.dialects.registry import DIALECTS, dialect_of
+from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.gateway import TokenCount, Turns
+from sf_core.dataplane.lookup import Lookup
+
+SESSION = "/sessions/{session_id}"
+
+Answer = dict[str, Any]
+
+
+def agent_routes(sessions: Lookup[Any]) -> list[Route]:
+    """Where an SDK looks for an API: under /v1, of the whole data plane or of one session."""
+    return [*_routes_below("", sessions), *_routes_below(SESSION, sessions)]
+
+
+def _routes_below(prefix: str, sessions: Lookup[Any]) -> list[Route]:
+    async def models(request: Request) -> Answer:
+        caller = request.scope["caller"]
+        names = sessions.served_models(caller.session_id(request.scope), caller)
+        return dialect_of(request.scope).model_list(names)
+
+    turns = [
+        Route(prefix + path, Turns(dialect, sessions.find_session), methods=["POST"])
+        for path, dialect in DIALECTS.items()
+    ]
+    count = TokenCount(DIALECTS["/v1/messages"], sessions.find_session)
+    return [
+        *turns,
+        Route(prefix + "/v1/messages/count_tokens", count, methods=["POST"]),
+        json_route(prefix + "/v1/models", models, "GET"),
+    ]
+
+
+def json_route(path: str, answer: Callable[[Request], Awaitable[Answer]], method: str) -> Route:
+    async def endpoint(request: Request) -> Response:
+        return Response(orjson.dumps(await answer(request)), media_type="application/json")
+
+    return Route(path, endpoint, methods=[method])
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    headers = None if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
+    body = dialect_of(request.scope).error_body(error)
+    return Response(orjson.dumps(body), error.status, headers, media_type="application/json")
+
+
+async def _fail(request: Request, error: Exception) -> Response:
+    return await _refuse(request, ApiError(500, f"The data plane failed: {type(error).__name__}."))
+
+
+async def _refuse_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path}: {error.detail}."
+    return await _refuse(request, ApiError(error.status_code, message))
+
+
+REFUSALS: Mapping[Any, Callable[[Request, Exception], Awaitable[Response]]] = {
+    ApiError: _refuse,
+    HTTPException: _refuse_route,
+    Exception: _fail,
+}
+"""For Starlette: how each kind of exception is answered."""

@@ -1,0 +1,124 @@
+"""The sessions of one run where their turns are served.
+
+Owns which sessions a request may name and what becomes of them there: turns while they are open, trajectories
+when they end. Knows nothing of groups, runners and engines: where one process does everything it is the run
+itself (run.py), a gateway process has one for each run (gateways/process.py).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from pathlib import Path
+from typing import Protocol
+
+from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.export import export_session
+from sf_core.dataplane.generation import Generation
+from sf_core.dataplane.groups import Claim
+from sf_core.dataplane.journal import Journal
+from sf_core.dataplane.memory import Memory
+from sf_core.dataplane.records import FinishedSession
+from sf_core.dataplane.rendering import Renderer
+from sf_core.dataplane.session import Session
+from sf_core.dataplane.specs import FinishBody, RunSpec
+
+GRACE_S = 10.0
+"""A turn goes on for this long after its client went away: the client may ask again."""
+
+
+class TurnRouter(Protocol):
+    """What a turn asks of whatever finds an engine for it."""
+
+    def check_room(self) -> None:
+        """Raises ApiError 429 if too many wait already."""
+
+    def submit(self, generation: Generation) -> None: ...
+
+    def cancel(self, generation: Generation, reason: str) -> None:
+        """Nobody waits for it any more."""
+
+    def stop(self, generation: Generation) -> None:
+        """Sample no more for it."""
+
+
+class SessionHost(ABC):
+    def __init__(
+        self,
+        spec: RunSpec,
+        renderer: Renderer,
+        journal: Journal,
+        router: TurnRouter,
+        grace_s: float,
+        memory: Memory,
+    ) -> None:
+        self.spec = spec
+        self.renderer = renderer
+        self.journal = journal
+        self.router = router
+        self.grace_s = grace_s
+        self.memory = memory
+        self.sessions: dict[str, Session] = {}
+        self.counters: Counter[str] = Counter()
+
+    def open(self, session: Session) -> None:
+        """Serve this session from now on."""
+        if session.claim is not None and session.claim.place.split == "holdout":
+            session.floor = session.claim.place.group
+        self.sessions[session.session_id] = session
+        self.memory.add(session, self.spill_dir)
+
+    @property
+    def spill_dir(self) -> Path:
+        return spill_dir_of(self.journal)
+
+    async def bring_back(self, session: Session) -> None:
+        """Returns with all of a session in memory, where it stays as long as the caller awaits nothing else
+        or has a turn in flight. Raises ApiError 404 if it ends meanwhile, 500 if it cannot be read."""
+        while self.memory.is_on_disk(session):
+            await self.memory.load(session)
+        if self.sessions.get(session.session_id) is not session:
+            raise ApiError.no_session(session.session_id)
+        self.memory.use(session)
+
+    def forget(self, session_id: str) -> None:
+        if (session := self.sessions.pop(session_id, None)) is not None:
+            self.memory.remove(session)
+
+    def drop(self, session: Session, reason: str) -> None:
+        """Serve it no more; whoever still waits for a turn of it is told the reason."""
+        self.forget(session.session_id)
+        for name, number in session.branch_reasons.items():
+            self.count(f"branches.{name}", number)
+        for generation in list(session.running):
+            self.router.cancel(generation, reason)
+
+    def export(self, session: Session, claim: Claim, report: FinishBody) -> FinishedSession:
+        """What a session that was dropped leaves behind, from memory; the report has a reward."""
+        assert report.reward is not None
+        self.count("abandoned_turns", session.set_aside_unanswered())
+        trajectories = export_session(
+            session,
+            policy=self.spec.served_model,
+            group_id=f"{self.spec.run_id}.g{claim.place.group}" if claim.place.split == "train" else None,
+            stop_ids=self.renderer.stop_token_ids,
+            task_id=report.task_id,
+            environment=report.environment,
+            reward=report.reward,
+            reward_parts={name: part for name, part in report.reward_parts.items() if part is not None},
+        )
+        min_version = min((int(t.versions.min()) for t in session.turns if len(t.versions)), default=None)
+        return FinishedSession(claim, report.reward, report.environment, min_version, trajectories)
+
+    def count(self, name: str, number: int = 1) -> None:
+        """For the run's counters."""
+        self.counters[name] += number
+
+    @abstractmethod
+    def note_started(self, claim: Claim, version: int) -> None:
+        """Weights of this version may have sampled a token of the session."""
+
+
+def spill_dir_of(journal: Journal) -> Path:
+    """Where sessions and results of the journal's run are while memory has no room for them."""
+    return journal.path.with_suffix(".spill")

@@ -1,0 +1,127 @@
+"""What the spans of an iteration amount to: idle time, utilisation, switches and what they cost. Pure.
+
+The formulas are also in docs/operations.md.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+from sf_core.scheduling.timeline import Span, covered_s, idle_fraction
+
+Window = tuple[float, float]
+
+
+class Switch(NamedTuple):
+    """A device changed its active tag."""
+
+    worker: str
+    to: Literal["train", "rollout"]
+    at: float
+    """When the new tag began to hold the device, Unix seconds."""
+    seconds: float | None
+    """What it cost. To train: from the moment the engine heard that it must yield to training's first work.
+    To rollout: from the end of training to the first sampled token. None if that never came."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFigures:
+    """Of one iteration, whose window runs from the end of the iteration before to its own end."""
+
+    seconds: float
+    """Length of the window."""
+    idle: dict[str, float]
+    """Idle fraction by device."""
+    utilisation_train: float
+    """Busy train time of the devices that trained, as a share of their time; 0 if none did."""
+    utilisation_rollout: float
+    """Busy rollout time of the devices that carried rollout, as a share of their time; 0 if none did."""
+    switches: list[Switch]
+    tokens_rollout_only: float
+    """Tokens sampled in the window by devices that did not train in it."""
+    tokens_lent: float
+    """Tokens sampled by devices that trained too."""
+
+    @property
+    def utilisation_cluster(self) -> float:
+        """1 - mean idle fraction."""
+        return 1.0 - sum(self.idle.values()) / len(self.idle) if self.idle else 0.0
+
+    def costs_s(self, to: Literal["train", "rollout"]) -> list[float]:
+        return [s.seconds for s in self.switches if s.to == to and s.seconds is not None]
+
+
+def device_figures(spans: Sequence[Span], window: Window) -> DeviceFigures:
+    """Figures of one window. Give spans from before it too: a switch is told from what was before."""
+    seconds = window[1] - window[0]
+    devices = by_worker(spans)
+    inside = {
+        worker: [s for s in own if s.start < window[1] and s.end > window[0]]
+        for worker, own in devices.items()
+    }
+    inside = {worker: own for worker, own in inside.items() if own}
+    tags = {worker: {span.tag for span in own} for worker, own in inside.items()}
+    tokens: dict[bool, float] = defaultdict(float)
+    for worker, own in inside.items():
+        tokens["train" in tags[worker]] += sum(_tokens_inside(span, window) for span in own)
+    return DeviceFigures(
+        seconds=seconds,
+        idle={worker: idle_fraction(own, window) for worker, own in inside.items()},
+        utilisation_train=_utilisation("train", inside, tags, window),
+        utilisation_rollout=_utilisation("rollout", inside, tags, window),
+        switches=[s for own in devices.values() for s in find_switches(own) if window[0] <= s.at < window[1]],
+        tokens_rollout_only=round(tokens[False], 1),
+        tokens_lent=round(tokens[True], 1),
+    )
+
+
+def find_switches(spans: Sequence[Span]) -> list[Switch]:
+    """Every change of the active tag between rollout and train of one device, in order of time.
+
+    The spans are those of one device, sorted by time."""
+    held = [span for span in spans if span.kind == "held" and span.tag in ("train", "rollout")]
+    return [_switch(before, after, spans) for before, after in pairwise(held) if before.tag != after.tag]
+
+
+def by_worker(spans: Sequence[Span]) -> dict[str, list[Span]]:
+    """Spans by device, in their order."""
+    devices: dict[str, list[Span]] = defaultdict(list)
+    for span in spans:
+        devices[span.worker].append(span)
+    return dict(devices)
+
+
+def _switch(before: Span, after: Span, spans: Sequence[Span]) -> Switch:
+    first = next((s for s in spans if s.kind == "busy" and _is_part(s, after)), None)
+    last = [s for s in spans if s.kind in ("busy", "moving") and _is_part(s, before)]
+    if after.tag == "train":
+        # a lease that was lost, not revoked, has not yielded
+        revoked = next((s.start for s in reversed(last) if s.label == "yield"), before.end)
+        return Switch(after.worker, "train", after.start, first.start - revoked if first else None)
+    trained = next((s.end for s in reversed(last) if s.kind == "busy"), before.end)
+    # the first sampling span of a lease ends with its first token
+    return Switch(after.worker, "rollout", after.start, first.end - trained if first else None)
+
+
+def _is_part(span: Span, held: Span) -> bool:
+    return span.lease == held.lease and span.tag == held.tag and held.start <= span.start <= held.end
+
+
+def _utilisation(tag: str, spans: dict[str, list[Span]], tags: dict[str, set[str]], window: Window) -> float:
+    carriers = [worker for worker in spans if tag in tags[worker]]
+    busy = sum(
+        covered_s((s for s in spans[worker] if s.kind == "busy" and s.tag == tag), window)
+        for worker in carriers
+    )
+    return busy / (len(carriers) * (window[1] - window[0])) if carriers else 0.0
+
+
+def _tokens_inside(span: Span, window: Window) -> float:
+    if not span.tokens:
+        return 0.0
+    share = (min(span.end, window[1]) - max(span.start, window[0])) / max(span.end - span.start, 1e-9)
+    return span.tokens * min(share, 1.0)

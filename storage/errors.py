@@ -1,0 +1,50 @@
+"""What a storage says when it fails, as one sentence. Knows the errors of clients behind fsspec by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_CLIENTS = ("botocore", "aiobotocore", "aiohttp", "urllib3")
+
+
+class StorageError(OSError):
+    """A storage did not do what it was asked: which file, why, and what to look at."""
+
+
+@contextmanager
+def storage_errors(uri: str) -> Iterator[None]:
+    """Turn failures of the storage into StorageError. A file that is not there, or is there already, stays
+    FileNotFoundError or FileExistsError: callers expect those."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except (FileNotFoundError, FileExistsError) as error:
+        # a bucket that is not there is no file that is not there: a run would start over
+        if _code(error) == "NoSuchBucket":
+            raise StorageError(
+                f"{uri}: there is no such bucket; create it or correct storage.root"
+            ) from error
+        raise
+    except Exception as error:
+        if not isinstance(error, OSError) and type(error).__module__.split(".")[0] not in _CLIENTS:
+            raise
+        raise StorageError(f"{uri}: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    name, text = type(error).__name__, " ".join(str(error).split())
+    if isinstance(error, PermissionError) or name in ("NoCredentialsError", "PartialCredentialsError"):
+        return f"access denied ({text}); look at who may write there, for S3 at the AWS_* variables"
+    if isinstance(error, TimeoutError) or "Timeout" in name:
+        return f"the storage did not answer in time ({text or name}), repeated tries included"
+    if isinstance(error, ConnectionError) or name in ("EndpointConnectionError", "ClientConnectorError"):
+        return f"the storage cannot be reached ({text}); for S3 look at AWS_ENDPOINT_URL"
+    return f"the storage failed ({text or name})"
+
+
+def _code(error: BaseException) -> str | None:
+    """The error code that an S3 server gave."""
+    code: str | None = getattr(error.__cause__, "response", {}).get("Error", {}).get("Code")
+    return code

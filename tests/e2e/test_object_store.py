@@ -1,0 +1,51 @@
+"""The quickstart with its run directory in an object store: trained, resumed and read back from there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from storage import files
+from storage.run_directory import STAGES, RunDirectory
+from tests.e2e.quickstart import CONFIG, options, sf
+from tests.s3_server import BUCKET, make_bucket, s3_server
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[str]:
+    with s3_server() as env, pytest.MonkeyPatch.context() as patch:
+        for name, value in env.items():
+            patch.setenv(name, value)
+        make_bucket(env)
+        yield f"s3://{BUCKET}"
+
+
+def test_the_quickstart_runs_in_a_bucket_and_is_read_back_from_it(tmp_path: Path, bucket: str) -> None:
+    done = sf(tmp_path, "train", CONFIG, *options(run_id="small", storage__root=f"{bucket}/runs"))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    run = RunDirectory(f"{bucket}/runs/small")
+    for iteration in range(2):
+        for stage in STAGES:
+            manifest = run.read_manifest(iteration, stage)
+            assert manifest is not None
+            run.verify(manifest)
+    assert json.loads(files.read_bytes(run.path("summary.json")))["iterations"] == 2
+    assert files.exists(run.policy_dir + "/model.safetensors")
+
+    shown = sf(tmp_path, "inspect", run.uri)
+    assert shown.returncode == 0, shown.stderr
+    assert "run small" in shown.stdout and "RFTP" in shown.stdout.replace(" ", "")
+    session = shown.stdout.rsplit("--session ", 1)[1].split()[0]
+    assert "sampled and trained" in sf(tmp_path, "inspect", run.uri, "--session", session).stdout
+
+
+def test_a_bucket_that_is_missing_is_said_before_anything_starts(tmp_path: Path, bucket: str) -> None:
+    done = sf(tmp_path, "train", CONFIG, "--set", "storage.root=s3://nothing-here/runs")
+    assert done.returncode == 2
+    assert "s3://nothing-here/runs: there is no such bucket" in done.stderr

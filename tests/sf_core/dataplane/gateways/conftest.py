@@ -1,0 +1,35 @@
+"""The same stand, served by a hub and two gateway processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.sf_core.dataplane.stand import Server, running_process
+from tests.sf_core.dataplane.test_recovery import Restarts, serving
+
+TWO = ("--gateways", "2")
+
+
+@pytest.fixture
+def server(tmp_path: Path, model_dir: str) -> Iterator[Server]:
+    with (
+        running_process(tmp_path / "port", 0, *TWO, "--grace-s", "0.1") as url,
+        httpx.Client(base_url=url, timeout=30) as http,
+    ):
+        server = Server(url, http, tmp_path, model_dir)
+        yield server
+        if http.get("/runs/run").status_code == 200:
+            http.post("/runs/run/resume")
+            http.post("/runs/run/release")
+        for thread in server.threads:
+            thread.join(10)
+
+
+@pytest.fixture
+def plane(tmp_path: Path, model_dir: str) -> Iterator[Restarts]:
+    with serving(Restarts(tmp_path, model_dir, TWO)) as plane:
+        yield plane

@@ -1,0 +1,31 @@
+"""Invariants 4 and 9 with a hub and two gateway processes: any of them is killed with SIGKILL, under agents
+that hold an OpenAI client and nothing else."""
+
+from __future__ import annotations
+
+import psutil
+import pytest
+
+from sf_core.dataplane.rendering import Renderer
+
+# the hub is killed in these, and all gateways end with it
+from tests.sf_core.dataplane.test_recovery import (  # noqa: F401
+    Restarts,
+    agents_see_whole_answers,
+    test_a_restarted_process_goes_on_without_its_flow,
+    test_a_session_that_an_agent_opened_survives_a_restart_until_it_is_finished,
+    test_an_answer_that_did_not_arrive_is_given_again_after_a_restart,
+    test_killed_at_random_moments_agents_see_whole_answers_and_the_record_is_exact,
+)
+
+
+def gateways() -> list[psutil.Process]:
+    children = psutil.Process().children(recursive=True)
+    return [child for child in children if "sf_core.dataplane.gateways.process" in child.cmdline()]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_gateways_killed_at_random_moments_agents_see_whole_answers_and_the_record_is_exact(
+    plane: Restarts, renderer: Renderer, seed: int
+) -> None:
+    agents_see_whole_answers(plane, renderer, seed, lambda moments: moments.choice(gateways()).kill())

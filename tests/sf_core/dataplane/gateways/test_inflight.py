@@ -1,0 +1,31 @@
+"""Which request samples and which waits, with two gateway processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sf_core.dataplane.rendering import Renderer
+from tests.sf_core.dataplane.gateways.conftest import TWO
+from tests.sf_core.dataplane.stand import running_process
+from tests.sf_core.dataplane.test_inflight import (  # noqa: F401
+    Agent,
+    agent_of,
+    test_a_request_sent_again_after_its_connection_broke_joins_the_turn,
+    test_a_retry_joins_although_the_first_connection_looks_alive,
+    test_a_retry_of_several_samples_gets_the_same_ones,
+    test_an_answer_nobody_got_is_not_trained,
+    test_an_answer_that_its_client_did_not_wait_for_is_given_to_the_next_one,
+    test_an_idempotency_key_stands_for_one_sample,
+)
+
+
+@pytest.fixture
+def agent(tmp_path: Path, model_dir: str, renderer: Renderer) -> Iterator[Agent]:
+    with (
+        running_process(tmp_path / "port", 0, *TWO, "--grace-s", "30") as url,
+        agent_of(url, tmp_path, model_dir, renderer) as agent,
+    ):
+        yield agent

@@ -1,0 +1,31 @@
+"""Two gateway processes whose sessions do not fit their memory."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+
+from tests.sf_core.dataplane.gateways.conftest import TWO
+from tests.sf_core.dataplane.stand import running_process
+from tests.sf_core.dataplane.test_spilling import (  # noqa: F401
+    Plane,
+    server,
+    session,
+    test_a_retry_joins_the_answer_of_a_session_on_disk,
+    test_a_session_that_ends_takes_its_file_along,
+    test_a_session_whose_file_is_broken_is_an_error_and_then_another_attempt,
+    test_memory_stays_below_its_bound_under_many_sessions,
+    test_the_tree_the_reasons_and_the_rest_of_the_conversation_are_as_if_it_had_stayed,
+)
+
+
+def in_three_processes(memory_mb: float, folder: Path) -> AbstractContextManager[str]:
+    options = ("--memory-mb", str(memory_mb), "--grace-s", "30")
+    return running_process(folder / "port", 0, *TWO, *options)
+
+
+@pytest.fixture
+def plane() -> Plane:
+    return in_three_processes

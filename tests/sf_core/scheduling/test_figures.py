@@ -1,0 +1,64 @@
+import pytest
+
+from sf_core.scheduling.figures import Switch, device_figures, find_switches
+from sf_core.scheduling.timeline import Span
+
+T0 = [
+    Span("t0", "rollout", 0, 4.5, "held", lease="t0-0"),
+    Span("t0", "rollout", 0, 4, "busy", "sample", 0, "t0-0", 400),
+    Span("t0", "rollout", 4, 4.4, "moving", "yield", 0, "t0-0"),
+    Span("t0", "train", 5, 9, "held", lease="train-0"),
+    Span("t0", "train", 5, 5.5, "moving", "load trainer", 0, "train-0"),
+    Span("t0", "train", 5.5, 8, "busy", "train", 0, "train-0"),
+    Span("t0", "train", 8, 9, "moving", "save", 0, "train-0"),
+    Span("t0", "rollout", 9.2, 20, "held", lease="t0-1"),
+    Span("t0", "rollout", 9.2, 10, "moving", "load engine", 1, "t0-1"),
+    Span("t0", "rollout", 10, 10.5, "busy", "sample", 1, "t0-1", 1),
+    Span("t0", "rollout", 10.5, 12.5, "busy", "sample", 1, "t0-1", 200),
+]
+R0 = [
+    Span("r0", "rollout", 0, 20, "held", lease="r0"),
+    Span("r0", "rollout", 0, 10, "busy", "sample", 0, "r0", 1000),
+]
+
+
+def test_a_switch_to_training_costs_from_the_revoke_to_the_first_work() -> None:
+    assert find_switches(T0)[0] == Switch("t0", "train", 5, pytest.approx(1.5))
+
+
+def test_a_switch_to_rollout_costs_from_the_end_of_training_to_the_first_token() -> None:
+    assert find_switches(T0)[1] == Switch("t0", "rollout", 9.2, pytest.approx(2.5))
+
+
+def test_a_lease_that_samples_nothing_is_a_switch_without_a_cost() -> None:
+    assert find_switches(T0[:9])[1].seconds is None
+
+
+def test_a_lease_that_was_lost_ends_where_it_was_last_heard_of() -> None:
+    killed = [span for span in T0 if span.label != "yield"]
+    assert find_switches(killed)[0].seconds == pytest.approx(1.0)
+
+
+def test_figures_are_shares_of_the_window() -> None:
+    figures = device_figures([*R0, *T0], (0, 10))
+    assert figures.idle == {"r0": 0.0, "t0": pytest.approx(0.35)}
+    assert figures.utilisation_train == pytest.approx(0.25)
+    assert figures.utilisation_rollout == pytest.approx((10 + 4) / 20)
+    assert figures.utilisation_cluster == pytest.approx(1 - 0.35 / 2)
+    assert [switch.to for switch in figures.switches] == ["train", "rollout"]
+    assert (figures.costs_s("train"), figures.costs_s("rollout")) == (
+        [pytest.approx(1.5)],
+        [pytest.approx(2.5)],
+    )
+
+
+def test_tokens_count_by_the_role_of_the_worker_and_only_as_far_as_they_lie_in_the_window() -> None:
+    figures = device_figures([*R0, *T0], (2, 10))
+    assert (figures.tokens_rollout_only, figures.tokens_lent) == (800, 200)
+
+
+def test_switches_and_devices_of_other_windows_do_not_count() -> None:
+    figures = device_figures([*T0, Span("r9", "rollout", 0, 1, "held")], (11, 20))
+    assert figures.switches == []
+    assert list(figures.idle) == ["t0"]
+    assert figures.utilisation_train == 0.0
