@@ -1,4 +1,4 @@
-"""The tokenizer a run started from, read from its directory alone: whole texts, and single tokens as bytes."""
+"""The tokenizer a run started from, read from its directory alone, and single tokens as bytes."""
 
 from __future__ import annotations
 

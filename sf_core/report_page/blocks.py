@@ -1,4 +1,4 @@
-"""The tokens of sessions as compressed blocks, which the browser decodes when one of their sessions is opened.
+"""The tokens of sessions as compressed blocks, decoded by the browser when a session is opened.
 
 The telling sessions of every iteration come first, then all others, newest first, until the budget is used.
 A block is zlib over: the length of its JSON (uint32), the JSON, padding to four bytes, and four arrays with

@@ -5,20 +5,18 @@ Owns which figures are shown. How they look is report.html's and its scripts'.
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from itertools import chain, groupby
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
-from sf_core import report
-from sf_core.scheduling.timeline import Span, idle_fraction, read_spans
-from sf_core.summary import iteration_windows
+from sf_core import observe, report
+from sf_core.iterations import Iteration, Window, iteration_windows, read_iterations
+from sf_core.scheduling.timeline import Span, read_spans
 from storage.batches import read_batch
-from storage.manifests import Manifest
 from storage.run_directory import STAGES, RunDirectory
 from storage.trajectories import read_trajectories
 
@@ -31,69 +29,48 @@ TIMELINE_STEPS = 4000
 
 def run_figures(run: RunDirectory) -> dict[str, Any]:
     """Everything but the sessions. Raises ValueError if a committed file is missing or broken."""
-    manifests = _committed(run)
-    spans = read_spans(run)
-    windows = iteration_windows(
-        list(itertools.takewhile(lambda stages: all(stage in stages for stage in STAGES), manifests))
-    )
-    workers = sorted({span.worker for span in spans})
-    iterations = [
+    iterations = list(read_iterations(run))
+    windows = iteration_windows(iterations)
+    observe.record_figures(run, len(iterations) - 1)
+    devices = observe.read_figures(run, range(len(iterations)))
+    rollouts = {row.iteration: row.rollout for row in report.iteration_figures(run)}
+    rows = [
         {
-            "iteration": row.iteration,
-            "stages": list(row.committed),
-            "rollout": None if row.rollout is None else asdict(row.rollout),
-            "training": _training(manifests[row.iteration]),
+            "iteration": iteration.number,
+            "seconds": _length(windows.get(iteration.number)),
+            "stages": [stage for stage in STAGES if stage in iteration.stages],
+            "rollout": None if (of := rollouts.get(iteration.number)) is None else asdict(of),
+            "training": _training(iteration),
+            "devices": devices.get(iteration.number, {}),
         }
-        for row in report.iteration_figures(run)
+        for iteration in iterations
     ]
-    for row, window in zip(iterations, windows, strict=False):
-        row["seconds"] = window[1] - window[0]
-    by_worker = {worker: [span for span in spans if span.worker == worker] for worker in workers}
     return {
-        "run_id": run.run_id,
-        "iterations": iterations,
+        "iterations": rows,
         "held_out": sorted(report.held_out_rewards(run, len(iterations) + 1).items()),
-        "idle": {worker: _idle_shares(by_worker[worker], windows) for worker in workers},
-        "timeline": _timeline(by_worker, windows),
-        "groups": list(itertools.chain.from_iterable(_groups(run, k, m) for k, m in enumerate(manifests))),
+        "timeline": _timeline(read_spans(run), windows.values()),
+        "groups": list(chain.from_iterable(_groups(run, iteration) for iteration in iterations)),
     }
 
 
-def _committed(run: RunDirectory) -> list[dict[str, Manifest]]:
-    """The manifests of every iteration of which a stage is committed."""
-    found = []
-    for number in itertools.count():
-        stages = {stage: m for stage in STAGES if (m := run.read_manifest(number, stage)) is not None}
-        if not stages:
-            return found
-        found.append(stages)
-    raise AssertionError("unreachable")
+def _length(window: Window | None) -> float | None:
+    return None if window is None else window[1] - window[0]
 
 
-def _training(stages: dict[str, Manifest]) -> dict[str, float]:
-    data = stages["train"].data if "train" in stages else {}
+def _training(iteration: Iteration) -> dict[str, float]:
+    data = iteration.stages["train"].data if "train" in iteration.stages else {}
     return {name: data[name] for name in TRAINING if data.get(name) is not None}
 
 
-def _idle_shares(spans: list[Span], windows: list[tuple[float, float]]) -> list[float]:
-    """Share of each iteration in which the device computed nothing."""
-    starts, ends = np.array([span.start for span in spans]), np.array([span.end for span in spans])
-    shares = []
-    for window in windows:
-        inside = np.flatnonzero((ends > window[0]) & (starts < window[1]))
-        shares.append(idle_fraction([spans[i] for i in inside], window))
-    return shares
-
-
-def _timeline(by_worker: dict[str, list[Span]], windows: list[tuple[float, float]]) -> dict[str, Any]:
-    every = list(itertools.chain.from_iterable(by_worker.values()))
-    begin = min((span.start for span in every), default=0.0)
-    end = max((span.end for span in every), default=0.0)
+def _timeline(spans: Sequence[Span], windows: Iterable[Window]) -> dict[str, Any]:
+    begin = min((span.start for span in spans), default=0.0)
+    end = max((span.end for span in spans), default=0.0)
     gap_s = (end - begin) / TIMELINE_STEPS
+    by_worker = groupby(spans, key=lambda span: span.worker)
     return {
         "seconds": round(end - begin, 3),
         "boundaries": [round(window[1] - begin, 3) for window in windows],
-        "workers": {worker: _bars(spans, begin, gap_s) for worker, spans in by_worker.items()},
+        "workers": {worker: _bars(own, begin, gap_s) for worker, own in by_worker},
     }
 
 
@@ -113,22 +90,23 @@ def _bars(spans: Iterable[Span], begin: float, gap_s: float) -> list[list[Any]]:
     ]
 
 
-def _groups(run: RunDirectory, iteration: int, stages: dict[str, Manifest]) -> list[list[Any]]:
+def _groups(run: RunDirectory, iteration: Iteration) -> list[list[Any]]:
     """[iteration, group, task, rewards, decision] of every group, the rejected ones with their reason."""
+    number, stages = iteration.number, iteration.stages
     rows = []
     if "filter" in stages:
         columns = ["group_id", "session_id", "task_id", "reward", "decision"]
         for ref in stages["filter"].outputs:
-            rows += _group_rows(iteration, read_batch(run.path(ref.uri), columns))
+            rows += _group_rows(number, read_batch(run.path(ref.uri), columns))
     elif "rollout" in stages:
         columns = ["group_id", "session_id", "task_id", "reward"]
         for ref in stages["rollout"].outputs:
             table = read_trajectories(run.path(ref.uri), columns)
             waiting = pa.array(["not filtered yet"] * len(table), pa.string())
-            rows += _group_rows(iteration, table.append_column("decision", waiting))
+            rows += _group_rows(number, table.append_column("decision", waiting))
     if "rollout" in stages:
         rejected = stages["rollout"].data.get("rejected", {})
-        rows += [[iteration, f"group {index}", "", [], reason] for index, reason in rejected.items()]
+        rows += [[number, f"group {index}", "", [], reason] for index, reason in rejected.items()]
     return rows
 
 

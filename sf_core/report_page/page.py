@@ -1,7 +1,7 @@
 """`sf report`: a run as one HTML file that opens offline. Owns what is put together and how large it gets.
 
-Everything agents wrote travels as compressed data and reaches the page as text nodes; a Content-Security-Policy
-allows the page's own script and style by their hashes and no request at all.
+Everything agents wrote travels as compressed data and reaches the page as text nodes; a
+Content-Security-Policy allows the page's own script and style by their hashes and no request at all.
 """
 
 from __future__ import annotations
@@ -24,10 +24,8 @@ from storage.run_directory import RunDirectory
 
 SCRIPTS = ("dom.js", "charts.js", "tables.js", "sessions.js", "viewer.js", "main.js")
 
-DEFAULT_MAX_MB = 16.0
 
-
-def write_report(uri: str, target: str | None = None, max_mb: float = DEFAULT_MAX_MB) -> str:
+def write_report(uri: str, target: str | None, max_mb: float) -> str:
     """Write the page of a run, by default RUN/report.html, and return where it is.
 
     It takes at most `max_mb` megabytes (10^6 bytes); sessions that do not fit are left out and counted on it.

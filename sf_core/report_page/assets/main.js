@@ -23,7 +23,8 @@ function drawOverview(figures) {
   const timed = rollouts.filter((row) => row.seconds);
   const speed = timed.map((row) => [row.iteration, row.rollout.tokens_sampled / row.seconds]);
   const heldOut = figures.held_out.map(([version, reward]) => [version, reward]);
-  const idle = Object.entries(figures.idle);
+  const device = (name) => rows.map((row) => [row.iteration, row.devices[name]]);
+  const idle = idleNames(rows);
   const seconds = timed.reduce((sum, row) => sum + row.seconds, 0);
   const tiles = [
     ["held-out reward", heldOut.length ? [...new Set([heldOut[0], heldOut.at(-1)])].map(([, r]) => fixed(2)(r)).join(" \u2192 ") : "none"],
@@ -32,7 +33,7 @@ function drawOverview(figures) {
     ["sampled tokens", whole(rollouts.reduce((sum, row) => sum + row.rollout.tokens_sampled, 0))],
     ["tokens/s", seconds ? whole(timed.reduce((sum, row) => sum + row.rollout.tokens_sampled, 0) / seconds) : ""],
     ["time in iterations", seconds ? `${whole(seconds)} s` : ""],
-    ["idle, all devices", timed.length && idle.length ? percent(mean(idle.flatMap(([, shares]) => shares))) : ""],
+    ["idle, all devices", percent(mean(rows.map(idleShare).filter(isNumber)))],
     ["greatest lag", rollouts.length ? String(Math.max(...rollouts.map((row) => row.rollout.lag_max))) : ""],
   ];
   byId("tiles").append(...tiles.filter(([, value]) => value).map(([name, value]) => el("div", { class: "card" }, el("dt", {}, name), el("dd", {}, value))));
@@ -42,8 +43,9 @@ function drawOverview(figures) {
       { name: "sampled, session", points: rollouts.map((row) => [row.iteration, row.rollout.tokens_sampled / row.rollout.sessions]) },
       { name: "trajectory", points: training("length_mean") }], { from: 0 }),
     lineChart("Lag of sampled tokens, versions", [{ name: "mean", points: of("lag_mean") }, { name: "max", points: of("lag_max") }], { from: 0 }),
-    lineChart("Idle share of devices", idle.map(([name, shares]) => ({ name, points: shares.map((share, i) => [i, share]) })), { format: percent, from: 0 }),
+    lineChart("Idle share of devices", idle.map((name) => ({ name: name.slice("idle_".length), points: device(name) })), { format: percent, from: 0 }),
     lineChart("Sampled tokens per second", [{ name: "tokens/s", points: speed }], { from: 0, format: whole }),
+    lineChart("Switching a device, seconds", [{ name: "to train", points: device("to_train_mean_s") }, { name: "to rollout", points: device("to_rollout_mean_s") }], { from: 0 }),
     lineChart("Entropy", [{ name: "entropy", points: training("entropy") }]),
     lineChart("KL to the sampling policy, clipped share", [{ name: "kl", points: training("kl") }, { name: "clipped", points: training("clip_fraction") }]),
     lineChart("Gradient norm", [{ name: "norm", points: training("grad_norm") }], { from: 0 }),

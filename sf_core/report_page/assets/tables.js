@@ -31,7 +31,6 @@ function compare(a, b) {
 function iterationTable(figures) {
   const heldOut = new Map(figures.held_out);
   const of = (name) => (row) => row.rollout?.[name];
-  const idle = (row) => { const shares = Object.values(figures.idle).map((s) => s[row.iteration]).filter(isNumber); return shares.length ? mean(shares) : null; };
   const speed = (row) => (row.seconds && row.rollout ? row.rollout.tokens_sampled / row.seconds : null);
   const number = (name, value, show) => ({ name, value, cell: (row) => show(value(row)) });
   return table(figures.iterations, [
@@ -44,9 +43,19 @@ function iterationTable(figures) {
     number("lag max", of("lag_max"), whole),
     number("seconds", (row) => row.seconds, fixed(2)),
     number("tokens/s", speed, whole),
-    number("idle", idle, percent),
+    number("idle", idleShare, percent),
     { name: "stages", text: true, value: (row) => row.stages.join(" ") },
   ]);
+}
+
+function idleNames(rows) {
+  return [...new Set(rows.flatMap((row) => Object.keys(row.devices)))].filter((name) => name.startsWith("idle_")).sort();
+}
+
+/* Of all devices, in one iteration; null where it is not recorded. */
+function idleShare(row) {
+  const shares = idleNames([row]).map((name) => row.devices[name]);
+  return shares.length ? mean(shares) : null;
 }
 
 function groupTable(groups, openGroup) {
