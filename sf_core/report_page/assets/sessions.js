@@ -25,6 +25,8 @@ class Sessions {
         const own = array.subarray(described.begin, described.begin + described.length);
         branch[name] = parent ? joined(parent[name].subarray(0, described.shared), own) : own;
       }
+      // what is trained in the parent is not trained here again
+      for (let i = 0; i < branch.shared; i++) branch.states[i] = Math.min(branch.states[i], CARRIED);
       branch.texts = this.texts(branch.ids);
       branches.set(branch.id, branch);
       return branch;
