@@ -81,7 +81,7 @@ def _embed(embedded: Embedded, sampling: Sampling, sessions: Sequence[SessionFac
         branches = [rows[session.session_id] for session in part]
         block = compress(encode_block(branches))
         if embedded.num_characters + len(block) > budget:
-            continue
+            break
         embedded.facts += part
         embedded.block_of += [len(embedded.blocks)] * len(part)
         embedded.blocks.append(block)
