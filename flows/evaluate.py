@@ -10,7 +10,7 @@ from prefect import flow
 from sf_core.config import RunConfig
 from sf_core.run import Run, begin_attempt, open_config
 from sf_core.scheduling.plan import make_plan, read_workers
-from tasks.cluster import TaggedTaskRunner, lane, result_of, scheduler_address
+from tasks.cluster import TaggedTaskRunner, result_of, scheduler_address, submit
 from tasks.evaluate import evaluate as evaluate_task
 from tasks.lease import Leases
 
@@ -18,12 +18,12 @@ from tasks.lease import Leases
 @flow(name="evaluate", flow_run_name="{config.run_id}-evaluate", task_runner=TaggedTaskRunner())
 def evaluate(config: RunConfig) -> dict[str, Any]:
     """Evaluate the newest published version of the run; returns mean rewards. Nothing is trained."""
-    plan = make_plan(read_workers(scheduler_address()))
+    plan = make_plan(read_workers(scheduler_address()), config)
     run = begin_attempt(config)
     version = Run(run).register(evaluate_only=True).version
-    with Leases(run, plan) as leases, lane("cpu"):
-        leases.lend_trainer(version)
-        measured = evaluate_task.submit(run, version)
+    with Leases(run, plan) as leases:
+        leases.lend_trainers(version)
+        measured = submit(evaluate_task, run, version)
         return result_of(measured, f"evaluation of version {version}", config.cluster.stage_timeout_s)
 
 

@@ -6,7 +6,7 @@ from prefect import flow
 
 from sf_core.config import RunConfig
 from sf_core.run import Run, RunRef, begin_attempt
-from tasks.cluster import TaggedTaskRunner, lane, result_of
+from tasks.cluster import TaggedTaskRunner, result_of, submit
 from tasks.warmstart import warmstart as warmstart_task
 
 
@@ -15,6 +15,5 @@ def warmstart(config: RunConfig, run: RunRef | None = None) -> str:
     """Returns the Hugging Face folder that is version 0 of the run's policy."""
     run = run or begin_attempt(config)
     if Run(run).directory.read_manifest(None, "start") is None:
-        with lane("train"):
-            result_of(warmstart_task.submit(run), "the warm start", config.cluster.stage_timeout_s)
+        result_of(submit(warmstart_task, run), "the warm start", config.cluster.stage_timeout_s)
     return Run(run).start_dir

@@ -6,17 +6,19 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from sf_core.config import ConfigError, RunConfig, load_config
+from sf_core.cli_data import commands as data_commands
+from sf_core.config import ConfigError, RunConfig, worker_config
+from sf_core.config_file import load_config
 from sf_core.dataplane.journal import Fsync
+from sf_core.terminal import console, errors
+from sf_core.terminal import fail as _fail
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-console = Console()
-errors = Console(stderr=True)
+app.add_typer(data_commands)
 
 ConfigFile = Annotated[Path, typer.Argument(help="YAML configuration.", show_default=False)]
 Overrides = Annotated[
@@ -62,20 +64,46 @@ def inspect(
 
 
 @app.command()
-def report(
-    run: RunDir,
-    output: Annotated[
-        str | None, typer.Option("--output", "-o", help="File; RUN/report.html if not given.")
+def plan(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    scheduler: Annotated[
+        str | None, typer.Option(help="Dask scheduler; by default the configuration's.", show_default=False)
     ] = None,
-    max_mb: Annotated[
-        float, typer.Option(help="Largest size; sessions that do not fit are left out.")
-    ] = 16.0,
+    measured: Annotated[
+        str | None, typer.Option(help="Directory of a run whose times are used.", show_default=False)
+    ] = None,
 ) -> None:
-    """Write a run as one HTML page that opens offline: curves, devices, groups, every session's tokens."""
-    from sf_core.report_page.page import write_report
+    """Say what would run where and why, without starting anything."""
+    from sf_core.scheduling.explain import explain_plan
 
+    settings = _config(config, overrides)
     try:
-        console.print(write_report(run, output, max_mb), highlight=False, soft_wrap=True)
+        console.print(explain_plan(settings, scheduler=scheduler, measured=measured))
+    except ValueError as error:
+        _fail(str(error))
+
+
+@app.command()
+def worker(
+    scheduler: Annotated[str, typer.Option(help="Address of the Dask scheduler.", show_default=False)],
+    tags: Annotated[str, typer.Option(help="What it can do, for example rollout,train.", show_default=False)],
+    device: Annotated[str, typer.Option(help="cpu, or cuda:N.")] = "cpu",
+    device_kind: Annotated[
+        str | None, typer.Option(help="What that is, for example h100.", show_default=False)
+    ] = None,
+    probe: Annotated[bool, typer.Option("--probe", help="Measure the device; takes seconds.")] = False,
+    name: Annotated[str | None, typer.Option(help="By default from host and device.")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads of numerical libraries.")] = None,
+    host: Annotated[str, typer.Option(help="Address; others than loopback need TLS.")] = "127.0.0.1",
+) -> None:
+    """Be a Dask worker for one device, until told to stop."""
+    from sf_core.scheduling.worker import become_worker
+
+    words = [tag.strip() for tag in tags.split(",")]
+    try:
+        settings = worker_config(tags=words, device=device, device_kind=device_kind, threads=threads)
+        become_worker(scheduler, settings, name=name, host=host, probe=probe)
     except ValueError as error:
         _fail(str(error))
 
@@ -150,11 +178,6 @@ def _launch(flow: str, config: RunConfig) -> None:
 
 def _interrupt(number: int, frame: object) -> None:
     raise KeyboardInterrupt
-
-
-def _fail(message: str) -> NoReturn:
-    errors.print(f"[red]error:[/red] {message}", highlight=False, soft_wrap=True)
-    raise typer.Exit(2)
 
 
 def main() -> None:

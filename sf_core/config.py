@@ -6,11 +6,13 @@ Owns defaults, bounds and the sentences a wrong value gets. Reads no environment
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from sf_core.scheduling.pipelines import PIPELINES, PipelineName
+from sf_core.scheduling.roofline import known_device
+from sf_core.scheduling.tags import is_word
 
 
 def _in_order(schema: dict[str, Any]) -> None:
@@ -80,8 +82,9 @@ class RolloutConfig(Settings):
     gate: Literal["all", "varied"] = "all"
     """all: every complete group counts. varied: groups whose rewards are all equal are dropped and replaced
     (dynamic sampling, DAPO)."""
-    overlap: bool = True
-    """Sample for the next batch while this one is trained on. Off: strictly on-policy."""
+    overlap: bool | None = None
+    """Sample for the next batch while this one is trained on. Off: strictly on-policy. Empty: as the pipeline
+    says; without a pipeline, on."""
     max_lag: int = Field(1, ge=0)
     """Most versions between the weights being updated and the weights that sampled a token."""
     on_max_lag: Literal["wait", "drop"] = "wait"
@@ -106,16 +109,20 @@ class RolloutConfig(Settings):
     batch_timeout_s: float = Field(1800.0, gt=0)
     """Longest wait for one batch; then the run fails and says what it waited for."""
 
-    @property
-    def lag_bound(self) -> int:
-        return self.max_lag if self.overlap else 0
-
 
 class TrainConfig(Settings):
     """The optimiser and the loss (GRPO; Shao et al. 2024, with DAPO's token mean and asymmetric clip)."""
 
     iterations: int = Field(40, ge=1)
     """RL iterations of the run."""
+    workers: int = Field(1, ge=1)
+    """Workers that train together, one rank each."""
+    min_workers: int | None = Field(None, ge=1)
+    """Fewest workers to go on with when one of them is lost. Empty: all of `workers`."""
+    gang_timeout_s: float = Field(180.0, gt=0)
+    """Longest that a rank waits for another: to begin, or to reach the next exchange of gradients. Then the
+    train step fails, says who was missing, and is tried again. Longer than a worker takes to start and to
+    load the policy, and than the writing of weights."""
     learning_rate: float = Field(3e-4, gt=0)
     """Constant learning rate of AdamW, after `warmup_steps`."""
     warmup_steps: int = Field(0, ge=0)
@@ -154,8 +161,9 @@ class EvaluateConfig(Settings):
 class EngineConfig(Settings):
     """What serves the policy on a rollout worker."""
 
-    kind: Literal["torch", "scripted"] = "torch"
-    """torch: the built-in engine. scripted: canned answers without a model, for tests and benchmarks."""
+    kind: Literal["torch", "scripted", "emulated"] = "torch"
+    """torch: the built-in engine. scripted: canned answers without a model, for tests and benchmarks.
+    emulated: engines and trainers sleep as long as the device of `emulation` would compute."""
     max_running: int = Field(128, ge=1)
     """Requests in one decoding batch."""
     context_length: int = Field(512, ge=16)
@@ -166,11 +174,51 @@ class EngineConfig(Settings):
     """For the scripted engine: function (prompt_ids, seed) -> token ids."""
 
 
-class WorkerConfig(Settings):
-    """One local Dask worker process."""
+class EmulationConfig(Settings):
+    """The device that an emulated run pretends to have, and the model on it. By default an H100 (SXM, dense
+    bfloat16; NVIDIA's data sheet) with a policy of the shape of Qwen3-8B."""
 
-    tags: tuple[str, ...]
-    """Capability tags."""
+    peak_flops: float = Field(989e12, gt=0)
+    """FLOP/s of the dtype computed in."""
+    memory_bandwidth: float = Field(3.35e12, gt=0)
+    """Bytes/s between the device and its memory."""
+    load_bandwidth: float = Field(50e9, gt=0)
+    """Bytes/s at which weights and optimiser state come onto the device."""
+    utilisation: float = Field(0.4, gt=0, le=1)
+    """Share of `peak_flops` that prefill and training reach."""
+    parameters: float = Field(8.2e9, gt=0)
+    """Of the policy."""
+    bytes_per_parameter: float = Field(2.0, gt=0)
+    """Of the weights."""
+    kv_bytes_per_token: float = Field(147456.0, ge=0)
+    """2 x layers x KV heads x head width x bytes of an element."""
+    to_rollout_s: float | None = Field(None, ge=0)
+    """Emulated seconds until a device that trained is an engine. Empty: bytes of the weights over
+    `load_bandwidth`."""
+    to_train_s: float | None = Field(None, ge=0)
+    """Emulated seconds until a device that was an engine can train. Empty: bytes of its share of weights and
+    optimiser state over `load_bandwidth`."""
+    time_dilation: float = Field(1.0, gt=0)
+    """Emulated seconds per real second: every duration is divided by it. Below 1 the run is slower than the
+    device would be, so that a fleet's tokens/s fit one data plane."""
+
+
+Word = Annotated[str, AfterValidator(is_word)]
+
+
+def _is_known(kind: str) -> str:
+    return known_device(kind).kind
+
+
+class WorkerConfig(Settings):
+    """One Dask worker process."""
+
+    tags: tuple[Word, ...] = Field(min_length=1)
+    """Capability tags: rollout, train, agent, cpu, and words of your own."""
+    device: str = Field("cpu", pattern=r"^(cpu|cuda:\d+)$")
+    """What it computes on: cpu, or cuda:N. A worker on the cpu sees no GPU."""
+    device_kind: Annotated[str, AfterValidator(_is_known)] | None = None
+    """What that is, for example h100; decides who trains where workers could do either. Empty: unknown."""
     threads: int | None = Field(None, ge=1)
     """CPU threads of the numerical libraries in this worker; by default one per core, at most 8. Workers may
     share cores: a thread that has nothing to do sleeps."""
@@ -181,13 +229,22 @@ class ClusterConfig(Settings):
 
     scheduler: str | None = None
     """Address of a Dask scheduler whose workers carry tags as resources. Empty: local workers are started."""
-    workers: dict[str, WorkerConfig] = {
+    workers: dict[Word, WorkerConfig] = {
         "r0": WorkerConfig(tags=("rollout",)),
         "t0": WorkerConfig(tags=("rollout", "train")),
         "a0": WorkerConfig(tags=("agent",)),
         "c0": WorkerConfig(tags=("cpu",)),
     }
     """Local workers by name; not used with `scheduler`."""
+    prefer: dict[Literal["rollout", "train"], tuple[Word, ...]] = {}
+    """Tags to look for where several workers could train: {"train": ["h800"], "rollout": ["h20"]} has those
+    with h800 train first and those with h20 last."""
+    max_switches_per_minute: int = Field(120, ge=0)
+    """Most changes of a trainer between training and rollout within any minute; beyond them it is not lent
+    and waits for its batch. No bound where no other worker rolls out."""
+    yield_timeout_s: float = Field(30.0, gt=0)
+    """Longest from the revoking of a lease to the start of training on its worker; then the worker's process
+    is killed and started again. Longer than one step of an engine and its unloading."""
     stage_timeout_s: float = Field(7200.0, gt=0)
     """Longest wait for a stage to end, the wait for its worker included; then the run fails and says what it
     waited for. Longer than `rollout.batch_timeout_s` and than a training step."""
@@ -215,12 +272,18 @@ class RunConfig(Settings):
     """Name of the run and of its directory. The same name continues where it stopped. Empty: a new one."""
     seed: int = Field(0, ge=0, lt=2**32)
     """Decides the policy's initial weights, the order of tasks and every draw."""
+    pipeline: PipelineName | None = None
+    """How rollout and training share the devices. colocated: every device does both in turn. disaggregated:
+    trainers only train, rollout waits for them. async: trainers only train, rollout goes on meanwhile.
+    multiplexed: trainers roll out between train steps, other workers go on meanwhile. Empty: the tags of the
+    workers and `rollout.overlap` decide."""
     policy: PolicyConfig = PolicyConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     rollout: RolloutConfig = RolloutConfig()
     train: TrainConfig = TrainConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     engine: EngineConfig = EngineConfig()
+    emulation: EmulationConfig = EmulationConfig()
     cluster: ClusterConfig = ClusterConfig()
     dataplane: DataplaneConfig = DataplaneConfig()
     storage: StorageConfig = StorageConfig()
@@ -237,9 +300,31 @@ class RunConfig(Settings):
                 f"train.minibatches ({self.train.minibatches}) must not exceed "
                 f"rollout.groups_per_batch ({self.rollout.groups_per_batch})"
             )
+        if (self.train.min_workers or 1) > self.train.workers:
+            raise ValueError(
+                f"train.min_workers ({self.train.min_workers}) must not exceed "
+                f"train.workers ({self.train.workers})"
+            )
         if self.engine.kind == "scripted" and self.engine.script is None:
             raise ValueError("engine.script is required with engine.kind: scripted")
+        allowed = PIPELINES[self.pipeline].overlap
+        if self.rollout.overlap not in (None, *allowed):
+            raise ValueError(
+                f"pipeline {self.pipeline} means rollout.overlap: {str(allowed[0]).lower()}; "
+                "leave one of the two out"
+            )
         return self
+
+    @property
+    def overlap(self) -> bool:
+        """Whether sampling for the next batch goes on while this one is trained on."""
+        chosen = self.rollout.overlap
+        return PIPELINES[self.pipeline].overlap[0] if chosen is None else chosen
+
+    @property
+    def lag_bound(self) -> int:
+        """Most versions between the weights being updated and the weights that sampled a token."""
+        return self.rollout.max_lag if self.overlap else 0
 
     @property
     def run_dir(self) -> str:
@@ -251,26 +336,6 @@ class ConfigError(ValueError):
     """A configuration that cannot run; the message is one sentence for the user."""
 
 
-def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
-    """Read a YAML file, apply `key.path=value` overrides (values are YAML), validate.
-
-    Raises ConfigError with the path of the key and what is allowed.
-    """
-    try:
-        data = yaml.safe_load(Path(path).read_text()) or {}
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file; give the path of a YAML configuration") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path}: expected a mapping of settings, got {type(data).__name__}")
-    for override in overrides or []:
-        _apply_override(data, override)
-    return validate_config(data, source=str(path))
-
-
 def validate_config(data: dict[str, Any], source: str = "config") -> RunConfig:
     """Validate a mapping; raises ConfigError with one sentence that names every wrong key."""
     try:
@@ -279,24 +344,14 @@ def validate_config(data: dict[str, Any], source: str = "config") -> RunConfig:
         raise ConfigError(f"{source}: {'; '.join(_sentence(e) for e in error.errors())}") from None
 
 
-def _apply_override(data: dict[str, Any], override: str) -> None:
-    path, sep, text = override.partition("=")
-    if not sep or not path:
-        raise ConfigError(f"--set {override}: expected key.path=value")
+def worker_config(**options: Any) -> WorkerConfig:
+    """A worker from the options of `sf worker`; raises ConfigError that names the wrong one."""
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise ConfigError(f"--set {override}: {text!r} is not a valid YAML value") from None
-    *parents, leaf = path.split(".")
-    node = data
-    for name in parents:
-        child = node.get(name)
-        if child is None:
-            child = node[name] = {}
-        if not isinstance(child, dict):
-            raise ConfigError(f"--set {override}: {name} is a value, not a section")
-        node = child
-    node[leaf] = value
+        return WorkerConfig.model_validate(options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        option = str(first["loc"][0]).replace("_", "-")
+        raise ConfigError(f"--{option}: {_sentence(first).partition(': ')[2]}") from None
 
 
 def _sentence(error: Any) -> str:
@@ -317,5 +372,5 @@ def _fields_at(location: tuple[int | str, ...]) -> list[str]:
     for name in location:
         node = getattr(node, str(name)) if isinstance(node, BaseModel) else node.get(name)
         if isinstance(node, dict):
-            node = {**node, **{str(n): WorkerConfig(tags=()) for n in location[1:]}}
+            node = {**node, **{str(n): WorkerConfig(tags=("cpu",)) for n in location[1:]}}
     return list(type(node).model_fields) if isinstance(node, BaseModel) else list(node or ())

@@ -24,6 +24,7 @@ from sf_core.local_stack import (
 )
 from sf_core.progress import RunProgress
 from sf_core.run import new_run_id
+from sf_core.scheduling.plan import find_workers, make_plan
 from sf_core.settings import dataplane_key, prefect_api_url
 from storage.files import absolute, check_writable, exists, is_local, read_bytes
 from storage.run_directory import RunDirectory
@@ -43,11 +44,18 @@ def launch(flow: str, config: RunConfig, console: Console) -> None:
     if flow == "train" and exists(directory.path("summary.json")):
         console.print(f"run {name} is finished")
         return _print_result(directory, console)
+    try:
+        make_plan(find_workers(config), config)
+    except ValueError as error:
+        raise LaunchError(str(error)) from None
     local = Path(directory.uri if is_local(directory.uri) else Path.cwd() / "runs" / name)
     local.mkdir(parents=True, exist_ok=True)
     console.print(f"run [bold]{name}[/bold] in {directory.uri}")
     paths = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
-    with local_stack(local / "logs", {"PYTHONPATH": paths, "SF_STARTED_AT": str(started_at)}) as stack:
+    env = {"PYTHONPATH": paths, "SF_STARTED_AT": str(started_at)}
+    if config.engine.kind == "emulated":
+        env["SF_EMULATED"] = "1"
+    with local_stack(local / "logs", env) as stack:
         try:
             _run(flow, config, stack, local, console)
         except StackError as error:

@@ -25,31 +25,7 @@ import httpx
 from sf_core.config import WorkerConfig
 from sf_core.dataplane.memory import MEMORY_MB
 from sf_core.scheduling.plan import read_workers
-
-WORKER_SETTINGS = {
-    # a lease may outlive several kills of its worker; giving up after one would end the run
-    "DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES": "10",
-    "DASK_DISTRIBUTED__SCHEDULER__NO_WORKERS_TIMEOUT": "5m",
-    "DASK_DISTRIBUTED__SCHEDULER__WORKER_TTL": "30m",
-    "DASK_DISTRIBUTED__SCHEDULER__WORK_STEALING": "False",
-    "DASK_DISTRIBUTED__WORKER__DAEMON": "False",
-    "DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED": "False",
-    "DASK_DISTRIBUTED__ADMIN__TICK__LIMIT": "30s",
-    "DASK_LOGGING__DISTRIBUTED": "warning",
-    # Dask's nanny sets a trim threshold of 64 KiB, with which torch maps and unmaps memory all the time:
-    # training took twice as long (docs/decisions/005)
-    "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
-    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
-    "MALLOC_TOP_PAD_": str(64 << 20),
-    # threads that wait for others of their worker leave the core to other workers
-    "OMP_WAIT_POLICY": "PASSIVE",
-    # progress bars of model loading have no place in logs
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    "TRANSFORMERS_VERBOSITY": "error",
-    "TOKENIZERS_PARALLELISM": "false",
-}
-MAX_THREADS = 8
-"""More of them lose time on the models that fit a machine like this."""
+from sf_core.scheduling.worker import DASK_SETTINGS, worker_command, worker_environment
 
 LOOPBACK = ("--host", "127.0.0.1")
 PREFECT_SETTINGS = {
@@ -132,7 +108,7 @@ class LocalStack:
 
 @contextlib.contextmanager
 def local_stack(logs: Path, env: Mapping[str, str] | None = None) -> Iterator[LocalStack]:
-    stack = LocalStack(logs, {**os.environ, **WORKER_SETTINGS, **PREFECT_SETTINGS, **(env or {})})
+    stack = LocalStack(logs, {**os.environ, **DASK_SETTINGS, **PREFECT_SETTINGS, **(env or {})})
     try:
         yield stack
     finally:
@@ -179,17 +155,14 @@ def start_dask(stack: LocalStack, workers: Mapping[str, WorkerConfig], directory
 def start_dask_worker(
     stack: LocalStack, name: str, worker: WorkerConfig, scheduler: Iterable[str], directory: Path
 ) -> Process:
-    """One process, one thread, its tags and its private name as resources (design 5.2)."""
-    resources = " ".join([*(f"{tag}=1" for tag in worker.tags), f"@{name}=1"])
-    threads = str(worker.threads or min(os.cpu_count() or 1, MAX_THREADS))
-    # the nanny would otherwise set these to 1
-    env = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads)
+    try:
+        environment = worker_environment(worker)
+    except ValueError as error:
+        raise StackError(f"worker {name}: {error}") from None
     return stack.start(
         f"worker-{name}",
-        _module("dask", "worker", *scheduler, *LOOPBACK, "--name", name, "--resources", resources)
-        + ["--nthreads", "1", "--nworkers", "1", "--memory-limit", "0", "--no-dashboard"]
-        + ["--local-directory", str(directory / "dask"), "--preload", "sf_core.scheduling.preload"],
-        env,
+        worker_command(name, worker.tags, scheduler) + ["--local-directory", str(directory / "dask")],
+        environment,
         # workers share the cores of this machine: training comes before rollout, never the reverse
         gives_way="rollout" in worker.tags and "train" not in worker.tags,
     )

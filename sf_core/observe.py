@@ -62,7 +62,7 @@ def record_figures(run: RunDirectory, newest: int, *, is_over: bool = False) -> 
     if not due:
         return
     spans = read_spans(run, since=windows[min(windows)][0])
-    num_lags = run.read_config(RunConfig).rollout.lag_bound + 1
+    num_lags = run.read_config(RunConfig).lag_bound + 1
     for number in due:
         lags = iterations[number].stages["filter"].data["lags"]
         lags = [*lags, *[0] * (num_lags - len(lags))]

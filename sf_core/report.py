@@ -116,6 +116,13 @@ def samplings(run: RunDirectory) -> Iterator[Sampling]:
             return
 
 
+def sampled_parts(run: RunDirectory) -> Iterator[str]:
+    """URIs of the trajectories of all committed rollouts, in order."""
+    for sampling in samplings(run):
+        if sampling.kind == "trains iteration":
+            yield from sampling.uris
+
+
 def _figures(run: RunDirectory, iteration: int) -> IterationFigures:
     manifests = {stage: run.read_manifest(iteration, stage) for stage in STAGES}
     rollout = manifests["rollout"]

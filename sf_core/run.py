@@ -96,7 +96,7 @@ class Run:
             group_size=rollout.group_size,
             groups_per_batch=rollout.groups_per_batch,
             gate=rollout.gate,
-            lag_bound=rollout.lag_bound,
+            lag_bound=config.lag_bound,
             on_max_lag=rollout.on_max_lag,
             temperature=rollout.temperature,
             top_p=rollout.top_p,

@@ -27,3 +27,14 @@ def command_started_at() -> float | None:
     """Unix seconds at which `sf train` was called (SF_STARTED_AT), so that the summary counts start-up."""
     value = os.environ.get("SF_STARTED_AT")
     return float(value) if value else None
+
+
+def computes_nothing() -> bool:
+    """Whether workers start without the libraries that compute (SF_EMULATED=1): those of emulated runs."""
+    return os.environ.get("SF_EMULATED") == "1"
+
+
+def visible_cuda_devices() -> list[str] | None:
+    """The CUDA devices that this process was given, by a batch system for example; None if all."""
+    value = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return None if value is None else [part.strip() for part in value.split(",") if part.strip()]

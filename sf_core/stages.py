@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,18 +20,25 @@ from sf_core.event_files import write_events
 from sf_core.observe import draw_timelines, record_figures
 from sf_core.policy_folders import export_policy, prepare_start
 from sf_core.run import Run, RunRef
-from sf_core.scheduling.plan import current_worker
+from sf_core.scheduling.plan import current_host, current_worker
+from sf_core.scheduling.switching import switching_of
 from sf_core.scheduling.timeline import Timeline
 from sf_core.summary import summarise
 from sf_core.training.advantages import group_advantages
+from sf_core.training.seats import Seat, SupersededError
 from sf_core.waits import collect_waits
 from storage.batches import read_batch, write_batch
 from storage.files import FileRef
+from storage.gangs import GangFiles
 from storage.manifests import Manifest
 from storage.metrics import write_metrics
 from storage.parquet import numpy_rows
 from storage.trajectories import read_trajectories
-from storage.weights import save_weights
+
+if TYPE_CHECKING:
+    # torch is loaded only where training runs
+    from sf_core.training.ranks import Ranks
+    from sf_core.training.trainer import Trainer
 
 
 @dataclass
@@ -41,6 +50,7 @@ class Outcome:
     data: dict[str, Any] = field(default_factory=dict)
 
 
+TrainerAt = Callable[..., AbstractContextManager[Any]]
 Stage = Callable[[RunRef, int], dict[str, Any]]
 
 
@@ -155,29 +165,66 @@ def _codes(column: pa.ChunkedArray) -> np.ndarray:
     return codes
 
 
-@_once
-def train(run: Run, iteration: int) -> Outcome:
-    """One train step on the stored batch; writes the next version's weights and a checkpoint."""
+def train(ref: RunRef, iteration: int, seat: Seat) -> dict[str, Any]:
+    """One rank of the train step on the stored batch. Rank 0 writes the next version's weights and a
+    checkpoint and commits; the others return when it has."""
+    run = Run(ref)
+    if run.directory.read_manifest(iteration, "train") is None:
+        files = GangFiles(run.directory, iteration, ref.attempt, seat.epoch)
+        seated, trainer_at = _backend(run)
+        with seated(files, seat, current_host(), run.config.train.gang_timeout_s) as ranks:
+            work = partial(_train, run, iteration, trainer_at, ranks, files)
+            if seat.rank == 0:
+                run.dataplane.report_stage(iteration, "train")
+                _commit(run, iteration, "train", work)
+            else:
+                work()
+    return _committed(run, iteration, "train").data
+
+
+def _backend(run: Run) -> tuple[Any, TrainerAt]:
+    """How ranks meet and who trains: torch, or clocks."""
+    if run.config.engine.kind == "emulated":
+        from sf_core.training import emulated
+
+        return emulated.seated, emulated.trainer_at
+    from sf_core.training.rendezvous import seated
     from sf_core.training.resident import trainer_at
 
+    return seated, trainer_at
+
+
+def _train(run: Run, iteration: int, trainer_at: TrainerAt, ranks: Ranks, files: GangFiles) -> Outcome:
     source = _committed(run, iteration, "filter")
     step = f"train-{iteration}.{run.ref.attempt}"
-    with Timeline(run.directory, current_worker(), "train", step) as timeline:
+    with Timeline(run.directory, current_worker(), "train", step) as timeline, ExitStack() as stack:
         with timeline.doing("moving", "load trainer", iteration):
-            trainer = trainer_at(run, iteration)
+            trainer = stack.enter_context(trainer_at(run, iteration, ranks))
             batch = read_batch(run.directory.path(source.outputs[0].uri))
+        switching_of(run).note_training()
         with timeline.doing("busy", "train", iteration):
             metrics = trainer.step(batch)
-        version = trainer.version
         with timeline.doing("moving", "save", iteration):
-            weights = save_weights(run.directory.weights_dir(version), trainer.weights(), version)
-            if version % run.config.train.checkpoint_every == 0 or version == run.config.train.iterations:
-                trainer.save_checkpoint(run.directory.checkpoint_dir(version))
+            outputs = _write(run, iteration, trainer, metrics, files) if ranks.rank == 0 else []
     return Outcome(
         inputs={ref.uri: ref.sha256 for ref in source.outputs},
-        outputs=[weights, write_metrics(run.directory, "train", iteration, [metrics])],
-        data={"version": version, **metrics},
+        outputs=outputs,
+        data={"version": trainer.version, "ranks": ranks.size, **metrics},
     )
+
+
+def _write(
+    run: Run, iteration: int, trainer: Trainer, metrics: dict[str, float], files: GangFiles
+) -> list[FileRef]:
+    if files.is_over():
+        raise SupersededError(
+            f"train of iteration {iteration}: another try was begun, this one writes nothing"
+        )
+    version, config = trainer.version, run.config.train
+    weights = trainer.save_weights(run.directory.weights_dir(version))
+    if version % config.checkpoint_every == 0 or version == config.iterations:
+        trainer.save_checkpoint(run.directory.checkpoint_dir(version))
+    return [weights, write_metrics(run.directory, "train", iteration, [metrics])]
 
 
 @_once

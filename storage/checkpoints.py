@@ -64,6 +64,12 @@ def has_checkpoint(uri: str) -> bool:
     return files.exists(files.join(uri, STATE))
 
 
+def remove_checkpoint(uri: str) -> None:
+    """A checkpoint that is removed in part is none."""
+    files.remove(files.join(uri, STATE))
+    files.remove_folder(uri)
+
+
 def load_checkpoint(uri: str) -> Checkpoint:
     """Raises ValueError with one sentence if the checkpoint is missing, incomplete or corrupt."""
     state_uri = files.join(uri, STATE)

@@ -109,7 +109,7 @@ class HashedFile:
         self._hash = hashlib.sha256()
         self._size = 0
 
-    def write(self, data: bytes) -> int:
+    def write(self, data: bytes | memoryview) -> int:
         self._hash.update(data)
         self._size += len(data)
         return self._file.write(data)
@@ -189,6 +189,23 @@ def remove(uri: str) -> None:
             fs.rm_file(path)
     except FileNotFoundError:
         return
+
+
+def remove_folder(folder: str) -> None:
+    """Remove a folder with all that is in it; one that is gone already is no error."""
+    fs, path = open_fs(folder)
+    try:
+        with storage_errors(folder):
+            fs.rm(path, recursive=True)
+    except FileNotFoundError:
+        return
+
+
+def folder_bytes(folder: str) -> int:
+    """Size of all files in a folder and below, hidden ones too; of a file, its own; 0 if there is none."""
+    fs, path = open_fs(folder)
+    with storage_errors(folder):
+        return int(fs.du(path)) if fs.exists(path) else 0
 
 
 @contextmanager

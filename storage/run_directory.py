@@ -53,6 +53,9 @@ class RunDirectory:
     def checkpoint_dir(self, version: int) -> str:
         return self.path("checkpoints", f"{version:05d}")
 
+    def gang_dir(self, iteration: int, attempt: int, epoch: int) -> str:
+        return self.path("gangs", f"{iteration:05d}", f"{attempt}.{epoch}")
+
     def partition(self, kind: str, iteration: int) -> str:
         """Folder of the Parquet files of one iteration; of one policy version for evaluations."""
         return self.path(kind, f"iteration={iteration}")

@@ -13,6 +13,7 @@ from storage import files
 from storage.files import FileRef
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 FILE_NAME = "model.safetensors"
@@ -26,6 +27,14 @@ def save_weights(uri: str, tensors: Mapping[str, torch.Tensor], version: int) ->
     return write_tensors(files.join(uri, FILE_NAME), tensors, {"format": "pt", "version": str(version)})
 
 
+def save_arrays(uri: str, arrays: Mapping[str, np.ndarray], version: int) -> FileRef:
+    """The same file from NumPy arrays, without torch."""
+    from safetensors.numpy import save
+
+    metadata = {"format": "np", "version": str(version)}
+    return files.write_atomic(files.join(uri, FILE_NAME), save(dict(arrays), metadata))
+
+
 def load_weights(uri: str) -> dict[str, torch.Tensor]:
     """Tensors of the folder, on the CPU; also of a Hugging Face folder that is split into several files.
     Raises ValueError with one sentence if missing or corrupt."""
@@ -37,7 +46,8 @@ def load_weights(uri: str) -> dict[str, torch.Tensor]:
 
 
 def write_tensors(uri: str, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> FileRef:
-    """Tied tensors are stored once, under their first name; the other names are kept in the metadata."""
+    """Tied tensors are stored once, under their first name; the other names are kept in the metadata. Equal
+    tensors give equal bytes."""
     from safetensors.torch import save
 
     stored: dict[str, torch.Tensor] = {}
@@ -49,7 +59,17 @@ def write_tensors(uri: str, tensors: Mapping[str, torch.Tensor], metadata: dict[
             metadata[name] = first_name[memory]
         else:
             stored[name] = tensor.detach().cpu().contiguous()
-    return files.write_atomic(uri, save(stored, metadata))
+    data = memoryview(save(stored, metadata))
+    # the library writes the metadata in another order every time; a file is 8 bytes of length, header, data
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(bytes(data[8:end]))
+    header["__metadata__"] = dict(sorted(metadata.items()))
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with files.writer(uri) as file:
+        for part in (len(text).to_bytes(8, "little"), text, data[end:]):
+            file.write(part)
+    return file.ref(uri)
 
 
 def read_tensors(uri: str) -> dict[str, torch.Tensor]:

@@ -1,20 +1,23 @@
-"""How tasks reach Dask workers: the task runner and the lanes. A lane is a tag, or a tag on one worker."""
+"""How tasks reach Dask workers: the task runner, and submission by the tags that a task needs."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import dask
+from prefect import Task
 from prefect.context import FlowRunContext, SettingsContext, get_settings_context
 from prefect.futures import PrefectFuture
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY
 from prefect_dask import DaskTaskRunner
 from prefect_dask.client import PrefectDaskClient
+from prefect_dask.task_runners import PrefectDaskFuture
 from pydantic import PrivateAttr
 
+from sf_core.scheduling.tags import TASK_KINDS
 from sf_core.waits import waiting_for
 
 R = TypeVar("R")
@@ -50,12 +53,15 @@ def scheduler_address() -> str:
     return address
 
 
-@contextmanager
-def lane(tag: str, worker: str | None = None, priority: int = 0) -> Iterator[None]:
-    """Everything submitted inside runs on a worker that carries `tag`, or on that worker only."""
-    resources = {tag: 1} if worker is None else {tag: 1, f"@{worker}": 1}
-    with dask.annotate(resources=resources, priority=priority):
-        yield
+def submit(
+    task: Task[..., Any], *args: Any, worker: str | None = None, **options: Any
+) -> PrefectDaskFuture[Any]:
+    """Submit a task to the workers that carry the tags of its kind, or to that one of them. Raises KeyError
+    for a task that sf_core.scheduling.tags does not know: Dask would run it anywhere."""
+    kind = TASK_KINDS[task.name]
+    resources = dict.fromkeys(kind.needs if worker is None else (*kind.needs, f"@{worker}"), 1)
+    with dask.annotate(resources=resources, priority=kind.priority):
+        return cast(PrefectDaskFuture[Any], task.submit(*args, **options))
 
 
 def result_of(future: PrefectFuture[R], what: str, timeout_s: float) -> R:

@@ -3,87 +3,101 @@
 from __future__ import annotations
 
 import itertools
-from collections import deque
+import logging
+from contextlib import suppress
 from types import TracebackType
-from typing import Any, cast
+from typing import Any
 
+from distributed.scheduler import NoValidWorkerError
 from prefect import task
 from prefect_dask.task_runners import PrefectDaskFuture
 
 from sf_core.run import Run, RunRef
 from sf_core.scheduling.lease import LeaseSpec, run_agents, serve_lease
 from sf_core.scheduling.plan import Plan
-from tasks.cluster import lane, result_of
+from tasks.cluster import submit
+
+Future = PrefectDaskFuture[Any]
+
+log = logging.getLogger(__name__)
+
+RELEASED_S = 30.0
+"""How long the end of a lease is awaited after its release."""
 
 
-@task(task_run_name="lease-{spec.lease_id}")
+@task(name="lease", task_run_name="lease-{spec.lease_id}")
 def lease(spec: LeaseSpec) -> str:
     """Hold a `rollout` worker as an engine until the lease is revoked."""
     return serve_lease(spec)
 
 
-@task(task_run_name="agents-{spec.lease_id}")
+@task(name="agents", task_run_name="agents-{spec.lease_id}")
 def agents(spec: LeaseSpec) -> int:
     """Hold an `agent` worker and run sessions on it until released."""
     return run_agents(spec)
 
 
-REVOKED_S, RELEASED_S = 120.0, 30.0
-"""How long the end of a lease is awaited. A revoked one has yielded before; its task only has to end."""
-
-
 class Leases:
-    """All leases of one flow attempt. Rollout-only and agent workers are held throughout; a trainer that is
-    lent has one lease running and the next one queued behind it, so that no submission stands between the end
-    of training and the next token (design 5.1)."""
+    """All leases of one flow attempt. Rollout-only and agent workers are held throughout; each trainer that
+    is lent has one lease running and the next one queued behind it, so that no submission stands between the
+    end of training and the next token (design 5.1)."""
 
     def __init__(self, run: RunRef, plan: Plan) -> None:
         self._run, self._plan = run, plan
-        self._held: list[tuple[str, PrefectDaskFuture[Any]]] = []
-        self._lent: deque[tuple[str, PrefectDaskFuture[Any]]] = deque()
-        self._revoked = False
+        self._held: list[tuple[LeaseSpec, Future]] = []
+        self._lent: list[tuple[LeaseSpec, Future]] = []
         self._count = itertools.count()
 
     def __enter__(self) -> Leases:
         for worker in self._plan.agent:
-            with lane("agent", worker):
-                self._held.append((worker, agents.submit(self._spec(worker))))
+            spec = self._spec(worker)
+            self._held.append((spec, submit(agents, spec, worker=worker)))
         for worker in self._plan.rollout:
-            with lane("rollout", worker):
-                self._held.append((worker, lease.submit(self._spec(worker))))
+            spec = self._spec(worker)
+            self._held.append((spec, submit(lease, spec, worker=worker)))
         return self
 
-    def lend_trainer(self, iteration: int) -> str | None:
-        """Have the trainer lent until this iteration trains, and the next lease queued behind.
+    def lend_trainers(self, iteration: int) -> list[tuple[str, str]]:
+        """Have every trainer lent until this iteration trains, and its next lease queued behind.
 
-        Returns the id of the lease to revoke before training; None if the trainer is not lent."""
-        if not self._plan.lent:
-            return None
-        if self._revoked:
-            lease_id, revoked = self._lent.popleft()
-            result_of(revoked, f"lease {lease_id}, which was revoked, to end", REVOKED_S)
-        if self._lent and self._lent[0][1].wrapped_future.done():
-            self._lent.popleft()
-        while len(self._lent) < 2:
-            self._lent.append(self._lend(after=iteration if self._lent else None))
-        self._revoked = Run(self._run).directory.read_manifest(iteration, "train") is None
-        return self._lent[0][0]
+        Returns worker and id of the leases to revoke before training; none if trainers are not lent."""
+        if self._plan.lent:
+            self._lent = [(spec, future) for spec, future in self._lent if not _has_ended(future)]
+            for worker in self._plan.trainers:
+                queued = [spec.after for spec, _ in self._lent if spec.worker == worker]
+                if not queued:
+                    # at the start of the run, or again after the gate has turned a loan down
+                    self._lend(worker, after=iteration - 1 if iteration else None)
+                if iteration not in queued:
+                    self._lend(worker, after=iteration)
+        return [(spec.worker, spec.lease_id) for spec, _ in self._lent if spec.after != iteration]
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         Run(self._run).dataplane.release()
-        for lease_id, future in [*self._held, *self._lent]:
-            if error is None:
-                result_of(future, f"lease {lease_id}, which was released, to end", RELEASED_S)
-            else:
-                future.wait(timeout=RELEASED_S)
+        for spec, future in [*self._held, *self._lent]:
+            future.wait(timeout=RELEASED_S)
+            if not future.wrapped_future.done():
+                log.warning("lease %s was released and did not end within %g s", spec.lease_id, RELEASED_S)
+                # its worker is gone; should it come back, it finds nothing to do
+                future.wrapped_future.cancel()
+            elif error is None:
+                _has_ended(future)
 
-    def _lend(self, after: int | None) -> tuple[str, PrefectDaskFuture[Any]]:
-        worker = self._plan.trainer
-        spec = LeaseSpec(self._run, worker, f"{worker}-{next(self._count)}.{self._run.attempt}", after)
-        with lane("rollout", worker):
-            return spec.lease_id, cast(PrefectDaskFuture[Any], lease.submit(spec))
+    def _lend(self, worker: str, after: int | None) -> None:
+        lease_id = f"{worker}-{next(self._count)}.{self._run.attempt}"
+        spec = LeaseSpec(self._run, worker, lease_id, after, self._plan.trainers)
+        self._lent.append((spec, submit(lease, spec, worker=worker)))
 
     def _spec(self, worker: str) -> LeaseSpec:
         return LeaseSpec(self._run, worker, f"{worker}.{self._run.attempt}")
+
+
+def _has_ended(future: Future) -> bool:
+    """Raises what ended it, unless that is the lack of its worker, which others may do without."""
+    if not future.wrapped_future.done():
+        return False
+    with suppress(NoValidWorkerError):
+        future.result()
+    return True

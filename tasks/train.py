@@ -6,9 +6,11 @@ from prefect import task
 
 from sf_core import stages
 from sf_core.run import RunRef
+from sf_core.training.seats import Seat
 
 
-@task(name="train", task_run_name="train-{iteration}")
-def train(run: RunRef, iteration: int) -> dict[str, Any]:
-    """One optimiser step on the batch; writes the next weights and a checkpoint. Runs on a `train` worker."""
-    return stages.train(run, iteration)
+@task(name="train", task_run_name="train-{iteration}.{seat.rank}")
+def train(run: RunRef, iteration: int, seat: Seat) -> dict[str, Any]:
+    """One rank of the optimiser steps on the batch; rank 0 writes the next weights and a checkpoint. Runs on
+    the seat's `train` worker."""
+    return stages.train(run, iteration, seat)

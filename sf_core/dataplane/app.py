@@ -39,6 +39,7 @@ from sf_core.dataplane.specs import (
     FinishedBody,
     PauseBody,
     ResumeBody,
+    RevokeBody,
     RewardBody,
     RunSpec,
     SealBody,
@@ -233,7 +234,8 @@ class Routes:
         return await self._plane.publish(self._run(request), WeightsRef(body.version, body.uri))
 
     async def revoke(self, request: Request) -> Answer:
-        return {"engines": await self._plane.revoke(self._run(request), request.path_params["lease_id"])}
+        body = parse_body(RevokeBody, await read_body(request.receive))
+        return await self._plane.revoke(self._run(request), request.path_params["lease_id"], body.within_s)
 
     async def pause(self, request: Request) -> Answer:
         body = parse_body(PauseBody, await read_body(request.receive))

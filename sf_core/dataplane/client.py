@@ -26,6 +26,11 @@ MAX_FAILURES_IN_A_ROW = 100
 class DataplaneError(RuntimeError):
     """The data plane refused a call; the message is its sentence."""
 
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+        """Of the HTTP answer."""
+
 
 class _UnavailableError(DataplaneError):
     """Refused for now: worth another try."""
@@ -35,11 +40,18 @@ class DataplaneClient:
     """Control calls of one run. Connection failures and status 503 are retried until `patience_s`: the data
     plane may be restarting, and losing a run to that would be worse than waiting."""
 
-    def __init__(self, url: str, run_id: str, key: str | None = None, *, patience_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        run_id: str,
+        key: str | None = None,
+        *,
+        patience_s: float = 60.0,
+        timeout_s: float = ANSWER_S,
+    ) -> None:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._http = httpx.Client(
-            base_url=url, headers=headers, timeout=httpx.Timeout(ANSWER_S, connect=CONNECT_S)
-        )
+        timeout = httpx.Timeout(timeout_s, connect=CONNECT_S)
+        self._http = httpx.Client(base_url=url, headers=headers, timeout=timeout)
         self._run = f"/runs/{run_id}"
         self._patience_s = patience_s
         self._stage: dict[str, Any] | None = None
@@ -82,13 +94,15 @@ class DataplaneClient:
             lambda engine: engine["version"] != version,
         )
 
-    def revoke(self, lease_id: str) -> dict[str, Any]:
-        """Have the engine of a lease yield. Raises TimeoutError if it does not."""
+    def revoke(self, lease_id: str, within_s: float) -> dict[str, Any]:
+        """Have the engine of a lease yield. One that has not yielded in time is dropped: what it was
+        generating continues elsewhere."""
         return self._post_to_engines(
             f"{self._run}/leases/{lease_id}/revoke",
-            {},
+            {"within_s": within_s},
             f"lease {lease_id} to yield",
             lambda engine: engine["state"] != "serving",
+            patience_s=within_s + ANSWER_S,
         )
 
     def release(self) -> None:
@@ -112,7 +126,12 @@ class DataplaneClient:
                 wait.check()
 
     def _post_to_engines(
-        self, path: str, body: dict[str, Any], what: str, is_awaited: Callable[[dict[str, Any]], bool]
+        self,
+        path: str,
+        body: dict[str, Any],
+        what: str,
+        is_awaited: Callable[[dict[str, Any]], bool],
+        patience_s: float = ENGINE_PATIENCE_S,
     ) -> dict[str, Any]:
         def awaited() -> str:
             with suppress(httpx.HTTPError):
@@ -121,9 +140,9 @@ class DataplaneClient:
                 return ", ".join(f"engine {e['id']} is {e['state']}" for e in engines)
             return "the data plane does not answer"
 
-        with waiting_for(what, ENGINE_PATIENCE_S, reason=awaited, tell=self._show) as wait:
+        with waiting_for(what, patience_s, reason=awaited, tell=self._show) as wait:
             try:
-                return self._post(path, body, timeout_s=ENGINE_PATIENCE_S)
+                return self._post(path, body, timeout_s=patience_s)
             except httpx.ReadTimeout:
                 raise wait.over() from None
 
@@ -148,9 +167,9 @@ class DataplaneClient:
             with attempt:
                 response = self._http.request(method, path, **request)
                 if response.status_code == 503:
-                    raise _UnavailableError(f"{method} {path}: {_message(response)}")
+                    raise _UnavailableError(f"{method} {path}: {_message(response)}", 503)
         if response.status_code >= 400:
-            raise DataplaneError(f"{method} {path}: {_message(response)}")
+            raise DataplaneError(f"{method} {path}: {_message(response)}", response.status_code)
         answer: dict[str, Any] = orjson.loads(response.content)
         return answer
 

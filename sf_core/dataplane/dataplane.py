@@ -111,12 +111,21 @@ class DataPlane:
         run.changed.notify()
         return {"engines": engines, "seconds": time.monotonic() - started}
 
-    async def revoke(self, run: Run, lease_id: str) -> int:
-        """Returns how many engines yielded. A lease that has not come yet is turned away when it does."""
+    async def revoke(self, run: Run, lease_id: str, within_s: float | None = None) -> dict[str, int]:
+        """Returns how many engines left, and how many of them had to be dropped because they had not yielded
+        in time. A lease that has not come yet is turned away when it does."""
         await run.revoke(lease_id)
         links = [link for link in run.router.links if link.lease_id == lease_id]
-        await asyncio.gather(*(run.router.take_away(link, "revoked") for link in links))
-        return len(links)
+        leaving = [asyncio.ensure_future(run.router.take_away(link, "revoked")) for link in links]
+        if leaving:
+            await asyncio.wait(leaving, timeout=within_s)
+        late = [link for link in links if not link.gone.is_set()]
+        for link in late:
+            log.warning("engine %s did not yield within %g s: it is dropped", link.engine_id, within_s)
+            run.router.lose(link)
+        run.counters["engines_dropped"] += len(late)
+        await asyncio.gather(*leaving)
+        return {"engines": len(links), "dropped": len(late)}
 
     async def release(self, run: Run) -> None:
         run.release()

@@ -36,6 +36,8 @@ class EngineLink:
     outstanding: int = 0
     """Tokens it still has to prefill or sample, estimated; the sum over what is in flight."""
     num_tokens: int = 0
+    serving_since: float | None = None
+    """When it first confirmed a version, in monotonic seconds."""
     heard_at: float = field(default_factory=time.monotonic)
     """When it last said something, or was given work after it had none."""
     gone: asyncio.Event = field(default_factory=asyncio.Event)

@@ -129,6 +129,17 @@ class RolloutManager:
             waiting_for = f"groups that would exceed the lag bound of {self.rules.lag_bound}: {late}"
         return Readiness(not waiting_for, len(accepted), needed, in_flight, waiting_for)
 
+    def num_sessions_left(self) -> int:
+        """Sessions that must still finish before the next batch can be full, and the held-out ones. Of the
+        groups, those count that have come furthest."""
+        rules = self.rules
+        held_out = sum(group.size - group.num_done for group in self.evaluations.values())
+        if self.next_batch >= rules.num_batches:
+            return held_out
+        missing = sorted(group.size - group.num_done for group in self.groups.values())
+        missing = missing[: rules.groups_per_batch]
+        return held_out + sum(missing) + rules.group_size * (rules.groups_per_batch - len(missing))
+
     def seal(self, batch: int) -> Batch:
         """Consume the groups of a batch; the same batch again gives the same groups. Raises ValueError if it
         is not ready."""

@@ -152,6 +152,7 @@ class Router:
     def confirm(self, link: EngineLink, version: int) -> None:
         """The engine now samples with this version."""
         link.heard_at = time.monotonic()
+        link.serving_since = link.serving_since or link.heard_at
         link.version = version
         self._schedule()
         self._changed.notify()

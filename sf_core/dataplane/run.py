@@ -89,6 +89,8 @@ class Run(SessionHost):
         self.stage: dict[str, Any] = {}
         self.meter = TokenMeter()
         self.recent_rewards: deque[float] = deque(maxlen=256)
+        self.recent_tokens: deque[int] = deque(maxlen=256)
+        """Sampled in each of the last finished sessions."""
         self.last_error = ""
         self.failures_in_a_row = 0
         """Sessions that failed since one finished."""
@@ -222,6 +224,7 @@ class Run(SessionHost):
         if self.manager.group_of(claim) is not None:
             self.keep_result(self.hold(result))
             self.recent_rewards.append(result.reward)
+            self.recent_tokens.append(sum(int(row.loss_mask.sum()) for row in result.trajectories))
             await self._reject(self.manager.finish(claim, result.reward, result.min_version))
         self.changed.notify()
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import socket
 from pathlib import Path
 
 import uvicorn
 
+from sf_core.addresses import is_loopback
 from sf_core.dataplane.app import make_app
 from sf_core.dataplane.host import GRACE_S
 from sf_core.dataplane.journal import Fsync
@@ -32,7 +32,7 @@ def serve(
 
     Raises ValueError for an address that others can reach without a key, and for a journal directory that
     another data plane works in."""
-    if key is None and not _is_loopback(host):
+    if key is None and not is_loopback(host):
         raise ValueError(f"{host} can be reached by others: set SF_DATAPLANE_KEY, or serve on 127.0.0.1")
     if num_gateways < 1:
         raise ValueError(f"--gateways must be at least 1, got {num_gateways}")
@@ -52,13 +52,6 @@ def serve(
     listening = listen()
     tune_interpreter()
     server.run(sockets=[listening])
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _family(host: str) -> socket.AddressFamily:

@@ -131,6 +131,11 @@ class WeightsBody(Body):
     uri: str
 
 
+class RevokeBody(Body):
+    within_s: float | None = Field(None, gt=0)
+    """An engine that has not yielded by then is dropped."""
+
+
 class PauseBody(Body):
     mode: PauseMode = "freeze"
     engine: str | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict
 from typing import Any
 
@@ -46,6 +47,7 @@ def run_status(run: Run) -> dict[str, Any]:
         "groups_accepted": readiness.accepted,
         "groups_needed": readiness.needed,
         "groups_in_flight": readiness.in_flight,
+        "tokens_left": _tokens_left(run),
         "waiting_for": readiness.waiting_for,
         "sessions_running": len(run.sessions),
         "straggler": straggler(run),
@@ -60,6 +62,7 @@ def run_status(run: Run) -> dict[str, Any]:
                 "state": link.state,
                 "running": len(link.in_flight),
                 "tokens": link.num_tokens,
+                "seconds": time.monotonic() - link.serving_since if link.serving_since else 0.0,
             }
             for link in router.links
         ],
@@ -73,6 +76,13 @@ def run_status(run: Run) -> dict[str, Any]:
         "counters": {**run.counters, "interruptions": router.interruptions},
         "last_error": run.last_error,
     }
+
+
+def _tokens_left(run: Run) -> float | None:
+    """Estimate of what must be sampled until the next batch is full; None before a session has finished."""
+    if not run.recent_tokens:
+        return None
+    return run.manager.num_sessions_left() * sum(run.recent_tokens) / len(run.recent_tokens)
 
 
 def straggler(run: Run) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""An engine that costs nothing but the delay of its tokens: what benchmarks put behind the gateway.
+"""An engine that sleeps instead of computing: as long as a device would, or a stated delay per token.
 
 Owns no model: a turn's tokens count up, so that a lost or repeated one shows in the text of the answer.
 """
@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
-from heapq import heappop, heappush
-from itertools import count
 from typing import TypeVar
 
+from sf_core.engines.continuous_batch import ConstantDelay, ContinuousBatch, Pace, Slot
 from sf_core.types import Chunk, FinishReason, GenerationRequest
 
 FIRST_ID, NUM_IDS = 10, 64
@@ -26,33 +25,41 @@ STALL_S = 0.1
 Value = TypeVar("Value", int, float)
 
 _REPORT_EVERY = 16
-_ROUNDING_S = 1e-9
 _IDS = [FIRST_ID + i for i in range(NUM_IDS)]
 _LOGPROBS = [-(1 + i) / NUM_IDS for i in range(NUM_IDS)]
 
 
 class EmulatedEngine:
-    """Every running request, however many there are, gets one token per `token_delay_s`; at 0 its whole
-    answer in the next step. Turns end with LENGTH at their budget."""
+    """Every running request gets one token per step, and a step takes as long as `pace` says; a number is the
+    delay of a token, at 0 the whole answer comes in the next step. Turns end with LENGTH at their budget.
+
+    `weight_load_s` is slept when weights are loaded; with `recompute` the KV of what runs is prefilled again.
+    Prompts are prefilled whole: no prefix is remembered between requests.
+    """
 
     def __init__(
         self,
-        token_delay_s: float,
+        pace: Pace | float,
         *,
         version: int = 0,
+        report_every: int = _REPORT_EVERY,
+        weight_load_s: float = 0.0,
+        recompute: bool = False,
+        max_sleep_s: float = MAX_SLEEP_S,
+        stall_s: float = STALL_S,
         now: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._token_delay_s = token_delay_s
+        self._batch = ContinuousBatch(ConstantDelay(pace) if isinstance(pace, float) else pace)
+        self._is_instant = pace == 0.0
         self._version = version
+        self._report_every = report_every
+        self._weight_load_s, self._recompute = weight_load_s, recompute
+        self._max_sleep_s, self._stall_s = max_sleep_s, stall_s
         self._now, self._sleep = now, sleep
         self._turns: dict[str, _Turn] = {}
-        self._due: list[tuple[float, int, _Turn]] = []
-        """Heap of reports by time; those of ended turns are passed over."""
-        self._order = count()
-        self._before_update: list[Chunk] = []
-        self._time = 0.0
-        """Seconds it was stepped; a paused engine's time stands still."""
+        self._unreported: list[Chunk] = []
+        """What was due while no step was asked for."""
         self._last_tick = now()
 
     @property
@@ -67,62 +74,62 @@ class EmulatedEngine:
         if request.request_id in self._turns:
             raise ValueError(f"request {request.request_id!r} is already running")
         self._tick()
-        turn = self._turns[request.request_id] = _Turn(request, self._time)
-        self._expect(turn)
+        wanted = request.max_tokens
+        every = wanted if self._is_instant else 1 if request.stream else self._report_every
+        slot = self._batch.join(request.request_id, len(request.prompt_ids), wanted, every)
+        self._turns[request.request_id] = _Turn(request, slot)
 
     def abort(self, request_ids: Collection[str] | None = None) -> list[Chunk]:
         ended = [r for r in self._turns if request_ids is None or r in request_ids]
-        return [self._report(self._turns.pop(r), FinishReason.ABORT) for r in ended]
+        chunks = [self._report(self._turns[r], FinishReason.ABORT) for r in ended]
+        for request_id in ended:
+            self._batch.leave(self._turns.pop(request_id).slot)
+        return self._take_unreported() + chunks
 
     def step(self) -> list[Chunk]:
-        """Sleeps until a report is due, `MAX_SLEEP_S` at most, and gives those that are."""
-        chunks, self._before_update = self._before_update, []
+        """Sleeps until a report is due, `max_sleep_s` at most, and gives those that are."""
         self._tick()
-        if not chunks and self._due and (wait_s := self._due[0][0] - self._time) > 0:
-            self._sleep(min(wait_s, MAX_SLEEP_S))
+        if not self._unreported and (wait_s := self._batch.next_due_s()):
+            self._sleep(min(wait_s, self._max_sleep_s))
             self._tick()
-        while self._due and self._due[0][0] <= self._time + _ROUNDING_S:
-            _, _, turn = heappop(self._due)
-            if self._turns.get(turn.request.request_id) is not turn:
-                continue
-            chunk = self._report(turn)
-            chunks.append(chunk)
-            if chunk.finish_reason is None:
-                self._expect(turn)
-            else:
-                del self._turns[turn.request.request_id]
-        return chunks
+        return self._take_unreported()
 
     def load_weights(self, uri: str, version: int) -> None:
         """Only the version changes; the folder is not read. What was sampled before keeps the old one."""
-        chunks = [self._report(turn) for turn in self._turns.values()]
-        self._before_update += [chunk for chunk in chunks if chunk.token_ids]
-        for chunk in chunks:
-            if chunk.finish_reason is not None:
-                del self._turns[chunk.request_id]
+        self._tick()
+        chunks = [self._report(turn) for turn in list(self._turns.values())]
+        self._unreported += [chunk for chunk in chunks if chunk.token_ids]
+        if self._weight_load_s:
+            self._sleep(self._weight_load_s)
+            self._last_tick = self._now()
+        if self._recompute:
+            self._batch.recompute()
         self._version = version
 
     def close(self) -> None:
+        for turn in self._turns.values():
+            self._batch.leave(turn.slot)
         self._turns.clear()
-        self._due.clear()
 
     def _tick(self) -> None:
         now = self._now()
         elapsed, self._last_tick = now - self._last_tick, now
-        if elapsed < STALL_S:
-            self._time += elapsed
+        due = self._batch.advance(elapsed if elapsed < self._stall_s else 0.0)
+        for slot in dict.fromkeys(due):
+            self._unreported.append(self._report(self._turns[slot.name]))
 
-    def _expect(self, turn: _Turn) -> None:
-        tokens = turn.num_reported + (1 if turn.request.stream else _REPORT_EVERY)
-        due = turn.started + min(tokens, turn.request.max_tokens) * self._token_delay_s
-        heappush(self._due, (due, next(self._order), turn))
+    def _take_unreported(self) -> list[Chunk]:
+        chunks, self._unreported = self._unreported, []
+        return chunks
 
     def _report(self, turn: _Turn, finish_reason: FinishReason | None = None) -> Chunk:
         """Everything sampled by now and not reported yet."""
-        start, end = turn.num_reported, self._num_sampled(turn)
+        start, end = turn.num_reported, self._batch.num_sampled(turn.slot)
         turn.num_reported = end
-        if finish_reason is None and end == turn.request.max_tokens:
-            finish_reason = FinishReason.LENGTH
+        if end == turn.request.max_tokens:
+            finish_reason = finish_reason or FinishReason.LENGTH
+        if finish_reason is FinishReason.LENGTH:
+            del self._turns[turn.request.request_id]
         first = turn.request.position + start
         return Chunk(
             turn.request.request_id,
@@ -132,17 +139,10 @@ class EmulatedEngine:
             finish_reason,
         )
 
-    def _num_sampled(self, turn: _Turn) -> int:
-        if not self._token_delay_s:
-            return turn.request.max_tokens
-        # a report that is due must find its last token sampled
-        elapsed = self._time - turn.started + 2 * _ROUNDING_S
-        return min(int(elapsed / self._token_delay_s), turn.request.max_tokens)
-
 
 class _Turn:
-    def __init__(self, request: GenerationRequest, started: float) -> None:
-        self.request, self.started = request, started
+    def __init__(self, request: GenerationRequest, slot: Slot) -> None:
+        self.request, self.slot = request, slot
         self.num_reported = 0
 
 

@@ -6,6 +6,7 @@ The data plane decides when a lease ends; Dask only decides when it starts.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,10 +15,13 @@ from sf_core.agents.runner import AgentRunner
 from sf_core.dataplane.engine_client import serve_engine
 from sf_core.engines.base import Engine
 from sf_core.run import Run, RunRef, load_object
+from sf_core.scheduling.switching import switching_of, work_left
 from sf_core.scheduling.timeline import Timeline
 from sf_core.settings import dataplane_key
 from sf_core.types import WeightsRef
 from storage.files import local_folder
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +32,8 @@ class LeaseSpec:
     """Names the lease within the run; a lease that Dask runs again keeps it."""
     after: int | None = None
     """Iteration that must be trained before this lease may start on the trainer."""
+    trainers: tuple[str, ...] = ()
+    """The workers that are lent together, this one among them; none if its lease lasts the run."""
 
 
 def serve_lease(spec: LeaseSpec) -> str:
@@ -36,6 +42,12 @@ def serve_lease(spec: LeaseSpec) -> str:
     if spec.after is not None and run.directory.read_manifest(spec.after, "train") is None:
         # the lease overtook the train task in the worker's queue, or training failed: training comes first
         return "training comes first"
+    switching = switching_of(run)
+    if spec.after is not None:
+        verdict = switching.gate.decide(time.monotonic(), work_left(run.dataplane.status(), spec.trainers))
+        if not verdict.lend:
+            log.info("%s is not lent: %s", spec.worker, verdict.reason)
+            return f"not worth it: {verdict.reason}"
     hello = {
         "run_id": spec.run.run_id,
         "attempt": spec.run.attempt,
@@ -46,8 +58,12 @@ def serve_lease(spec: LeaseSpec) -> str:
         "worker": spec.worker,
         "max_running": run.config.engine.max_running,
     }
+    make = switching.measured(engine_factory(run))
     with Timeline(run.directory, spec.worker, "rollout", spec.lease_id) as timeline:
-        return serve_engine(spec.run.dataplane_url, dataplane_key(), hello, engine_factory(run), timeline)
+        try:
+            return serve_engine(spec.run.dataplane_url, dataplane_key(), hello, make, timeline)
+        finally:
+            switching.note_lease_over()
 
 
 def engine_factory(run: Run) -> Callable[[WeightsRef], Engine]:
@@ -61,6 +77,10 @@ def engine_factory(run: Run) -> Callable[[WeightsRef], Engine]:
             assert settings.script is not None
             script = load_object(settings.script)
             return ScriptedEngine(script, version=weights.version, max_running=settings.max_running)
+        if settings.kind == "emulated":
+            from sf_core.scheduling.emulated_device import emulated_engine
+
+            return emulated_engine(run.config, weights.version)
         from sf_core.engines.torch_engine import TorchEngine
 
         engine = TorchEngine(

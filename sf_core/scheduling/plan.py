@@ -6,15 +6,29 @@ pinned by it, because a restarted worker declares it again (a pinned address wou
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from dataclasses import dataclass
+from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from distributed import Client, get_worker
+
+from sf_core.config import RunConfig
+from sf_core.scheduling.pipelines import PIPELINES
+from sf_core.scheduling.roofline import Device, known_device, step_of, train_priority
+from sf_core.scheduling.tags import needed_tags
+
+ANSWER_S = 30.0
+"""How long a scheduler may take to answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Worker:
     name: str
     tags: frozenset[str]
+    device: Device | None = None
+    """None if nobody said what it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,28 +36,37 @@ class Plan:
     """The workers of a run by duty."""
 
     rollout: tuple[str, ...]
-    """Carry `rollout` but not the trainer: their lease lasts the run."""
-    trainer: str
+    """Hold a rollout lease for the whole run."""
+    trainers: tuple[str, ...]
+    """One rank each, rank 0 first."""
     lent: bool
-    """The trainer carries `rollout` too and is lent to it between train steps."""
+    """The trainers carry `rollout` too and are lent to it between train steps."""
     agent: tuple[str, ...]
 
-    @property
-    def devices(self) -> tuple[str, ...]:
-        return (*self.rollout, self.trainer)
 
-
-def read_workers(scheduler: str, timeout_s: float = 30.0) -> list[Worker]:
+def read_workers(scheduler: str) -> list[Worker]:
     """The workers connected to a scheduler. Raises ValueError if it cannot be reached."""
     try:
-        with Client(scheduler, set_as_default=False, timeout=timeout_s) as client:
+        with Client(scheduler, set_as_default=False, timeout=ANSWER_S) as client:
             infos = client.scheduler_info(n_workers=-1)["workers"].values()
-    except (OSError, TimeoutError) as error:
+    except (OSError, ValueError) as error:  # a ValueError if it is no address
         raise ValueError(f"no Dask scheduler answers at {scheduler}: {error}") from None
-    return [worker_of(info["resources"]) for info in infos]
+    return [worker_of(info["resources"], info.get("device")) for info in infos]
 
 
-def worker_of(resources: dict[str, float]) -> Worker:
+def find_workers(config: RunConfig, scheduler: str | None = None) -> list[Worker]:
+    """Those connected to that scheduler, else to the configuration's, else the configuration's local ones.
+    Raises ValueError if the scheduler cannot be reached."""
+    if address := scheduler or config.cluster.scheduler:
+        return read_workers(address)
+    return [
+        Worker(name, frozenset(worker.tags), known_device(worker.device_kind) if worker.device_kind else None)
+        for name, worker in config.cluster.workers.items()
+    ]
+
+
+def worker_of(resources: dict[str, float], device: dict[str, Any] | None = None) -> Worker:
+    """A worker as Dask knows it: its resources, and what it said of its device when it registered."""
     names = [key[1:] for key in resources if key.startswith("@")]
     tags = frozenset(key for key in resources if not key.startswith("@"))
     if len(names) != 1:
@@ -51,37 +74,115 @@ def worker_of(resources: dict[str, float]) -> Worker:
             f"a Dask worker with resources {sorted(resources)} needs exactly one private resource; "
             'start it with --resources "TAG=1 @NAME=1"'
         )
-    return Worker(names[0], tags)
+    return Worker(names[0], tags, Device(**device) if device else None)
 
 
-def make_plan(workers: list[Worker]) -> Plan:
-    """Assign duties. Raises ValueError naming the missing tag and what the workers offer."""
-
-    def carrying(tag: str) -> list[Worker]:
-        found = sorted((w for w in workers if tag in w.tags), key=lambda w: w.name)
-        if not found:
-            offered = ", ".join(f"{w.name} {{{', '.join(sorted(w.tags))}}}" for w in workers) or "none"
-            raise ValueError(f"no worker carries {tag!r}; workers: {offered}")
-        return found
-
-    rollout, train = carrying("rollout"), carrying("train")
-    carrying("cpu")
-    agents = tuple(w.name for w in carrying("agent"))
-    if mixed := [w.name for w in carrying("agent") if "cpu" in w.tags]:
+def make_plan(workers: list[Worker], config: RunConfig) -> Plan:
+    """Assign duties. Raises ValueError, one sentence: what the run needs and what the workers offer."""
+    carried = {tag for worker in workers for tag in worker.tags}
+    if missing := [repr(tag) for tag in needed_tags() if tag not in carried]:
+        raise ValueError(f"no worker carries {' or '.join(missing)}; workers: {_offered(workers)}")
+    for worker in workers:
+        if {"agent", "cpu"} <= worker.tags:
+            raise ValueError(
+                f"worker {worker.name!r} carries both `agent` and `cpu`; agent work would starve the filter, "
+                "so give them to different workers"
+            )
+    if twice := [name for name, count in Counter(w.name for w in workers).items() if count > 1]:
+        raise ValueError(f"two workers are named {twice[0]!r}; tasks are pinned by name, so rename one")
+    trainers = _choose_trainers(workers, config)
+    names = {worker.name for worker in trainers}
+    rollout = tuple(sorted(w.name for w in workers if "rollout" in w.tags and w.name not in names))
+    lent = PIPELINES[config.pipeline].lent is not False and all("rollout" in w.tags for w in trainers)
+    if not rollout and (not lent or config.pipeline == "multiplexed"):
+        means = f"pipeline {config.pipeline}" if config.pipeline else "a trainer that is not lent"
         raise ValueError(
-            f"worker {mixed[0]!r} carries both `agent` and `cpu`; agent work would starve the filter, "
-            "so give them to different workers"
+            f"{means} needs a worker that carries rollout beside the trainers {', '.join(sorted(names))}; "
+            f"workers: {_offered(workers)}"
         )
-    # a pure trainer first: a worker that can also roll out is worth more as an engine
-    trainer = min(train, key=lambda w: ("rollout" in w.tags, w.name))
     return Plan(
-        rollout=tuple(w.name for w in rollout if w.name != trainer.name),
-        trainer=trainer.name,
-        lent="rollout" in trainer.tags,
-        agent=agents,
+        rollout=rollout,
+        trainers=tuple(worker.name for worker in trainers),
+        lent=lent,
+        agent=tuple(sorted(worker.name for worker in workers if "agent" in worker.tags)),
     )
+
+
+def _choose_trainers(workers: list[Worker], config: RunConfig) -> list[Worker]:
+    ranks, needs = config.train.workers, _trainer_tags(config)
+    able = able_to_train(workers, config)
+    if config.pipeline == "colocated":
+        if odd := [w for w in workers if needs & w.tags and not needs <= w.tags]:
+            raise ValueError(
+                "pipeline colocated needs every device worker to carry rollout and train; "
+                f"{', '.join(f'{w.name} carries {_tags(w)}' for w in odd)}"
+            )
+        if ranks != len(able):
+            raise ValueError(
+                f"pipeline colocated trains on every device worker: set train.workers to {len(able)}, not "
+                f"{ranks}; workers: {_offered(workers)}"
+            )
+    if len(able) < ranks:
+        raise ValueError(
+            f"train.workers is {ranks}, more than the {len(able)} that carry {' and '.join(sorted(needs))}; "
+            f"workers: {_offered(workers)}"
+        )
+    return able[:ranks]
+
+
+def able_to_train(workers: list[Worker], config: RunConfig) -> list[Worker]:
+    """Those that carry what the pipeline needs of a trainer, in the order in which they are chosen."""
+    needs = _trainer_tags(config)
+    return sorted((w for w in workers if needs <= w.tags), key=lambda w: training_order(w, config))
+
+
+def _trainer_tags(config: RunConfig) -> set[str]:
+    return {"rollout", "train"} if PIPELINES[config.pipeline].lent else {"train"}
+
+
+def training_order(worker: Worker, config: RunConfig) -> tuple[int, float, bool, str]:
+    """The lowest trains: those with the tags that the user prefers, then the compute-rich (train_priority;
+    unknown devices come last), then a pure trainer, because a worker that can also roll out is worth more as
+    an engine, then the first by name."""
+
+    def preferred(duty: Literal["rollout", "train"]) -> int:
+        return len(worker.tags & set(config.cluster.prefer.get(duty, ())))
+
+    priority = priority_of(worker, config)
+    return (
+        preferred("rollout") - preferred("train"),
+        math.inf if priority is None else -step_of(priority),
+        "rollout" in worker.tags,
+        worker.name,
+    )
+
+
+def priority_of(worker: Worker, config: RunConfig) -> float | None:
+    """The worker's train_priority in this run; None if its device is unknown."""
+    if worker.device is None:
+        return None
+    return train_priority(
+        worker.device,
+        tokens_per_microbatch=config.train.tokens_per_microbatch,
+        max_running=config.engine.max_running,
+    )
+
+
+def _offered(workers: list[Worker]) -> str:
+    return ", ".join(f"{w.name} {_tags(w)}" for w in workers) or "none"
+
+
+def _tags(worker: Worker) -> str:
+    return f"{{{', '.join(sorted(worker.tags))}}}"
 
 
 def current_worker() -> str:
     """Name of the worker that runs the calling task."""
     return worker_of(get_worker().state.total_resources).name
+
+
+def current_host() -> str:
+    """Address by which other workers reach the worker that runs the calling task."""
+    host = urlsplit(get_worker().address).hostname
+    assert host is not None
+    return host

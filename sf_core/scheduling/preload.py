@@ -1,12 +1,22 @@
-"""Loaded by every Dask worker at start: refuses foreign code, imports what tags need."""
+"""Loaded by every Dask worker at start: refuses foreign code, imports what tags need, and tells the scheduler
+what device the worker has.
+
+Its options stand at the end: `dask worker ... --preload sf_core.scheduling.preload --device-kind h100`.
+"""
 
 from __future__ import annotations
 
 import importlib
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import click
+
 import sf_core
+from sf_core.scheduling.roofline import Device, known_device
+from sf_core.settings import computes_nothing
 
 HEAVY = {
     "rollout": ("torch",),
@@ -16,7 +26,17 @@ HEAVY = {
 }
 
 
-async def dask_setup(worker: Any) -> None:
+def _kind(context: click.Context, option: click.Parameter, value: str | None) -> Device | None:
+    try:
+        return known_device(value) if value else None
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+@click.command()
+@click.option("--device-kind", callback=_kind, help="What the device is; see sf_core/scheduling/roofline.py.")
+@click.option("--device", help="The same as figures: a roofline Device in JSON.")
+async def dask_setup(worker: Any, device_kind: Device | None, device: str | None) -> None:
     """Raises RuntimeError if another `tasks` or `storage` package shadows ours: the names are common ones."""
     root = Path(sf_core.__file__).parent.parent
     for name in ("tasks", "storage"):
@@ -25,4 +45,13 @@ async def dask_setup(worker: Any) -> None:
             raise RuntimeError(f"package {name} comes from {package.__file__}, not from {root}")
     for tag in worker.state.total_resources:
         for module in HEAVY.get(tag, ()):
+            if module == "torch" and computes_nothing():
+                continue
             importlib.import_module(module)
+    published = json.loads(device) if device else asdict(device_kind) if device_kind else None
+
+    async def device_of(worker: Any) -> dict[str, Any] | None:
+        return published
+
+    # sent with every registration; the scheduler shows it in scheduler_info
+    worker.startup_information["device"] = device_of

@@ -28,7 +28,7 @@ class Network:
         """[M, vocabulary], one row per trained token: the logits that predict it."""
         if self._spec is None:
             hidden = self.model.base_model(microbatch.padded_ids, use_cache=False).last_hidden_state
-            trained = hidden.flatten(0, 1)[microbatch.owners][microbatch.positions]
+            trained = rows(hidden.flatten(0, 1), microbatch.owners[microbatch.positions])
             return self.model.get_output_embeddings()(trained)
         decoder = fuse(self._parameters, self._spec)
 
@@ -37,7 +37,7 @@ class Network:
 
         turns = rotations(self._spec, microbatch.depths)
         hidden = decoder.hidden(microbatch.token_ids, turns, attend)
-        return decoder.head(hidden[microbatch.positions])
+        return decoder.head(rows(hidden, microbatch.positions))
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Copies of what transformers would save, under the names it would save them."""
@@ -53,7 +53,16 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, microbatch: Mic
     """
 
     def by_row(tokens: torch.Tensor) -> torch.Tensor:
-        return tokens[microbatch.grid].transpose(1, 2)
+        return rows(tokens, microbatch.grid).transpose(1, 2)
 
     mixed = F.scaled_dot_product_attention(by_row(q), by_row(k), by_row(v), is_causal=True, enable_gqa=True)
-    return mixed.transpose(1, 2).flatten(0, 1).flatten(1)[microbatch.owners]
+    return rows(mixed.transpose(1, 2).flatten(0, 1), microbatch.owners).flatten(1)
+
+
+def rows(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """tensor[index], where rows may be taken more than once.
+
+    The gradient of plain indexing adds from all threads in whatever order they come, and rounds differently
+    every time; that of an embedding always in the same.
+    """
+    return F.embedding(index, tensor.flatten(1)).unflatten(-1, tensor.shape[1:])

@@ -4,7 +4,7 @@ are trained. Knows nothing of the network and the loss.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,15 +91,22 @@ def split_groups(rows: Sequence[Row], num_parts: int, random: np.random.Generato
     return [[row for row in rows if part_of[row.group] == part] for part in range(num_parts)]
 
 
+def deal(rows: Sequence[Row], num_parts: int) -> list[list[Row]]:
+    """Parts of about equal numbers of tokens, the same for equal rows. Rows that start alike stay together,
+    because what they share goes through the network once."""
+    ordered = _in_token_order(rows)
+    lengths = np.array([row.length for row in ordered], dtype=np.int64)
+    middles = np.cumsum(lengths) - lengths / 2
+    part_of = np.minimum(middles * num_parts // max(int(lengths.sum()), 1), num_parts - 1)
+    return [[row for row, p in zip(ordered, part_of, strict=True) if p == part] for part in range(num_parts)]
+
+
 def pack(rows: Sequence[Row], max_tokens: int) -> Iterator[Microbatch]:
     """Microbatches of at most max_tokens tokens, padding included; a longer row comes alone.
 
     Rows are taken in the order of their tokens: those that start alike are neighbours.
     """
-    # Big-endian bytes compare like the numbers they spell.
-    ordered = sorted(
-        (row for row in rows if row.length), key=lambda row: row.token_ids.astype(">i4").tobytes()
-    )
+    ordered = _in_token_order(row for row in rows if row.length)
     together: list[Row] = []
     width = 0
     for row in ordered:
@@ -140,6 +147,11 @@ def _microbatch(rows: Sequence[Row]) -> Microbatch:
         weights=torch.from_numpy(np.repeat([row.weight for row in rows], [i.size for i in trained])).float(),
         policy_versions=gather([row.policy_versions for row in rows], trained),
     )
+
+
+def _in_token_order(rows: Iterable[Row]) -> list[Row]:
+    # Big-endian bytes compare like the numbers they spell.
+    return sorted(rows, key=lambda row: row.token_ids.astype(">i4").tobytes())
 
 
 def _common_prefix(a: Row, b: Row) -> int:

@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from sf_core.run import Run
+from sf_core.training.ranks import Ranks
 from sf_core.training.trainer import Trainer
 from storage.batches import read_batch
 from storage.checkpoints import has_checkpoint
 from storage.files import local_folder
 
-_resident: tuple[str, Trainer] | None = None
+_resident: tuple[str, str, Trainer] | None = None
+"""The run, the process group, and the trainer that trains with them."""
 
 
-def trainer_at(run: Run, version: int) -> Trainer:
-    """A trainer that holds this version: the resident one, or one rebuilt from the last checkpoint by
-    replaying stored batches (design 5.6); nothing is sampled again."""
+@contextmanager
+def trainer_at(run: Run, version: int, ranks: Ranks) -> Iterator[Trainer]:
+    """A trainer that holds this version: the resident one, or one rebuilt. It stays if the block ends well.
+
+    All ranks of a new process group rebuild theirs, so that they replay together."""
     global _resident
-    if _resident is not None and _resident[0] == run.ref.uri and _resident[1].version == version:
-        return _resident[1]
-    _resident = None  # a step that failed half-way leaves a trainer nobody may use
+    place = (run.ref.uri, ranks.group)
+    trainer = _resident[2] if _resident is not None and _resident[:2] == place else None
+    _resident = None  # a step that fails half-way leaves a trainer nobody may use
+    if trainer is None or trainer.version != version:
+        trainer = rebuild_trainer(run, version, ranks)
+    yield trainer
+    _resident = (*place, trainer)
+
+
+def rebuild_trainer(run: Run, version: int, ranks: Ranks) -> Trainer:
+    """A trainer that holds this version: from the last checkpoint up to it, and the stored batches since
+    (design 5.6). Nothing is sampled again, nothing is written."""
     rollout = run.config.rollout
     trainer = Trainer(
         local_folder(run.start_dir),
@@ -26,6 +42,7 @@ def trainer_at(run: Run, version: int) -> Trainer:
         temperature=rollout.temperature,
         top_p=rollout.top_p,
         top_k=rollout.top_k,
+        ranks=ranks,
     )
     checkpoint = version
     while checkpoint > 0 and not has_checkpoint(run.directory.checkpoint_dir(checkpoint)):
@@ -36,5 +53,4 @@ def trainer_at(run: Run, version: int) -> Trainer:
         manifest = run.directory.read_manifest(trainer.version, "filter")
         assert manifest is not None
         trainer.step(read_batch(run.directory.path(manifest.outputs[0].uri)))
-    _resident = (run.ref.uri, trainer)
     return trainer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,21 +16,35 @@ from sf_core.config import TrainConfig
 from sf_core.engines.sampling import sampling_logprobs
 from sf_core.training.losses import divergence, entropy, policy_gradient_loss
 from sf_core.training.network import Network
-from sf_core.training.packing import Microbatch, Row, pack, read_rows, split_groups
+from sf_core.training.packing import Microbatch, Row, deal, pack, read_rows, split_groups
+from sf_core.training.ranks import Alone, Ranks
 from storage.checkpoints import load_checkpoint, save_checkpoint
+from storage.files import FileRef
+from storage.weights import save_weights
 
 
 class Trainer:
     """Starts at version 0 with the weights of a Hugging Face folder.
 
-    temperature, top_p and top_k are those of the rollout: the loss compares log-probs under them.
+    temperature, top_p and top_k are those of the rollout: the loss compares log-probs under them. With
+    several ranks each computes on its share of every optimiser step's rows; all of them must call `step` with
+    the same batch, and hold the same weights after it.
     """
 
     def __init__(
-        self, model_dir: str, config: TrainConfig, *, seed: int, temperature: float, top_p: float, top_k: int
+        self,
+        model_dir: str,
+        config: TrainConfig,
+        *,
+        seed: int,
+        temperature: float,
+        top_p: float,
+        top_k: int,
+        ranks: Ranks | None = None,
     ) -> None:
         self.version = 0
         self._config, self._seed = config, seed
+        self._ranks: Ranks = ranks or Alone()
         self._sampling = (temperature, top_p, top_k)
         self.network = Network(model_dir)
         self._model = self.network.model
@@ -46,7 +61,9 @@ class Trainer:
             parameter.grad = torch.zeros_like(parameter)
 
     def step(self, batch: pa.Table) -> dict[str, float]:
-        """Train on a batch of storage.batches; returns the metrics of the step."""
+        """Train on a batch of storage.batches; returns the metrics of the step, the same on every rank.
+
+        Raises ExchangeError if another rank is gone; the trainer must not be used after that."""
         started, cpu_started = time.perf_counter(), time.process_time()
         self._steps_before = self._optimizer_steps
         rows = read_rows(batch)
@@ -55,26 +72,29 @@ class Trainer:
         grad_norms = []
         for part in split_groups(rows, self._config.minibatches, random):
             grad_norms.append(self._optimise(part, per_token))
+        own = _summaries({name: torch.cat(per_token[name]) for name in MEANS if per_token[name]})
+        of_ranks = self._ranks.gather((own, time.process_time() - cpu_started))
         self.version += 1
         return {
-            **_token_metrics({name: torch.cat(values) for name, values in per_token.items()}),
+            **_token_metrics([summaries for summaries, _ in of_ranks]),
             **_batch_metrics(batch, rows),
             "grad_norm": float(np.mean(grad_norms)),
             "learning_rate": self._optimizer.param_groups[0]["lr"],
             "seconds": time.perf_counter() - started,
-            "cpu_seconds": time.process_time() - cpu_started,
+            "cpu_seconds": sum(cpu_seconds for _, cpu_seconds in of_ranks),
         }
 
     def _optimise(self, rows: list[Row], per_token: dict[str, list[torch.Tensor]]) -> float:
         """One optimiser step on these rows; adds to the metrics of every token, returns the gradient norm."""
         total = sum(row.weight * int(row.loss_mask.sum()) for row in rows)
         teaching = [row for row in rows if row.advantages.any()]
-        for microbatch in pack(teaching, self._config.tokens_per_microbatch):
+        for microbatch in pack(self._share(teaching), self._config.tokens_per_microbatch):
             loss, metrics = self._loss(microbatch)
             (loss.sum() / total).backward()
             for name, values in metrics.items():
                 per_token[name].append(values)
-        self._measure([row for row in rows if not row.advantages.any()], per_token)
+        self._measure(self._share([row for row in rows if not row.advantages.any()]), per_token)
+        self._ranks.add_up(p.grad for p in self._model.parameters() if p.grad is not None)
         grad_norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._config.max_grad_norm)
         self._optimizer_steps += 1
         progress = min(1.0, self._optimizer_steps / (self._config.warmup_steps + 1))
@@ -83,6 +103,10 @@ class Trainer:
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=False)
         return float(grad_norm)
+
+    def _share(self, rows: list[Row]) -> list[Row]:
+        """This rank's part of the rows."""
+        return deal(rows, self._ranks.size)[self._ranks.rank]
 
     @torch.no_grad()
     def _measure(self, rows: list[Row], per_token: dict[str, list[torch.Tensor]]) -> None:
@@ -112,6 +136,10 @@ class Trainer:
     def weights(self) -> dict[str, torch.Tensor]:
         """Copies of what transformers would save, under the names it would save them."""
         return self.network.weights()
+
+    def save_weights(self, folder: str) -> FileRef:
+        """Publish what it holds as its version."""
+        return save_weights(folder, self.weights(), self.version)
 
     def save_checkpoint(self, folder: str) -> None:
         """Everything needed to go on bit for bit as if never stopped."""
@@ -145,14 +173,38 @@ MAXIMA = {
 }
 
 
-def _token_metrics(per_token: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Means over the trained tokens, and maxima where the extreme matters; NaN over no tokens."""
-    means = {label: float(per_token[name].mean()) for name, label in MEANS.items()}
+@dataclass(frozen=True, slots=True)
+class _Summary:
+    """One quantity over the tokens of one rank."""
+
+    count: int
+    mean: float
+    maximum: float
+
+
+def _summaries(per_token: dict[str, torch.Tensor]) -> dict[str, _Summary]:
+    return {
+        name: _Summary(values.numel(), float(values.mean()), float(values.max()))
+        for name, values in per_token.items()
+        if values.numel()
+    }
+
+
+def _token_metrics(of_ranks: list[dict[str, _Summary]]) -> dict[str, float]:
+    """Means over the trained tokens of all ranks, and maxima where the extreme matters; NaN over none."""
+    parts = {name: [own[name] for own in of_ranks if name in own] for name in MEANS}
+    means = {label: _mean(parts[name]) for name, label in MEANS.items()}
     maxima = {
-        label: float(per_token[name].max()) if per_token[name].numel() else math.nan
-        for name, label in MAXIMA.items()
+        label: max((part.maximum for part in parts[name]), default=math.nan) for name, label in MAXIMA.items()
     }
     return means | maxima
+
+
+def _mean(parts: list[_Summary]) -> float:
+    if len(parts) == 1:
+        return parts[0].mean
+    tokens = sum(part.count for part in parts)
+    return sum(part.mean * part.count for part in parts) / tokens if tokens else math.nan
 
 
 def _batch_metrics(batch: pa.Table, rows: list[Row]) -> dict[str, float]:

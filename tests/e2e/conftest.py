@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from sf_core.config import RunConfig, validate_config
+from sf_core.config import RunConfig, WorkerConfig, validate_config
 from sf_core.local_stack import LocalStack, Services, local_stack, start_dataplane, start_services
+from sf_core.scheduling.timeline import Span, read_spans
 from storage.run_directory import RunDirectory
 
 ROOT = Path(__file__).parents[2]
@@ -35,10 +36,11 @@ class Cluster:
         """A folder outside the repository that all processes can import from."""
         return self.folder / "user"
 
-    def config(self, run_id: str, **sections: dict[str, Any]) -> RunConfig:
-        """A run of two small iterations on the scripted engine."""
+    def config(self, run_id: str, pipeline: str | None = None, **sections: dict[str, Any]) -> RunConfig:
+        """A run of a few small iterations on the scripted engine."""
         data: dict[str, Any] = {
             "run_id": run_id,
+            "pipeline": pipeline,
             "policy": {} if "policy" in sections else TINY_POLICY,
             "environment": {part: f"tests.e2e.echo_package:{part}" for part in ("tasks", "agent", "reward")},
             "rollout": {"group_size": 2, "groups_per_batch": 3, "max_tokens": 8, "concurrency": 8},
@@ -83,12 +85,27 @@ class Cluster:
         port = int(self.services.dataplane.rpartition(":")[2])
         start_dataplane(self.stack, self.folder, port)()
 
-    def kill_worker(self, name: str) -> None:
-        """kill -9 of the worker process; its nanny starts another one."""
+    def worker_process(self, name: str) -> psutil.Process:
+        """The process that runs the worker's tasks; its nanny starts another one when it dies."""
         nanny = next(p for p in self.stack.processes if p.name == f"worker-{name}")
-        for child in psutil.Process(nanny.popen.pid).children(recursive=True):
-            if "spawn_main" in " ".join(child.cmdline()) and "tracker" not in " ".join(child.cmdline()):
-                os.kill(child.pid, signal.SIGKILL)
+        children = psutil.Process(nanny.popen.pid).children(recursive=True)
+        return next(child for child in children if "spawn_main" in " ".join(child.cmdline()))
+
+
+def overlap_s(some: Iterable[Span], others: Iterable[Span]) -> float:
+    """Longest time that one of some spans shares with one of the others; negative if none does."""
+    return max(min(a.end, b.end) - max(a.start, b.start) for a, b in product(some, others))
+
+
+def spans(config: RunConfig, tag: str, kind: str = "busy") -> list[Span]:
+    """When the devices of a run were held or busy under this tag."""
+    found = read_spans(RunDirectory(config.run_dir))
+    return [span for span in found if (span.tag, span.kind) == (tag, kind)]
+
+
+def holders(config: RunConfig, tag: str) -> set[str]:
+    """The workers that were ever held under this tag."""
+    return {span.worker for span in spans(config, tag, "held")}
 
 
 def wait_until(probe: Callable[[], Any], what: str, timeout_s: float = 60.0) -> Any:
@@ -109,9 +126,8 @@ def manifests(config: RunConfig) -> dict[tuple[int, str], dict[str, Any]]:
     return found
 
 
-@pytest.fixture(scope="session")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    folder = tmp_path_factory.mktemp("cluster")
+@contextmanager
+def running_cluster(folder: Path, workers: Mapping[str, WorkerConfig]) -> Iterator[Cluster]:
     (folder / "user").mkdir()
     env = {
         "PREFECT_HOME": str(folder / "prefect"),
@@ -119,5 +135,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         "SF_CACHE_DIR": str(folder / "cache"),
     }
     with local_stack(folder / "logs", env) as stack:
-        services = start_services(stack, folder, RunConfig().cluster.workers)
-        yield Cluster(stack, folder, services)
+        yield Cluster(stack, folder, start_services(stack, folder, workers))
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with running_cluster(tmp_path_factory.mktemp("cluster"), RunConfig().cluster.workers) as cluster:
+        yield cluster

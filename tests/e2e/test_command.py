@@ -14,7 +14,7 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sf_core.config import load_config
+from sf_core.config_file import load_config
 from sf_core.observe import read_figures
 from storage.files import read_bytes
 from storage.run_directory import RunDirectory

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -36,3 +37,30 @@ def test_the_code_of_the_page_runs(
     exec(compile(SNIPPETS[number], f"docs/data.md, query {number + 1}", "exec"), {})
     shown = capsys.readouterr().out
     assert shown.strip() and "Empty DataFrame" not in shown and "(0, " not in shown and "0 rows" not in shown
+
+
+def test_a_training_step_is_done_again_bit_for_bit(folder: Path) -> None:
+    done = sf(folder, "replay", "runs/quickstart", "--iteration", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout == "iteration 1: the weights came out equal, bit for bit\n"
+
+
+def test_its_conversations_are_exported(folder: Path) -> None:
+    done = sf(folder, "export", "runs/quickstart", "--to", "trl", "out.jsonl")
+    assert done.returncode == 0, done.stderr
+    assert "out.jsonl: 16 conversations for trl; 0 left out" in done.stdout
+
+
+def test_a_cleaned_run_goes_on_and_is_replayed_from_further_back(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "runs", tmp_path / "runs")
+    assert "quickstart  finished  2/2" in sf(tmp_path, "ls").stdout
+    done = sf(tmp_path, "gc", "runs", "--journals", "--yes")
+    assert "removed 3 folders" in done.stdout, done.stdout + done.stderr
+    run = tmp_path / "runs" / "quickstart"
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["00002"]
+
+    (run / "summary.json").unlink()
+    settings = options(run_id="quickstart", rollout__overlap=False) + ["--set", "train.iterations=3"]
+    done = sf(tmp_path, "train", CONFIG, *settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sf(tmp_path, "replay", str(run), "--iteration", "2").returncode == 0

@@ -1,9 +1,8 @@
-"""The quickstart with its run directory in an object store: trained, resumed and read back from there."""
+"""The quickstart with its run directory in an object store: trained there and read back."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,25 +10,15 @@ import pytest
 from storage import files
 from storage.run_directory import STAGES, RunDirectory
 from tests.e2e.quickstart import CONFIG, options, sf
-from tests.s3_server import BUCKET, make_bucket, s3_server
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def bucket() -> Iterator[str]:
-    with s3_server() as env, pytest.MonkeyPatch.context() as patch:
-        for name, value in env.items():
-            patch.setenv(name, value)
-        make_bucket(env)
-        yield f"s3://{BUCKET}"
-
-
-def test_the_quickstart_runs_in_a_bucket_and_is_read_back_from_it(tmp_path: Path, bucket: str) -> None:
-    done = sf(tmp_path, "train", CONFIG, *options(run_id="small", storage__root=f"{bucket}/runs"))
+def test_the_quickstart_runs_in_a_bucket_and_is_read_back_from_it(tmp_path: Path, s3_bucket: str) -> None:
+    done = sf(tmp_path, "train", CONFIG, *options(run_id="small", storage__root=f"{s3_bucket}/runs"))
     assert done.returncode == 0, done.stdout + done.stderr
 
-    run = RunDirectory(f"{bucket}/runs/small")
+    run = RunDirectory(f"{s3_bucket}/runs/small")
     for iteration in range(2):
         for stage in STAGES:
             manifest = run.read_manifest(iteration, stage)
@@ -45,7 +34,7 @@ def test_the_quickstart_runs_in_a_bucket_and_is_read_back_from_it(tmp_path: Path
     assert "sampled and trained" in sf(tmp_path, "inspect", run.uri, "--session", session).stdout
 
 
-def test_a_bucket_that_is_missing_is_said_before_anything_starts(tmp_path: Path, bucket: str) -> None:
+def test_a_bucket_that_is_missing_is_said_before_anything_starts(tmp_path: Path, s3_bucket: str) -> None:
     done = sf(tmp_path, "train", CONFIG, "--set", "storage.root=s3://nothing-here/runs")
     assert done.returncode == 2
     assert "s3://nothing-here/runs: there is no such bucket" in done.stderr

@@ -42,7 +42,7 @@ def check_result(config: RunConfig) -> None:
         assert set(sessions_per_group["session_id_count_distinct"].to_pylist()) == {config.rollout.group_size}
         check_tokens(rows)
         # consumed lag never exceeds the bound (invariant 8)
-        assert k - min(rows["min_version"].to_pylist()) <= config.rollout.lag_bound
+        assert k - min(rows["min_version"].to_pylist()) <= config.lag_bound
     summary = json.loads(read_bytes(directory.path("summary.json")))
     assert summary["iterations"] == config.train.iterations
 
@@ -97,7 +97,7 @@ def test_a_killed_worker_is_replaced_and_the_run_ends_as_if_nothing_happened(
     process = cluster.start(config)
     wait_until(lambda: BEFORE[stage] in manifests(config) or process.poll() is not None, f"start of {stage}")
     before = manifests(config)
-    cluster.kill_worker(worker)
+    cluster.worker_process(worker).kill()
     cluster.finish(config, process)
     after = manifests(config)
     assert {key: after[key] for key in before} == before

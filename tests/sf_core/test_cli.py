@@ -15,7 +15,7 @@ def sf(*arguments: str) -> tuple[int, str]:
     ("setting", "sentence"),
     [
         ("rollout.group_size=0", "rollout.group_size: input should be greater than or equal to 2, got 0"),
-        ("trian.iterations=3", "trian: unknown key; allowed here: run_id, seed, policy"),
+        ("trian.iterations=3", "trian: unknown key; allowed here: run_id, seed, pipeline, policy"),
         ("environment.agent=nowhere:agent", "nowhere:agent: cannot import nowhere"),
         ("environment.reward=json:score", "json:score: module json has no score"),
         ("policy.model=/nowhere", "policy.model: /nowhere is not a Hugging Face model folder"),

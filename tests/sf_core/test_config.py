@@ -2,7 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from sf_core.config import ConfigError, RunConfig, load_config
+from sf_core.config import ConfigError, RunConfig
+from sf_core.config_file import load_config
 
 
 @pytest.fixture
@@ -26,10 +27,10 @@ def test_a_resolved_configuration_reads_back_equal(config_file: Path) -> None:
     ("override", "sentence"),
     [
         ("rollout.gruop_size=4", "rollout.gruop_size: unknown key; allowed here: group_size, "),
-        ("colour=red", "colour: unknown key; allowed here: run_id, seed, policy"),
+        ("colour=red", "colour: unknown key; allowed here: run_id, seed, pipeline, policy"),
         ("rollout.group_size=1", "rollout.group_size: input should be greater than or equal to 2, got 1"),
         ("train.learning_rate=fast", "train.learning_rate: input should be a valid number"),
-        ("engine.kind=vlm", "engine.kind: input should be 'torch' or 'scripted', got 'vlm'"),
+        ("engine.kind=vlm", "engine.kind: input should be 'torch', 'scripted' or 'emulated', got 'vlm'"),
         ("environment.agent=agent", "environment.agent: expected package.module:name, got 'agent'"),
         ("run_id=../etc", "run_id: string should match pattern"),
         (
@@ -38,7 +39,14 @@ def test_a_resolved_configuration_reads_back_equal(config_file: Path) -> None:
         ),
         ("train.minibatches=64", "train.minibatches (64) must not exceed rollout.groups_per_batch (32)"),
         ("engine.kind=scripted", "engine.script is required with engine.kind: scripted"),
-        ("cluster.workers.r0.tag=x", "cluster.workers.r0.tag: unknown key; allowed here: tags, threads"),
+        (
+            "cluster.workers.r0.tag=x",
+            "cluster.workers.r0.tag: unknown key; allowed here: tags, device, device_kind, threads",
+        ),
+        ("cluster.workers.r0.tags=[a b]", "cluster.workers.r0.tags.0: 'a b' is no tag or name: use letters"),
+        ("cluster.workers.r0.device_kind=k80", "device kind 'k80' is not known; known are a100, "),
+        ("pipeline=colocate", "pipeline: input should be 'colocated', 'disaggregated', 'async' or"),
+        ("train.min_workers=2", "train.min_workers (2) must not exceed train.workers (1)"),
         ("seed", "--set seed: expected key.path=value"),
         ("seed.x=1", "--set seed.x=1: seed is a value, not a section"),
         ("seed=[1", "--set seed=[1: '[1' is not a valid YAML value"),
@@ -51,6 +59,34 @@ def test_a_wrong_setting_is_named_with_its_path_and_what_is_allowed(
         load_config(config_file, [override])
     assert sentence in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "overlap", "allowed"),
+    [
+        ("disaggregated", "true", "pipeline disaggregated means rollout.overlap: false"),
+        ("async", "false", "pipeline async means rollout.overlap: true"),
+        ("multiplexed", "false", "pipeline multiplexed means rollout.overlap: true"),
+    ],
+)
+def test_a_pipeline_and_an_overlap_that_contradict_it_are_refused(
+    config_file: Path, pipeline: str, overlap: str, allowed: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"{allowed}; leave one of the two out"):
+        load_config(config_file, [f"pipeline={pipeline}", f"rollout.overlap={overlap}"])
+
+
+def test_overlap_is_the_pipelines_where_the_user_says_nothing(config_file: Path) -> None:
+    for pipeline, overlap, lag in (
+        ("colocated", False, 0),
+        ("disaggregated", False, 0),
+        ("async", True, 2),
+        ("multiplexed", True, 2),
+        ("null", True, 2),
+    ):
+        config = load_config(config_file, [f"pipeline={pipeline}", "rollout.max_lag=2"])
+        assert (config.overlap, config.lag_bound) == (overlap, lag)
+    assert load_config(config_file, ["pipeline=colocated", "rollout.overlap=true"]).overlap
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

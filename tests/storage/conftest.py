@@ -11,17 +11,6 @@ import fsspec
 import pytest
 
 from storage.run_directory import RunDirectory
-from tests.s3_server import BUCKET, make_bucket, s3_server
-
-
-@pytest.fixture(scope="session")
-def s3_bucket() -> Iterator[str]:
-    """URL of a bucket on a server that the environment names."""
-    with s3_server() as env, pytest.MonkeyPatch.context() as patch:
-        for name, value in env.items():
-            patch.setenv(name, value)
-        make_bucket(env)
-        yield f"s3://{BUCKET}"
 
 
 @pytest.fixture(params=["file", "memory", "s3"])

@@ -91,3 +91,14 @@ def test_local_paths_become_absolute_and_urls_stay(tmp_path: Path, monkeypatch: 
     assert files.absolute("runs/a") == str(tmp_path / "runs" / "a")
     assert files.absolute(f"file://{tmp_path}/a") == str(tmp_path / "a")
     assert files.absolute("memory://runs/a/") == "memory://runs/a"
+
+
+def test_a_folder_goes_with_all_that_is_in_it(run: RunDirectory) -> None:
+    files.write_atomic(run.path("d", "x"), b"12")
+    files.write_atomic(run.path("d", "deeper", ".y"), b"345")
+    files.write_atomic(run.path("e"), b"6")
+    assert [files.folder_bytes(run.path(name)) for name in ("d", "e", "none")] == [5, 1, 0]
+    files.remove_folder(run.path("d"))
+    files.remove_folder(run.path("d"))
+    assert files.folder_bytes(run.path("d")) == 0
+    assert files.read_bytes(run.path("e")) == b"6"

@@ -26,6 +26,13 @@ def test_tied_weights_are_stored_once_and_come_back_under_both_names(run: RunDir
     assert torch.equal(loaded["head"], embedding)
 
 
+def test_equal_tensors_give_equal_bytes(run: RunDirectory) -> None:
+    tensors = {"embed": torch.randn(8, 4), "a": torch.randn(3).half()}
+    tensors |= {f"tied{i}": tensors["embed"] for i in range(5)}
+    refs = [save_weights(run.weights_dir(version), tensors, 1) for version in range(4)]
+    assert len({ref.sha256 for ref in refs}) == 1
+
+
 def test_the_file_names_its_version(run: RunDirectory) -> None:
     ref = save_weights(run.weights_dir(7), {"a": torch.zeros(1)}, 7)
     with files.local_copy(ref.uri) as path, safe_open(path, "pt") as file:

@@ -61,6 +61,23 @@ def test_a_batch_is_ready_when_enough_groups_are_complete() -> None:
     assert m.seal(0).groups == [0, 1]
 
 
+def test_the_sessions_left_are_those_missing_in_the_groups_that_have_come_furthest() -> None:
+    m = manager()
+    assert m.num_sessions_left() == 4
+    claims = m.claim(8)
+    finish_all(m, [claims[0], claims[2], claims[3]])
+    assert m.num_sessions_left() == 1
+    m.start_evaluation(0, num_tasks=5)
+    assert m.num_sessions_left() == 6
+
+
+def test_after_the_last_batch_only_held_out_sessions_are_left() -> None:
+    m = manager(num_batches=1)
+    finish_all(m, m.claim(4))
+    m.seal(0)
+    assert m.num_sessions_left() == 0
+
+
 def test_a_straggling_session_holds_back_its_group_and_no_batch() -> None:
     m = manager()
     claims = m.claim(100)

@@ -1,6 +1,14 @@
-import pytest
+from random import Random
+from typing import Any
 
-from sf_core.scheduling.plan import Worker, make_plan, worker_of
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sf_core.config import RunConfig
+from sf_core.scheduling.pipelines import PIPELINES
+from sf_core.scheduling.plan import Plan, Worker, make_plan, worker_of
+from sf_core.scheduling.roofline import DEVICES
 
 
 def workers(**tags: str) -> list[Worker]:
@@ -8,26 +16,201 @@ def workers(**tags: str) -> list[Worker]:
 
 
 def test_the_quickstart_cluster_lends_its_trainer() -> None:
-    plan = make_plan(workers(r0="rollout", t0="rollout train", a0="agent", c0="cpu"))
-    assert (plan.rollout, plan.trainer, plan.lent, plan.agent) == (("r0",), "t0", True, ("a0",))
+    plan = make_plan(workers(r0="rollout", t0="rollout train", a0="agent", c0="cpu"), RunConfig())
+    assert (plan.rollout, plan.trainers, plan.lent, plan.agent) == (("r0",), ("t0",), True, ("a0",))
 
 
 def test_a_pure_trainer_is_preferred_and_never_lent() -> None:
-    plan = make_plan(workers(t0="rollout train", t1="train", a0="agent", c0="cpu"))
-    assert (plan.rollout, plan.trainer, plan.lent) == (("t0",), "t1", False)
+    plan = make_plan(workers(t0="rollout train", t1="train", a0="agent", c0="cpu"), RunConfig())
+    assert (plan.rollout, plan.trainers, plan.lent) == (("t0",), ("t1",), False)
 
 
 def test_a_missing_tag_is_named_with_what_the_workers_offer() -> None:
-    with pytest.raises(ValueError, match=r"no worker carries 'train'; workers: r0 \{rollout\}, c0 \{cpu\}"):
-        make_plan(workers(r0="rollout", c0="cpu"))
+    with pytest.raises(
+        ValueError, match=r"no worker carries 'train'; workers: r0 \{rollout\}, x \{agent\}, c0 \{cpu\}"
+    ):
+        make_plan(workers(r0="rollout", x="agent", c0="cpu"), RunConfig())
 
 
 def test_agent_and_cpu_on_one_worker_are_refused() -> None:
     with pytest.raises(ValueError, match="carries both `agent` and `cpu`"):
-        make_plan(workers(t0="rollout train", x="agent cpu"))
+        make_plan(workers(t0="rollout train", x="agent cpu"), RunConfig())
 
 
 def test_a_worker_is_known_by_its_private_resource() -> None:
     assert worker_of({"rollout": 1, "@r7": 1}) == Worker("r7", frozenset({"rollout"}))
     with pytest.raises(ValueError, match="exactly one private resource"):
         worker_of({"rollout": 1})
+
+
+def run(pipeline: str | None = None, *, ranks: int = 1, **sections: Any) -> RunConfig:
+    return RunConfig.model_validate({"pipeline": pipeline, "train": {"workers": ranks}, **sections})
+
+
+OTHERS = {"a0": "agent", "c0": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "ranks", "tags", "rollout", "trainers", "lent", "overlap"),
+    [
+        ("colocated", 2, {"d0": "rollout train", "d1": "rollout train"}, (), ("d0", "d1"), True, False),
+        ("disaggregated", 1, {"r0": "rollout", "t0": "train"}, ("r0",), ("t0",), False, False),
+        # a trainer that could roll out is left alone
+        ("disaggregated", 1, {"r0": "rollout", "t0": "rollout train"}, ("r0",), ("t0",), False, False),
+        ("async", 1, {"r0": "rollout", "t0": "train"}, ("r0",), ("t0",), False, True),
+        ("multiplexed", 1, {"r0": "rollout", "t0": "rollout train"}, ("r0",), ("t0",), True, True),
+        # a pure trainer cannot be lent
+        (
+            "multiplexed",
+            1,
+            {"r0": "rollout", "t0": "train", "t1": "rollout train"},
+            ("r0",),
+            ("t1",),
+            True,
+            True,
+        ),
+        (None, 1, {"d0": "rollout train"}, (), ("d0",), True, True),
+        (
+            None,
+            2,
+            {"r0": "rollout", "t0": "rollout train", "t1": "train"},
+            ("r0",),
+            ("t1", "t0"),
+            False,
+            True,
+        ),
+    ],
+)
+def test_a_pipeline_gives_workers_their_duties_by_their_tags(
+    pipeline: str | None,
+    ranks: int,
+    tags: dict[str, str],
+    rollout: tuple[str, ...],
+    trainers: tuple[str, ...],
+    lent: bool,
+    overlap: bool,
+) -> None:
+    config = run(pipeline, ranks=ranks)
+    plan = make_plan(workers(**tags, **OTHERS), config)
+    assert (plan.rollout, plan.trainers, plan.lent) == (rollout, trainers, lent)
+    assert config.overlap is overlap
+    assert config.lag_bound == (config.rollout.max_lag if overlap else 0)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "ranks", "tags", "sentence"),
+    [
+        (
+            "colocated",
+            1,
+            {"r0": "rollout", "t0": "rollout train"},
+            r"pipeline colocated needs every device worker to carry rollout and train; r0 carries \{r",
+        ),
+        (
+            "colocated",
+            1,
+            {"d0": "rollout train", "d1": "rollout train"},
+            r"trains on every device worker: set train.workers to 2, not 1; workers: d0 \{",
+        ),
+        (
+            "disaggregated",
+            1,
+            {"t0": "rollout train"},
+            r"disaggregated needs a worker that carries rollout beside the trainers t0; workers: t0 \{",
+        ),
+        (
+            "multiplexed",
+            2,
+            {"t0": "rollout train", "t1": "rollout train"},
+            r"pipeline multiplexed needs a worker that carries rollout beside the trainers t0, t1; workers: ",
+        ),
+        (
+            "multiplexed",
+            1,
+            {"r0": "rollout", "t0": "train"},
+            r"train.workers is 1, more than the 0 that carry rollout and train; workers: r0 \{",
+        ),
+        (
+            None,
+            2,
+            {"r0": "rollout", "t0": "train"},
+            r"train.workers is 2, more than the 1 that carry train; ",
+        ),
+    ],
+)
+def test_a_pipeline_that_the_workers_cannot_run_is_refused_with_what_is_missing(
+    pipeline: str | None, ranks: int, tags: dict[str, str], sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        make_plan(workers(**tags, **OTHERS), run(pipeline, ranks=ranks))
+
+
+def test_two_workers_of_one_name_are_refused() -> None:
+    twice = workers(t0="rollout train", **OTHERS) + workers(t0="rollout")
+    with pytest.raises(ValueError, match="two workers are named 't0'; tasks are pinned by name"):
+        make_plan(twice, RunConfig())
+
+
+def test_tags_that_the_user_prefers_decide_before_the_device() -> None:
+    both = frozenset({"rollout", "train"})
+    found = [
+        Worker("d0", both | {"h20"}, DEVICES["h20"]),
+        Worker("d1", both | {"h100"}, DEVICES["h100"]),
+        *workers(**OTHERS),
+    ]
+    for prefer, trainer in (
+        ({}, "d1"),
+        ({"train": ["h20"]}, "d0"),
+        ({"rollout": ["h100"]}, "d0"),
+        ({"train": ["h20"], "rollout": ["h20"]}, "d1"),
+        ({"train": ["nobody-has-it"]}, "d1"),
+    ):
+        assert make_plan(found, run(cluster={"prefer": prefer})).trainers == (trainer,)
+
+
+tag_sets = st.frozensets(st.sampled_from(["rollout", "train", "agent", "cpu", "h20", "spot"]), min_size=1)
+devices = st.none() | st.sampled_from(list(DEVICES.values()))
+clusters = st.dictionaries(st.sampled_from("pqrstuvw"), st.tuples(tag_sets, devices), max_size=8).map(
+    lambda found: [Worker(name, tags, device) for name, (tags, device) in found.items()]
+)
+runs = st.builds(
+    run,
+    st.sampled_from(list(PIPELINES)),
+    ranks=st.integers(1, 3),
+    cluster=st.sampled_from([{}, {"prefer": {"train": ["h20"]}}, {"prefer": {"rollout": ["h20", "spot"]}}]),
+)
+
+
+def outcome(found: list[Worker], config: RunConfig) -> Plan | str:
+    try:
+        return make_plan(found, config)
+    except ValueError as error:
+        assert "\n" not in str(error)
+        return "refused"
+
+
+@given(clusters, runs, st.randoms())
+def test_a_plan_does_not_depend_on_the_order_in_which_workers_are_found(
+    found: list[Worker], config: RunConfig, random: Random
+) -> None:
+    shuffled = list(found)
+    random.shuffle(shuffled)
+    assert outcome(shuffled, config) == outcome(found, config)
+
+
+@given(clusters, runs)
+def test_duties_are_given_only_to_workers_that_carry_their_tags(
+    found: list[Worker], config: RunConfig
+) -> None:
+    # the two that every run needs
+    plan = outcome([*found, *workers(**OTHERS)], config)
+    if isinstance(plan, str):
+        return
+    tags = {worker.name: worker.tags for worker in [*found, *workers(**OTHERS)]}
+    assert len(plan.trainers) == config.train.workers
+    assert all("train" in tags[name] for name in plan.trainers)
+    assert all("rollout" in tags[name] for name in (*plan.rollout, *(plan.trainers if plan.lent else ())))
+    assert all("agent" in tags[name] for name in plan.agent)
+    assert not set(plan.rollout) & set(plan.trainers)
+    # somebody rolls out
+    assert plan.rollout or plan.lent

@@ -50,6 +50,15 @@ def test_training_goes_on_bit_for_bit_from_a_checkpoint(folder: str, tmp_path: P
     assert all(torch.equal(expected[name], weights[name]) for name in expected)
 
 
+def test_a_step_done_again_is_equal_bit_for_bit(folder: str) -> None:
+    batch = make_batch(grouped_rows(num_groups=32, group_size=8), logprob=-4.0, group_size=8)
+    trainers = [make_trainer(folder) for _ in range(3)]
+    for trainer in trainers:
+        trainer.step(batch)
+    first, *others = (trainer.weights() for trainer in trainers)
+    assert all(torch.equal(first[name], weights[name]) for weights in others for name in first)
+
+
 def test_published_weights_load_into_the_auto_class(folder: str, tmp_path: Path) -> None:
     trainer = make_trainer(folder)
     trainer.step(BATCH)

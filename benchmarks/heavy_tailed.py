@@ -1,0 +1,48 @@
+"""Sessions of one request whose lengths have a heavy tail, the same in every run: for emulated engines.
+
+An emulated engine samples as many tokens as it is asked for, so the agent draws the length of its answer.
+"""
+
+from __future__ import annotations
+
+from asyncio import get_running_loop
+
+import numpy as np
+
+from benchmarks.single_turn import connections
+from sf_core.types import Endpoint, Task
+
+PROMPT_TOKENS = 128
+"""About; the chat template adds some."""
+MEDIAN, SIGMA, LONGEST = 600.0, 1.2, 5000
+"""Of the lognormal lengths; the 5 % that would be longer are cut there, as by a token budget."""
+
+
+def length_of(group: int, member: int) -> int:
+    """Tokens that this session samples, in whatever run."""
+    random = np.random.default_rng((group, member))
+    return int(np.clip(MEDIAN * np.exp(SIGMA * random.standard_normal()), 8, LONGEST))
+
+
+def tasks(split: str, index: int) -> Task:
+    return Task(f"{split}-{index}", "benchmark", f"{index:06d} " + "x " * (PROMPT_TOKENS // 2))
+
+
+async def agent(task: Task, endpoint: Endpoint) -> str:
+    # .../sessions/RUN.gGROUP.MEMBER.aATTEMPT/v1
+    _, group, member, _ = endpoint.base_url.split("/")[-2].rsplit(".", 3)
+    body = {
+        "model": endpoint.model,
+        "messages": [{"role": "user", "content": task.prompt}],
+        "max_tokens": length_of(int(group[1:]), int(member)),
+    }
+    headers = {"Authorization": f"Bearer {endpoint.api_key}"}
+    http = connections(get_running_loop())
+    async with http.post(f"{endpoint.base_url}/chat/completions", json=body, headers=headers) as response:
+        response.raise_for_status()
+        completion = await response.json()
+    return str(completion["choices"][0]["message"]["content"] or "")
+
+
+def reward(task: Task, answer: str) -> float:
+    return float(len(answer) % 7)

@@ -1,0 +1,90 @@
+"""What a run directory can spare: old checkpoints, old weights, the journal of a finished run.
+
+Owns what must stay: the weights that a resume publishes again, the checkpoint it trains on from, the newest
+policy; and everything newer, which a stage that is not committed yet may have made. Batches always stay: with
+them every policy version can be made again (design 5.6).
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from sf_core.config import RunConfig
+from sf_core.run_states import is_served
+from storage import files
+from storage.checkpoints import has_checkpoint, remove_checkpoint
+from storage.run_directory import RunDirectory
+
+
+@dataclass(frozen=True, slots=True)
+class Spare:
+    """Something that can go."""
+
+    run: RunDirectory
+    kind: str
+    """Folder of the run directory: checkpoints, weights, journal."""
+    uri: str
+    bytes: int
+
+    @property
+    def name(self) -> str:
+        return self.uri.removeprefix(self.run.uri + "/")
+
+    def remove(self) -> None:
+        if self.kind == "checkpoints":
+            remove_checkpoint(self.uri)
+        else:
+            files.remove_folder(self.uri)
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    checkpoints: int = 1
+    """Newest complete ones."""
+    weights: int = 1
+    """Newest published versions."""
+    journals: bool = True
+
+
+class BusyError(ValueError):
+    """The run is being worked on."""
+
+
+def spares(run: RunDirectory, keep: Keep) -> list[Spare]:
+    """Oldest first. Raises BusyError, or ValueError with one sentence if it cannot be told."""
+    served = is_served(run)
+    if served == "running":
+        raise BusyError(f"{run.run_id}: is being worked on; stop it or wait for its end")
+    config = run.read_config(RunConfig)
+    published = _num_committed(run, "publish")
+    found = _old_checkpoints(run, _num_committed(run, "train"), keep.checkpoints)
+    found += _old_weights(run, published, keep.weights)
+    finished = published >= config.train.iterations and files.exists(run.path("summary.json"))
+    # a data plane that still knows the run has the file open
+    if not keep.journals and finished and served == "no":
+        found.append(("journal", run.journal_dir))
+    sizes = [Spare(run, kind, uri, files.folder_bytes(uri)) for kind, uri in found]
+    return [spare for spare in sizes if spare.bytes]
+
+
+def _old_checkpoints(run: RunDirectory, trained: int, keep: int) -> list[tuple[str, str]]:
+    versions = _versions(run, "checkpoints")
+    complete = [v for v in versions if v <= trained and has_checkpoint(run.checkpoint_dir(v))]
+    oldest_kept = complete[-keep:][0] if complete else 0
+    return [("checkpoints", run.checkpoint_dir(v)) for v in versions if v < oldest_kept]
+
+
+def _old_weights(run: RunDirectory, published: int, keep: int) -> list[tuple[str, str]]:
+    old = [version for version in _versions(run, "weights") if version <= published]
+    return [("weights", run.weights_dir(v)) for v in old[:-keep]]
+
+
+def _versions(run: RunDirectory, kind: str) -> list[int]:
+    names = (uri.rsplit("/", 1)[-1].removeprefix("v") for uri in files.list_folders(run.path(kind)))
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def _num_committed(run: RunDirectory, stage: str) -> int:
+    """Iterations before the first in which the stage is to be done."""
+    return next(k for k in itertools.count() if run.read_manifest(k, stage) is None)

@@ -1,0 +1,50 @@
+"""Reads a configuration as users give it: a YAML file, and `key.path=value` overrides of the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from sf_core.config import ConfigError, RunConfig, validate_config
+
+
+def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
+    """Read a YAML file, apply `key.path=value` overrides (values are YAML), validate.
+
+    Raises ConfigError with the path of the key and what is allowed.
+    """
+    try:
+        data = yaml.safe_load(Path(path).read_text()) or {}
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file; give the path of a YAML configuration") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: expected a mapping of settings, got {type(data).__name__}")
+    for override in overrides or []:
+        _apply_override(data, override)
+    return validate_config(data, source=str(path))
+
+
+def _apply_override(data: dict[str, Any], override: str) -> None:
+    path, sep, text = override.partition("=")
+    if not sep or not path:
+        raise ConfigError(f"--set {override}: expected key.path=value")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ConfigError(f"--set {override}: {text!r} is not a valid YAML value") from None
+    *parents, leaf = path.split(".")
+    node = data
+    for name in parents:
+        child = node.get(name)
+        if child is None:
+            child = node[name] = {}
+        if not isinstance(child, dict):
+            raise ConfigError(f"--set {override}: {name} is a value, not a section")
+        node = child
+    node[leaf] = value

@@ -1,0 +1,211 @@
+"""Committed trajectories as files that other training tools read: one row per branch.
+
+Owns the three formats. Each holds the conversation as text: exact ids, log-probs and versions are in the
+run's own Parquet only. The definitions of the tools an agent was given are in no trajectory: who needs the
+column `tools` adds it. Left out are failed sessions, and branches that a format cannot hold.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from sf_core.dataplane.messages import Message
+from sf_core.report import open_run, sampled_parts
+from storage import files
+from storage.trajectories import read_trajectories
+
+FACTS = ("iteration", "session_id", "branch_id", "group_id", "task_id", "environment", "reward")
+"""Columns that every format carries beside the conversation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    rows: int
+    left_out: int
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    messages: list[Message]
+    sampled: list[bool]
+    """Per message: the policy wrote it."""
+    facts: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    ending: str
+    convert: Callable[[Conversation], dict[str, Any] | None]
+    """None: the format cannot hold it."""
+    write: Callable[[str, Iterable[list[dict[str, Any]]]], None]
+    """(URI, rows of one file after the other)"""
+
+
+def export(run_uri: str, format_name: str, out: str) -> Exported:
+    """Raises ValueError with one sentence: no run, nothing committed, unknown format, wrong or taken name."""
+    kind = FORMATS.get(format_name)
+    if kind is None:
+        raise ValueError(f"{format_name}: no such format; there are {', '.join(FORMATS)}")
+    if not out.endswith(kind.ending):
+        raise ValueError(
+            f"{out}: {format_name} reads files whose names end in {kind.ending}; choose such a name"
+        )
+    run = open_run(run_uri)
+    if files.exists(out):
+        raise ValueError(f"{out}: is there already; choose another name or remove it")
+    parts = list(sampled_parts(run))
+    if not parts:
+        raise ValueError(f"{run.run_id}: no trajectories are committed yet")
+    counts = [0, 0]
+
+    def rows() -> Iterator[list[dict[str, Any]]]:
+        for part in parts:
+            converted = [None if one is None else kind.convert(one) for one in _conversations(part)]
+            kept = [row for row in converted if row is not None]
+            counts[0] += len(kept)
+            counts[1] += len(converted) - len(kept)
+            yield kept
+
+    kind.write(out, rows())
+    return Exported(*counts)
+
+
+def _conversations(uri: str) -> Iterator[Conversation | None]:
+    """None for a session that failed."""
+    for row in read_trajectories(uri, [*FACTS, "messages", "turns"]).to_pylist():
+        messages, turns = json.loads(row["messages"]), row["turns"]
+        # a prompt that came as ids, or is shared in part, is one turn whatever its messages are
+        aligned = len(turns) == len(messages)
+        sampled = [
+            message["role"] == "assistant" and (not aligned or turns[i]["engine"] is not None)
+            for i, message in enumerate(messages)
+        ]
+        facts = {name: row[name] for name in FACTS}
+        yield None if row["reward"] is None else Conversation(messages, sampled, facts)
+
+
+def _trl(conversation: Conversation) -> dict[str, Any] | None:
+    """TRL's conversational prompt-completion type: messages up to the first that the policy wrote, and from
+    it on; huggingface.co/docs/trl/dataset_formats (docs/source/dataset_formats.md of huggingface/trl)."""
+    first = conversation.sampled.index(True) if True in conversation.sampled else 0
+    if not first:
+        return None
+    messages = [_without(message, "unparsed_calls") for message in conversation.messages]
+    return {"prompt": messages[:first], "completion": messages[first:], **conversation.facts}
+
+
+def _verl(conversation: Conversation) -> dict[str, Any] | None:
+    """verl's MultiTurnSFTDataset (verl/utils/dataset/multiturn_sft_dataset.py of verl-project/verl): Parquet
+    with a list of messages; `trainable` false keeps an assistant message out of the loss. Parquet has one
+    type per field: arguments of tool calls are JSON strings, as in OpenAI's API."""
+    if True not in conversation.sampled:
+        return None
+    messages = [
+        {
+            **{name: message.get(name) for name in _MESSAGE_TEXTS},
+            "tool_calls": [_call_with_text(call) for call in message.get("tool_calls", [])] or None,
+            "trainable": sampled if message["role"] == "assistant" else None,
+        }
+        for message, sampled in zip(conversation.messages, conversation.sampled, strict=True)
+    ]
+    facts = conversation.facts
+    return {"messages": messages, "data_source": facts["environment"], "extra_info": facts}
+
+
+def _sharegpt(conversation: Conversation) -> dict[str, Any] | None:
+    """ShareGPT as LLaMA-Factory reads it (SharegptDatasetConverter and OpenAIDatasetConverter of
+    src/llamafactory/data/converter.py in hiyouga/LlamaFactory): from human or observation, then from gpt or
+    function_call, strictly in turn. Messages of one side that follow each other become one; text beside a
+    call is left out, as there."""
+    messages = conversation.messages
+    system = [message["content"] for message in messages if message["role"] == "system"]
+    turns: list[dict[str, str]] = []
+    for message in messages:
+        if message["role"] == "system":
+            continue
+        speaker, value = _said(message)
+        if turns and turns[-1]["from"] == speaker and speaker in _JOINTS:
+            turns[-1]["value"] += _JOINTS[speaker] + value
+        else:
+            turns.append({"from": speaker, "value": value})
+    sides = [turn["from"] in _JOINTS for turn in turns]
+    if not turns or len(turns) % 2 or sides != [True, False] * (len(turns) // 2):
+        return None
+    return {"conversations": turns, "system": "\n".join(system), **conversation.facts}
+
+
+_JOINTS = {"human": "\n", "observation": "\n</tool_response>\n<tool_response>\n"}
+"""Between messages of one speaker; those of the other side, the policy's, are never joined."""
+
+
+def _said(message: Message) -> tuple[str, str]:
+    if message["role"] == "tool":
+        return "observation", message["content"]
+    if message["role"] != "assistant":
+        return "human", message["content"]
+    thought = message.get("reasoning_content")
+    prefix = f"<think>\n{thought}\n</think>\n\n" if thought else ""
+    if calls := message.get("tool_calls"):
+        return "function_call", prefix + json.dumps([call["function"] for call in calls], ensure_ascii=False)
+    return "gpt", prefix + message["content"]
+
+
+def _without(message: Message, name: str) -> Message:
+    return {key: value for key, value in message.items() if key != name}
+
+
+def _call_with_text(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    arguments = json.dumps(function["arguments"], ensure_ascii=False)
+    return {**call, "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _write_lines(uri: str, parts: Iterable[Sequence[dict[str, Any]]]) -> None:
+    with files.writer(uri) as file:
+        for rows in parts:
+            file.write(b"".join(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE) for row in rows))
+
+
+_CALL = pa.struct(
+    [
+        ("id", pa.string()),
+        ("type", pa.string()),
+        ("function", pa.struct([("name", pa.string()), ("arguments", pa.string())])),
+    ]
+)
+_MESSAGE_TEXTS = ("role", "content", "reasoning_content", "tool_call_id", "name")
+_MESSAGE = pa.struct(
+    [
+        *((name, pa.string()) for name in _MESSAGE_TEXTS),
+        ("tool_calls", pa.list_(_CALL)),
+        ("trainable", pa.bool_()),
+    ]
+)
+_TYPES = {"iteration": pa.int32(), "reward": pa.float64()}
+_VERL_SCHEMA = pa.schema(
+    [
+        ("messages", pa.list_(_MESSAGE)),
+        ("data_source", pa.string()),
+        ("extra_info", pa.struct([(name, _TYPES.get(name, pa.string())) for name in FACTS])),
+    ]
+)
+
+
+def _write_verl(uri: str, parts: Iterable[list[dict[str, Any]]]) -> None:
+    with files.writer(uri) as file, pq.ParquetWriter(file, _VERL_SCHEMA, compression="zstd") as writer:
+        for rows in parts:
+            writer.write_table(pa.Table.from_pylist(rows, _VERL_SCHEMA))
+
+
+FORMATS = {
+    "trl": Format(".jsonl", _trl, _write_lines),
+    "verl": Format(".parquet", _verl, _write_verl),
+    "sharegpt": Format(".jsonl", _sharegpt, _write_lines),
+}

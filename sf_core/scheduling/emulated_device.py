@@ -1,0 +1,43 @@
+"""The device that this process pretends to have: one active tag at a time, and switching takes time."""
+
+from __future__ import annotations
+
+import time
+
+from sf_core.config import RunConfig
+from sf_core.engines.emulated import EmulatedEngine
+from sf_core.scheduling.device_model import DeviceModel
+
+MAX_SLEEP_S = 0.01
+"""An emulated engine looks for requests this often: a hundredth of a second in turns of seconds, and tens of
+engines share a core."""
+
+STALL_S = 2.0
+"""On a machine with more engines than cores a step may come late; what it missed is made up for."""
+
+REPORT_EVERY = 256
+
+_active: str | None = None
+
+
+def switch_to(tag: str, seconds: float) -> None:
+    """Sleeps as long as the switch takes; not at all if the device holds the tag already."""
+    global _active
+    if _active != tag:
+        time.sleep(seconds)
+        _active = tag
+
+
+def emulated_engine(config: RunConfig, version: int) -> EmulatedEngine:
+    """The engine of this process's device, once its weights are in."""
+    model = DeviceModel(config.emulation)
+    switch_to("rollout", model.to_rollout_s())
+    return EmulatedEngine(
+        model,
+        version=version,
+        report_every=REPORT_EVERY,
+        weight_load_s=model.weight_load_s(),
+        recompute=config.engine.kv_on_update == "recompute",
+        max_sleep_s=MAX_SLEEP_S,
+        stall_s=STALL_S,
+    )

@@ -1,0 +1,33 @@
+"""The pipelines of the SeamlessFlow paper (Figure 4), each a choice of two things: whether trainers roll out
+between train steps, and whether sampling goes on while they train. Which worker does what is plan.py's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+PipelineName = Literal["colocated", "disaggregated", "async", "multiplexed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    lent: bool | None
+    """Trainers are lent to rollout between train steps; None: where their tags allow it."""
+    overlap: tuple[bool, ...]
+    """Whether sampling for the next batch may go on while this one is trained on: what the pipeline allows,
+    its default first."""
+
+
+PIPELINES: dict[PipelineName | None, Pipeline] = {
+    # every device trains and rolls out in turn; with overlap, sessions that a train step cut go on after it
+    "colocated": Pipeline(lent=True, overlap=(False, True)),
+    # each side waits for the other
+    "disaggregated": Pipeline(lent=False, overlap=(False,)),
+    # rollout runs ahead, trainers wait for batches
+    "async": Pipeline(lent=False, overlap=(True,)),
+    # rollout runs ahead, and trainers help it while they wait
+    "multiplexed": Pipeline(lent=True, overlap=(True,)),
+    # tags and `rollout.overlap` decide
+    None: Pipeline(lent=None, overlap=(True, False)),
+}

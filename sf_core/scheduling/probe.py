@@ -1,0 +1,60 @@
+"""Measures a device's two roofline figures, by a large matrix product and a large copy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from sf_core.scheduling.roofline import Device
+
+
+def measure_device(device: str, *, threads: int, seconds: float = 1.0) -> Device:
+    """The best of as many runs of each as fit into `seconds`, because what disturbs a run only slows it. On
+    "cpu" in float32 with so many threads; on "cuda:N" in bfloat16. Raises ValueError if it is not there."""
+    on_cpu = device == "cpu"
+    torch.set_num_threads(threads)
+    if not on_cpu and not torch.cuda.is_available():
+        raise ValueError(
+            f"device {device} cannot be measured: torch {torch.__version__} finds no CUDA device"
+        )
+    size, dtype = (2048, torch.float32) if on_cpu else (8192, torch.bfloat16)
+    # larger than any cache
+    length = (256 << 20) if on_cpu else (2 << 30)
+    try:
+        left, right = torch.randn(2, size, size, device=device).to(dtype)
+        source = torch.ones(length, dtype=torch.uint8, device=device)
+    except RuntimeError as error:
+        raise ValueError(f"device {device} cannot be measured: {str(error).splitlines()[0]}") from None
+    product, target = torch.empty_like(left), torch.empty_like(source)
+
+    def finish() -> None:
+        if not on_cpu:
+            torch.cuda.synchronize(device)
+
+    multiply = _fastest(lambda: torch.mm(left, right, out=product), finish, seconds)
+    copy = _fastest(lambda: target.copy_(source), finish, seconds)
+    return Device(
+        "measured",
+        peak_flops=2.0 * size**3 / multiply,
+        # a copy reads and writes
+        bandwidth=2.0 * length / copy,
+        bytes_per_weight=dtype.itemsize,
+    )
+
+
+def _fastest(work: Callable[[], object], finish: Callable[[], None], seconds: float) -> float:
+    """Seconds of the fastest run; one before them warms up."""
+    work()
+    finish()
+    best = float("inf")
+    deadline = time.perf_counter() + seconds
+    while True:
+        start = time.perf_counter()
+        work()
+        finish()
+        end = time.perf_counter()
+        best = min(best, end - start)
+        if end > deadline:
+            return best

@@ -1,0 +1,85 @@
+"""What a device is good at, by the roofline model (Williams, Waterman and Patterson, CACM 52(4), 2009):
+
+    attainable FLOP/s = min(peak FLOP/s, intensity [FLOP/byte] x memory bandwidth [bytes/s])
+
+A pass over the weights does 2 FLOPs per weight and token, and reads each weight once, so its intensity is
+2 x tokens / bytes per weight. Training passes thousands of tokens at once and is bound by the peak; decoding
+passes one token of each running request and is bound by the bandwidth. KV caches and activations are left
+out: they make decoding poorer still.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    kind: str
+    """A name of DEVICES, or "measured"."""
+    peak_flops: float
+    """FLOP/s of dense matrix products in the type that is trained in."""
+    bandwidth: float
+    """Memory bandwidth, bytes/s."""
+    bytes_per_weight: int = 2
+    """Size of that type: 2 for bfloat16, 4 for float32."""
+
+
+DEVICES = {
+    device.kind: device
+    for device in (
+        Device("a100", 312e12, 2.039e12),
+        Device("h100", 989e12, 3.35e12),
+        Device("h800", 989e12, 3.35e12),
+        Device("h200", 989e12, 4.8e12),
+        Device("h20", 148e12, 4.0e12),
+        Device("b200", 2250e12, 8.0e12),
+        Device("l40s", 362e12, 0.864e12),
+        Device("l4", 121e12, 0.3e12),
+        Device("mi300x", 1307e12, 5.3e12),
+    )
+}
+"""Published peaks: bfloat16 without sparsity, SXM or OAM form where there are several, A100 with 80 GB. From
+the makers' data sheets (NVIDIA A100, H100, H200, DGX B200, L40S, L4; AMD Instinct MI300X); H800 and H20 as
+board makers list them."""
+
+
+def known_device(kind: str) -> Device:
+    """Raises ValueError if the kind is not in the table."""
+    if (device := DEVICES.get(kind.lower())) is None:
+        raise ValueError(
+            f"device kind {kind!r} is not known; known are {', '.join(sorted(DEVICES))}; others are measured "
+            "with sf worker --probe"
+        )
+    return device
+
+
+def attainable_flops(device: Device, tokens: int) -> float:
+    """FLOP/s of passes over the weights with so many tokens each."""
+    intensity = 2.0 * tokens / device.bytes_per_weight
+    return min(device.peak_flops, intensity * device.bandwidth)
+
+
+def train_priority(device: Device, *, tokens_per_microbatch: int, max_running: int) -> float:
+    """How much more of its arithmetic a device brings to training than to decoding; at least 1 where
+    microbatches hold more tokens than requests run at once.
+
+    The SeamlessFlow paper names `train_priority` and the roofline model and, as far as we know, no formula.
+    This is the ratio of the attainable FLOP/s in both duties (comparative advantage), which knows no units.
+    The highest trains: compute that is rich for its bandwidth lies idle while decoding.
+
+    >>> h100, h20 = DEVICES["h100"], DEVICES["h20"]
+    >>> [round(train_priority(d, tokens_per_microbatch=8192, max_running=64), 1) for d in (h100, h20)]
+    [4.6, 1.0]
+    """
+    return attainable_flops(device, tokens_per_microbatch) / attainable_flops(device, max_running)
+
+
+def step_of(priority: float) -> int:
+    """Priorities within about a fifth of each other count as equal: a probe is not more exact than that.
+
+    >>> step_of(2.0), step_of(2.1), step_of(2.6)
+    (4, 4, 6)
+    """
+    return round(4 * math.log2(priority))

@@ -1,0 +1,190 @@
+"""Engines and the sessions on them, on an event clock: what the data plane and its engines do to time.
+
+A session is one request. The pace of engines, continuous batching and the order of requests are those of the
+emulated engine and the router; tokens are only counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+from sf_core.dataplane.groups import Claim
+from sf_core.engines.continuous_batch import ContinuousBatch, Slot
+from sf_core.scheduling.device_model import DeviceModel
+from sf_core.scheduling.event_clock import EventClock
+from sf_core.scheduling.timeline import Span
+
+
+@dataclass(eq=False, slots=True)
+class SimulatedSession:
+    claim: Claim
+    arrived: int
+    """Place in the queue; an interrupted session keeps it."""
+    num_prompt: int
+    num_wanted: int
+    num_sampled: int = 0
+    """Before the engine it is on."""
+    min_version: int | None = None
+
+
+@dataclass(eq=False)
+class SimulatedEngine:
+    worker: str
+    lease: str
+    batch: ContinuousBatch
+    version: int
+    max_running: int
+    running: dict[str, tuple[SimulatedSession, Slot]] = field(default_factory=dict)
+    outstanding: int = 0
+    """Tokens of its requests, prompts included."""
+    ticked_at: float = 0.0
+    paused_until: float = 0.0
+    is_gone: bool = False
+    busy_since: float | None = None
+    num_wakes: int = 0
+    """An event for an earlier count is out of date."""
+    num_tokens: int = 0
+    serving_since: float = 0.0
+
+
+class Fleet:
+    def __init__(
+        self, clock: EventClock, model: DeviceModel, max_running: int, *, recompute: bool, typical: float
+    ) -> None:
+        self.engines: list[SimulatedEngine] = []
+        self.spans: list[Span] = []
+        self.on_finished: Callable[[SimulatedSession], None] = lambda session: None
+        self.on_started: Callable[[SimulatedSession, int], None] = lambda session, version: None
+        self._clock, self._model, self._max_running = clock, model, max_running
+        self._recompute, self._typical = recompute, round(typical)
+        self._waiting: list[tuple[int, int, SimulatedSession]] = []
+        self._roomy: list[tuple[int, int, int, SimulatedEngine]] = []
+        """Heap of engines by what is outstanding; entries that do not fit their engine are out of date."""
+        self._count = 0
+
+    def add_engine(self, worker: str, lease: str, version: int) -> SimulatedEngine:
+        engine = SimulatedEngine(worker, lease, ContinuousBatch(self._model), version, self._max_running)
+        engine.ticked_at = engine.serving_since = self._clock.now
+        self.engines.append(engine)
+        self._note_room(engine)
+        self._schedule()
+        return engine
+
+    def remove_engine(self, engine: SimulatedEngine) -> None:
+        """It yields: its sessions wait again, with the tokens they have, and go on elsewhere."""
+        self._advance(engine)
+        engine.is_gone = True
+        self.engines.remove(engine)
+        for session, slot in engine.running.values():
+            session.num_sampled += engine.batch.num_sampled(slot)
+            heappush(self._waiting, (session.arrived, id(session), session))
+        engine.running.clear()
+        self._note_busy(engine)
+        self._schedule()
+
+    def submit(self, sessions: list[SimulatedSession]) -> None:
+        for session in sessions:
+            heappush(self._waiting, (session.arrived, id(session), session))
+        self._schedule()
+
+    def set_version(self, version: int) -> None:
+        """All engines take over new weights at once, and compute nothing meanwhile."""
+        seconds = self._model.weight_load_s()
+        for engine in self.engines:
+            self._advance(engine)
+            engine.version = version
+            engine.paused_until = self._clock.now + seconds
+            self._note_busy(engine)
+            self._clock.after(seconds, self._go_on, engine)
+
+    def finish(self) -> None:
+        """Write down what is still computing."""
+        for engine in self.engines:
+            self._end_busy(engine)
+
+    def _go_on(self, engine: SimulatedEngine) -> None:
+        if engine.is_gone or self._clock.now < engine.paused_until:
+            return
+        engine.ticked_at = self._clock.now
+        if self._recompute and engine.running:
+            engine.batch.recompute()
+        self._note_busy(engine)
+        self._wake_later(engine)
+
+    def _schedule(self) -> None:
+        """Give out what waits, in order of arrival, to the engine with least outstanding (routing.choose)."""
+        touched: dict[int, SimulatedEngine] = {}
+        while self._waiting and (engine := self._roomiest()) is not None:
+            _, _, session = heappop(self._waiting)
+            if id(engine) not in touched:
+                self._advance(engine)
+                touched[id(engine)] = engine
+            self._take(engine, session)
+        for engine in touched.values():
+            self._note_busy(engine)
+            self._wake_later(engine)
+
+    def _roomiest(self) -> SimulatedEngine | None:
+        while self._roomy:
+            outstanding, num_running, _, engine = self._roomy[0]
+            fits = (outstanding, num_running) == (engine.outstanding, len(engine.running))
+            if fits and not engine.is_gone and num_running < engine.max_running:
+                return engine
+            heappop(self._roomy)
+        return None
+
+    def _take(self, engine: SimulatedEngine, session: SimulatedSession) -> None:
+        name = str(id(session))
+        num_prompt = session.num_prompt + session.num_sampled
+        slot = engine.batch.join(name, num_prompt, session.num_wanted - session.num_sampled)
+        engine.running[name] = (session, slot)
+        engine.outstanding += num_prompt + self._typical
+        if session.min_version is None:
+            session.min_version = engine.version
+            self.on_started(session, engine.version)
+        self._note_room(engine)
+
+    def _advance(self, engine: SimulatedEngine) -> None:
+        """Let the engine's time pass up to now; sessions that are through leave."""
+        start = min(max(engine.ticked_at, engine.paused_until), self._clock.now)
+        engine.ticked_at = self._clock.now
+        for slot in engine.batch.advance(self._clock.now - start):
+            session, _ = engine.running.pop(slot.name)
+            engine.outstanding -= slot.num_prompt + self._typical
+            engine.num_tokens += session.num_wanted - session.num_sampled
+            session.num_sampled = session.num_wanted
+            self._clock.after(0.0, self.on_finished, session)
+            self._note_room(engine)
+
+    def _wake(self, engine: SimulatedEngine, wake: int) -> None:
+        if engine.is_gone or wake != engine.num_wakes:
+            return
+        self._advance(engine)
+        self._note_busy(engine)
+        self._wake_later(engine)
+        self._schedule()
+
+    def _wake_later(self, engine: SimulatedEngine) -> None:
+        engine.num_wakes += 1
+        if (due := engine.batch.next_due_s()) is not None:
+            wait = max(0.0, engine.paused_until - self._clock.now) + due
+            self._clock.after(wait + 1e-6, self._wake, engine, engine.num_wakes)
+
+    def _note_room(self, engine: SimulatedEngine) -> None:
+        if len(engine.running) < engine.max_running:
+            self._count += 1
+            heappush(self._roomy, (engine.outstanding, len(engine.running), self._count, engine))
+
+    def _note_busy(self, engine: SimulatedEngine) -> None:
+        is_busy = bool(engine.running) and self._clock.now >= engine.paused_until
+        if is_busy and engine.busy_since is None:
+            engine.busy_since = self._clock.now
+        elif not is_busy:
+            self._end_busy(engine)
+
+    def _end_busy(self, engine: SimulatedEngine) -> None:
+        if engine.busy_since is not None:
+            self.spans.append(Span(engine.worker, "rollout", engine.busy_since, self._clock.now, "busy"))
+            engine.busy_since = None

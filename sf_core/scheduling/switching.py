@@ -1,0 +1,66 @@
+"""What this process knows about the switches of its device between training and rollout: what they cost, and
+the gate that decides on the next. It stays in the worker between tasks, as the trainer does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from sf_core.dataplane.engine_client import MakeEngine
+from sf_core.engines.base import Engine
+from sf_core.run import Run
+from sf_core.scheduling.lending import LendingGate, WorkLeft
+from sf_core.types import WeightsRef
+
+
+class Switching:
+    def __init__(self, gate: LendingGate, now: Callable[[], float] = time.monotonic) -> None:
+        self.gate = gate
+        self._now = now
+        self._lease_over_at: float | None = None
+
+    def measured(self, make_engine: MakeEngine) -> MakeEngine:
+        """From the start of a lease until its engine holds its weights: the switch to rollout."""
+        started = self._now()
+
+        def make(weights: WeightsRef) -> Engine:
+            engine = make_engine(weights)
+            self.gate.note_to_rollout(self._now() - started)
+            return engine
+
+        return make
+
+    def note_lease_over(self) -> None:
+        self._lease_over_at = self._now()
+
+    def note_training(self) -> None:
+        """The first work of a train step begins: since the end of the lease before it the device switched."""
+        if self._lease_over_at is not None:
+            self.gate.note_to_train(self._now() - self._lease_over_at)
+            self._lease_over_at = None
+
+
+_current: tuple[str, Switching] | None = None
+
+
+def switching_of(run: Run) -> Switching:
+    global _current
+    if _current is None or _current[0] != run.ref.uri:
+        _current = (run.ref.uri, Switching(LendingGate(run.config.cluster.max_switches_per_minute)))
+    return _current[1]
+
+
+def work_left(status: dict[str, Any], trainers: tuple[str, ...]) -> WorkLeft:
+    """In tokens, from the data plane's status of the run: what the next batch still needs, at the pace that
+    the engines of other workers have had since they came."""
+    others = [e for e in status["engines"] if e["worker"] not in trainers and e["version"] is not None]
+    per_second = sum(e["tokens"] / e["seconds"] for e in others if e["seconds"])
+    known = status["tokens_left"] is not None and per_second > 0
+    return WorkLeft(
+        units=status["tokens_left"] if known else 1.0,
+        seconds_per_unit=1 / per_second if known else None,
+        dedicated=len(others),
+        lent=len(trainers),
+    )

@@ -1,0 +1,136 @@
+"""How a Dask worker process of ours is started, on this machine or by hand: one process and one thread for a
+device, its tags and its private name as resources (design 5.2), and the settings that Dask needs for it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict
+
+import dask
+
+from sf_core.addresses import is_loopback
+from sf_core.config import WorkerConfig
+from sf_core.scheduling.plan import read_workers
+from sf_core.scheduling.roofline import Device, known_device
+from sf_core.scheduling.tags import is_word
+from sf_core.settings import visible_cuda_devices
+
+DASK_SETTINGS = {
+    # a lease may outlive several kills of its worker; giving up after one would end the run
+    "DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES": "10",
+    "DASK_DISTRIBUTED__SCHEDULER__NO_WORKERS_TIMEOUT": "5m",
+    "DASK_DISTRIBUTED__SCHEDULER__WORKER_TTL": "30m",
+    "DASK_DISTRIBUTED__SCHEDULER__WORK_STEALING": "False",
+    "DASK_DISTRIBUTED__WORKER__DAEMON": "False",
+    "DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED": "False",
+    "DASK_DISTRIBUTED__ADMIN__TICK__LIMIT": "30s",
+    "DASK_LOGGING__DISTRIBUTED": "warning",
+    # Dask's nanny sets a trim threshold of 64 KiB, with which torch maps and unmaps memory all the time:
+    # training took twice as long (docs/decisions/005)
+    "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    "MALLOC_TOP_PAD_": str(64 << 20),
+    # threads that wait for others of their worker leave the core to other workers
+    "OMP_WAIT_POLICY": "PASSIVE",
+    # progress bars of model loading have no place in logs
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+"""Environment of schedulers and workers alike."""
+MAX_THREADS = 8
+"""More of them lose time on the models that fit a machine like this."""
+START_TIMEOUT_S = 60.0
+
+
+def worker_command(
+    name: str, tags: Iterable[str], scheduler: Iterable[str], *, host: str = "127.0.0.1"
+) -> list[str]:
+    """The `dask worker` command; `scheduler` are the arguments that name the scheduler."""
+    resources = " ".join([*(f"{tag}=1" for tag in tags), f"@{name}=1"])
+    return [
+        *(sys.executable, "-m", "dask", "worker", *scheduler, "--host", host),
+        *("--name", name, "--resources", resources),
+        *("--nthreads", "1", "--nworkers", "1", "--memory-limit", "0", "--no-dashboard"),
+        *("--preload", "sf_core.scheduling.preload"),
+    ]
+
+
+def worker_environment(worker: WorkerConfig, measured: Device | None = None) -> dict[str, str]:
+    """What the process needs beside DASK_SETTINGS. Raises ValueError for a device that is not there or not
+    known."""
+    threads = str(worker_threads(worker))
+    # the nanny would otherwise set these to 1
+    environment = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads)
+    environment["CUDA_VISIBLE_DEVICES"] = _cuda_device(worker.device)
+    device = measured or (known_device(worker.device_kind) if worker.device_kind else None)
+    if device is not None:
+        # in the environment, so that a worker that its nanny starts again has it too
+        arguments = ["--device", json.dumps(asdict(device))]
+        environment["DASK_DISTRIBUTED__WORKER__PRELOAD_ARGV"] = repr(arguments)
+    return environment
+
+
+def worker_threads(worker: WorkerConfig) -> int:
+    return worker.threads or min(os.cpu_count() or 1, MAX_THREADS)
+
+
+def become_worker(
+    scheduler: str,
+    worker: WorkerConfig,
+    *,
+    name: str | None = None,
+    host: str = "127.0.0.1",
+    probe: bool = False,
+) -> None:
+    """Turn this process into a worker of that scheduler; does not return.
+
+    Raises ValueError, one sentence, if the scheduler does not answer or has a worker of that name, the device
+    is not there, or others could reach the address without TLS: whoever reaches a Dask worker runs code.
+    """
+    name = is_word(name or f"{socket.gethostname().partition('.')[0]}-{worker.device.replace(':', '')}")
+    if probe and worker.device_kind:
+        raise ValueError("--probe measures what --device-kind says; leave one of the two out")
+    if not is_loopback(host):
+        _require_tls(scheduler, host)
+    measured = None
+    if probe:
+        from sf_core.scheduling.probe import measure_device
+
+        measured = measure_device(worker.device, threads=worker_threads(worker))
+    own = worker_environment(worker, measured)
+    if name in {other.name for other in read_workers(scheduler)}:
+        raise ValueError(f"a worker named {name!r} is connected to {scheduler}; choose another --name")
+    environment = {**os.environ, **DASK_SETTINGS, **own}
+    command = worker_command(name, worker.tags, [scheduler], host=host)
+    command += ["--death-timeout", f"{START_TIMEOUT_S:.0f}"]
+    os.execvpe(command[0], command, environment)
+
+
+def _require_tls(scheduler: str, host: str) -> None:
+    certificates = [dask.config.get(f"distributed.comm.tls.{key}") for key in ("ca-file", "worker.cert")]
+    if not (scheduler.startswith("tls://") and all(certificates)):
+        raise ValueError(
+            f"{host} can be reached by others, and Dask runs what it is sent: name a tls:// scheduler and "
+            "set Dask's distributed.comm.tls.ca-file and distributed.comm.tls.worker.cert, or bind 127.0.0.1"
+        )
+
+
+def _cuda_device(device: str) -> str:
+    """What CUDA_VISIBLE_DEVICES holds for a device, counted among those that this process may see itself."""
+    if device == "cpu":
+        return ""
+    # seconds to import, and of use only where there is a GPU
+    import torch
+
+    number, count = int(device.removeprefix("cuda:")), torch.cuda.device_count()
+    if number >= count:
+        found = f"torch {torch.__version__} finds {count} CUDA devices"
+        raise ValueError(f"device {device} is not there: {found}")
+    visible = visible_cuda_devices()
+    return str(number) if visible is None else visible[number]

@@ -1,0 +1,98 @@
+"""A gang that sleeps as long as devices would take, and publishes a file that holds only its version.
+
+Loads no library that computes. Ranks meet through the files of their try: there is nothing to exchange.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from sf_core.run import Run
+from sf_core.scheduling.device_model import DeviceModel
+from sf_core.scheduling.emulated_device import switch_to
+from sf_core.training.seats import GangError, Seat, SupersededError
+from storage.files import FileRef
+from storage.gangs import GangFiles
+from storage.weights import save_arrays
+
+POLL_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class EmulatedRanks:
+    rank: int
+    size: int
+
+
+class EmulatedTrainer:
+    """One of `num_ranks` that share every batch evenly."""
+
+    def __init__(self, model: DeviceModel, version: int, num_ranks: int) -> None:
+        self.version = version
+        self._model, self._num_ranks = model, num_ranks
+
+    def step(self, batch: pa.Table) -> dict[str, float]:
+        """Takes as long as a step on the tokens of the batch, prompts included."""
+        num_tokens = pc.sum(pc.list_value_length(batch["token_ids"])).as_py()
+        seconds = self._model.train_s(num_tokens, self._num_ranks)
+        time.sleep(seconds)
+        self.version += 1
+        return {
+            "tokens": float(pc.sum(pc.list_flatten(batch["loss_mask"])).as_py()),
+            "rows": float(len(batch)),
+            "reward_mean": float(pc.mean(batch["reward"]).as_py()),
+            "seconds": seconds,
+        }
+
+    def save_weights(self, folder: str) -> FileRef:
+        return save_arrays(folder, {"version": np.array([self.version], dtype=np.int32)}, self.version)
+
+    def save_checkpoint(self, folder: str) -> None:
+        """Its version is its whole state, and that of the run."""
+
+
+@contextmanager
+def seated(files: GangFiles, seat: Seat, host: str, timeout_s: float) -> Iterator[EmulatedRanks]:
+    """As the rendezvous of real ranks: begin together, and be over when rank 0 has committed."""
+    if files.is_over() or not files.take_seat(seat.rank, once=not seat.is_alone):
+        raise SupersededError(f"{seat.label}: try {seat.epoch} had begun here before, or is over")
+    others = [rank for rank in range(len(seat.workers)) if rank != seat.rank]
+
+    def absent() -> list[int]:
+        return [rank for rank in others if not files.is_taken(rank)]
+
+    def uncommitted() -> list[int]:
+        return [] if files.is_committed() else [0]
+
+    _await(files, seat, absent, "has not begun", timeout_s)
+    yield EmulatedRanks(seat.rank, len(seat.workers))
+    if seat.rank:
+        _await(files, seat, uncommitted, "has not committed the step", timeout_s)
+
+
+def _await(
+    files: GangFiles, seat: Seat, missing: Callable[[], list[int]], what: str, timeout_s: float
+) -> None:
+    deadline = time.monotonic() + timeout_s
+    while ranks := missing():
+        if files.is_over():
+            raise GangError(f"{seat.label}: the flow ended try {seat.epoch}")
+        if time.monotonic() > deadline:
+            names = ", ".join(map(seat.name_of, ranks))
+            raise GangError(f"{seat.label}: {names} {what} within {timeout_s:g} s")
+        time.sleep(POLL_S)
+
+
+@contextmanager
+def trainer_at(run: Run, version: int, ranks: EmulatedRanks) -> Iterator[EmulatedTrainer]:
+    """The device of this process, switched to training."""
+    model = DeviceModel(run.config.emulation)
+    switch_to("train", model.to_train_s(ranks.size))
+    yield EmulatedTrainer(model, version, ranks.size)

@@ -1,0 +1,56 @@
+"""What the ranks of one try at a train stage tell each other, and the flow, through the run directory.
+
+Owns a folder of small files per try. A try is over for good once the flow has ended it: whoever still works
+on it must touch nothing any more.
+"""
+
+from __future__ import annotations
+
+import json
+
+from storage import files
+from storage.run_directory import RunDirectory
+
+
+class GangFiles:
+    """One try, named by iteration, attempt and epoch (the tries of one attempt count from 0)."""
+
+    def __init__(self, directory: RunDirectory, iteration: int, attempt: int, epoch: int) -> None:
+        self._directory, self._iteration = directory, iteration
+        self._folder = directory.gang_dir(iteration, attempt, epoch)
+
+    def take_seat(self, rank: int, *, once: bool) -> bool:
+        """Note that this rank has begun. With `once`, False if it had begun before."""
+        try:
+            files.write_atomic(self._seat(rank), b"", create=once)
+        except FileExistsError:
+            return False
+        return True
+
+    def is_taken(self, rank: int) -> bool:
+        return files.exists(self._seat(rank))
+
+    def announce(self, host: str, port: int) -> None:
+        """Say where rank 0 waits for the others."""
+        text = json.dumps({"host": host, "port": port})
+        files.write_atomic(files.join(self._folder, "address.json"), text.encode())
+
+    def address(self) -> tuple[str, int] | None:
+        try:
+            found = json.loads(files.read_bytes(files.join(self._folder, "address.json")))
+        except FileNotFoundError:
+            return None
+        return found["host"], found["port"]
+
+    def end(self) -> None:
+        files.write_atomic(files.join(self._folder, "over"), b"")
+
+    def is_over(self) -> bool:
+        return files.exists(files.join(self._folder, "over"))
+
+    def is_committed(self) -> bool:
+        """Whether the train stage is, by whichever try."""
+        return self._directory.read_manifest(self._iteration, "train") is not None
+
+    def _seat(self, rank: int) -> str:
+        return files.join(self._folder, f"rank-{rank}")

@@ -1,0 +1,112 @@
+"""Two lent trainers train together (design 5.2): undisturbed, with one killed, with one that hangs."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sf_core.config import RunConfig, WorkerConfig
+from tests.e2e.conftest import Cluster, holders, manifests, overlap_s, running_cluster, spans, wait_until
+from tests.e2e.test_resume import check_result
+
+pytestmark = pytest.mark.slow
+
+WORKERS = {
+    "t0": WorkerConfig(tags=("rollout", "train"), threads=1),
+    "t1": WorkerConfig(tags=("rollout", "train"), threads=1),
+    "a0": WorkerConfig(tags=("agent",), threads=1),
+    "c0": WorkerConfig(tags=("cpu",), threads=1),
+}
+
+
+@pytest.fixture(scope="module")
+def colocated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with running_cluster(tmp_path_factory.mktemp("gang"), WORKERS) as cluster:
+        yield cluster
+
+
+def gang_config(cluster: Cluster, run_id: str, **train: Any) -> RunConfig:
+    return cluster.config(run_id, train={"iterations": 4, "workers": 2, "gang_timeout_s": 15, **train})
+
+
+def ranks(config: RunConfig) -> list[int]:
+    """How many ranks trained each iteration."""
+    committed = manifests(config)
+    return [committed[k, "train"]["data"]["ranks"] for k in range(config.train.iterations)]
+
+
+def seats(config: RunConfig, iteration: int, epoch: int = 0) -> Path:
+    return Path(config.run_dir) / "gangs" / f"{iteration:05d}" / f"1.{epoch}"
+
+
+def kill_rank(cluster: Cluster, config: RunConfig, process: subprocess.Popen[bytes], killed: str) -> None:
+    """kill -9 of a worker when both ranks of iteration 1 have begun and none is through."""
+    wait_until(lambda: (0, "publish") in manifests(config) or process.poll() is not None, "iteration 0")
+    workers = {name: cluster.worker_process(name) for name in ("t0", "t1")}
+    folder = seats(config, 1)
+    wait_until(
+        lambda: all((folder / f"rank-{rank}").exists() for rank in (0, 1)) or process.poll() is not None,
+        "ranks of iteration 1",
+    )
+    for worker in workers.values():
+        worker.suspend()
+    assert (1, "train") not in manifests(config)
+    workers.pop(killed).kill()
+    for worker in workers.values():
+        worker.resume()
+
+
+def test_two_lent_trainers_train_together(colocated: Cluster) -> None:
+    config = gang_config(colocated, "gang")
+    colocated.finish(config, colocated.start(config))
+    check_result(config)
+    assert ranks(config) == [2] * 4
+
+
+def test_colocated_devices_sample_and_train_in_turn(colocated: Cluster) -> None:
+    config = colocated.config("colocated", "colocated", train={"iterations": 3, "workers": 2})
+    colocated.finish(config, colocated.start(config))
+    check_result(config)
+    assert config.lag_bound == 0
+    assert ranks(config) == [2] * 3
+    assert holders(config, "rollout") == holders(config, "train") == {"t0", "t1"}
+    assert overlap_s(spans(config, "rollout"), spans(config, "train")) <= 0
+
+
+@pytest.mark.parametrize("killed", ["t0", "t1"])
+@pytest.mark.parametrize("min_workers", [2, 1], ids=["all-again", "one-is-enough"])
+def test_with_a_killed_rank_the_step_is_tried_again_by_as_many_as_the_plan_needs(
+    colocated: Cluster, killed: str, min_workers: int
+) -> None:
+    config = gang_config(colocated, f"{killed}-killed-{min_workers}-needed", min_workers=min_workers)
+    process = colocated.start(config)
+    kill_rank(colocated, config, process, killed)
+    before = manifests(config)
+    colocated.finish(config, process)
+    after = manifests(config)
+    assert {key: after[key] for key in before} == before
+    check_result(config)
+    assert ranks(config)[:2] == [2, min_workers]
+    assert "train of iteration 1: try 0 failed" in colocated.log(config)
+
+
+def test_a_lease_that_does_not_yield_is_ended_by_force(colocated: Cluster) -> None:
+    config = colocated.config(
+        "hanging",
+        train={"iterations": 3, "workers": 2},
+        cluster={"scheduler": colocated.services.scheduler, "yield_timeout_s": 3},
+    )
+    process = colocated.start(config)
+    hanging = wait_until(lambda: (0, "publish") in manifests(config) and colocated.worker_process("t1"), "0")
+    wait_until(lambda: (1, "rollout") in manifests(config), "batch of iteration 1")
+    hanging.suspend()
+    assert not (seats(config, 1) / "rank-1").exists()
+    colocated.finish(config, process)
+    assert not hanging.is_running()
+    assert "t1 did not yield within 3 s: its process is ended" in colocated.log(config)
+    check_result(config)
+    assert ranks(config) == [2] * 3

@@ -1,0 +1,107 @@
+"""Small run directories as stages leave them, without the processes of a run."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from sf_core.config import RunConfig
+from sf_core.policy import make_policy
+from sf_core.training.trainer import Trainer
+from storage import parquet
+from storage.files import write_atomic
+from storage.manifests import Manifest
+from storage.run_directory import STAGES, RunDirectory
+from storage.schema import Trajectory, TurnSpan
+from storage.trajectories import write_trajectories
+from storage.weights import save_weights
+
+
+def configure(run: RunDirectory, **sections: Any) -> RunConfig:
+    config = RunConfig.model_validate(
+        {"run_id": run.run_id, "policy": {"hidden_size": 32, "num_layers": 1, "warmstart": None}} | sections
+    )
+    run.write_config(config)
+    return config
+
+
+def commit(run: RunDirectory, iteration: int, stage: str, **more: Any) -> None:
+    run.commit_manifest(Manifest(run_id=run.run_id, iteration=iteration, stage=stage, attempt=1, **more))
+
+
+def conversation(messages: list[dict[str, Any]], given: int = 1, **changes: Any) -> Trajectory:
+    """A row of one token per message; the policy wrote the assistant's after the first `given`."""
+    sampled = np.array([i >= given and m["role"] == "assistant" for i, m in enumerate(messages)])
+    engines = np.where(sampled, "r0", None)
+    values = {
+        "policy": "policy",
+        "task_id": "t0",
+        "environment": "calculator",
+        "group_id": "g0",
+        "session_id": "s0",
+        "branch_id": "s0.b0",
+        "parent_branch_id": None,
+        "shared_prefix": 0,
+        "token_ids": np.arange(len(messages), dtype=np.int32),
+        "loss_mask": sampled,
+        "logprobs": np.where(sampled, np.float32(-1), np.float32("nan")),
+        "policy_versions": np.where(sampled, 0, -1).astype(np.int32),
+        "turns": [
+            TurnSpan(message["role"], i, i + 1, engine=engine)
+            for i, (message, engine) in enumerate(zip(messages, engines, strict=True))
+        ],
+        "messages": json.dumps(messages),
+        "reward": 0.5,
+        "reward_parts": {"answer": 0.5},
+        "status": "finished",
+        "interruptions": 0,
+        "started_at": 0.0,
+        "finished_at": 1.0,
+    }
+    return Trajectory(**(values | changes))
+
+
+def sample(run: RunDirectory, iteration: int, rows: list[Trajectory]) -> None:
+    """Commit a rollout."""
+    ref = write_trajectories(run, iteration, rows, "rollout-1")
+    commit(run, iteration, "rollout", outputs=[ref], data={"groups": [iteration], "rejected": {}})
+
+
+def train(run: RunDirectory, config: RunConfig, batches: list[pa.Table]) -> None:
+    """Commit an iteration per batch, as the stages do; the rollouts are left out."""
+    make_policy(run.start_dir, config.policy, config.seed)
+    rollout = config.rollout
+    trainer = Trainer(
+        run.start_dir,
+        config.train,
+        seed=config.seed,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+    )
+    for iteration, batch in enumerate(batches):
+        uri = f"{run.partition('batches', iteration)}/batch-1.parquet"
+        commit(run, iteration, "filter", outputs=[run.relative(parquet.write_table(uri, batch))])
+        metrics = trainer.step(batch)
+        weights = save_weights(run.weights_dir(trainer.version), trainer.weights(), trainer.version)
+        if trainer.version % config.train.checkpoint_every == 0:
+            trainer.save_checkpoint(run.checkpoint_dir(trainer.version))
+        commit(run, iteration, "train", outputs=[weights], data={"version": trainer.version, **metrics})
+        commit(run, iteration, "publish", data={"version": trainer.version})
+
+
+def pretend(run: RunDirectory, iterations: int, *, finished: bool = True) -> None:
+    """A run of which only the manifests are real, and the names of its files."""
+    for iteration in range(iterations):
+        for stage in STAGES:
+            commit(run, iteration, stage, data={"reward_mean": iteration / 10})
+        version = iteration + 1
+        write_atomic(f"{run.weights_dir(version)}/model.safetensors", b"w" * 100)
+        for name in ("model.safetensors", "optimizer.safetensors", "state.json"):
+            write_atomic(f"{run.checkpoint_dir(version)}/{name}", b"c" * 100)
+    write_atomic(f"{run.journal_dir}/{run.run_id}.journal", b"j" * 10)
+    if finished:
+        run.write_summary({})

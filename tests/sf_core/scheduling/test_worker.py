@@ -1,0 +1,166 @@
+"""`sf worker` and plain `dask worker` as real processes at a real scheduler."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from distributed import Client
+from typer.testing import CliRunner
+
+from sf_core.cli import app
+from sf_core.config import WorkerConfig
+from sf_core.local_stack import LocalStack, Process, StackError, start_dask, start_dask_worker
+from sf_core.scheduling.plan import Worker, read_workers
+from sf_core.scheduling.roofline import DEVICES
+from sf_core.scheduling.worker import worker_environment
+from tests.e2e.conftest import ROOT, wait_until
+
+pytestmark = pytest.mark.slow
+
+PRELOAD = ("--preload", "sf_core.scheduling.preload")
+
+
+class Bench:
+    """A scheduler, and workers that the test starts."""
+
+    def __init__(self, folder: Path) -> None:
+        # nothing computes here: workers start without torch
+        self.stack = LocalStack(folder / "logs", os.environ | {"PYTHONPATH": str(ROOT), "SF_EMULATED": "1"})
+        self.folder = folder
+        self.scheduler = start_dask(self.stack, {}, folder)()
+
+    def sf_worker(self, name: str, *arguments: str) -> Process:
+        command = [sys.executable, "-m", "sf_core", "worker", "--scheduler", self.scheduler]
+        return self.stack.start(name, [*command, "--name", name, *arguments])
+
+    def dask_worker(self, name: str, *arguments: str) -> Process:
+        command = [sys.executable, "-m", "dask", "worker", self.scheduler, "--no-dashboard", *arguments]
+        return self.stack.start(name, command)
+
+    def await_worker(self, process: Process) -> Worker:
+        def look() -> Worker | None:
+            assert process.popen.poll() is None, process.tail()
+            return next((w for w in read_workers(self.scheduler) if w.name == process.name), None)
+
+        found = wait_until(look, f"worker {process.name}")
+        assert isinstance(found, Worker)
+        return found
+
+    def end(self, *processes: Process) -> None:
+        for process in processes:
+            self.stack.stop_one(process)
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    bench = Bench(tmp_path_factory.mktemp("workers"))
+    try:
+        yield bench
+    finally:
+        bench.stack.stop()
+
+
+def tasks_process(process: Process) -> psutil.Process:
+    """What runs the tasks: a child of the nanny."""
+    children = psutil.Process(process.popen.pid).children(recursive=True)
+    return next(child for child in children if "spawn_main" in " ".join(child.cmdline()))
+
+
+def test_workers_started_by_us_or_by_dask_are_read_with_their_tags_and_devices(bench: Bench) -> None:
+    started = [
+        bench.sf_worker("t0", "--tags", "rollout,train,big", "--device-kind", "h100"),
+        bench.dask_worker("r0", "--resources", "rollout=1 @r0=1", *PRELOAD),
+        bench.dask_worker("r1", "--resources", "rollout=1 @r1=1", *PRELOAD, "--device-kind", "h20"),
+    ]
+    assert [bench.await_worker(process) for process in started] == [
+        Worker("t0", frozenset({"rollout", "train", "big"}), DEVICES["h100"]),
+        Worker("r0", frozenset({"rollout"})),
+        Worker("r1", frozenset({"rollout"}), DEVICES["h20"]),
+    ]
+    quickstart = str(ROOT / "configs" / "quickstart.yaml")
+    refused = CliRunner().invoke(app, ["plan", quickstart, "--scheduler", bench.scheduler])
+    assert refused.exit_code == 2
+    assert "no worker carries 'agent' or 'cpu'; workers: " in refused.output
+    bench.end(*started)
+
+
+def test_the_device_and_the_settings_outlive_the_death_of_the_workers_process(bench: Bench) -> None:
+    process = bench.sf_worker("t1", "--tags", "train", "--device-kind", "h100", "--threads", "3")
+    before = bench.await_worker(process)
+    killed = tasks_process(process)
+    killed.kill()
+    killed.wait(10)
+    with Client(bench.scheduler, set_as_default=False) as client:
+        # it waits for the process that the nanny starts
+        seen = client.submit(seen_by_a_task, resources={"@t1": 1}).result(timeout=60)
+    assert bench.await_worker(process) == before == Worker("t1", frozenset({"train"}), DEVICES["h100"])
+    assert seen == {"OMP_NUM_THREADS": "3", "CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "PASSIVE"}
+    bench.end(process)
+
+
+def seen_by_a_task() -> dict[str, str]:
+    return {key: os.environ[key] for key in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "OMP_WAIT_POLICY")}
+
+
+def test_a_probed_device_is_read_with_what_was_measured(bench: Bench) -> None:
+    process = bench.sf_worker("p0", "--tags", "train", "--probe", "--threads", "1")
+    device = bench.await_worker(process).device
+    assert device is not None
+    assert (device.kind, device.bytes_per_weight) == ("measured", 4)
+    assert device.peak_flops > 1e8
+    bench.end(process)
+
+
+def test_a_name_that_is_connected_is_refused(bench: Bench) -> None:
+    process = bench.sf_worker("x0", "--tags", "spot")
+    bench.await_worker(process)
+    refused = CliRunner().invoke(
+        app, ["worker", "--scheduler", bench.scheduler, "--tags", "spot", "--name", "x0"]
+    )
+    sentence = f"error: a worker named 'x0' is connected to {bench.scheduler}; choose another --name\n"
+    assert (refused.exit_code, refused.output) == (2, sentence)
+    bench.end(process)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--tags", "a b"], "--tags: 'a b' is no tag or name: use letters, digits, '.', '_' and '-'"),
+        (["--tags", "train,"], "--tags: '' is no tag or name: use letters"),
+        (["--tags", "train", "--name", "a=b"], "'a=b' is no tag or name: use letters"),
+        (["--tags", "train", "--device", "gpu"], "--device: string should match pattern"),
+        (["--tags", "train", "--device", "cuda:64"], "device cuda:64 is not there: torch "),
+        (["--tags", "train", "--device-kind", "k80"], "--device-kind: device kind 'k80' is not known; "),
+        (
+            ["--tags", "train", "--device-kind", "h20", "--probe"],
+            "--probe measures what --device-kind says; leave one of the two out",
+        ),
+        (["--tags", "train", "--host", "0.0.0.0"], "0.0.0.0 can be reached by others, and Dask runs"),
+        (["--tags", "train"], "no Dask scheduler answers at tcp://127.0.0.1:9: "),
+    ],
+)
+def test_a_worker_that_cannot_be_is_refused_with_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], sentence: str
+) -> None:
+    monkeypatch.setattr("sf_core.scheduling.plan.ANSWER_S", 1.0)
+    refused = CliRunner().invoke(app, ["worker", "--scheduler", "tcp://127.0.0.1:9", *arguments])
+    assert refused.exit_code == 2
+    assert refused.output.startswith(f"error: {sentence}")
+    assert len(refused.output.splitlines()) == 1
+
+
+def test_a_local_worker_whose_device_is_not_there_is_named(tmp_path: Path) -> None:
+    missing = WorkerConfig(tags=("train",), device="cuda:64")
+    with pytest.raises(StackError, match="worker t0: device cuda:64 is not there: "):
+        start_dask_worker(LocalStack(tmp_path, {}), "t0", missing, ["tcp://127.0.0.1:9"], tmp_path)
+
+
+def test_a_local_worker_publishes_the_kind_of_its_configuration() -> None:
+    environment = worker_environment(WorkerConfig(tags=("train",), device_kind="h20"))
+    assert '"kind": "h20"' in environment["DASK_DISTRIBUTED__WORKER__PRELOAD_ARGV"]
+    assert "DASK_DISTRIBUTED__WORKER__PRELOAD_ARGV" not in worker_environment(WorkerConfig(tags=("cpu",)))

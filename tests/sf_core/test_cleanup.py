@@ -1,0 +1,181 @@
+"""`sf ls` and `sf gc`: what is shown, what goes, and what must stay whatever the options say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from sf_core.cleanup import Keep, spares
+from sf_core.config import PolicyConfig
+from sf_core.policy import make_policy
+from storage import files
+from storage.run_directory import RunDirectory
+from tests.sf_core.dataplane.stand import Server, running_app
+from tests.sf_core.runs import commit, configure, pretend
+from tests.sf_core.test_cli import sf
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "runs"
+
+
+def make(root: Path, name: str, iterations: int, *, url: str | None = None) -> RunDirectory:
+    """A run of four iterations."""
+    run = RunDirectory(str(root / name))
+    configure(run, train={"iterations": 4}, dataplane={"url": url})
+    pretend(run, iterations, finished=iterations == 4)
+    return run
+
+
+@contextmanager
+def served(root: Path, name: str, key: str | None = None) -> Iterator[tuple[str, httpx.Client]]:
+    """A data plane that serves a run of this name."""
+    model = root.parent / "model"
+    make_policy(str(model), PolicyConfig(hidden_size=32, num_layers=1), seed=0)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    with running_app(key=key) as url, httpx.Client(base_url=url, headers=headers) as http:
+        Server(url, http, root, str(model)).register(run_id=name, run_dir=str(root / name))
+        yield url, http
+
+
+def names(run: RunDirectory, **keep: int | bool) -> list[str]:
+    return [spare.name for spare in spares(run, Keep(**keep))]  # type: ignore[arg-type]
+
+
+def test_old_checkpoints_and_weights_go_and_the_newest_stay(root: Path) -> None:
+    run = make(root, "a", 3)
+    old = ["checkpoints/00001", "checkpoints/00002", "weights/v00001", "weights/v00002"]
+    assert names(run) == old
+    assert names(run, checkpoints=2, weights=3) == ["checkpoints/00001"]
+    assert names(run, checkpoints=9, weights=9) == []
+
+
+def test_what_a_resume_needs_stays_also_behind_newer_files(root: Path) -> None:
+    run = make(root, "a", 4)
+    for stage in ("train", "publish"):
+        files.remove(run.manifest_file(2, stage))
+    # iteration 2 is trained again: from checkpoint 2, with the weights of version 2 published
+    assert names(run) == ["checkpoints/00001", "weights/v00001"]
+
+
+def test_a_trained_version_that_is_not_published_stays(root: Path) -> None:
+    run = make(root, "a", 3)
+    files.remove(run.manifest_file(2, "publish"))
+    assert names(run) == ["checkpoints/00001", "checkpoints/00002", "weights/v00001"]
+
+
+def test_an_incomplete_checkpoint_counts_as_none(root: Path) -> None:
+    run = make(root, "a", 3)
+    files.remove(run.checkpoint_dir(3) + "/state.json")
+    assert names(run, weights=9) == ["checkpoints/00001"]
+    for version in (1, 2):
+        files.remove(run.checkpoint_dir(version) + "/state.json")
+    assert names(run, weights=9) == []
+
+
+def test_the_journal_goes_only_from_a_finished_run(root: Path) -> None:
+    assert "journal" not in names(make(root, "a", 3), journals=False)
+    finished = make(root, "b", 4)
+    assert "journal" in names(finished, journals=False)
+    assert "journal" not in names(finished)
+
+
+def test_nothing_is_removed_without_yes(root: Path) -> None:
+    run = make(root, "a", 4)
+    code, output = sf("gc", run.uri)
+    assert code == 0
+    assert "a checkpoints/00001 0.0 MB" in output
+    assert output.endswith("would remove 6 folders, 0.0 MB; nothing is removed without --yes")
+    assert len(names(run)) == 6
+    code, output = sf("gc", run.uri, "--yes", "--journals")
+    assert (code, output.endswith("removed 7 folders, 0.0 MB")) == (0, True)
+    assert names(run, journals=False) == []
+    left = {path.relative_to(run.uri).as_posix() for path in Path(run.uri).rglob("*") if path.is_file()}
+    assert {name for name in left if name.startswith(("weights", "checkpoints", "journal"))} == {
+        "weights/v00004/model.safetensors",
+        "checkpoints/00004/model.safetensors",
+        "checkpoints/00004/optimizer.safetensors",
+        "checkpoints/00004/state.json",
+    }
+    assert sf("gc", run.uri)[1] == "would remove 0 folders, 0.0 MB"
+
+
+def test_object_stores_are_cleaned_too(tmp_path: Path) -> None:
+    run = RunDirectory("memory://cleanup/runs/a")
+    configure(run, train={"iterations": 4})
+    pretend(run, 3)
+    assert sf("gc", "memory://cleanup/runs", "--yes")[0] == 0
+    assert names(run) == []
+    assert files.exists(run.weights_dir(3) + "/model.safetensors")
+    files.remove_folder("memory://cleanup")
+
+
+def test_a_run_that_is_worked_on_is_refused_and_left_alone_among_others(root: Path) -> None:
+    with served(root, "busy") as (url, http):
+        busy, idle = make(root, "busy", 3, url=url), make(root, "idle", 3)
+        code, output = sf("gc", busy.uri, "--yes")
+        assert (code, output) == (2, "error: busy: is being worked on; stop it or wait for its end")
+        code, output = sf("gc", str(root), "--yes")
+        assert code == 0 and "left alone: busy: is being worked on" in output
+        assert names(idle) == []
+        assert "busy running 3/4" in sf("ls", str(root))[1]
+        http.post("/runs/busy/release", json={})
+        assert len(names(busy)) == 4
+    assert "busy stopped 3/4" in sf("ls", str(root))[1]
+
+
+def test_a_journal_that_a_data_plane_has_open_stays(root: Path) -> None:
+    with served(root, "a") as (url, http):
+        run = make(root, "a", 4, url=url)
+        http.post("/runs/a/release", json={})
+        assert "journal" not in names(run, journals=False)
+
+
+def test_a_data_plane_that_wants_another_key_is_an_error(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SF_DATAPLANE_KEY", "wrong")
+    with served(root, "a", key="right") as (url, _):
+        run = make(root, "a", 3, url=url)
+        code, output = sf("gc", run.uri)
+        assert "a unknown 3/4" in sf("ls", run.uri)[1]
+    assert code == 2
+    assert f"a: its data plane at {url} does not say whether anybody works on it; set SF_DATAPLANE" in output
+
+
+def test_the_list_shows_state_iterations_rewards_and_size(root: Path) -> None:
+    make(root, "a", 4)
+    stopped = make(root, "b", 2)
+    commit(stopped, 1, "evaluate", data={"reward_mean": 0.75})
+    files.write_atomic(str(root / "broken" / "config.json"), b"{")
+    files.write_atomic(str(root / "other" / "file"), b"x" * 2_000_000)
+    code, output = sf("ls", str(root))
+    assert code == 0
+    assert "a finished 4/4 0.300 - 0.0 MB b stopped 2/4 0.100 0.750 0.0 MB" in output
+    assert "broken unreadable 0/? - - 0.0 MB" in output
+    assert "other" not in output
+    assert "a finished 4/4" in sf("ls", str(root / "a"))[1]
+
+
+@pytest.mark.parametrize("command", ["ls", "gc"])
+def test_a_folder_without_runs_is_named(tmp_path: Path, command: str) -> None:
+    code, output = sf(command, str(tmp_path))
+    assert code == 2
+    assert f"{tmp_path}: no runs here" in output
+    code, output = sf(command, "s4://nowhere")
+    assert (code, "no storage that fsspec knows" in output) == (2, True)
+
+
+@pytest.mark.parametrize("option", ["--keep-checkpoints", "--keep-weights"])
+def test_the_last_one_cannot_be_given_up(root: Path, option: str) -> None:
+    assert sf("gc", make(root, "a", 3).uri, option, "0")[0] == 2
+
+
+def test_a_broken_configuration_is_named(root: Path) -> None:
+    run = make(root, "a", 3)
+    files.write_atomic(run.path("config.json"), b"{")
+    code, output = sf("gc", run.uri)
+    assert code == 2 and "config.json: cannot be read" in output

@@ -1,0 +1,163 @@
+"""What `sf export` writes is read back by the tools it is for, or by the rules of their readers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pandas as pd  # type: ignore[import-untyped]
+import pytest
+from datasets import load_dataset
+
+from sf_core.export import Exported, export
+from storage import files
+from storage.run_directory import RunDirectory
+from tests.sf_core.runs import configure, conversation, sample
+from tests.sf_core.test_cli import sf
+
+SYSTEM = {"role": "system", "content": "be brief"}
+USER = {"role": "user", "content": "What is 2+2 and 3+3? \N{GREEK SMALL LETTER PI}"}
+ANSWER = {"role": "assistant", "content": "4 and 6"}
+THOUGHT = ANSWER | {"reasoning_content": "easy"}
+
+
+def call(number: int, **arguments: Any) -> dict[str, Any]:
+    function = {"name": "calc", "arguments": arguments}
+    return {"id": f"call_{number}", "type": "function", "function": function}
+
+
+CALLS = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [call(0, expression="2+2"), call(1, places=[1, 2], exact=True)],
+    "unparsed_calls": 1,
+}
+RESULTS = [{"role": "tool", "content": text, "tool_call_id": f"call_{i}"} for i, text in enumerate("46")]
+TOOL_USE = [SYSTEM, USER, CALLS, *RESULTS, ANSWER]
+FOLLOW_UP = [USER, ANSWER, {"role": "user", "content": "sure?"}, THOUGHT]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    run = RunDirectory(str(tmp_path / "run-1"))
+    configure(run)
+    sample(run, 0, [conversation(TOOL_USE), conversation([USER, ANSWER], reward=None, status="failed")])
+    # the first answer was given, not sampled
+    sample(run, 1, [conversation(FOLLOW_UP, given=2, session_id="s1", reward=1.0)])
+    return run
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def without_nulls(value: Any) -> Any:
+    """`datasets` fills every mapping with the keys of all rows."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def test_trl_gets_prompts_and_what_the_policy_made_of_them(run: RunDirectory, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    assert export(run.uri, "trl", str(out)) == Exported(rows=2, left_out=1)
+    first, second = lines(out)
+    calls = {key: value for key, value in CALLS.items() if key != "unparsed_calls"}
+    assert (first["prompt"], first["completion"]) == ([SYSTEM, USER], [calls, *RESULTS, ANSWER])
+    assert (second["prompt"], second["completion"]) == (FOLLOW_UP[:3], [THOUGHT])
+    assert [row["reward"] for row in (first, second)] == [0.5, 1.0]
+    assert second["session_id"] == "s1" and second["iteration"] == 1
+
+
+def test_datasets_reads_trl_rows_as_they_were_written(run: RunDirectory, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    export(run.uri, "trl", str(out))
+    loaded = load_dataset("json", data_files=str(out), split="train", cache_dir=str(tmp_path / "cache"))
+    assert set(loaded.column_names) >= {"prompt", "completion", "reward"}
+    assert [without_nulls(row) for row in loaded.to_list()] == lines(out)
+
+
+def test_verl_gets_messages_with_what_to_train(run: RunDirectory, tmp_path: Path) -> None:
+    out = tmp_path / "out.parquet"
+    assert export(run.uri, "verl", str(out)) == Exported(rows=2, left_out=1)
+    # as MultiTurnSFTDataset opens it
+    frame = pd.read_parquet(out, dtype_backend="pyarrow")
+    first, second = (without_nulls(row) for row in frame["messages"].tolist())
+    flags = [message.pop("trainable", None) for message in first]
+    assert flags == [None, None, True, None, None, True]
+    arguments = [json.loads(call["function"].pop("arguments")) for call in first[2]["tool_calls"]]
+    assert arguments == [call["function"]["arguments"] for call in CALLS["tool_calls"]]  # type: ignore[index]
+    assert [message["content"] for message in first] == [message["content"] for message in TOOL_USE]
+    assert [message.get("trainable") for message in second] == [None, False, None, True]
+    assert second[3]["reasoning_content"] == "easy"
+    assert frame["data_source"].tolist() == ["calculator", "calculator"]
+    assert [row["reward"] for row in frame["extra_info"].tolist()] == [0.5, 1.0]
+
+
+def test_sharegpt_speakers_take_turns(run: RunDirectory, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    assert export(run.uri, "sharegpt", str(out)) == Exported(rows=2, left_out=1)
+    first, second = lines(out)
+    assert first["system"] == "be brief" and second["system"] == ""
+    speakers = [turn["from"] for turn in first["conversations"]]
+    assert speakers == ["human", "function_call", "observation", "gpt"]
+    human, calls, results, answer = (turn["value"] for turn in first["conversations"])
+    assert (human, answer) == (USER["content"], ANSWER["content"])
+    assert json.loads(calls) == [call["function"] for call in CALLS["tool_calls"]]  # type: ignore[index]
+    assert results.split("\n</tool_response>\n<tool_response>\n") == ["4", "6"]
+    assert second["conversations"][-1] == {"from": "gpt", "value": "<think>\neasy\n</think>\n\n4 and 6"}
+
+
+def test_what_a_format_cannot_hold_is_left_out_and_counted(tmp_path: Path) -> None:
+    run = RunDirectory(str(tmp_path / "run-2"))
+    configure(run)
+    twice = conversation([USER, ANSWER, ANSWER])
+    unprompted = conversation([ANSWER], given=0)
+    sample(run, 0, [twice, unprompted])
+    assert export(run.uri, "sharegpt", str(tmp_path / "a.jsonl")) == Exported(rows=0, left_out=2)
+    assert export(run.uri, "trl", str(tmp_path / "b.jsonl")) == Exported(rows=1, left_out=1)
+    assert export(run.uri, "verl", str(tmp_path / "c.parquet")) == Exported(rows=2, left_out=0)
+
+
+def test_the_command_says_what_it_wrote(run: RunDirectory, tmp_path: Path) -> None:
+    code, output = sf("export", run.uri, "--to", "trl", str(tmp_path / "out.jsonl"))
+    assert code == 0
+    assert "out.jsonl: 2 conversations for trl; 1 left out" in output
+
+
+@pytest.mark.parametrize(
+    ("to", "out", "sentence"),
+    [
+        ("csv", "out.csv", "csv: no such format; there are trl, verl, sharegpt"),
+        ("verl", "out.jsonl", "out.jsonl: verl reads files whose names end in .parquet; choose such a name"),
+        ("trl", "taken.jsonl", "taken.jsonl: is there already; choose another name or remove it"),
+        ("trl", "file/out.jsonl", "is a file"),
+    ],
+)
+def test_what_cannot_be_written_is_one_sentence(
+    run: RunDirectory, tmp_path: Path, to: str, out: str, sentence: str
+) -> None:
+    (tmp_path / "taken.jsonl").write_text("mine")
+    (tmp_path / "file").write_text("")
+    code, output = sf("export", run.uri, "--to", to, str(tmp_path / out))
+    assert code == 2
+    assert sentence in output
+    assert (tmp_path / "taken.jsonl").read_text() == "mine"
+
+
+def test_a_run_without_trajectories_is_named(tmp_path: Path) -> None:
+    code, output = sf("export", str(tmp_path / "none"), "--to", "trl", str(tmp_path / "out.jsonl"))
+    assert (code, "no run here" in output) == (2, True)
+    run = RunDirectory(str(tmp_path / "young"))
+    configure(run)
+    code, output = sf("export", run.uri, "--to", "trl", str(tmp_path / "out.jsonl"))
+    assert code == 2 and "young: no trajectories are committed yet" in output
+
+
+def test_a_broken_part_leaves_no_file(run: RunDirectory, tmp_path: Path) -> None:
+    part = run.partition("trajectories", 1) + "/rollout-1.parquet"
+    files.write_atomic(part, b"PAR1")
+    code, output = sf("export", run.uri, "--to", "trl", str(tmp_path / "out.jsonl"))
+    assert code == 2 and "not a complete Parquet file" in output
+    assert not (tmp_path / "out.jsonl").exists()

@@ -1,0 +1,86 @@
+"""Ranks of a gang as real processes: each runs a function of its seat and reports what came of it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from sf_core.training.ranks import Ranks
+from sf_core.training.rendezvous import seated
+from sf_core.training.seats import Seat
+from storage.gangs import GangFiles
+from storage.run_directory import RunDirectory
+
+_SPAWN = multiprocessing.get_context("forkserver")
+_SPAWN.set_forkserver_preload(["tests.sf_core.training.gang", "sf_core.training.trainer"])
+
+
+@dataclass(frozen=True)
+class Try:
+    """One try at a train stage: where, and how long ranks wait."""
+
+    run: str
+    workers: tuple[str, ...]
+    epoch: int = 0
+    iteration: int = 0
+    timeout_s: float = 30.0
+
+    @property
+    def files(self) -> GangFiles:
+        return GangFiles(RunDirectory(self.run), self.iteration, attempt=1, epoch=self.epoch)
+
+    def seat(self, rank: int) -> Seat:
+        return Seat(self.workers, rank, self.epoch)
+
+
+Work = Callable[[Ranks], Any]
+
+
+@dataclass
+class Member:
+    """A worker's process, which may take several seats one after the other."""
+
+    worker: str
+    _orders: Any = field(default_factory=_SPAWN.Queue)
+    _reports: Any = field(default_factory=_SPAWN.Queue)
+
+    def __post_init__(self) -> None:
+        self._process = _SPAWN.Process(target=_serve, args=(self._orders, self._reports), daemon=True)
+        self._process.start()
+
+    def sit(self, one: Try, work: Work) -> None:
+        self._orders.put((one, one.workers.index(self.worker), work))
+
+    def report(self, timeout_s: float = 60.0) -> Any:
+        """What the work returned, or the text of the error with its class's name before it."""
+        try:
+            return self._reports.get(timeout=timeout_s)
+        except queue.Empty:
+            raise AssertionError(f"{self.worker} reported nothing for {timeout_s:g} s") from None
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+def _serve(orders: Any, reports: Any) -> None:
+    torch.set_num_threads(1)
+    while True:
+        one, rank, work = orders.get()
+        try:
+            with seated(one.files, one.seat(rank), "127.0.0.1", one.timeout_s) as ranks:
+                result = work(ranks)
+        except Exception as error:
+            result = f"{type(error).__name__}: {error}"
+        reports.put(result)
