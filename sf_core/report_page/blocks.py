@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, field
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import orjson
@@ -104,25 +105,13 @@ def encode_block(sessions: Sequence[Sequence[Trajectory]]) -> bytes:
     """The branches of some sessions. What a branch repeats from its parent is not in it again."""
     described, own, reached = [], [], 0
     for branches in sessions:
-        ids = {row.branch_id for row in branches}
-        entries = []
+        first, ids, entries = branches[0], {row.branch_id for row in branches}, []
         for row in branches:
-            shared = row.shared_prefix if row.parent_branch_id in ids else 0
-            length = len(row.token_ids) - shared
-            entries.append(
-                {
-                    "id": row.branch_id,
-                    "parent": row.parent_branch_id if row.parent_branch_id in ids else None,
-                    "shared": shared,
-                    "begin": reached,
-                    "length": length,
-                    "interruptions": row.interruptions,
-                    "turns": [astuple(turn) for turn in row.turns],
-                }
-            )
+            parent = row.parent_branch_id if row.parent_branch_id in ids else None
+            shared = row.shared_prefix if parent is not None else 0
+            entries.append(_branch(row, parent, shared, reached))
             own.append((row, slice(shared, None)))
-            reached += length
-        first = branches[0]
+            reached += len(row.token_ids) - shared
         described.append(
             {
                 "id": first.session_id,
@@ -140,6 +129,19 @@ def encode_block(sessions: Sequence[Sequence[Trajectory]]) -> bytes:
         np.concatenate([_states(row)[span] for row, span in own]).astype("u1"),
     ]
     return b"".join([struct.pack("<I", len(head)), head, *(array.tobytes() for array in arrays)])
+
+
+def _branch(row: Trajectory, parent: str | None, shared: int, begin: int) -> dict[str, Any]:
+    """`begin` is the place in the block of its first token that the parent has not."""
+    return {
+        "id": row.branch_id,
+        "parent": parent,
+        "shared": shared,
+        "begin": begin,
+        "length": len(row.token_ids) - shared,
+        "interruptions": row.interruptions,
+        "turns": [astuple(turn) for turn in row.turns],
+    }
 
 
 def _thousandths(logprobs: np.ndarray) -> np.ndarray:

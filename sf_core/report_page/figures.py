@@ -20,7 +20,7 @@ from storage.batches import read_batch
 from storage.run_directory import STAGES, RunDirectory
 from storage.trajectories import read_trajectories
 
-TRAINING = ("loss", "entropy", "kl", "clip_fraction", "grad_norm", "length_mean", "learning_rate")
+TRAINING = ("entropy", "kl", "clip_fraction", "grad_norm", "length_mean")
 """Metrics of the train stage that are drawn where a run has them."""
 
 TIMELINE_STEPS = 4000
@@ -33,13 +33,15 @@ def run_figures(run: RunDirectory) -> dict[str, Any]:
     windows = iteration_windows(iterations)
     observe.record_figures(run, len(iterations) - 1)
     devices = observe.read_figures(run, range(len(iterations)))
-    rollouts = {row.iteration: row.rollout for row in report.iteration_figures(run)}
+    rollouts = {
+        row.iteration: asdict(row.rollout) for row in report.iteration_figures(run) if row.rollout is not None
+    }
     rows = [
         {
             "iteration": iteration.number,
             "seconds": _length(windows.get(iteration.number)),
             "stages": [stage for stage in STAGES if stage in iteration.stages],
-            "rollout": None if (of := rollouts.get(iteration.number)) is None else asdict(of),
+            "rollout": rollouts.get(iteration.number),
             "training": _training(iteration),
             "devices": devices.get(iteration.number, {}),
         }
@@ -106,7 +108,7 @@ def _groups(run: RunDirectory, iteration: Iteration) -> list[list[Any]]:
             rows += _group_rows(number, table.append_column("decision", waiting))
     if "rollout" in stages:
         rejected = stages["rollout"].data.get("rejected", {})
-        rows += [[number, f"group {index}", "", [], reason] for index, reason in rejected.items()]
+        rows += [[number, f"{run.run_id}.g{index}", "", [], reason] for index, reason in rejected.items()]
     return rows
 
 

@@ -51,7 +51,7 @@ def render(run: RunDirectory, max_bytes: int) -> bytes:
     budget = int((max_bytes - base) * 0.9)
     embedded = embed_sessions(list(report.samplings(run)), budget)
     page = _fill(run, figures, embedded)
-    while len(page) > max_bytes:
+    while len(page) > max_bytes and embedded.blocks:
         _drop_last_block(embedded)
         page = _fill(run, figures, embedded)
     return page

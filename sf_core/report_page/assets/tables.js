@@ -15,7 +15,7 @@ function table(rows, columns, { search = null, onrow = null } = {}) {
     if (order) found = [...found].sort((a, b) => (descending ? -1 : 1) * compare(order.value(a), order.value(b)));
     heads.forEach((head, i) => head.setAttribute("aria-sort", columns[i] !== order ? "none" : descending ? "descending" : "ascending"));
     body.replaceChildren(...found.slice(0, shown).map((row) => el("tr", { onclick: onrow && (() => onrow(row)), class: onrow && "link" },
-      ...columns.map((c) => el("td", { class: c.text ? "text" : null }, c.cell ? c.cell(row) : String(c.value(row) ?? ""))))));
+      ...columns.map((c) => el("td", { class: c.text ? "text" : null }, c.cell ? c.cell(row) : visible(String(c.value(row) ?? "")))))));
     more.hidden = found.length <= shown;
     more.textContent = `more (${whole(found.length - shown)})`;
   }

@@ -100,8 +100,7 @@ class Viewer {
 
   /* Open the session that the address names, if this page holds it. */
   followAddress() {
-    const id = location.hash.startsWith("#session=") ? decodeURIComponent(location.hash.slice(9)) : null;
-    const facts = id && this.sessions.list.find((s) => s.session_id === id);
+    const facts = this.sessions.list.find((s) => location.hash === `#session=${encodeURIComponent(s.session_id)}`);
     if (facts) { byId("sessions").scrollIntoView(); this.show(facts); }
   }
 

@@ -8,7 +8,7 @@ from playwright.sync_api import Browser, Page
 from sf_core.config import RunConfig
 from sf_core.report_page.page import write_report
 from storage.run_directory import RunDirectory
-from tests.sf_core.report_page.conftest import HOSTILE, commit_iteration, opened
+from tests.sf_core.report_page.report_runs import HOSTILE, commit_iteration, opened
 from tests.sf_core.test_inspect import trajectory
 
 LIGHT, DARK = "rgb(246, 247, 249)", "rgb(20, 23, 28)"
@@ -34,7 +34,7 @@ def test_a_run_opens_offline_with_its_curves_devices_and_tables(run: RunDirector
         rows = page.locator("#iterations tbody tr")
         assert rows.nth(1).inner_text().split()[:4] == ["1", "1.000", "1", "15"]
         assert "70 %" in rows.nth(1).inner_text()
-        groups = page.locator("#groups tbody").inner_text()
+        groups = page.locator("#groups tbody").text_content() or ""
         assert "calculator-1" in groups
         assert "too old" in groups
 
@@ -44,9 +44,9 @@ def test_a_session_is_read_turn_by_turn(run: RunDirectory, browser: Browser) -> 
         open_session(page, "g1.0.a1")
         turns = page.locator("#session .turn")
         assert [turns.nth(i).locator("header b").inner_text() for i in range(2)] == ["user", "assistant"]
-        assert turns.nth(0).locator(".tokens").inner_text() == "name a fruit"
+        assert turns.nth(0).locator(".tokens").text_content() == "name a fruit"
         # the version changed in the middle of the answer
-        assert turns.nth(1).locator(".tokens").inner_text() == "apple" + "v0→v1" + " pie<|end|>"
+        assert turns.nth(1).locator(".tokens").text_content() == "apple" + "v0→v1" + " pie<|end|>"
         turns.nth(1).locator(".tok").first.hover()
         assert "log-prob -1.000 (p 0.368) · version 0, lag 1" in page.locator(".token-note").inner_text()
 
@@ -55,13 +55,13 @@ def test_branches_are_a_tree_and_what_they_share_is_folded(run: RunDirectory, br
     with opened(browser, write_report(run.uri, None, 16)) as page:
         open_session(page, "g1.0.a1")
         page.locator(".tree ul ul button").click()
-        assert page.locator(".turns > .turn .tokens").all_inner_texts() == ["another", "pear<|end|>"]
+        assert page.locator(".turns > .turn .tokens").all_text_contents() == ["another", "pear<|end|>"]
         page.locator("summary").click()
         shared = page.locator("details .tok")
         assert shared.first.text_content() == "a"
         assert "carried" in (shared.first.get_attribute("class") or "")
         page.keyboard.press("[")
-        assert page.locator(".turns .tokens").first.inner_text() == "name a fruit"
+        assert page.locator(".turns .tokens").first.text_content() == "name a fruit"
 
 
 def test_colours_follow_log_probs_or_policy_versions(run: RunDirectory, browser: Browser) -> None:
@@ -106,7 +106,7 @@ def test_a_character_of_several_tokens_is_shown_where_it_is_complete(
 ) -> None:
     with opened(browser, write_report(run.uri, None, 16)) as page:
         open_session(page, "g0.0.a1")
-        assert page.locator(".turn.sampled .tokens").inner_text() == "Gr⋯ü⋯ße<|end|>"
+        assert page.locator(".turn.sampled .tokens").text_content() == "Gr⋯ü⋯ße<|end|>"
         page.locator(".tok.partial").first.hover()
         assert "bytes c3, part of a character" in page.locator(".token-note").inner_text()
 
@@ -116,8 +116,8 @@ def test_what_agents_wrote_stays_text(hostile_run: RunDirectory, browser: Browse
     assert "onerror" not in Path(target).read_text()
     with opened(browser, target) as page:
         open_session(page, "onerror")
-        assert page.locator(".turn .tokens").all_inner_texts() == [HOSTILE, f"{HOSTILE}<|end|>"]
-        assert HOSTILE in page.locator("#groups tbody").inner_text()
+        assert page.locator(".turn .tokens").all_text_contents() == [HOSTILE, f"{HOSTILE}<|end|>"]
+        assert HOSTILE in (page.locator("#groups tbody").text_content() or "")
         assert page.locator("img").count() == 0
         assert page.title() == "run-1 - SeamlessFlow"
 
