@@ -42,7 +42,7 @@ def _write_kind(run: RunDirectory, kind: Kind, newest: int) -> None:
 
 def encode_events(rows: Sequence[Mapping[str, float | None]]) -> bytes:
     """Rows of metrics as TensorBoard scalars; what was not measured is left out."""
-    # a third of a second, which a command that only reads a run need not wait for
+    # their import takes 0.2 s, which a command that only reads a run need not wait for
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.summary.writer.record_writer import RecordWriter

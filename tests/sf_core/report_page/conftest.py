@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser, expect, sync_playwright
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -23,6 +23,7 @@ def browser() -> Iterator[Browser]:
         if os.environ.get("CI") == "true":
             raise FileNotFoundError("chromium is not installed; .ci/run installs Debian's")
         pytest.skip("chromium is not installed; Debian's package chromium has it")
+    expect.set_options(timeout=30_000)
     with sync_playwright() as playwright:
         # no sandbox: tests may run as root
         chromium = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])

@@ -34,7 +34,6 @@ def opened(browser: Browser, page_file: str, **settings: Any) -> Iterator[Page]:
     page.on("pageerror", lambda error: said.append(str(error)))
     page.goto(f"file://{page_file}")
     page.wait_for_selector("html[data-ready]")
-    # turns out of sight are not laid out: read them by text_content, not inner_text
     yield page
     assert said == []
     assert {url.split("#")[0] for url in asked} == {f"file://{page_file}"}

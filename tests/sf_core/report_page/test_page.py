@@ -3,7 +3,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from playwright.sync_api import Browser, Page
+from playwright.sync_api import Browser, Page, expect
 
 from sf_core.config import RunConfig
 from sf_core.report_page.page import write_report
@@ -29,39 +29,39 @@ def test_a_run_opens_offline_with_its_curves_devices_and_tables(run: RunDirector
     with opened(browser, write_report(run.uri, None, 16), offline=True) as page:
         reward = page.locator("figure.chart", has_text="Reward").locator("path.line")
         assert re.fullmatch(r"M[\d.]+,[\d.]+L[\d.]+,[\d.]+", reward.get_attribute("d") or "")
-        assert page.locator("#timeline rect.kind-busy").count() == 2
-        assert page.locator("#timeline .boundary").count() == 1
+        expect(page.locator("#timeline rect.kind-busy")).to_have_count(2)
+        expect(page.locator("#timeline .boundary")).to_have_count(1)
         rows = page.locator("#iterations tbody tr")
-        assert rows.nth(1).inner_text().split()[:4] == ["1", "1.000", "1", "15"]
-        assert "70 %" in rows.nth(1).inner_text()
-        groups = page.locator("#groups tbody").text_content() or ""
-        assert "calculator-1" in groups
-        assert "too old" in groups
+        expect(rows.nth(1)).to_contain_text("1.000")
+        expect(rows.nth(1)).to_contain_text("70 %")
+        groups = page.locator("#groups tbody")
+        expect(groups).to_contain_text("calculator-1")
+        expect(groups).to_contain_text("too old")
 
 
 def test_a_session_is_read_turn_by_turn(run: RunDirectory, browser: Browser) -> None:
     with opened(browser, write_report(run.uri, None, 16)) as page:
         open_session(page, "g1.0.a1")
         turns = page.locator("#session .turn")
-        assert [turns.nth(i).locator("header b").inner_text() for i in range(2)] == ["user", "assistant"]
-        assert turns.nth(0).locator(".tokens").text_content() == "name a fruit"
+        expect(turns.locator("header b")).to_have_text(["user", "assistant"])
+        expect(turns.nth(0).locator(".tokens")).to_have_text("name a fruit")
         # the version changed in the middle of the answer
-        assert turns.nth(1).locator(".tokens").text_content() == "apple" + "v0→v1" + " pie<|end|>"
+        expect(turns.nth(1).locator(".tokens")).to_have_text("apple" + "v0→v1" + " pie<|end|>")
         turns.nth(1).locator(".tok").first.hover()
-        assert "log-prob -1.000 (p 0.368) · version 0, lag 1" in page.locator(".token-note").inner_text()
+        expect(page.locator(".token-note")).to_contain_text("log-prob -1.000 (p 0.368) · version 0, lag 1")
 
 
 def test_branches_are_a_tree_and_what_they_share_is_folded(run: RunDirectory, browser: Browser) -> None:
     with opened(browser, write_report(run.uri, None, 16)) as page:
         open_session(page, "g1.0.a1")
         page.locator(".tree ul ul button").click()
-        assert page.locator(".turns > .turn .tokens").all_text_contents() == ["another", "pear<|end|>"]
+        expect(page.locator(".turns > .turn .tokens")).to_have_text(["another", "pear<|end|>"])
         page.locator("summary").click()
         shared = page.locator("details .tok")
-        assert shared.first.text_content() == "a"
-        assert "carried" in (shared.first.get_attribute("class") or "")
+        expect(shared.first).to_have_text("a")
+        expect(shared.first).to_contain_class("carried")
         page.keyboard.press("[")
-        assert page.locator(".turns .tokens").first.text_content() == "name a fruit"
+        expect(page.locator(".turns .tokens").first).to_have_text("name a fruit")
 
 
 def test_colours_follow_log_probs_or_policy_versions(run: RunDirectory, browser: Browser) -> None:
@@ -89,15 +89,15 @@ def test_sessions_are_found_by_reward_and_keys(run: RunDirectory, browser: Brows
     with opened(browser, write_report(run.uri, None, 16)) as page:
         page.keyboard.press("/")
         page.keyboard.type("calculator")
-        assert page.locator("#count").inner_text() == "2 of 2 sessions"
+        expect(page.locator("#count")).to_have_text("2 of 2 sessions")
         page.fill("#reward-max", "0.5")
-        assert page.locator("#list small").first.inner_text() == "run-1.g0.0.a1"
+        expect(page.locator("#list small").first).to_have_text("run-1.g0.0.a1")
         page.fill("#reward-max", "")
         page.check("#interrupted")
         page.focus("#list")
         page.keyboard.press("ArrowDown")
         page.wait_for_selector("#session .turn")
-        assert page.locator("#session h3").inner_text() == "run-1.g1.0.a1"
+        expect(page.locator("#session h3")).to_have_text("run-1.g1.0.a1")
         assert page.url.endswith("#session=run-1.g1.0.a1")
 
 
@@ -106,9 +106,9 @@ def test_a_character_of_several_tokens_is_shown_where_it_is_complete(
 ) -> None:
     with opened(browser, write_report(run.uri, None, 16)) as page:
         open_session(page, "g0.0.a1")
-        assert page.locator(".turn.sampled .tokens").text_content() == "Gr⋯ü⋯ße<|end|>"
+        expect(page.locator(".turn.sampled .tokens")).to_have_text("Gr⋯ü⋯ße<|end|>")
         page.locator(".tok.partial").first.hover()
-        assert "bytes c3, part of a character" in page.locator(".token-note").inner_text()
+        expect(page.locator(".token-note")).to_contain_text("bytes c3, part of a character")
 
 
 def test_what_agents_wrote_stays_text(hostile_run: RunDirectory, browser: Browser) -> None:
@@ -116,8 +116,8 @@ def test_what_agents_wrote_stays_text(hostile_run: RunDirectory, browser: Browse
     assert "onerror" not in Path(target).read_text()
     with opened(browser, target) as page:
         open_session(page, "onerror")
-        assert page.locator(".turn .tokens").all_text_contents() == [HOSTILE, f"{HOSTILE}<|end|>"]
-        assert HOSTILE in (page.locator("#groups tbody").text_content() or "")
+        expect(page.locator(".turn .tokens")).to_have_text([HOSTILE, f"{HOSTILE}<|end|>"])
+        expect(page.locator("#groups tbody")).to_contain_text(HOSTILE)
         assert page.locator("img").count() == 0
         assert page.title() == "run-1 - SeamlessFlow"
 
@@ -160,7 +160,7 @@ def test_a_run_of_50_mb_stays_within_the_size_and_says_what_is_left_out(
     target = write_report(run.uri, None, 5)
     assert 4e6 < Path(target).stat().st_size <= 5e6
     with opened(browser, target) as page:
-        assert re.match(r"\d+ of 642 sessions are in this page", page.locator("#left-out").inner_text())
+        expect(page.locator("#left-out")).to_have_text(re.compile(r"^\d+ of 642 sessions are in this page"))
         # every iteration has some, the newest most
         for iteration in (0, 2, 9):
             page.fill("#search", f"run-1.g{iteration}.")
@@ -171,7 +171,7 @@ def test_a_run_that_has_just_begun_has_a_page(tmp_path: Path, browser: Browser) 
     run = RunDirectory(str(tmp_path / "new"))
     run.write_config(RunConfig(run_id="new"))
     with opened(browser, write_report(run.uri, None, 16)) as page:
-        assert page.locator("#count").inner_text() == "0 of 0 sessions"
+        expect(page.locator("#count")).to_have_text("0 of 0 sessions")
 
 
 def test_a_size_that_cannot_hold_the_figures_is_refused(run: RunDirectory) -> None:
