@@ -28,8 +28,8 @@ NUM_ROWS = 50
 
 def show_devices(run: RunRef, iteration: int) -> None:
     """Record what the devices did up to this iteration and show it on the page of the run, which is the flow
-    run above the calling one. Meant for a moment at which the flow only waits: it takes some
-    50 ms, and 0.2 s more the first time."""
+    run above the calling one. Meant for a moment at which the flow only waits: it takes some 50 ms, the first
+    time 0.2 s more."""
     directory = Run(run).directory
     record_figures(directory, iteration - 1)
     write_events(directory, iteration - 1)
