@@ -7,25 +7,16 @@ from __future__ import annotations
 
 from asyncio import get_running_loop
 
-import numpy as np
-
 from benchmarks.single_turn import connections
+from sf_core.scheduling.simulations import Lognormal
 from sf_core.types import Endpoint, Task
 
-PROMPT_TOKENS = 128
-"""About; the chat template adds some."""
-MEDIAN, SIGMA, LONGEST = 600.0, 1.2, 5000
-"""Of the lognormal lengths; the 5 % that would be longer are cut there, as by a token budget."""
-
-
-def length_of(group: int, member: int) -> int:
-    """Tokens that this session samples, in whatever run."""
-    random = np.random.default_rng((group, member))
-    return int(np.clip(MEDIAN * np.exp(SIGMA * random.standard_normal()), 8, LONGEST))
+LENGTHS = Lognormal(prompt=140, median=600.0, sigma=1.2, longest=5000)
+"""About one in twenty-five sessions would be longer, and is cut there as by a token budget."""
 
 
 def tasks(split: str, index: int) -> Task:
-    return Task(f"{split}-{index}", "benchmark", f"{index:06d} " + "x " * (PROMPT_TOKENS // 2))
+    return Task(f"{split}-{index}", "benchmark", f"{index:06d} " + "x " * 50)
 
 
 async def agent(task: Task, endpoint: Endpoint) -> str:
@@ -34,7 +25,7 @@ async def agent(task: Task, endpoint: Endpoint) -> str:
     body = {
         "model": endpoint.model,
         "messages": [{"role": "user", "content": task.prompt}],
-        "max_tokens": length_of(int(group[1:]), int(member)),
+        "max_tokens": LENGTHS(int(group[1:]), int(member))[1],
     }
     headers = {"Authorization": f"Bearer {endpoint.api_key}"}
     http = connections(get_running_loop())

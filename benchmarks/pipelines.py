@@ -1,11 +1,12 @@
 """The four pipelines on the same devices, prompts and heavy-tailed lengths: tokens/s, idle time and lag.
 
-Eight emulated devices (H100, a policy of 8.2e9 parameters; sf_core/scheduling/device_model.py), everything
-else real: Prefect server, Dask workers in processes of their own, data plane, journal. Rollout
-takes about three quarters of the device time, as in agentic RL.
+Half of the emulated devices (H100, a policy of 8.2e9 parameters; sf_core/scheduling/device_model.py) only
+roll out, half can train too; colocated pipelines have as many devices that do both. Everything else is real:
+Prefect server, Dask workers in processes of their own, data plane, journal. Rollout takes about three
+quarters of the device time, as in agentic RL. One JSON line with an object per pipeline.
 
-    python -m benchmarks.pipelines               the real system, about 25 minutes
-    python -m benchmarks.pipelines --simulate    the simulator, seconds
+    python -m benchmarks.pipelines               20 iterations of each: 90 minutes
+    python -m benchmarks.pipelines --simulate    the same in the simulator: seconds
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,77 +25,88 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from benchmarks.heavy_tailed import LENGTHS
 from sf_core.config import RunConfig, WorkerConfig, validate_config
 from sf_core.iterations import iteration_windows, read_iterations
-from sf_core.local_stack import Services, local_stack, start_services
+from sf_core.local_stack import LocalStack, Services, local_stack, start_services
 from sf_core.scheduling.figures import device_figures
+from sf_core.scheduling.simulations import (
+    VARIANTS,
+    WARMUP,
+    Devices,
+    configure,
+    figures_of,
+    simulate_variant,
+)
 from sf_core.scheduling.timeline import read_spans
 from storage.run_directory import RunDirectory
 
-ITERATIONS = 20
-WARMUP = 2
-"""Iterations that are not counted: the first has no batch to overlap with, nor a measured switch."""
-
-VARIANTS: dict[str, dict[str, Any]] = {
-    "colocated": {"pipeline": "colocated", "overlap": True},
-    "colocated_drained": {"pipeline": "colocated", "overlap": False},
-    "disaggregated": {"pipeline": "disaggregated"},
-    "async": {"pipeline": "async"},
-    "multiplexed": {"pipeline": "multiplexed"},
-}
-"""colocated: sessions that a train step cuts go on after it (partial rollout). colocated_drained: every
-session ends before the train step, as common frameworks do it."""
-
-DUAL, ROLLOUT = ("rollout", "train"), ("rollout",)
+PART = "benchmarks.heavy_tailed"
+SESSIONS_PER_DEVICE = 64
+"""In a batch: four for each place in an engine."""
 
 
 def main(
-    only: Annotated[list[str] | None, typer.Option(help="variants; all by default")] = None,
-    iterations: int = ITERATIONS,
-    devices: int = 8,
+    only: Annotated[list[str] | None, typer.Option(help="pipelines; all by default")] = None,
+    iterations: Annotated[int, typer.Option(min=WARMUP + 2)] = 20,
+    devices: Annotated[int, typer.Option(min=2)] = 8,
+    simulated: Annotated[bool, typer.Option("--simulate", help="nothing real, in seconds")] = False,
     keep: Annotated[str | None, typer.Option(help="folder that keeps the run directories")] = None,
 ) -> None:
-    names = only or list(VARIANTS)
-    config = run_config("any", VARIANTS[names[0]], devices, iterations, {})
+    names, cluster = only or list(VARIANTS), Devices(devices // 2, devices - devices // 2)
+    config = base_config(devices, iterations)
     line: dict[str, Any] = {
         "devices": devices,
-        "iterations": iterations - WARMUP,
+        "iterations_counted": iterations - WARMUP - 1,
         "in_flight_cap_per_engine": config.engine.max_running,
         "time_dilation": config.emulation.time_dilation,
         "max_lag_allowed": config.rollout.max_lag,
+        "simulated": simulated,
     }
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(keep or temporary)
-        for colocated in (False, True):
-            chosen = [name for name in names if name.startswith("colocated") == colocated]
-            if chosen:
-                line |= run_variants(folder / ("dual" if colocated else "split"), chosen, devices, iterations)
+    if simulated:
+        for name in names:
+            line[name] = asdict(figures_of(simulate_variant(config, VARIANTS[name], cluster, LENGTHS)))
+    else:
+        with tempfile.TemporaryDirectory() as temporary:
+            for is_dual in (False, True):
+                chosen = [name for name in names if name.startswith("colocated") == is_dual]
+                folder = Path(keep or temporary) / ("dual" if is_dual else "split")
+                line |= run_all(folder, chosen, cluster, config) if chosen else {}
     print(json.dumps(line))
 
 
-def run_variants(folder: Path, names: list[str], devices: int, iterations: int) -> dict[str, Any]:
-    """On one stack, one variant after the other."""
+def base_config(devices: int, iterations: int) -> RunConfig:
+    return validate_config(
+        {
+            "policy": {"hidden_size": 32, "num_layers": 1, "warmstart": None},
+            "environment": {part: f"{PART}:{part}" for part in ("tasks", "agent", "reward")},
+            "rollout": {
+                "group_size": 8,
+                "groups_per_batch": SESSIONS_PER_DEVICE * devices // 8,
+                "max_tokens": LENGTHS.longest,
+                # whatever is admitted under a lag of 1 may run
+                "concurrency": 2 * SESSIONS_PER_DEVICE * devices,
+            },
+            "train": {"iterations": iterations, "checkpoint_every": iterations},
+            "evaluate": {"every": 1_000_000, "num_tasks": 1},
+            "engine": {"kind": "emulated", "max_running": 16, "context_length": 6000},
+            "emulation": {"utilisation": 0.55},
+        }
+    )
+
+
+def run_all(folder: Path, names: list[str], devices: Devices, config: RunConfig) -> dict[str, Any]:
+    """On one stack, one pipeline after the other."""
     results = {}
-    with running_stack(folder, workers_of(names[0], devices)) as (stack, services):
+    with running_stack(folder, worker_configs(names[0], devices)) as (stack, services):
         for name in names:
-            where = {
-                "cluster": {"scheduler": services.scheduler},
-                "dataplane": {"url": services.dataplane},
-                "storage": {"root": str(folder / "runs")},
-            }
-            config = run_config(name, VARIANTS[name], devices, iterations, where)
-            (folder / f"{name}.json").write_text(config.model_dump_json())
-            command = [sys.executable, "-m", "flows.train", str(folder / f"{name}.json")]
-            flow = stack.start(f"flow-{name}", command, {"PREFECT_API_URL": services.api})
-            if flow.popen.wait(3600) != 0:
-                raise SystemExit(f"{name} failed: {flow.tail(20)}")
-            results[name] = figures(RunDirectory(config.run_dir), iterations)
+            results[name] = run_one(folder, name, configure(config, VARIANTS[name], devices), stack, services)
             print(name, json.dumps(results[name]), file=sys.stderr, flush=True)
     return results
 
 
 @contextmanager
-def running_stack(folder: Path, workers: dict[str, WorkerConfig]) -> Iterator[tuple[Any, Services]]:
+def running_stack(folder: Path, workers: dict[str, WorkerConfig]) -> Iterator[tuple[LocalStack, Services]]:
     folder.mkdir(parents=True, exist_ok=True)
     env = {
         "PREFECT_HOME": str(folder / "prefect"),
@@ -105,58 +118,42 @@ def running_stack(folder: Path, workers: dict[str, WorkerConfig]) -> Iterator[tu
         yield stack, start_services(stack, folder, workers)
 
 
-def workers_of(variant: str, devices: int) -> dict[str, WorkerConfig]:
-    """Half of the devices can train and roll out, and half only roll out; colocated: all can do both."""
-    num_dual = devices if variant.startswith("colocated") else devices // 2
-    workers = {f"t{i}": WorkerConfig(tags=DUAL, threads=1) for i in range(num_dual)}
-    workers |= {f"r{i}": WorkerConfig(tags=ROLLOUT, threads=1) for i in range(devices - num_dual)}
-    return workers | {
-        "a0": WorkerConfig(tags=("agent",), threads=1),
-        "c0": WorkerConfig(tags=("cpu",), threads=1),
+def worker_configs(name: str, devices: Devices) -> dict[str, WorkerConfig]:
+    workers = devices.workers_of(VARIANTS[name])
+    return {worker.name: WorkerConfig(tags=tuple(sorted(worker.tags)), threads=1) for worker in workers}
+
+
+def run_one(
+    folder: Path, name: str, config: RunConfig, stack: LocalStack, services: Services
+) -> dict[str, Any]:
+    settings = config.model_dump() | {
+        "run_id": name.replace("_", "-"),
+        "cluster": {"scheduler": services.scheduler},
+        "dataplane": {"url": services.dataplane},
+        "storage": {"root": str(folder / "runs")},
     }
+    run = validate_config(settings)
+    (folder / f"{name}.json").write_text(run.model_dump_json())
+    command = [sys.executable, "-m", "flows.train", str(folder / f"{name}.json")]
+    flow = stack.start(f"flow-{name}", command, {"PREFECT_API_URL": services.api})
+    if flow.popen.wait(7200) != 0:
+        raise SystemExit(f"{name} failed: {flow.tail(20)}")
+    return figures(RunDirectory(run.run_dir))
 
 
-def run_config(
-    name: str, variant: dict[str, Any], devices: int, iterations: int, where: dict[str, Any]
-) -> RunConfig:
-    num_trainers = devices if variant["pipeline"] == "colocated" else devices // 2
-    overlap = {"overlap": variant["overlap"]} if "overlap" in variant else {}
-    return validate_config(
-        {
-            "run_id": name.replace("_", "-"),
-            "pipeline": variant["pipeline"],
-            "policy": {"hidden_size": 32, "num_layers": 1, "warmstart": None},
-            "environment": {part: f"benchmarks.heavy_tailed:{part}" for part in ("tasks", "agent", "reward")},
-            "rollout": {
-                "group_size": 8,
-                "groups_per_batch": 8 * devices,
-                "max_tokens": 5000,
-                # every admitted session may be running
-                "concurrency": 8 * 8 * devices * 2,
-                **overlap,
-            },
-            "train": {"iterations": iterations, "workers": num_trainers, "checkpoint_every": iterations},
-            "evaluate": {"every": 1_000_000, "num_tasks": 1},
-            "engine": {"kind": "emulated", "max_running": 16, "context_length": 6000},
-            "emulation": {"utilisation": 0.55},
-            **where,
-        }
-    )
-
-
-def figures(directory: RunDirectory, iterations: int) -> dict[str, Any]:
-    """Of the iterations after the warm-up but the last one, which no other overlaps, over all devices."""
-    counted = list(islice(read_iterations(directory), WARMUP, iterations - 1))
-    windows = [window for number, window in iteration_windows(list(read_iterations(directory))).items()]
-    window = (windows[WARMUP][0], windows[iterations - 2][1])
-    seconds = window[1] - window[0]
+def figures(directory: RunDirectory) -> dict[str, Any]:
+    """Of the iterations after the warm-up but the last one, which none overlaps, over all devices."""
+    iterations = list(read_iterations(directory))
+    windows = iteration_windows(iterations)
+    counted = list(islice(iterations, WARMUP, len(iterations) - 1))
+    window = (windows[WARMUP][0], windows[len(iterations) - 2][1])
     rollouts = [iteration.stages["rollout"].data for iteration in counted]
     spans = read_spans(directory)
     found = device_figures(spans, window)
     yields = [1e3 * (s.end - s.start) for s in spans if s.label == "yield" and s.start > window[0]]
     return {
-        "tokens_per_second": round(sum(data["sampled_tokens"] for data in rollouts) / seconds, 1),
-        "seconds_per_iteration": round(seconds / len(counted), 3),
+        "tokens_per_second": round(sum(data["sampled_tokens"] for data in rollouts) / found.seconds, 1),
+        "seconds_per_iteration": round(found.seconds / len(counted), 3),
         "idle_fraction": round(1.0 - found.utilisation_cluster, 4),
         "max_lag": max(data["max_lag"] for data in rollouts),
         "switches": len(found.switches),

@@ -160,6 +160,39 @@ def plan(
 
 
 @app.command()
+def simulate(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    rollout: Annotated[int, typer.Option(min=0, help="Devices that only roll out.")] = 4,
+    dual: Annotated[int, typer.Option(min=1, help="Devices that can train too.")] = 4,
+    lengths: Annotated[
+        str | None, typer.Option(help="Run directory whose sessions' lengths are drawn.", show_default=False)
+    ] = None,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 512,
+    median: Annotated[float, typer.Option(min=1, help="Of the lognormal number of sampled tokens.")] = 600.0,
+    sigma: Annotated[float, typer.Option(min=0, help="How heavy their tail is.")] = 1.0,
+    failures_per_hour: Annotated[float, typer.Option(min=0, help="Of one device.")] = 0.0,
+    picture: Annotated[
+        str | None, typer.Option(help="PNG of the multiplexed timeline.", show_default=False)
+    ] = None,
+) -> None:
+    """Compare the pipelines on devices of the configuration's `emulation`, without running anything."""
+    from sf_core.scheduling.simulations import Devices, Lognormal, MeasuredLengths, comparison
+    from sf_core.scheduling.simulator import Failures
+
+    settings = _config(config, overrides)
+    failures = Failures(3600 / failures_per_hour, repair_s=60.0) if failures_per_hour else None
+    try:
+        if lengths is not None:
+            drawn: Lognormal | MeasuredLengths = MeasuredLengths(lengths)
+        else:
+            drawn = Lognormal(prompt, median, sigma, settings.rollout.max_tokens)
+        console.print(comparison(settings, Devices(rollout, dual), drawn, failures=failures, picture=picture))
+    except ValueError as error:
+        _fail(str(error))
+
+
+@app.command()
 def worker(
     scheduler: Annotated[str, typer.Option(help="Address of the Dask scheduler.", show_default=False)],
     tags: Annotated[str, typer.Option(help="What it can do, for example rollout,train.", show_default=False)],

@@ -1,4 +1,4 @@
-"""The commands `sf ls`, `sf gc`, `sf export` and `sf replay`: what can be done with run directories."""
+"""The commands `sf ls`, `gc`, `report`, `export` and `replay`: what can be done with run directories."""
 
 from __future__ import annotations
 
@@ -71,6 +71,26 @@ def gc(
     done = "removed" if yes else "would remove"
     hint = "" if yes or not count else "; nothing is removed without --yes"
     console.print(f"{done} {count} folders, {_megabytes(total)}{hint}", highlight=False)
+
+
+@commands.command()
+def report(
+    run: RunDir,
+    output: Annotated[
+        str | None, typer.Option("--output", "-o", help="File; RUN/report.html if not given.")
+    ] = None,
+    max_mb: Annotated[
+        float, typer.Option(help="Largest size; sessions that do not fit are left out.")
+    ] = 16.0,
+) -> None:
+    """Write a run as one HTML page that opens offline: curves, devices, groups, every session's tokens."""
+    from sf_core.report_page.page import write_report
+
+    try:
+        written = write_report(run, output, max_mb)
+    except (ValueError, OSError) as error:
+        fail(str(error))
+    console.print(written, highlight=False, soft_wrap=True)
 
 
 @commands.command()

@@ -14,10 +14,9 @@ from rich.text import Text
 
 from sf_core import observe, report
 from sf_core.iterations import read_iterations
-from storage import files
+from sf_core.run_tokenizer import open_tokenizer
 from storage.run_directory import STAGES, RunDirectory
 from storage.schema import NOT_SAMPLED, Trajectory, TurnSpan
-from storage.weights import WEIGHT_FILES
 
 Decode = Callable[[list[int]], str]
 
@@ -172,13 +171,10 @@ def _reward(row: Trajectory) -> str:
 
 
 def _decoder(run: RunDirectory) -> Decode:
-    """Decoder of the run's tokenizer; a run without one, like those of the scripted engine, shows ids."""
-    if not files.exists(files.join(run.start_dir, "tokenizer_config.json")):
+    """Decoder of the run's tokenizer; a run without one shows ids."""
+    tokenizer = open_tokenizer(run)
+    if tokenizer is None:
         return lambda ids: " ".join(map(str, ids))
-    from transformers import AutoTokenizer
-
-    folder = files.local_folder(run.start_dir, exclude=WEIGHT_FILES)
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     return lambda ids: str(
         tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     )

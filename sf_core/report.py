@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -45,6 +46,20 @@ class IterationFigures:
 
 
 @dataclass(frozen=True, slots=True)
+class Sampling:
+    """The sessions of one iteration, or of the evaluation of one policy version."""
+
+    kind: Literal["trains iteration", "evaluates version"]
+    number: int
+    uris: list[str]
+    """Parquet files with the columns of storage.schema.SCHEMA."""
+
+    @property
+    def label(self) -> str:
+        return f"{self.kind} {self.number}"
+
+
+@dataclass(frozen=True, slots=True)
 class SessionRows:
     session_id: str
     origin: str
@@ -77,25 +92,35 @@ def held_out_rewards(run: RunDirectory, versions: int) -> dict[int, float]:
 def find_session(run: RunDirectory, session_id: str) -> SessionRows:
     """Raises ValueError with one sentence, and ids like it, if the run committed no such session."""
     seen: list[str] = []
-    for origin, manifest in _sampling_manifests(run):
-        for uri in _parts(run, manifest):
+    for sampling in samplings(run):
+        for uri in sampling.uris:
             ids = read_trajectories(uri, ["session_id"])["session_id"].to_pylist()
             if session_id in ids:
                 table = read_trajectories(uri)
                 rows = to_rows(table.filter(pc.equal(table["session_id"], session_id)))
-                return SessionRows(session_id, origin, rows)
+                return SessionRows(session_id, sampling.label, rows)
             seen.extend(ids)
     hint = _did_you_mean(session_id, sorted(set(seen))) if seen else "; none is committed yet"
     raise ValueError(f"{run.run_id}: no session {session_id!r}{hint}")
 
 
+def samplings(run: RunDirectory) -> Iterator[Sampling]:
+    """Everything that is committed and holds sessions, in order."""
+    for number in itertools.count():
+        rollout, evaluate = (run.read_manifest(number, stage) for stage in ("rollout", "evaluate"))
+        if evaluate is not None:
+            yield Sampling("evaluates version", number, _parts(run, evaluate))
+        if rollout is not None:
+            yield Sampling("trains iteration", number, _parts(run, rollout))
+        elif evaluate is None:
+            return
+
+
 def sampled_parts(run: RunDirectory) -> Iterator[str]:
     """URIs of the trajectories of all committed rollouts, in order."""
-    for iteration in itertools.count():
-        manifest = run.read_manifest(iteration, "rollout")
-        if manifest is None:
-            return
-        yield from _parts(run, manifest)
+    for sampling in samplings(run):
+        if sampling.kind == "trains iteration":
+            yield from sampling.uris
 
 
 def _figures(run: RunDirectory, iteration: int) -> IterationFigures:
@@ -124,17 +149,6 @@ def _rollout_figures(run: RunDirectory, manifest: Manifest, iteration: int) -> R
         lag_max=int(lags.max(initial=0)),
         example=str(ids[0]),
     )
-
-
-def _sampling_manifests(run: RunDirectory) -> Iterator[tuple[str, Manifest]]:
-    for number in itertools.count():
-        rollout, evaluate = (run.read_manifest(number, stage) for stage in ("rollout", "evaluate"))
-        if evaluate is not None:
-            yield f"evaluates version {number}", evaluate
-        if rollout is not None:
-            yield f"trains iteration {number}", rollout
-        elif evaluate is None:
-            return
 
 
 def _parts(run: RunDirectory, manifest: Manifest) -> list[str]:

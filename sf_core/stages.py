@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from sf_core.event_files import write_events
 from sf_core.observe import draw_timelines, record_figures
 from sf_core.policy_folders import export_policy, prepare_start
 from sf_core.run import Run, RunRef
@@ -253,5 +254,6 @@ def finish(ref: RunRef) -> dict[str, Any]:
     run = Run(ref)
     export_policy(run)
     record_figures(run.directory, run.config.train.iterations - 1, is_over=True)
+    write_events(run.directory, run.config.train.iterations - 1)
     draw_timelines(run.directory)
     return summarise(run.directory, run.config)

@@ -14,10 +14,12 @@ from storage import parquet
 from storage.files import FileRef
 from storage.run_directory import RunDirectory
 
+Kind = Literal["train", "evaluation", "devices"]
+
 
 def write_metrics(
     run: RunDirectory,
-    kind: Literal["train", "evaluation", "devices"],
+    kind: Kind,
     iteration: int,
     steps: Sequence[Mapping[str, float]],
 ) -> FileRef:

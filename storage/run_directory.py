@@ -63,6 +63,10 @@ class RunDirectory:
     def metrics_file(self, kind: str, iteration: int) -> str:
         return self.path("metrics", kind, f"iteration={iteration}.parquet")
 
+    def events_file(self, kind: str, iteration: int) -> str:
+        """The same for TensorBoard, which knows its files by the middle of this name."""
+        return self.path("tensorboard", kind, f"events.out.tfevents.{iteration:010d}")
+
     def manifest_file(self, iteration: int | None, stage: str) -> str:
         parts = [f"{iteration:05d}"] if iteration is not None else []
         return self.path("manifests", *parts, f"{stage}.json")

@@ -14,6 +14,7 @@ from prefect.client.schemas.filters import (
 )
 from prefect.runtime import flow_run
 
+from sf_core.event_files import write_events
 from sf_core.observe import markdown_table, read_figures, record_figures
 from sf_core.run import Run, RunRef
 from storage.files import read_bytes
@@ -27,9 +28,11 @@ NUM_ROWS = 50
 
 def show_devices(run: RunRef, iteration: int) -> None:
     """Record what the devices did up to this iteration and show it on the page of the run, which is the flow
-    run above the calling one. Meant for a moment at which the flow only waits: it takes some 50 ms."""
+    run above the calling one. Meant for a moment at which the flow only waits: it takes some 50 ms, the first
+    time 0.2 s more."""
     directory = Run(run).directory
     record_figures(directory, iteration - 1)
+    write_events(directory, iteration - 1)
     figures = read_figures(directory, range(max(0, iteration - NUM_ROWS), iteration))
     if figures:
         _put(markdown_table(figures), flow_run.parent_flow_run_id)

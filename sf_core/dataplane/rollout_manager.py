@@ -287,10 +287,11 @@ class RolloutManager:
     def _late(self, chosen: list[int], batch: int) -> list[int]:
         """In-flight groups that stand in the way of `batch` being made of `chosen`: were they left behind,
         the batches up to some deadline could not hold all groups due by then. Fewest, earliest first."""
+        taken = set(chosen)
         rest = sorted(
             (self._deadline(g), not g.is_complete, g.index)
             for g in self.groups.values()
-            if g.index not in set(chosen) and g.min_version is not None
+            if g.index not in taken and g.min_version is not None
         )
         late: list[int] = []
         fitting = 0

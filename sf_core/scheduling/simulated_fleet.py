@@ -97,6 +97,8 @@ class Fleet:
             engine.version = version
             engine.paused_until = self._clock.now + seconds
             self._note_busy(engine)
+            span = Span(engine.worker, "rollout", self._clock.now, engine.paused_until, "moving")
+            self.spans.append(span)
             self._clock.after(seconds, self._go_on, engine)
 
     def finish(self) -> None:
@@ -185,6 +187,6 @@ class Fleet:
             self._end_busy(engine)
 
     def _end_busy(self, engine: SimulatedEngine) -> None:
-        if engine.busy_since is not None:
+        if engine.busy_since is not None and engine.busy_since < self._clock.now:
             self.spans.append(Span(engine.worker, "rollout", engine.busy_since, self._clock.now, "busy"))
-            engine.busy_since = None
+        engine.busy_since = None

@@ -25,7 +25,7 @@ from sf_core.scheduling.timeline import Span
 Length = Callable[[int, int], tuple[int, int]]
 """Tokens of the prompt and of the answer of a session, by its group and its place there."""
 
-LOOK_AGAIN_S = 0.05
+LOOK_AGAIN_S = 0.25
 """How often a batch that is nearly full is looked at."""
 
 
@@ -187,6 +187,7 @@ class _Simulation:
                 yield LOOK_AGAIN_S
             self._step_failed = False
             switch = self._model.to_train_s(num_ranks) if self._plan.lent else 0.0
+            switched_from = self._clock.now
             yield switch
             begun = self._clock.now
             yield self._model.train_s(num_tokens, num_ranks)
@@ -194,6 +195,7 @@ class _Simulation:
                 break
         self._training = False
         for worker in self._plan.trainers:
+            self._result.spans.append(Span(worker, "train", switched_from, begun, "moving"))
             self._result.spans.append(Span(worker, "train", begun, self._clock.now, "busy"))
             self._gates[worker].note_to_train(switch)
 
@@ -210,6 +212,7 @@ class _Simulation:
             return
         started = self._clock.now
         yield self._model.to_rollout_s()
+        self._result.spans.append(Span(worker, "rollout", started, self._clock.now, "moving"))
         self._gates[worker].note_to_rollout(self._clock.now - started)
         if not self._training:
             self._open(worker)

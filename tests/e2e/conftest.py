@@ -70,7 +70,7 @@ class Cluster:
     def log(self, config: RunConfig) -> str:
         return (self.folder / f"{config.run_id}.log").read_text()
 
-    def finish(self, config: RunConfig, process: subprocess.Popen[bytes], timeout_s: float = 90) -> None:
+    def finish(self, config: RunConfig, process: subprocess.Popen[bytes], timeout_s: float = 180) -> None:
         try:
             assert process.wait(timeout_s) == 0, self.log(config)[-3000:]
         except subprocess.TimeoutExpired:

@@ -26,12 +26,16 @@ def test_the_quickstart_runs_in_a_bucket_and_is_read_back_from_it(tmp_path: Path
             run.verify(manifest)
     assert json.loads(files.read_bytes(run.path("summary.json")))["iterations"] == 2
     assert files.exists(run.policy_dir + "/model.safetensors")
+    assert files.exists(run.events_file("train", 1))
 
     shown = sf(tmp_path, "inspect", run.uri)
     assert shown.returncode == 0, shown.stderr
     assert "run small" in shown.stdout and "RFTP" in shown.stdout.replace(" ", "")
     session = shown.stdout.rsplit("--session ", 1)[1].split()[0]
     assert "sampled and trained" in sf(tmp_path, "inspect", run.uri, "--session", session).stdout
+    page = sf(tmp_path, "report", run.uri, "-o", str(tmp_path / "small.html"))
+    assert page.returncode == 0, page.stderr
+    assert "run small" in (tmp_path / "small.html").read_text()
 
 
 def test_a_bucket_that_is_missing_is_said_before_anything_starts(tmp_path: Path, s3_bucket: str) -> None:

@@ -1,0 +1,61 @@
+"""A run's metrics as TensorBoard reads them: one event file for each file of metrics, written whole."""
+
+from __future__ import annotations
+
+import io
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+
+from storage import files
+from storage.metrics import Kind, read_metrics
+from storage.run_directory import RunDirectory
+
+log = logging.getLogger(__name__)
+
+FORMAT = "brain.Event:2"
+"""What TensorBoard expects the first record of a file to say."""
+
+
+def write_events(run: RunDirectory, newest: int) -> None:
+    """Write what iterations up to `newest`, and evaluations of what they made, have no event file of yet.
+
+    Never raises: the run is worth more than its curves. A failure is one line of the log, and the next call
+    writes what is missing."""
+    try:
+        _write_kind(run, "train", newest)
+        _write_kind(run, "devices", newest)
+        _write_kind(run, "evaluation", newest + 1)
+    except Exception as error:  # what is missing is written by the next call
+        log.warning("run %s: metrics are not written for TensorBoard: %s", run.run_id, error)
+
+
+def _write_kind(run: RunDirectory, kind: Kind, newest: int) -> None:
+    written = files.list_files(run.path("tensorboard", kind))
+    # TensorBoard reads the files of a folder in the order of their names, and never one before the last
+    first = int(written[-1].rsplit(".", 1)[-1]) + 1 if written else 0
+    for number in range(first, newest + 1):
+        if files.exists(uri := run.metrics_file(kind, number)):
+            files.write_atomic(run.events_file(kind, number), encode_events(read_metrics(uri)))
+
+
+def encode_events(rows: Sequence[Mapping[str, float | None]]) -> bytes:
+    """Rows of metrics as TensorBoard scalars; what was not measured is left out."""
+    # their import takes 0.2 s, which a command that only reads a run need not wait for
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    data, now = io.BytesIO(), time.time()
+    writer = RecordWriter(data)
+    writer.write(Event(wall_time=now, file_version=FORMAT).SerializeToString())
+    for row in rows:
+        values = [
+            Summary.Value(tag=name, simple_value=value)
+            for name, value in row.items()
+            if name not in ("iteration", "step") and value is not None and math.isfinite(value)
+        ]
+        step = int(row["iteration"] or 0) * len(rows) + int(row["step"] or 0)
+        writer.write(Event(wall_time=now, step=step, summary=Summary(value=values)).SerializeToString())
+    return data.getvalue()

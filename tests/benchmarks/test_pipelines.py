@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from benchmarks import pipelines
+from benchmarks.heavy_tailed import LENGTHS
+from sf_core.scheduling.simulations import (
+    VARIANTS,
+    Devices,
+    figures_of,
+    measured_overheads,
+    simulate_variant,
+)
+from storage.run_directory import RunDirectory
+
+
+def test_the_simulated_line_has_an_object_per_pipeline() -> None:
+    app = typer.Typer()
+    app.command()(pipelines.main)
+    result = CliRunner().invoke(
+        app, ["--simulate", "--iterations", "4", "--devices", "2", "--only", "multiplexed"]
+    )
+    assert result.exit_code == 0, result.output
+    line = json.loads(result.output)
+    assert line["simulated"] and line["multiplexed"]["max_lag"] <= line["max_lag_allowed"] == 1
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", ["multiplexed", "async"])
+def test_the_simulator_agrees_with_the_emulated_system(tmp_path: Path, name: str) -> None:
+    """Within 10 % on tokens/s and, of all device time, on the idle share; on a machine with nothing else."""
+    devices, config = Devices(4, 4), pipelines.base_config(8, iterations=7)
+    found = pipelines.run_all(tmp_path, [name], devices, config)[name]
+    overheads = measured_overheads(RunDirectory(str(tmp_path / "runs" / name)))
+    expected = figures_of(simulate_variant(config, VARIANTS[name], devices, LENGTHS, overheads=overheads))
+    assert expected.tokens_per_second == pytest.approx(found["tokens_per_second"], rel=0.1)
+    assert expected.idle_fraction == pytest.approx(found["idle_fraction"], abs=0.1)

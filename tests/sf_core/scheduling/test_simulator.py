@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sf_core.config import RunConfig, validate_config
+from sf_core.scheduling.event_clock import EventClock, Process, Signal
+from sf_core.scheduling.figures import by_worker
+from sf_core.scheduling.simulations import (
+    VARIANTS,
+    Devices,
+    Lognormal,
+    MeasuredLengths,
+    comparison,
+    figures_of,
+    simulate_variant,
+)
+from sf_core.scheduling.simulator import Failures, Overheads, Simulated
+from storage.run_directory import RunDirectory
+from storage.schema import NOT_SAMPLED
+from storage.trajectories import write_trajectories
+from tests.sf_core.test_inspect import GIVEN, commit, trajectory
+
+LENGTHS = Lognormal(prompt=100, median=150.0, sigma=1.0, longest=1000)
+NOTHING = Overheads(0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+def config(iterations: int = 6, **sections: dict[str, Any]) -> RunConfig:
+    data: dict[str, Any] = {
+        "rollout": {"group_size": 4, "groups_per_batch": 16, "max_tokens": 1000},
+        "train": {"iterations": iterations},
+        "engine": {"kind": "emulated", "max_running": 8, "context_length": 2048},
+    }
+    for name, values in sections.items():
+        data[name] = data.get(name, {}) | values
+    return validate_config(data)
+
+
+def simulated(name: str, devices: Devices = Devices(2, 2), **options: Any) -> Simulated:  # noqa: B008
+    return simulate_variant(options.pop("config", config()), VARIANTS[name], devices, LENGTHS, **options)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_batch_holds_its_sessions_and_no_lag_exceeds_the_bound(name: str) -> None:
+    run = simulated(name)
+    groups = [[LENGTHS(group, member)[1] for member in range(4)] for group in range(6 * 16)]
+    assert sum(iteration.tokens for iteration in run.iterations) == sum(map(sum, groups))
+    assert max(iteration.max_lag for iteration in run.iterations) <= VARIANTS[name].overlap
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_device_does_one_thing_at_a_time(name: str) -> None:
+    for spans in by_worker(simulated(name).spans).values():
+        ordered = sorted(spans, key=lambda span: span.start)
+        assert all(a.end <= b.start + 1e-9 for a, b in pairwise(ordered))
+
+
+@pytest.mark.parametrize("name", ["async", "disaggregated"])
+def test_trainers_that_are_not_lent_never_roll_out(name: str) -> None:
+    tags = {span.worker: span.tag for span in simulated(name).spans}
+    assert {worker: tag for worker, tag in tags.items() if worker[0] == "t"} == {"t0": "train", "t1": "train"}
+
+
+def test_the_same_arguments_give_the_same_run() -> None:
+    failures = Failures(mean_between_s=20.0, repair_s=1.0)
+    assert simulated("multiplexed", failures=failures) == simulated("multiplexed", failures=failures)
+
+
+@settings(max_examples=15, deadline=None)
+@given(name=st.sampled_from(sorted(VARIANTS)), mean=st.floats(1.0, 30.0), repair=st.floats(0.0, 3.0))
+def test_devices_that_die_cost_time_and_no_session(name: str, mean: float, repair: float) -> None:
+    run = simulated(name, config=config(4), failures=Failures(mean, repair))
+    whole = simulated(name, config=config(4))
+    assert sum(i.tokens for i in run.iterations) == sum(i.tokens for i in whole.iterations)
+
+
+def test_multiplexing_leaves_less_idle_than_waiting_does() -> None:
+    # a batch takes rollout three times the device time of training
+    busy = config(emulation={"utilisation": 1.0}, rollout={"groups_per_batch": 32})
+    figures = {name: figures_of(simulated(name, config=busy, overheads=NOTHING)) for name in VARIANTS}
+    assert figures["multiplexed"].idle_fraction < figures["async"].idle_fraction
+    assert figures["async"].idle_fraction < figures["disaggregated"].idle_fraction
+    assert figures["colocated"].tokens_per_second > figures["colocated_drained"].tokens_per_second
+
+
+def test_a_switch_that_is_never_repaid_is_not_made() -> None:
+    costly = config(emulation={"to_rollout_s": 500.0, "to_train_s": 0.0})
+    free = config(emulation={"to_rollout_s": 0.0, "to_train_s": 0.0})
+    # the first loan of each trainer is made before its cost is known
+    assert simulated("multiplexed", config=costly).yields <= 2 * 2
+    assert simulated("multiplexed", config=free).yields > 2 * 2
+
+
+def test_lengths_are_drawn_from_a_run(tmp_path: Path) -> None:
+    run = RunDirectory(str(tmp_path / "run-1"))
+    run.write_config(RunConfig(run_id="run-1"))
+    first, second = trajectory("s0", [*GIVEN, 0, 0, 0]), trajectory("s1", [*GIVEN, 0])
+    # a branch of s0 repeats its eight tokens; one was given and two were sampled after them
+    mask = np.array([0] * 9 + [1, 1], np.bool_)
+    branch = trajectory("s0", [*GIVEN, 0, 0, 0, NOT_SAMPLED, 0, 0], shared_prefix=8, loss_mask=mask)
+    rows = write_trajectories(run, 0, [first, branch, second], "part")
+    commit(run, 0, "rollout", outputs=[rows])
+    lengths = MeasuredLengths(run.uri)
+    assert {lengths(group, 0) for group in range(50)} == {(6, 5), (5, 1)}
+    with pytest.raises(ValueError, match="nowhere"):
+        MeasuredLengths(str(tmp_path / "nowhere"))
+
+
+def test_the_comparison_names_what_it_cannot_count(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="iterations must be at least 4"):
+        comparison(config(3), Devices(1, 1), LENGTHS)
+    picture = tmp_path / "timeline.png"
+    table = comparison(config(4), Devices(1, 1), LENGTHS, picture=str(picture))
+    assert table.row_count == len(VARIANTS) and picture.stat().st_size > 1000
+
+
+def test_time_stands_still_only_if_nothing_can_happen() -> None:
+    clock, signal = EventClock(), Signal()
+    heard = []
+
+    def listener() -> Process:
+        yield signal
+        heard.append(clock.now)
+
+    clock.start(listener())
+    clock.after(2.0, clock.give, signal)
+    with pytest.raises(RuntimeError, match="everyone waits"):
+        clock.run(lambda: False)
+    assert heard == [2.0]
+
+
+def test_overheads_are_on_the_clock_of_the_machine() -> None:
+    """Twice the dilation halves what devices do, and leaves orchestration as it is."""
+    overheads = replace(NOTHING, next_iteration=0.0, seal=1.0)
+    slow = simulated("disaggregated", overheads=overheads).iterations[-1].end
+    fast = (
+        simulated("disaggregated", config=config(emulation={"time_dilation": 1e6}), overheads=overheads)
+        .iterations[-1]
+        .end
+    )
+    assert slow > fast == pytest.approx(6.0, rel=1e-2)
