@@ -17,7 +17,7 @@ from starlette.routing import Route
 from sf_core.dataplane.dialects.registry import DIALECTS, dialect_of
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.gateway import TokenCount, Turns
-from sf_core.dataplane.lookup import Lookup
+from sf_core.dataplane.lookup import Lookup, no_model
 
 SESSION = "/sessions/{session_id}"
 
@@ -35,6 +35,13 @@ def _routes_below(prefix: str, sessions: Lookup[Any]) -> list[Route]:
         names = sessions.served_models(caller.session_id(request.scope), caller)
         return dialect_of(request.scope).model_list(names)
 
+    async def model(request: Request) -> Answer:
+        caller, name = request.scope["caller"], request.path_params["model"]
+        if name not in sessions.served_models(caller.session_id(request.scope), caller):
+            raise no_model(name)
+        entry: Answer = dialect_of(request.scope).model_list([name])["data"][0]
+        return entry
+
     turns = [
         Route(prefix + path, Turns(dialect, sessions.find_session), methods=["POST"])
         for path, dialect in DIALECTS.items()
@@ -44,6 +51,7 @@ def _routes_below(prefix: str, sessions: Lookup[Any]) -> list[Route]:
         *turns,
         Route(prefix + "/v1/messages/count_tokens", count, methods=["POST"]),
         json_route(prefix + "/v1/models", models, "GET"),
+        json_route(prefix + "/v1/models/{model:path}", model, "GET"),
     ]
 
 

@@ -108,6 +108,7 @@ class SessionHost(ABC):
             reward_parts={name: part for name, part in report.reward_parts.items() if part is not None},
         )
         min_version = min((int(t.versions.min()) for t in session.turns if len(t.versions)), default=None)
+        session.drop()
         return FinishedSession(claim, report.reward, report.environment, min_version, trajectories)
 
     def count(self, name: str, number: int = 1) -> None:

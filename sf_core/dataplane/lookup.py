@@ -31,10 +31,10 @@ class Lookup(Generic[Host]):
             for run in reversed(self._runs.values()):
                 if run.spec.served_model == model and caller.may_use(run):
                     return run, Session(f"{run.spec.run_id}.adhoc.{next(self._ad_hoc_numbers)}")
-            raise _no_model(model)
+            raise no_model(model)
         run, session = self.session(session_id, caller)
         if model != run.spec.served_model:
-            raise _no_model(model)
+            raise no_model(model)
         await run.bring_back(session)
         return run, session
 
@@ -57,5 +57,5 @@ def allowed(run: Host, caller: Caller) -> Host:
     return run
 
 
-def _no_model(model: str) -> ApiError:
+def no_model(model: str) -> ApiError:
     return ApiError(404, f"The model {model!r} does not exist here.", code="model_not_found", param="model")

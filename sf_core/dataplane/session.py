@@ -228,6 +228,7 @@ class Session:
 
     def drop(self) -> None:
         """Keep the session's facts only, and which of its prompts the journal holds."""
+        self._tapes.clear()
         blank = Session(self.session_id)
         for name in _RECORD:
             setattr(self, name, getattr(blank, name))

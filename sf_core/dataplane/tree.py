@@ -170,6 +170,10 @@ class Tapes:
     def num_bytes(self) -> int:
         return sum(4 * len(tape) for _, tape in self._tapes)
 
+    def clear(self) -> None:
+        """Forget all; prompts hold the tapes, which hold prompts: nothing of a session would be freed."""
+        self._tapes.clear()
+
     def read(self, node: Node) -> array[int]:
         """All ids up to the end of a node, int32."""
         parts: list[Ids] = []

@@ -233,6 +233,9 @@ def test_models_are_listed(server: Server, renderer: Renderer) -> None:
     [claim] = server.claim()
     for session_id in (None, claim["session_id"]):
         assert [model.id for model in client(server, session_id).models.list()] == ["policy"]
+        assert client(server, session_id).models.retrieve("policy").id == "policy"
+        with pytest.raises(openai.NotFoundError, match="other/model"):
+            client(server, session_id).models.retrieve("other/model")
 
 
 BAD_REQUESTS: list[tuple[dict[str, Any], int, str]] = [
