@@ -78,8 +78,15 @@ def test_colocated_devices_sample_and_train_in_turn(colocated: Cluster) -> None:
     assert overlap_s(spans(config, "rollout"), spans(config, "train")) <= 0
 
 
-@pytest.mark.parametrize("killed", ["t0", "t1"])
-@pytest.mark.parametrize("min_workers", [2, 1], ids=["all-again", "one-is-enough"])
+@pytest.mark.parametrize(
+    ("killed", "min_workers"),
+    [
+        pytest.param("t0", 2, marks=pytest.mark.nightly),
+        pytest.param("t1", 2, marks=pytest.mark.nightly),
+        pytest.param("t0", 1, marks=pytest.mark.nightly),
+        ("t1", 1),
+    ],
+)
 def test_with_a_killed_rank_the_step_is_tried_again_by_as_many_as_the_plan_needs(
     colocated: Cluster, killed: str, min_workers: int
 ) -> None:

@@ -14,6 +14,7 @@ from tests.e2e.waiting import wait_until
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.nightly
 def test_a_killed_run_is_started_again_where_it_stopped(lasting_server: Server, cluster: Cluster) -> None:
     config = without_addresses(cluster.config("killed"))
     with lasting_server.worker() as worker:
@@ -30,6 +31,7 @@ def test_a_killed_run_is_started_again_where_it_stopped(lasting_server: Server, 
     assert {key: after[key] for key in before} == before
 
 
+@pytest.mark.nightly
 def test_a_run_that_crashes_again_and_again_is_given_up(lasting_server: Server) -> None:
     run = lasting_server.create_run(DEPLOYMENTS["train"], {"run_id": "hopeless"})
     for _ in range(2):
