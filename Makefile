@@ -34,5 +34,9 @@ check: setup
 test: check
 	$(BIN)/pytest
 
+# minutes of kills, retries and emulated fleets; on a machine with nothing else
+nightly: check
+	$(BIN)/pytest -m nightly
+
 clean:
 	rm -rf .venv
