@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.ready
 
-.PHONY: setup run up down test check clean
+.PHONY: setup run up down test nightly check clean
 
 setup: $(STAMP)
 
