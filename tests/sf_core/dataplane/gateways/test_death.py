@@ -20,8 +20,10 @@ from tests.sf_core.dataplane.test_recovery import (  # noqa: F401
 
 
 def gateways() -> list[psutil.Process]:
+    """Processes of other tests that have ended and were not waited for are among the children too."""
     children = psutil.Process().children(recursive=True)
-    return [child for child in children if "sf_core.dataplane.gateways.process" in child.cmdline()]
+    alive = [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
+    return [child for child in alive if "sf_core.dataplane.gateways.process" in child.cmdline()]
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
