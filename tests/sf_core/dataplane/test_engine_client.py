@@ -64,7 +64,7 @@ def test_a_revoked_lease_ends_also_when_it_comes_late(server: Server, renderer: 
     server.register()
     server.connect(lambda prompt, seed: say(renderer, "x"), lease="r0")
     assert server.post("/runs/run/leases/r0/revoke") == {"engines": 1, "dropped": 0}
-    assert server.post("/runs/run/leases/t0-1/revoke") == {"engines": 0}
+    assert server.post("/runs/run/leases/t0-1/revoke") == {"engines": 0, "dropped": 0}
     server.threads[0].join(10)
     assert server.reasons == {"r0": "revoked"}
     assert refusal(server, lease_id="t0-1") == "revoked"
