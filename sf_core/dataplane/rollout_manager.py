@@ -130,15 +130,14 @@ class RolloutManager:
         return Readiness(not waiting_for, len(accepted), needed, in_flight, waiting_for)
 
     def num_sessions_left(self) -> int:
-        """Sessions that must still finish before the next batch can be full, and the held-out ones. Of the
-        groups, those count that have come furthest."""
+        """Sessions still to run for the next batch and for those that the lag bound lets run before it is
+        trained on, and the held-out ones. Of the groups, those count that have come furthest."""
         rules = self.rules
         held_out = sum(group.size - group.num_done for group in self.evaluations.values())
-        if self.next_batch >= rules.num_batches:
-            return held_out
-        missing = sorted(group.size - group.num_done for group in self.groups.values())
-        missing = missing[: rules.groups_per_batch]
-        return held_out + sum(missing) + rules.group_size * (rules.groups_per_batch - len(missing))
+        batches = min(1 + rules.lag_bound, rules.num_batches - self.next_batch)
+        num_groups = rules.groups_per_batch * max(0, batches)
+        missing = sorted(group.size - group.num_done for group in self.groups.values())[:num_groups]
+        return held_out + sum(missing) + rules.group_size * (num_groups - len(missing))
 
     def seal(self, batch: int) -> Batch:
         """Consume the groups of a batch; the same batch again gives the same groups. Raises ValueError if it

@@ -79,7 +79,7 @@ def run_status(run: Run) -> dict[str, Any]:
 
 
 def _tokens_left(run: Run) -> float | None:
-    """Estimate of what must be sampled until the next batch is full; None before a session has finished."""
+    """Estimate of what is still to be sampled (num_sessions_left); None before a session has finished."""
     if not run.recent_tokens:
         return None
     return run.manager.num_sessions_left() * sum(run.recent_tokens) / len(run.recent_tokens)

@@ -16,7 +16,7 @@ SWITCHES_PER_LOAN = 2
 
 @dataclass(frozen=True, slots=True)
 class WorkLeft:
-    """What rollout still has to do until the trainers are needed again."""
+    """What rollout may still do: for the next batch, and for those that the lag bound lets run before it."""
 
     units: float
     """Of work, in tokens or sessions."""

@@ -53,8 +53,8 @@ def switching_of(run: Run) -> Switching:
 
 
 def work_left(status: dict[str, Any], trainers: tuple[str, ...]) -> WorkLeft:
-    """In tokens, from the data plane's status of the run: what the next batch still needs, at the pace that
-    the engines of other workers have had since they came."""
+    """In tokens, from the data plane's status of the run: what may be sampled before training needs its
+    result, at the pace that the engines of other workers have had since they came."""
     others = [e for e in status["engines"] if e["worker"] not in trainers and e["version"] is not None]
     per_second = sum(e["tokens"] / e["seconds"] for e in others if e["seconds"])
     known = status["tokens_left"] is not None and per_second > 0

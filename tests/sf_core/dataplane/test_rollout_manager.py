@@ -62,13 +62,24 @@ def test_a_batch_is_ready_when_enough_groups_are_complete() -> None:
 
 
 def test_the_sessions_left_are_those_missing_in_the_groups_that_have_come_furthest() -> None:
-    m = manager()
+    m = manager(lag_bound=0)
     assert m.num_sessions_left() == 4
     claims = m.claim(8)
     finish_all(m, [claims[0], claims[2], claims[3]])
     assert m.num_sessions_left() == 1
     m.start_evaluation(0, num_tasks=5)
     assert m.num_sessions_left() == 6
+
+
+def test_what_may_run_ahead_of_the_next_batch_is_left_too() -> None:
+    m = manager(lag_bound=1, num_batches=2)
+    claims = m.claim(8)
+    finish_all(m, claims[:3])
+    assert m.num_sessions_left() == 5
+    finish_all(m, claims[3:4])
+    m.seal(0)
+    # no batch comes after the second
+    assert m.num_sessions_left() == 4
 
 
 def test_after_the_last_batch_only_held_out_sessions_are_left() -> None:
