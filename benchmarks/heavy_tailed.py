@@ -5,9 +5,7 @@ An emulated engine samples as many tokens as it is asked for, so the agent draws
 
 from __future__ import annotations
 
-from asyncio import get_running_loop
-
-from benchmarks.single_turn import connections
+from benchmarks.single_turn import ask
 from sf_core.scheduling.simulations import Lognormal
 from sf_core.types import Endpoint, Task
 
@@ -22,17 +20,8 @@ def tasks(split: str, index: int) -> Task:
 async def agent(task: Task, endpoint: Endpoint) -> str:
     # .../sessions/RUN.gGROUP.MEMBER.aATTEMPT/v1
     _, group, member, _ = endpoint.base_url.split("/")[-2].rsplit(".", 3)
-    body = {
-        "model": endpoint.model,
-        "messages": [{"role": "user", "content": task.prompt}],
-        "max_tokens": LENGTHS(int(group[1:]), int(member))[1],
-    }
-    headers = {"Authorization": f"Bearer {endpoint.api_key}"}
-    http = connections(get_running_loop())
-    async with http.post(f"{endpoint.base_url}/chat/completions", json=body, headers=headers) as response:
-        response.raise_for_status()
-        completion = await response.json()
-    return str(completion["choices"][0]["message"]["content"] or "")
+    _, num_wanted = LENGTHS(int(group[1:]), int(member))
+    return await ask(endpoint, task.prompt, max_tokens=num_wanted)
 
 
 def reward(task: Task, answer: str) -> float:

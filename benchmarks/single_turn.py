@@ -11,6 +11,7 @@ import os
 from asyncio import AbstractEventLoop, get_running_loop
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from aiohttp import ClientSession, ClientTimeout, TCPConnector
 
@@ -27,7 +28,12 @@ def tasks(split: str, index: int) -> Task:
 
 
 async def agent(task: Task, endpoint: Endpoint) -> str:
-    body = {"model": endpoint.model, "messages": [{"role": "user", "content": task.prompt}]}
+    return await ask(endpoint, task.prompt)
+
+
+async def ask(endpoint: Endpoint, prompt: str, **options: Any) -> str:
+    """The text of one chat completion; options are further fields of the request."""
+    body = {"model": endpoint.model, "messages": [{"role": "user", "content": prompt}], **options}
     headers = {"Authorization": f"Bearer {endpoint.api_key}"}
     http = connections(get_running_loop())
     async with http.post(f"{endpoint.base_url}/chat/completions", json=body, headers=headers) as response:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from itertools import count
 
 from sf_core.dataplane.groups import Claim
 from sf_core.engines.continuous_batch import ContinuousBatch, Slot
@@ -32,7 +33,6 @@ class SimulatedSession:
 @dataclass(eq=False)
 class SimulatedEngine:
     worker: str
-    lease: str
     batch: ContinuousBatch
     version: int
     max_running: int
@@ -62,10 +62,10 @@ class Fleet:
         self._waiting: list[tuple[int, int, SimulatedSession]] = []
         self._roomy: list[tuple[int, int, int, SimulatedEngine]] = []
         """Heap of engines by what is outstanding; entries that do not fit their engine are out of date."""
-        self._count = 0
+        self._order = count()
 
-    def add_engine(self, worker: str, lease: str, version: int) -> SimulatedEngine:
-        engine = SimulatedEngine(worker, lease, ContinuousBatch(self._model), version, self._max_running)
+    def add_engine(self, worker: str, version: int) -> SimulatedEngine:
+        engine = SimulatedEngine(worker, ContinuousBatch(self._model), version, self._max_running)
         engine.ticked_at = engine.serving_since = self._clock.now
         self.engines.append(engine)
         self._note_room(engine)
@@ -176,8 +176,8 @@ class Fleet:
 
     def _note_room(self, engine: SimulatedEngine) -> None:
         if len(engine.running) < engine.max_running:
-            self._count += 1
-            heappush(self._roomy, (engine.outstanding, len(engine.running), self._count, engine))
+            entry = (engine.outstanding, len(engine.running), next(self._order), engine)
+            heappush(self._roomy, entry)
 
     def _note_busy(self, engine: SimulatedEngine) -> None:
         is_busy = bool(engine.running) and self._clock.now >= engine.paused_until

@@ -20,6 +20,7 @@ from sf_core.scheduling.event_clock import EventClock, Process, Signal
 from sf_core.scheduling.lending import LendingGate, WorkLeft
 from sf_core.scheduling.plan import Plan
 from sf_core.scheduling.simulated_fleet import Fleet, SimulatedEngine, SimulatedSession
+from sf_core.scheduling.switching import work_left
 from sf_core.scheduling.timeline import Span
 
 Length = Callable[[int, int], tuple[int, int]]
@@ -181,7 +182,6 @@ class _Simulation:
     def _train(self, num_tokens: int) -> Process:
         """A step by all trainers together; one that breaks down costs the step."""
         num_ranks = len(self._plan.trainers)
-        self._training = True
         while True:
             while any(worker in self._down for worker in self._plan.trainers):
                 yield LOOK_AGAIN_S
@@ -219,7 +219,7 @@ class _Simulation:
 
     def _open(self, worker: str) -> None:
         if worker not in self._down and worker not in self._engines:
-            self._engines[worker] = self._fleet.add_engine(worker, "", self._manager.version)
+            self._engines[worker] = self._fleet.add_engine(worker, self._manager.version)
 
     def _take_back(self) -> None:
         for worker in self._plan.trainers:
@@ -245,19 +245,18 @@ class _Simulation:
                 self._clock.start(self._serve(worker))
 
     def _work(self) -> WorkLeft:
-        """As sf_core.scheduling.switching.work_left finds it in the status of a real run."""
-        others = [self._engines[w] for w in self._plan.rollout if w in self._engines]
-        now = self._clock.now
-        per_second = sum(
-            e.num_tokens / (now - e.serving_since) for e in others if e.num_tokens and now > e.serving_since
-        )
-        known = self._recent > 0 and per_second > 0
-        return WorkLeft(
-            units=self._manager.num_sessions_left() * self._recent if known else 1.0,
-            seconds_per_unit=1 / per_second if known else None,
-            dedicated=len(others),
-            lent=len(self._plan.trainers),
-        )
+        """Told from what the status of a real run would show now."""
+        engines = [
+            {
+                "worker": engine.worker,
+                "version": engine.version,
+                "tokens": engine.num_tokens,
+                "seconds": self._clock.now - engine.serving_since,
+            }
+            for engine in self._fleet.engines
+        ]
+        tokens_left = self._manager.num_sessions_left() * self._recent if self._recent else None
+        return work_left({"tokens_left": tokens_left, "engines": engines}, self._plan.trainers)
 
     # --- sessions
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from sf_core.dataplane.rendering import Renderer
-from tests.sf_core.dataplane.stand import Server, running_app
+from tests.sf_core.dataplane.stand import Server, attended, running_app
 
 TEMPLATE = """\
 {%- if tools -%}
@@ -69,11 +68,5 @@ def renderer(model_dir: str) -> Renderer:
 
 @pytest.fixture
 def server(tmp_path: Path, model_dir: str) -> Iterator[Server]:
-    with running_app(grace_s=0.1) as url, httpx.Client(base_url=url, timeout=30) as http:
-        server = Server(url, http, tmp_path, model_dir)
+    with running_app(grace_s=0.1) as url, attended(url, tmp_path, model_dir) as server:
         yield server
-        if http.get("/runs/run").status_code == 200:
-            http.post("/runs/run/resume")
-            http.post("/runs/run/release")
-        for thread in server.threads:
-            thread.join(10)

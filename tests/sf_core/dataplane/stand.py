@@ -157,6 +157,19 @@ class Server:
 
 
 @contextlib.contextmanager
+def attended(url: str, folder: Path, model_dir: str) -> Iterator[Server]:
+    """A data plane that answers there; at the end its run is released and its engines end."""
+    with httpx.Client(base_url=url, timeout=30) as http:
+        server = Server(url, http, folder, model_dir)
+        yield server
+        if http.get("/runs/run").status_code == 200:
+            http.post("/runs/run/resume")
+            http.post("/runs/run/release")
+        for thread in server.threads:
+            thread.join(10)
+
+
+@contextlib.contextmanager
 def running_app(heartbeat_s: float = HEARTBEAT_S, **options: Any) -> Iterator[str]:
     """Serve the app from a thread; yields its URL."""
     config = uvicorn.Config(

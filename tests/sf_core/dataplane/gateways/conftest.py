@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 
-from tests.sf_core.dataplane.stand import Server, running_process
+from tests.sf_core.dataplane.stand import Server, attended, running_process
 from tests.sf_core.dataplane.test_recovery import Restarts, serving
 
 TWO = ("--gateways", "2")
@@ -18,15 +17,9 @@ TWO = ("--gateways", "2")
 def server(tmp_path: Path, model_dir: str) -> Iterator[Server]:
     with (
         running_process(tmp_path / "port", 0, *TWO, "--grace-s", "0.1") as url,
-        httpx.Client(base_url=url, timeout=30) as http,
+        attended(url, tmp_path, model_dir) as server,
     ):
-        server = Server(url, http, tmp_path, model_dir)
         yield server
-        if http.get("/runs/run").status_code == 200:
-            http.post("/runs/run/resume")
-            http.post("/runs/run/release")
-        for thread in server.threads:
-            thread.join(10)
 
 
 @pytest.fixture
