@@ -89,8 +89,7 @@ def read_finished(record: Record) -> FinishedSession:
 def run_record(spec: RunSpec, num_gateways: int = 1) -> Record:
     """A flow registered the run; the first record of every journal. With more than one gateway process the
     turns are in journals of their own."""
-    key = None if spec.key is None else spec.key.get_secret_value()
-    record = {"run": spec.model_dump() | {"key": key}}
+    record = {"run": spec.model_dump() | {"key": spec.agents_key}}
     return record if num_gateways == 1 else record | {"gateways": num_gateways}
 
 
@@ -113,6 +112,15 @@ def sealed_record(index: int, batch: Batch, answer: dict[str, Any]) -> Record:
 
 def revoked_record(lease_id: str) -> Record:
     return {"revoked": lease_id}
+
+
+def paused_record(engine_id: str | None) -> Record:
+    """Of one engine, or of the run."""
+    return {"paused": engine_id}
+
+
+def resumed_record(engine_id: str | None) -> Record:
+    return {"resumed": engine_id}
 
 
 def released_record() -> Record:

@@ -24,6 +24,7 @@ from sf_core.dataplane.memory import Memory
 from sf_core.dataplane.records import (
     FinishedSession,
     gateways_of,
+    paused_record,
     places,
     read_claim,
     read_finished,
@@ -173,6 +174,10 @@ class _Replay:
                 self._seal(record)
             case "revoked":
                 run.revoked_leases.add(record["revoked"])
+            case "paused":
+                run.router.note_paused(record["paused"])
+            case "resumed":
+                run.router.resume(record["resumed"])
             case "released":
                 run.release()
             case kind if kind in TURN_KINDS:
@@ -249,10 +254,12 @@ def compaction(run: Run) -> tuple[list[Record], Callable[[Record], bool]]:
     }
     registered = run_record(run.spec.model_copy(update=spec), run.num_gateways)
     head = [registered, *map(revoked_record, sorted(run.revoked_leases))]
+    head += [paused_record(None)] if run.router.paused else []
+    head += map(paused_record, sorted(run.router.paused_engines))
 
     def keep(record: Record) -> bool:
         match kind_of(record):
-            case "run" | "weights" | "revoked" | "closed":
+            case "run" | "weights" | "revoked" | "paused" | "resumed" | "closed":
                 return False
             case "evaluation":
                 return bool(record["evaluation"][0] >= newest_evaluation)

@@ -30,14 +30,16 @@ from sf_core.dataplane.records import (
     finished_record,
     lost_record,
     opened_record,
+    paused_record,
     read_finished,
     rejected_record,
+    resumed_record,
     revoked_record,
     rewarded_record,
 )
 from sf_core.dataplane.rendering import Renderer
 from sf_core.dataplane.rollout_manager import RolloutManager
-from sf_core.dataplane.router import Router
+from sf_core.dataplane.router import PauseMode, Router
 from sf_core.dataplane.session import Session
 from sf_core.dataplane.session_tree import session_tree
 from sf_core.dataplane.signals import Signal
@@ -333,6 +335,18 @@ class Run(SessionHost):
         """An engine of this lease is not taken any more."""
         self.revoked_leases.add(lease_id)
         await self.journal.append(revoked_record(lease_id))
+
+    async def pause(self, mode: PauseMode, engine_id: str | None) -> int:
+        """See Router.pause; it outlives this process. Raises ApiError for an engine that is not connected."""
+        if engine_id is not None:
+            self.router.find(engine_id)
+        recorded = self.journal.append(paused_record(engine_id))
+        _, num_engines = await asyncio.gather(recorded, self.router.pause(mode, engine_id))
+        return num_engines
+
+    async def resume(self, engine_id: str | None) -> None:
+        self.router.resume(engine_id)
+        await self.journal.append(resumed_record(engine_id))
 
     def _sessions_of(self, runner: str) -> list[Session]:
         return [s for s in self.sessions.values() if s.claim is not None and s.runner == runner]

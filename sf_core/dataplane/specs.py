@@ -66,6 +66,11 @@ class RunSpec(Body):
         return key
 
     @property
+    def agents_key(self) -> str | None:
+        """The key in plain text."""
+        return None if self.key is None else self.key.get_secret_value()
+
+    @property
     def rules(self) -> BatchRules:
         return BatchRules(
             self.group_size,

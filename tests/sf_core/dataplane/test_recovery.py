@@ -257,6 +257,28 @@ def test_a_session_that_an_agent_opened_survives_a_restart_until_it_is_finished(
     assert server.http.get(path).status_code == 404
 
 
+def test_a_pause_of_the_run_and_one_of_an_engine_outlive_a_restart(plane: Restarts) -> None:
+    server = plane.server
+    server.register(max_tokens=8)
+    for lease in ("r0", "r1"):
+        server.connect(script, lease=lease)
+
+    def states() -> dict[str, str]:
+        return {engine["id"]: engine["state"] for engine in server.live_engines()}
+
+    server.post("/runs/run/pause", {"engine": "r0"})
+    server.post("/runs/run/pause")
+    plane.restart()
+    assert server.get("/runs/run")["paused"]
+    server.wait_for(lambda: states() == {"r0": "paused", "r1": "paused"})
+    server.post("/runs/run/resume")
+    plane.restart()
+    assert not server.get("/runs/run")["paused"]
+    server.wait_for(lambda: states() == {"r0": "paused", "r1": "serving"})
+    server.post("/runs/run/resume", {"engine": "r0"})
+    server.wait_for(lambda: states() == {"r0": "serving", "r1": "serving"})
+
+
 def test_the_journal_of_a_long_run_stays_bounded(server: Server, renderer: Renderer) -> None:
     """Turns of sealed sessions are dropped; what is left is enough for a restart."""
     server.register(groups_per_batch=1, group_size=1)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from sf_core.dataplane.dataplane import DataPlane
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.groups import Group
+from sf_core.dataplane.links import EngineLink
 from sf_core.dataplane.rendering import Renderer
 from sf_core.dataplane.run import Run
 from sf_core.dataplane.specs import ClaimBody, FinishBody, RunSpec
@@ -40,7 +41,10 @@ SPEC: dict[str, Any] = {
     "attempt": 1,
 }
 
-OPERATIONS = ["claim", "finish", "fail", "lose", "play", "play", "seal", "seal", "publish", "evaluate"]
+OPERATIONS = [
+    *("claim", "finish", "fail", "lose", "play", "play", "seal", "seal", "publish", "evaluate"),
+    *("pause", "pause_engine", "resume", "resume_engine"),
+]
 
 
 class Driver:
@@ -101,6 +105,21 @@ class Driver:
     async def evaluate(self) -> None:
         await self.run.start_evaluation(self.version, 2)
 
+    async def pause(self) -> None:
+        await self.run.pause("freeze", None)
+
+    async def resume(self) -> None:
+        await self.run.resume(None)
+
+    async def pause_engine(self) -> None:
+        link = EngineLink("engine", "lease", "worker", 1, 8, lambda frame: None)
+        self.run.router.add(link)
+        await self.run.pause("evacuate", "engine")
+        self.run.router.lose(link)
+
+    async def resume_engine(self) -> None:
+        await self.run.resume("engine")
+
     async def begin_attempt(self) -> None:
         await self.register(attempt=self.spec["attempt"] + 1, iteration=self.run.manager.next_batch)
 
@@ -124,6 +143,7 @@ class Driver:
             "sessions": sorted(run.sessions),
             "results": {place: result.reward for place, result in run.results.items()},
             "released": run.released,
+            "paused": (run.router.paused, run.router.paused_engines),
         }
 
 
@@ -139,6 +159,7 @@ def members(group: Group) -> list[Any]:
 )
 @example(operations=["play", "go_on_after_release", *["play"] * 4, "seal"])
 @example(operations=["play", "begin_attempt", *["play"] * 4, "seal", "claim", "lose"])
+@example(operations=["pause", "pause_engine", *["play"] * 4, "seal", "restart", "resume"])
 @example(operations=["play", "claim", "finish", "go_on_after_release", "claim", "play", "seal"])
 def test_a_run_opened_from_its_journal_is_the_run_that_wrote_it(
     model_dir: str, renderer: Renderer, operations: list[str]
