@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from sf_core.dataplane.groups import Claim
 from sf_core.dataplane.journal import Journal, Record
 from sf_core.dataplane.memory import Memory
 from sf_core.dataplane.records import FinishedSession, opened_record, read_finished, run_record
@@ -99,14 +98,18 @@ class HubRun(Run):
         for i in range(self.num_gateways):
             self._gateways.tell(i, "compact", self.spec.run_id)
 
-    async def _close(self, session: Session, claim: Claim, report: FinishBody) -> FinishedSession:
+    @property
+    def unfinished(self) -> set[str]:
+        return super().unfinished | self._closing.keys()
+
+    async def _close(self, session: Session, report: FinishBody) -> FinishedSession:
         """Raises ApiError without an answer of its gateway; the session is open again then."""
         self.forget(session.session_id)
         facts = report.model_dump(mode="json", include=set(FinishBody.model_fields))
         try:
             return read_finished(await self._ask_owner(session, "close", facts))
         except BaseException:
-            if self.manager.group_of(claim) is not None:
+            if session.claim is None or self.manager.group_of(session.claim) is not None:
                 self.open(session)
             raise
 

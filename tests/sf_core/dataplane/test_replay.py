@@ -141,7 +141,7 @@ class Driver:
             "next_batch": manager.next_batch,
             "last_batch": manager.batches.get(manager.next_batch - 1),
             "sessions": sorted(run.sessions),
-            "results": {place: result.reward for place, result in run.results.items()},
+            "results": {place: result.reward for place, result in run.results.by_place.items()},
             "released": run.released,
             "paused": (run.router.paused, run.router.paused_engines),
         }
