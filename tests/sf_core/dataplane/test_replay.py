@@ -18,6 +18,7 @@ from sf_core.dataplane.groups import Group
 from sf_core.dataplane.links import EngineLink
 from sf_core.dataplane.rendering import Renderer
 from sf_core.dataplane.run import Run
+from sf_core.dataplane.session import Session
 from sf_core.dataplane.specs import ClaimBody, FinishBody, RunSpec
 from sf_core.types import WeightsRef
 from tests.sf_core.dataplane.stand import say
@@ -68,6 +69,10 @@ class Driver:
     def run(self) -> Run:
         return self.plane.runs["run"]
 
+    @property
+    def given_out(self) -> list[Session]:
+        return [session for session in self.run.sessions.values() if session.claim is not None]
+
     async def restart(self) -> None:
         await self.plane.close()
         self.plane = DataPlane(str(self.folder / "plane"))
@@ -80,7 +85,7 @@ class Driver:
         await self.run.claim(ClaimBody(runner=self.runner, max=0, running=list(self.run.sessions)[1:]))
 
     async def finish(self) -> None:
-        for session in list(self.run.sessions.values())[:1]:
+        for session in self.given_out[:1]:
             sample(session, self.renderer, [user("hi")], say(self.renderer, "x"), version=self.version)
             reward = float(next(self.numbers) % 5 < 2)
             await self.run.finish(session, FinishBody(status="finished", reward=reward))
@@ -91,7 +96,7 @@ class Driver:
             await self.finish()
 
     async def fail(self) -> None:
-        for session in list(self.run.sessions.values())[-1:]:
+        for session in self.given_out[-1:]:
             await self.run.finish(session, FinishBody(status="failed"))
 
     async def seal(self) -> None:
