@@ -136,11 +136,11 @@ class DataPlane:
     async def release(self, run: Run) -> None:
         run.release()
         await run.journal.append(released_record())
+        self._take_away(list(run.router.links), run, "released")
         await self.stores[run.spec.run_id].store_or_try_later()
         # what could not be written yet is for the next process too
         if self._open_runs is not None and not run.results.opened:
             self._open_runs.remove(run.spec.run_id)
-        self._take_away(list(run.router.links), run, "released")
 
     async def sweep(self) -> None:
         last = time.monotonic()

@@ -198,7 +198,7 @@ def places(record: Record) -> set[tuple[Literal["train", "holdout"], int]]:
             return {("train", record["rejected"][0])}
         case "opened":
             return {(claim[0], claim[1]) for _, claim, *_ in record["opened"] if claim is not None}
-        case "finished" | "failed" | "lost" as kind if record[kind] is not None:
+        case "finished" | "failed" | "lost" as kind:
             return {(record[kind][0], record[kind][1])}
     return set()
 

@@ -281,7 +281,7 @@ def compaction(run: Run) -> tuple[list[Record], Callable[[Record], bool]]:
             case "opened" if any(session[0] in sessions for session in record["opened"]):
                 return True
             case "finished" if record["finished"] is None:
-                return record["session"] in opened
+                return record["session"] in opened or record["session"] in sessions
             case "stored":
                 return not opened.isdisjoint(record["stored"])
             case "released":

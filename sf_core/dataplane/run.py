@@ -79,6 +79,8 @@ class Run(SessionHost):
         super().__init__(spec, renderer, journal, router, grace_s, memory or Memory())
         self.manager = self._new_manager()
         self.results = Results(self.memory, self.spill_dir)
+        self._closing: dict[str, Session] = {}
+        """Over, and not yet in the journal."""
         self.runners: dict[str, Runner] = {}
         self.released = False
         self.revoked_leases: set[str] = set()
@@ -182,7 +184,7 @@ class Run(SessionHost):
     @property
     def unfinished(self) -> set[str]:
         """The sessions whose end the journal does not hold."""
-        return set(self.sessions)
+        return self.sessions.keys() | self._closing.keys()
 
     async def compact(self, head: Iterable[Record], keep: Callable[[Record], bool]) -> None:
         """See Journal.compact."""
@@ -239,8 +241,12 @@ class Run(SessionHost):
         result = await self._close(session, body)
         if not result.trajectories:
             return await self.journal.append(closed_record(session))
-        await self.journal.append(finished_record(result))
-        self.results.opened[result.session_id] = self.results.hold(result)
+        self._closing[session.session_id] = session
+        try:
+            await self.journal.append(finished_record(result))
+            self.results.opened[result.session_id] = self.results.hold(result)
+        finally:
+            del self._closing[session.session_id]
         self.counters["opened_sessions"] += 1
 
     async def _close_or_fail(self, session: Session, claim: Claim, report: FinishBody) -> FinishedSession:

@@ -38,8 +38,6 @@ class HubRun(Run):
         super().__init__(spec, renderer, journal, grace_s, memory)
         self.num_gateways = gateways.num_gateways
         self._gateways = gateways
-        self._closing: dict[str, Session] = {}
-        """Over, and not yet in the journal: their gateways must keep them."""
 
     async def announce(self) -> None:
         self._gateways.runs[self.spec.run_id] = self
@@ -81,6 +79,7 @@ class HubRun(Run):
     async def finish(self, session: Session, body: FinishBody) -> None:
         if self.sessions.get(session.session_id) is not session:
             return  # it ended while this report was on its way
+        # until it is in the journal, its gateway must keep it
         self._closing[session.session_id] = session
         try:
             await super().finish(session, body)
@@ -97,10 +96,6 @@ class HubRun(Run):
         await super().compact(head, keep)
         for i in range(self.num_gateways):
             self._gateways.tell(i, "compact", self.spec.run_id)
-
-    @property
-    def unfinished(self) -> set[str]:
-        return super().unfinished | self._closing.keys()
 
     async def _close(self, session: Session, report: FinishBody) -> FinishedSession:
         """Raises ApiError without an answer of its gateway; the session is open again then."""

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from sf_core.dataplane import opened
 from sf_core.dataplane.opened import OpenedStore
+from sf_core.dataplane.recovery import compaction
 from sf_core.dataplane.rendering import Renderer
 from sf_core.dataplane.session import Session
 from sf_core.dataplane.specs import FinishBody, SessionBody
@@ -30,7 +31,7 @@ from tests.sf_core.dataplane.test_session import sample, user
 
 OPERATIONS = [
     *("open", "open", "finish_opened", "finish_opened", "fail_opened", "store", "store_without_record"),
-    *("restart", "publish", "play", "seal", "begin_attempt"),
+    *("finish_while_the_journal_is_compacted", "restart", "publish", "play", "seal", "begin_attempt"),
 ]
 
 
@@ -70,6 +71,12 @@ class OpeningDriver(Driver):
             self.finished[session.session_id] = num_tokens, self.version
             await self.run.finish(session, FinishBody(status="finished", reward=1.0))
 
+    async def finish_while_the_journal_is_compacted(self) -> None:
+        async def compact() -> None:
+            await self.run.compact(*compaction(self.run))
+
+        await asyncio.gather(self.finish_opened(), compact())
+
     async def fail_opened(self) -> None:
         for session in self.opened[:1]:
             sample(session, self.renderer, [user("hi")], say(self.renderer, "x"), version=self.version)
@@ -108,6 +115,7 @@ def check(driver: OpeningDriver) -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(operations=st.lists(st.sampled_from(OPERATIONS), max_size=30))
+@example(operations=["open", "open", "finish_while_the_journal_is_compacted", "restart"])
 @example(
     operations=[
         *(["open"] * 4 + ["finish_opened", "play", "play", "seal", "publish", "finish_opened"]),
