@@ -217,7 +217,7 @@ def test_after_the_loss_of_all_processes_the_flow_decides_where_to_go_on(
         if committed == 0:
             # the first group is gone with its journal: it is done again, the others are still there
             assert driver.run.manager.next_batch == 0
-            assert sorted(place.group for place in driver.run.results) == [1, 2]
+            assert sorted(place.group for place in driver.run.results.by_place) == [1, 2]
         sessions, _ = await driver.run.claim(ClaimBody(runner="b", max=1))
         assert sessions[0].session_id == {2: "run.g3.0.a1", 1: "run.g3.0.a1", 0: "run.g0.0.a1"}[committed]
         await driver.plane.close()
