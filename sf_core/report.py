@@ -50,8 +50,8 @@ SamplingKind = Literal["trains iteration", "evaluates version", "opened at versi
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The sessions of one iteration, of the evaluation of one policy version, or those that agents opened
-    and it was the newest to sample."""
+    """The sessions of one iteration, of the evaluation of one policy version, or those that agents opened and
+    this version was the newest to sample."""
 
     kind: SamplingKind
     number: int

@@ -107,18 +107,15 @@ class SessionHost(ABC):
             reward=report.reward,
             reward_parts={name: part for name, part in report.reward_parts.items() if part is not None},
         )
-        # versions never decrease within a turn
-        versions = [
-            int(turn.versions[end]) for turn in session.turns if len(turn.versions) for end in (0, -1)
-        ]
+        versions = [turn.versions for turn in session.turns if len(turn.versions)]
         session.drop()
         return FinishedSession(
             session.session_id,
             session.claim,
             report.reward,
             report.environment,
-            min(versions, default=None),
-            max(versions, default=None),
+            min((int(sampled.min()) for sampled in versions), default=None),
+            max((int(sampled.max()) for sampled in versions), default=None),
             trajectories,
         )
 

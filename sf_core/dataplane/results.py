@@ -21,7 +21,7 @@ class Results:
         self.by_place: dict[Place, FinishedSession] = {}
         """For their batches and evaluations."""
         self.opened: dict[str, FinishedSession] = {}
-        """Of sessions that no runner was given, by id, in the order in which they finished."""
+        """Of sessions that no runner was given, by id, in the order in which the journal has them."""
 
     def hold(self, result: FinishedSession) -> FinishedSession:
         """Count it among what memory holds, until it is kept and dropped, or let go."""
