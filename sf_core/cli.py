@@ -15,7 +15,7 @@ from sf_core.cli_data import commands as data_commands
 from sf_core.config import ConfigError, RunConfig, worker_config
 from sf_core.config_file import load_config
 from sf_core.dataplane.journal import Fsync
-from sf_core.terminal import console, errors
+from sf_core.terminal import console, say_error
 from sf_core.terminal import fail as _fail
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -281,7 +281,7 @@ def _launch(flow: str, config: RunConfig) -> None:
     try:
         launch(flow, config, console)
     except LaunchError as error:
-        errors.print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
+        say_error(str(error))
         raise typer.Exit(1) from None
     except OSError as error:
         _fail(str(error))

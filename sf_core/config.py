@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from sf_core.scheduling.pipelines import PIPELINES, PipelineName
 from sf_core.scheduling.roofline import known_device
 from sf_core.scheduling.tags import is_word
+from sf_core.shown import shown
 
 
 def _in_order(schema: dict[str, Any]) -> None:
@@ -29,7 +30,7 @@ class Settings(BaseModel):
 
 def _is_reference(value: str) -> str:
     if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", value):
-        raise ValueError(f"expected package.module:name, got {value!r}")
+        raise ValueError(f"expected package.module:name, got {shown(value)}")
     return value
 
 
@@ -376,7 +377,7 @@ def _sentence(error: Any) -> str:
         return message
     message = message[0].lower() + message[1:]
     return f"{location}: {message}" + (
-        "" if error["type"] in ("missing", "value_error") else f", got {error['input']!r}"
+        "" if error["type"] in ("missing", "value_error") else f", got {shown(error['input'])}"
     )
 
 

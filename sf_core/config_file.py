@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from sf_core.config import ConfigError, RunConfig, validate_config
+from sf_core.shown import shown
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
@@ -16,13 +17,13 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConf
     Raises ConfigError with the path of the key and what is allowed.
     """
     try:
-        data = yaml.safe_load(Path(path).read_text()) or {}
+        data = _parse(Path(path).read_text()) or {}
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; give the path of a YAML configuration") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    except _NoYamlError as error:
+        raise ConfigError(f"{path}: not valid YAML: {error}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: expected a mapping of settings, got {type(data).__name__}")
     for override in overrides or []:
@@ -30,14 +31,28 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConf
     return validate_config(data, source=str(path))
 
 
+class _NoYamlError(Exception):
+    """Says why on one line."""
+
+
+def _parse(text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except RecursionError:
+        raise _NoYamlError("it is nested too deeply") from None
+    except (yaml.YAMLError, ValueError) as error:
+        # a plain ValueError: a date that does not exist, a number that is none
+        raise _NoYamlError(" ".join(str(error).split())) from None
+
+
 def _apply_override(data: dict[str, Any], override: str) -> None:
     path, sep, text = override.partition("=")
     if not sep or not path:
         raise ConfigError(f"--set {override}: expected key.path=value")
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise ConfigError(f"--set {override}: {text!r} is not a valid YAML value") from None
+        value = _parse(text)
+    except _NoYamlError:
+        raise ConfigError(f"--set {path}: {shown(text)} is not a valid YAML value") from None
     *parents, leaf = path.split(".")
     node = data
     for name in parents:

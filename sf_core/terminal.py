@@ -6,6 +6,7 @@ from typing import NoReturn
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 console = Console()
 errors = Console(stderr=True)
@@ -13,5 +14,10 @@ errors = Console(stderr=True)
 
 def fail(message: str) -> NoReturn:
     """End the command: bad input, said in one sentence."""
-    errors.print(f"[red]error:[/red] {message}", highlight=False, soft_wrap=True)
+    say_error(message)
     raise typer.Exit(2)
+
+
+def say_error(message: str) -> None:
+    # what looks like markup in it is the user's
+    errors.print(f"[red]error:[/red] {escape(message)}", highlight=False, soft_wrap=True)

@@ -49,7 +49,7 @@ def test_a_resolved_configuration_reads_back_equal(config_file: Path) -> None:
         ("train.min_workers=2", "train.min_workers (2) must not exceed train.workers (1)"),
         ("seed", "--set seed: expected key.path=value"),
         ("seed.x=1", "--set seed.x=1: seed is a value, not a section"),
-        ("seed=[1", "--set seed=[1: '[1' is not a valid YAML value"),
+        ("seed=[1", "--set seed: '[1' is not a valid YAML value"),
     ],
 )
 def test_a_wrong_setting_is_named_with_its_path_and_what_is_allowed(

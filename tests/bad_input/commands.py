@@ -1,0 +1,32 @@
+"""The command `sf` in this process, given something that it must refuse."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from sf_core.cli import app
+from tests.bad_input.refusals import check_sentence, snapshot
+
+
+def check_refused(folder: Path, arguments: list[str], *names: str) -> str:
+    """It ends with an error and one clear sentence, and has written nothing into the folder."""
+    before = snapshot(folder)
+    result = CliRunner().invoke(app, arguments)
+    raised = result.exception if not isinstance(result.exception, SystemExit) else None
+    assert raised is None, f"{type(raised).__name__}: {raised}"
+    assert result.exit_code == 2, (result.exit_code, result.output)
+    sentence = _sentence(result.output)
+    check_sentence(sentence, *names)
+    assert snapshot(folder) == before
+    return sentence
+
+
+def _sentence(output: str) -> str:
+    if output.startswith("error: "):
+        return output.removeprefix("error: ")
+    # arguments that do not parse are refused by typer: in a box, below how the command is used
+    _, _, box = output.partition("─ Error ─")
+    return " ".join(re.sub(r"[─│╭╮╰╯]", " ", box).split())

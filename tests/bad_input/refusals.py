@@ -1,0 +1,32 @@
+"""What every refusal must be, whoever refuses: one clear sentence, and nothing done."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+
+MAX_LENGTH = 600
+"""Characters of a sentence; the longest lists the keys that are allowed somewhere."""
+
+FOREIGN = re.compile(
+    r"Traceback|File \"|<class |<function | object at 0x|errors\.pydantic\.dev|site-packages|datetime\.|\w+\(.*=.*\)"
+)
+"""What only the author of the program understands."""
+
+
+def check_sentence(text: str, *names: str) -> None:
+    """One sentence on one line that names what is wrong: the file, key or field."""
+    assert text.strip(), "nothing is said"
+    assert "\n" not in text.strip(), f"more than one line: {text}"
+    assert len(text) <= MAX_LENGTH, f"{len(text)} characters: {text[:200]}..."
+    assert not re.search(r"[a-z][.!?] +[A-Z]", text), f"more than one sentence: {text}"
+    assert not FOREIGN.search(text), f"not for people: {text}"
+    missing = [name for name in names if name not in text]
+    assert not missing, f"does not name {missing}: {text}"
+
+
+def snapshot(folder: Path) -> dict[str, str]:
+    """Every file below a folder, by its content."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
