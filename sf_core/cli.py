@@ -260,6 +260,7 @@ def _config(path: Path, overrides: list[str] | None) -> RunConfig:
 
 def _runnable(config: RunConfig, source: str) -> RunConfig:
     """The configuration, if what it names is there."""
+    from sf_core.policy_folders import check_model_folder
     from sf_core.run import load_object
 
     sys.path.insert(0, os.getcwd())
@@ -268,9 +269,11 @@ def _runnable(config: RunConfig, source: str) -> RunConfig:
             load_object(reference)
     except ValueError as error:
         _fail(f"{source}: environment: {error}")
-    model = config.policy.model
-    if model is not None and not (Path(model) / "config.json").is_file():
-        _fail(f"{source}: policy.model: {model} is not a Hugging Face model folder (no config.json)")
+    try:
+        if config.policy.model is not None:
+            check_model_folder(config.policy.model)
+    except ValueError as error:
+        _fail(f"{source}: {error}")
     return config
 
 

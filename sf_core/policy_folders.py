@@ -12,7 +12,19 @@ from sf_core.config import RunConfig
 from sf_core.run import Run
 from sf_core.settings import cache_dir
 from storage.files import copy_folder, exists
-from storage.weights import WEIGHT_FILES, load_weights, save_weights
+from storage.weights import PICKLES, WEIGHT_FILES, load_weights, save_weights
+
+
+def check_model_folder(model: str) -> None:
+    """Raises ValueError if the setting `policy.model` names no Hugging Face folder that we load."""
+    folder = Path(model)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"policy.model: {model} is not a Hugging Face model folder (no config.json)")
+    if not any(folder.glob("*.safetensors")):
+        raise ValueError(
+            f"policy.model: {model} has no *.safetensors file; pickled weights (*.bin, *.pt) are not loaded, "
+            "because reading them may run code: save the model with safe_serialization=True"
+        )
 
 
 def prepare_start(folder: str, config: RunConfig) -> dict[str, Any]:
@@ -21,12 +33,11 @@ def prepare_start(folder: str, config: RunConfig) -> dict[str, Any]:
     Raises ValueError if `policy.model` is no Hugging Face folder."""
     model = config.policy.model
     if model is not None:
-        if not (Path(model) / "config.json").is_file():
-            raise ValueError(f"policy.model: {model} is not a Hugging Face model folder (no config.json)")
+        check_model_folder(model)
         source = Path(model)
     else:
         source = warm_policy(config)
-    copy_folder(str(source), folder)
+    copy_folder(str(source), folder, exclude=PICKLES)
     return {"source": str(source)}
 
 

@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 from storage import files
 from storage.manifests import Manifest
 from storage.run_directory import STAGES, RunDirectory
-from storage.schema import NOT_SAMPLED, Trajectory
+from storage.schema import NOT_SAMPLED, SCHEMA, Trajectory
 from storage.trajectories import read_trajectories, to_rows
 
 
@@ -100,7 +100,7 @@ def find_session(run: RunDirectory, session_id: str) -> SessionRows:
         for uri in sampling.uris:
             ids = read_trajectories(uri, ["session_id"])["session_id"].to_pylist()
             if session_id in ids:
-                table = read_trajectories(uri)
+                table = read_trajectories(uri, SCHEMA.names)
                 rows = to_rows(table.filter(pc.equal(table["session_id"], session_id)))
                 return SessionRows(session_id, sampling.label, rows)
             seen.extend(ids)

@@ -19,7 +19,7 @@ def open_tokenizer(run: RunDirectory) -> Any | None:
     from transformers import AutoTokenizer
 
     folder = files.local_folder(run.start_dir, exclude=WEIGHT_FILES)
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def token_bytes(tokenizer: Any | None, ids: Iterable[int]) -> list[bytes]:

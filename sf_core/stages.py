@@ -232,6 +232,8 @@ def publish(run: Run, iteration: int) -> Outcome:
     """Hand the weights of the train stage to every engine; done when all of them use it."""
     source = _committed(run, iteration, "train")
     version = int(source.data["version"])
+    # engines believe what they load
+    run.directory.verify(source)
     answer = run.dataplane.publish(version, run.weights(version).uri)
     return Outcome(inputs={"weights": source.outputs[0].sha256}, data={"version": version, **answer})
 

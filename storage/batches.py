@@ -57,4 +57,4 @@ def write_batch(
 
 def read_batch(uri: str, columns: list[str] | None = None) -> pa.Table:
     """Like read_trajectories, with the columns `advantages`, `weight` and `decision`."""
-    return read_trajectories(uri, columns)
+    return read_trajectories(uri, columns, BATCH_SCHEMA)

@@ -6,14 +6,16 @@ the checksums of the others: a folder without it is no checkpoint.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, Field, ValidationError
 
 from storage import files, weights
 from storage.files import FileRef
+from storage.json_files import first_fault
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +30,24 @@ class Checkpoint:
     """As torch.optim.Optimizer.state_dict gives it."""
     state: dict[str, Any]
     """Whatever else the trainer keeps; JSON."""
+
+
+class _Written(BaseModel):
+    bytes: int
+    sha256: str
+
+
+class _Optimizer(BaseModel):
+    param_groups: list[dict[str, Any]]
+    scalars: dict[str, dict[str, Any]]
+
+
+class _Content(BaseModel):
+    """Of state.json."""
+
+    state: dict[str, Any]
+    optimizer: _Optimizer
+    files: dict[Literal["model.safetensors", "optimizer.safetensors"], _Written] = Field(min_length=2)
 
 
 def save_checkpoint(
@@ -74,36 +94,35 @@ def load_checkpoint(uri: str) -> Checkpoint:
     """Raises ValueError with one sentence if the checkpoint is missing, incomplete or corrupt."""
     state_uri = files.join(uri, STATE)
     try:
-        content = json.loads(files.read_bytes(state_uri))
+        content = _Content.model_validate_json(files.read_bytes(state_uri))
     except FileNotFoundError:
         raise ValueError(f"{uri}: no complete checkpoint here (state.json is missing)") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{state_uri}: not valid JSON: {error}") from None
-    for name, expected in content["files"].items():
-        _check(files.join(uri, name), expected)
-    groups = content["optimizer"]["param_groups"]
+    except ValidationError as error:
+        raise ValueError(f"{state_uri}: no state of a checkpoint: {first_fault(error)}") from None
+    for name in (MODEL, OPTIMIZER):
+        _check(files.join(uri, name), content.files[name])
+    groups = content.optimizer.param_groups
     state: dict[Any, dict[str, Any]] = {}
     # torch keys the state by what its groups list: numbers, or names of parameters
     keys = {str(key): key for group in groups for key in group["params"]}
     for path, tensor in weights.read_tensors(files.join(uri, OPTIMIZER)).items():
         key, _, name = path.rpartition("/")
         state.setdefault(keys[key], {})[name] = tensor
-    for key, values in content["optimizer"]["scalars"].items():
+    for key, values in content.optimizer.scalars.items():
         state.setdefault(keys[key], {}).update(values)
     return Checkpoint(
         model=weights.read_tensors(files.join(uri, MODEL)),
         optimizer={"state": state, "param_groups": groups},
-        state=content["state"],
+        state=content.state,
     )
 
 
-def _check(uri: str, expected: dict[str, Any]) -> None:
+def _check(uri: str, expected: _Written) -> None:
     try:
-        data = files.read_bytes(uri)
+        found = files.describe(uri)
     except FileNotFoundError:
         raise ValueError(f"{uri}: missing from the checkpoint") from None
-    found = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    if found != expected:
+    if (found.bytes, found.sha256) != (expected.bytes, expected.sha256):
         raise ValueError(
-            f"{uri}: {found['bytes']} bytes that differ from the {expected['bytes']} bytes of the checkpoint"
+            f"{uri}: {found.bytes} bytes that differ from the {expected.bytes} bytes of the checkpoint"
         )

@@ -29,6 +29,8 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "s3": {"config_kwargs": {"retries": {"total_max_attempts": 1}}},
 }
 
+_PIECE_BYTES = 16 * 2**20
+
 
 @dataclass(frozen=True, slots=True)
 class FileRef:
@@ -78,6 +80,16 @@ def read_bytes(uri: str) -> bytes:
     fs, path = open_fs(uri)
     with storage_errors(uri):
         return bytes(fs.cat_file(path))
+
+
+def describe(uri: str) -> FileRef:
+    """The file as it is now, read piece by piece. Raises FileNotFoundError."""
+    checksum, size = hashlib.sha256(), 0
+    with open_read(uri) as file:
+        while piece := file.read(_PIECE_BYTES):
+            checksum.update(piece)
+            size += len(piece)
+    return FileRef(uri, size, checksum.hexdigest())
 
 
 @contextmanager

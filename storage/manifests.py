@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from storage.files import FileRef
+from storage.json_files import first_fault
 
 
 def _code_version() -> str:
@@ -55,15 +56,19 @@ def parse_manifest(uri: str, text: bytes, run_id: str, iteration: int | None, st
     try:
         manifest = Manifest.model_validate_json(text)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
         raise ValueError(
-            f"{uri}: manifest cannot be read ({where + ': ' if where else ''}{first['msg']}); "
-            "remove the file to have the stage done again"
+            f"{uri}: manifest cannot be read ({first_fault(error)}); remove the file to have the stage done "
+            "again"
         ) from None
     for name, expected in (("run_id", run_id), ("iteration", iteration), ("stage", stage)):
         if (found := getattr(manifest, name)) != expected:
             raise ValueError(f"{uri}: manifest is for {name} {found!r}, expected {expected!r}")
+    for ref in manifest.outputs:
+        # whoever writes into a run directory must not choose what else is read
+        if "://" in ref.uri or ref.uri.startswith("/") or ".." in ref.uri.split("/"):
+            raise ValueError(
+                f"{uri}: manifest names outputs that are not in the run directory: {ref.uri[:200]}"
+            )
     return manifest
 
 

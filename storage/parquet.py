@@ -50,18 +50,21 @@ def write_tables(uri: str, schema: pa.Schema, tables: Iterable[pa.Table]) -> Fil
         return file.ref(uri)
 
 
-def read_table(uri: str, columns: list[str] | None = None) -> pa.Table:
+def read_table(uri: str, columns: list[str] | None = None, schema: pa.Schema | None = None) -> pa.Table:
     """One file; with `columns`, only their bytes are read. Raises ValueError with one sentence if it is
-    missing, broken, lacks a column or is of a newer schema version."""
+    missing, broken, lacks a column, has one of another type than `schema` says or is of a newer schema
+    version."""
     with _opened(uri, pre_buffer=True) as reader:
-        if columns is not None and (unknown := set(columns) - set(reader.schema_arrow.names)):
-            raise ValueError(f"{uri}: has no column {', '.join(sorted(unknown))}")
+        _check_columns(uri, reader.schema_arrow, columns, schema)
         return reader.read(columns)
 
 
-def iter_batches(uri: str, max_rows: int, columns: list[str] | None = None) -> Iterator[pa.RecordBatch]:
+def iter_batches(
+    uri: str, max_rows: int, columns: list[str] | None = None, schema: pa.Schema | None = None
+) -> Iterator[pa.RecordBatch]:
     """One file, `max_rows` at a time, never whole in memory. Raises ValueError like `read_table`."""
     with _opened(uri, pre_buffer=False) as reader:
+        _check_columns(uri, reader.schema_arrow, columns, schema)
         yield from reader.iter_batches(max_rows, columns=columns)
 
 
@@ -109,11 +112,21 @@ def _opened(uri: str, *, pre_buffer: bool) -> Iterator[pq.ParquetFile]:
 def _complete(uri: str) -> Iterator[None]:
     try:
         yield
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowException, UnicodeDecodeError, OSError) as error:
         # Arrow raises a bare OSError for bytes that make no sense; one of the storage says more
         if isinstance(error, OSError) and (type(error) is not OSError or error.errno is not None):
             raise
-        raise ValueError(f"{uri}: not a complete Parquet file: {str(error).strip()}") from None
+        reason = " ".join(str(error).split()).partition(". ")[0]
+        raise ValueError(f"{uri}: not a complete Parquet file: {reason}") from None
+
+
+def _check_columns(uri: str, found: pa.Schema, columns: list[str] | None, expected: pa.Schema | None) -> None:
+    if unknown := set(columns or ()) - set(found.names):
+        raise ValueError(f"{uri}: has no column {', '.join(sorted(unknown))}")
+    for field in expected or ():
+        if field.name in found.names and found.field(field.name).type != field.type:
+            kind = found.field(field.name).type
+            raise ValueError(f"{uri}: column {field.name} is of type {kind}, expected {field.type}")
 
 
 def _check_version(uri: str, schema: pa.Schema) -> None:

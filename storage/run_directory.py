@@ -5,9 +5,9 @@ Owns every path and the order of stages. Knows nothing of what the stages comput
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
+import re
 from dataclasses import replace
 from typing import TypeVar
 
@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from storage import files
 from storage.files import FileRef
+from storage.json_files import first_fault
 from storage.manifests import Manifest, parse_manifest
 
 STAGES = ("rollout", "filter", "train", "publish")
@@ -62,7 +63,8 @@ class RunDirectory:
 
     def list_partitions(self, kind: str) -> dict[int, list[str]]:
         """Parquet files by iteration or policy version, in order, of what no manifest names."""
-        folders = {int(uri.rpartition("=")[2]): uri for uri in files.list_folders(self.path(kind))}
+        matches = (re.search(r"/iteration=(\d+)$", uri) for uri in files.list_folders(self.path(kind)))
+        folders = {int(match[1]): match.string for match in matches if match is not None}
         return {number: files.list_files(folders[number]) for number in sorted(folders)}
 
     def metrics_file(self, kind: str, iteration: int) -> str:
@@ -91,7 +93,7 @@ class RunDirectory:
         except FileNotFoundError:
             raise ValueError(f"{self.uri}: no run here (config.json is missing)") from None
         except ValidationError as error:
-            raise ValueError(f"{uri}: cannot be read: {error.errors()[0]['msg']}") from None
+            raise ValueError(f"{uri}: cannot be read: {first_fault(error)}") from None
 
     def write_summary(self, summary: dict[str, object]) -> FileRef:
         return files.write_atomic(self.path("summary.json"), json.dumps(summary, indent=2).encode())
@@ -100,10 +102,11 @@ class RunDirectory:
         """One part of what `name` did, up to this moment (Unix seconds). A part is written once."""
         return files.write_atomic(self.path("timeline", f"{name}.{round(until * 1e6)}.json"), data)
 
-    def read_timelines(self, since: float = 0.0) -> list[bytes]:
-        """The parts that tell of times after `since` (Unix seconds)."""
-        uris = files.list_files(self.path("timeline"))
-        return [files.read_bytes(uri) for uri in uris if int(uri.split(".")[-2]) >= since * 1e6]
+    def read_timelines(self, since: float = 0.0) -> dict[str, bytes]:
+        """The parts that tell of times after `since` (Unix seconds), by URI."""
+        matches = (re.search(r"\.(\d+)\.json$", uri) for uri in files.list_files(self.path("timeline")))
+        uris = [match.string for match in matches if match is not None and int(match[1]) >= since * 1e6]
+        return {uri: files.read_bytes(uri) for uri in uris}
 
     @property
     def trace_file(self) -> str:
@@ -155,12 +158,12 @@ class RunDirectory:
         for ref in manifest.outputs:
             uri = self.path(ref.uri)
             try:
-                data = files.read_bytes(uri)
+                found = files.describe(uri)
             except FileNotFoundError:
                 raise ValueError(f"{uri}: missing, but {manifest.label} is committed") from None
-            if len(data) != ref.bytes:
-                raise ValueError(f"{uri}: has {len(data)} bytes, {manifest.label} wrote {ref.bytes}")
-            if hashlib.sha256(data).hexdigest() != ref.sha256:
+            if found.bytes != ref.bytes:
+                raise ValueError(f"{uri}: has {found.bytes} bytes, {manifest.label} wrote {ref.bytes}")
+            if found.sha256 != ref.sha256:
                 raise ValueError(f"{uri}: content differs from what {manifest.label} wrote")
 
     def next_stage(self) -> tuple[int, str]:

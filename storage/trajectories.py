@@ -54,15 +54,17 @@ def write_trajectories(
     return run.relative(parquet.write_tables(uri, SCHEMA, tables))
 
 
-def read_trajectories(uri: str, columns: list[str] | None = None) -> pa.Table:
+def read_trajectories(uri: str, columns: list[str] | None = None, schema: pa.Schema = SCHEMA) -> pa.Table:
     """One file, with the column `iteration` from the name of its folder.
 
-    Raises ValueError with one sentence if the file is missing, broken or lies in no such folder.
+    Raises ValueError with one sentence if the file is missing, broken, has a column of another type than
+    `schema` says, or lies in no such folder.
     """
     match = re.search(r"/iteration=(\d+)/[^/]*$", uri)
     if match is None:
         raise ValueError(f"{uri}: expected a file in a folder iteration=K")
-    table = parquet.read_table(uri, None if columns is None else [c for c in columns if c != "iteration"])
+    wanted = None if columns is None else [name for name in columns if name != "iteration"]
+    table = parquet.read_table(uri, wanted, schema)
     if columns is not None and "iteration" not in columns:
         return table
     iteration = pa.array(np.full(len(table), int(match[1]), np.int32))
@@ -76,7 +78,7 @@ def iter_trajectories(
     cannot be read."""
     names = SCHEMA.names if columns is None else list(columns)
     schema = pa.schema([SCHEMA.field(name) for name in names])
-    for batch in parquet.iter_batches(uri, max_rows, names):
+    for batch in parquet.iter_batches(uri, max_rows, names, schema):
         # Parquet has its own name for the elements of a list
         yield batch.select(names).cast(schema)
 

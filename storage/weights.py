@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import BaseModel, Field, ValidationError
 
 from storage import files
 from storage.files import FileRef
+from storage.json_files import first_fault
 
 if TYPE_CHECKING:
     import numpy as np
@@ -18,8 +21,16 @@ if TYPE_CHECKING:
 
 FILE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
-WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin")
+PICKLES = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+"""Patterns for files whose reading may run code. We read none of them."""
+
+WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", *PICKLES)
 """Patterns for the files of a Hugging Face folder that who wants only its tokenizer leaves out."""
+
+
+class _Index(BaseModel):
+    # files of this folder and no others: whoever wrote the index may not choose what else is read
+    weight_map: dict[str, Annotated[str, Field(pattern=r"^[\w.-]+\.safetensors$")]]
 
 
 def save_weights(uri: str, tensors: Mapping[str, torch.Tensor], version: int) -> FileRef:
@@ -41,7 +52,10 @@ def load_weights(uri: str) -> dict[str, torch.Tensor]:
     index = files.join(uri, INDEX_NAME)
     if not files.exists(index):
         return read_tensors(files.join(uri, FILE_NAME))
-    names = sorted(set(json.loads(files.read_bytes(index))["weight_map"].values()))
+    try:
+        names = sorted(set(_Index.model_validate_json(files.read_bytes(index)).weight_map.values()))
+    except ValidationError as error:
+        raise ValueError(f"{index}: no index of weights: {first_fault(error)}") from None
     return {key: tensor for name in names for key, tensor in read_tensors(files.join(uri, name)).items()}
 
 

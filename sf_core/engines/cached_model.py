@@ -46,7 +46,9 @@ def open_model(
     model_dir: str, *, num_slots: int, context_length: int, dtype: torch.dtype, device: torch.device
 ) -> CachedModel:
     """Raises ValueError if the architecture cannot be run correctly over a cache of slots."""
-    model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        model_dir, dtype=dtype, use_safetensors=True, trust_remote_code=False
+    )
     model.to(device).eval().requires_grad_(False)
     spec = decoder_spec(model.config, context_length)
     if spec is None:

@@ -104,7 +104,7 @@ class TorchEngine:
     @torch.inference_mode()
     def load_weights(self, uri: str, version: int) -> None:
         with fsspec.open(f"{uri}/model.safetensors", "rb") as file:
-            params = safetensors.torch.load(file.read())
+            params = _parse_tensors(file.read(), uri)
         _check_shapes({name: tensor.shape for name, tensor in params.items()}, self._model.shapes)
         self._model.load({name: t.to(self._device, self._dtype) for name, t in params.items()})
         self._version = version
@@ -167,6 +167,13 @@ class TorchEngine:
 
     def _tensor(self, values: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(values.astype(np.int64)).to(self._device)
+
+
+def _parse_tensors(data: bytes, uri: str) -> dict[str, torch.Tensor]:
+    try:
+        return safetensors.torch.load(data)
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{uri}: not a complete safetensors file: {error}") from None
 
 
 def _check_shapes(got: dict[str, torch.Size], expected: dict[str, torch.Size]) -> None:

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from sf_core.report import Sampling
+from storage.schema import SCHEMA
 from storage.trajectories import read_trajectories
 
 COLUMNS = [
@@ -69,7 +70,7 @@ def list_sessions(sampling: Sampling) -> list[SessionFacts]:
     return [_session(sampling, rows) for rows in branches.values()]
 
 
-def read_sampling(sampling: Sampling, columns: list[str] | None = None) -> pa.Table:
+def read_sampling(sampling: Sampling, columns: list[str] = SCHEMA.names) -> pa.Table:
     return pa.concat_tables([read_trajectories(uri, columns) for uri in sampling.uris])
 
 

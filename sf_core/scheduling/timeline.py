@@ -17,7 +17,10 @@ from itertools import pairwise
 from types import TracebackType
 from typing import Literal
 
+from pydantic import TypeAdapter, ValidationError
+
 from storage.files import FileRef
+from storage.json_files import first_fault
 from storage.run_directory import RunDirectory
 
 Kind = Literal["held", "busy", "moving", "wait"]
@@ -114,8 +117,19 @@ class Timeline:
 def read_spans(directory: RunDirectory, since: float = 0.0) -> list[Span]:
     """The spans of a run that ended after `since` (Unix seconds), by worker and time; those who began long
     before may be cut."""
-    spans = [Span(**item) for data in directory.read_timelines(since) for item in json.loads(data)]
+    parts = directory.read_timelines(since)
+    spans = [span for uri, data in parts.items() for span in _parse(uri, data)]
     return sorted(_joined(spans), key=lambda span: (span.worker, span.start))
+
+
+_SPANS = TypeAdapter(list[Span])
+
+
+def _parse(uri: str, data: bytes) -> list[Span]:
+    try:
+        return _SPANS.validate_json(data)
+    except ValidationError as error:
+        raise ValueError(f"{uri}: no part of a timeline: {first_fault(error)}; remove it") from None
 
 
 def _joined(spans: list[Span]) -> Iterator[Span]:

@@ -20,7 +20,9 @@ class Network:
 
     def __init__(self, model_dir: str) -> None:
         # In evaluation mode: dropout would make these log-probs differ from the engine's.
-        self.model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(
+            model_dir, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
+        ).eval()
         self._parameters = dict(self.model.named_parameters())
         self._spec = decoder_spec(self.model.config, max_length=1 << 30)
 

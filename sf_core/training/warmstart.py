@@ -28,7 +28,7 @@ LABEL_SMOOTHING = 0.18
 
 def warmstart(folder: str, config: WarmstartConfig, seed: int) -> None:
     """Train the policy in the folder and save it back. A function of the folder, the config and the seed."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     network = Network(folder)
     parameters = list(network.model.parameters())
     optimizer = torch.optim.AdamW(parameters, betas=BETAS, weight_decay=0.0, fused=True)

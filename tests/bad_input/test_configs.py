@@ -24,12 +24,16 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def settings(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """(path of the key, its JSON schema), sections and values alike; workers as one that is there by default."""
+    """(path of the key, its JSON schema), sections and values alike; of the workers, one."""
     for name, field in schema.get("properties", {}).items():
         key = f"{path}{name}"
         yield key, field
         for part in alternatives(field):
-            if "additionalProperties" in part and part["additionalProperties"] is not False and name == "workers":
+            if (
+                "additionalProperties" in part
+                and part["additionalProperties"] is not False
+                and name == "workers"
+            ):
                 yield from settings(resolved(part["additionalProperties"]), f"{key}.r0.")
             yield from settings(part, f"{key}.")
 
@@ -82,7 +86,9 @@ def test_every_setting_is_tried() -> None:
 
 @pytest.mark.parametrize(("key", "value"), WRONG, ids=[f"{key}={json.dumps(value)}" for key, value in WRONG])
 def test_a_wrong_value_is_refused_with_its_key(config: Path, key: str, value: Any) -> None:
-    check_refused(config.parent, ["train", str(config), "--set", f"{key}={json.dumps(value)}"], str(config), key)
+    check_refused(
+        config.parent, ["train", str(config), "--set", f"{key}={json.dumps(value)}"], str(config), key
+    )
 
 
 @pytest.mark.parametrize(
@@ -118,7 +124,7 @@ def test_an_unknown_key_is_refused_with_those_that_are_allowed(config: Path, sec
         b"seed: '" + b"x" * 100_000 + b"'",
         b"seed: &a [x, x, x, x, x, x, x, x]\nrun_id: [*a, *a, *a, *a, *a, *a, *a, *a]",
         b"seed: '[/red]'",
-        b"seed: \"two\\nlines\"",
+        b'seed: "two\\nlines"',
     ],
     ids=lambda text: repr(text[:30]),
 )
@@ -129,7 +135,18 @@ def test_a_file_that_is_no_configuration_is_named(config: Path, text: bytes) -> 
 
 @pytest.mark.parametrize(
     "override",
-    ["", "=", "=1", "seed", "seed.x=1", "seed=[1", "seed=2026-13-45", "seed=[/red]", "..=1", "seed=" + "[" * 5000],
+    [
+        "",
+        "=",
+        "=1",
+        "seed",
+        "seed.x=1",
+        "seed=[1",
+        "seed=2026-13-45",
+        "seed=[/red]",
+        "..=1",
+        "seed=" + "[" * 5000,
+    ],
     ids=lambda override: repr(override[:30]),
 )
 def test_an_override_that_is_none_is_named(config: Path, override: str) -> None:
