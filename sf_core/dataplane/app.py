@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING
@@ -292,6 +293,9 @@ def _post(path: str, answer: Callable[[Request], Awaitable[Answer]]) -> Route:
 def _wait_s(request: Request) -> float:
     text = request.query_params.get("wait_s", "0")
     try:
-        return min(max(float(text), 0.0), MAX_WAIT_S)
+        wait_s = float(text)
     except ValueError:
-        raise ApiError(400, f"wait_s must be a number, got {text!r}", param="wait_s") from None
+        wait_s = math.nan
+    if math.isnan(wait_s):
+        raise ApiError(400, f"wait_s must be a number, got {text!r}", param="wait_s")
+    return min(max(wait_s, 0.0), MAX_WAIT_S)

@@ -28,7 +28,7 @@ from sf_core.dataplane.run import Run
 from sf_core.dataplane.session import Session
 from sf_core.dataplane.specs import RunSpec, SessionBody
 from sf_core.types import WeightsRef
-from storage.files import is_local
+from storage.files import StorageError, is_local
 from storage.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
@@ -167,7 +167,11 @@ class DataPlane:
             task.add_done_callback(self._background.discard)
 
     def _open_journal(self, spec: RunSpec) -> Journal:
-        if is_local(spec.run_dir):
+        try:
+            is_here = is_local(spec.run_dir)
+        except StorageError as error:
+            raise ApiError(400, f"run_dir: {error}", param="run_dir") from None
+        if is_here:
             folder = RunDirectory(spec.run_dir).journal_dir
         else:
             # remote filesystems do not append; the directory survives the process, which is what it is for

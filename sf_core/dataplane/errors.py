@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+MAX_HEAD, MAX_TAIL = 400, 100
+"""Characters of a longer message that are kept: it repeats what the caller sent."""
+
 
 class ApiError(Exception):
     """`message` is one sentence for the caller."""
@@ -17,6 +20,8 @@ class ApiError(Exception):
         param: str | None = None,
         retry_after_s: int | None = None,
     ):
+        if len(message) > MAX_HEAD + MAX_TAIL:
+            message = f"{message[:MAX_HEAD]} ... {message[-MAX_TAIL:]}"
         super().__init__(message)
         self.status, self.message, self.code, self.param = status, message, code, param
         self.retry_after_s = retry_after_s

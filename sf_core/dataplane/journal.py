@@ -45,7 +45,6 @@ class Journal:
     shares the next one."""
 
     def __init__(self, path: Path, fsync: Fsync = "turn") -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self._fsync = fsync
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
@@ -171,6 +170,8 @@ class Journal:
         if not frames:
             return
         if self._file is None:
+            # not before: a run that is refused leaves nothing behind
+            self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(self.path, "ab", 0, opener=private)  # noqa: SIM115 it stays open between writes
         end = self._file.seek(0, os.SEEK_END)
         data = memoryview(b"".join(frames))
@@ -189,6 +190,7 @@ class Journal:
 
     def _rewrite(self, head: list[Record], keep: Callable[[Record], bool]) -> None:
         temporary = self.path.with_suffix(".tmp")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.touch(0o600)
         with open(self.path, "rb") as before, open(temporary, "wb", opener=private) as file:
             file.writelines(map(frame, head))

@@ -52,11 +52,26 @@ class TurnRequest:
         return bool(self.tools) and self.tool_choice.kind != "none"
 
 
-def parse_object(data: bytes) -> Body:
+def parse_json(data: bytes) -> Any:
+    """What orjson can also write again, inside of records and answers."""
     try:
-        body = orjson.loads(data)
+        value = orjson.loads(data)
+        # it reads deeper than it writes; the count tells at almost no cost that most bodies are not deep
+        if data.count(b"{") + data.count(b"[") > _SURELY_WRITABLE:
+            orjson.dumps([[[[[[[[value]]]]]]]])
     except orjson.JSONDecodeError as error:
         raise ApiError(400, f"The request body is not valid JSON: {error}") from None
+    except orjson.JSONEncodeError:
+        raise ApiError(400, "The request body is nested too deeply.") from None
+    return value
+
+
+_SURELY_WRITABLE = 200
+"""Levels of nesting; orjson writes 254."""
+
+
+def parse_object(data: bytes) -> Body:
+    body = parse_json(data)
     if not isinstance(body, dict):
         raise ApiError(400, f"The request body must be a JSON object, got {kind_of(body)}")
     return body
@@ -70,7 +85,7 @@ def check_conversation(messages: list[Message], where: str) -> list[Message]:
     for message in messages:
         if message["role"] == "tool":
             call_id = message.get("tool_call_id")
-            if call_id not in open_calls:
+            if not isinstance(call_id, str) or call_id not in open_calls:
                 raise ApiError(
                     400,
                     f"{where}: the tool result for {call_id!r} answers no tool call of the assistant message "

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
-import orjson
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, SecretStr, ValidationError, field_validator
 
 from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.request import parse_json
 from sf_core.dataplane.rollout_manager import BatchRules
 from sf_core.dataplane.router import PauseMode
 from sf_core.dataplane.waiting import Limits
@@ -202,10 +202,7 @@ BodyType = TypeVar("BodyType", bound=BaseModel)
 def parse_body(model: type[BodyType], data: bytes) -> BodyType:
     """Raises ApiError with status 400 and a sentence that names the field."""
     try:
-        value: Any = orjson.loads(data or b"{}")
-        return model.model_validate(value)
-    except orjson.JSONDecodeError as error:
-        raise ApiError(400, f"The request body is not valid JSON: {error}") from None
+        return model.model_validate(parse_json(data or b"{}"))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "body"

@@ -31,11 +31,12 @@ def run_figures(run: RunDirectory) -> dict[str, Any]:
     """Everything but the sessions. Raises ValueError if a committed file is missing or broken."""
     iterations = list(read_iterations(run))
     windows = iteration_windows(iterations)
-    observe.record_figures(run, len(iterations) - 1)
-    devices = observe.read_figures(run, range(len(iterations)))
     rollouts = {
         row.iteration: asdict(row.rollout) for row in report.iteration_figures(run) if row.rollout is not None
     }
+    # writes: only behind what finds a broken run
+    observe.record_figures(run, len(iterations) - 1)
+    devices = observe.read_figures(run, range(len(iterations)))
     rows = [
         {
             "iteration": iteration.number,

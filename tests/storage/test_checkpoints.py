@@ -80,5 +80,5 @@ def test_a_damaged_state_file_is_named(run: RunDirectory) -> None:
     folder = run.checkpoint_dir(1)
     save_checkpoint(folder, {}, {"state": {}, "param_groups": []}, {})
     files.write_atomic(f"{folder}/state.json", b'{"state"')
-    with pytest.raises(ValueError, match=r"state\.json: not valid JSON"):
+    with pytest.raises(ValueError, match=r"state\.json: no state of a checkpoint: Invalid JSON"):
         load_checkpoint(folder)

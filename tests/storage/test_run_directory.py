@@ -141,11 +141,11 @@ def test_parts_of_attempts_that_never_committed_are_removed_on_commit(run: RunDi
 
 
 def test_timelines_are_read_in_the_order_of_their_names(run: RunDirectory) -> None:
-    assert run.read_timelines() == []
+    assert run.read_timelines() == {}
     run.write_timeline("t0-train-0.1", 5.0, b"[2]")
     run.write_timeline("r0-rollout-0.1", 9.0, b"[1]")
-    assert run.read_timelines() == [b"[1]", b"[2]"]
-    assert run.read_timelines(since=6.0) == [b"[1]"]
+    assert list(run.read_timelines().values()) == [b"[1]", b"[2]"]
+    assert list(run.read_timelines(since=6.0).values()) == [b"[1]"]
 
 
 class Config(BaseModel):

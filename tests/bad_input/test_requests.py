@@ -1,0 +1,295 @@
+"""Requests that the data plane must refuse, in every dialect and on every route."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.bad_input.refusals import check_sentence, snapshot
+from tests.sf_core.dataplane.stand import CALC, Server
+
+HI = [{"role": "user", "content": "hi"}]
+CALL = {"id": "c1", "type": "function", "function": {"name": "calc", "arguments": "{}"}}
+TOOL = {"name": "calc", "description": "Evaluates.", "input_schema": {"type": "object"}}
+LIMITS = {"temperature": 0.5, "top_p": 0.9, "stream": False}
+
+CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
+COMPLETIONS, RESPONSES = "/v1/completions", "/v1/responses"
+REQUESTS: dict[str, dict[str, Any]] = {
+    CHAT: {
+        "model": "policy",
+        "messages": [
+            *HI,
+            {"role": "assistant", "tool_calls": [CALL]},
+            {"role": "tool", "tool_call_id": "c1"},
+        ],
+        "tools": [CALC],
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "max_tokens": 8,
+        "max_completion_tokens": 8,
+        "n": 1,
+        "stop": ["!"],
+        "seed": 1,
+        "logprobs": True,
+        "top_logprobs": 0,
+        "response_format": {"type": "text"},
+        "stream_options": {"include_usage": True},
+        **LIMITS,
+    },
+    COMPLETIONS: {
+        "model": "policy",
+        "prompt": "hi",
+        "max_tokens": 8,
+        "n": 1,
+        "best_of": 1,
+        "stop": "!",
+        "seed": 1,
+        "logprobs": 0,
+        "echo": False,
+        "suffix": "",
+        "stream_options": {},
+        **LIMITS,
+    },
+    RESPONSES: {
+        "model": "policy",
+        "input": [*HI, {"type": "function_call", "name": "calc", "call_id": "c1", "arguments": "{}"}],
+        "instructions": "Be brief.",
+        "tools": [{"type": "function", **CALC["function"]}],
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "max_output_tokens": 8,
+        "include": [],
+        "text": {"format": {"type": "text"}},
+        "store": True,
+        "previous_response_id": None,
+        "background": False,
+        **LIMITS,
+    },
+    MESSAGES: {
+        "model": "policy",
+        "messages": HI,
+        "system": "Be brief.",
+        "tools": [TOOL],
+        "tool_choice": {"type": "auto"},
+        "max_tokens": 8,
+        "stop_sequences": ["!"],
+        "top_k": 3,
+        "metadata": {},
+        **LIMITS,
+    },
+}
+
+DEEP: Any = "x"
+for _ in range(600):
+    DEEP = {"a": DEEP}
+
+ODD: list[Any] = [
+    None,
+    True,
+    0,
+    -1,
+    1.5,
+    2**63,
+    10**30,
+    "",
+    "x",
+    [],
+    [1],
+    ["x"],
+    [None],
+    [[]],
+    [{}],
+    {},
+    {"a": 1},
+]
+ODD += [{"type": "x"}, {"role": "x"}, [{"role": "user", "content": [{}]}], DEEP, [DEEP], "\ud800"]
+
+
+def ask(server: Server, path: str, body: Any, method: str = "POST") -> tuple[int, str]:
+    """Status and the sentence of a refusal, which must be one and must leave everything as it was."""
+    before, num_asked = snapshot(server.run_dir), len(server.asked)
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    response = server.http.request(method, path, content=None if method == "GET" else content)
+    assert response.status_code < 500, response.text
+    assert response.headers["content-type"].startswith(("application/json", "text/event-stream"))
+    if response.status_code < 400:
+        return response.status_code, ""
+    sentence = str(response.json()["error"]["message"])
+    check_sentence(sentence)
+    assert server.model_dir not in response.text and str(server.run_dir) not in response.text
+    assert (snapshot(server.run_dir), len(server.asked)) == (before, num_asked)
+    return response.status_code, sentence
+
+
+@pytest.mark.parametrize("path", REQUESTS)
+def test_a_whole_request_is_answered(plane: Server, path: str) -> None:
+    assert ask(plane, path, REQUESTS[path])[0] == 200
+
+
+FIELDS = [(path, field) for path, request in REQUESTS.items() for field in request]
+
+
+@pytest.mark.parametrize(("path", "field"), FIELDS)
+def test_odd_values_of_a_field_are_answered_or_refused(plane: Server, path: str, field: str) -> None:
+    refused = [ask(plane, path, REQUESTS[path] | {field: value})[1] for value in ODD]
+    if field not in ("store", "metadata"):
+        assert any(refused)
+
+
+NESTED: list[tuple[str, str, Any]] = [
+    (CHAT, "messages[0]", {"messages": ["hi"]}),
+    (CHAT, "messages[0].content", {"messages": [{"role": "user", "content": {"text": "hi"}}]}),
+    (CHAT, "messages[0].content", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
+    (CHAT, "messages[0].content", {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}),
+    (CHAT, "messages", {"messages": [*HI, {"role": "tool", "tool_call_id": ["c1"]}]}),
+    (CHAT, "messages[0].tool_calls", {"messages": [{"role": "assistant", "tool_calls": "calc"}]}),
+    (CHAT, "messages[0].tool_calls[0]", {"messages": [{"role": "assistant", "tool_calls": [{}]}]}),
+    (
+        CHAT,
+        "messages[0].tool_calls[0].function.arguments",
+        {
+            "messages": [
+                {"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "arguments": "{"}}]}
+            ]
+        },
+    ),
+    (CHAT, "tools[0]", {"tools": [{"type": "function", "function": {"name": 5}}]}),
+    (CHAT, "tools", {"tools": "calc"}),
+    (CHAT, "role", {"messages": [{"role": "x" * 100_000}]}),
+    (CHAT, "tool_choice", {"tool_choice": {"type": "function", "function": {"name": "x" * 100_000}}}),
+    (CHAT, "model", {"model": "x" * 100_000}),
+    (CHAT, "model", {"model": None}),
+    (CHAT, "seed", {"seed": "1"}),
+    (COMPLETIONS, "prompt", {"prompt": [[1, "x"]]}),
+    (COMPLETIONS, "Token ids", {"prompt": [10**9]}),
+    (COMPLETIONS, "Token ids", {"prompt": [-1]}),
+    (COMPLETIONS, "prompts times n", {"prompt": ["a"] * 100, "n": 2, "best_of": 2}),
+    (RESPONSES, "input[0]", {"input": [{"type": "computer_call"}]}),
+    (RESPONSES, "input[0]", {"input": [{"type": "function_call", "name": "f"}]}),
+    (RESPONSES, "input[0].role", {"input": [{"role": "x" * 100_000}]}),
+    (RESPONSES, "input[0]", {"input": [{"type": "x" * 100_000}]}),
+    (RESPONSES, "Response", {"previous_response_id": "x" * 100_000}),
+    (RESPONSES, "tools[0]", {"tools": [{"type": "web_search"}]}),
+    (RESPONSES, "input", {"input": [{"type": "function_call_output", "call_id": {}, "output": "4"}]}),
+    (MESSAGES, "messages[0].content", {"messages": [{"role": "user", "content": 5}]}),
+    (MESSAGES, "messages[0].content[0]", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}),
+    (MESSAGES, "messages[0].content[0]", {"messages": [{"role": "user", "content": ["hi"]}]}),
+    (MESSAGES, "messages[0].role", {"messages": [{"role": "system", "content": "x"}]}),
+    (MESSAGES, "tools[0]", {"tools": [{"name": "bash", "type": "x" * 100_000}]}),
+    (MESSAGES, "tool_choice", {"tool_choice": {"type": "tool", "name": "x" * 100_000}}),
+    (MESSAGES, "max_tokens", {"max_tokens": None}),
+]
+
+
+@pytest.mark.parametrize(("path", "name", "change"), NESTED, ids=lambda value: str(value)[:60])
+def test_what_is_wrong_inside_a_field_is_named(
+    plane: Server, path: str, name: str, change: dict[str, Any]
+) -> None:
+    status, sentence = ask(plane, path, REQUESTS[path] | change)
+    assert status in (400, 404)
+    check_sentence(sentence, name)
+
+
+RUN = "/runs/run"
+CONTROL: list[tuple[str, str, Any, int, str]] = [
+    ("POST", "/runs", {}, 400, "run_id"),
+    ("POST", "/runs", [], 400, "body"),
+    ("POST", "/runs", b"\xff", 400, "JSON"),
+    ("POST", "/runs", b"[" * 5000, 400, "JSON"),
+    ("POST", "/runs", {"run_id": "../x"}, 400, "run_id"),
+    ("POST", "/sessions", {"run_id": "nobody"}, 404, "nobody"),
+    ("POST", "/sessions", {"run_id": "run", "policy": "x" * 100_000}, 404, "model"),
+    ("POST", "/sessions", {"run_id": "run", "typo": 1}, 400, "typo"),
+    ("POST", "/sessions", {"run_id": "run", "metadata": []}, 400, "metadata"),
+    ("POST", "/sessions/nobody/reward", {"reward": 1}, 404, "nobody"),
+    ("POST", "/sessions/nobody/finish", {"status": "finished"}, 404, "nobody"),
+    ("POST", "/sessions/nobody/finish", {"status": "done"}, 400, "status"),
+    ("POST", "/sessions/nobody/reward", {"reward": "much"}, 400, "reward"),
+    ("GET", "/sessions/nobody", None, 404, "nobody"),
+    ("GET", "/sessions/nobody/v1/models", None, 404, "nobody"),
+    ("POST", f"{RUN}/finished", {"sessions": [{"status": "finished"}]}, 400, "sessions.0.session_id"),
+    ("POST", f"{RUN}/claim", {"runner": "a", "max": -1}, 400, "max"),
+    ("POST", f"{RUN}/claim", {"runner": "a"}, 400, "max"),
+    ("POST", "/runs/nobody/claim", {"runner": "a", "max": 1}, 404, "nobody"),
+    ("GET", "/runs/nobody", None, 404, "nobody"),
+    ("GET", f"{RUN}/batches/0?wait_s=long", None, 400, "wait_s"),
+    ("GET", f"{RUN}/batches/0?wait_s=nan", None, 400, "wait_s"),
+    ("GET", f"{RUN}/batches/x", None, 404, "/runs/run/batches/x"),
+    ("POST", f"{RUN}/batches/0/seal", {"attempt": 1}, 409, "batch 0"),
+    ("POST", f"{RUN}/batches/0/seal", {"attempt": 0}, 409, "Attempt 0"),
+    ("POST", f"{RUN}/batches/0/seal", {"attempt": "x"}, 400, "attempt"),
+    ("POST", f"{RUN}/evaluations/0", {"num_tasks": 0}, 400, "num_tasks"),
+    ("GET", f"{RUN}/evaluations/7", None, 404, "version 7"),
+    ("POST", f"{RUN}/evaluations/7/seal", {"attempt": 1}, 409, "version 7"),
+    ("POST", f"{RUN}/weights", {"version": -1, "uri": "x"}, 400, "version"),
+    ("POST", f"{RUN}/leases/r0/revoke", {"within_s": 0}, 400, "within_s"),
+    ("POST", f"{RUN}/pause", {"mode": "stop"}, 400, "mode"),
+    ("POST", f"{RUN}/pause", {"engine": "nobody"}, 404, "nobody"),
+    ("POST", f"{RUN}/engines/nobody/drain", {}, 404, "nobody"),
+    ("POST", f"{RUN}/release", {"attempt": "x"}, 400, "attempt"),
+    ("POST", f"{RUN}/stage", {"iteration": "x", "stage": "train"}, 400, "iteration"),
+    ("GET", "/nowhere", None, 404, "/nowhere"),
+    ("GET", "/" + "x" * 10_000, None, 404, "GET"),
+    ("GET", CHAT, None, 405, CHAT),
+    ("PATCH", "/runs", {}, 405, "/runs"),
+    ("GET", "/v1/models/nobody", None, 404, "nobody"),
+]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "name"), CONTROL, ids=lambda value: str(value)[:40]
+)
+def test_a_control_route_names_what_is_wrong(
+    plane: Server, method: str, path: str, body: Any, status: int, name: str
+) -> None:
+    got, sentence = ask(plane, path, body, method)
+    assert got == status, sentence
+    check_sentence(sentence, name)
+
+
+SPEC: list[tuple[str, Any]] = [
+    ("run_id", "../x"),
+    ("model_dir", "/nowhere"),
+    ("run_dir", 5),
+    ("run_dir", "nosuch://x"),
+    ("seed", "x"),
+    ("group_size", 0),
+    ("max_tokens", 0),
+    ("temperature", -1),
+    ("top_p", 2),
+    ("session_timeout_s", 0),
+    ("done_groups", ["x"]),
+    ("key", "short"),
+    ("typo", 1),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), SPEC, ids=lambda value: str(value))
+def test_a_run_that_cannot_be_served_is_refused(plane: Server, field: str, value: Any) -> None:
+    spec = REGISTERED | {"run_dir": str(plane.run_dir / "other"), "model_dir": plane.model_dir, field: value}
+    status, sentence = ask(plane, "/runs", spec)
+    assert status == 400
+    check_sentence(sentence, value if field == "model_dir" else field)
+    assert "short" not in sentence
+    assert not (plane.run_dir / "other").exists()
+
+
+REGISTERED = {
+    "run_id": "other",
+    "seed": 0,
+    "group_size": 2,
+    "groups_per_batch": 2,
+    "lag_bound": 1,
+    "max_tokens": 8,
+    "context_length": 64,
+    "session_timeout_s": 60.0,
+    "num_batches": 1,
+    "iteration": 0,
+    "version": 0,
+    "weights_uri": "unused",
+    "done_groups": [],
+    "attempt": 1,
+}
