@@ -62,9 +62,10 @@ def json_route(path: str, answer: Callable[[Request], Awaitable[Answer]], method
     return Route(path, endpoint, methods=[method])
 
 
-async def _refuse(request: Request, error: Exception) -> Response:
+async def _refuse(request: Request, error: Exception, headers: Mapping[str, str] | None = None) -> Response:
     assert isinstance(error, ApiError)
-    headers = None if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
+    if error.retry_after_s is not None:
+        headers = {"Retry-After": str(error.retry_after_s)}
     body = dialect_of(request.scope).error_body(error)
     return Response(orjson.dumps(body), error.status, headers, media_type="application/json")
 
@@ -76,7 +77,8 @@ async def _fail(request: Request, error: Exception) -> Response:
 async def _refuse_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}."
-    return await _refuse(request, ApiError(error.status_code, message))
+    # 405 names the methods that there are
+    return await _refuse(request, ApiError(error.status_code, message), error.headers)
 
 
 REFUSALS: Mapping[Any, Callable[[Request, Exception], Awaitable[Response]]] = {

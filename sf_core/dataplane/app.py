@@ -31,9 +31,11 @@ from sf_core.dataplane.keys import KeyCheck
 from sf_core.dataplane.memory import MEMORY_MB
 from sf_core.dataplane.metrics import MemoryUse, Metrics, Runs, together
 from sf_core.dataplane.observed import Observed
+from sf_core.dataplane.openapi import document
 from sf_core.dataplane.run import Run
 from sf_core.dataplane.session import Session
 from sf_core.dataplane.specs import (
+    MAX_INDEX,
     ClaimBody,
     EvaluationBody,
     FinishBody,
@@ -99,8 +101,12 @@ def make_app(
     ]
     if gateways is not None:
         middleware.insert(0, gateways.forwarding())
+
+    async def openapi(_: Request) -> Answer:
+        return document(app.routes)
+
     run = "/runs/{run_id}"
-    return Starlette(
+    app = Starlette(
         routes=[
             *agent_routes(plane.sessions),
             _post("/sessions", routes.open_session),
@@ -125,6 +131,7 @@ def make_app(
             _post(run + "/release", routes.release),
             _post(run + "/stage", routes.stage),
             _get("/healthz", routes.health),
+            _get("/openapi.json", openapi),
             Route("/metrics", figures),
             WebSocketRoute("/engines", engines),
         ],
@@ -132,6 +139,7 @@ def make_app(
         exception_handlers=REFUSALS,
         lifespan=lifespan,
     )
+    return app
 
 
 class Routes:
@@ -203,27 +211,27 @@ class Routes:
         }
 
     async def batch(self, request: Request) -> Answer:
-        run, index = self._run(request), request.path_params["index"]
+        run, index = self._run(request), _index(request)
         await run.changed.until(lambda: run.manager.readiness(index).ready, _wait_s(request))
         return batch_status(run, index)
 
     async def stream_batch(self, request: Request) -> Response:
-        run, index = self._run(request), request.path_params["index"]
+        run, index = self._run(request), _index(request)
         files = await batch_files(run, self._plane.sealers[run.spec.run_id], index, _wait_s(request))
         return StreamingResponse(arrow_stream(files), media_type=MEDIA_TYPE)
 
     async def seal_batch(self, request: Request) -> Answer:
         body = parse_body(SealBody, await read_body(request.receive))
         sealer = self._plane.sealers[self._run(request).spec.run_id]
-        return await sealer.seal_batch(request.path_params["index"], body.attempt)
+        return await sealer.seal_batch(_index(request), body.attempt)
 
     async def start_evaluation(self, request: Request) -> Answer:
         body = parse_body(EvaluationBody, await read_body(request.receive))
-        await self._run(request).start_evaluation(request.path_params["index"], body.num_tasks)
+        await self._run(request).start_evaluation(_index(request), body.num_tasks)
         return {}
 
     async def evaluation(self, request: Request) -> Answer:
-        run, version = self._run(request), request.path_params["index"]
+        run, version = self._run(request), _index(request)
         if (group := run.manager.evaluations.get(version)) is None:
             raise ApiError(404, f"No evaluation of version {version} was started.")
         await run.changed.until(lambda: group.is_complete, _wait_s(request))
@@ -232,7 +240,7 @@ class Routes:
     async def seal_evaluation(self, request: Request) -> Answer:
         body = parse_body(SealBody, await read_body(request.receive))
         sealer = self._plane.sealers[self._run(request).spec.run_id]
-        return await sealer.seal_evaluation(request.path_params["index"], body.attempt)
+        return await sealer.seal_evaluation(_index(request), body.attempt)
 
     async def publish(self, request: Request) -> Answer:
         body = parse_body(WeightsBody, await read_body(request.receive))
@@ -288,6 +296,13 @@ def _get(path: str, answer: Callable[[Request], Awaitable[Answer]]) -> Route:
 
 def _post(path: str, answer: Callable[[Request], Awaitable[Answer]]) -> Route:
     return json_route(path, answer, "POST")
+
+
+def _index(request: Request) -> int:
+    index: int = request.path_params["index"]
+    if index > MAX_INDEX:
+        raise ApiError(404, f"Numbers of batches and versions go up to {MAX_INDEX}.")
+    return index
 
 
 def _wait_s(request: Request) -> float:

@@ -13,6 +13,12 @@ from sf_core.dataplane.rollout_manager import BatchRules
 from sf_core.dataplane.router import PauseMode
 from sf_core.dataplane.waiting import Limits
 
+MAX_INDEX = 2**31 - 1
+"""Of batches, evaluations and versions."""
+
+MAX_TOGETHER = 2**16
+"""Sessions of a group, groups of a batch, tasks of an evaluation: for each there is an object."""
+
 
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -27,8 +33,8 @@ class RunSpec(Body):
     """Folder with tokenizer and chat template."""
     served_model: str = "policy"
     seed: int
-    group_size: int = Field(ge=1)
-    groups_per_batch: int = Field(ge=1)
+    group_size: int = Field(ge=1, le=MAX_TOGETHER)
+    groups_per_batch: int = Field(ge=1, le=MAX_TOGETHER)
     gate: Literal["all", "varied"] = "all"
     lag_bound: int = Field(ge=0)
     on_max_lag: Literal["wait", "drop"] = "wait"
@@ -46,11 +52,11 @@ class RunSpec(Body):
     engine_silence_s: float = Field(600.0, gt=0)
     """An engine that has work and says nothing for this long is dropped: longer than any prefill and any
     loading of weights. A dead process or network is noticed within 40 s by other means."""
-    num_batches: int = Field(ge=0)
+    num_batches: int = Field(ge=0, le=MAX_INDEX)
     """Iterations of the whole run; 0 for evaluation only."""
-    iteration: int = Field(ge=0)
+    iteration: int = Field(ge=0, le=MAX_INDEX)
     """The next batch."""
-    version: int = Field(ge=0)
+    version: int = Field(ge=0, le=MAX_INDEX)
     weights_uri: str
     done_groups: list[int]
     """Group indices consumed or rejected by earlier batches."""
@@ -90,7 +96,7 @@ class RunSpec(Body):
 
 class ClaimBody(Body):
     runner: str
-    max: int = Field(ge=0)
+    max: int = Field(ge=0, le=MAX_TOGETHER)
     wait_s: float = Field(0.0, ge=0)
     running: list[str] = []
     """Sessions the runner works on; those it was given and does not name are given out again."""
@@ -155,7 +161,7 @@ class SealBody(Body):
 
 
 class WeightsBody(Body):
-    version: int = Field(ge=0)
+    version: int = Field(ge=0, le=MAX_INDEX)
     uri: str
 
 
@@ -175,7 +181,7 @@ class ResumeBody(Body):
 
 
 class EvaluationBody(Body):
-    num_tasks: int = Field(ge=1)
+    num_tasks: int = Field(ge=1, le=MAX_TOGETHER)
 
 
 class StageBody(BaseModel):

@@ -1,0 +1,106 @@
+"""What the OpenAPI document of the data plane says is so: requests are made of it, good ones and bad ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, settings
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from sf_core.dataplane.app import make_app
+from sf_core.dataplane.openapi import OPERATIONS, document
+from sf_core.dataplane.rendering import Renderer
+from tests.bad_input.refusals import check_sentence
+from tests.sf_core.dataplane.stand import Server, answering, attended, running_app
+
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+]
+API = schemathesis.openapi.from_dict(document(make_app().routes))
+API.config.phases.coverage.enabled = False
+WIDE = schemathesis.openapi.from_dict(document(make_app().routes))
+
+
+@pytest.fixture(scope="module")
+def served(
+    tmp_path_factory: pytest.TempPathFactory, model_dir: str, renderer: Renderer
+) -> Iterator[tuple[Server, str]]:
+    """A data plane, and a session of it. Agents ask `run`, which has an engine; flows command `other`."""
+    with (
+        running_app(grace_s=0.1) as url,
+        attended(url, tmp_path_factory.mktemp("api"), model_dir) as server,
+    ):
+        server.register(session_timeout_s=600.0, max_tokens=8)
+        server.connect(answering(renderer, "the sum is 42."), tokens_per_step=8)
+        server.register(run_id="other", run_dir=str(server.run_dir / "other"), served_model="other")
+        yield server, server.post("/sessions", {"run_id": "run"})["session_id"]
+
+
+def test_every_route_is_described_and_nothing_else(served: tuple[Server, str]) -> None:
+    paths = served[0].get("/openapi.json")["paths"]
+    described = {f"{method.upper()} {path}" for path, methods in paths.items() for method in methods}
+    assert described == set(OPERATIONS)
+
+
+@API.parametrize()
+@settings(
+    max_examples=6,
+    deadline=None,
+    derandomize=True,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+def test_answers_are_as_described(case: schemathesis.Case, served: tuple[Server, str]) -> None:
+    check(case, *served)
+
+
+@pytest.mark.nightly
+@WIDE.parametrize()
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+def test_answers_are_as_described_for_many_more_requests(
+    case: schemathesis.Case, served: tuple[Server, str]
+) -> None:
+    check(case, *served)
+
+
+def check(case: schemathesis.Case, server: Server, session_id: str) -> None:
+    """Half of the requests name what is there, or they would all be refused for the same reason."""
+    name_what_is_there(case, server.run_dir, server.model_dir, session_id)
+    response = case.call(base_url=server.url, timeout=30)
+    case.validate_response(response, checks=CHECKS)
+    if response.status_code >= 400 and response.request.method != "HEAD":
+        check_sentence(response.json()["error"]["message"])
+
+
+def name_what_is_there(case: schemathesis.Case, folder: Path, model_dir: str, session_id: str) -> None:
+    there = {"run_id": "other", "session_id": session_id, "engine_id": "r0", "model": "policy"}
+    path: Any = case.path_parameters or {}
+    for name in path.keys() & there.keys():
+        if len(str(path[name])) % 2:
+            path[name] = there[name]
+    if "wait_s" in (case.query or {}):
+        case.query["wait_s"] = "0"
+    body = case.body
+    if not isinstance(body, dict):
+        return
+    if case.operation.path == "/runs":
+        places = {"run_dir": str(folder / "made"), "model_dir": model_dir, "served_model": "made"}
+        body |= {name: value for name, value in places.items() if isinstance(body.get(name), str)}
+    elif isinstance(body.get("model"), str):
+        body["model"] = "policy"
+    elif "wait_s" in body:
+        body["wait_s"] = 0
+    elif "run_id" in body and len(str(body["run_id"])) % 2:
+        body["run_id"] = "other"
