@@ -19,12 +19,14 @@ from sf_core.observe import read_figures
 from storage.files import read_bytes
 from storage.run_directory import RunDirectory
 from tests.e2e.conftest import ROOT, manifests
+from tests.e2e.secrets import PLANTED, leaks
 from tests.e2e.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
 
 def test_ctrl_c_leaves_no_process_and_the_run_is_resumed_as_it_was_configured(tmp_path: Path) -> None:
+    """Its keys are nowhere in what it leaves."""
     file = tmp_path / "run.yaml"
     settings = {
         "run_id": "interrupted",
@@ -42,6 +44,7 @@ def test_ctrl_c_leaves_no_process_and_the_run_is_resumed_as_it_was_configured(tm
         "PREFECT_HOME": str(tmp_path / "prefect"),
         "SF_CACHE_DIR": str(tmp_path / "cache"),
         "PYTHONPATH": str(ROOT),
+        **PLANTED,
     }
     env.pop("PREFECT_API_URL", None)
     command = [sys.executable, "-m", "sf_core", "train", str(file)]
@@ -74,3 +77,7 @@ def test_ctrl_c_leaves_no_process_and_the_run_is_resumed_as_it_was_configured(tm
     again = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     assert again.returncode == 0
     assert "run interrupted is finished" in again.stdout
+
+    (tmp_path / "output").write_text(output.decode() + done.stdout + done.stderr + again.stdout)
+    assert list(tmp_path.glob("prefect/*.db")) and list(tmp_path.glob("runs/*/logs/*.log"))
+    assert leaks(tmp_path, PLANTED) == []

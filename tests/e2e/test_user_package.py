@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tests.e2e.conftest import ROOT, Cluster, manifests
+from tests.e2e.secrets import leaks
 from tests.e2e.test_resume import check_result
 
 pytestmark = pytest.mark.slow
@@ -54,11 +55,10 @@ def test_the_documented_agent_trains_a_users_own_model_in_a_run_with_a_key(clust
         engine={"kind": "torch", "context_length": 128},
         train={"iterations": 2},
     )
-    key = "key-of-this-run-alone"
-    cluster.finish(config, cluster.start(config, SF_RUN_KEY=key))
+    key = {"SF_RUN_KEY": "key-of-this-run-alone"}
+    cluster.finish(config, cluster.start(config, **key))
     check_result(config)
-    files = [path for path in cluster.folder.rglob("*") if path.is_file() and "journal" not in path.parts]
-    assert [path for path in files if key.encode() in path.read_bytes()] == []
+    assert leaks(cluster.folder, key) == []
     assert manifests(config)[1, "publish"]["data"]["version"] == 2
     LlamaForCausalLM.from_pretrained(f"{config.run_dir}/policy")
 

@@ -1,0 +1,98 @@
+"""Model folders whose reading would run somebody's code: pickled weights, modules of their own."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from sf_core.config import PolicyConfig, RunConfig
+from sf_core.engines.cached_model import open_model
+from sf_core.policy import make_policy
+from sf_core.policy_folders import prepare_start
+from sf_core.run_tokenizer import open_tokenizer
+from sf_core.training.network import Network
+from storage.run_directory import RunDirectory
+from storage.weights import load_weights
+from tests.bad_input.commands import check_refused
+from tests.bad_input.refusals import check_sentence
+
+
+class Trap:
+    """Leaves a file behind when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+
+    def __reduce__(self) -> tuple[Callable[[Path], None], tuple[Path]]:
+        return Path.touch, (self._mark,)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A policy whose weights are a pickle, as a trap."""
+    folder = tmp_path / "model"
+    make_policy(str(folder), PolicyConfig(hidden_size=32, num_layers=1), seed=0)
+    (folder / "model.safetensors").unlink()
+    for name in ("pytorch_model.bin", "model.pt", "model.bin"):
+        (folder / name).write_bytes(pickle.dumps(Trap(tmp_path / "sprung")))
+    return folder
+
+
+LOADERS: dict[str, Callable[[str], object]] = {
+    "trainer": Network,
+    "engine": lambda folder: open_model(
+        folder, num_slots=1, context_length=64, dtype=torch.float32, device=torch.device("cpu")
+    ),
+    "weights": load_weights,
+}
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_pickled_weights_are_not_read(folder: Path, loader: str) -> None:
+    with pytest.raises((ValueError, OSError)):
+        LOADERS[loader](str(folder))
+    assert not (folder.parent / "sprung").exists()
+
+
+def test_a_run_does_not_start_from_pickled_weights(folder: Path) -> None:
+    config = folder.parent / "run.yaml"
+    config.write_text(f"policy:\n  model: {folder}\n")
+    check_refused(folder.parent, ["train", str(config)], "policy.model", str(folder), "*.safetensors")
+    with pytest.raises(ValueError) as refused:
+        prepare_start(str(folder.parent / "start"), RunConfig(policy=PolicyConfig(model=str(folder))))
+    check_sentence(str(refused.value), str(folder))
+    assert not (folder.parent / "start").exists()
+
+
+def test_pickles_beside_safe_weights_stay_where_they_are(folder: Path) -> None:
+    make_policy(str(folder), PolicyConfig(hidden_size=32, num_layers=1), seed=0)
+    start = folder.parent / "start"
+    prepare_start(str(start), RunConfig(policy=PolicyConfig(model=str(folder))))
+    assert {path.suffix for path in start.iterdir()} <= {".json", ".safetensors", ".jinja"}
+    Network(str(start))
+    assert not (folder.parent / "sprung").exists()
+
+
+def test_code_in_a_model_folder_is_not_run(folder: Path) -> None:
+    make_policy(str(folder), PolicyConfig(hidden_size=32, num_layers=1), seed=0)
+    (folder / "modeling.py").write_text(
+        f"open({str(folder.parent / 'sprung')!r}, 'w')\nModel = Tokenizer = None\n"
+    )
+    for name, entry in (
+        ("config.json", {"AutoModelForCausalLM": "modeling.Model", "AutoConfig": "modeling.Model"}),
+        ("tokenizer_config.json", {"AutoTokenizer": ["modeling.Tokenizer", None]}),
+    ):
+        values = json.loads((folder / name).read_bytes())
+        (folder / name).write_text(json.dumps(values | {"auto_map": entry}))
+    for load in (Network, LOADERS["engine"]):
+        load(str(folder))
+    run = RunDirectory(str(folder.parent / "run"))
+    Path(run.uri).mkdir()
+    folder.rename(run.start_dir)
+    open_tokenizer(run)
+    assert not (folder.parent / "sprung").exists()
