@@ -30,6 +30,7 @@ RunDir = Annotated[str, typer.Argument(help="Run directory.", show_default=False
 
 StackFolder = Annotated[Path, typer.Option(help="Configuration, logs and journals of the stack.")]
 DEFAULT_STACK = Path(".stack")
+MAX_PORT = 65535
 
 
 @app.command()
@@ -65,9 +66,9 @@ def up(
         Path | None, typer.Argument(help="YAML configuration with cluster.workers.", show_default=False)
     ] = None,
     folder: StackFolder = DEFAULT_STACK,
-    prefect_port: Annotated[int, typer.Option()] = 4200,
-    scheduler_port: Annotated[int, typer.Option()] = 8786,
-    dataplane_port: Annotated[int, typer.Option()] = 8700,
+    prefect_port: Annotated[int, typer.Option(min=1, max=MAX_PORT)] = 4200,
+    scheduler_port: Annotated[int, typer.Option(min=1, max=MAX_PORT)] = 8786,
+    dataplane_port: Annotated[int, typer.Option(min=1, max=MAX_PORT)] = 8700,
 ) -> None:
     """Start a whole stack that stays up, with our deployments; `sf down` ends it."""
     from sf_core.local_stack import StackError
@@ -219,17 +220,19 @@ def worker(
 @app.command()
 def dataplane(
     host: Annotated[str, typer.Option(help="Address; others than loopback need a key.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port; 0 picks a free one.")] = 8700,
+    port: Annotated[int, typer.Option(min=0, max=MAX_PORT, help="Port; 0 picks a free one.")] = 8700,
     journal_dir: Annotated[
         str | None, typer.Option(help="Folder of its own; started with it again, it goes on with its runs.")
     ] = None,
     fsync: Annotated[
         Fsync, typer.Option(help="On disk before it is forwarded: turns, chunks of streams too, or grouped.")
     ] = "turn",
-    grace_s: Annotated[float, typer.Option(help="A turn goes on for so long without its client.")] = 10.0,
+    grace_s: Annotated[
+        float, typer.Option(min=0, help="A turn goes on for so long without its client.")
+    ] = 10.0,
     gateways: Annotated[int, typer.Option(min=1, help="Processes that serve turns; 1: all in one.")] = 1,
     memory_mb: Annotated[
-        float, typer.Option(help="For sessions and results; over it, those nobody uses wait on disk.")
+        float, typer.Option(min=1, help="For sessions and results; over it, those nobody uses wait on disk.")
     ] = 2048,
 ) -> None:
     """Serve a data plane for many runs. Its key is read from SF_DATAPLANE_KEY."""
@@ -249,6 +252,8 @@ def dataplane(
         )
     except ValueError as error:
         _fail(str(error))
+    except OSError as error:
+        _fail(f"{host}:{port} cannot be served: {error}")
 
 
 def _config(path: Path, overrides: list[str] | None) -> RunConfig:

@@ -78,9 +78,9 @@ class EnvironmentConfig(Settings):
 class RolloutConfig(Settings):
     """How sessions are produced and when a batch is full."""
 
-    group_size: int = Field(8, ge=2)
+    group_size: int = Field(8, ge=2, le=2**16)
     """Sessions of one task whose rewards are compared."""
-    groups_per_batch: int = Field(32, ge=1)
+    groups_per_batch: int = Field(32, ge=1, le=2**16)
     """Groups per iteration."""
     gate: Literal["all", "varied"] = "all"
     """all: every complete group counts. varied: groups whose rewards are all equal are dropped and replaced
@@ -157,7 +157,7 @@ class EvaluateConfig(Settings):
 
     every: int = Field(10, ge=1)
     """Iterations between evaluations; the first and the last policy are always evaluated."""
-    num_tasks: int = Field(128, ge=1)
+    num_tasks: int = Field(128, ge=1, le=2**16)
     """Held-out tasks."""
 
 

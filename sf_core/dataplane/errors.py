@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 MAX_HEAD, MAX_TAIL = 400, 100
-"""Characters of a longer message that are kept: it repeats what the caller sent."""
+"""Characters of a longer message that are kept."""
 
 
 class ApiError(Exception):
@@ -20,6 +20,8 @@ class ApiError(Exception):
         param: str | None = None,
         retry_after_s: int | None = None,
     ):
+        # it repeats what the caller sent
+        message = " ".join(message.split())
         if len(message) > MAX_HEAD + MAX_TAIL:
             message = f"{message[:MAX_HEAD]} ... {message[-MAX_TAIL:]}"
         super().__init__(message)

@@ -191,6 +191,8 @@ def _parse_message(message: Any, where: str) -> list[Message]:
         return [{"role": role, "content": content}]
     if not isinstance(content, list):
         raise ApiError(400, f"{where}.content must be a string or a list of blocks", param=where)
+    if not content and role == "user":
+        raise ApiError(400, f"{where}.content must hold at least one block", param=where)
     blocks = [(block, f"{where}.content[{i}]") for i, block in enumerate(content)]
     text = "".join(_block_text(block, role, at) for block, at in blocks)
     if role == "user":

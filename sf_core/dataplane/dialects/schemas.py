@@ -188,9 +188,11 @@ MESSAGES = fields(
                 fields(
                     ("role", "content"),
                     role={"const": role},
-                    content={"anyOf": [STRING, {"type": "array", "items": {"anyOf": blocks}}]},
+                    content={
+                        "anyOf": [STRING, {"type": "array", "minItems": least, "items": {"anyOf": blocks}}]
+                    },
                 )
-                for role, blocks in (("user", _USER_BLOCKS), ("assistant", _ASSISTANT_BLOCKS))
+                for role, least, blocks in (("user", 1, _USER_BLOCKS), ("assistant", 0, _ASSISTANT_BLOCKS))
             ]
         },
     },

@@ -1,0 +1,74 @@
+"""Arguments of `sf` that it must refuse before it starts anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.bad_input.commands import check_refused
+
+# what is not refused might go on for ever
+pytestmark = pytest.mark.timeout(60)
+
+ARGUMENTS: list[tuple[str, str]] = [
+    ("trian", "trian"),
+    ("train", "config"),
+    ("train nowhere.yaml", "nowhere.yaml"),
+    ("train run.yaml --iterations 3", "--iterations"),
+    ("evaluate run.yaml", "run_id"),
+    ("resume nowhere", "nowhere"),
+    ("resume nosuch://x", "nosuch://x"),
+    ("inspect nowhere", "nowhere"),
+    ("inspect nosuch://x", "nosuch://x"),
+    ("inspect run.yaml", "run.yaml"),
+    ("report nowhere", "nowhere"),
+    ("report nowhere --max-mb much", "--max-mb"),
+    ("export nowhere out.jsonl --to trl", "nowhere"),
+    ("export nowhere out.jsonl --to csv", "csv"),
+    ("export nowhere out.jsonl", "--to"),
+    ("replay nowhere --iteration 0", "nowhere"),
+    ("replay nowhere --iteration x", "--iteration"),
+    ("replay nowhere --iteration -1", "--iteration"),
+    ("ls nowhere", "nowhere"),
+    ("gc nowhere", "nowhere"),
+    ("gc nowhere --keep-checkpoints 0", "--keep-checkpoints"),
+    ("plan run.yaml --scheduler nonsense", "nonsense"),
+    ("plan run.yaml --measured nowhere", "nowhere"),
+    ("simulate run.yaml --dual 0", "--dual"),
+    ("simulate run.yaml --sigma -1", "--sigma"),
+    ("simulate run.yaml --lengths nowhere", "nowhere"),
+    ("worker --tags rollout", "--scheduler"),
+    ("worker --scheduler tcp://127.0.0.1:1 --tags rollout --device tpu", "--device"),
+    ("worker --scheduler tcp://127.0.0.1:1 --tags rollout --device-kind k80", "--device-kind"),
+    ("worker --scheduler tcp://127.0.0.1:1 --tags rollout --threads 0", "--threads"),
+    ("worker --scheduler tcp://127.0.0.1:1 --tags a/b", "--tags"),
+    ("worker --scheduler tcp://127.0.0.1:1 --tags rollout --host 0.0.0.0", "0.0.0.0"),
+    ("worker --scheduler nonsense --tags rollout", "nonsense"),
+    ("dataplane --port http", "--port"),
+    ("dataplane --port 99999", "--port"),
+    ("dataplane --host 0.0.0.0", "SF_DATAPLANE_KEY"),
+    ("dataplane --host no.such.host.invalid", "no.such.host.invalid"),
+    ("dataplane --fsync never", "--fsync"),
+    ("dataplane --gateways 0", "--gateways"),
+    ("dataplane --journal-dir run.yaml", "run.yaml"),
+    ("dataplane --memory-mb -1", "--memory-mb"),
+    ("dataplane --grace-s -1", "--grace-s"),
+    ("up nowhere.yaml", "nowhere.yaml"),
+    ("up --prefect-port 0", "--prefect-port"),
+    ("up --dataplane-port 99999", "--dataplane-port"),
+    ("setup-server", "PREFECT_API_URL"),
+    ("setup-server --retries -1", "--retries"),
+    ("setup-server --silence-s 1", "--silence-s"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "name"), ARGUMENTS)
+def test_a_wrong_argument_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for variable in ("PREFECT_API_URL", "SF_DATAPLANE_KEY"):
+        monkeypatch.delenv(variable, raising=False)
+    (tmp_path / "run.yaml").write_text("")
+    check_refused(tmp_path, arguments.split(), name)
