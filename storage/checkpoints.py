@@ -32,6 +32,9 @@ class Checkpoint:
     """Whatever else the trainer keeps; JSON."""
 
 
+_TensorFile = Literal["model.safetensors", "optimizer.safetensors"]
+
+
 class _Written(BaseModel):
     bytes: int
     sha256: str
@@ -47,7 +50,7 @@ class _Content(BaseModel):
 
     state: dict[str, Any]
     optimizer: _Optimizer
-    files: dict[Literal["model.safetensors", "optimizer.safetensors"], _Written] = Field(min_length=2)
+    files: dict[_TensorFile, _Written] = Field(min_length=2)
 
 
 def save_checkpoint(
@@ -99,8 +102,8 @@ def load_checkpoint(uri: str) -> Checkpoint:
         raise ValueError(f"{uri}: no complete checkpoint here (state.json is missing)") from None
     except ValidationError as error:
         raise ValueError(f"{state_uri}: no state of a checkpoint: {first_fault(error)}") from None
-    for name in (MODEL, OPTIMIZER):
-        _check(files.join(uri, name), content.files[name])
+    for name, written in content.files.items():
+        _check(files.join(uri, name), written)
     groups = content.optimizer.param_groups
     state: dict[Any, dict[str, Any]] = {}
     # torch keys the state by what its groups list: numbers, or names of parameters
