@@ -102,8 +102,8 @@ def load_checkpoint(uri: str) -> Checkpoint:
         raise ValueError(f"{uri}: no complete checkpoint here (state.json is missing)") from None
     except ValidationError as error:
         raise ValueError(f"{state_uri}: no state of a checkpoint: {first_fault(error)}") from None
-    for name, written in content.files.items():
-        _check(files.join(uri, name), written)
+    for file, written in content.files.items():
+        _check(files.join(uri, file), written)
     groups = content.optimizer.param_groups
     state: dict[Any, dict[str, Any]] = {}
     # torch keys the state by what its groups list: numbers, or names of parameters
