@@ -55,11 +55,10 @@ class Cluster:
 
     def config(self, run_id: str, pipeline: str | None = None, **sections: dict[str, Any]) -> RunConfig:
         """A small run on this cluster."""
-        addresses = {
-            "cluster": {"scheduler": self.services.scheduler} | sections.pop("cluster", {}),
-            "dataplane": {"url": self.services.dataplane},
-        }
-        return small_run(run_id, self.folder / "runs", pipeline, **addresses, **sections)
+        addresses = {"scheduler": self.services.scheduler}
+        sections["cluster"] = addresses | sections.get("cluster", {})
+        sections["dataplane"] = {"url": self.services.dataplane}
+        return small_run(run_id, self.folder / "runs", pipeline, **sections)
 
     def start(self, config: RunConfig, flow: str = "train") -> subprocess.Popen[bytes]:
         file = self.folder / f"{config.run_id}.json"
@@ -124,7 +123,10 @@ def manifests(config: RunConfig) -> dict[tuple[int, str], dict[str, Any]]:
 
 
 @contextmanager
-def running_cluster(folder: Path, workers: Mapping[str, WorkerConfig]) -> Iterator[Cluster]:
+def running_cluster(
+    folder: Path, workers: Mapping[str, WorkerConfig], api: str | None = None
+) -> Iterator[Cluster]:
+    """With a Prefect server of its own, unless one is given."""
     (folder / "user").mkdir()
     env = {
         "PREFECT_HOME": str(folder / "prefect"),
@@ -132,21 +134,22 @@ def running_cluster(folder: Path, workers: Mapping[str, WorkerConfig]) -> Iterat
         "SF_CACHE_DIR": str(folder / "cache"),
     }
     with local_stack(folder / "logs", env) as stack:
-        yield Cluster(stack, folder, start_services(stack, folder, workers))
+        yield Cluster(stack, folder, start_services(stack, folder, workers, api=api))
 
 
 @pytest.fixture(scope="session")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(tmp_path_factory: pytest.TempPathFactory, s3_bucket: str) -> Iterator[Cluster]:
+    """Its processes inherit what reaches the bucket."""
     with running_cluster(tmp_path_factory.mktemp("cluster"), RunConfig().cluster.workers) as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A Prefect server on PostgreSQL with our deployments; those on SQLite are in test_standing_stack.py. On
     SQLite, an event that meets a locked database is lost to automations."""
     with postgresql() as url:
         env = {"PREFECT_API_DATABASE_CONNECTION_URL": url}
-        with prefect_server(tmp_path_factory.mktemp("server"), env) as server:
-            server.deploy()
-            yield server
+        with prefect_server(tmp_path_factory.mktemp("prefect"), env) as prefect:
+            prefect.deploy()
+            yield prefect

@@ -110,8 +110,7 @@ class Server(PrefectApi):
     def worker(self, services: Services) -> Iterator[Process]:
         """A process worker that takes runs of the pool, and has them work there."""
         part = prefect_worker("sf")
-        addresses = {"SF_SCHEDULER": services.scheduler, "SF_DATAPLANE_URL": services.dataplane}
-        worker = self.stack.start(part.name, part.command, {"PREFECT_API_URL": self.api, **addresses})
+        worker = self.stack.start(part.name, part.command, services.addresses | {"PREFECT_API_URL": self.api})
         yield worker
         self.stack.stop_one(worker)
 

@@ -25,9 +25,10 @@ WORKERS = {
 
 
 @pytest.fixture(scope="module")
-def colocated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with running_cluster(tmp_path_factory.mktemp("gang"), WORKERS) as cluster:
-        yield cluster
+def colocated(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Other workers and another data plane, at the Prefect server that is there."""
+    with running_cluster(tmp_path_factory.mktemp("gang"), WORKERS, cluster.services.api) as colocated:
+        yield colocated
 
 
 def gang_config(cluster: Cluster, run_id: str, **train: Any) -> RunConfig:
