@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from sf_core.dataplane.rendering import Renderer
-from tests.sf_core.dataplane.stand import Server, attended, running_app, say
+from tests.sf_core.dataplane.stand import Server, running_app, say
 
 RETRY = {"x-stainless-retry-count": "1"}
 
@@ -51,10 +51,13 @@ def agent(tmp_path: Path, model_dir: str, renderer: Renderer) -> Iterator[Agent]
 
 @contextlib.contextmanager
 def agent_of(url: str, folder: Path, model_dir: str, renderer: Renderer) -> Iterator[Agent]:
-    with attended(url, folder, model_dir) as server:
+    with httpx.Client(base_url=url, timeout=30) as http:
+        server = Server(url, http, folder, model_dir)
         server.register(group_size=1, groups_per_batch=1)
         server.connect(lambda prompt, seed: say(renderer, f"answer {seed % 1000}"))
         yield Agent(server)
+        http.post("/runs/run/release")
+        server.threads[0].join(10)
 
 
 def said(answer: dict[str, Any]) -> dict[str, Any]:

@@ -112,8 +112,6 @@ def with_two_runs(url: str, folder: Path, model_dir: str) -> Iterator[Server]:
         for name in ("red", "blue"):
             server.register(run_id=name, run_dir=str(folder / name), served_model=name, key=f"{name}-run-key")
         yield server
-        for name in ("red", "blue"):
-            server.post(f"/runs/{name}/release")
 
 
 def test_a_run_key_opens_the_agents_routes_of_its_run_only(locked: Server) -> None:

@@ -13,16 +13,12 @@ from tests.sf_core.dataplane.test_recovery import Restarts, serving
 TWO = ("--gateways", "2")
 
 
-@pytest.fixture(scope="session")
-def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Its URL. Tests that do not end it share it: three processes take seconds to start."""
-    with running_process(tmp_path_factory.mktemp("hub") / "port", 0, *TWO, "--grace-s", "0.1") as url:
-        yield url
-
-
 @pytest.fixture
-def server(hub: str, tmp_path: Path, model_dir: str) -> Iterator[Server]:
-    with attended(hub, tmp_path, model_dir) as server:
+def server(tmp_path: Path, model_dir: str) -> Iterator[Server]:
+    with (
+        running_process(tmp_path / "port", 0, *TWO, "--grace-s", "0.1") as url,
+        attended(url, tmp_path, model_dir) as server,
+    ):
         yield server
 
 

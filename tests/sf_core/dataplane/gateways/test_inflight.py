@@ -22,13 +22,10 @@ from tests.sf_core.dataplane.test_inflight import (  # noqa: F401
 )
 
 
-@pytest.fixture(scope="module")
-def patient_hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with running_process(tmp_path_factory.mktemp("hub") / "port", 0, *TWO, "--grace-s", "30") as url:
-        yield url
-
-
 @pytest.fixture
-def agent(patient_hub: str, tmp_path: Path, model_dir: str, renderer: Renderer) -> Iterator[Agent]:
-    with agent_of(patient_hub, tmp_path, model_dir, renderer) as agent:
+def agent(tmp_path: Path, model_dir: str, renderer: Renderer) -> Iterator[Agent]:
+    with (
+        running_process(tmp_path / "port", 0, *TWO, "--grace-s", "30") as url,
+        agent_of(url, tmp_path, model_dir, renderer) as agent,
+    ):
         yield agent

@@ -17,15 +17,11 @@ from tests.sf_core.dataplane.test_sessions_api import (  # noqa: F401
 )
 
 
-@pytest.fixture(scope="module")
-def locked_hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SF_DATAPLANE_KEY", "plane")
-        with running_process(tmp_path_factory.mktemp("hub") / "port", 0, *TWO) as url:
-            yield url
-
-
 @pytest.fixture
-def locked(locked_hub: str, tmp_path: Path, model_dir: str) -> Iterator[Server]:
-    with with_two_runs(locked_hub, tmp_path, model_dir) as server:
+def locked(tmp_path: Path, model_dir: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setenv("SF_DATAPLANE_KEY", "plane")
+    with (
+        running_process(tmp_path / "port", 0, *TWO) as url,
+        with_two_runs(url, tmp_path, model_dir) as server,
+    ):
         yield server
