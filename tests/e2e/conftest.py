@@ -113,6 +113,11 @@ def holders(config: RunConfig, tag: str) -> set[str]:
     return {span.worker for span in spans(config, tag, "held")}
 
 
+def is_committed(config: RunConfig, iteration: int, stage: str) -> bool:
+    """Cheap enough to ask again and again while a run goes on."""
+    return Path(config.run_dir, "manifests", f"{iteration:05d}", f"{stage}.json").exists()
+
+
 def manifests(config: RunConfig) -> dict[tuple[int, str], dict[str, Any]]:
     """Every committed stage of a run with its manifest."""
     directory = RunDirectory(config.run_dir)

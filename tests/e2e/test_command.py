@@ -18,7 +18,7 @@ from sf_core.config_file import load_config
 from sf_core.observe import read_figures
 from storage.files import read_bytes
 from storage.run_directory import RunDirectory
-from tests.e2e.conftest import ROOT, SMALL_RUN, manifests
+from tests.e2e.conftest import ROOT, SMALL_RUN, is_committed, manifests
 from tests.e2e.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -38,7 +38,7 @@ def test_ctrl_c_leaves_no_process_and_the_run_is_resumed_as_it_was_configured(tm
     command = [sys.executable, "-m", "sf_core", "train", str(file)]
 
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    wait_until(lambda: (0, "publish") in manifests(config) or process.poll() is not None, "an iteration", 120)
+    wait_until(lambda: is_committed(config, 0, "publish") or process.poll() is not None, "an iteration", 120)
     children = psutil.Process(process.pid).children(recursive=True)
     assert len(children) >= 8
     process.send_signal(signal.SIGINT)

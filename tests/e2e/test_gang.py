@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sf_core.config import RunConfig, WorkerConfig
-from tests.e2e.conftest import Cluster, holders, manifests, overlap_s, running_cluster, spans
+from tests.e2e.conftest import Cluster, holders, is_committed, manifests, overlap_s, running_cluster, spans
 from tests.e2e.test_resume import check_result
 from tests.e2e.waiting import wait_until
 
@@ -47,7 +47,7 @@ def seats(config: RunConfig, iteration: int, epoch: int = 0) -> Path:
 
 def kill_rank(cluster: Cluster, config: RunConfig, process: subprocess.Popen[bytes], killed: str) -> None:
     """kill -9 of a worker when both ranks of iteration 1 have begun and none is through."""
-    wait_until(lambda: (0, "publish") in manifests(config) or process.poll() is not None, "iteration 0")
+    wait_until(lambda: is_committed(config, 0, "publish") or process.poll() is not None, "iteration 0")
     workers = {name: cluster.worker_process(name) for name in ("t0", "t1")}
     folder = seats(config, 1)
     wait_until(
@@ -110,8 +110,8 @@ def test_a_lease_that_does_not_yield_is_ended_by_force(colocated: Cluster) -> No
         cluster={"scheduler": colocated.services.scheduler, "yield_timeout_s": 3},
     )
     process = colocated.start(config)
-    hanging = wait_until(lambda: (0, "publish") in manifests(config) and colocated.worker_process("t1"), "0")
-    wait_until(lambda: (1, "rollout") in manifests(config), "batch of iteration 1")
+    hanging = wait_until(lambda: is_committed(config, 0, "publish") and colocated.worker_process("t1"), "0")
+    wait_until(lambda: is_committed(config, 1, "rollout"), "batch of iteration 1")
     hanging.suspend()
     assert not (seats(config, 1) / "rank-1").exists()
     colocated.finish(config, process)

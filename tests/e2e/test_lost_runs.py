@@ -7,7 +7,7 @@ import sys
 import psutil
 import pytest
 
-from tests.e2e.conftest import Cluster, manifests, small_run
+from tests.e2e.conftest import Cluster, is_committed, manifests, small_run
 from tests.e2e.prefect_server import DEPLOYMENTS, Server
 from tests.e2e.waiting import wait_until
 
@@ -19,7 +19,7 @@ def test_a_killed_run_is_started_again_where_it_stopped(prefect: Server, cluster
     config = small_run("killed", cluster.folder / "runs")
     with prefect.worker(cluster.services) as worker:
         run = prefect.create_run(DEPLOYMENTS["quickstart"], config.model_dump(mode="json"))
-        wait_until(lambda: (0, "publish") in manifests(config), "an iteration", 120, every_s=0.1)
+        wait_until(lambda: is_committed(config, 0, "publish"), "an iteration", 120, every_s=0.1)
         for process in psutil.Process(worker.popen.pid).children(recursive=True):
             process.kill()
         before = manifests(config)

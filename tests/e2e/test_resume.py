@@ -16,7 +16,7 @@ import pytest
 from sf_core.config import RunConfig
 from storage.files import read_bytes
 from storage.run_directory import STAGES, RunDirectory
-from tests.e2e.conftest import Cluster, manifests
+from tests.e2e.conftest import Cluster, is_committed, manifests
 from tests.e2e.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -67,7 +67,7 @@ def await_stage(cluster: Cluster, config: RunConfig, flow: Popen[bytes], iterati
     before = STAGES.index(stage) - 1
     committed = (iteration if before >= 0 else iteration - 1, STAGES[before])
     what = f"start of {stage} of iteration {iteration}"
-    wait_until(lambda: committed in manifests(config) or flow.poll() is not None, what)
+    wait_until(lambda: is_committed(config, *committed) or flow.poll() is not None, what)
     assert flow.poll() is None, cluster.log(config)[-2000:]
 
 
@@ -127,7 +127,7 @@ def test_a_killed_data_plane_comes_back_and_the_run_goes_on(cluster: Cluster) ->
 def test_of_two_flows_on_one_run_the_older_is_refused_and_the_newer_finishes(cluster: Cluster) -> None:
     config = cluster.config("two-flows", train={"iterations": 6})
     older = cluster.start(config)
-    wait_until(lambda: (0, "publish") in manifests(config) or older.poll() is not None, "an iteration")
+    wait_until(lambda: is_committed(config, 0, "publish") or older.poll() is not None, "an iteration")
     older.send_signal(signal.SIGSTOP)
     before = manifests(config)
     newer = cluster.start(config)
