@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.ready
 
-.PHONY: setup run up down test tests nightly check clean
+.PHONY: setup run up down test pytest nightly check clean
 
 setup: $(STAMP)
 
@@ -35,9 +35,10 @@ check: setup
 
 # side by side: types are checked on one core
 test: setup
-	$(MAKE) --jobs 2 check tests
+	$(MAKE) --jobs 2 check pytest
 
-tests: setup
+# for one file, or a debugger: .venv/bin/pytest FILE
+pytest: setup
 	$(BIN)/pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 
 # minutes of kills, retries and emulated fleets; on a machine with nothing else
