@@ -7,16 +7,12 @@ import pytest
 
 from tests.s3_server import BUCKET, make_bucket, s3_server
 
-SHARED = ("cluster", "prefect")
-"""Fixtures that start many processes: all tests that take one go to the same worker of pytest-xdist."""
-
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The cluster is many processes: all tests on it go to the same worker of pytest-xdist."""
     for item in items:
-        for name in SHARED:
-            if name in getattr(item, "fixturenames", ()):
-                item.add_marker(pytest.mark.xdist_group(name))
-                break
+        if "cluster" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("cluster"))
 
 
 @pytest.hookimpl(optionalhook=True)

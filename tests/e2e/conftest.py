@@ -128,10 +128,7 @@ def manifests(config: RunConfig) -> dict[tuple[int, str], dict[str, Any]]:
 
 
 @contextmanager
-def running_cluster(
-    folder: Path, workers: Mapping[str, WorkerConfig], api: str | None = None
-) -> Iterator[Cluster]:
-    """With a Prefect server of its own, unless one is given."""
+def running_cluster(folder: Path, workers: Mapping[str, WorkerConfig]) -> Iterator[Cluster]:
     (folder / "user").mkdir()
     env = {
         "PREFECT_HOME": str(folder / "prefect"),
@@ -139,7 +136,7 @@ def running_cluster(
         "SF_CACHE_DIR": str(folder / "cache"),
     }
     with local_stack(folder / "logs", env) as stack:
-        yield Cluster(stack, folder, start_services(stack, folder, workers, api=api))
+        yield Cluster(stack, folder, start_services(stack, folder, workers))
 
 
 @pytest.fixture(scope="session")
@@ -150,11 +147,16 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, s3_bucket: str) -> Iterato
 
 
 @pytest.fixture(scope="session")
-def prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A Prefect server on PostgreSQL with our deployments; those on SQLite are in test_standing_stack.py. On
-    SQLite, an event that meets a locked database is lost to automations."""
+def server(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A Prefect server with our deployments, whose runs work on the cluster. On PostgreSQL: on SQLite, which
+    test_standing_stack.py has, an event that meets a locked database is lost to automations."""
     with postgresql() as url:
-        env = {"PREFECT_API_DATABASE_CONNECTION_URL": url}
-        with prefect_server(tmp_path_factory.mktemp("prefect"), env) as prefect:
-            prefect.deploy()
-            yield prefect
+        env = {
+            "PREFECT_API_DATABASE_CONNECTION_URL": url,
+            "PYTHONPATH": str(cluster.user_code),
+            "SF_SCHEDULER": cluster.services.scheduler,
+            "SF_DATAPLANE_URL": cluster.services.dataplane,
+        }
+        with prefect_server(tmp_path_factory.mktemp("server"), env) as server:
+            server.deploy()
+            yield server

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,8 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Crashed, Pending, Running
 
-from sf_core.local_stack import LocalStack, Process, Services, local_stack, start_prefect_server
+from sf_core.config import RunConfig
+from sf_core.local_stack import LocalStack, Process, local_stack, start_prefect_server
 from sf_core.parts import prefect_worker
 from tests.e2e.quickstart import ROOT
 from tests.e2e.waiting import wait_until
@@ -28,6 +30,13 @@ DEPLOYMENTS = {
     "warmstart": "warmstart/warmstart",
     "evaluate": "evaluate/evaluate",
 }
+
+
+def without_addresses(config: RunConfig) -> RunConfig:
+    """The configuration as one fills in a form: scheduler and data plane are those of the worker."""
+    cluster = config.cluster.model_copy(update={"scheduler": None})
+    dataplane = config.dataplane.model_copy(update={"url": None})
+    return config.model_copy(update={"cluster": cluster, "dataplane": dataplane})
 
 
 @dataclass
@@ -107,10 +116,10 @@ class Server(PrefectApi):
             assert done.returncode == 0, done.stdout + done.stderr
 
     @contextmanager
-    def worker(self, services: Services) -> Iterator[Process]:
-        """A process worker that takes runs of the pool, and has them work there."""
+    def worker(self) -> Iterator[Process]:
+        """A process worker that takes runs of the pool."""
         part = prefect_worker("sf")
-        worker = self.stack.start(part.name, part.command, services.addresses | {"PREFECT_API_URL": self.api})
+        worker = self.stack.start(part.name, part.command, {"PREFECT_API_URL": self.api})
         yield worker
         self.stack.stop_one(worker)
 
@@ -133,7 +142,8 @@ class Server(PrefectApi):
 def prefect_server(folder: Path, env: dict[str, str]) -> Iterator[Server]:
     clone = folder / "clone"
     _copy_tracked(clone)
-    places = {"PREFECT_HOME": str(folder / "prefect"), "PYTHONPATH": str(clone), "SF_HOME": str(clone)}
+    paths = os.pathsep.join(filter(None, [str(clone), env.get("PYTHONPATH")]))
+    places = {"PREFECT_HOME": str(folder / "prefect"), "PYTHONPATH": paths, "SF_HOME": str(clone)}
     with local_stack(folder / "logs", env | places) as stack:
         yield Server(start_prefect_server(stack, for_deployments=True)(), clone, stack)
 

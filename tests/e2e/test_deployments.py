@@ -18,8 +18,8 @@ from tests.e2e.quickstart import CONFIG, ROOT
 pytestmark = pytest.mark.slow
 
 
-def test_every_deployment_is_there_with_its_form_in_a_pool_for_one_run(prefect: Server) -> None:
-    prefect.check_deployments()
+def test_every_deployment_is_there_with_its_form_in_a_pool_for_one_run(server: Server) -> None:
+    server.check_deployments()
 
 
 def test_the_deployed_quickstart_is_the_one_of_the_configuration() -> None:
@@ -39,36 +39,36 @@ def test_the_deployed_quickstart_is_the_one_of_the_configuration() -> None:
     ],
 )
 def test_a_wrong_value_is_refused_before_the_run_by_the_name_of_its_field(
-    prefect: Server, config: dict[str, Any], field: str
+    server: Server, config: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(PrefectHTTPStatusError) as refused:
-        prefect.create_run(DEPLOYMENTS["train"], config)
+        server.create_run(DEPLOYMENTS["train"], config)
     assert refused.value.response.status_code == 409
     assert field.rsplit(".", 1)[1] in refused.value.response.text, refused.value.response.text
 
 
-def test_the_server_can_be_set_up_again(prefect: Server) -> None:
+def test_the_server_can_be_set_up_again(server: Server) -> None:
     def state() -> list[Any]:
-        with prefect.client() as client:
+        with server.client() as client:
             automations = client.read_automations()
             pools = client.read_work_pools()
         return sorted((a.name, a.id, a.trigger, a.actions, a.enabled) for a in automations) + [pools[0].id]
 
     before = state()
-    with prefect.client() as client:
+    with server.client() as client:
         client.update_work_pool("sf", WorkPoolUpdate(concurrency_limit=7))
-    done = prefect.call("sf_core", "setup-server")
+    done = server.call("sf_core", "setup-server")
     assert done.returncode == 0, done.stderr
     assert "work pool 'sf': one run at a time" in done.stdout
     assert len(before) == 3 and state() == before
-    with prefect.client() as client:
+    with server.client() as client:
         assert client.read_work_pool("sf").concurrency_limit == 1
 
 
-def test_a_server_that_does_not_answer_is_said(prefect: Server) -> None:
+def test_a_server_that_does_not_answer_is_said(server: Server) -> None:
     api = f"http://127.0.0.1:{free_port()}/api"
     command = [sys.executable, "-m", "sf_core", "setup-server"]
-    env = {**prefect.env, "PREFECT_API_URL": api, "COLUMNS": "200"}
+    env = {**server.env, "PREFECT_API_URL": api, "COLUMNS": "200"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert f"no Prefect server answers at {api}" in done.stderr

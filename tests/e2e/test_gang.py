@@ -25,10 +25,9 @@ WORKERS = {
 
 
 @pytest.fixture(scope="module")
-def colocated(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Other workers and another data plane, at the Prefect server that is there."""
-    with running_cluster(tmp_path_factory.mktemp("gang"), WORKERS, cluster.services.api) as colocated:
-        yield colocated
+def colocated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with running_cluster(tmp_path_factory.mktemp("gang"), WORKERS) as cluster:
+        yield cluster
 
 
 def gang_config(cluster: Cluster, run_id: str, **train: Any) -> RunConfig:
@@ -62,7 +61,7 @@ def kill_rank(cluster: Cluster, config: RunConfig, process: subprocess.Popen[byt
         worker.resume()
 
 
-@pytest.mark.nightly  # the two below need the same
+@pytest.mark.nightly  # what follows trains so too
 def test_two_lent_trainers_train_together(colocated: Cluster) -> None:
     config = gang_config(colocated, "gang")
     colocated.finish(config, colocated.start(config))
