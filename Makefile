@@ -30,10 +30,10 @@ down: setup
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	nice -n 19 $(BIN)/mypy
 	$(BIN)/lint-imports
 
-# side by side: types are checked on one core
+# side by side: types are checked in the time that the tests leave, whose workers give way too
 test: setup
 	$(MAKE) --jobs 2 check pytest
 
