@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.s3_server import BUCKET, make_bucket, s3_server
+
+# set in the workers of pytest-xdist; a console that is made then keeps this width
+os.environ.pop("COLUMNS", None)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
