@@ -86,7 +86,7 @@ def _draw_rewards(axes: Any, rewards: Mapping[int, float], evaluations: Mapping[
     axes.plot(list(evaluations), list(evaluations.values()), "o-", color=INK, label="held-out tasks")
     axes.set(xlabel="iteration", ylabel="mean reward", ylim=(0, 1.02))
     axes.grid(alpha=0.25)
-    axes.legend(loc="lower right", frameon=False)
+    axes.legend(loc="best", frameon=False)
 
 
 def _draw_devices(axes: Any, workers: Sequence[str], spans: Sequence[Span], origin: float) -> None:

@@ -68,20 +68,26 @@ class RunPage:
         newest = max(self._rows, default=-1)
         rewards = {number: row["reward"] or 0.0 for number, row in self._rows.items()}
         devices = read_figures(self._run, range(max(0, newest + 1 - NUM_DEVICE_ROWS), newest + 1))
-        held_out = ", ".join(f"{reward:.3f} of version {v}" for v, reward in self._held_out.items())
         parts = [
             f"# Run {self._run.run_id}",
-            f"{newest + 1} of {self._num_iterations} iterations are through."
-            + (f" Held-out reward: {held_out}." if held_out else ""),
+            f"{newest + 1} of {self._num_iterations} iterations are through. {self._progress_of_policy()}",
             "## Reward",
             _picture("mean reward by iteration", draw_curve(rewards, self._held_out)),
             "## Devices",
             _picture("what the devices did", timeline_picture(self._run, self._windows)),
-            markdown_table(devices) if devices else "",
             "## Files",
             self._files(newest),
+            "## Devices in figures",
+            markdown_table(devices),
         ]
-        return "\n\n".join(part for part in parts if part) + "\n"
+        return "\n\n".join(parts) + "\n"
+
+    def _progress_of_policy(self) -> str:
+        if not self._held_out:
+            return ""
+        first, last = min(self._held_out), max(self._held_out)
+        of_first = f"{self._held_out[first]:.3f} (version {first}) → " if first < last else ""
+        return f"Held-out reward {of_first}{self._held_out[last]:.3f} (version {last})."
 
     def _files(self, newest: int) -> str:
         run, made = self._run, newest + 1

@@ -26,7 +26,7 @@ from sf_core.run_page import RunPage
 
 log = logging.getLogger(__name__)
 
-REPORT_EVERY_S = 30.0
+REPORT_EVERY_S = 60.0
 """The report has pictures, which take half a second to draw; the table and the bar follow every iteration."""
 
 KEYS = {"progress": "progress", "iterations": "table", "report": "markdown"}
