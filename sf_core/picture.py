@@ -82,9 +82,12 @@ def draw_timeline(
 
 
 def _draw_rewards(axes: Any, rewards: Mapping[int, float], evaluations: Mapping[int, float]) -> None:
-    axes.plot(list(rewards), list(rewards.values()), color="#8a8f98", linewidth=1.2, label="training batches")
+    # with marks, or a single iteration would not be seen
+    line = {"color": "#8a8f98", "linewidth": 1.2, "marker": ".", "markersize": 3}
+    axes.plot(list(rewards), list(rewards.values()), label="training batches", **line)
     axes.plot(list(evaluations), list(evaluations.values()), "o-", color=INK, label="held-out tasks")
     axes.set(xlabel="iteration", ylabel="mean reward", ylim=(0, 1.02))
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.25)
     axes.legend(loc="best", frameon=False)
 
