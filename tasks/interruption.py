@@ -1,4 +1,4 @@
-"""What interrupts a flow (Cancel in the UI, the end of its process worker, Ctrl-C) stops its work on devices.
+"""What interrupts a flow (Cancel in the UI, the end of its process worker) stops its work on the devices.
 
 Prefect tells the flow's process by a signal, which raises wherever the flow is, and kills it 30 s later. Dask
 drops what is queued, but lets run what runs, which would keep its device.
@@ -38,12 +38,19 @@ def freeing_workers(run: RunRef) -> Iterator[None]:
     except Exception:
         raise
     except BaseException:
-        _give_up_tasks()
-        _release(run)
-        ended = end_tasks(scheduler_address(), owner_of(run), PATIENCE_S)
-        if ended:
-            log.warning("interrupted; still busy after %g s, and ended: %s", PATIENCE_S, ", ".join(ended))
+        try:
+            _free_workers(run)
+        except Exception as error:  # how the flow ends is up to what interrupted it
+            log.warning("interrupted; workers may still be busy: %s: %s", type(error).__name__, error)
         raise
+
+
+def _free_workers(run: RunRef) -> None:
+    _give_up_tasks()
+    _release(run)
+    ended = end_tasks(scheduler_address(), owner_of(run), PATIENCE_S)
+    if ended:
+        log.warning("interrupted; still busy after %g s, and ended: %s", PATIENCE_S, ", ".join(ended))
 
 
 def _release(run: RunRef) -> None:

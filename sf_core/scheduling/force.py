@@ -35,13 +35,13 @@ def end_by_force(scheduler: str, worker: str) -> bool:
 def end_tasks(scheduler: str, owner: str, patience_s: float) -> list[str]:
     """Return when no worker runs a task annotated with this owner, whether or not Dask still wants it. Those
     that do after `patience_s` are ended by force; returns their names. A task that Dask wants is run again,
-    so the caller gives it up first."""
+    so the caller gives it up first. Raises OSError if the scheduler does not answer."""
     return asyncio.run(_end_tasks(scheduler, owner, patience_s))
 
 
 async def _end_tasks(scheduler: str, owner: str, patience_s: float) -> list[str]:
     deadline = time.monotonic() + patience_s
-    async with Client(scheduler, asynchronous=True, set_as_default=False) as client:
+    async with Client(scheduler, asynchronous=True, set_as_default=False, timeout=ANSWER_S) as client:
         while busy := await _busy(client, owner):
             if time.monotonic() > deadline:
                 await client.restart_workers(list(busy), timeout=KILL_S, raise_for_error=False)
