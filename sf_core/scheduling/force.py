@@ -52,7 +52,7 @@ async def _end_tasks(scheduler: str, owner: str, patience_s: float) -> list[str]
 
 async def _busy(client: Client, owner: str) -> dict[str, str]:
     """Names of the workers that run a task of this owner, by address."""
-    workers = client.scheduler_info(n_workers=-1)["workers"]
+    workers = (await client.scheduler.identity(n_workers=-1))["workers"]
     answers = await asyncio.gather(*(_runs_task(client, address, owner) for address in workers))
     return {
         address: worker_of(workers[address]["resources"]).name
