@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from types import TracebackType
@@ -58,27 +57,26 @@ class Page:
         """Show it soon. If the page is still being renewed, the next call or the end shows this one too."""
         self._newest = number
         if self._latest is None or self._latest.done():
-            self._latest = self._start(self._renew, number)
+            self._latest = self._renew_soon(number)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         interrupted = error is not None and not isinstance(error, Exception)
         if self._newest is not None and not interrupted:
-            self._reported_at = float("-inf")
-            self._start(self._renew, self._newest)
+            self._renew_soon(self._newest, is_last=True)
         self._thread.shutdown(wait=not interrupted, cancel_futures=interrupted)
 
-    def _start(self, work: Callable[..., None], *args: Any) -> Future[None]:
+    def _renew_soon(self, newest: int, *, is_last: bool = False) -> Future[None]:
         # Prefect finds the run a line of the log belongs to by the context
-        return self._thread.submit(copy_context().run, work, *args)
+        return self._thread.submit(copy_context().run, self._renew, newest, is_last)
 
-    def _renew(self, newest: int) -> None:
+    def _renew(self, newest: int, is_last: bool) -> None:
         try:
             self._page.update(newest)
             self._put("progress", self._page.progress)
             self._put("iterations", json.dumps(self._page.table))
-            if time.monotonic() - self._reported_at > REPORT_EVERY_S:
+            if is_last or time.monotonic() - self._reported_at > REPORT_EVERY_S:
                 self._put("report", self._page.report())
                 self._reported_at = time.monotonic()
         except Exception as error:  # the run is worth more than its page, and the next one may succeed

@@ -1,0 +1,118 @@
+"""What people do with a run in the Prefect UI, in a real browser: start it from the form, watch it, press
+Retry after a fault, press Cancel."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import httpx
+import pytest
+from playwright.sync_api import Browser, expect
+from prefect.client.schemas.actions import DeploymentUpdate
+from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterId
+from prefect.client.schemas.objects import FlowRun
+
+from sf_core.config import RunConfig
+from storage.run_directory import RunDirectory
+from tests.e2e.conftest import Cluster, manifests
+from tests.e2e.prefect_server import DEPLOYMENTS, Server, without_addresses
+from tests.e2e.prefect_ui import PrefectUi, prefect_ui
+from tests.e2e.waiting import wait_until
+
+pytestmark = pytest.mark.slow
+
+PICTURES = os.environ.get("SF_TEST_PICTURES")
+"""A folder for screenshots; those in docs/ are made with it."""
+
+STOPPED_S = 15.0
+"""All device work has stopped so long after Cancel was pressed."""
+
+
+def picture(ui: PrefectUi, name: str) -> None:
+    if PICTURES:
+        ui.picture(Path(PICTURES) / f"{name}.png")
+
+
+def offer(server: Server, config: RunConfig) -> UUID:
+    """Make this what the form of the deployment starts from; returns the deployment's id."""
+    with server.client() as client:
+        deployment = client.read_deployment_by_name(DEPLOYMENTS["train"])
+        parameters = {"config": config.model_dump(mode="json", exclude_defaults=True)}
+        client.update_deployment(deployment.id, DeploymentUpdate(parameters=parameters))
+    return deployment.id
+
+
+def find_run(server: Server, deployment_id: UUID, run_id: str) -> FlowRun:
+    def found() -> FlowRun | None:
+        chosen = DeploymentFilter(id=DeploymentFilterId(any_=[deployment_id]))
+        with server.client() as client:
+            runs = client.read_flow_runs(deployment_filter=chosen)
+        return next((run for run in runs if run.parameters["config"].get("run_id") == run_id), None)
+
+    run: FlowRun = wait_until(found, f"a flow run of {run_id}", every_s=0.5)
+    return run
+
+
+def engines(cluster: Cluster, config: RunConfig) -> list[Any]:
+    status = httpx.get(f"{cluster.services.dataplane}/runs/{config.run_id}").raise_for_status().json()
+    return list(status["engines"])
+
+
+def test_a_run_is_started_watched_retried_and_cancelled_in_the_browser(
+    server: Server, cluster: Cluster, browser: Browser
+) -> None:
+    reward = {"reward": "tests.e2e.echo_package:picky_reward"}
+    config = without_addresses(cluster.config("in-the-browser", environment=reward))
+    deployment = offer(server, config)
+    # weights of version 2 cannot be written: the storage fails in the train stage of iteration 1
+    obstacle = Path(RunDirectory(config.run_dir).weights_dir(2))
+    obstacle.parent.mkdir(parents=True)
+    obstacle.touch()
+    with server.worker(), prefect_ui(browser, server.api) as ui:
+        ui.open_form(deployment)
+        picture(ui, "form")
+        ui.fill_in("iterations", "200")
+        ui.submit()
+        run = find_run(server, deployment, "in-the-browser")
+        assert run.parameters["config"]["train"]["iterations"] == 200
+
+        # not in the browser: the page of a run draws all the time
+        server.await_state(run, "Failed", 180)
+        before = manifests(config)
+        assert [stage for number, stage in before if number == 1] == ["filter", "rollout"]
+        ui.open_run(run.id)
+        ui.expect_state("Failed")
+        # from a Dask worker
+        expect(ui.page.get_by_text("failed: ValueError: this one I do not score").first).to_be_visible()
+        obstacle.unlink()
+        ui.press("Retry")
+        ui.open_artifact("iterations")
+        rows = ui.page.get_by_role("table").get_by_role("row")
+        expect(rows.nth(1)).to_be_visible()
+        wait_until(lambda: (2, "publish") in manifests(config), "iterations after the fault", 180, 0.1)
+        after = manifests(config)
+        assert {key: after[key] for key in before} == before
+        assert after[1, "train"]["attempt"] == after[1, "publish"]["attempt"] == 2
+        expect(rows.nth(3)).to_be_visible()
+        picture(ui, "table")
+
+        ui.page.go_back()
+        ui.open_artifact("report")
+        expect(ui.page.get_by_role("img", name="mean reward by iteration")).to_be_visible()
+        expect(ui.page.get_by_role("img", name="what the devices did")).to_be_visible()
+        expect(ui.page.get_by_role("link", name=RunDirectory(config.run_dir).path("batches"))).to_be_visible()
+        picture(ui, "report")
+
+        ui.page.go_back()
+        ui.press("Cancel")
+        wait_until(
+            lambda: not engines(cluster, config) and not cluster.running_tasks(),
+            "all device work to stop",
+            STOPPED_S,
+            every_s=0.5,
+        )
+        server.await_state(run, "Cancelled", 60)
+        picture(ui, "run")
