@@ -36,24 +36,34 @@ def picture(ui: PrefectUi, name: str) -> None:
         ui.picture(Path(PICTURES) / f"{name}.png")
 
 
-def offer(server: Server, config: RunConfig) -> UUID:
-    """Make this what the form of the deployment starts from; returns the deployment's id."""
+def deployment_id(server: Server, name: str) -> UUID:
     with server.client() as client:
-        deployment = client.read_deployment_by_name(DEPLOYMENTS["train"])
-        parameters = {"config": config.model_dump(mode="json", exclude_defaults=True)}
-        client.update_deployment(deployment.id, DeploymentUpdate(parameters=parameters))
-    return deployment.id
+        return client.read_deployment_by_name(DEPLOYMENTS[name]).id
 
 
-def find_run(server: Server, deployment_id: UUID, run_id: str) -> FlowRun:
-    def found() -> FlowRun | None:
-        chosen = DeploymentFilter(id=DeploymentFilterId(any_=[deployment_id]))
+def offer(server: Server, deployment: UUID, config: RunConfig) -> None:
+    """Make this what the form of the deployment starts from."""
+    parameters = {"config": config.model_dump(mode="json", exclude_defaults=True)}
+    with server.client() as client:
+        client.update_deployment(deployment, DeploymentUpdate(parameters=parameters))
+
+
+def submit(server: Server, deployment: UUID, ui: PrefectUi) -> FlowRun:
+    """Send the form off; returns the flow run that comes of it."""
+
+    def runs() -> dict[UUID, FlowRun]:
+        chosen = DeploymentFilter(id=DeploymentFilterId(any_=[deployment]))
         with server.client() as client:
-            runs = client.read_flow_runs(deployment_filter=chosen)
-        return next((run for run in runs if run.parameters["config"].get("run_id") == run_id), None)
+            return {run.id: run for run in client.read_flow_runs(deployment_filter=chosen)}
 
-    run: FlowRun = wait_until(found, f"a flow run of {run_id}", every_s=0.5)
-    return run
+    known = runs().keys()
+    ui.submit()
+    started: FlowRun = wait_until(
+        lambda: next((run for key, run in runs().items() if key not in known), None),
+        "the flow run of the form",
+        every_s=0.5,
+    )
+    return started
 
 
 def engines(cluster: Cluster, config: RunConfig) -> list[Any]:
@@ -66,17 +76,16 @@ def test_a_run_is_started_watched_retried_and_cancelled_in_the_browser(
 ) -> None:
     reward = {"reward": "tests.e2e.echo_package:picky_reward"}
     config = without_addresses(cluster.config("in-the-browser", environment=reward))
-    deployment = offer(server, config)
+    deployment = deployment_id(server, "train")
+    offer(server, deployment, config)
     # weights of version 2 cannot be written: the storage fails in the train stage of iteration 1
     obstacle = Path(RunDirectory(config.run_dir).weights_dir(2))
     obstacle.parent.mkdir(parents=True)
     obstacle.touch()
     with server.worker(), prefect_ui(browser, server.api) as ui:
         ui.open_form(deployment)
-        picture(ui, "form")
         ui.fill_in("iterations", "200")
-        ui.submit()
-        run = find_run(server, deployment, "in-the-browser")
+        run = submit(server, deployment, ui)
         assert run.parameters["config"]["train"]["iterations"] == 200
 
         # not in the browser: the page of a run draws all the time
@@ -97,14 +106,12 @@ def test_a_run_is_started_watched_retried_and_cancelled_in_the_browser(
         assert {key: after[key] for key in before} == before
         assert after[1, "train"]["attempt"] == after[1, "publish"]["attempt"] == 2
         expect(rows.nth(3)).to_be_visible()
-        picture(ui, "table")
 
         ui.page.go_back()
         ui.open_artifact("report")
         expect(ui.page.get_by_role("img", name="mean reward by iteration")).to_be_visible()
         expect(ui.page.get_by_role("img", name="what the devices did")).to_be_visible()
         expect(ui.page.get_by_role("link", name=RunDirectory(config.run_dir).path("batches"))).to_be_visible()
-        picture(ui, "report")
 
         ui.page.go_back()
         ui.press("Cancel")
@@ -115,4 +122,27 @@ def test_a_run_is_started_watched_retried_and_cancelled_in_the_browser(
             every_s=0.5,
         )
         server.await_state(run, "Cancelled", 60)
-        picture(ui, "run")
+
+
+@pytest.mark.nightly
+def test_the_quickstart_is_started_from_its_form_and_its_page_shows_that_it_learns(
+    server: Server, browser: Browser
+) -> None:
+    deployment = deployment_id(server, "quickstart")
+    with server.worker() as worker, prefect_ui(browser, server.api) as ui:
+        ui.open_form(deployment)
+        picture(ui, "prefect-form")
+        ui.fill_in("iterations", "10")
+        run = submit(server, deployment, ui)
+        server.await_state(run, "Completed", 1200, worker)
+        ui.open_run(run.id)
+        ui.open_artifact("iterations")
+        rows = ui.page.get_by_role("table").get_by_role("row")
+        expect(rows).to_have_count(1 + 10)
+        first, last = (float(rows.nth(row).get_by_role("cell").nth(1).inner_text()) for row in (10, 1))
+        assert first < last
+        picture(ui, "prefect-iterations")
+        ui.page.go_back()
+        ui.open_artifact("report")
+        expect(ui.page.get_by_text("10 of 10 iterations are through. Held-out reward")).to_be_visible()
+        picture(ui, "prefect-report")
