@@ -30,7 +30,8 @@ def browser() -> Iterator[Browser]:
         pytest.skip("chromium is not installed; Debian's package chromium has it")
     expect.set_options(timeout=30_000)
     with sync_playwright() as playwright:
-        # no sandbox: tests may run as root
-        chromium = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        # no sandbox: tests may run as root; no WebGL: a run's page in Prefect would draw all the time
+        arguments = ["--no-sandbox", "--disable-3d-apis"]
+        chromium = playwright.chromium.launch(executable_path=program, args=arguments)
         yield chromium
         chromium.close()

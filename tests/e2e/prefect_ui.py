@@ -48,7 +48,7 @@ class PrefectUi:
 
     def open_artifact(self, key: str) -> None:
         """From the page of a run."""
-        self.page.get_by_text("Artifacts", exact=True).last.click()
+        self.page.locator("#artifacts").click()
         self.page.get_by_text(key, exact=True).click()
         self.page.wait_for_url(re.compile("/artifacts/"))
 

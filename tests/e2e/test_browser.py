@@ -88,7 +88,6 @@ def test_a_run_is_started_watched_retried_and_cancelled_in_the_browser(
         run = submit(server, deployment, ui)
         assert run.parameters["config"]["train"]["iterations"] == 200
 
-        # not in the browser: the page of a run draws all the time
         server.await_state(run, "Failed", 180)
         before = manifests(config)
         assert [stage for number, stage in before if number == 1] == ["filter", "rollout"]
