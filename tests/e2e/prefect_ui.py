@@ -10,6 +10,8 @@ from uuid import UUID
 
 from playwright.sync_api import Browser, Locator, Page, expect
 
+from tests.e2e.waiting import wait_until
+
 PATIENCE_MS = 60_000
 
 
@@ -51,6 +53,21 @@ class PrefectUi:
         self.page.locator("#artifacts").click()
         self.page.get_by_text(key, exact=True).click()
         self.page.wait_for_url(re.compile("/artifacts/"))
+
+    @property
+    def rows(self) -> Locator:
+        """Of a table; the first are its heads."""
+        return self.page.get_by_role("table").get_by_role("row")
+
+    def await_rows(self, count: int, timeout_s: float) -> None:
+        """On the page of an artifact, which shows what there was when it was opened."""
+
+        def are_there() -> bool:
+            self.page.reload()
+            expect(self.rows.nth(1)).to_be_visible()
+            return self.rows.count() > count
+
+        wait_until(are_there, f"{count} rows", timeout_s, every_s=2.0)
 
     def picture(self, file: Path) -> None:
         self.page.wait_for_timeout(500)

@@ -78,39 +78,41 @@ def test_a_run_is_started_watched_retried_and_cancelled_in_the_browser(
     config = without_addresses(cluster.config("in-the-browser", environment=reward))
     deployment = deployment_id(server, "train")
     offer(server, deployment, config)
-    # weights of version 2 cannot be written: the storage fails in the train stage of iteration 1
-    obstacle = Path(RunDirectory(config.run_dir).weights_dir(2))
+    run_directory = RunDirectory(config.run_dir)
+    # weights of version 4 cannot be written: the storage fails in the train stage of iteration 3
+    obstacle = Path(run_directory.weights_dir(4))
     obstacle.parent.mkdir(parents=True)
     obstacle.touch()
     with server.worker(), prefect_ui(browser, server.api) as ui:
         ui.open_form(deployment)
+        picture(ui, "prefect-form")
         ui.fill_in("iterations", "200")
         run = submit(server, deployment, ui)
         assert run.parameters["config"]["train"]["iterations"] == 200
 
         server.await_state(run, "Failed", 180)
         before = manifests(config)
-        assert [stage for number, stage in before if number == 1] == ["filter", "rollout"]
+        assert [stage for number, stage in before if number == 3] == ["filter", "rollout"]
         ui.open_run(run.id)
         ui.expect_state("Failed")
         # from a Dask worker
         expect(ui.page.get_by_text("failed: ValueError: this one I do not score").first).to_be_visible()
-        obstacle.unlink()
-        ui.press("Retry")
-        ui.open_artifact("iterations")
-        rows = ui.page.get_by_role("table").get_by_role("row")
-        expect(rows.nth(1)).to_be_visible()
-        wait_until(lambda: (2, "publish") in manifests(config), "iterations after the fault", 180, 0.1)
-        after = manifests(config)
-        assert {key: after[key] for key in before} == before
-        assert after[1, "train"]["attempt"] == after[1, "publish"]["attempt"] == 2
-        expect(rows.nth(3)).to_be_visible()
-
-        ui.page.go_back()
         ui.open_artifact("report")
+        expect(ui.page.get_by_text("3 of 200 iterations are through.")).to_be_visible()
         expect(ui.page.get_by_role("img", name="mean reward by iteration")).to_be_visible()
         expect(ui.page.get_by_role("img", name="what the devices did")).to_be_visible()
-        expect(ui.page.get_by_role("link", name=RunDirectory(config.run_dir).path("batches"))).to_be_visible()
+        expect(ui.page.get_by_role("link", name=run_directory.path("batches"))).to_be_visible()
+        picture(ui, "prefect-report")
+
+        obstacle.unlink()
+        ui.page.go_back()
+        ui.press("Retry")
+        ui.open_artifact("iterations")
+        ui.await_rows(5, 180)
+        picture(ui, "prefect-iterations")
+        after = manifests(config)
+        assert {key: after[key] for key in before} == before
+        assert after[3, "train"]["attempt"] == after[3, "publish"]["attempt"] == 2
 
         ui.page.go_back()
         ui.press("Cancel")
@@ -130,18 +132,14 @@ def test_the_quickstart_is_started_from_its_form_and_its_page_shows_that_it_lear
     deployment = deployment_id(server, "quickstart")
     with server.worker() as worker, prefect_ui(browser, server.api) as ui:
         ui.open_form(deployment)
-        picture(ui, "prefect-form")
         ui.fill_in("iterations", "10")
         run = submit(server, deployment, ui)
         server.await_state(run, "Completed", 1200, worker)
         ui.open_run(run.id)
         ui.open_artifact("iterations")
-        rows = ui.page.get_by_role("table").get_by_role("row")
-        expect(rows).to_have_count(1 + 10)
-        first, last = (float(rows.nth(row).get_by_role("cell").nth(1).inner_text()) for row in (10, 1))
+        ui.await_rows(10, 60)
+        first, last = (float(ui.rows.nth(row).get_by_role("cell").nth(1).inner_text()) for row in (10, 1))
         assert first < last
-        picture(ui, "prefect-iterations")
         ui.page.go_back()
         ui.open_artifact("report")
         expect(ui.page.get_by_text("10 of 10 iterations are through. Held-out reward")).to_be_visible()
-        picture(ui, "prefect-report")
