@@ -90,19 +90,20 @@ class AgentRunner:
                 ended.cancel()
                 del self._running[session_id]
         for claim in answer["sessions"]:
-            self._running[claim["session_id"]] = asyncio.create_task(self._work(claim))
+            self._running[claim["session_id"]] = asyncio.create_task(self._work(claim, answer["key"]))
         if room == 0 and self._running:
             await asyncio.wait(self._running.values(), timeout=2.0, return_when=asyncio.FIRST_COMPLETED)
         # sessions end in bursts: one claim for several is cheaper than one each
         await asyncio.sleep(0.01)
         return not answer["released"]
 
-    async def _work(self, claim: dict[str, Any]) -> None:
+    async def _work(self, claim: dict[str, Any], run_key: str | None) -> None:
         session_id = claim["session_id"]
+        key = run_key or self._key or "none"
         report: dict[str, Any]
         try:
             task = self._tasks(claim["split"], claim["task_index"] + self._first_index[claim["split"]])
-            endpoint = Endpoint(f"{self._url}/sessions/{session_id}/v1", self._key or "none", "policy")
+            endpoint = Endpoint(f"{self._url}/sessions/{session_id}/v1", key, "policy")
             answer = await _call(self._agent, task, endpoint)
             reward, parts = _as_reward(await _call(self._reward, task, answer))
         except Exception as error:  # the user's code may raise anything; it costs one session
