@@ -71,6 +71,7 @@ def engines(cluster: Cluster, config: RunConfig) -> list[Any]:
     return list(status["engines"])
 
 
+@pytest.mark.timeout(900)
 def test_a_run_is_started_watched_retried_and_cancelled_in_the_browser(
     server: Server, cluster: Cluster, browser: Browser
 ) -> None:
@@ -90,7 +91,7 @@ def test_a_run_is_started_watched_retried_and_cancelled_in_the_browser(
         run = submit(server, deployment, ui)
         assert run.parameters["config"]["train"]["iterations"] == 200
 
-        server.await_state(run, "Failed", 180)
+        server.await_state(run, "Failed", 300)
         before = manifests(config)
         assert [stage for number, stage in before if number == 3] == ["filter", "rollout"]
         ui.open_run(run.id)
@@ -126,6 +127,7 @@ def test_a_run_is_started_watched_retried_and_cancelled_in_the_browser(
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(1500)
 def test_the_quickstart_is_started_from_its_form_and_its_page_shows_that_it_learns(
     server: Server, browser: Browser
 ) -> None:
