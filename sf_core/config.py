@@ -15,6 +15,11 @@ from sf_core.scheduling.roofline import known_device
 from sf_core.scheduling.tags import is_word
 
 
+def _key(name: str, _: Any) -> str:
+    """A field of the UI form is called what it is called here, in the YAML file and in messages."""
+    return name
+
+
 def _in_order(schema: dict[str, Any]) -> None:
     """Keep the UI form in the order written here; Prefect sorts fields alphabetically otherwise."""
     for position, field in enumerate(schema.get("properties", {}).values()):
@@ -23,7 +28,11 @@ def _in_order(schema: dict[str, Any]) -> None:
 
 class Settings(BaseModel):
     model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, json_schema_extra=_in_order
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        field_title_generator=_key,
+        json_schema_extra=_in_order,
     )
 
 

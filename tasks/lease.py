@@ -75,6 +75,9 @@ class Leases:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None and not isinstance(error, Exception):
+            # tasks/interruption.py sees to it, in less time
+            return
         Run(self._run).dataplane.release(self._run.attempt)
         for spec, future in [*self._held, *self._lent]:
             future.wait(timeout=RELEASED_S)

@@ -203,7 +203,7 @@ class Routes:
 
     async def batch(self, request: Request) -> Answer:
         run, index = self._run(request), request.path_params["index"]
-        await run.changed.until(lambda: run.manager.readiness(index).ready, _wait_s(request))
+        await run.changed.until(lambda: run.released or run.manager.readiness(index).ready, _wait_s(request))
         return batch_status(run, index)
 
     async def stream_batch(self, request: Request) -> Response:
@@ -225,7 +225,7 @@ class Routes:
         run, version = self._run(request), request.path_params["index"]
         if (group := run.manager.evaluations.get(version)) is None:
             raise ApiError(404, f"No evaluation of version {version} was started.")
-        await run.changed.until(lambda: group.is_complete, _wait_s(request))
+        await run.changed.until(lambda: run.released or group.is_complete, _wait_s(request))
         return evaluation_status(run, version, group)
 
     async def seal_evaluation(self, request: Request) -> Answer:

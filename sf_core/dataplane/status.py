@@ -15,9 +15,7 @@ def batch_status(run: Run, batch: int) -> dict[str, Any]:
     reasons = [readiness.waiting_for] if readiness.waiting_for else []
     return asdict(readiness) | {
         "waiting_for": "; ".join(reasons + (_obstacles(run) if reasons else [])),
-        "engines": num_engines(run),
-        "runners": len(run.runners),
-        "failures_in_a_row": run.failures_in_a_row,
+        **_workforce(run),
     }
 
 
@@ -29,9 +27,7 @@ def evaluation_status(run: Run, version: int, group: Group) -> dict[str, Any]:
         "finished": group.num_done,
         "num_tasks": group.size,
         "waiting_for": "; ".join(reasons),
-        "engines": num_engines(run),
-        "runners": len(run.runners),
-        "failures_in_a_row": run.failures_in_a_row,
+        **_workforce(run),
     }
 
 
@@ -102,6 +98,16 @@ def straggler(run: Run) -> dict[str, Any] | None:
 
 def num_engines(run: Run) -> int:
     return sum(link.version is not None for link in run.router.links)
+
+
+def _workforce(run: Run) -> dict[str, Any]:
+    """Whether anybody works on what is waited for."""
+    return {
+        "engines": num_engines(run),
+        "runners": len(run.runners),
+        "failures_in_a_row": run.failures_in_a_row,
+        "released": run.released,
+    }
 
 
 def _obstacles(run: Run) -> list[str]:

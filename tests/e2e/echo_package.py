@@ -23,6 +23,13 @@ def reward(task: Task, answer: str) -> dict[str, float]:
     return {"correct": float(task.answer in answer), "short": 0.1 * (len(answer) < 6)}
 
 
+def picky_reward(task: Task, answer: str) -> dict[str, float]:
+    """Fails for every third training task."""
+    if task.task_id.startswith("echo-train") and int(task.task_id.rpartition("-")[2]) % 3 == 0:
+        raise ValueError("this one I do not score")
+    return reward(task, answer)
+
+
 def script(prompt_ids: list[int], seed: int) -> list[int]:
     """A few tokens that differ by seed; the built-in tokenizer's ids start with the special tokens."""
     return [20 + (seed >> shift) % 40 for shift in range(0, 20, 4)]
