@@ -150,8 +150,11 @@ class Router:
         self._changed.notify()
 
     def confirm(self, link: EngineLink, version: int) -> None:
-        """The engine now samples with this version."""
+        """The engine now samples with this version. A newcomer that was told of a newer one while it loaded
+        is not routed to before it holds that."""
         link.heard_at = time.monotonic()
+        if link.version is None and version < link.wanted_version:
+            return
         link.serving_since = link.serving_since or link.heard_at
         link.version = version
         self._schedule()

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Container
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -17,7 +19,7 @@ from distributed import Client, get_worker
 from sf_core.config import RunConfig
 from sf_core.scheduling.pipelines import PIPELINES
 from sf_core.scheduling.roofline import Device, known_device, step_of, train_priority
-from sf_core.scheduling.tags import needed_tags
+from sf_core.scheduling.tags import TASK_KINDS, needed_tags
 
 ANSWER_S = 30.0
 """How long a scheduler may take to answer."""
@@ -44,14 +46,33 @@ class Plan:
     agent: tuple[str, ...]
 
 
+def held_as(worker: Worker, trainers: Container[str]) -> list[str]:
+    """The kinds of lease that last the run and that this worker can hold, when the run starts or when it
+    joins. Who trains is decided at the start."""
+    if worker.name in trainers:
+        return []
+    return [kind for kind in ("agents", "lease") if set(TASK_KINDS[kind].needs) <= worker.tags]
+
+
 def read_workers(scheduler: str) -> list[Worker]:
-    """The workers connected to a scheduler. Raises ValueError if it cannot be reached."""
+    """The workers connected to a scheduler. Raises ValueError if it cannot be reached, or has a worker that
+    was not started for us."""
     try:
         with Client(scheduler, set_as_default=False, timeout=ANSWER_S) as client:
             infos = client.scheduler_info(n_workers=-1)["workers"].values()
     except (OSError, ValueError) as error:  # a ValueError if it is no address
         raise ValueError(f"no Dask scheduler answers at {scheduler}: {error}") from None
     return [worker_of(info["resources"], info.get("device")) for info in infos]
+
+
+def connected_workers(client: Client) -> dict[str, Worker]:
+    """By address, while a run is on: a worker that joins and was not started for us is passed over, or it
+    would end the run. Raises OSError if the scheduler does not answer."""
+    found = {}
+    for address, info in client.scheduler_info(n_workers=-1)["workers"].items():
+        with suppress(ValueError):
+            found[address] = worker_of(info["resources"], info.get("device"))
+    return found
 
 
 def find_workers(config: RunConfig, scheduler: str | None = None) -> list[Worker]:
@@ -92,7 +113,7 @@ def make_plan(workers: list[Worker], config: RunConfig) -> Plan:
         raise ValueError(f"two workers are named {twice[0]!r}; tasks are pinned by name, so rename one")
     trainers = _choose_trainers(workers, config)
     names = {worker.name for worker in trainers}
-    rollout = tuple(sorted(w.name for w in workers if "rollout" in w.tags and w.name not in names))
+    rollout = _held_as("lease", workers, names)
     lent = PIPELINES[config.pipeline].lent is not False and all("rollout" in w.tags for w in trainers)
     if not rollout and (not lent or config.pipeline == "multiplexed"):
         means = f"pipeline {config.pipeline}" if config.pipeline else "a trainer that is not lent"
@@ -100,12 +121,22 @@ def make_plan(workers: list[Worker], config: RunConfig) -> Plan:
             f"{means} needs a worker that carries rollout beside the trainers {', '.join(sorted(names))}; "
             f"workers: {_offered(workers)}"
         )
+    agent = _held_as("agents", workers, names)
+    if not agent:
+        raise ValueError(
+            f"no worker is left to agents: {', '.join(sorted(names))} would train, for as long as agents run; "
+            f"workers: {_offered(workers)}"
+        )
     return Plan(
         rollout=rollout,
         trainers=tuple(worker.name for worker in trainers),
         lent=lent,
-        agent=tuple(sorted(worker.name for worker in workers if "agent" in worker.tags)),
+        agent=agent,
     )
+
+
+def _held_as(kind: str, workers: list[Worker], trainers: set[str]) -> tuple[str, ...]:
+    return tuple(sorted(worker.name for worker in workers if kind in held_as(worker, trainers)))
 
 
 def _choose_trainers(workers: list[Worker], config: RunConfig) -> list[Worker]:

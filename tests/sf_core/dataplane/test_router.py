@@ -237,6 +237,22 @@ async def test_weights_are_swapped_under_a_frozen_engine_without_an_interruption
 
 
 @in_loop
+async def test_a_newcomer_is_caught_up_before_it_is_routed_to() -> None:
+    cluster = Cluster()
+    newcomer = cluster.connect(scripted(script))
+    generation = cluster.ask([5] * 3, 30, stop=(STOP,))
+    update = asyncio.ensure_future(cluster.router.update(WeightsRef(1, "w1")))
+    await cluster.dispatched()
+    # the engine is made of the weights it was greeted with, and says so before it reads on
+    cluster.router.confirm(newcomer.link, 0)
+    await cluster.dispatched()
+    assert (newcomer.link.state, newcomer.asked) == ("loading", [])
+    await cluster.run()
+    assert await update == {"e0": 1}
+    assert set(generation.versions) == {1}
+
+
+@in_loop
 async def test_requests_of_a_paused_engine_continue_on_another() -> None:
     cluster = Cluster()
     first = await cluster.serving(scripted(script))

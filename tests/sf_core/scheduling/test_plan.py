@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from sf_core.config import RunConfig
 from sf_core.scheduling.pipelines import PIPELINES
-from sf_core.scheduling.plan import Plan, Worker, make_plan, worker_of
+from sf_core.scheduling.plan import Plan, Worker, held_as, make_plan, worker_of
 from sf_core.scheduling.roofline import DEVICES
 
 
@@ -35,6 +35,21 @@ def test_a_missing_tag_is_named_with_what_the_workers_offer() -> None:
 def test_agent_and_cpu_on_one_worker_are_refused() -> None:
     with pytest.raises(ValueError, match="carries both `agent` and `cpu`"):
         make_plan(workers(t0="rollout train", x="agent cpu"), RunConfig())
+
+
+def test_agents_that_would_never_let_training_begin_are_refused() -> None:
+    with pytest.raises(ValueError, match="no worker is left to agents: t0 would train"):
+        make_plan(workers(r0="rollout", t0="train agent", c0="cpu"), RunConfig())
+
+
+@pytest.mark.parametrize(
+    ("tags", "kinds"),
+    [("rollout", ["lease"]), ("rollout train", ["lease"]), ("agent", ["agents"]), ("train", []), ("cpu", [])],
+)
+def test_a_worker_that_joins_later_is_held_by_what_needs_no_plan(tags: str, kinds: list[str]) -> None:
+    [worker] = workers(x=tags)
+    assert held_as(worker, trainers=("t0",)) == kinds
+    assert held_as(worker, trainers=("x",)) == []
 
 
 def test_a_worker_is_known_by_its_private_resource() -> None:
