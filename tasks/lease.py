@@ -117,7 +117,9 @@ class Leases:
         """By name; none if the scheduler does not answer, which whoever waits for a stage is told."""
         _, future = next(iter(self._held.values()))
         with suppress(OSError):
-            return {worker.name: worker for worker in connected_workers(future.wrapped_future.client).values()}
+            return {
+                worker.name: worker for worker in connected_workers(future.wrapped_future.client).values()
+            }
         return {}
 
     def _was_given_up(self, kind: str, worker: str) -> bool:

@@ -109,6 +109,9 @@ class Runs(Collector):
         interruptions = CounterMetricFamily(
             "sf_interruptions", "Times a turn had to continue on another engine.", labels=per_run
         )
+        moves = CounterMetricFamily(
+            "sf_moves", "Turns taken from an engine because its queue was too long.", labels=per_run
+        )
         branches = _branches(self._runs)
         carried = CounterMetricFamily(
             "sf_engine_bytes", "Bytes of frames to and from engines.", labels=["run", "direction"]
@@ -123,9 +126,11 @@ class Runs(Collector):
                 engines.add_metric([name, state], number)
             tokens.add_metric([name], run.meter.total)
             interruptions.add_metric([name], router.interruptions)
+            moves.add_metric([name], router.moves)
             carried.add_metric([name, "to_engines"], router.bytes_to_engines)
             carried.add_metric([name, "from_engines"], router.bytes_from_engines)
-        return [waiting, running, sessions, version, engines, tokens, interruptions, branches, carried]
+        figures = [waiting, running, sessions, version, engines, tokens, interruptions, moves, branches]
+        return [*figures, carried]
 
 
 class Branches(Collector):

@@ -73,7 +73,7 @@ def run_status(run: Run) -> dict[str, Any]:
             str(version): {"finished": group.num_done, "num_tasks": group.size}
             for version, group in manager.evaluations.items()
         },
-        "counters": {**run.counters, "interruptions": router.interruptions},
+        "counters": {**run.counters, "interruptions": router.interruptions, "moves": router.moves},
         "last_error": run.last_error,
     }
 

@@ -124,7 +124,7 @@ def make_plan(workers: list[Worker], config: RunConfig) -> Plan:
     agent = _held_as("agents", workers, names)
     if not agent:
         raise ValueError(
-            f"no worker is left to agents: {', '.join(sorted(names))} would train, for as long as agents run; "
+            f"no worker is left to agents: {', '.join(sorted(names))} trains, and agents would never let it; "
             f"workers: {_offered(workers)}"
         )
     return Plan(

@@ -53,7 +53,7 @@ def test_a_rollout_worker_joins_is_caught_up_and_carries_on_when_the_first_is_lo
     dataplane = httpx.Client(base_url=f"{cluster.services.dataplane}/runs/elastic")
     with restored(cluster):
         process = cluster.start(config)
-        wait_until(lambda: (1, "publish") in manifests(config) or process.poll() is not None, "2 iterations")
+        wait_until(lambda: (1, "publish") in manifests(config) or process.poll() is not None, "2", 180)
         # nothing ends while nothing is sampled: there is time to join
         dataplane.post("/pause", json={"mode": "freeze"})
         start_worker(cluster, "r1", "rollout")

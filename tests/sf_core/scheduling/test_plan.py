@@ -38,7 +38,7 @@ def test_agent_and_cpu_on_one_worker_are_refused() -> None:
 
 
 def test_agents_that_would_never_let_training_begin_are_refused() -> None:
-    with pytest.raises(ValueError, match="no worker is left to agents: t0 would train"):
+    with pytest.raises(ValueError, match="no worker is left to agents: t0 trains"):
         make_plan(workers(r0="rollout", t0="train agent", c0="cpu"), RunConfig())
 
 
