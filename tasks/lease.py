@@ -1,23 +1,29 @@
-"""Leases: a worker's time under `rollout` or `agent`, held by a task that serves until told to yield."""
+"""Leases: a worker's time under `rollout`, `agent` or `reward`, held by a task until told to yield."""
 
 from __future__ import annotations
 
 import itertools
 import logging
 import threading
+import time
 from contextlib import suppress
 from contextvars import copy_context
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any
 
+import httpx
 from distributed.scheduler import NoValidWorkerError
 from prefect import Task, task
 from prefect_dask.task_runners import PrefectDaskFuture
 
+from sf_core.dataplane.client import DataplaneError
+from sf_core.dataplane.runners import Work
 from sf_core.run import Run, RunRef
-from sf_core.scheduling.lease import LeaseSpec, run_agents, serve_lease
-from sf_core.scheduling.plan import Plan, Worker, connected_workers, held_as
+from sf_core.scheduling.elastic import Elastic
+from sf_core.scheduling.lease import LeaseSpec, run_sessions, serve_lease
+from sf_core.scheduling.plan import Duty, Plan, Worker, connected_workers, duty_of
 from tasks.cluster import submit
 
 Future = PrefectDaskFuture[Any]
@@ -40,21 +46,35 @@ def lease(spec: LeaseSpec) -> str:
 @task(name="agents", task_run_name="agents-{spec.lease_id}")
 def agents(spec: LeaseSpec) -> int:
     """Hold an `agent` worker and run sessions on it until released."""
-    return run_agents(spec)
+    return run_sessions(spec, "agent")
 
 
-KINDS: dict[str, Task[..., Any]] = {task.name: task for task in (lease, agents)}
+@task(name="rewards", task_run_name="rewards-{spec.lease_id}")
+def rewards(spec: LeaseSpec) -> int:
+    """Hold a `reward` worker and score what agents answer until released."""
+    return run_sessions(spec, "reward")
+
+
+KINDS: dict[Duty, Task[..., Any]] = {"agents": agents, "lease": lease, "rewards": rewards}
+WORK: dict[Duty, Work] = {"agents": "agent", "rewards": "reward"}
 
 
 class Leases:
-    """All leases of one flow attempt. Rollout-only and agent workers are held throughout, those that join
-    later from then on; each trainer that is lent has one lease running and the next one queued behind it, so
-    that no submission stands between the end of training and the next token (design 5.1)."""
+    """All leases of one flow attempt. Rollout-only, agent and reward workers are held throughout, those that
+    join later from then on, unless `cluster.elastic` has their number follow the queue; each trainer that is
+    lent has one lease running and the next one queued behind it, so that no submission stands between the end
+    of training and the next token (design 5.1)."""
 
     def __init__(self, run: RunRef, plan: Plan) -> None:
         self._run, self._plan = run, plan
-        self._held: dict[tuple[str, str], tuple[LeaseSpec, Future]] = {}
-        """By kind and worker."""
+        config = Run(run).config
+        self._elastic = {
+            duty: Elastic(config.cluster.elastic[work], config.rollout.concurrency)
+            for duty, work in WORK.items()
+            if work in config.cluster.elastic
+        }
+        self._held: dict[tuple[Duty, str], tuple[LeaseSpec, Future]] = {}
+        """By worker; the last one."""
         self._lent: list[tuple[LeaseSpec, Future]] = []
         self._count = itertools.count()
         self._submitting = threading.Lock()
@@ -62,13 +82,13 @@ class Leases:
         self._is_over = threading.Event()
 
     def __enter__(self) -> Leases:
-        for worker in self._plan.agent:
-            self._hold("agents", worker)
-        for worker in self._plan.rollout:
-            self._hold("lease", worker)
+        for duty, workers in self._plan.held.items():
+            elastic = self._elastic.get(duty)
+            for worker in workers[: elastic.at_least if elastic else None]:
+                self._hold(duty, worker)
         # Prefect finds the flow that a task belongs to by the context
         watch = partial(copy_context().run, self._watch)
-        self._watcher = threading.Thread(target=watch, name="joining workers", daemon=True)
+        self._watcher = threading.Thread(target=watch, name="leases", daemon=True)
         self._watcher.start()
         return self
 
@@ -107,36 +127,63 @@ class Leases:
     def _watch(self) -> None:
         """Have workers that join hold a lease at once, and those that come back after theirs was given up."""
         while not self._is_over.wait(LOOK_S):
-            for worker in self._connected().values():
-                for kind in held_as(worker, self._plan.trainers):
-                    if (kind, worker.name) not in self._held or self._was_given_up(kind, worker.name):
-                        log.info("worker %s has joined the run", worker.name)
-                        self._hold(kind, worker.name)
+            workers: dict[Duty, list[str]] = {}
+            for name, worker in sorted(self._connected().items()):
+                if (duty := duty_of(worker, self._plan.trainers)) is not None:
+                    workers.setdefault(duty, []).append(name)
+            for duty, names in workers.items():
+                free = [name for name in names if self._is_free(duty, name)]
+                # a data plane that is started again is asked again in the next round
+                with suppress(httpx.HTTPError, DataplaneError):
+                    for name in free[: self._num_lacking(duty, names)]:
+                        log.info("worker %s joins the run", name)
+                        self._hold(duty, name)
+
+    def _num_lacking(self, duty: Duty, workers: list[str]) -> int | None:
+        """How many more of these workers should be held, None for all; if too many are, some are retired."""
+        if (elastic := self._elastic.get(duty)) is None:
+            return None
+        dataplane = Run(self._run).dataplane
+        status = dataplane.status()
+        wanted = elastic.wanted(time.monotonic(), status["work"][WORK[duty]])
+        held = [self._held[duty, worker][0].holder for worker in workers if not self._is_free(duty, worker)]
+        retiring = {name for name, runner in status["runners"].items() if runner["retiring"]}
+        staying = [holder for holder in held if holder not in retiring]
+        for holder in staying[wanted:]:
+            dataplane.retire(holder)
+        return max(0, wanted - len(staying))
 
     def _connected(self) -> dict[str, Worker]:
         """By name; none if the scheduler does not answer, which whoever waits for a stage is told."""
         _, future = next(iter(self._held.values()))
         with suppress(OSError):
-            return {
-                worker.name: worker for worker in connected_workers(future.wrapped_future.client).values()
-            }
+            found = connected_workers(future.wrapped_future.client).values()
+            return {worker.name: worker for worker in found}
         return {}
 
-    def _was_given_up(self, kind: str, worker: str) -> bool:
-        """Dask waited in vain for the worker to come back."""
-        future = self._held[kind, worker][1].wrapped_future
-        return future.status == "error" and isinstance(future.exception(), NoValidWorkerError)
+    def _is_free(self, duty: Duty, worker: str) -> bool:
+        """It was never held, Dask waited in vain for it to come back, or it was retired."""
+        if (duty, worker) not in self._held:
+            return True
+        future = self._held[duty, worker][1].wrapped_future
+        if future.status == "error":
+            return isinstance(future.exception(), NoValidWorkerError)
+        # one that failed would fail again; what with is raised at the end
+        return duty in self._elastic and bool(future.done()) and future.result().is_completed()
 
-    def _hold(self, kind: str, worker: str) -> None:
-        spec = LeaseSpec(self._run, worker, f"{worker}.{self._run.attempt}")
+    def _hold(self, duty: Duty, worker: str) -> None:
+        spec = self._spec(worker)
         with self._submitting:
-            self._held[kind, worker] = spec, submit(KINDS[kind], spec, worker=worker)
+            self._held[duty, worker] = spec, submit(KINDS[duty], spec, worker=worker)
 
     def _lend(self, worker: str, after: int | None) -> None:
-        lease_id = f"{worker}-{next(self._count)}.{self._run.attempt}"
-        spec = LeaseSpec(self._run, worker, lease_id, after, self._plan.trainers)
+        spec = replace(self._spec(worker), after=after, trainers=self._plan.trainers)
         with self._submitting:
             self._lent.append((spec, submit(lease, spec, worker=worker)))
+
+
+    def _spec(self, worker: str) -> LeaseSpec:
+        return LeaseSpec(self._run, worker, f"{worker}-{next(self._count)}.{self._run.attempt}")
 
 
 def _has_ended(future: Future) -> bool:

@@ -97,6 +97,10 @@ class Group:
         return sum(member.progress is Progress.DONE for member in self.members)
 
     @property
+    def num_open(self) -> int:
+        return sum(member.progress is Progress.OPEN for member in self.members)
+
+    @property
     def min_version(self) -> int | None:
         """Oldest policy version of any token; None before the first token."""
         return min((m.min_version for m in self.members if m.min_version is not None), default=None)

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Container
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
 
 from distributed import Client, get_worker
@@ -20,6 +20,10 @@ from sf_core.config import RunConfig
 from sf_core.scheduling.pipelines import PIPELINES
 from sf_core.scheduling.roofline import Device, known_device, step_of, train_priority
 from sf_core.scheduling.tags import TASK_KINDS, needed_tags
+
+Duty = Literal["agents", "lease", "rewards"]
+"""Kinds of lease that last as long as the run needs them."""
+DUTIES: tuple[Duty, ...] = get_args(Duty)
 
 ANSWER_S = 30.0
 """How long a scheduler may take to answer."""
@@ -44,14 +48,20 @@ class Plan:
     lent: bool
     """The trainers carry `rollout` too and are lent to it between train steps."""
     agent: tuple[str, ...]
+    reward: tuple[str, ...] = ()
+    """Score what agents answer; without any, those that run the agents do."""
+
+    @property
+    def held(self) -> dict[Duty, tuple[str, ...]]:
+        return {"agents": self.agent, "lease": self.rollout, "rewards": self.reward}
 
 
-def held_as(worker: Worker, trainers: Container[str]) -> list[str]:
-    """The kinds of lease that last the run and that this worker can hold, when the run starts or when it
-    joins. Who trains is decided at the start."""
+def duty_of(worker: Worker, trainers: Container[str]) -> Duty | None:
+    """What the worker is held for, from the start or when it joins: one thing, because a lease takes all of
+    a worker. Who trains is decided at the start."""
     if worker.name in trainers:
-        return []
-    return [kind for kind in ("agents", "lease") if set(TASK_KINDS[kind].needs) <= worker.tags]
+        return None
+    return next((duty for duty in DUTIES if set(TASK_KINDS[duty].needs) <= worker.tags), None)
 
 
 def read_workers(scheduler: str) -> list[Worker]:
@@ -104,16 +114,17 @@ def make_plan(workers: list[Worker], config: RunConfig) -> Plan:
     if missing := [repr(tag) for tag in needed_tags() if tag not in carried]:
         raise ValueError(f"no worker carries {' or '.join(missing)}; workers: {_offered(workers)}")
     for worker in workers:
-        if {"agent", "cpu"} <= worker.tags:
+        if "cpu" in worker.tags and (long := sorted(worker.tags & {"agent", "reward"})):
             raise ValueError(
-                f"worker {worker.name!r} carries both `agent` and `cpu`; agent work would starve the filter, "
-                "so give them to different workers"
+                f"worker {worker.name!r} carries both `{long[0]}` and `cpu`; {long[0]} work would starve the "
+                "filter, so give them to different workers"
             )
     if twice := [name for name, count in Counter(w.name for w in workers).items() if count > 1]:
         raise ValueError(f"two workers are named {twice[0]!r}; tasks are pinned by name, so rename one")
     trainers = _choose_trainers(workers, config)
     names = {worker.name for worker in trainers}
-    rollout = _held_as("lease", workers, names)
+    held = {d: tuple(sorted(w.name for w in workers if duty_of(w, names) == d)) for d in DUTIES}
+    rollout = held["lease"]
     lent = PIPELINES[config.pipeline].lent is not False and all("rollout" in w.tags for w in trainers)
     if not rollout and (not lent or config.pipeline == "multiplexed"):
         means = f"pipeline {config.pipeline}" if config.pipeline else "a trainer that is not lent"
@@ -121,8 +132,7 @@ def make_plan(workers: list[Worker], config: RunConfig) -> Plan:
             f"{means} needs a worker that carries rollout beside the trainers {', '.join(sorted(names))}; "
             f"workers: {_offered(workers)}"
         )
-    agent = _held_as("agents", workers, names)
-    if not agent:
+    if not held["agents"]:
         raise ValueError(
             f"no worker is left to agents: {', '.join(sorted(names))} trains, and agents would never let it; "
             f"workers: {_offered(workers)}"
@@ -131,12 +141,9 @@ def make_plan(workers: list[Worker], config: RunConfig) -> Plan:
         rollout=rollout,
         trainers=tuple(worker.name for worker in trainers),
         lent=lent,
-        agent=agent,
+        agent=held["agents"],
+        reward=held["rewards"],
     )
-
-
-def _held_as(kind: str, workers: list[Worker], trainers: set[str]) -> tuple[str, ...]:
-    return tuple(sorted(worker.name for worker in workers if kind in held_as(worker, trainers)))
 
 
 def _choose_trainers(workers: list[Worker], config: RunConfig) -> list[Worker]:

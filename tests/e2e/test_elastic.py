@@ -50,22 +50,22 @@ def connected(cluster: Cluster) -> set[str]:
 
 def test_a_rollout_worker_joins_is_caught_up_and_carries_on_when_the_first_is_lost(cluster: Cluster) -> None:
     config = cluster.config("elastic", "async", train={"iterations": 6})
-    dataplane = httpx.Client(base_url=f"{cluster.services.dataplane}/runs/elastic")
+    url = f"{cluster.services.dataplane}/runs/elastic"
     with restored(cluster):
         process = cluster.start(config)
         wait_until(lambda: (1, "publish") in manifests(config) or process.poll() is not None, "2", 180)
         # nothing ends while nothing is sampled: there is time to join
-        dataplane.post("/pause", json={"mode": "freeze"})
+        httpx.post(f"{url}/pause", json={"mode": "freeze"}).raise_for_status()
         start_worker(cluster, "r1", "rollout")
 
         def versions() -> dict[str, int | None]:
-            return {e["worker"]: e["version"] for e in dataplane.get("").json()["engines"]}
+            return {engine["worker"]: engine["version"] for engine in httpx.get(url).json()["engines"]}
 
-        wait_until(lambda: versions().get("r1") is not None or process.poll() is not None, "r1", every_s=0.1)
-        newest = dataplane.get("").json()["version"]
+        wait_until(lambda: versions().get("r1") is not None or process.poll() is not None, "r1", 180, 0.1)
+        newest = httpx.get(url).json()["version"]
         assert versions() == {"r0": newest, "r1": newest}, cluster.log(config)[-2000:]
         end_worker(cluster, "r0")
-        dataplane.post("/resume", json={})
+        httpx.post(f"{url}/resume", json={}).raise_for_status()
         cluster.finish(config, process)
     check_result(config)
     sampled = [span for span in spans(config, "rollout") if span.worker == "r1"]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from sf_core.config import RunConfig
 from sf_core.scheduling.pipelines import PIPELINES
-from sf_core.scheduling.plan import Plan, Worker, held_as, make_plan, worker_of
+from sf_core.scheduling.plan import Plan, Worker, duty_of, make_plan, worker_of
 from sf_core.scheduling.roofline import DEVICES
 
 
@@ -35,6 +35,8 @@ def test_a_missing_tag_is_named_with_what_the_workers_offer() -> None:
 def test_agent_and_cpu_on_one_worker_are_refused() -> None:
     with pytest.raises(ValueError, match="carries both `agent` and `cpu`"):
         make_plan(workers(t0="rollout train", x="agent cpu"), RunConfig())
+    with pytest.raises(ValueError, match="carries both `reward` and `cpu`"):
+        make_plan(workers(t0="rollout train", a0="agent", x="reward cpu"), RunConfig())
 
 
 def test_agents_that_would_never_let_training_begin_are_refused() -> None:
@@ -43,13 +45,21 @@ def test_agents_that_would_never_let_training_begin_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tags", "kinds"),
-    [("rollout", ["lease"]), ("rollout train", ["lease"]), ("agent", ["agents"]), ("train", []), ("cpu", [])],
+    ("tags", "duty"),
+    [
+        ("rollout", "lease"),
+        ("rollout train", "lease"),
+        ("agent", "agents"),
+        ("reward", "rewards"),
+        ("agent reward", "agents"),
+        ("train", None),
+        ("cpu", None),
+    ],
 )
-def test_a_worker_that_joins_later_is_held_by_what_needs_no_plan(tags: str, kinds: list[str]) -> None:
+def test_a_worker_is_held_for_one_thing_whenever_it_joins(tags: str, duty: str | None) -> None:
     [worker] = workers(x=tags)
-    assert held_as(worker, trainers=("t0",)) == kinds
-    assert held_as(worker, trainers=("x",)) == []
+    assert duty_of(worker, trainers=("t0",)) == duty
+    assert duty_of(worker, trainers=("x",)) is None
 
 
 def test_a_worker_is_known_by_its_private_resource() -> None:
