@@ -19,7 +19,6 @@ from prefect import Task, task
 from prefect_dask.task_runners import PrefectDaskFuture
 
 from sf_core.dataplane.client import DataplaneError
-from sf_core.dataplane.runners import Work
 from sf_core.run import Run, RunRef
 from sf_core.scheduling.elastic import Elastic
 from sf_core.scheduling.lease import LeaseSpec, run_sessions, serve_lease
@@ -55,8 +54,7 @@ def rewards(spec: LeaseSpec) -> int:
     return run_sessions(spec, "reward")
 
 
-KINDS: dict[Duty, Task[..., Any]] = {"agents": agents, "lease": lease, "rewards": rewards}
-WORK: dict[Duty, Work] = {"agents": "agent", "rewards": "reward"}
+HELD_BY: dict[Duty, Task[..., Any]] = {"agent": agents, "rollout": lease, "reward": rewards}
 
 
 class Leases:
@@ -68,10 +66,9 @@ class Leases:
     def __init__(self, run: RunRef, plan: Plan) -> None:
         self._run, self._plan = run, plan
         config = Run(run).config
-        self._elastic = {
-            duty: Elastic(config.cluster.elastic[work], config.rollout.concurrency)
-            for duty, work in WORK.items()
-            if work in config.cluster.elastic
+        self._elastic: dict[Duty, Elastic] = {
+            duty: Elastic(bounds, config.rollout.concurrency)
+            for duty, bounds in config.cluster.elastic.items()
         }
         self._held: dict[tuple[Duty, str], tuple[LeaseSpec, Future]] = {}
         """By worker; the last one."""
@@ -145,7 +142,7 @@ class Leases:
             return None
         dataplane = Run(self._run).dataplane
         status = dataplane.status()
-        wanted = elastic.wanted(time.monotonic(), status["work"][WORK[duty]])
+        wanted = elastic.wanted(time.monotonic(), status["work"][duty])
         held = [self._held[duty, worker][0].holder for worker in workers if not self._is_free(duty, worker)]
         retiring = {name for name, runner in status["runners"].items() if runner["retiring"]}
         staying = [holder for holder in held if holder not in retiring]
@@ -174,13 +171,12 @@ class Leases:
     def _hold(self, duty: Duty, worker: str) -> None:
         spec = self._spec(worker)
         with self._submitting:
-            self._held[duty, worker] = spec, submit(KINDS[duty], spec, worker=worker)
+            self._held[duty, worker] = spec, submit(HELD_BY[duty], spec, worker=worker)
 
     def _lend(self, worker: str, after: int | None) -> None:
         spec = replace(self._spec(worker), after=after, trainers=self._plan.trainers)
         with self._submitting:
             self._lent.append((spec, submit(lease, spec, worker=worker)))
-
 
     def _spec(self, worker: str) -> LeaseSpec:
         return LeaseSpec(self._run, worker, f"{worker}-{next(self._count)}.{self._run.attempt}")

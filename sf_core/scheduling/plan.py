@@ -19,10 +19,10 @@ from distributed import Client, get_worker
 from sf_core.config import RunConfig
 from sf_core.scheduling.pipelines import PIPELINES
 from sf_core.scheduling.roofline import Device, known_device, step_of, train_priority
-from sf_core.scheduling.tags import TASK_KINDS, needed_tags
+from sf_core.scheduling.tags import needed_tags
 
-Duty = Literal["agents", "lease", "rewards"]
-"""Kinds of lease that last as long as the run needs them."""
+Duty = Literal["agent", "rollout", "reward"]
+"""The tags under which a worker may be held throughout a run."""
 DUTIES: tuple[Duty, ...] = get_args(Duty)
 
 ANSWER_S = 30.0
@@ -53,7 +53,7 @@ class Plan:
 
     @property
     def held(self) -> dict[Duty, tuple[str, ...]]:
-        return {"agents": self.agent, "lease": self.rollout, "rewards": self.reward}
+        return {"agent": self.agent, "rollout": self.rollout, "reward": self.reward}
 
 
 def duty_of(worker: Worker, trainers: Container[str]) -> Duty | None:
@@ -61,7 +61,7 @@ def duty_of(worker: Worker, trainers: Container[str]) -> Duty | None:
     a worker. Who trains is decided at the start."""
     if worker.name in trainers:
         return None
-    return next((duty for duty in DUTIES if set(TASK_KINDS[duty].needs) <= worker.tags), None)
+    return next((duty for duty in DUTIES if duty in worker.tags), None)
 
 
 def read_workers(scheduler: str) -> list[Worker]:
@@ -124,7 +124,7 @@ def make_plan(workers: list[Worker], config: RunConfig) -> Plan:
     trainers = _choose_trainers(workers, config)
     names = {worker.name for worker in trainers}
     held = {d: tuple(sorted(w.name for w in workers if duty_of(w, names) == d)) for d in DUTIES}
-    rollout = held["lease"]
+    rollout = held["rollout"]
     lent = PIPELINES[config.pipeline].lent is not False and all("rollout" in w.tags for w in trainers)
     if not rollout and (not lent or config.pipeline == "multiplexed"):
         means = f"pipeline {config.pipeline}" if config.pipeline else "a trainer that is not lent"
@@ -132,7 +132,7 @@ def make_plan(workers: list[Worker], config: RunConfig) -> Plan:
             f"{means} needs a worker that carries rollout beside the trainers {', '.join(sorted(names))}; "
             f"workers: {_offered(workers)}"
         )
-    if not held["agents"]:
+    if not held["agent"]:
         raise ValueError(
             f"no worker is left to agents: {', '.join(sorted(names))} trains, and agents would never let it; "
             f"workers: {_offered(workers)}"
@@ -141,8 +141,8 @@ def make_plan(workers: list[Worker], config: RunConfig) -> Plan:
         rollout=rollout,
         trainers=tuple(worker.name for worker in trainers),
         lent=lent,
-        agent=held["agents"],
-        reward=held["rewards"],
+        agent=held["agent"],
+        reward=held["reward"],
     )
 
 

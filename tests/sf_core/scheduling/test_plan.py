@@ -47,11 +47,11 @@ def test_agents_that_would_never_let_training_begin_are_refused() -> None:
 @pytest.mark.parametrize(
     ("tags", "duty"),
     [
-        ("rollout", "lease"),
-        ("rollout train", "lease"),
-        ("agent", "agents"),
-        ("reward", "rewards"),
-        ("agent reward", "agents"),
+        ("rollout", "rollout"),
+        ("rollout train", "rollout"),
+        ("agent", "agent"),
+        ("reward", "reward"),
+        ("agent reward", "agent"),
         ("train", None),
         ("cpu", None),
     ],
