@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import httpx
+import pyarrow.parquet as pq
 import pytest
 
 from sf_core.config import RunConfig, WorkerConfig
 from sf_core.local_stack import start_dask_worker
 from sf_core.scheduling.plan import read_workers
+from storage.run_directory import RunDirectory
 from tests.e2e.conftest import Cluster, manifests, spans
 from tests.e2e.test_resume import check_result
 from tests.e2e.waiting import wait_until
@@ -71,3 +73,42 @@ def test_a_rollout_worker_joins_is_caught_up_and_carries_on_when_the_first_is_lo
     sampled = [span for span in spans(config, "rollout") if span.worker == "r1"]
     assert sum(span.tokens for span in sampled) > 0
     assert min(span.version or 0 for span in sampled) >= 2
+
+
+def test_rewards_are_scored_on_reward_workers_and_agents_follow_the_queue(cluster: Cluster) -> None:
+    environment = {
+        "tasks": "tests.e2e.echo_package:tasks",
+        "agent": "tests.e2e.echo_package:slowly_held_out",
+        "reward": "tests.e2e.echo_package:reward_with_worker",
+    }
+    config = cluster.config(
+        "elastic-runners",
+        environment=environment,
+        rollout={"concurrency": 2},
+        train={"iterations": 2},
+        evaluate={"num_tasks": 1},
+        cluster={"elastic": {"agent": {"min": 1, "max": 2, "idle_s": 0.5}}},
+    )
+    url = f"{cluster.services.dataplane}/runs/elastic-runners"
+
+    def holders() -> set[str]:
+        """Workers of runners that go on."""
+        answer = httpx.get(url)
+        runners = answer.json()["runners"] if answer.is_success else {}
+        return {name.partition(":")[0] for name, runner in runners.items() if not runner["retiring"]}
+
+    with restored(cluster):
+        start_worker(cluster, "a1", "agent")
+        start_worker(cluster, "s0", "reward")
+        wait_until(lambda: {"a1", "s0"} <= connected(cluster), "workers", 180, 0.2)
+        process = cluster.start(config)
+        for wanted in ({"a0", "a1", "s0"}, {"a0", "s0"}):
+            wait_until(lambda w=wanted: holders() == w or process.poll() is not None, f"{wanted}", 180, 0.1)
+            assert process.poll() is None, cluster.log(config)[-2000:]
+        cluster.finish(config, process)
+    check_result(config)
+    directory = RunDirectory(config.run_dir)
+    manifest = directory.read_manifest(1, "rollout")
+    assert manifest is not None
+    rows = pq.ParquetFile(directory.path(manifest.outputs[0].uri)).read(["reward_parts"])
+    assert {part for parts in rows["reward_parts"].to_pylist() for part, _ in parts} == {"correct", "by_s0"}
