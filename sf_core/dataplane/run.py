@@ -176,7 +176,7 @@ class Run(SessionHost):
         work = self.runners[runner].work
         if work == "reward" or not self.is_scored_elsewhere:
             while len(sessions) < limit and (answered := self.runners.next_answer()) is not None:
-                if self.sessions.get(answered.session_id) is answered:
+                if self.sessions.get(answered.session_id) is answered and not answered.runner:
                     answered.runner = runner
                     sessions.append(answered)
         for claim in self.manager.claim(limit - len(sessions)) if work == "agent" else ():

@@ -40,5 +40,5 @@ class Runners(dict[str, Runner]):
         self._answers.append(session)
 
     def next_answer(self) -> Session | None:
-        """One whose reward nobody works on; it may be over."""
+        """A session that waits for its reward, unless it is over or given out meanwhile."""
         return self._answers.popleft() if self._answers else None

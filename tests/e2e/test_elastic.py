@@ -83,6 +83,7 @@ def test_rewards_are_scored_on_reward_workers_and_agents_follow_the_queue(cluste
     }
     config = cluster.config(
         "elastic-runners",
+        "disaggregated",
         environment=environment,
         rollout={"concurrency": 2},
         train={"iterations": 2},
