@@ -75,7 +75,7 @@ def _duty(worker: Worker, workers: list[Worker], plan: Plan, config: RunConfig) 
     if worker.name in plan.rollout:
         return "rolls out: " + ("others train first" if "train" in worker.tags else "does not carry train")
     if worker.name in plan.agent:
-        return "runs agents" if plan.reward else "runs agents and scores what they answer"
+        return "runs agents"
     if worker.name in plan.reward:
         return "scores what agents answer"
     if "cpu" in worker.tags:

@@ -51,7 +51,7 @@ def connected(cluster: Cluster) -> set[str]:
 
 
 def test_a_rollout_worker_joins_is_caught_up_and_carries_on_when_the_first_is_lost(cluster: Cluster) -> None:
-    config = cluster.config("elastic", "async", train={"iterations": 6})
+    config = cluster.config("elastic", "async", train={"iterations": 4})
     url = f"{cluster.services.dataplane}/runs/elastic"
     with restored(cluster):
         process = cluster.start(config)

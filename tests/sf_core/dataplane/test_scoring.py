@@ -108,11 +108,17 @@ def test_a_run_that_starts_over_scores_nothing_of_before(serving: Server) -> Non
     assert sessions(claim(serving, "s1", 5, "reward")) == []
 
 
-@pytest.mark.parametrize("options", [[], ["--gateways", "2"]], ids=["alone", "gateways"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param([], id="alone"),
+        pytest.param(["--gateways", "2"], id="gateways", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_killed_data_plane_still_has_what_is_to_be_scored(
     tmp_path: Path, model_dir: str, renderer: Renderer, options: list[str]
 ) -> None:
-    options += ["--journal-dir", str(tmp_path / "journal")]
+    options = [*options, "--journal-dir", str(tmp_path / "journal")]
     with (
         running_process(tmp_path / "port", 0, *options) as url,
         httpx.Client(base_url=url, timeout=30) as http,
