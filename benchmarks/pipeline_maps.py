@@ -84,7 +84,7 @@ PANELS = (
     Panel("train_share", "training's share of the work", (0.05, 0.1, 0.2, 0.3, 0.4, 0.5), share_of_training),
     Panel("sigma", "sigma of the lognormal lengths", (0.0, 0.5, 1.0, 1.5), tail),
     Panel("switch_s", "both switches together, seconds", (0.0, 1.0, 4.0, 8.0, 16.0), switch_cost),
-    Panel("devices", "devices, half of them dual", (4, 8, 32, 128), size, is_log=True),
+    Panel("devices", "devices, half of them dual", (4, 8, 32, 128, 512), size, is_log=True),
 )
 
 

@@ -14,6 +14,7 @@ from flows.warmstart import start_policy
 from sf_core.config import RunConfig
 from sf_core.run import Run, RunRef, begin_attempt, open_config
 from sf_core.scheduling.plan import Plan, make_plan, read_workers
+from sf_core.trackers import Trackers
 from tasks.cluster import TaggedTaskRunner, lean_settings, result_of, scheduler_address, submit
 from tasks.evaluate import evaluate
 from tasks.filter import filter_
@@ -31,12 +32,13 @@ def train(config: RunConfig) -> dict[str, Any]:
     """Run all iterations that are not committed yet; returns the summary of the run."""
     plan = make_plan(read_workers(scheduler_address()), config)
     run = begin_attempt(identified(config))
-    with lean_settings():
+    with lean_settings(), Trackers(Run(run).directory, config) as trackers:
         start_policy(config, run)
         Run(run).register()
         with Leases(run, plan) as leases:
             for number in Run(run).iterations_left():
                 iteration(config, run, plan, number, leases.lend_trainers(number))
+                trackers.send(number)
             last = submit(evaluate, run, config.train.iterations)
             result_of(last, "the last evaluation", config.cluster.stage_timeout_s)
         return result_of(submit(finish, run), "the summary", config.cluster.stage_timeout_s)

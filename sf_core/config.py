@@ -287,6 +287,16 @@ class StorageConfig(Settings):
     """Folder or fsspec URL; a run's directory is root/run_id."""
 
 
+class TrackConfig(Settings):
+    """Experiment trackers that get the metrics beside the TensorBoard files. Servers and keys are read from
+    the environment variables that each of them documents."""
+
+    mlflow: str | None = Field(None, min_length=1)
+    """Experiment of MLflow, at MLFLOW_TRACKING_URI. Empty: none."""
+    wandb: str | None = Field(None, min_length=1)
+    """Project of Weights & Biases; WANDB_MODE=offline writes files only. Empty: none."""
+
+
 class RunConfig(Settings):
     """One training run."""
 
@@ -309,6 +319,7 @@ class RunConfig(Settings):
     cluster: ClusterConfig = ClusterConfig()
     dataplane: DataplaneConfig = DataplaneConfig()
     storage: StorageConfig = StorageConfig()
+    track: TrackConfig = TrackConfig()
 
     @model_validator(mode="after")
     def _check_across_fields(self) -> RunConfig:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import io
 import logging
-import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from storage import files
-from storage.metrics import Kind, read_metrics
+from storage.metrics import Kind, Point, newer_points
 from storage.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
@@ -34,14 +33,13 @@ def write_events(run: RunDirectory, newest: int) -> None:
 def _write_kind(run: RunDirectory, kind: Kind, newest: int) -> None:
     written = files.list_files(run.path("tensorboard", kind))
     # TensorBoard reads the files of a folder in the order of their names, and never one before the last
-    first = int(written[-1].rsplit(".", 1)[-1]) + 1 if written else 0
-    for number in range(first, newest + 1):
-        if files.exists(uri := run.metrics_file(kind, number)):
-            files.write_atomic(run.events_file(kind, number), encode_events(read_metrics(uri)))
+    last = int(written[-1].rsplit(".", 1)[-1]) if written else -1
+    for number, points in newer_points(run, kind, last, newest):
+        files.write_atomic(run.events_file(kind, number), encode_events(points))
 
 
-def encode_events(rows: Sequence[Mapping[str, float | None]]) -> bytes:
-    """Rows of metrics as TensorBoard scalars; what was not measured is left out."""
+def encode_events(points: Sequence[Point]) -> bytes:
+    """As TensorBoard scalars."""
     # their import takes 0.2 s, which a command that only reads a run need not wait for
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
@@ -50,12 +48,7 @@ def encode_events(rows: Sequence[Mapping[str, float | None]]) -> bytes:
     data, now = io.BytesIO(), time.time()
     writer = RecordWriter(data)
     writer.write(Event(wall_time=now, file_version=FORMAT).SerializeToString())
-    for row in rows:
-        values = [
-            Summary.Value(tag=name, simple_value=value)
-            for name, value in row.items()
-            if name not in ("iteration", "step") and value is not None and math.isfinite(value)
-        ]
-        step = int(row["iteration"] or 0) * len(rows) + int(row["step"] or 0)
+    for step, scalars in points:
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
         writer.write(Event(wall_time=now, step=step, summary=Summary(value=values)).SerializeToString())
     return data.getvalue()

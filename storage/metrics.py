@@ -5,16 +5,26 @@ Owns the columns `iteration` and `step`; the others are whatever was measured, a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Literal
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple
 
 import pyarrow as pa
 
-from storage import parquet
+from storage import files, parquet
 from storage.files import FileRef
 from storage.run_directory import RunDirectory
 
 Kind = Literal["train", "evaluation", "devices"]
+
+
+class Point(NamedTuple):
+    """A row of metrics as curves show it."""
+
+    step: int
+    """On the axis of its kind: steps of an iteration follow each other, other rows count iterations."""
+    values: dict[str, float]
+    """What was measured; never NaN or infinite."""
 
 
 def write_metrics(
@@ -37,3 +47,18 @@ def read_metrics(uri: str) -> list[dict[str, float]]:
     """One mapping per step. Raises ValueError with one sentence if the file is missing or broken."""
     rows: list[dict[str, float]] = parquet.read_table(uri).to_pylist()
     return rows
+
+
+def newer_points(run: RunDirectory, kind: Kind, after: int, newest: int) -> Iterator[tuple[int, list[Point]]]:
+    """Of each iteration, for evaluations of each version, that was measured behind `after`, up to `newest`:
+    its number and its rows."""
+    for number in range(after + 1, newest + 1):
+        if files.exists(uri := run.metrics_file(kind, number)):
+            rows = read_metrics(uri)
+            yield number, [_point(row, len(rows)) for row in rows]
+
+
+def _point(row: Mapping[str, float | None], num_rows: int) -> Point:
+    step = int(row["iteration"] or 0) * num_rows + int(row["step"] or 0)
+    values = {name: value for name, value in row.items() if value is not None and math.isfinite(value)}
+    return Point(step, {name: value for name, value in values.items() if name not in ("iteration", "step")})

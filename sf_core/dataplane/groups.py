@@ -52,6 +52,10 @@ class Group:
     index: int
     size: int
     members: list[Member] = field(init=False)
+    num_done: int = field(default=0, init=False)
+    """Members that are done; kept, like `min_version`, because a batch may look at 100,000 groups."""
+    min_version: int | None = field(default=None, init=False)
+    """Oldest policy version of any token; None before the first token."""
 
     def __post_init__(self) -> None:
         self.members = [Member() for _ in range(self.size)]
@@ -64,22 +68,32 @@ class Group:
                 member.attempt += 1
                 yield Claim(Place(self.split, self.index, i), member.attempt)
 
+    def note_started(self, claim: Claim, version: int) -> None:
+        """A token of the session may have been sampled by this version or a later one."""
+        member = self.members[claim.place.member]
+        if member.min_version is None:
+            member.min_version = version
+            self._count()
+
     def reopen(self, claim: Claim) -> None:
         """The session was lost without a fault of its own; it is given out again."""
         member = self.members[claim.place.member]
         if member.is_running(claim.attempt):
             member.progress, member.min_version = Progress.OPEN, None
+            self._count()
 
     def resume(self, claim: Claim) -> None:
         """It was given out by an earlier process."""
         member = self.members[claim.place.member]
         if claim.attempt > member.attempt:
             member.progress, member.attempt, member.min_version = Progress.RUNNING, claim.attempt, None
+            self._count()
 
     def finish(self, claim: Claim, reward: float | None, min_version: int | None) -> None:
         member = self.members[claim.place.member]
         member.progress, member.attempt = Progress.DONE, claim.attempt
         member.reward, member.min_version = reward, min_version
+        self._count()
 
     def fail(self, claim: Claim) -> int:
         """Returns how often sessions of this place have failed by now."""
@@ -90,21 +104,17 @@ class Group:
 
     @property
     def is_complete(self) -> bool:
-        return all(member.progress is Progress.DONE for member in self.members)
-
-    @property
-    def num_done(self) -> int:
-        return sum(member.progress is Progress.DONE for member in self.members)
+        return self.num_done == self.size
 
     @property
     def num_open(self) -> int:
         return sum(member.progress is Progress.OPEN for member in self.members)
 
     @property
-    def min_version(self) -> int | None:
-        """Oldest policy version of any token; None before the first token."""
-        return min((m.min_version for m in self.members if m.min_version is not None), default=None)
-
-    @property
     def rewards(self) -> list[float]:
         return [member.reward for member in self.members if member.reward is not None]
+
+    def _count(self) -> None:
+        self.num_done = sum([member.progress is Progress.DONE for member in self.members])
+        versions = [member.min_version for member in self.members if member.min_version is not None]
+        self.min_version = min(versions, default=None)

@@ -84,9 +84,7 @@ class RolloutManager:
     def note_started(self, claim: Claim, version: int) -> None:
         """An engine of this version may have sampled a token of the session."""
         if (group := self.group_of(claim)) is not None:
-            member = group.members[claim.place.member]
-            if member.min_version is None:
-                member.min_version = version
+            group.note_started(claim, version)
 
     def finish(self, claim: Claim, reward: float, min_version: int | None) -> list[int]:
         """`min_version` is that of the oldest sampled token. Returns the groups rejected by this."""
@@ -286,23 +284,20 @@ class RolloutManager:
 
     def _choose(self) -> list[int]:
         """Accepted groups for the next batch, earliest deadline first."""
-        accepted = [(self._deadline(g), g.index) for g in self.groups.values() if g.is_complete]
-        return [index for _, index in sorted(accepted)[: self.rules.groups_per_batch]]
+        accepted = sorted((g for g in self.groups.values() if g.is_complete), key=self._deadline)
+        return [group.index for group in accepted[: self.rules.groups_per_batch]]
 
     def _late(self, chosen: list[int], batch: int) -> list[int]:
         """In-flight groups that stand in the way of `batch` being made of `chosen`: were they left behind,
         the batches up to some deadline could not hold all groups due by then. Fewest, earliest first."""
         taken = set(chosen)
-        rest = sorted(
-            (self._deadline(g), not g.is_complete, g.index)
-            for g in self.groups.values()
-            if g.index not in taken and g.min_version is not None
-        )
+        rest = [g for g in self.groups.values() if g.index not in taken and g.min_version is not None]
+        rest.sort(key=lambda group: (self._deadline(group), not group.is_complete))
         late: list[int] = []
         fitting = 0
-        for deadline, is_in_flight, index in rest:
-            if fitting < self.rules.groups_per_batch * (deadline - batch):
+        for group in rest:
+            if fitting < self.rules.groups_per_batch * (self._deadline(group) - batch):
                 fitting += 1
-            elif is_in_flight:
-                late.append(index)
+            elif not group.is_complete:
+                late.append(group.index)
         return late

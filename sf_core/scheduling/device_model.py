@@ -6,6 +6,7 @@ The emulated engine and trainer sleep for these times, and the simulator adds th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from sf_core.config import EmulationConfig
 
@@ -13,7 +14,7 @@ TRAIN_STATE_BYTES = 12
 """Per parameter beside the weights: a float32 copy and Adam's two moments (Rajbhandari et al. 2020, ZeRO)."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DeviceModel:
     """Seconds, real ones: emulated seconds divided by `time_dilation`.
 
@@ -60,11 +61,11 @@ class DeviceModel:
         state = self.settings.parameters * per_parameter / num_ranks
         return self._real(state / self.settings.load_bandwidth)
 
-    @property
+    @cached_property
     def _flops(self) -> float:
         return self.settings.peak_flops * self.settings.utilisation
 
-    @property
+    @cached_property
     def _weight_bytes(self) -> float:
         return self.settings.parameters * self.settings.bytes_per_parameter
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
+from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +26,9 @@ from sf_core.scheduling.simulator import Failures, Length, Overheads, Simulated,
 from sf_core.scheduling.timeline import idle_fraction, read_spans
 from storage.run_directory import RunDirectory
 from storage.trajectories import read_trajectories
+
+BLOCK = 16
+"""Members of a group that draw from one generator: one for each would cost more than the simulation."""
 
 WARMUP = 2
 """Iterations that are not counted: the first has none to overlap with, and no switch was measured before."""
@@ -73,9 +79,22 @@ class Lognormal:
     longest: int
 
     def __call__(self, group: int, member: int) -> tuple[int, int]:
-        random = np.random.default_rng((group, member))
-        length = self.median * np.exp(self.sigma * random.standard_normal())
-        return self.prompt, int(np.clip(length, 1, self.longest))
+        length = self.median * math.exp(self.sigma * _NORMAL.inv_cdf(_draw(group, member)))
+        return self.prompt, round(min(max(length, 1), self.longest))
+
+
+_NORMAL = NormalDist()
+
+
+def _draw(group: int, member: int) -> float:
+    """Uniform in (0, 1), the same in every run."""
+    return _draws(group, member // BLOCK)[member % BLOCK]
+
+
+@lru_cache(maxsize=1024)
+def _draws(group: int, block: int) -> list[float]:
+    draws = np.random.default_rng((group, block)).uniform(2**-53, 1.0, BLOCK)
+    return list(map(float, draws))
 
 
 class MeasuredLengths:
@@ -99,7 +118,7 @@ class MeasuredLengths:
         self._lengths = [(others[session], max(1, sampled[session])) for session in sorted(sampled)]
 
     def __call__(self, group: int, member: int) -> tuple[int, int]:
-        return self._lengths[int(np.random.default_rng((group, member)).integers(len(self._lengths)))]
+        return self._lengths[int(_draw(group, member) * len(self._lengths))]
 
 
 def _lengths_in(uri: str) -> Iterator[tuple[str, int, int]]:

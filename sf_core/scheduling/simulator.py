@@ -122,6 +122,8 @@ class _Simulation:
         """Version of the oldest token of a finished group."""
         self._recent = 0.0
         """Tokens that a session samples: moving mean."""
+        self._work: tuple[float, WorkLeft] | None = None
+        """When it was last looked at, and what it was."""
         self._changed = Signal()
         self._result = Simulated()
         self._is_over = False
@@ -211,7 +213,7 @@ class _Simulation:
 
     def _lend(self, worker: str) -> Process:
         yield self._overheads.lease
-        if self._result.iterations and not self._gates[worker].decide(self._clock.now, self._work()).lend:
+        if self._result.iterations and not self._gates[worker].decide(self._clock.now, self._work_now()).lend:
             self._result.not_lent += 1
             return
         started = self._clock.now
@@ -248,7 +250,13 @@ class _Simulation:
             if worker not in self._plan.trainers or (self._plan.lent and not self._training):
                 self._clock.start(self._serve(worker))
 
-    def _work(self) -> WorkLeft:
+    def _work_now(self) -> WorkLeft:
+        """All trainers that ask at one moment see the same."""
+        if self._work is None or self._work[0] != self._clock.now:
+            self._work = self._clock.now, self._work_left()
+        return self._work[1]
+
+    def _work_left(self) -> WorkLeft:
         """Told from what the status of a real run would show now."""
         engines = [
             {
