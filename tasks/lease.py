@@ -129,26 +129,27 @@ class Leases:
                 if (duty := duty_of(worker, self._plan.trainers)) is not None:
                     workers.setdefault(duty, []).append(name)
             for duty, names in workers.items():
-                free = [name for name in names if self._is_free(duty, name)]
                 # a data plane that is started again is asked again in the next round
                 with suppress(httpx.HTTPError, DataplaneError):
-                    for name in free[: self._num_lacking(duty, names)]:
-                        log.info("worker %s joins the run", name)
-                        self._hold(duty, name)
+                    self._adapt(duty, names)
 
-    def _num_lacking(self, duty: Duty, workers: list[str]) -> int | None:
-        """How many more of these workers should be held, None for all; if too many are, some are retired."""
-        if (elastic := self._elastic.get(duty)) is None:
-            return None
-        dataplane = Run(self._run).dataplane
-        status = dataplane.status()
-        wanted = elastic.wanted(time.monotonic(), status["work"][duty])
-        held = [self._held[duty, worker][0].holder for worker in workers if not self._is_free(duty, worker)]
-        retiring = {name for name, runner in status["runners"].items() if runner["retiring"]}
-        staying = [holder for holder in held if holder not in retiring]
-        for holder in staying[wanted:]:
-            dataplane.retire(holder)
-        return max(0, wanted - len(staying))
+    def _adapt(self, duty: Duty, workers: list[str]) -> None:
+        """Have all of these workers hold a lease, or as many as the queue wants."""
+        free = [worker for worker in workers if self._is_free(duty, worker)]
+        num_lacking = len(free)
+        if (elastic := self._elastic.get(duty)) is not None:
+            dataplane = Run(self._run).dataplane
+            status = dataplane.status()
+            wanted = elastic.wanted(time.monotonic(), status["work"][duty])
+            holders = [self._held[duty, worker][0].holder for worker in workers if worker not in free]
+            retiring = {name for name, runner in status["runners"].items() if runner["retiring"]}
+            staying = [holder for holder in holders if holder not in retiring]
+            num_lacking = max(0, wanted - len(staying))
+            for holder in staying[wanted:]:
+                dataplane.retire(holder)
+        for worker in free[:num_lacking]:
+            log.info("worker %s joins the run", worker)
+            self._hold(duty, worker)
 
     def _connected(self) -> dict[str, Worker]:
         """By name; none if the scheduler does not answer, which whoever waits for a stage is told."""
