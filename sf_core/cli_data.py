@@ -98,12 +98,13 @@ def export(
     run: RunDir,
     out: Annotated[str, typer.Argument(help="File to write.", show_default=False)],
     to: Annotated[str, typer.Option(help="trl, verl or sharegpt.", show_default=False)],
+    opened: Annotated[bool, typer.Option("--opened", help="Sessions that agents opened instead.")] = False,
 ) -> None:
     """Write a run's trajectories as another training tool reads them."""
     from sf_core.export import export
 
     try:
-        exported = export(run, to, out)
+        exported = export(run, to, out, opened=opened)
     except (ValueError, OSError) as error:
         fail(str(error))
     console.print(

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sf_core.dataplane.messages import Message
-from sf_core.report import open_run, sampled_parts
+from sf_core.report import open_run, parts_of
 from storage import files
 from storage.trajectories import read_trajectories
 
@@ -48,8 +48,9 @@ class Format:
     """(URI, rows of one file after the other)"""
 
 
-def export(run_uri: str, format_name: str, out: str) -> Exported:
-    """Raises ValueError with one sentence: no run, nothing committed, unknown format, wrong or taken name."""
+def export(run_uri: str, format_name: str, out: str, *, opened: bool = False) -> Exported:
+    """What was sampled for iterations, or the sessions that agents opened. Raises ValueError with one
+    sentence: no run, nothing there, unknown format, wrong or taken name."""
     kind = FORMATS.get(format_name)
     if kind is None:
         raise ValueError(f"{format_name}: no such format; there are {', '.join(FORMATS)}")
@@ -60,9 +61,10 @@ def export(run_uri: str, format_name: str, out: str) -> Exported:
     run = open_run(run_uri)
     if files.exists(out):
         raise ValueError(f"{out}: is there already; choose another name or remove it")
-    parts = list(sampled_parts(run))
+    parts = parts_of(run, "opened at version" if opened else "trains iteration")
     if not parts:
-        raise ValueError(f"{run.run_id}: no trajectories are committed yet")
+        what = "opened sessions have finished" if opened else "trajectories are committed"
+        raise ValueError(f"{run.run_id}: no {what} yet")
     counts = [0, 0]
 
     def rows() -> Iterator[list[dict[str, Any]]]:

@@ -45,11 +45,15 @@ class IterationFigures:
     rollout: RolloutFigures | None
 
 
+SamplingKind = Literal["trains iteration", "evaluates version", "opened at version"]
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The sessions of one iteration, or of the evaluation of one policy version."""
+    """The sessions of one iteration, of the evaluation of one policy version, or those that agents opened and
+    this version was the newest to sample."""
 
-    kind: Literal["trains iteration", "evaluates version"]
+    kind: SamplingKind
     number: int
     uris: list[str]
     """Parquet files with the columns of storage.schema.SCHEMA."""
@@ -63,7 +67,7 @@ class Sampling:
 class SessionRows:
     session_id: str
     origin: str
-    """The iteration that trains it, or the policy version that it evaluates."""
+    """The iteration that trains it, the policy version that it evaluates, or the newest that sampled it."""
     branches: list[Trajectory]
 
 
@@ -105,7 +109,8 @@ def find_session(run: RunDirectory, session_id: str) -> SessionRows:
 
 
 def samplings(run: RunDirectory) -> Iterator[Sampling]:
-    """Everything that is committed and holds sessions, in order."""
+    """Everything that is committed and holds sessions, in order; then what agents opened, which is in whole
+    files that no manifest names."""
     for number in itertools.count():
         rollout, evaluate = (run.read_manifest(number, stage) for stage in ("rollout", "evaluate"))
         if evaluate is not None:
@@ -113,14 +118,14 @@ def samplings(run: RunDirectory) -> Iterator[Sampling]:
         if rollout is not None:
             yield Sampling("trains iteration", number, _parts(run, rollout))
         elif evaluate is None:
-            return
+            break
+    for number, uris in run.list_partitions("opened").items():
+        yield Sampling("opened at version", number, uris)
 
 
-def sampled_parts(run: RunDirectory) -> Iterator[str]:
-    """URIs of the trajectories of all committed rollouts, in order."""
-    for sampling in samplings(run):
-        if sampling.kind == "trains iteration":
-            yield from sampling.uris
+def parts_of(run: RunDirectory, kind: SamplingKind) -> list[str]:
+    """URIs of the trajectories of one kind, in order."""
+    return [uri for sampling in samplings(run) if sampling.kind == kind for uri in sampling.uris]
 
 
 def _figures(run: RunDirectory, iteration: int) -> IterationFigures:

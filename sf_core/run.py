@@ -15,7 +15,7 @@ from typing import Any
 
 from sf_core.config import RunConfig
 from sf_core.dataplane.client import DataplaneClient
-from sf_core.settings import dataplane_key, dataplane_url
+from sf_core.settings import dataplane_key, dataplane_url, run_key
 from sf_core.types import WeightsRef
 from storage.files import exists, read_bytes
 from storage.run_directory import STAGES, RunDirectory
@@ -112,6 +112,7 @@ class Run:
             weights_uri=weights.uri,
             done_groups=point.done_groups,
             attempt=self.ref.attempt,
+            key=run_key(),
         )
         return point
 

@@ -11,6 +11,12 @@ def dataplane_key() -> str | None:
     return os.environ.get("SF_DATAPLANE_KEY") or None
 
 
+def run_key() -> str | None:
+    """Key of the run that this process starts (SF_RUN_KEY). Only the flow needs it: the data plane tells it
+    to the agent runners of the run."""
+    return os.environ.get("SF_RUN_KEY") or None
+
+
 def cache_dir() -> Path:
     """Where warm-started policies are kept between runs (SF_CACHE_DIR, else the user's cache folder)."""
     if path := os.environ.get("SF_CACHE_DIR"):

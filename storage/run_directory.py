@@ -60,6 +60,11 @@ class RunDirectory:
         """Folder of the Parquet files of one iteration; of one policy version for evaluations."""
         return self.path(kind, f"iteration={iteration}")
 
+    def list_partitions(self, kind: str) -> dict[int, list[str]]:
+        """Parquet files by iteration or policy version, in order, of what no manifest names."""
+        folders = {int(uri.rpartition("=")[2]): uri for uri in files.list_folders(self.path(kind))}
+        return {number: files.list_files(folders[number]) for number in sorted(folders)}
+
     def metrics_file(self, kind: str, iteration: int) -> str:
         return self.path("metrics", kind, f"iteration={iteration}.parquet")
 

@@ -22,6 +22,7 @@ __all__ = [
     "NOT_SAMPLED",
     "SCHEMA",
     "Trajectory",
+    "TrajectoryKind",
     "TurnSpan",
     "iter_trajectories",
     "read_trajectories",
@@ -30,6 +31,9 @@ __all__ = [
     "write_trajectories",
 ]
 
+
+TrajectoryKind = Literal["trajectories", "evaluations", "opened"]
+"""Folder of the run directory: what was sampled for iterations, to evaluate, for agents on their own."""
 
 _BYTES_PER_TOKEN = 4 + 1 + 4 + 4
 """Of the four lists per token, before compression."""
@@ -40,9 +44,9 @@ def write_trajectories(
     iteration: int,
     rows: Iterable[Trajectory],
     part: str,
-    kind: Literal["trajectories", "evaluations"] = "trajectories",
+    kind: TrajectoryKind = "trajectories",
 ) -> FileRef:
-    """Write one part of an iteration (of a policy version, for evaluations). `part` names the shard and the
+    """Write one part of an iteration (of a policy version, for other kinds). `part` names the shard and the
     attempt; the same part of the same iteration is the same file. Rows are taken as they are written: of an
     iterator never more than a row group is in memory."""
     uri = f"{run.partition(kind, iteration)}/{part}.parquet"

@@ -96,17 +96,17 @@ class AgentRunner:
                 ended.cancel()
                 del self._running[session_id]
         for claim in answer["sessions"]:
-            self._running[claim["session_id"]] = asyncio.create_task(self._work(claim))
+            self._running[claim["session_id"]] = asyncio.create_task(self._work(claim, answer["key"]))
         if room == 0 and self._running:
             await asyncio.wait(self._running.values(), timeout=2.0, return_when=asyncio.FIRST_COMPLETED)
         # sessions end in bursts: one claim for several is cheaper than one each
         await asyncio.sleep(0.01)
         return not answer["released"]
 
-    async def _work(self, claim: dict[str, Any]) -> None:
+    async def _work(self, claim: dict[str, Any], run_key: str | None) -> None:
         session_id = claim["session_id"]
         try:
-            report = await self._report_on(claim)
+            report = await self._report_on(claim, run_key or self._key or "none")
         except Exception as error:  # the user's code may raise anything; it costs one session
             sentence = f"{type(error).__name__}: {error}"
             if sentence not in self._logged:
@@ -115,14 +115,14 @@ class AgentRunner:
             report = {"status": "failed", "error": sentence}
         self._reports.put_nowait(report | {"session_id": session_id})
 
-    async def _report_on(self, claim: dict[str, Any]) -> dict[str, Any]:
+    async def _report_on(self, claim: dict[str, Any], key: str) -> dict[str, Any]:
         """Run the agent, or take what another runner's agent answered; score it, or leave that to others."""
         task = self._tasks(claim["split"], claim["task_index"] + self._first_index[claim["split"]])
         if claim["answer"] is not None:
             answer = orjson.loads(claim["answer"])
         else:
             url = f"{self._url}/sessions/{claim['session_id']}/v1"
-            answer = await _call(self._agent, task, Endpoint(url, self._key or "none", "policy"))
+            answer = await _call(self._agent, task, Endpoint(url, key, "policy"))
             if self._is_scored_elsewhere:
                 return {"status": "answered", "answer": _as_json(answer)}
         reward, parts = _as_reward(await _call(self._reward, task, answer))

@@ -180,7 +180,8 @@ class Routes:
     async def claim(self, request: Request) -> Answer:
         body = parse_body(ClaimBody, await read_body(request.receive))
         body = body.model_copy(update={"wait_s": min(body.wait_s, MAX_WAIT_S)})
-        sessions, released = await self._run(request).claim(body)
+        run = self._run(request)
+        sessions, released = await run.claim(body)
         return {
             "sessions": [
                 {
@@ -196,9 +197,11 @@ class Routes:
                 if (claim := session.claim) is not None
             ],
             # sessions that ran too long, or whose group no longer counts: nobody waits for them
-            "ended": self._run(request).ended(body.running),
-            "scored_elsewhere": self._run(request).is_scored_elsewhere,
+            "ended": run.ended(body.running),
+            "scored_elsewhere": run.is_scored_elsewhere,
             "released": released,
+            # the runner may open more than its agents: they get what opens their run and nothing else
+            "key": run.spec.agents_key,
         }
 
     async def batch(self, request: Request) -> Answer:
@@ -244,12 +247,12 @@ class Routes:
     async def pause(self, request: Request) -> Answer:
         body = parse_body(PauseBody, await read_body(request.receive))
         started = time.monotonic()
-        num_engines = await self._run(request).router.pause(body.mode, body.engine)
+        num_engines = await self._run(request).pause(body.mode, body.engine)
         return {"engines": num_engines, "seconds": time.monotonic() - started}
 
     async def resume(self, request: Request) -> Answer:
         body = parse_body(ResumeBody, await read_body(request.receive))
-        self._run(request).router.resume(body.engine)
+        await self._run(request).resume(body.engine)
         return {}
 
     async def drain(self, request: Request) -> Answer:

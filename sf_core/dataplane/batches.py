@@ -10,7 +10,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from sf_core.dataplane.records import FinishedSession, sealed_record
 from sf_core.dataplane.recovery import Answers, compaction
 from sf_core.dataplane.run import Run
 from storage.run_directory import RunDirectory
-from storage.trajectories import Trajectory, write_trajectories
+from storage.trajectories import Trajectory, TrajectoryKind, write_trajectories
 
 Sealed = dict[str, Any]
 
@@ -72,8 +72,8 @@ class Sealer:
         for dropped in batch.dropped:
             run.drop_group(dropped)
         run.changed.notify()
-        sessions = [run.results[place] for group in batch.groups for place in run.places_of(group)]
-        answer = await self._write("trajectories", index, f"rollout-{attempt}", sessions)
+        sessions = [run.results.by_place[place] for group in batch.groups for place in run.places_of(group)]
+        answer = await write_sessions(run, "trajectories", index, f"rollout-{attempt}", sessions)
         for group in batch.groups:
             run.drop_group(group)
         min_versions = [s.min_version for s in sessions if s.min_version is not None]
@@ -92,15 +92,15 @@ class Sealer:
         if group is None or not group.is_complete:
             raise ApiError(409, f"the evaluation of version {version} is not done")
         places = [Place("holdout", version, task) for task in range(group.size)]
-        sessions = [run.results[place] for place in places if place in run.results]
-        answer = await self._write("evaluations", version, f"evaluation-{attempt}", sessions)
+        sessions = [run.results.by_place[place] for place in places if place in run.results.by_place]
+        answer = await write_sessions(run, "evaluations", version, f"evaluation-{attempt}", sessions)
         for place in places:
-            run.drop_result(place)
+            run.results.drop(place)
         for older in [v for v in run.manager.evaluations if v < version]:
             del run.manager.evaluations[older]
         # after a restart the journal has given back those of the last sealed evaluation
-        for place in [p for p in run.results if p.split == "holdout" and p.group < version]:
-            run.drop_result(place)
+        for place in [p for p in run.results.by_place if p.split == "holdout" and p.group < version]:
+            run.results.drop(place)
         by_environment: dict[str, list[float]] = defaultdict(list)
         for session in sessions:
             by_environment[session.environment].append(session.reward)
@@ -113,28 +113,26 @@ class Sealer:
             "by_environment": {name: float(np.mean(rewards)) for name, rewards in by_environment.items()},
         }
 
-    async def _write(
-        self,
-        kind: Literal["trajectories", "evaluations"],
-        index: int,
-        part: str,
-        sessions: Sequence[FinishedSession],
-    ) -> Sealed:
-        directory = RunDirectory(self._run.spec.run_dir)
-        readers = [self._run.reader_of(session) for session in sessions]
 
-        def write() -> Sealed:
-            rows = [row for read in readers for row in read()]
-            ref = write_trajectories(directory, index, rows, part, kind)
-            return {"files": [asdict(ref)], "branches": len(rows), **_sums(rows)}
+async def write_sessions(
+    run: Run, kind: TrajectoryKind, index: int, part: str, sessions: Sequence[FinishedSession]
+) -> Sealed:
+    """One file, and what it holds. Raises ApiError 500 if it cannot be written."""
+    directory = RunDirectory(run.spec.run_dir)
+    readers = [run.results.reader_of(session) for session in sessions]
 
-        try:
-            written = await asyncio.to_thread(write)
-        except OSError as error:
-            raise ApiError(500, f"{kind} {index} cannot be written: {error}.") from error
-        rewards = [session.reward for session in sessions]
-        mean = float(np.mean(rewards)) if rewards else 0.0
-        return written | {"sessions": len(sessions), "reward_mean": mean}
+    def write() -> Sealed:
+        rows = [row for read in readers for row in read()]
+        ref = write_trajectories(directory, index, rows, part, kind)
+        return {"files": [asdict(ref)], "branches": len(rows), **_sums(rows)}
+
+    try:
+        written = await asyncio.to_thread(write)
+    except OSError as error:
+        raise ApiError(500, f"{kind} {index} cannot be written: {error}.") from error
+    rewards = [session.reward for session in sessions]
+    mean = float(np.mean(rewards)) if rewards else 0.0
+    return written | {"sessions": len(sessions), "reward_mean": mean}
 
 
 def _sums(rows: Sequence[Trajectory]) -> Sealed:

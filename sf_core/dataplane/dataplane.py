@@ -18,9 +18,10 @@ from sf_core.dataplane.host import GRACE_S
 from sf_core.dataplane.journal import Fsync, Journal
 from sf_core.dataplane.keys import Caller
 from sf_core.dataplane.links import EngineLink
-from sf_core.dataplane.lookup import Lookup, allowed
+from sf_core.dataplane.lookup import Lookup, allowed, no_model
 from sf_core.dataplane.memory import MEMORY_MB, Memory
 from sf_core.dataplane.open_runs import OpenRuns
+from sf_core.dataplane.opened import OpenedStore
 from sf_core.dataplane.records import released_record, run_record, weights_record
 from sf_core.dataplane.recovery import Answers, MakeRun, begin_attempt, open_run, read_past, reopen_run
 from sf_core.dataplane.run import Run
@@ -48,6 +49,7 @@ class DataPlane:
         again from the start. Raises ValueError if another data plane works in that directory."""
         self.runs: dict[str, Run] = {}
         self.sealers: dict[str, Sealer] = {}
+        self.stores: dict[str, OpenedStore] = {}
         self.sessions = Lookup(self.runs)
         self.memory = Memory(memory_mb)
         self._journal_dir, self._fsync, self._grace_s = journal_dir, fsync, grace_s
@@ -91,6 +93,7 @@ class DataPlane:
         self.runs[run.spec.run_id] = run
         self.sealers[run.spec.run_id] = Sealer(run)
         self.sealers[run.spec.run_id].remember(answers)
+        self.stores[run.spec.run_id] = OpenedStore(run)
 
     def run(self, run_id: str) -> Run:
         if (run := self.runs.get(run_id)) is None:
@@ -98,8 +101,11 @@ class DataPlane:
         return run
 
     async def open_session(self, body: SessionBody, caller: Caller) -> Session:
-        """A session beside those the rollout manager gives out; it never trains."""
-        return await allowed(self.run(body.run_id), caller).open_for(body)
+        """A session beside those the rollout manager gives out."""
+        run = allowed(self.run(body.run_id), caller)
+        if body.policy not in (None, run.spec.served_model):
+            raise no_model(str(body.policy))
+        return await run.open_for(body)
 
     async def publish(self, run: Run, weights: WeightsRef) -> dict[str, Any]:
         if weights.version < run.router.weights.version:
@@ -130,9 +136,11 @@ class DataPlane:
     async def release(self, run: Run) -> None:
         run.release()
         await run.journal.append(released_record())
-        if self._open_runs is not None:
-            self._open_runs.remove(run.spec.run_id)
         self._take_away(list(run.router.links), run, "released")
+        await self.stores[run.spec.run_id].store_or_try_later()
+        # what could not be written yet is for the next process too
+        if self._open_runs is not None and not run.results.opened:
+            self._open_runs.remove(run.spec.run_id)
 
     async def sweep(self) -> None:
         last = time.monotonic()
@@ -141,8 +149,11 @@ class DataPlane:
             last, elapsed = time.monotonic(), time.monotonic() - last
             for run in list(self.runs.values()):
                 await run.sweep(elapsed)
+                self.stores[run.spec.run_id].store_soon()
 
     async def close(self) -> None:
+        for store in self.stores.values():
+            await store.close()
         for run in self.runs.values():
             await run.journal.close()
         await self.memory.close()

@@ -93,23 +93,36 @@ class SessionHost(ABC):
         for generation in list(session.running):
             self.router.cancel(generation, reason)
 
-    def export(self, session: Session, claim: Claim, report: FinishBody) -> FinishedSession:
+    def export(self, session: Session, report: FinishBody) -> FinishedSession:
         """What a session that was dropped leaves behind, from memory; the report has a reward."""
         assert report.reward is not None
         self.count("abandoned_turns", session.set_aside_unanswered())
         trajectories = export_session(
             session,
             policy=self.spec.served_model,
-            group_id=f"{self.spec.run_id}.g{claim.place.group}" if claim.place.split == "train" else None,
+            group_id=self._group_id(session),
             stop_ids=self.renderer.stop_token_ids,
-            task_id=report.task_id,
-            environment=report.environment,
+            task_id=report.task_id or session.task_id,
+            environment=report.environment or session.environment,
             reward=report.reward,
             reward_parts={name: part for name, part in report.reward_parts.items() if part is not None},
         )
-        min_version = min((int(t.versions.min()) for t in session.turns if len(t.versions)), default=None)
+        versions = [turn.versions for turn in session.turns if len(turn.versions)]
         session.drop()
-        return FinishedSession(claim, report.reward, report.environment, min_version, trajectories)
+        return FinishedSession(
+            session.session_id,
+            session.claim,
+            report.reward,
+            report.environment,
+            min((int(sampled.min()) for sampled in versions), default=None),
+            max((int(sampled.max()) for sampled in versions), default=None),
+            trajectories,
+        )
+
+    def _group_id(self, session: Session) -> str | None:
+        if (claim := session.claim) is None:
+            return session.group
+        return f"{self.spec.run_id}.g{claim.place.group}" if claim.place.split == "train" else None
 
     def count(self, name: str, number: int = 1) -> None:
         """For the run's counters."""

@@ -44,10 +44,10 @@ class Caller:
 
     def may_use(self, run: SessionHost) -> bool:
         """It may act as an agent of the run."""
-        key = None if run.spec.key is None else run.spec.key.get_secret_value().encode()
+        key = run.spec.agents_key
         if self.plane_key is not None and self._shows(self.plane_key):
             return True
-        return self.plane_key is None if key is None else self._shows(key)
+        return self.plane_key is None if key is None else self._shows(key.encode())
 
     def session_id(self, scope: Scope) -> str | None:
         """By the URL, else by header, else by key."""

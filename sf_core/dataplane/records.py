@@ -36,12 +36,16 @@ _turn_values = attrgetter(*(field.name for field in fields(TurnSpan)))
 
 @dataclass(slots=True, eq=False)
 class FinishedSession:
-    """A session that is over and has its reward. memory.py holds it until its batch is sealed."""
+    """A session that is over and has its reward. memory.py holds it until its rows are stored."""
 
-    claim: Claim
+    session_id: str
+    claim: Claim | None
+    """None if no runner was given it."""
     reward: float
     environment: str
     min_version: int | None
+    max_version: int | None
+    """Oldest and newest policy version of a sampled token."""
     trajectories: Sequence[Trajectory]
     """Empty while they are on disk."""
 
@@ -49,7 +53,7 @@ class FinishedSession:
 
     @property
     def label(self) -> str:
-        return f"finished session {self.claim}"
+        return f"finished session {self.session_id}"
 
     @property
     def num_bytes(self) -> int:
@@ -68,20 +72,24 @@ class FinishedSession:
 
 def finished_record(session: FinishedSession) -> Record:
     return {
-        "finished": claim_value(session.claim),
+        "finished": session.claim and claim_value(session.claim),
+        "session": session.session_id,
         "reward": session.reward,
         "environment": session.environment,
-        "min_version": session.min_version,
+        "versions": [session.min_version, session.max_version],
         "trajectories": [_trajectory_value(trajectory) for trajectory in session.trajectories],
     }
 
 
 def read_finished(record: Record) -> FinishedSession:
+    min_version, max_version = record["versions"]
     return FinishedSession(
-        read_claim(record["finished"]),
+        record["session"],
+        record["finished"] and read_claim(record["finished"]),
         record["reward"],
         record["environment"],
-        record["min_version"],
+        min_version,
+        max_version,
         [_read_trajectory(value) for value in record["trajectories"]],
     )
 
@@ -89,8 +97,7 @@ def read_finished(record: Record) -> FinishedSession:
 def run_record(spec: RunSpec, num_gateways: int = 1) -> Record:
     """A flow registered the run; the first record of every journal. With more than one gateway process the
     turns are in journals of their own."""
-    key = None if spec.key is None else spec.key.get_secret_value()
-    record = {"run": spec.model_dump() | {"key": key}}
+    record = {"run": spec.model_dump() | {"key": spec.agents_key}}
     return record if num_gateways == 1 else record | {"gateways": num_gateways}
 
 
@@ -115,11 +122,20 @@ def revoked_record(lease_id: str) -> Record:
     return {"revoked": lease_id}
 
 
+def paused_record(engine_id: str | None) -> Record:
+    """Of one engine, or of the run."""
+    return {"paused": engine_id}
+
+
+def resumed_record(engine_id: str | None) -> Record:
+    return {"resumed": engine_id}
+
+
 def released_record() -> Record:
     return {"released": True}
 
 
-_SESSION_FACTS = ["runner", "started_at", "task_id", "metadata"]
+_SESSION_FACTS = ["runner", "started_at", "group", "task_id", "environment", "metadata"]
 
 
 def opened_record(sessions: list[Session]) -> Record:
@@ -149,8 +165,13 @@ def answered_record(session: Session) -> Record:
 
 
 def closed_record(session: Session) -> Record:
-    """The end of a session that was no runner's."""
+    """The end of a session that was no runner's and leaves nothing."""
     return {"closed": session.session_id}
+
+
+def stored_record(session_ids: list[str]) -> Record:
+    """The rows of finished sessions that were no runner's are in the run directory."""
+    return {"stored": session_ids}
 
 
 def lost_record(claim: Claim) -> Record:

@@ -24,6 +24,7 @@ from sf_core.dataplane.memory import Memory
 from sf_core.dataplane.records import (
     FinishedSession,
     gateways_of,
+    paused_record,
     places,
     read_claim,
     read_finished,
@@ -31,9 +32,9 @@ from sf_core.dataplane.records import (
     revoked_record,
     run_record,
 )
-from sf_core.dataplane.rendering import Renderer
+from sf_core.dataplane.rendering import Renderer, read_renderer
 from sf_core.dataplane.rollout_manager import Batch
-from sf_core.dataplane.run import Run, read_renderer, session_name
+from sf_core.dataplane.run import Run, session_name
 from sf_core.dataplane.runners import Runner
 from sf_core.dataplane.session import Session
 from sf_core.dataplane.specs import RunSpec
@@ -99,8 +100,8 @@ async def read_past(run: Run, spec: RunSpec, num_records: int | None = None) -> 
             match kind_of(record):
                 case "rejected" | "opened":
                     past.append(record)
-                case "finished" if record["finished"][0] == "train":
-                    past.append(run.hold(read_finished(record)))
+                case "finished" if record["finished"] and record["finished"][0] == "train":
+                    past.append(run.results.hold(read_finished(record)))
                     await run.memory.make_room()
     return past
 
@@ -113,12 +114,13 @@ def begin_attempt(run: Run, spec: RunSpec, past: Past) -> bool:
         run.manager.rules = spec.rules
         for item in past:
             if isinstance(item, FinishedSession):
-                run.memory.remove(item)
+                run.results.let_go(item)
         return False
     run.forget_progress()
     for item in past:
         if isinstance(item, FinishedSession):
-            _take_back(run, item)
+            assert item.claim is not None
+            _take_back(run, item.claim, item)
         elif kind_of(item) == "rejected":
             run.manager.restore_rejected(*item["rejected"])
         else:
@@ -168,8 +170,9 @@ class _Replay:
             case "failed":
                 manager.fail(self._end(record["failed"]))
             case "finished":
-                self._end(record["finished"])
-                _take_back(run, run.hold(read_finished(record)))
+                self._finish(run.results.hold(read_finished(record)))
+            case "stored":
+                run.results.drop_opened(record["stored"])
             case "rejected":
                 index, reason = record["rejected"]
                 manager.restore_rejected(index, reason)
@@ -178,6 +181,10 @@ class _Replay:
                 self._seal(record)
             case "revoked":
                 run.revoked_leases.add(record["revoked"])
+            case "paused":
+                run.router.note_paused(record["paused"])
+            case "resumed":
+                run.router.resume(record["resumed"])
             case "released":
                 run.release()
             case kind if kind in TURN_KINDS:
@@ -220,6 +227,13 @@ class _Replay:
         self._run.forget(session_name(self._run.spec.run_id, claim))
         return claim
 
+    def _finish(self, result: FinishedSession) -> None:
+        self._run.forget(result.session_id)
+        if result.claim is None:
+            self._run.results.opened[result.session_id] = result
+        else:
+            _take_back(self._run, result.claim, result)
+
     def _seal(self, record: Record) -> None:
         batch = Batch(**record["batch"])
         self._run.manager.restore_sealed(record["sealed"], batch)
@@ -228,12 +242,12 @@ class _Replay:
         self._answers[record["sealed"]] = record["answer"]
 
 
-def _take_back(run: Run, finished: FinishedSession) -> None:
-    rejected = run.manager.restore_finished(finished.claim, finished.reward, finished.min_version)
-    if not rejected and run.manager.is_done(finished.claim):
-        run.keep_result(finished)
+def _take_back(run: Run, claim: Claim, finished: FinishedSession) -> None:
+    rejected = run.manager.restore_finished(claim, finished.reward, finished.min_version)
+    if not rejected and run.manager.is_done(claim):
+        run.results.keep(claim.place, finished)
     else:
-        run.memory.remove(finished)
+        run.results.let_go(finished)
 
 
 def compaction(run: Run) -> tuple[list[Record], Callable[[Record], bool]]:
@@ -245,7 +259,7 @@ def compaction(run: Run) -> tuple[list[Record], Callable[[Record], bool]]:
     iteration = last if last in manager.batches else manager.next_batch
     groups = {*batch.groups, *batch.rejected, *manager.groups, *manager.rejected}
     newest_evaluation = max(manager.evaluations, default=0)
-    sessions, is_released = set(run.sessions), run.released
+    sessions, opened, is_released = run.unfinished, set(run.results.opened), run.released
     spec = {
         "iteration": iteration,
         "version": weights.version,
@@ -254,10 +268,12 @@ def compaction(run: Run) -> tuple[list[Record], Callable[[Record], bool]]:
     }
     registered = run_record(run.spec.model_copy(update=spec), run.num_gateways)
     head = [registered, *map(revoked_record, sorted(run.revoked_leases))]
+    head += [paused_record(None)] if run.router.paused else []
+    head += map(paused_record, sorted(run.router.paused_engines))
 
     def keep(record: Record) -> bool:
         match kind_of(record):
-            case "run" | "weights" | "revoked" | "closed":
+            case "run" | "weights" | "revoked" | "paused" | "resumed" | "closed":
                 return False
             case "evaluation":
                 return bool(record["evaluation"][0] >= newest_evaluation)
@@ -269,6 +285,10 @@ def compaction(run: Run) -> tuple[list[Record], Callable[[Record], bool]]:
                 return record[kind] in sessions
             case "opened" if any(session[0] in sessions for session in record["opened"]):
                 return True
+            case "finished" if record["finished"] is None:
+                return record["session"] in opened or record["session"] in sessions
+            case "stored":
+                return not opened.isdisjoint(record["stored"])
             case "released":
                 return is_released
         return any(

@@ -222,12 +222,9 @@ class Router:
         """Stop sampling, of the run or of one engine; returns how many engines stand still once they do.
 
         Freeze: engines keep their requests and KV. Evacuate: they give them back, and these continue on
-        engines that are not paused, or wait. Raises ApiError for an engine that is not connected."""
-        links = self._links_of(engine_id)
-        if engine_id is None:
-            self.paused = True
-        else:
-            self.paused_engines.add(engine_id)
+        engines that are not paused, or wait."""
+        links = [link for link in self.links if engine_id in (None, link.engine_id)]
+        self.note_paused(engine_id)
         if mode == "evacuate":
             for link in links:
                 link.tell(wire.pack("abort", None))
@@ -243,15 +240,19 @@ class Router:
             self.paused_engines.discard(engine_id)
         self._tell_pauses()
 
+    def note_paused(self, engine_id: str | None) -> None:
+        """Of the run, or of one engine: whatever connects from now on stands still."""
+        if engine_id is None:
+            self.paused = True
+        else:
+            self.paused_engines.add(engine_id)
+
     def find(self, engine_id: str) -> EngineLink:
         """Raises ApiError 404."""
         for link in self.links:
             if link.engine_id == engine_id:
                 return link
         raise ApiError(404, f"No engine {engine_id} is connected.", code="engine_not_found")
-
-    def _links_of(self, engine_id: str | None) -> list[EngineLink]:
-        return list(self.links) if engine_id is None else [self.find(engine_id)]
 
     def _is_paused(self, link: EngineLink) -> bool:
         return self.paused or link.engine_id in self.paused_engines

@@ -1,8 +1,7 @@
 """One run in the data plane: its sessions, and how they come and go.
 
-Joins router, rollout manager and journal. Owns which sessions runners work on and the results of finished
-ones until a batch or an evaluation takes them (batches.py). What their turns need is in host.py. Speaks no
-HTTP.
+Joins router, rollout manager and journal. Owns which sessions runners and agents work on. What finished ones
+leave is in results.py, what their turns need in host.py. Speaks no HTTP.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from sf_core.dataplane.errors import ApiError
@@ -30,21 +29,22 @@ from sf_core.dataplane.records import (
     finished_record,
     lost_record,
     opened_record,
-    read_finished,
+    paused_record,
     rejected_record,
+    resumed_record,
     revoked_record,
     rewarded_record,
 )
 from sf_core.dataplane.rendering import Renderer
+from sf_core.dataplane.results import Results
 from sf_core.dataplane.rollout_manager import RolloutManager
-from sf_core.dataplane.router import Router
+from sf_core.dataplane.router import PauseMode, Router
 from sf_core.dataplane.runners import Runner, Runners
 from sf_core.dataplane.session import Session
 from sf_core.dataplane.session_tree import session_tree
 from sf_core.dataplane.signals import Signal
 from sf_core.dataplane.specs import ClaimBody, FinishBody, RewardBody, RunSpec, SessionBody
 from sf_core.types import WeightsRef
-from storage.schema import Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,9 @@ class Run(SessionHost):
         router = Router(WeightsRef(spec.version, spec.weights_uri), spec.limits)
         super().__init__(spec, renderer, journal, router, grace_s, memory or Memory())
         self.manager = self._new_manager()
-        self.results: dict[Place, FinishedSession] = {}
+        self.results = Results(self.memory, self.spill_dir)
+        self._closing: dict[str, Session] = {}
+        """Over, and not yet in the journal."""
         self.runners = Runners()
         self.released = False
         self.revoked_leases: set[str] = set()
@@ -113,8 +115,8 @@ class Run(SessionHost):
         evaluations = self.manager.evaluations
         self.manager = self._new_manager()
         self.manager.evaluations = {v: group for v, group in evaluations.items() if v <= self.spec.version}
-        for place in [place for place in self.results if place.split == "train"]:
-            self.drop_result(place)
+        for place in [place for place in self.results.by_place if place.split == "train"]:
+            self.results.drop(place)
 
     def knows_batch(self, batch: int) -> bool:
         """Whether the groups here fit a flow whose next batch is this one: it may not have heard of the last
@@ -152,9 +154,7 @@ class Run(SessionHost):
 
     def retire(self, name: str) -> None:
         """Release this runner when it is through with what it has. Raises ApiError 404."""
-        if name not in self.runners:
-            raise ApiError(404, f"No runner {name} is connected.", code="runner_not_found")
-        self.runners[name].is_retiring = True
+        self.runners.retire(name)
         self.changed.notify()
 
     @property
@@ -175,10 +175,7 @@ class Run(SessionHost):
             return False
         work = self.runners[runner].work
         if work == "reward" or not self.is_scored_elsewhere:
-            while len(sessions) < limit and (answered := self.runners.next_answer()) is not None:
-                if self.sessions.get(answered.session_id) is answered and not answered.runner:
-                    answered.runner = runner
-                    sessions.append(answered)
+            sessions += self.runners.take_answers(runner, limit, self.sessions)
         for claim in self.manager.claim(limit - len(sessions)) if work == "agent" else ():
             session = Session(session_name(self.spec.run_id, claim), claim, runner=runner)
             self.open(session)
@@ -195,6 +192,11 @@ class Run(SessionHost):
     async def announce(self) -> None:
         """Returns when whoever serves its turns knows the run as it is now: in one process at once."""
 
+    @property
+    def unfinished(self) -> set[str]:
+        """The sessions whose end the journal does not hold."""
+        return self.sessions.keys() | self._closing.keys()
+
     async def compact(self, head: Iterable[Record], keep: Callable[[Record], bool]) -> None:
         """See Journal.compact."""
         await self.journal.compact(head, keep)
@@ -206,7 +208,8 @@ class Run(SessionHost):
     async def open_for(self, body: SessionBody) -> Session:
         """A session that no runner was given."""
         session_id = f"{self.spec.run_id}.open.{secrets.token_hex(8)}"
-        session = Session(session_id, task_id=body.task_id, metadata=body.metadata)
+        facts = body.model_dump(include={"group", "task_id", "environment", "metadata"})
+        session = Session(session_id, **facts)
         self.open(session)
         await self.journal.append(opened_record([session]))
         return session
@@ -216,31 +219,26 @@ class Run(SessionHost):
         await self.journal.append(rewarded_record(session))
 
     async def finish(self, session: Session, body: FinishBody) -> None:
-        """The agent's or its runner's report; a reward the session was given before counts where the report
-        has none. Returns when the result is on disk."""
+        """The agent's or its runner's report. Returns when the result is on disk."""
+        body = body.or_earlier(session.reward, session.reward_parts)
         if (claim := session.claim) is None:
-            self.drop(session, OVER)
-            return await self.journal.append(closed_record(session))
+            return await self._finish_opened(session, body)
         if body.status == "answered":
             return await self._await_reward(session, body.answer or "null")
         if body.status == "failed":
             self.drop(session, OVER)
             return await self._fail(claim, body.error or "no reason given")
-        if body.reward is None and session.reward is not None:
-            parts = {**session.reward_parts, **body.reward_parts}
-            body = body.model_copy(update={"reward": session.reward, "reward_parts": parts})
-        if body.reward is None or None in body.reward_parts.values():
-            # JSON has no other way to write infinity and NaN
+        if not body.has_reward:
             self.drop(session, OVER)
             await self._fail(claim, "the reward is no finite number")
-            raise ApiError(400, "A finished session needs a reward that is a finite number.", param="reward")
+            raise _no_reward()
         result = await self._close_or_fail(session, claim, body)
         if not result.trajectories and claim.place.split == "train":
             return await self._fail(claim, "the agent finished without an answer from the policy")
         self.failures_in_a_row = 0
         await self.journal.append(finished_record(result))
         if self.manager.group_of(claim) is not None:
-            self.keep_result(self.hold(result))
+            self.results.keep(claim.place, self.results.hold(result))
             self.recent_rewards.append(result.reward)
             self.recent_tokens.append(sum(int(row.loss_mask.sum()) for row in result.trajectories))
             await self._reject(self.manager.finish(claim, result.reward, result.min_version))
@@ -253,9 +251,27 @@ class Run(SessionHost):
             self.runners.await_reward(session)
             self.changed.notify()
 
+    async def _finish_opened(self, session: Session, body: FinishBody) -> None:
+        """One that failed leaves nothing, one without a reward goes on: nobody would do it again."""
+        if body.status == "failed":
+            self.drop(session, OVER)
+            return await self.journal.append(closed_record(session))
+        if not body.has_reward:
+            raise _no_reward()
+        result = await self._close(session, body)
+        if not result.trajectories:
+            return await self.journal.append(closed_record(session))
+        self._closing[session.session_id] = session
+        try:
+            await self.journal.append(finished_record(result))
+            self.results.opened[result.session_id] = self.results.hold(result)
+        finally:
+            del self._closing[session.session_id]
+        self.counters["opened_sessions"] += 1
+
     async def _close_or_fail(self, session: Session, claim: Claim, report: FinishBody) -> FinishedSession:
         try:
-            return await self._close(session, claim, report)
+            return await self._close(session, report)
         except ApiError as error:
             if error.retry_after_s is None and self.sessions.get(session.session_id) is session:
                 # asked again it would fail again: another runner gets its place
@@ -263,10 +279,10 @@ class Run(SessionHost):
                 await self._fail(claim, error.message)
             raise
 
-    async def _close(self, session: Session, claim: Claim, report: FinishBody) -> FinishedSession:
+    async def _close(self, session: Session, report: FinishBody) -> FinishedSession:
         await self.bring_back(session)
         self.drop(session, OVER)
-        return self.export(session, claim, report)
+        return self.export(session, report)
 
     async def _fail(self, claim: Claim, error: str) -> None:
         self.counters["failed_sessions"] += 1
@@ -290,36 +306,13 @@ class Run(SessionHost):
             if session.claim is not None and session.claim.place[:2] == ("train", index):
                 self.drop(session, "the group of this session no longer counts")
         for place in self.places_of(index):
-            self.drop_result(place)
-
-    def hold(self, result: FinishedSession) -> FinishedSession:
-        """Count a result among what memory holds, until it is kept and dropped, or removed there."""
-        # nobody asks for it before its batch is sealed
-        self.memory.add(result, self.spill_dir, goes_first=True)
-        return result
-
-    def keep_result(self, result: FinishedSession) -> None:
-        """For its batch or evaluation, until `drop_result`."""
-        self.drop_result(result.claim.place)
-        self.results[result.claim.place] = result
-
-    def drop_result(self, place: Place) -> None:
-        if (result := self.results.pop(place, None)) is not None:
-            self.memory.remove(result)
-
-    def reader_of(self, result: FinishedSession) -> Callable[[], Sequence[Trajectory]]:
-        """Gives its trajectories, in any thread. Raises OSError if they are on disk and cannot be read."""
-        read, trajectories = self.memory.reader(result), result.trajectories
-        if read is None:
-            return lambda: trajectories
-        return lambda: [row for record in read() for row in read_finished(record).trajectories]
+            self.results.drop(place)
 
     def leave_memory(self) -> None:
         """It will not be served."""
         for session_id in list(self.sessions):
             self.forget(session_id)
-        for place in list(self.results):
-            self.drop_result(place)
+        self.results.drop_all()
 
     def places_of(self, group: int) -> list[Place]:
         return [Place("train", group, member) for member in range(self.spec.group_size)]
@@ -359,6 +352,18 @@ class Run(SessionHost):
         self.revoked_leases.add(lease_id)
         await self.journal.append(revoked_record(lease_id))
 
+    async def pause(self, mode: PauseMode, engine_id: str | None) -> int:
+        """See Router.pause; it outlives this process. Raises ApiError for an engine that is not connected."""
+        if engine_id is not None:
+            self.router.find(engine_id)
+        recorded = self.journal.append(paused_record(engine_id))
+        _, num_engines = await asyncio.gather(recorded, self.router.pause(mode, engine_id))
+        return num_engines
+
+    async def resume(self, engine_id: str | None) -> None:
+        self.router.resume(engine_id)
+        await self.journal.append(resumed_record(engine_id))
+
     def _sessions_of(self, runner: str) -> list[Session]:
         return [s for s in self.sessions.values() if s.claim is not None and s.runner == runner]
 
@@ -384,15 +389,11 @@ class Run(SessionHost):
             self.journal.note(lost_record(session.claim))
 
 
+def _no_reward() -> ApiError:
+    return ApiError(400, "A finished session needs a reward that is a finite number.", param="reward")
+
+
 def session_name(run_id: str, claim: Claim) -> str:
     place = claim.place
     middle = f"g{place.group}" if place.split == "train" else f"e{place.group}"
     return f"{run_id}.{middle}.{place.member}.a{claim.attempt}"
-
-
-async def read_renderer(model_dir: str) -> Renderer:
-    """Raises ApiError if the folder cannot be used."""
-    try:
-        return await asyncio.to_thread(Renderer, model_dir)
-    except (ValueError, OSError) as error:
-        raise ApiError(400, str(error), param="model_dir") from None

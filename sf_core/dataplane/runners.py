@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.session import Session
 
 Work = Literal["agent", "reward"]
@@ -39,6 +41,18 @@ class Runners(dict[str, Runner]):
         session.runner = ""
         self._answers.append(session)
 
-    def next_answer(self) -> Session | None:
-        """A session that waits for its reward, unless it is over or given out meanwhile."""
-        return self._answers.popleft() if self._answers else None
+    def take_answers(self, name: str, limit: int, open_ones: Mapping[str, Session]) -> list[Session]:
+        """Open sessions whose answers this runner scores from now on, in the order in which they came."""
+        taken: list[Session] = []
+        while self._answers and len(taken) < limit:
+            session = self._answers.popleft()
+            if open_ones.get(session.session_id) is session and not session.runner:
+                session.runner = name
+                taken.append(session)
+        return taken
+
+    def retire(self, name: str) -> None:
+        """Raises ApiError 404."""
+        if name not in self:
+            raise ApiError(404, f"No runner {name} is connected.", code="runner_not_found")
+        self[name].is_retiring = True

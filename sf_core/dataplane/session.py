@@ -55,13 +55,15 @@ if TYPE_CHECKING:
 class Session:
     session_id: str
     claim: Claim | None = None
-    """None for ad-hoc sessions, which never train."""
+    """None if no runner was given it."""
     runner: str = ""
     expires_at: float = float("inf")
     """On the run's serving clock."""
     floor: int = 0
     """Oldest policy version that may answer it."""
+    group: str | None = None
     task_id: str = ""
+    environment: str = ""
     metadata: dict[str, Any] = field(default_factory=dict)
     """Whatever its maker wrote."""
     answer: str | None = None

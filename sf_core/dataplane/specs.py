@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
 import orjson
@@ -67,6 +68,11 @@ class RunSpec(Body):
         return key
 
     @property
+    def agents_key(self) -> str | None:
+        """The key in plain text."""
+        return None if self.key is None else self.key.get_secret_value()
+
+    @property
     def rules(self) -> BatchRules:
         return BatchRules(
             self.group_size,
@@ -102,7 +108,12 @@ class SessionBody(Body):
     """A session that somebody opens for an agent of their own."""
 
     run_id: str
+    policy: str | None = None
+    """As agents name the model. None: the run's."""
+    group: str | None = Field(None, min_length=1)
+    """Sessions whose rewards are compared name the same."""
     task_id: str = ""
+    environment: str = ""
     metadata: dict[str, Any] = {}
 
 
@@ -121,6 +132,18 @@ class FinishBody(Body):
     error: str | None = None
     task_id: str = ""
     environment: str = ""
+
+    @property
+    def has_reward(self) -> bool:
+        """A finite one: JSON has no other way than null to write infinity and NaN."""
+        return self.reward is not None and None not in self.reward_parts.values()
+
+    def or_earlier(self, reward: float | None, reward_parts: Mapping[str, float]) -> FinishBody:
+        """A reward that the session was given before counts where the report has none."""
+        if self.reward is not None or reward is None:
+            return self
+        parts = {**reward_parts, **self.reward_parts}
+        return self.model_copy(update={"reward": reward, "reward_parts": parts})
 
 
 class FinishedReport(FinishBody):

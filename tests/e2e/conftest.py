@@ -56,13 +56,13 @@ class Cluster:
             data[name] = data.get(name, {}) | values
         return validate_config(data)
 
-    def start(self, config: RunConfig, flow: str = "train") -> subprocess.Popen[bytes]:
+    def start(self, config: RunConfig, flow: str = "train", **env: str) -> subprocess.Popen[bytes]:
         file = self.folder / f"{config.run_id}.json"
         file.write_text(config.model_dump_json())
         log = open(self.folder / f"{config.run_id}.log", "ab")  # noqa: SIM115
         return subprocess.Popen(
             [sys.executable, "-m", f"flows.{flow}", str(file)],
-            env={**self.stack.env, "PREFECT_API_URL": self.services.api},
+            env={**self.stack.env, "PREFECT_API_URL": self.services.api, **env},
             stdout=log,
             stderr=subprocess.STDOUT,
         )

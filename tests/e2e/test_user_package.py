@@ -42,7 +42,7 @@ def make_llama(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-def test_the_documented_agent_trains_a_users_own_model(cluster: Cluster) -> None:
+def test_the_documented_agent_trains_a_users_own_model_in_a_run_with_a_key(cluster: Cluster) -> None:
     code = re.search(r"```python\n(.*?)```", (ROOT / "docs/your-agent.md").read_text(), re.S)
     assert code is not None
     (cluster.user_code / "my_agent.py").write_text(code[1])
@@ -54,8 +54,11 @@ def test_the_documented_agent_trains_a_users_own_model(cluster: Cluster) -> None
         engine={"kind": "torch", "context_length": 128},
         train={"iterations": 2},
     )
-    cluster.finish(config, cluster.start(config))
+    key = "key-of-this-run-alone"
+    cluster.finish(config, cluster.start(config, SF_RUN_KEY=key))
     check_result(config)
+    files = [path for path in cluster.folder.rglob("*") if path.is_file() and "journal" not in path.parts]
+    assert [path for path in files if key.encode() in path.read_bytes()] == []
     assert manifests(config)[1, "publish"]["data"]["version"] == 2
     LlamaForCausalLM.from_pretrained(f"{config.run_dir}/policy")
 

@@ -13,6 +13,7 @@ from datasets import load_dataset
 from sf_core.export import Exported, export
 from storage import files
 from storage.run_directory import RunDirectory
+from storage.trajectories import write_trajectories
 from tests.sf_core.runs import configure, conversation, sample
 from tests.sf_core.test_cli import sf
 
@@ -118,6 +119,17 @@ def test_what_a_format_cannot_hold_is_left_out_and_counted(tmp_path: Path) -> No
     assert export(run.uri, "sharegpt", str(tmp_path / "a.jsonl")) == Exported(rows=0, left_out=2)
     assert export(run.uri, "trl", str(tmp_path / "b.jsonl")) == Exported(rows=1, left_out=1)
     assert export(run.uri, "verl", str(tmp_path / "c.parquet")) == Exported(rows=2, left_out=0)
+
+
+def test_sessions_that_agents_opened_are_written_when_asked_for(run: RunDirectory, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no opened sessions have finished yet"):
+        export(run.uri, "trl", str(tmp_path / "none.jsonl"), opened=True)
+    for version in (9, 10):
+        row = conversation([USER, ANSWER], session_id=f"run-1.open.{version}")
+        write_trajectories(run, version, [row], row.session_id, "opened")
+    code, output = sf("export", run.uri, "--to", "trl", "--opened", str(tmp_path / "out.jsonl"))
+    assert (code, "2 conversations for trl; 0 left out" in output) == (0, True)
+    assert [row["session_id"] for row in lines(tmp_path / "out.jsonl")] == ["run-1.open.9", "run-1.open.10"]
 
 
 def test_the_command_says_what_it_wrote(run: RunDirectory, tmp_path: Path) -> None:

@@ -87,8 +87,7 @@ class GatewayRun(SessionHost):
             await self.bring_back(session)
             self._closed[session_id] = session
             self.drop(session, OVER)
-        assert session.claim is not None
-        return finished_record(self.export(session, session.claim, report))
+        return finished_record(self.export(session, report))
 
     def forget_closed(self, session_id: str) -> None:
         """The hub has what it left behind."""

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from sf_core.dataplane.groups import Claim
 from sf_core.dataplane.journal import Journal, Record
 from sf_core.dataplane.memory import Memory
 from sf_core.dataplane.records import FinishedSession, opened_record, read_finished, run_record
@@ -39,8 +38,6 @@ class HubRun(Run):
         super().__init__(spec, renderer, journal, grace_s, memory)
         self.num_gateways = gateways.num_gateways
         self._gateways = gateways
-        self._closing: dict[str, Session] = {}
-        """Over, and not yet in the journal: their gateways must keep them."""
 
     async def announce(self) -> None:
         self._gateways.runs[self.spec.run_id] = self
@@ -82,6 +79,7 @@ class HubRun(Run):
     async def finish(self, session: Session, body: FinishBody) -> None:
         if self.sessions.get(session.session_id) is not session:
             return  # it ended while this report was on its way
+        # until it is in the journal, its gateway must keep it
         self._closing[session.session_id] = session
         try:
             await super().finish(session, body)
@@ -99,14 +97,14 @@ class HubRun(Run):
         for i in range(self.num_gateways):
             self._gateways.tell(i, "compact", self.spec.run_id)
 
-    async def _close(self, session: Session, claim: Claim, report: FinishBody) -> FinishedSession:
+    async def _close(self, session: Session, report: FinishBody) -> FinishedSession:
         """Raises ApiError without an answer of its gateway; the session is open again then."""
         self.forget(session.session_id)
         facts = report.model_dump(mode="json", include=set(FinishBody.model_fields))
         try:
             return read_finished(await self._ask_owner(session, "close", facts))
         except BaseException:
-            if self.manager.group_of(claim) is not None:
+            if session.claim is None or self.manager.group_of(session.claim) is not None:
                 self.open(session)
             raise
 

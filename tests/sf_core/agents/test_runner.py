@@ -1,6 +1,18 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
 import pytest
 
-from sf_core.agents.runner import _as_reward
+from sf_core.agents.runner import AgentRunner, _as_reward
+from sf_core.dataplane.rendering import Renderer
+from sf_core.types import Endpoint, Task
+from tests.e2e.echo_package import agent
+from tests.sf_core.dataplane.conftest import model_dir, renderer  # noqa: F401
+from tests.sf_core.dataplane.stand import Server, attended, running_process, say
 
 
 def test_the_parts_of_a_reward_add_up_to_it() -> None:
@@ -12,3 +24,52 @@ def test_the_parts_of_a_reward_add_up_to_it() -> None:
 def test_a_reward_that_is_no_finite_number_fails_its_session(value: object) -> None:
     with pytest.raises(ValueError, match="must be a finite number"):
         _as_reward(value)
+
+
+@pytest.fixture
+def server(tmp_path: Path, model_dir: str) -> Iterator[Server]:  # noqa: F811
+    """A data plane without a key, in a process of its own."""
+    with running_process(tmp_path / "port", 0) as url, attended(url, tmp_path, model_dir) as server:
+        yield server
+
+
+@pytest.mark.parametrize("key", ["key-of-the-run", None])
+def test_agents_get_the_key_of_their_run_and_nobody_else_gets_in(
+    server: Server,
+    renderer: Renderer,  # noqa: F811
+    key: str | None,
+) -> None:
+    server.register(key=key, group_size=1, groups_per_batch=2, num_batches=1)
+    server.connect(lambda prompt, seed: say(renderer, "42"))
+    endpoints: list[Endpoint] = []
+
+    async def keyed_agent(task: Task, endpoint: Endpoint) -> str:
+        endpoints.append(endpoint)
+        return await agent(task, endpoint)
+
+    runner = AgentRunner(
+        url=server.url,
+        key=None,
+        run_id="run",
+        runner_id="a0",
+        tasks=lambda split, index: Task(f"t{index}", "e", "6 * 7?", "42"),
+        agent=keyed_agent,
+        reward=lambda task, answer: float(answer == task.answer),
+        concurrency=2,
+        seed=0,
+    )
+
+    async def work() -> None:
+        working = asyncio.ensure_future(runner.run())
+        async with httpx.AsyncClient(base_url=server.url) as http:
+            while not (await http.get("/runs/run/batches/0", params={"wait_s": 10})).json()["ready"]:
+                assert not working.done()
+            question = {"model": "policy", "messages": []}
+            stranger = await http.post("/v1/chat/completions", json=question)
+            assert stranger.status_code == (400 if key is None else 404)
+            await http.post("/runs/run/release")
+        assert await working == 2
+
+    asyncio.run(asyncio.wait_for(work(), 60))
+    assert {endpoint.api_key for endpoint in endpoints} == {key or "none"}
+    assert server.get("/runs/run")["counters"].get("failed_sessions", 0) == 0

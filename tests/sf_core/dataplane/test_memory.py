@@ -42,7 +42,7 @@ def played(renderer: Renderer, name: str = "s", num_turns: int = 5) -> Session:
 
 
 def result_of(session: Session, renderer: Renderer) -> FinishedSession:
-    return FinishedSession(Claim(Place("train", 0, 0), 0), 1.0, "e", 0, export(session, renderer))
+    return FinishedSession("s", Claim(Place("train", 0, 0), 0), 1.0, "e", 0, 0, export(session, renderer))
 
 
 async def settled(memory: Memory) -> None:

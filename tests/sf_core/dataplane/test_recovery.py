@@ -28,6 +28,7 @@ from sf_core.dataplane.session_tree import session_tree
 from sf_core.dataplane.turn import turn_seed
 from storage.trajectories import read_trajectories, to_rows
 from tests.sf_core.dataplane.stand import CALC, Server, running_process, say
+from tests.sf_core.dataplane.test_opened import stored
 
 BUDGET = 300
 STOP = 1
@@ -255,6 +256,79 @@ def test_a_session_that_an_agent_opened_survives_a_restart_until_it_is_finished(
     server.post(path + "/finish", {"status": "finished"})
     plane.restart()
     assert server.http.get(path).status_code == 404
+    server.wait_for(lambda: bool(stored(plane.folder / "run")))
+    [(_, row)] = stored(plane.folder / "run")
+    assert (row.task_id, row.reward, dict(row.reward_parts)) == ("t7", 0.5, {"style": 0.5})
+    assert [span.role for span in row.turns].count("assistant") == 2
+
+
+def test_killed_at_random_moments_what_agents_opened_is_stored_once(plane: Restarts) -> None:
+    """Four agents open, use and finish one session after the other, until two kills are over."""
+    server = plane.server
+    server.register()
+    server.connect(lambda prompt, seed: [*range(2, 12), STOP])
+    finished: list[str] = []
+    is_over = threading.Event()
+
+    def agent(number: int) -> None:
+        with httpx.Client(base_url=server.url, timeout=30) as http:
+            while not is_over.is_set():
+                opened = insist(http, "/sessions", {"run_id": "run", "group": f"g{number}"}).json()
+                converse(server, opened, 1, streamed=number % 2 == 0)
+                report = {"status": "finished", "reward": float(number)}
+                insist(http, f"/sessions/{opened['session_id']}/finish", report)
+                finished.append(opened["session_id"])
+
+    agents = [threading.Thread(target=agent, args=(number,)) for number in range(4)]
+    for thread in agents:
+        thread.start()
+    moments = random.Random(0)
+    for kill in (1, 2):
+        server.wait_for(lambda kill=kill: len(finished) > 10 * kill)  # type: ignore[misc]
+        # what has finished is stored once a second
+        threading.Event().wait(moments.uniform(0.0, 1.0))
+        plane.restart()
+    is_over.set()
+    for thread in agents:
+        thread.join(60)
+    server.post("/runs/run/release")
+    rows = [row for _, row in stored(plane.folder / "run")]
+    assert sorted(row.session_id for row in rows) == sorted(finished)
+    for row in rows:
+        assert row.group_id == f"g{row.reward:.0f}"
+        assert row.token_ids[row.loss_mask].tolist() == [*range(2, 12), STOP]
+
+
+def insist(http: httpx.Client, path: str, body: dict[str, Any]) -> httpx.Response:
+    """Ask until there is an answer. A session that is over has been finished by a request before."""
+    while True:
+        with contextlib.suppress(httpx.TransportError):
+            answer = http.post(path, json=body)
+            assert answer.status_code in (200, 404), answer.text
+            return answer
+        threading.Event().wait(0.05)
+
+
+def test_a_pause_of_the_run_and_one_of_an_engine_outlive_a_restart(plane: Restarts) -> None:
+    server = plane.server
+    server.register(max_tokens=8)
+    for lease in ("r0", "r1"):
+        server.connect(script, lease=lease)
+
+    def states() -> dict[str, str]:
+        return {engine["id"]: engine["state"] for engine in server.live_engines()}
+
+    server.post("/runs/run/pause", {"engine": "r0"})
+    server.post("/runs/run/pause")
+    plane.restart()
+    assert server.get("/runs/run")["paused"]
+    server.wait_for(lambda: states() == {"r0": "paused", "r1": "paused"})
+    server.post("/runs/run/resume")
+    plane.restart()
+    assert not server.get("/runs/run")["paused"]
+    server.wait_for(lambda: states() == {"r0": "paused", "r1": "serving"})
+    server.post("/runs/run/resume", {"engine": "r0"})
+    server.wait_for(lambda: states() == {"r0": "serving", "r1": "serving"})
 
 
 def test_the_journal_of_a_long_run_stays_bounded(server: Server, renderer: Renderer) -> None:

@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from sf_core.dataplane.dataplane import DataPlane
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.groups import Group
+from sf_core.dataplane.links import EngineLink
 from sf_core.dataplane.rendering import Renderer
 from sf_core.dataplane.run import Run
+from sf_core.dataplane.session import Session
 from sf_core.dataplane.specs import ClaimBody, FinishBody, RunSpec
 from sf_core.types import WeightsRef
 from tests.sf_core.dataplane.stand import say
@@ -40,7 +42,10 @@ SPEC: dict[str, Any] = {
     "attempt": 1,
 }
 
-OPERATIONS = ["claim", "finish", "fail", "lose", "play", "play", "seal", "seal", "publish", "evaluate"]
+OPERATIONS = [
+    *("claim", "finish", "fail", "lose", "play", "play", "seal", "seal", "publish", "evaluate"),
+    *("pause", "pause_engine", "resume", "resume_engine"),
+]
 
 
 class Driver:
@@ -64,6 +69,10 @@ class Driver:
     def run(self) -> Run:
         return self.plane.runs["run"]
 
+    @property
+    def given_out(self) -> list[Session]:
+        return [session for session in self.run.sessions.values() if session.claim is not None]
+
     async def restart(self) -> None:
         await self.plane.close()
         self.plane = DataPlane(str(self.folder / "plane"))
@@ -76,7 +85,7 @@ class Driver:
         await self.run.claim(ClaimBody(runner=self.runner, max=0, running=list(self.run.sessions)[1:]))
 
     async def finish(self) -> None:
-        for session in list(self.run.sessions.values())[:1]:
+        for session in self.given_out[:1]:
             sample(session, self.renderer, [user("hi")], say(self.renderer, "x"), version=self.version)
             reward = float(next(self.numbers) % 5 < 2)
             await self.run.finish(session, FinishBody(status="finished", reward=reward))
@@ -87,7 +96,7 @@ class Driver:
             await self.finish()
 
     async def fail(self) -> None:
-        for session in list(self.run.sessions.values())[-1:]:
+        for session in self.given_out[-1:]:
             await self.run.finish(session, FinishBody(status="failed"))
 
     async def seal(self) -> None:
@@ -100,6 +109,21 @@ class Driver:
 
     async def evaluate(self) -> None:
         await self.run.start_evaluation(self.version, 2)
+
+    async def pause(self) -> None:
+        await self.run.pause("freeze", None)
+
+    async def resume(self) -> None:
+        await self.run.resume(None)
+
+    async def pause_engine(self) -> None:
+        link = EngineLink("engine", "lease", "worker", 1, 8, lambda frame: None)
+        self.run.router.add(link)
+        await self.run.pause("evacuate", "engine")
+        self.run.router.lose(link)
+
+    async def resume_engine(self) -> None:
+        await self.run.resume("engine")
 
     async def begin_attempt(self) -> None:
         await self.register(attempt=self.spec["attempt"] + 1, iteration=self.run.manager.next_batch)
@@ -122,8 +146,9 @@ class Driver:
             "next_batch": manager.next_batch,
             "last_batch": manager.batches.get(manager.next_batch - 1),
             "sessions": sorted(run.sessions),
-            "results": {place: result.reward for place, result in run.results.items()},
+            "results": {place: result.reward for place, result in run.results.by_place.items()},
             "released": run.released,
+            "paused": (run.router.paused, run.router.paused_engines),
         }
 
 
@@ -139,6 +164,7 @@ def members(group: Group) -> list[Any]:
 )
 @example(operations=["play", "go_on_after_release", *["play"] * 4, "seal"])
 @example(operations=["play", "begin_attempt", *["play"] * 4, "seal", "claim", "lose"])
+@example(operations=["pause", "pause_engine", *["play"] * 4, "seal", "restart", "resume"])
 @example(operations=["play", "claim", "finish", "go_on_after_release", "claim", "play", "seal"])
 def test_a_run_opened_from_its_journal_is_the_run_that_wrote_it(
     model_dir: str, renderer: Renderer, operations: list[str]
@@ -191,7 +217,7 @@ def test_after_the_loss_of_all_processes_the_flow_decides_where_to_go_on(
         if committed == 0:
             # the first group is gone with its journal: it is done again, the others are still there
             assert driver.run.manager.next_batch == 0
-            assert sorted(place.group for place in driver.run.results) == [1, 2]
+            assert sorted(place.group for place in driver.run.results.by_place) == [1, 2]
         sessions, _ = await driver.run.claim(ClaimBody(runner="b", max=1))
         assert sessions[0].session_id == {2: "run.g3.0.a1", 1: "run.g3.0.a1", 0: "run.g0.0.a1"}[committed]
         await driver.plane.close()

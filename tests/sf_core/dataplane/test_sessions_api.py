@@ -15,6 +15,7 @@ from openai import OpenAI
 
 from sf_core.dataplane.rendering import Renderer
 from tests.sf_core.dataplane.stand import Server, answering, running_app, say
+from tests.sf_core.dataplane.test_opened import stored
 
 HI: Any = [{"role": "user", "content": "hi"}]
 
@@ -74,6 +75,39 @@ def test_a_reward_given_before_counts_when_a_training_session_finishes(
     server.post(path + "/finish", {"status": "finished"})
     assert server.get("/runs/run/batches/0")["ready"]
     assert server.get("/runs/run")["reward_recent"] == 0.25
+
+
+def test_a_finished_session_becomes_rows_of_its_run(server: Server, renderer: Renderer) -> None:
+    server.register()
+    server.connect(answering(renderer, "one", "two"))
+    facts = {"run_id": "run", "policy": "policy", "group": "thursday", "task_id": "t7", "environment": "e"}
+    paths = {}
+    for reward in (0.0, 1.0):
+        session = server.post("/sessions", facts | {"metadata": {"seed": 3}})
+        paths[f"/sessions/{session['session_id']}"] = reward
+        ask(session["base_url"])
+    assert server.get(next(iter(paths)))["group"] == "thursday"
+    for path, reward in paths.items():
+        refused = server.http.post(path + "/finish", json={"status": "finished"})
+        assert (refused.status_code, "needs a reward" in refused.text) == (400, True)
+        server.post(path + "/finish", {"status": "finished", "reward": reward, "task_id": "t8"})
+    given_up = server.post("/sessions", facts)
+    ask(given_up["base_url"])
+    server.post(f"/sessions/{given_up['session_id']}/finish", {"status": "failed"})
+    unused = server.post("/sessions", facts)["session_id"]
+    server.post(f"/sessions/{unused}/finish", {"status": "finished", "reward": 1.0})
+    server.wait_for(lambda: len(stored(server.run_dir / "run")) == 2)
+    rows = [row for version, row in stored(server.run_dir / "run") if version == 0]
+    assert {f"/sessions/{row.session_id}": row.reward for row in rows} == paths
+    assert {(row.group_id, row.task_id, row.environment) for row in rows} == {("thursday", "t8", "e")}
+    assert [int(row.loss_mask.sum()) for row in rows] == [len(say(renderer, text)) for text in ("one", "two")]
+    assert server.get("/runs/run")["counters"]["opened_sessions"] == 2
+
+
+def test_a_session_for_another_policy_is_refused(server: Server) -> None:
+    server.register()
+    response = server.http.post("/sessions", json={"run_id": "run", "policy": "another"})
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
 
 
 def test_opened_sessions_end_with_their_run(server: Server) -> None:

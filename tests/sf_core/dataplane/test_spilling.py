@@ -284,7 +284,7 @@ def test_a_restart_holds_the_bound_while_it_replays_and_finds_the_same(
         run = roomy.runs["run"]
         expected = {name: state_of(session) for name, session in run.sessions.items()}
         members = [group.members for group in run.manager.groups.values()]
-        results = {place: result.trajectories for place, result in run.results.items()}
+        results = {place: result.trajectories for place, result in run.results.by_place.items()}
         whole = roomy.memory.num_bytes
         await roomy.close()
 
@@ -297,7 +297,8 @@ def test_a_restart_holds_the_bound_while_it_replays_and_finds_the_same(
         assert narrow.memory.num_spills > 0
         assert max(seen) <= narrow.memory.bound_bytes
         assert [group.members for group in run.manager.groups.values()] == members
-        assert {place: len(run.reader_of(result)()) for place, result in run.results.items()} == {
+        again = run.results.by_place.items()
+        assert {place: len(run.results.reader_of(result)()) for place, result in again} == {
             place: len(rows) for place, rows in results.items()
         }
         for name, session in list(run.sessions.items()):
@@ -317,15 +318,15 @@ def test_a_run_that_starts_over_from_its_journal_finds_its_results(
         plane = DataPlane(str(tmp_path / "another"), memory_mb=NOTHING)
         await plane.register(RunSpec.model_validate(played.spec | {"attempt": 2, "iteration": 5}))
         run = plane.runs["run"]
-        assert len(run.results) == 4
-        assert all(len(run.reader_of(result)()) == 1 for result in run.results.values())
+        assert len(run.results.by_place) == 4
+        assert all(len(run.results.reader_of(result)()) == 1 for result in run.results.by_place.values())
         assert len(plane.memory._entries) == 4
         await plane.close()
         # what that attempt left in the journal starts over while it is replayed
         again = DataPlane(str(tmp_path / "third"), memory_mb=NOTHING)
         async with asyncio.timeout(20):
             await again.register(RunSpec.model_validate(played.spec | {"attempt": 3, "iteration": 5}))
-        assert again.runs["run"].results.keys() == run.results.keys()
+        assert again.runs["run"].results.by_place.keys() == run.results.by_place.keys()
         await again.close()
 
     asyncio.run(scenario())

@@ -11,6 +11,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
@@ -211,7 +212,7 @@ class Conversations(RuleBasedStateMachine):
         self.open.append(conversation.grown(turn.message, following, verbatim=verbatim))
 
 
-TestConversations = Conversations.TestCase
+TestConversations = pytest.mark.timeout(300 + EXAMPLES // 4)(Conversations.TestCase)
 TestConversations.settings = settings(
     max_examples=EXAMPLES,
     stateful_step_count=STEPS,
