@@ -89,11 +89,7 @@ def _run(flow: str, config: RunConfig, stack: LocalStack, local: Path, console: 
             f"flow-{flow}",
             [sys.executable, "-m", f"flows.{flow}", str(file)],
             # not in the configuration, which is kept: the next attempt may meet others
-            {
-                "PREFECT_API_URL": services.api,
-                "SF_SCHEDULER": services.scheduler,
-                "SF_DATAPLANE_URL": services.dataplane,
-            },
+            services.addresses,
         )
         # workers that were there before are somebody else's to start and end
         is_ours = not (config.cluster.scheduler or scheduler_address())

@@ -1,10 +1,34 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from tests.s3_server import BUCKET, make_bucket, s3_server
+
+# set in the workers of pytest-xdist; a console that is made then keeps this width
+os.environ.pop("COLUMNS", None)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The cluster is many processes: all tests on it go to the same worker of pytest-xdist."""
+    for item in items:
+        if "cluster" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("cluster"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Work is dealt out by groups, and beside them by files, whose tests share fixtures too."""
+    from xdist.scheduler import LoadGroupScheduling
+
+    class ByGroupOrFile(LoadGroupScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return super()._split_scope(nodeid).partition("::")[0]
+
+    return ByGroupOrFile(config, log)
 
 
 @pytest.fixture(scope="session")
