@@ -121,6 +121,7 @@ def make_app(
             _post(run + "/pause", routes.pause),
             _post(run + "/resume", routes.resume),
             _post(run + "/engines/{engine_id:path}/drain", routes.drain),
+            _post(run + "/runners/{runner:path}/retire", routes.retire),
             _post(run + "/release", routes.release),
             _post(run + "/stage", routes.stage),
             _get("/healthz", routes.health),
@@ -190,12 +191,14 @@ class Routes:
                     "group": claim.place.group,
                     "member": claim.place.member,
                     "attempt": claim.attempt,
+                    "answer": session.answer,
                 }
                 for session in sessions
                 if (claim := session.claim) is not None
             ],
             # sessions that ran too long, or whose group no longer counts: nobody waits for them
             "ended": run.ended(body.running),
+            "scored_elsewhere": run.is_scored_elsewhere,
             "released": released,
             # the runner may open more than its agents: they get what opens their run and nothing else
             "key": run.spec.agents_key,
@@ -259,6 +262,10 @@ class Routes:
         await run.revoke(link.lease_id)
         run.router.drain(link, "drained")
         return {"running": len(link.in_flight)}
+
+    async def retire(self, request: Request) -> Answer:
+        self._run(request).retire(request.path_params["runner"])
+        return {}
 
     async def release(self, request: Request) -> Answer:
         run, body = self._run(request), parse_body(ReleaseBody, await read_body(request.receive))

@@ -109,6 +109,10 @@ class DataplaneClient:
             patience_s=within_s + ANSWER_S,
         )
 
+    def retire(self, runner: str) -> None:
+        """Send a runner home when it is through with what it has."""
+        self._post(f"{self._run}/runners/{runner}/retire", {})
+
     def release(self, attempt: int) -> None:
         """Send runners and engines home. Does nothing for an attempt that was superseded: its own have been
         taken away, and the others belong to the later one."""
