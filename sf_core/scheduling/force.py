@@ -8,7 +8,7 @@ from typing import Any
 
 from distributed import Client
 
-from sf_core.scheduling.plan import connected_workers
+from sf_core.scheduling.plan import connected_workers, our_workers
 
 KILL_S = 30.0
 """How long the nanny may take; it asks for 4 s, then kills."""
@@ -49,11 +49,11 @@ async def _end_tasks(scheduler: str, owner: str, patience_s: float) -> list[str]
 
 async def _busy(client: Client, owner: str) -> dict[str, str]:
     """Names of the workers that run a task of this owner, by address."""
-    workers = (await client.scheduler.identity(n_workers=-1))["workers"]
+    workers = our_workers((await client.scheduler.identity(n_workers=-1))["workers"])
     answers = await asyncio.gather(*(_runs_task(client, address, owner) for address in workers))
     return {
-        address: worker_of(workers[address]["resources"]).name
-        for address, is_busy in zip(workers, answers, strict=True)
+        address: worker.name
+        for (address, worker), is_busy in zip(workers.items(), answers, strict=True)
         if is_busy
     }
 

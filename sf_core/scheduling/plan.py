@@ -76,10 +76,15 @@ def read_workers(scheduler: str) -> list[Worker]:
 
 
 def connected_workers(client: Client) -> dict[str, Worker]:
-    """By address, while a run is on: a worker that joins and was not started for us is passed over, or it
-    would end the run. Raises OSError if the scheduler does not answer."""
+    """By address, while a run is on. Raises OSError if the scheduler does not answer."""
+    return our_workers(client.scheduler_info(n_workers=-1)["workers"])
+
+
+def our_workers(infos: dict[str, Any]) -> dict[str, Worker]:
+    """By address, of all that Dask has: a worker that joins and was not started for us is passed over, or it
+    would end the run."""
     found = {}
-    for address, info in client.scheduler_info(n_workers=-1)["workers"].items():
+    for address, info in infos.items():
         with suppress(ValueError):
             found[address] = worker_of(info["resources"], info.get("device"))
     return found
