@@ -109,7 +109,7 @@ class RolloutConfig(Settings):
     """Top-k sampling of training sessions; 0 means no limit."""
     max_tokens: int = Field(64, ge=1)
     """Most tokens per turn."""
-    concurrency: int = Field(128, ge=1)
+    concurrency: int = Field(128, ge=1, le=2**16)
     """Sessions one agent worker runs at once."""
     session_timeout_s: float = Field(120.0, gt=0)
     """A session that runs longer, pauses not counted, counts as failed."""

@@ -136,7 +136,7 @@ def document(routes: Iterable[BaseRoute]) -> Schema:
             path = re.sub(r":\w+}", "}", route.path)
             for method in sorted((route.methods or {"GET"}) - {"HEAD"}):
                 operation = OPERATIONS[f"{method} {path}"]
-                described = _describe(operation, path, route, components)
+                described = _describe(operation, list(route.param_convertors), components)
                 paths.setdefault(path, {})[method.lower()] = described
     keys = {"bearer": {"type": "http", "scheme": "bearer"}}
     keys["x-api-key"] = {"type": "apiKey", "in": "header", "name": "x-api-key"}
@@ -149,29 +149,22 @@ def document(routes: Iterable[BaseRoute]) -> Schema:
     }
 
 
-def _describe(operation: Operation, path: str, route: Route, components: dict[str, Schema]) -> Schema:
-    parameters = [
-        {
-            "name": name,
-            "in": "path",
-            "required": True,
-            "schema": {"type": "integer", "minimum": 0, "maximum": MAX_INDEX}
-            if name == "index"
-            else {"type": "string", "minLength": 1},
-        }
-        for name in route.param_convertors
+_INDEX: Schema = {"type": "integer", "minimum": 0, "maximum": MAX_INDEX}
+_NAME: Schema = {"type": "string", "minLength": 1}
+_WAIT_S: Schema = {"name": "wait_s", "in": "query", "schema": {"type": "number", "minimum": 0}}
+
+
+def _describe(operation: Operation, in_path: list[str], components: dict[str, Schema]) -> Schema:
+    parameters: list[Schema] = [
+        {"name": name, "in": "path", "required": True, "schema": _INDEX if name == "index" else _NAME}
+        for name in in_path
     ]
-    if operation.waits:
-        parameters.append(
-            {"name": "wait_s", "in": "query", "required": False, "schema": {"type": "number", "minimum": 0}}
-        )
     statuses = {400, 401, 405, *operation.refusals}
-    statuses |= {404} if route.param_convertors else set()
+    statuses |= {404} if in_path else set()
     statuses |= {413} if operation.body is not None else set()
     described: Schema = {
         "summary": operation.summary,
-        "operationId": f"{route.methods and min(route.methods - {'HEAD'}).lower()} {path}",
-        "parameters": parameters,
+        "parameters": parameters + [_WAIT_S] * operation.waits,
         "responses": {"200": _answer(operation)} | {str(code): _refusal(code) for code in sorted(statuses)},
     }
     if operation.body is not None:

@@ -56,7 +56,7 @@ def test_every_route_is_described_and_nothing_else(served: tuple[Server, str]) -
 
 @API.parametrize()
 @settings(
-    max_examples=6,
+    max_examples=4,
     deadline=None,
     derandomize=True,
     phases=[Phase.generate],
@@ -68,7 +68,7 @@ def test_answers_are_as_described(case: schemathesis.Case, served: tuple[Server,
 
 @pytest.mark.nightly
 @WIDE.parametrize()
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 def test_answers_are_as_described_for_many_more_requests(
     case: schemathesis.Case, served: tuple[Server, str]
 ) -> None:
