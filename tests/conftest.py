@@ -49,8 +49,9 @@ def s3_bucket() -> Iterator[str]:
         yield f"s3://{BUCKET}"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
+    """For no longer than a module: its event loop runs in the main thread, where other tests start theirs."""
     program = shutil.which("chromium")
     if program is None:
         if os.environ.get("CI") == "true":
