@@ -18,6 +18,7 @@ from sf_core.config import RunConfig
 from sf_core.scheduling.pipelines import PIPELINES
 from sf_core.scheduling.roofline import Device, known_device, step_of, train_priority
 from sf_core.scheduling.tags import needed_tags
+from sf_core.scheduling.tls import require_certificates
 
 ANSWER_S = 30.0
 """How long a scheduler may take to answer."""
@@ -46,6 +47,7 @@ class Plan:
 
 def read_workers(scheduler: str) -> list[Worker]:
     """The workers connected to a scheduler. Raises ValueError if it cannot be reached."""
+    require_certificates(scheduler)
     try:
         with Client(scheduler, set_as_default=False, timeout=ANSWER_S) as client:
             infos = client.scheduler_info(n_workers=-1)["workers"].values()
