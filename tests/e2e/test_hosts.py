@@ -1,0 +1,150 @@
+"""A cluster of three hosts with TLS, a key and a password, of which one is cut off in the middle of a run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import dask
+import httpx
+import pytest
+
+from sf_core.dataplane.client import DataplaneClient
+from sf_core.local_stack import Services, local_stack
+from sf_core.scheduling.plan import read_workers
+from sf_core.settings import dataplane_key
+from tests.e2e.conftest import ROOT, Cluster, manifests, spans
+from tests.e2e.hosts import Host, hosts
+from tests.e2e.test_resume import check_result
+from tests.e2e.waiting import wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
+
+SECRETS = {
+    "SF_DATAPLANE_KEY": "planted-key",
+    "PREFECT_SERVER_API_AUTH_STRING": "sf:planted-password",
+    "PREFECT_API_AUTH_STRING": "sf:planted-password",
+}
+# what systemd does: a worker whose scheduler is out of reach ends, and is started again
+RESTARTED = ("sh", "-c", 'while :; do "$@"; sleep 1; done', "restarted")
+
+
+def certificates(folder: Path) -> dict[str, str]:
+    """Dask's settings for TLS in the environment, by the script that the documentation names."""
+    subprocess.run([str(ROOT / "deploy" / "certificates"), str(folder), "host"], check=True, timeout=30)
+    roles = ("SCHEDULER", "WORKER", "CLIENT")
+    return {
+        "DASK_DISTRIBUTED__COMM__TLS__CA_FILE": str(folder / "ca.pem"),
+        **{f"DASK_DISTRIBUTED__COMM__TLS__{role}__CERT": str(folder / "host.pem") for role in roles},
+        **{f"DASK_DISTRIBUTED__COMM__TLS__{role}__KEY": str(folder / "host.key") for role in roles},
+    }
+
+
+@pytest.fixture
+def three() -> Iterator[list[Host]]:
+    with hosts(3) as found:
+        yield found
+
+
+@pytest.fixture
+def cluster(three: list[Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    main, rollout, dual = three
+    tls = certificates(tmp_path / "tls")
+    for name, value in (tls | SECRETS).items():
+        monkeypatch.setenv(name, value)
+    services = Services(
+        api=f"http://{main.address}:4200/api",
+        scheduler=f"tls://{main.address}:8786",
+        dataplane=f"http://{main.address}:8700",
+    )
+    env = {
+        "PREFECT_HOME": str(tmp_path / "prefect"),
+        "PREFECT_API_URL": services.api,
+        "PYTHONPATH": str(ROOT),
+        "SF_CACHE_DIR": str(tmp_path / "cache"),
+        "GATES": str(tmp_path / "gates"),
+    }
+    (tmp_path / "gates").mkdir()
+    with local_stack(tmp_path / "logs", env) as stack, dask.config.set(dask.config.collect_env()):
+
+        def sf(host: Host, name: str, *command: str, **extra: str) -> None:
+            whole = [*RESTARTED, *host.exec, sys.executable, "-m", "sf_core", *command]
+            stack.start(name, [*whole, "--host", host.address], extra)
+
+        def worker(host: Host, name: str, tags: str, **extra: str) -> None:
+            options = ("--scheduler", services.scheduler, "--tags", tags, "--name", name, "--threads", "1")
+            sf(host, name, "worker", *options, **extra)
+
+        sf(main, "server", "server")
+        sf(main, "scheduler", "scheduler")
+        sf(main, "dataplane", "dataplane", "--journal-dir", str(tmp_path / "journal"))
+        worker(main, "a0", "agent")
+        worker(main, "c0", "cpu")
+        worker(rollout, "r0", "rollout", HOLD=str(tmp_path / "hold"))
+        worker(dual, "t0", "rollout,train")
+        main.call(lambda: await_all(services, {"a0", "c0", "r0", "t0"}))
+        yield Cluster(stack, tmp_path, services, prefix=main.exec)
+
+
+def await_all(services: Services, names: set[str]) -> None:
+    def answers(url: str) -> bool:
+        try:
+            return httpx.get(url).status_code < 500
+        except httpx.HTTPError:
+            return False
+
+    def joined() -> set[str]:
+        try:
+            return {worker.name for worker in read_workers(services.scheduler)}
+        except ValueError:
+            return set()
+
+    wait_until(lambda: answers(f"{services.api}/health"), "the Prefect server", 120, every_s=0.5)
+    wait_until(lambda: answers(f"{services.dataplane}/metrics"), "the data plane", 60, every_s=0.5)
+    wait_until(lambda: names <= joined(), "the workers", 120, every_s=0.5)
+
+
+def test_a_host_that_is_cut_off_costs_nothing_and_is_used_again_when_it_is_back(
+    three: list[Host], cluster: Cluster
+) -> None:
+    main, rollout, _ = three
+    package = {part: f"tests.e2e.held_package:{part}" for part in ("tasks", "agent", "reward")}
+    config = cluster.config(
+        "cut-off",
+        "multiplexed",
+        environment=package,
+        engine={"script": "tests.e2e.held_package:script"},
+        train={"iterations": 4},
+        evaluate={"every": 4},
+    )
+    gates, hold = cluster.folder / "gates", cluster.folder / "hold"
+    (gates / "0").touch()
+    process = cluster.start(config)
+    wait_until(lambda: (0, "publish") in manifests(config) or process.poll() is not None, "iteration 0", 120)
+
+    hold.touch()
+    (gates / "1").touch()
+    wait_until(Path(f"{hold}ing").exists, "work at the rollout host")
+    rollout.cut()
+    hold.unlink()
+    wait_until(lambda: (1, "publish") in manifests(config) or process.poll() is not None, "iteration 1", 120)
+
+    mended = time.time()
+    rollout.mend()
+    status = DataplaneClient(cluster.services.dataplane, "cut-off", dataplane_key()).status
+    wait_until(lambda: "r0" in serving(main.call(status)), "its engine", 120, every_s=0.5)
+    for gate in ("2", "3"):
+        (gates / gate).touch()
+    cluster.finish(config, process)
+    check_result(config)
+    sampled = [span for span in spans(config, "rollout") if span.worker == "r0" and span.tokens]
+    assert min(span.start for span in sampled) < mended < max(span.start for span in sampled)
+
+
+def serving(status: dict[str, Any]) -> set[str]:
+    """The workers whose engines can be given work."""
+    return {engine["worker"] for engine in status["engines"] if engine["state"] == "serving"}
