@@ -34,14 +34,12 @@ RESTARTED = ("sh", "-c", 'while :; do "$@"; sleep 1; done', "restarted")
 
 
 def certificates(folder: Path) -> dict[str, str]:
-    """Dask's settings for TLS in the environment, by the script that the documentation names."""
+    """Dask's settings for TLS, with files that the documented script makes."""
     subprocess.run([str(ROOT / "deploy" / "certificates"), str(folder), "host"], check=True, timeout=30)
-    roles = ("SCHEDULER", "WORKER", "CLIENT")
-    return {
-        "DASK_DISTRIBUTED__COMM__TLS__CA_FILE": str(folder / "ca.pem"),
-        **{f"DASK_DISTRIBUTED__COMM__TLS__{role}__CERT": str(folder / "host.pem") for role in roles},
-        **{f"DASK_DISTRIBUTED__COMM__TLS__{role}__KEY": str(folder / "host.key") for role in roles},
-    }
+    files = {"ca-file": "ca.pem"}
+    for role in ("scheduler", "worker", "client"):
+        files |= {f"{role}.cert": "host.pem", f"{role}.key": "host.key"}
+    return {f"distributed.comm.tls.{setting}": str(folder / name) for setting, name in files.items()}
 
 
 @pytest.fixture
@@ -54,7 +52,7 @@ def three() -> Iterator[list[Host]]:
 def cluster(three: list[Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     main, rollout, dual = three
     tls = certificates(tmp_path / "tls")
-    for name, value in (tls | SECRETS).items():
+    for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
     services = Services(
         api=f"http://{main.address}:4200/api",
@@ -67,9 +65,10 @@ def cluster(three: list[Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         "PYTHONPATH": str(ROOT),
         "SF_CACHE_DIR": str(tmp_path / "cache"),
         "GATES": str(tmp_path / "gates"),
+        **{f"DASK_{key}".upper().replace(".", "__").replace("-", "_"): value for key, value in tls.items()},
     }
     (tmp_path / "gates").mkdir()
-    with local_stack(tmp_path / "logs", env) as stack, dask.config.set(dask.config.collect_env()):
+    with local_stack(tmp_path / "logs", env) as stack, dask.config.set(tls):
 
         def sf(host: Host, name: str, *command: str, **extra: str) -> None:
             whole = [*RESTARTED, *host.exec, sys.executable, "-m", "sf_core", *command]
