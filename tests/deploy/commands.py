@@ -34,7 +34,9 @@ def check_command(command: list[str], env: Mapping[str, str]) -> None:
 
 
 def check_variables(env: Mapping[str, str], used: str) -> None:
-    """Every variable is read by somebody: Prefect, Dask, our settings, or the text of what uses the file."""
+    """Every variable is read: by Prefect, by Dask, by our settings or by the text of what uses the file. What
+    `sf up` sets for Prefect is set."""
+    assert parts.PREFECT_SETTINGS.items() <= env.items()
     readers = used + (ROOT / "sf_core" / "settings.py").read_text() + (ROOT / "prefect.yaml").read_text()
     for name in env:
         if name.startswith("DASK_"):

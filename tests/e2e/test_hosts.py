@@ -86,6 +86,7 @@ def cluster(three: list[Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         worker(rollout, "r0", "rollout", HOLD=str(tmp_path / "hold"))
         worker(dual, "t0", "rollout,train")
         main.call(lambda: await_all(services, {"a0", "c0", "r0", "t0"}))
+        assert [len(listening(host)) for host in three] == [3 + 2 * 2, 2, 2], "servers, workers and nannies"
         yield Cluster(stack, tmp_path, services, prefix=main.exec)
 
 
@@ -105,6 +106,14 @@ def await_all(services: Services, names: set[str]) -> None:
     wait_until(lambda: answers(f"{services.api}/health"), "the Prefect server", 120, every_s=0.5)
     wait_until(lambda: answers(f"{services.dataplane}/metrics"), "the data plane", 60, every_s=0.5)
     wait_until(lambda: names <= joined(), "the workers", 120, every_s=0.5)
+
+
+def listening(host: Host) -> list[str]:
+    """What others can reach of it."""
+    command = [*host.exec, "ss", "--listening", "--tcp", "--numeric", "--no-header"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
+    addresses = [line.split()[3] for line in said.splitlines()]
+    return [address for address in addresses if not address.startswith("127.0.0.1:")]
 
 
 def test_a_host_that_is_cut_off_costs_nothing_and_is_used_again_when_it_is_back(
