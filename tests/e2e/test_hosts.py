@@ -83,8 +83,8 @@ def cluster(three: list[Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         sf(main, "dataplane", "dataplane", "--journal-dir", str(tmp_path / "journal"))
         worker(main, "a0", "agent")
         worker(main, "c0", "cpu")
-        worker(rollout, "r0", "rollout", HOLD=str(tmp_path / "hold"))
-        worker(dual, "t0", "rollout,train")
+        worker(rollout, "r0", "rollout", HOLD=str(tmp_path / "r0-hold"))
+        worker(dual, "t0", "rollout,train", HOLD=str(tmp_path / "t0-hold"))
         main.call(lambda: await_all(services, {"a0", "c0", "r0", "t0"}))
         assert [len(listening(host)) for host in three] == [3 + 2 * 2, 2, 2], "servers, workers and nannies"
         yield Cluster(stack, tmp_path, services, prefix=main.exec)
@@ -116,10 +116,14 @@ def listening(host: Host) -> list[str]:
     return [address for address in addresses if not address.startswith("127.0.0.1:")]
 
 
+@pytest.mark.parametrize(
+    ("number", "worker", "without"),
+    [pytest.param(1, "r0", "publish", id="rollout"), pytest.param(2, "t0", "filter", id="dual")],
+)
 def test_a_host_that_is_cut_off_costs_nothing_and_is_used_again_when_it_is_back(
-    three: list[Host], cluster: Cluster
+    three: list[Host], cluster: Cluster, number: int, worker: str, without: str
 ) -> None:
-    main, rollout, _ = three
+    main, lost = three[0], three[number]
     package = {part: f"tests.e2e.held_package:{part}" for part in ("tasks", "agent", "reward")}
     config = cluster.config(
         "cut-off",
@@ -129,27 +133,28 @@ def test_a_host_that_is_cut_off_costs_nothing_and_is_used_again_when_it_is_back(
         train={"iterations": 4},
         evaluate={"every": 4},
     )
-    gates, hold = cluster.folder / "gates", cluster.folder / "hold"
+    gates, hold = cluster.folder / "gates", cluster.folder / f"{worker}-hold"
     (gates / "0").touch()
     process = cluster.start(config)
     wait_until(lambda: (0, "publish") in manifests(config) or process.poll() is not None, "iteration 0", 120)
 
     hold.touch()
     (gates / "1").touch()
-    wait_until(Path(f"{hold}ing").exists, "work at the rollout host")
-    rollout.cut()
+    wait_until(Path(f"{hold}ing").exists, "work at the host")
+    lost.cut()
     hold.unlink()
-    wait_until(lambda: (1, "publish") in manifests(config) or process.poll() is not None, "iteration 1", 120)
+    # as far as the others get
+    wait_until(lambda: (1, without) in manifests(config) or process.poll() is not None, "iteration 1", 120)
 
     mended = time.time()
-    rollout.mend()
+    lost.mend()
     status = DataplaneClient(cluster.services.dataplane, "cut-off", dataplane_key()).status
-    wait_until(lambda: "r0" in serving(main.call(status)), "its engine", 120, every_s=0.5)
+    wait_until(lambda: worker in serving(main.call(status)), "its engine", 120, every_s=0.5)
     for gate in ("2", "3"):
         (gates / gate).touch()
     cluster.finish(config, process)
     check_result(config)
-    sampled = [span for span in spans(config, "rollout") if span.worker == "r0" and span.tokens]
+    sampled = [span for span in spans(config, "rollout") if span.worker == worker and span.tokens]
     assert min(span.start for span in sampled) < mended < max(span.start for span in sampled)
 
 
