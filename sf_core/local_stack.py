@@ -180,6 +180,15 @@ class Services:
     scheduler: str
     dataplane: str
 
+    @property
+    def addresses(self) -> dict[str, str]:
+        """What flows and commands read from the environment."""
+        return {
+            "PREFECT_API_URL": self.api,
+            "SF_SCHEDULER": self.scheduler,
+            "SF_DATAPLANE_URL": self.dataplane,
+        }
+
 
 def start_services(
     stack: LocalStack,

@@ -1,10 +1,36 @@
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from playwright.sync_api import Browser, expect, sync_playwright
 
 from tests.s3_server import BUCKET, make_bucket, s3_server
+
+# set in the workers of pytest-xdist; a console that is made then keeps this width
+os.environ.pop("COLUMNS", None)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The cluster is many processes: all tests on it go to the same worker of pytest-xdist."""
+    for item in items:
+        if "cluster" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("cluster"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Work is dealt out by groups, and beside them by files, whose tests share fixtures too."""
+    from xdist.scheduler import LoadGroupScheduling
+
+    class ByGroupOrFile(LoadGroupScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return super()._split_scope(nodeid).partition("::")[0]
+
+    return ByGroupOrFile(config, log)
 
 
 @pytest.fixture(scope="session")
@@ -16,3 +42,19 @@ def s3_bucket() -> Iterator[str]:
             patch.setenv(name, value)
         make_bucket(env)
         yield f"s3://{BUCKET}"
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    program = shutil.which("chromium")
+    if program is None:
+        if os.environ.get("CI") == "true":
+            raise FileNotFoundError("chromium is not installed; .ci/run installs Debian's")
+        pytest.skip("chromium is not installed; Debian's package chromium has it")
+    expect.set_options(timeout=30_000)
+    with sync_playwright() as playwright:
+        # no sandbox: tests may run as root; no WebGL: a run's page in Prefect would draw all the time
+        arguments = ["--no-sandbox", "--disable-3d-apis"]
+        chromium = playwright.chromium.launch(executable_path=program, args=arguments)
+        yield chromium
+        chromium.close()

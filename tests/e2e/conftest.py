@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from distributed import Client
 
 from sf_core.config import RunConfig, WorkerConfig, validate_config
 from sf_core.local_stack import LocalStack, Services, local_stack, start_dataplane, start_services
@@ -23,7 +24,23 @@ from tests.e2e.postgresql import postgresql
 from tests.e2e.prefect_server import Server, prefect_server
 
 ROOT = Path(__file__).parents[2]
-TINY_POLICY = {"hidden_size": 32, "num_layers": 1, "warmstart": None}
+SMALL_RUN: dict[str, Any] = {
+    "policy": {"hidden_size": 32, "num_layers": 1, "warmstart": None},
+    "environment": {part: f"tests.e2e.echo_package:{part}" for part in ("tasks", "agent", "reward")},
+    "rollout": {"group_size": 2, "groups_per_batch": 3, "max_tokens": 8, "concurrency": 8},
+    "train": {"iterations": 3},
+    "evaluate": {"every": 2, "num_tasks": 4},
+    "engine": {"kind": "scripted", "script": "tests.e2e.echo_package:script", "max_running": 16},
+}
+"""A few small iterations on the scripted engine."""
+
+
+def small_run(run_id: str, root: Path, pipeline: str | None = None, **sections: dict[str, Any]) -> RunConfig:
+    """SMALL_RUN below that folder, with these changes of its sections; a policy replaces the one it has."""
+    data = SMALL_RUN | {"run_id": run_id, "pipeline": pipeline, "storage": {"root": str(root)}}
+    for name, values in sections.items():
+        data[name] = values if name == "policy" else data.get(name, {}) | values
+    return validate_config(data)
 
 
 @dataclass
@@ -40,23 +57,11 @@ class Cluster:
         return self.folder / "user"
 
     def config(self, run_id: str, pipeline: str | None = None, **sections: dict[str, Any]) -> RunConfig:
-        """A run of a few small iterations on the scripted engine."""
-        data: dict[str, Any] = {
-            "run_id": run_id,
-            "pipeline": pipeline,
-            "policy": {} if "policy" in sections else TINY_POLICY,
-            "environment": {part: f"tests.e2e.echo_package:{part}" for part in ("tasks", "agent", "reward")},
-            "rollout": {"group_size": 2, "groups_per_batch": 3, "max_tokens": 8, "concurrency": 8},
-            "train": {"iterations": 3},
-            "evaluate": {"every": 2, "num_tasks": 4},
-            "engine": {"kind": "scripted", "script": "tests.e2e.echo_package:script", "max_running": 16},
-            "cluster": {"scheduler": self.services.scheduler},
-            "dataplane": {"url": self.services.dataplane},
-            "storage": {"root": str(self.folder / "runs")},
-        }
-        for name, values in sections.items():
-            data[name] = data.get(name, {}) | values
-        return validate_config(data)
+        """A small run on this cluster."""
+        addresses = {"scheduler": self.services.scheduler}
+        sections["cluster"] = addresses | sections.get("cluster", {})
+        sections["dataplane"] = {"url": self.services.dataplane}
+        return small_run(run_id, self.folder / "runs", pipeline, **sections)
 
     def start(self, config: RunConfig, flow: str = "train", **env: str) -> subprocess.Popen[bytes]:
         file = self.folder / f"{config.run_id}.json"
@@ -88,6 +93,12 @@ class Cluster:
         port = int(self.services.dataplane.rpartition(":")[2])
         start_dataplane(self.stack, self.folder, port)()
 
+    def running_tasks(self) -> list[str]:
+        """Of all workers, those included that Dask has given up."""
+        with Client(self.services.scheduler, set_as_default=False) as client:
+            active = client.run(lambda dask_worker: list(dask_worker.active_threads.values()))
+            return [key for keys in (*active.values(), *client.processing().values()) for key in keys]
+
     def worker_process(self, name: str) -> psutil.Process:
         """The process that runs the worker's tasks; its nanny starts another one when it dies."""
         nanny = next(p for p in self.stack.processes if p.name == f"worker-{name}")
@@ -109,6 +120,11 @@ def spans(config: RunConfig, tag: str, kind: str = "busy") -> list[Span]:
 def holders(config: RunConfig, tag: str) -> set[str]:
     """The workers that were ever held under this tag."""
     return {span.worker for span in spans(config, tag, "held")}
+
+
+def is_committed(config: RunConfig, iteration: int, stage: str) -> bool:
+    """Cheap enough to ask again and again while a run goes on."""
+    return Path(config.run_dir, "manifests", f"{iteration:05d}", f"{stage}.json").exists()
 
 
 def manifests(config: RunConfig) -> dict[tuple[int, str], dict[str, Any]]:
@@ -133,32 +149,23 @@ def running_cluster(folder: Path, workers: Mapping[str, WorkerConfig]) -> Iterat
 
 
 @pytest.fixture(scope="session")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(tmp_path_factory: pytest.TempPathFactory, s3_bucket: str) -> Iterator[Cluster]:
+    """Its processes inherit what reaches the bucket."""
     with running_cluster(tmp_path_factory.mktemp("cluster"), RunConfig().cluster.workers) as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="session")
 def server(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A Prefect server on SQLite with our deployments, whose runs work on the cluster."""
-    with prefect_server(tmp_path_factory.mktemp("server"), _addresses(cluster)) as server:
-        server.deploy()
-        yield server
-
-
-@pytest.fixture(scope="session")
-def lasting_server(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The same on PostgreSQL. On SQLite, an event that meets a locked database is lost to automations."""
+    """A Prefect server with our deployments, whose runs work on the cluster. On PostgreSQL: on SQLite, which
+    test_standing_stack.py has, an event that meets a locked database is lost to automations."""
     with postgresql() as url:
-        env = _addresses(cluster) | {"PREFECT_API_DATABASE_CONNECTION_URL": url}
-        with prefect_server(tmp_path_factory.mktemp("lasting-server"), env) as server:
+        env = {
+            "PREFECT_API_DATABASE_CONNECTION_URL": url,
+            "PYTHONPATH": str(cluster.user_code),
+            "SF_SCHEDULER": cluster.services.scheduler,
+            "SF_DATAPLANE_URL": cluster.services.dataplane,
+        }
+        with prefect_server(tmp_path_factory.mktemp("server"), env) as server:
             server.deploy()
             yield server
-
-
-def _addresses(cluster: Cluster) -> dict[str, str]:
-    return {
-        "PYTHONPATH": str(cluster.user_code),
-        "SF_SCHEDULER": cluster.services.scheduler,
-        "SF_DATAPLANE_URL": cluster.services.dataplane,
-    }

@@ -1,4 +1,4 @@
-"""A Prefect server for deployments with a database of its own, and a fresh clone to deploy from."""
+"""Prefect servers with our deployments, and one of them with a fresh clone to deploy from."""
 
 from __future__ import annotations
 
@@ -40,8 +40,58 @@ def without_addresses(config: RunConfig) -> RunConfig:
 
 
 @dataclass
-class Server:
+class PrefectApi:
+    """A server that answers at this URL."""
+
     api: str
+
+    @contextmanager
+    def client(self) -> Iterator[SyncPrefectClient]:
+        with temporary_settings({PREFECT_API_URL: self.api}), get_client(sync_client=True) as client:
+            yield client
+
+    def check_deployments(self) -> None:
+        """Every deployment is there with its form, in a pool for one run."""
+        with self.client() as client:
+            assert client.read_work_pool("sf").concurrency_limit == 1
+            assert len(client.read_automations()) == 2
+            for name, full_name in DEPLOYMENTS.items():
+                deployment = client.read_deployment_by_name(full_name)
+                assert (deployment.work_pool_name, deployment.tags) == ("sf", ["seamlessflow"])
+                assert deployment.description and deployment.enforce_parameter_schema
+                assert list(deployment.parameter_openapi_schema["properties"]) == ["config"]
+                assert "config" in deployment.parameters, name
+
+    def create_run(self, deployment: str, config: dict[str, Any]) -> FlowRun:
+        with self.client() as client:
+            found = client.read_deployment_by_name(deployment)
+            return client.create_flow_run_from_deployment(found.id, parameters={"config": config})
+
+    def crash(self, run: FlowRun) -> None:
+        """Tell the server what a worker tells when the process of a run that it started ends."""
+        with self.client() as client:
+            for state in (Pending(), Running(), Crashed()):
+                client.set_flow_run_state(run.id, state, force=True)
+
+    def await_state(
+        self, run: FlowRun, name: str, timeout_s: float = 60, worker: Process | None = None
+    ) -> FlowRun:
+        def now() -> FlowRun | None:
+            with self.client() as client:
+                seen = client.read_flow_run(run.id)
+            assert seen.state
+            if name == "Completed" and seen.state.is_failed():
+                raise AssertionError(f"{seen.state} {worker.tail(30) if worker else ''}")
+            return seen if seen.state.name == name else None
+
+        found: FlowRun = wait_until(now, f"{run.name} to be {name}", timeout_s, every_s=0.5)
+        return found
+
+
+@dataclass
+class Server(PrefectApi):
+    """Its own process, and a clone whose code it deploys."""
+
     clone: Path
     stack: LocalStack
 
@@ -65,17 +115,6 @@ class Server:
             done = self.call(*command)
             assert done.returncode == 0, done.stdout + done.stderr
 
-    def create_run(self, deployment: str, config: dict[str, Any]) -> FlowRun:
-        with self.client() as client:
-            found = client.read_deployment_by_name(deployment)
-            return client.create_flow_run_from_deployment(found.id, parameters={"config": config})
-
-    def crash(self, run: FlowRun) -> None:
-        """Tell the server what a worker tells when the process of a run that it started ends."""
-        with self.client() as client:
-            for state in (Pending(), Running(), Crashed()):
-                client.set_flow_run_state(run.id, state, force=True)
-
     @contextmanager
     def worker(self) -> Iterator[Process]:
         """A process worker that takes runs of the pool."""
@@ -83,20 +122,6 @@ class Server:
         worker = self.stack.start(part.name, part.command, {"PREFECT_API_URL": self.api})
         yield worker
         self.stack.stop_one(worker)
-
-    def await_state(
-        self, run: FlowRun, name: str, timeout_s: float = 60, worker: Process | None = None
-    ) -> FlowRun:
-        def now() -> FlowRun | None:
-            with self.client() as client:
-                seen = client.read_flow_run(run.id)
-            assert seen.state
-            if worker is not None and seen.state.is_failed():
-                raise AssertionError(f"{seen.state} {worker.tail(30)}")
-            return seen if seen.state.name == name else None
-
-        found: FlowRun = wait_until(now, f"{run.name} to be {name}", timeout_s, every_s=0.5)
-        return found
 
     def await_heartbeat(self, name: str) -> FlowRun:
         """The run of this name, once the server has heard its heartbeat."""
@@ -112,19 +137,14 @@ class Server:
         found: FlowRun = wait_until(heard, f"a heartbeat of {name}", every_s=0.5)
         return found
 
-    @contextmanager
-    def client(self) -> Iterator[SyncPrefectClient]:
-        with temporary_settings({PREFECT_API_URL: self.api}), get_client(sync_client=True) as client:
-            yield client
-
 
 @contextmanager
 def prefect_server(folder: Path, env: dict[str, str]) -> Iterator[Server]:
     clone = folder / "clone"
     _copy_tracked(clone)
     paths = os.pathsep.join(filter(None, [str(clone), env.get("PYTHONPATH")]))
-    settings = {**env, "PREFECT_HOME": str(folder / "prefect"), "PYTHONPATH": paths, "SF_HOME": str(clone)}
-    with local_stack(folder / "logs", settings) as stack:
+    places = {"PREFECT_HOME": str(folder / "prefect"), "PYTHONPATH": paths, "SF_HOME": str(clone)}
+    with local_stack(folder / "logs", env | places) as stack:
         yield Server(start_prefect_server(stack, for_deployments=True)(), clone, stack)
 
 

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from sf_core.local_stack import Services
+
 ROOT = Path(__file__).parents[2]
 CONFIG = str(ROOT / "configs" / "quickstart.yaml")
 SMALL = {
@@ -27,8 +29,8 @@ def options(**more: Any) -> list[str]:
     return [option for key, value in settings.items() for option in ("--set", f"{key}={value}")]
 
 
-def sf(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the command in a folder, with a Prefect and a cache of its own."""
+def sf(folder: Path, *arguments: str, on: Services | None = None) -> subprocess.CompletedProcess[str]:
+    """Run the command in a folder, on these services. Without them, what trains starts its own."""
     env = os.environ | {
         "PREFECT_HOME": str(folder / "prefect"),
         "SF_CACHE_DIR": str(folder / "cache"),
@@ -36,6 +38,7 @@ def sf(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         "COLUMNS": "200",
     }
     env.pop("PREFECT_API_URL", None)
+    env |= on.addresses if on else {}
     return subprocess.run(
         [sys.executable, "-m", "sf_core", *arguments],
         env=env,

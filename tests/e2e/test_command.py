@@ -18,7 +18,7 @@ from sf_core.config_file import load_config
 from sf_core.observe import read_figures
 from storage.files import read_bytes
 from storage.run_directory import RunDirectory
-from tests.e2e.conftest import ROOT, manifests
+from tests.e2e.conftest import ROOT, SMALL_RUN, is_committed, manifests
 from tests.e2e.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -26,16 +26,7 @@ pytestmark = pytest.mark.slow
 
 def test_ctrl_c_leaves_no_process_and_the_run_is_resumed_as_it_was_configured(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
-    settings = {
-        "run_id": "interrupted",
-        "policy": {"hidden_size": 32, "num_layers": 1, "warmstart": None},
-        "environment": {part: f"tests.e2e.echo_package:{part}" for part in ("tasks", "agent", "reward")},
-        "rollout": {"group_size": 2, "groups_per_batch": 3, "max_tokens": 8, "concurrency": 8},
-        "train": {"iterations": 4},
-        "evaluate": {"every": 2, "num_tasks": 4},
-        "engine": {"kind": "scripted", "script": "tests.e2e.echo_package:script"},
-        "storage": {"root": str(tmp_path / "runs")},
-    }
+    settings = SMALL_RUN | {"run_id": "interrupted", "storage": {"root": str(tmp_path / "runs")}}
     file.write_text(yaml.safe_dump(settings))
     config = load_config(file)
     env = os.environ | {
@@ -47,7 +38,7 @@ def test_ctrl_c_leaves_no_process_and_the_run_is_resumed_as_it_was_configured(tm
     command = [sys.executable, "-m", "sf_core", "train", str(file)]
 
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    wait_until(lambda: (0, "publish") in manifests(config) or process.poll() is not None, "an iteration", 120)
+    wait_until(lambda: is_committed(config, 0, "publish") or process.poll() is not None, "an iteration", 120)
     children = psutil.Process(process.pid).children(recursive=True)
     assert len(children) >= 8
     process.send_signal(signal.SIGINT)
@@ -66,8 +57,8 @@ def test_ctrl_c_leaves_no_process_and_the_run_is_resumed_as_it_was_configured(tm
     for picture in ("summary.png", "timeline.png"):
         assert read_bytes(f"{config.run_dir}/{picture}").startswith(b"\x89PNG")
     events = json.loads(read_bytes(f"{config.run_dir}/timeline.json"))["traceEvents"]
-    assert {"iteration 3", "sample", "train", "yield"} <= {event["name"] for event in events}
-    assert sorted(read_figures(RunDirectory(config.run_dir), range(4))) == [0, 1, 2, 3]
+    assert {"iteration 2", "sample", "train", "yield"} <= {event["name"] for event in events}
+    assert sorted(read_figures(RunDirectory(config.run_dir), range(3))) == [0, 1, 2]
     AutoTokenizer.from_pretrained(f"{config.run_dir}/policy")
     AutoModelForCausalLM.from_pretrained(f"{config.run_dir}/policy")
 

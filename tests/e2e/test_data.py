@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.conftest import Cluster
 from tests.e2e.quickstart import CONFIG, ROOT, options, sf
 
 pytestmark = pytest.mark.slow
@@ -17,10 +18,11 @@ SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where `sf train` was called, with runs/quickstart in it."""
     folder = tmp_path_factory.mktemp("data")
-    done = sf(folder, "train", CONFIG, *options(run_id="quickstart", rollout__overlap=False))
+    settings = options(run_id="quickstart", rollout__overlap=False)
+    done = sf(folder, "train", CONFIG, *settings, on=cluster.services)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
@@ -51,7 +53,9 @@ def test_its_conversations_are_exported(folder: Path) -> None:
     assert "out.jsonl: 16 conversations for trl; 0 left out" in done.stdout
 
 
-def test_a_cleaned_run_goes_on_and_is_replayed_from_further_back(folder: Path, tmp_path: Path) -> None:
+def test_a_cleaned_run_goes_on_and_is_replayed_from_further_back(
+    cluster: Cluster, folder: Path, tmp_path: Path
+) -> None:
     shutil.copytree(folder / "runs", tmp_path / "runs")
     assert "quickstart  finished  2/2" in sf(tmp_path, "ls").stdout
     done = sf(tmp_path, "gc", "runs", "--journals", "--yes")
@@ -61,6 +65,6 @@ def test_a_cleaned_run_goes_on_and_is_replayed_from_further_back(folder: Path, t
 
     (run / "summary.json").unlink()
     settings = options(run_id="quickstart", rollout__overlap=False) + ["--set", "train.iterations=3"]
-    done = sf(tmp_path, "train", CONFIG, *settings)
+    done = sf(tmp_path, "train", CONFIG, *settings, on=cluster.services)
     assert done.returncode == 0, done.stdout + done.stderr
     assert sf(tmp_path, "replay", str(run), "--iteration", "2").returncode == 0

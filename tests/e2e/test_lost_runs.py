@@ -7,7 +7,7 @@ import sys
 import psutil
 import pytest
 
-from tests.e2e.conftest import Cluster, manifests
+from tests.e2e.conftest import Cluster, is_committed, manifests
 from tests.e2e.prefect_server import DEPLOYMENTS, Server, without_addresses
 from tests.e2e.waiting import wait_until
 
@@ -15,15 +15,15 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.nightly
-def test_a_killed_run_is_started_again_where_it_stopped(lasting_server: Server, cluster: Cluster) -> None:
+def test_a_killed_run_is_started_again_where_it_stopped(server: Server, cluster: Cluster) -> None:
     config = without_addresses(cluster.config("killed"))
-    with lasting_server.worker() as worker:
-        run = lasting_server.create_run(DEPLOYMENTS["quickstart"], config.model_dump(mode="json"))
-        wait_until(lambda: (0, "publish") in manifests(config), "an iteration", 120, every_s=0.1)
+    with server.worker() as worker:
+        run = server.create_run(DEPLOYMENTS["quickstart"], config.model_dump(mode="json"))
+        wait_until(lambda: is_committed(config, 0, "publish"), "an iteration", 120, every_s=0.1)
         for process in psutil.Process(worker.popen.pid).children(recursive=True):
             process.kill()
         before = manifests(config)
-        ended = lasting_server.await_state(run, "Completed", 200, worker)
+        ended = server.await_state(run, "Completed", 200, worker)
     assert (2, "publish") not in before
     assert (ended.name, ended.run_count) == ("killed", 2)
     after = manifests(config)
@@ -32,31 +32,31 @@ def test_a_killed_run_is_started_again_where_it_stopped(lasting_server: Server, 
 
 
 @pytest.mark.nightly
-def test_a_run_that_crashes_again_and_again_is_given_up(lasting_server: Server) -> None:
-    run = lasting_server.create_run(DEPLOYMENTS["train"], {"run_id": "hopeless"})
+def test_a_run_that_crashes_again_and_again_is_given_up(server: Server) -> None:
+    run = server.create_run(DEPLOYMENTS["train"], {"run_id": "hopeless"})
     for _ in range(2):
-        lasting_server.crash(run)
-        lasting_server.await_state(run, "AwaitingRetry", 90)
-    lasting_server.crash(run)
+        server.crash(run)
+        server.await_state(run, "AwaitingRetry", 90)
+    server.crash(run)
     # the server takes events one after the other: once this one is retried, the other would have been
-    other = lasting_server.create_run(DEPLOYMENTS["train"], {"run_id": "first-crash"})
-    lasting_server.crash(other)
-    lasting_server.await_state(other, "AwaitingRetry", 90)
-    assert lasting_server.await_state(run, "Crashed").run_count == 3
-    with lasting_server.client() as client:
+    other = server.create_run(DEPLOYMENTS["train"], {"run_id": "first-crash"})
+    server.crash(other)
+    server.await_state(other, "AwaitingRetry", 90)
+    assert server.await_state(run, "Crashed").run_count == 3
+    with server.client() as client:
         client.delete_flow_run(other.id)  # or a worker would start it
 
 
-def test_a_run_whose_process_vanished_is_found(lasting_server: Server) -> None:
+def test_a_run_whose_process_vanished_is_found(server: Server) -> None:
     def setup(silence_s: int) -> None:
-        done = lasting_server.call("sf_core", "setup-server", "--silence-s", str(silence_s))
+        done = server.call("sf_core", "setup-server", "--silence-s", str(silence_s))
         assert done.returncode == 0, done.stderr
 
     setup(10)
     command = [sys.executable, "-m", "tests.e2e.sleeping_flow"]
-    process = lasting_server.stack.start("vanishing", command, lasting_server.env)
-    run = lasting_server.await_heartbeat("asleep")
+    process = server.stack.start("vanishing", command, server.env)
+    run = server.await_heartbeat("asleep")
     process.popen.kill()
-    crashed = lasting_server.await_state(run, "Crashed", 90)
+    crashed = server.await_state(run, "Crashed", 90)
     setup(540)
     assert crashed.state and crashed.state.message == "no heartbeat for 10 s: its process is gone"

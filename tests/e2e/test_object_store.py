@@ -9,13 +9,17 @@ import pytest
 
 from storage import files
 from storage.run_directory import STAGES, RunDirectory
+from tests.e2e.conftest import Cluster
 from tests.e2e.quickstart import CONFIG, options, sf
 
 pytestmark = pytest.mark.slow
 
 
-def test_the_quickstart_runs_in_a_bucket_and_is_read_back_from_it(tmp_path: Path, s3_bucket: str) -> None:
-    done = sf(tmp_path, "train", CONFIG, *options(run_id="small", storage__root=f"{s3_bucket}/runs"))
+def test_the_quickstart_runs_in_a_bucket_and_is_read_back_from_it(
+    cluster: Cluster, tmp_path: Path, s3_bucket: str
+) -> None:
+    settings = options(run_id="small", storage__root=f"{s3_bucket}/runs")
+    done = sf(tmp_path, "train", CONFIG, *settings, on=cluster.services)
     assert done.returncode == 0, done.stdout + done.stderr
 
     run = RunDirectory(f"{s3_bucket}/runs/small")

@@ -6,6 +6,8 @@ import json
 import re
 import signal
 from pathlib import Path
+from subprocess import Popen
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,18 +16,10 @@ import pytest
 from sf_core.config import RunConfig
 from storage.files import read_bytes
 from storage.run_directory import STAGES, RunDirectory
-from tests.e2e.conftest import Cluster, manifests
+from tests.e2e.conftest import Cluster, is_committed, manifests
 from tests.e2e.waiting import wait_until
 
 pytestmark = pytest.mark.slow
-
-BEFORE = {
-    "rollout": (0, "publish"),
-    "filter": (1, "rollout"),
-    "train": (1, "filter"),
-    "publish": (1, "train"),
-}
-"""The stage whose manifest says that the key's stage of iteration 1 begins."""
 
 
 def check_result(config: RunConfig) -> None:
@@ -68,40 +62,52 @@ def check_tokens(rows: pa.Table) -> None:
         assert versions == sorted(versions)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_killed_flow_goes_on_at_the_stage_it_was_killed_in(cluster: Cluster, stage: str) -> None:
-    config = cluster.config(f"flow-killed-in-{stage}")
-    process = cluster.start(config)
-    wait_until(lambda: BEFORE[stage] in manifests(config) or process.poll() is not None, f"start of {stage}")
-    process.kill()
-    process.wait()
-    before = manifests(config)
-    assert before and (2, "publish") not in before, cluster.log(config)[-2000:]
+def await_stage(cluster: Cluster, config: RunConfig, flow: Popen[bytes], iteration: int, stage: str) -> None:
+    """Return when this stage of an iteration begins: when the one before it is committed."""
+    before = STAGES.index(stage) - 1
+    committed = (iteration if before >= 0 else iteration - 1, STAGES[before])
+    what = f"start of {stage} of iteration {iteration}"
+    wait_until(lambda: is_committed(config, *committed) or flow.poll() is not None, what)
+    assert flow.poll() is None, cluster.log(config)[-2000:]
+
+
+def test_a_flow_that_is_killed_in_each_stage_goes_on_where_it_was_killed(cluster: Cluster) -> None:
+    config = cluster.config("flow-killed", train={"iterations": 1 + len(STAGES)})
+    before: dict[tuple[int, str], Any] = {}
+    for iteration, stage in enumerate(STAGES, 1):
+        process = cluster.start(config)
+        await_stage(cluster, config, process, iteration, stage)
+        process.kill()
+        process.wait()
+        now = manifests(config)
+        assert {key: now[key] for key in before} == before
+        before = now
     cluster.finish(config, cluster.start(config))
     after = manifests(config)
     assert {key: after[key] for key in before} == before
     check_result(config)
 
+    # a finished run is not run again
+    cluster.finish(config, cluster.start(config))
+    assert manifests(config) == after
 
-@pytest.mark.parametrize(
-    ("stage", "worker"),
-    [
+
+def test_killed_workers_are_replaced_and_the_run_ends_as_if_nothing_happened(cluster: Cluster) -> None:
+    kills = [
         ("rollout", "r0"),
         ("rollout", "a0"),
         ("rollout", "c0"),
         ("filter", "c0"),
         ("train", "t0"),
         ("publish", "c0"),
-    ],
-)
-def test_a_killed_worker_is_replaced_and_the_run_ends_as_if_nothing_happened(
-    cluster: Cluster, stage: str, worker: str
-) -> None:
-    config = cluster.config(f"{worker}-killed-in-{stage}")
+    ]
+    config = cluster.config("workers-killed", train={"iterations": 1 + len(kills)})
     process = cluster.start(config)
-    wait_until(lambda: BEFORE[stage] in manifests(config) or process.poll() is not None, f"start of {stage}")
-    before = manifests(config)
-    cluster.worker_process(worker).kill()
+    before: dict[tuple[int, str], Any] = {}
+    for iteration, (stage, worker) in enumerate(kills, 1):
+        await_stage(cluster, config, process, iteration, stage)
+        before |= manifests(config)
+        cluster.worker_process(worker).kill()
     cluster.finish(config, process)
     after = manifests(config)
     assert {key: after[key] for key in before} == before
@@ -111,18 +117,17 @@ def test_a_killed_worker_is_replaced_and_the_run_ends_as_if_nothing_happened(
 def test_a_killed_data_plane_comes_back_and_the_run_goes_on(cluster: Cluster) -> None:
     config = cluster.config("dataplane-killed")
     process = cluster.start(config)
-    for stage in ("rollout", "train"):
-        wait_until(lambda s=stage: BEFORE[s] in manifests(config) or process.poll() is not None, stage)
-        assert process.poll() is None, cluster.log(config)[-2000:]
+    for iteration, stage in ((1, "rollout"), (1, "train")):
+        await_stage(cluster, config, process, iteration, stage)
         cluster.restart_dataplane()
     cluster.finish(config, process)
     check_result(config)
 
 
 def test_of_two_flows_on_one_run_the_older_is_refused_and_the_newer_finishes(cluster: Cluster) -> None:
-    config = cluster.config("two-flows", train={"iterations": 6})
+    config = cluster.config("two-flows", train={"iterations": 4})
     older = cluster.start(config)
-    wait_until(lambda: (0, "publish") in manifests(config) or older.poll() is not None, "an iteration")
+    wait_until(lambda: is_committed(config, 0, "publish") or older.poll() is not None, "an iteration")
     older.send_signal(signal.SIGSTOP)
     before = manifests(config)
     newer = cluster.start(config)
@@ -135,19 +140,3 @@ def test_of_two_flows_on_one_run_the_older_is_refused_and_the_newer_finishes(clu
     assert {key: after[key] for key in before} == before
     assert {manifest["attempt"] for manifest in after.values()} == {1, 2}
     check_result(config)
-
-
-def test_a_finished_run_is_not_run_again(cluster: Cluster) -> None:
-    config = cluster.config("finished")
-    cluster.finish(config, cluster.start(config))
-    before = manifests(config)
-    cluster.finish(config, cluster.start(config))
-    assert manifests(config) == before
-
-
-def test_a_run_refuses_to_go_on_with_another_policy(cluster: Cluster) -> None:
-    config = cluster.config("changed")
-    cluster.finish(config, cluster.start(config))
-    changed = cluster.config("changed", policy={"hidden_size": 64, "num_layers": 1, "warmstart": None})
-    assert cluster.start(changed).wait(60) != 0
-    assert "was started with another policy" in cluster.log(changed)

@@ -17,6 +17,8 @@ from sf_core.config import RunConfig
 from sf_core.local_stack import free_port
 from sf_core.scheduling.plan import read_workers
 from sf_core.standing_stack import MARK, server
+from tests.e2e.conftest import manifests, small_run
+from tests.e2e.prefect_server import DEPLOYMENTS, PrefectApi
 from tests.e2e.quickstart import ROOT
 from tests.e2e.waiting import wait_until
 
@@ -87,13 +89,20 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 def test_every_part_is_up_and_the_runs_can_be_started(stack: Stack) -> None:
     api = f"http://127.0.0.1:{stack.ports['prefect']}/api"
-    deployments = httpx.post(f"{api}/deployments/filter", json={}).json()
-    assert {one["name"] for one in deployments} == {"quickstart", "train", "warmstart", "evaluate"}
+    PrefectApi(api).check_deployments()
     assert stack.dataplane_answers()
     names = {worker.name for worker in read_workers(f"tcp://127.0.0.1:{stack.ports['scheduler']}")}
     assert names == set(RunConfig().cluster.workers)
     online = f"{api}/work_pools/sf/workers/filter"
     wait_until(lambda: httpx.post(online, json={}).json(), "a process worker", every_s=0.5)
+
+
+def test_a_deployed_run_is_taken_by_its_worker_and_completes(stack: Stack, tmp_path: Path) -> None:
+    prefect = PrefectApi(f"http://127.0.0.1:{stack.ports['prefect']}/api")
+    config = small_run("deployed", tmp_path)
+    run = prefect.create_run(DEPLOYMENTS["quickstart"], config.model_dump(mode="json"))
+    assert prefect.await_state(run, "Completed", 150).name == "deployed"
+    assert (2, "publish") in manifests(config)
 
 
 def test_a_part_that_is_killed_comes_back(stack: Stack) -> None:

@@ -1,8 +1,9 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from sf_core.config import DataplaneConfig, RunConfig, StorageConfig
+from sf_core.config import DataplaneConfig, EnvironmentConfig, PolicyConfig, RunConfig, StorageConfig
 from sf_core.run import begin_attempt, read_stored_config
 
 
@@ -35,3 +36,17 @@ def test_without_a_data_plane_nothing_begins(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(ValueError, match=r"no data plane: set dataplane\.url or SF_DATAPLANE_URL"):
         begin_attempt(configured(tmp_path, url=None))
     assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("seed", 8), ("policy", PolicyConfig(hidden_size=32)), ("environment", EnvironmentConfig(reward="a:b"))],
+)
+def test_a_run_does_not_go_on_with_another_policy_seed_or_environment(
+    tmp_path: Path, key: str, value: Any
+) -> None:
+    config = configured(tmp_path)
+    begin_attempt(config)
+    with pytest.raises(ValueError, match=f"run r was started with another {key}; "):
+        begin_attempt(config.model_copy(update={key: value}))
+    assert read_stored_config(config.run_dir) == config

@@ -90,7 +90,7 @@ def mini() -> Path:
     return program
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("model", "options"),
     [

@@ -27,7 +27,7 @@ def gateways() -> list[psutil.Process]:
     return [child for child in alive if "sf_core.dataplane.gateways.process" in child.cmdline()]
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (1, 2))])
 def test_gateways_killed_at_random_moments_agents_see_whole_answers_and_the_record_is_exact(
     plane: Restarts, renderer: Renderer, seed: int
 ) -> None:

@@ -21,6 +21,9 @@ from tests.sf_core.dataplane.test_inflight import (  # noqa: F401
     test_an_idempotency_key_stands_for_one_sample,
 )
 
+# each starts three processes; that all requests of a session meet in one of them is shown in test_port.py
+pytestmark = pytest.mark.nightly
+
 
 @pytest.fixture
 def agent(tmp_path: Path, model_dir: str, renderer: Renderer) -> Iterator[Agent]:
