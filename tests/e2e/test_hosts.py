@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from sf_core.dataplane.client import DataplaneClient
-from sf_core.local_stack import Services, local_stack
+from sf_core.local_stack import LocalStack, Services, local_stack
 from sf_core.scheduling.plan import read_workers
 from sf_core.settings import dataplane_key
 from tests.e2e.conftest import ROOT, Cluster, manifests, spans
@@ -22,7 +22,7 @@ from tests.e2e.hosts import Host, hosts
 from tests.e2e.test_resume import check_result
 from tests.e2e.waiting import wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.nightly]
+pytestmark = pytest.mark.slow
 
 SECRETS = {
     "SF_DATAPLANE_KEY": "planted-key",
@@ -43,15 +43,25 @@ def certificates(folder: Path) -> dict[str, str]:
 
 
 @pytest.fixture
+def tls(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """The environment of all parts. This process has the settings too."""
+    settings = certificates(tmp_path / "tls")
+    names = {key: f"DASK_{key}".upper().replace(".", "__").replace("-", "_") for key in settings}
+    with dask.config.set(settings):
+        yield {"PYTHONPATH": str(ROOT)} | {names[key]: value for key, value in settings.items()}
+
+
+@pytest.fixture
 def three() -> Iterator[list[Host]]:
     with hosts(3) as found:
         yield found
 
 
 @pytest.fixture
-def cluster(three: list[Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+def cluster(
+    three: list[Host], tls: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Cluster]:
     main, rollout, dual = three
-    tls = certificates(tmp_path / "tls")
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
     services = Services(
@@ -59,53 +69,54 @@ def cluster(three: list[Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         scheduler=f"tls://{main.address}:8786",
         dataplane=f"http://{main.address}:8700",
     )
-    env = {
+    env = tls | {
         "PREFECT_HOME": str(tmp_path / "prefect"),
         "PREFECT_API_URL": services.api,
-        "PYTHONPATH": str(ROOT),
         "SF_CACHE_DIR": str(tmp_path / "cache"),
         "GATES": str(tmp_path / "gates"),
-        **{f"DASK_{key}".upper().replace(".", "__").replace("-", "_"): value for key, value in tls.items()},
     }
     (tmp_path / "gates").mkdir()
-    with local_stack(tmp_path / "logs", env) as stack, dask.config.set(tls):
-
-        def sf(host: Host, name: str, *command: str, **extra: str) -> None:
-            whole = [*RESTARTED, *host.exec, sys.executable, "-m", "sf_core", *command]
-            stack.start(name, [*whole, "--host", host.address], extra)
-
-        def worker(host: Host, name: str, tags: str, **extra: str) -> None:
-            options = ("--scheduler", services.scheduler, "--tags", tags, "--name", name, "--threads", "1")
-            sf(host, name, "worker", *options, **extra)
-
-        sf(main, "server", "server")
-        sf(main, "scheduler", "scheduler")
-        sf(main, "dataplane", "dataplane", "--journal-dir", str(tmp_path / "journal"))
-        worker(main, "a0", "agent")
-        worker(main, "c0", "cpu")
-        worker(rollout, "r0", "rollout", HOLD=str(tmp_path / "r0-hold"))
-        worker(dual, "t0", "rollout,train", HOLD=str(tmp_path / "t0-hold"))
+    with local_stack(tmp_path / "logs", env) as stack:
+        start(stack, main, "server", "server")
+        start(stack, main, "scheduler", "scheduler")
+        start(stack, main, "dataplane", "dataplane", "--journal-dir", str(tmp_path / "journal"))
+        start_worker(stack, main, "a0", "agent", services.scheduler)
+        start_worker(stack, main, "c0", "cpu", services.scheduler)
+        for host, name, tags in ((rollout, "r0", "rollout"), (dual, "t0", "rollout,train")):
+            start_worker(stack, host, name, tags, services.scheduler, HOLD=str(tmp_path / f"{name}-hold"))
         main.call(lambda: await_all(services, {"a0", "c0", "r0", "t0"}))
         assert [len(listening(host)) for host in three] == [3 + 2 * 2, 2, 2], "servers, workers and nannies"
         yield Cluster(stack, tmp_path, services, prefix=main.exec)
 
 
+def start(stack: LocalStack, host: Host, name: str, *command: str, **env: str) -> None:
+    whole = [*RESTARTED, *host.exec, sys.executable, "-m", "sf_core", *command, "--host", host.address]
+    stack.start(name, whole, env)
+
+
+def start_worker(stack: LocalStack, host: Host, name: str, tags: str, scheduler: str, **env: str) -> None:
+    options = ("--scheduler", scheduler, "--name", name, "--tags", tags, "--threads", "1")
+    start(stack, host, name, "worker", *options, **env)
+
+
 def await_all(services: Services, names: set[str]) -> None:
-    def answers(url: str) -> bool:
-        try:
-            return httpx.get(url).status_code < 500
-        except httpx.HTTPError:
-            return False
-
-    def joined() -> set[str]:
-        try:
-            return {worker.name for worker in read_workers(services.scheduler)}
-        except ValueError:
-            return set()
-
     wait_until(lambda: answers(f"{services.api}/health"), "the Prefect server", 120, every_s=0.5)
     wait_until(lambda: answers(f"{services.dataplane}/metrics"), "the data plane", 60, every_s=0.5)
-    wait_until(lambda: names <= joined(), "the workers", 120, every_s=0.5)
+    wait_until(lambda: names <= joined(services.scheduler), "the workers", 120, every_s=0.5)
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(url).status_code < 500
+    except httpx.HTTPError:
+        return False
+
+
+def joined(scheduler: str) -> set[str]:
+    try:
+        return {worker.name for worker in read_workers(scheduler)}
+    except ValueError:
+        return set()
 
 
 def listening(host: Host) -> list[str]:
@@ -116,6 +127,29 @@ def listening(host: Host) -> list[str]:
     return [address for address in addresses if not address.startswith("127.0.0.1:")]
 
 
+def test_a_worker_of_another_host_needs_a_certificate_and_joins_again_after_it_was_cut_off(
+    tls: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sf_core.scheduling.plan.ANSWER_S", 5.0)
+    # the shortest that Dask takes
+    env = tls | {"SF_EMULATED": "1", "DASK_DISTRIBUTED__COMM__TIMEOUTS__TCP": "11s"}
+    with hosts(2) as (main, other), local_stack(tmp_path / "logs", env) as stack:
+        scheduler = f"tls://{main.address}:8786"
+        names = lambda: main.call(lambda: joined(scheduler))  # noqa: E731
+        start(stack, main, "scheduler", "scheduler")
+        start_worker(stack, other, "r0", "rollout", scheduler)
+        wait_until(lambda: names() == {"r0"}, "the worker", 60, every_s=0.5)
+        other.cut()
+        wait_until(lambda: names() == set(), "its loss", 60, every_s=0.5)
+        other.mend()
+        wait_until(lambda: names() == {"r0"}, "its return", 60, every_s=0.5)
+
+        strange = certificates(tmp_path / "strange")
+        with dask.config.set(strange | {"distributed.comm.tls.ca-file": str(tmp_path / "tls" / "ca.pem")}):
+            assert names() == set(), "a client of another authority was let in"
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("number", "worker", "without"),
     [pytest.param(1, "r0", "publish", id="rollout"), pytest.param(2, "t0", "filter", id="dual")],
