@@ -12,13 +12,19 @@ from typing import Annotated
 import typer
 
 from sf_core.cli_data import commands as data_commands
-from sf_core.config import ConfigError, RunConfig, worker_config
+from sf_core.cli_hosts import commands as host_commands
+from sf_core.config import ConfigError, RunConfig
 from sf_core.config_file import load_config
+<<<<<<< HEAD
 from sf_core.dataplane.journal import Fsync
 from sf_core.terminal import console, say_error
+=======
+from sf_core.terminal import console, errors
+>>>>>>> hosts
 from sf_core.terminal import fail as _fail
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.add_typer(host_commands)
 app.add_typer(data_commands)
 
 ConfigFile = Annotated[Path, typer.Argument(help="YAML configuration.", show_default=False)]
@@ -193,6 +199,7 @@ def simulate(
         _fail(str(error))
 
 
+<<<<<<< HEAD
 @app.command()
 def worker(
     scheduler: Annotated[str, typer.Option(help="Address of the Dask scheduler.", show_default=False)],
@@ -256,6 +263,8 @@ def dataplane(
         _fail(f"{host}:{port} cannot be served: {error}")
 
 
+=======
+>>>>>>> hosts
 def _config(path: Path, overrides: list[str] | None) -> RunConfig:
     try:
         return _runnable(load_config(path, overrides), str(path))

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import certifi
 
+from sf_core.addresses import is_loopback
 from sf_core.config import WorkerConfig
 from sf_core.dataplane.memory import MEMORY_MB
-from sf_core.scheduling.worker import LOG_SETTINGS, worker_command, worker_environment
+from sf_core.scheduling.worker import LOG_SETTINGS, NO_DASHBOARD, worker_command, worker_environment
 
-LOOPBACK = ("--host", "127.0.0.1")
+LOOPBACK = "127.0.0.1"
 PREFECT_SETTINGS = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "PREFECT_LOGGING_LEVEL": "WARNING",
@@ -34,12 +35,12 @@ class Part:
     """It gets the time that the others leave."""
 
 
-def prefect_server(port: int, *, for_deployments: bool) -> Part:
+def prefect_server(port: int, *, host: str = LOOPBACK, for_deployments: bool) -> Part:
     """Only a server that is for deployments runs what schedules, finds late runs and acts on events."""
     unused = ("SCHEDULER", "LATE_RUNS", "PAUSE_EXPIRATIONS", "CANCELLATION_CLEANUP", "FOREMAN", "TRIGGERS")
     env = {} if for_deployments else {f"PREFECT_SERVER_SERVICES_{s}_ENABLED": "false" for s in unused}
-    command = _module("prefect", "server", "start", *LOOPBACK, "--port", str(port))
-    return Part("prefect-server", command, {**env, "PREFECT_UI_API_URL": f"http://127.0.0.1:{port}/api"})
+    command = _module("prefect", "server", "start", "--host", host, "--port", str(port))
+    return Part("prefect-server", command, {**env, "PREFECT_UI_API_URL": f"http://{host}:{port}/api"})
 
 
 def prefect_worker(pool: str) -> Part:
@@ -48,9 +49,11 @@ def prefect_worker(pool: str) -> Part:
     return Part("prefect-worker", command)
 
 
-def dask_scheduler(port: int, *options: str) -> Part:
-    command = _module("dask", "scheduler", *LOOPBACK, "--port", str(port), "--no-dashboard")
-    return Part("dask-scheduler", [*command, "--dashboard-address", "127.0.0.1:0", *options])
+def dask_scheduler(port: int, *options: str, host: str = LOOPBACK) -> Part:
+    """Speaks TLS where others can reach it."""
+    command = _module("dask", "scheduler", "--host", host, "--port", str(port), *NO_DASHBOARD)
+    protocol = [] if is_loopback(host) else ["--protocol", "tls"]
+    return Part("dask-scheduler", [*command, *protocol, *options])
 
 
 def dask_worker(name: str, worker: WorkerConfig, scheduler: Iterable[str], directory: Path) -> Part:

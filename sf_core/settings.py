@@ -39,6 +39,12 @@ def prefect_api_url() -> str | None:
     return os.environ.get("PREFECT_API_URL") or None
 
 
+def prefect_password() -> str | None:
+    """USER:PASSWORD that a Prefect server asks for (PREFECT_SERVER_API_AUTH_STRING), if any. Its clients send
+    PREFECT_API_AUTH_STRING."""
+    return os.environ.get("PREFECT_SERVER_API_AUTH_STRING") or None
+
+
 def command_started_at() -> float | None:
     """Unix seconds at which `sf train` was called (SF_STARTED_AT), so that the summary counts start-up."""
     value = os.environ.get("SF_STARTED_AT")

@@ -39,7 +39,7 @@ class Gang:
         self._ranks: dict[str, Future] = {}
         self._workers = trainers
         if len(trainers) > self._fewest:
-            self._workers = self._kept(sorted(set(trainers) - _connected()))
+            self._workers = self._kept(sorted(set(trainers) - _connected().keys()))
 
     def submit(self, wait_for: Sequence[Future]) -> list[Future]:
         """One rank task per worker; rank 0, whose return means that the stage is committed, first."""
@@ -61,11 +61,14 @@ class Gang:
         bound_s = self._run.config.cluster.yield_timeout_s
         deadline = time.monotonic() + bound_s
         dataplane = self._run.dataplane
+        holders = _connected()
         with ThreadPoolExecutor(len(held)) as pool:
             list(pool.map(lambda lease: dataplane.revoke(lease[1], bound_s), held))
         while late := [worker for worker in dict(held) if not self._has_begun(worker)]:
             if time.monotonic() > deadline:
-                for worker in late:
+                connected = _connected()
+                # of one that is away or was started again, nothing holds the device
+                for worker in [w for w in late if w in connected and connected[w] == holders.get(w)]:
                     log.warning("%s did not yield within %g s: its process is ended", worker, bound_s)
                     end_by_force(scheduler_address(), worker)
                 return
@@ -108,7 +111,7 @@ class Gang:
                     deadline = time.monotonic() + config.train.gang_timeout_s
                     if failed:
                         self._files.end()
-                if deadline and (time.monotonic() > deadline or not set(unfinished) & _connected()):
+                if deadline and (time.monotonic() > deadline or not set(unfinished) & _connected().keys()):
                     break
                 self._await_any(unfinished)
         return unfinished
@@ -138,9 +141,10 @@ class Gang:
         return left if len(left) >= self._fewest else self._workers
 
 
-def _connected() -> set[str]:
+def _connected() -> dict[str, str]:
+    """Worker to address, of which a process that was started again has another one."""
     with Client(scheduler_address(), set_as_default=False) as client:
-        return {worker.name for worker in connected_workers(client).values()}
+        return {worker.name: address for address, worker in connected_workers(client).items()}
 
 
 def _error_of(future: Future) -> Exception | None:

@@ -20,6 +20,7 @@ from sf_core.config import RunConfig
 from sf_core.scheduling.pipelines import PIPELINES
 from sf_core.scheduling.roofline import Device, known_device, step_of, train_priority
 from sf_core.scheduling.tags import needed_tags
+from sf_core.scheduling.tls import require_certificates
 
 Duty = Literal["agent", "rollout", "reward"]
 """The tags under which a worker may be held throughout a run."""
@@ -67,6 +68,7 @@ def duty_of(worker: Worker, trainers: Container[str]) -> Duty | None:
 def read_workers(scheduler: str) -> list[Worker]:
     """The workers connected to a scheduler. Raises ValueError if it cannot be reached, or has a worker that
     was not started for us."""
+    require_certificates(scheduler)
     try:
         with Client(scheduler, set_as_default=False, timeout=ANSWER_S) as client:
             infos = client.scheduler_info(n_workers=-1)["workers"].values()
@@ -76,8 +78,9 @@ def read_workers(scheduler: str) -> list[Worker]:
 
 
 def connected_workers(client: Client) -> dict[str, Worker]:
-    """By address, while a run is on. Raises OSError if the scheduler does not answer."""
-    return our_workers(client.scheduler_info(n_workers=-1)["workers"])
+    """By address, while a run is on; none once the scheduler is lost for good. Raises OSError if it does not
+    answer."""
+    return our_workers(client.scheduler_info(n_workers=-1).get("workers", {}))
 
 
 def our_workers(infos: dict[str, Any]) -> dict[str, Worker]:

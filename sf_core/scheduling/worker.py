@@ -11,13 +11,12 @@ import sys
 from collections.abc import Iterable
 from dataclasses import asdict
 
-import dask
-
 from sf_core.addresses import is_loopback
 from sf_core.config import WorkerConfig
 from sf_core.scheduling.plan import read_workers
 from sf_core.scheduling.roofline import Device, known_device
 from sf_core.scheduling.tags import is_word
+from sf_core.scheduling.tls import require_tls
 from sf_core.settings import visible_cuda_devices
 
 DASK_SETTINGS = {
@@ -43,6 +42,8 @@ DASK_SETTINGS = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 """Environment of schedulers and workers alike."""
+NO_DASHBOARD = ("--no-dashboard", "--dashboard-address", "127.0.0.1:0")
+"""Dask's HTTP server starts even so, without key or TLS: it stays on loopback."""
 LOG_SETTINGS = {"PREFECT_LOGGING_EXTRA_LOGGERS": "sf_core,tasks,storage"}
 """With it, what our packages log in a task or a flow is in the log of its run in Prefect."""
 MAX_THREADS = 8
@@ -58,7 +59,7 @@ def worker_command(
     return [
         *(sys.executable, "-m", "dask", "worker", *scheduler, "--host", host),
         *("--name", name, "--resources", resources),
-        *("--nthreads", "1", "--nworkers", "1", "--memory-limit", "0", "--no-dashboard"),
+        *("--nthreads", "1", "--nworkers", "1", "--memory-limit", "0", *NO_DASHBOARD),
         *("--preload", "sf_core.scheduling.preload"),
     ]
 
@@ -98,8 +99,9 @@ def become_worker(
     name = is_word(name or f"{socket.gethostname().partition('.')[0]}-{worker.device.replace(':', '')}")
     if probe and worker.device_kind:
         raise ValueError("--probe measures what --device-kind says; leave one of the two out")
-    if not is_loopback(host):
-        _require_tls(scheduler, host)
+    require_tls(host, "worker")
+    if not is_loopback(host) and not scheduler.startswith("tls://"):
+        raise ValueError(f"{host} can be reached by others: name a tls:// scheduler, got {scheduler}")
     measured = None
     if probe:
         from sf_core.scheduling.probe import measure_device
@@ -112,15 +114,6 @@ def become_worker(
     command = worker_command(name, worker.tags, [scheduler], host=host)
     command += ["--death-timeout", f"{START_TIMEOUT_S:.0f}"]
     os.execvpe(command[0], command, environment)
-
-
-def _require_tls(scheduler: str, host: str) -> None:
-    certificates = [dask.config.get(f"distributed.comm.tls.{key}") for key in ("ca-file", "worker.cert")]
-    if not (scheduler.startswith("tls://") and all(certificates)):
-        raise ValueError(
-            f"{host} can be reached by others, and Dask runs what it is sent: name a tls:// scheduler and "
-            "set Dask's distributed.comm.tls.ca-file and distributed.comm.tls.worker.cert, or bind 127.0.0.1"
-        )
 
 
 def _cuda_device(device: str) -> str:

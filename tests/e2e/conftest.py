@@ -48,6 +48,8 @@ class Cluster:
     stack: LocalStack
     folder: Path
     services: Services
+    prefix: tuple[str, ...] = ()
+    """What stands before the command of a flow."""
 
     @property
     def user_code(self) -> Path:
@@ -66,7 +68,7 @@ class Cluster:
         file.write_text(config.model_dump_json())
         log = open(self.folder / f"{config.run_id}.log", "ab")  # noqa: SIM115
         return subprocess.Popen(
-            [sys.executable, "-m", f"flows.{flow}", str(file)],
+            [*self.prefix, sys.executable, "-m", f"flows.{flow}", str(file)],
             env={**self.stack.env, "PREFECT_API_URL": self.services.api, **env},
             stdout=log,
             stderr=subprocess.STDOUT,

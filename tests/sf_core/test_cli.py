@@ -1,5 +1,6 @@
 from pathlib import Path
 
+import dask
 import pytest
 from typer.testing import CliRunner
 
@@ -57,6 +58,38 @@ def test_a_data_plane_for_the_network_needs_a_key(monkeypatch: pytest.MonkeyPatc
     code, output = sf("dataplane", "--host", "0.0.0.0")
     assert code == 2
     assert "SF_DATAPLANE_KEY" in output
+
+
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        ("server", "set PREFECT_SERVER_API_AUTH_STRING to USER:PASSWORD, or serve on 127.0.0.1"),
+        (
+            "scheduler",
+            "distributed.comm.tls.ca-file and distributed.comm.tls.scheduler.cert, or bind 127.0.0.1",
+        ),
+    ],
+)
+def test_a_server_for_the_network_needs_a_password_or_certificates(
+    monkeypatch: pytest.MonkeyPatch, command: str, sentence: str
+) -> None:
+    monkeypatch.delenv("PREFECT_SERVER_API_AUTH_STRING", raising=False)
+    code, output = sf(command, "--host", "0.0.0.0")
+    assert (code, sentence in output) == (2, True), output
+
+
+def test_a_worker_with_certificates_is_not_open_to_a_scheduler_without() -> None:
+    with dask.config.set({"distributed.comm.tls": {"ca-file": "ca.pem", "worker": {"cert": "host.pem"}}}):
+        code, output = sf(
+            "worker", "--host", "0.0.0.0", "--tags", "cpu", "--scheduler", "tcp://192.0.2.1:8786"
+        )
+    assert (code, "name a tls:// scheduler, got tcp://192.0.2.1:8786" in output) == (2, True), output
+
+
+def test_a_client_without_certificates_is_told_before_it_connects() -> None:
+    code, output = sf("worker", "--tags", "cpu", "--scheduler", "tls://192.0.2.1:8786")
+    assert code == 2
+    assert "tls://192.0.2.1:8786 cannot be reached without certificates" in output
 
 
 def test_only_a_run_is_resumed(tmp_path: Path) -> None:

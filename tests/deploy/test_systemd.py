@@ -1,0 +1,55 @@
+"""deploy/systemd: units that systemd accepts and that call commands we have."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.deploy.commands import DEPLOY, check_command, check_variables
+
+UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
+INSTALLED = "/opt/seamlessflow/.venv/bin"
+
+
+def environment(*names: str) -> dict[str, str]:
+    lines = [line for name in names for line in (DEPLOY / "systemd" / name).read_text().splitlines()]
+    return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
+def test_a_unit_calls_commands_and_options_that_exist(unit: Path) -> None:
+    env = environment("cluster.env", "worker-r0.env") if "@" in unit.name else environment("cluster.env")
+    starts = [
+        line.partition("=")[2].replace("%i", "r0")
+        for line in unit.read_text().splitlines()
+        if line.startswith("ExecStart")
+    ]
+    assert starts
+    for start in starts:
+        check_command(shlex.split(start.removeprefix(f"{INSTALLED}/")), env)
+
+
+def test_the_examples_set_nothing_that_nobody_reads() -> None:
+    used = "".join(unit.read_text() for unit in UNITS)
+    check_variables(environment("cluster.env", "worker-r0.env"), used)
+
+
+def test_systemd_finds_nothing_to_complain_about(tmp_path: Path) -> None:
+    if shutil.which("systemd-analyze") is None and os.environ.get("CI") != "true":
+        pytest.skip("systemd-analyze is not installed (apt-get install systemd)")
+    for unit in UNITS:
+        text = unit.read_text().replace(INSTALLED, str(Path(sys.executable).parent))
+        (tmp_path / unit.name.replace("@", "@r0")).write_text(text)
+    said = subprocess.run(
+        ["systemd-analyze", "verify", *map(str, tmp_path.iterdir())],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (said.returncode, said.stderr) == (0, "")

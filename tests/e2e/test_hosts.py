@@ -1,0 +1,198 @@
+"""A cluster of three hosts with TLS, a key and a password, of which one is cut off in the middle of a run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import dask
+import httpx
+import pytest
+
+from sf_core.dataplane.client import DataplaneClient
+from sf_core.local_stack import LocalStack, Services, local_stack
+from sf_core.scheduling.plan import read_workers
+from sf_core.settings import dataplane_key
+from tests.e2e.conftest import ROOT, Cluster, manifests, spans
+from tests.e2e.hosts import Host, hosts
+from tests.e2e.test_resume import check_result
+from tests.e2e.waiting import wait_until
+
+pytestmark = pytest.mark.slow
+
+SECRETS = {
+    "SF_DATAPLANE_KEY": "planted-key",
+    "PREFECT_SERVER_API_AUTH_STRING": "sf:planted-password",
+    "PREFECT_API_AUTH_STRING": "sf:planted-password",
+}
+# what systemd does: a worker whose scheduler is out of reach ends, and is started again
+RESTARTED = ("sh", "-c", 'while :; do "$@"; sleep 1; done', "restarted")
+
+
+def certificates(folder: Path) -> dict[str, str]:
+    """Dask's settings for TLS, with files that the documented script makes."""
+    subprocess.run([str(ROOT / "deploy" / "certificates"), str(folder), "host"], check=True, timeout=30)
+    files = {"ca-file": "ca.pem"}
+    for role in ("scheduler", "worker", "client"):
+        files |= {f"{role}.cert": "host.pem", f"{role}.key": "host.key"}
+    return {f"distributed.comm.tls.{setting}": str(folder / name) for setting, name in files.items()}
+
+
+@pytest.fixture
+def tls(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """The environment of all parts. This process has the settings too."""
+    settings = certificates(tmp_path / "tls")
+    names = {key: f"DASK_{key}".upper().replace(".", "__").replace("-", "_") for key in settings}
+    with dask.config.set(settings):
+        yield {"PYTHONPATH": str(ROOT)} | {names[key]: value for key, value in settings.items()}
+
+
+@pytest.fixture
+def three() -> Iterator[list[Host]]:
+    with hosts(3) as found:
+        yield found
+
+
+@pytest.fixture
+def cluster(
+    three: list[Host], tls: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Cluster]:
+    main, rollout, dual = three
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    services = Services(
+        api=f"http://{main.address}:4200/api",
+        scheduler=f"tls://{main.address}:8786",
+        dataplane=f"http://{main.address}:8700",
+    )
+    env = tls | {
+        "PREFECT_HOME": str(tmp_path / "prefect"),
+        "PREFECT_API_URL": services.api,
+        "SF_CACHE_DIR": str(tmp_path / "cache"),
+        "GATES": str(tmp_path / "gates"),
+    }
+    (tmp_path / "gates").mkdir()
+    with local_stack(tmp_path / "logs", env) as stack:
+        start(stack, main, "server", "server")
+        start(stack, main, "scheduler", "scheduler")
+        start(stack, main, "dataplane", "dataplane", "--journal-dir", str(tmp_path / "journal"))
+        start_worker(stack, main, "a0", "agent", services.scheduler)
+        start_worker(stack, main, "c0", "cpu", services.scheduler)
+        for host, name, tags in ((rollout, "r0", "rollout"), (dual, "t0", "rollout,train")):
+            start_worker(stack, host, name, tags, services.scheduler, HOLD=str(tmp_path / f"{name}-hold"))
+        main.call(lambda: await_all(services, {"a0", "c0", "r0", "t0"}))
+        assert [len(listening(host)) for host in three] == [3 + 2 * 2, 2, 2], "servers, workers and nannies"
+        yield Cluster(stack, tmp_path, services, prefix=main.exec)
+
+
+def start(stack: LocalStack, host: Host, name: str, *command: str, **env: str) -> None:
+    whole = [*RESTARTED, *host.exec, sys.executable, "-m", "sf_core", *command, "--host", host.address]
+    stack.start(name, whole, env)
+
+
+def start_worker(stack: LocalStack, host: Host, name: str, tags: str, scheduler: str, **env: str) -> None:
+    options = ("--scheduler", scheduler, "--name", name, "--tags", tags, "--threads", "1")
+    start(stack, host, name, "worker", *options, **env)
+
+
+def await_all(services: Services, names: set[str]) -> None:
+    wait_until(lambda: answers(f"{services.api}/health"), "the Prefect server", 120, every_s=0.5)
+    wait_until(lambda: answers(f"{services.dataplane}/metrics"), "the data plane", 60, every_s=0.5)
+    wait_until(lambda: names <= joined(services.scheduler), "the workers", 120, every_s=0.5)
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(url).status_code < 500
+    except httpx.HTTPError:
+        return False
+
+
+def joined(scheduler: str) -> set[str]:
+    try:
+        return {worker.name for worker in read_workers(scheduler)}
+    except ValueError:
+        return set()
+
+
+def listening(host: Host) -> list[str]:
+    """What others can reach of it."""
+    command = [*host.exec, "ss", "--listening", "--tcp", "--numeric", "--no-header"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
+    addresses = [line.split()[3] for line in said.splitlines()]
+    return [address for address in addresses if not address.startswith("127.0.0.1:")]
+
+
+def test_a_worker_of_another_host_needs_a_certificate_and_joins_again_after_it_was_cut_off(
+    tls: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sf_core.scheduling.plan.ANSWER_S", 5.0)
+    # the shortest that Dask takes
+    env = tls | {"SF_EMULATED": "1", "DASK_DISTRIBUTED__COMM__TIMEOUTS__TCP": "11s"}
+    with hosts(2) as (main, other), local_stack(tmp_path / "logs", env) as stack:
+        scheduler = f"tls://{main.address}:8786"
+        names = lambda: main.call(lambda: joined(scheduler))  # noqa: E731
+        start(stack, main, "scheduler", "scheduler")
+        start_worker(stack, other, "r0", "rollout", scheduler)
+        wait_until(lambda: names() == {"r0"}, "the worker", 60, every_s=0.5)
+        other.cut()
+        wait_until(lambda: names() == set(), "its loss", 60, every_s=0.5)
+        other.mend()
+        wait_until(lambda: names() == {"r0"}, "its return", 60, every_s=0.5)
+
+        strange = certificates(tmp_path / "strange")
+        with dask.config.set(strange | {"distributed.comm.tls.ca-file": str(tmp_path / "tls" / "ca.pem")}):
+            assert names() == set(), "a client of another authority was let in"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("number", "worker", "without"),
+    [pytest.param(1, "r0", "publish", id="rollout"), pytest.param(2, "t0", "filter", id="dual")],
+)
+def test_a_host_that_is_cut_off_costs_nothing_and_is_used_again_when_it_is_back(
+    three: list[Host], cluster: Cluster, number: int, worker: str, without: str
+) -> None:
+    main, lost = three[0], three[number]
+    package = {part: f"tests.e2e.held_package:{part}" for part in ("tasks", "agent", "reward")}
+    config = cluster.config(
+        "cut-off",
+        "multiplexed",
+        environment=package,
+        engine={"script": "tests.e2e.held_package:script"},
+        train={"iterations": 4},
+        evaluate={"every": 4},
+    )
+    gates, hold = cluster.folder / "gates", cluster.folder / f"{worker}-hold"
+    (gates / "0").touch()
+    process = cluster.start(config)
+    wait_until(lambda: (0, "publish") in manifests(config) or process.poll() is not None, "iteration 0", 120)
+
+    hold.touch()
+    (gates / "1").touch()
+    wait_until(Path(f"{hold}ing").exists, "work at the host")
+    lost.cut()
+    hold.unlink()
+    # as far as the others get
+    wait_until(lambda: (1, without) in manifests(config) or process.poll() is not None, "iteration 1", 120)
+
+    mended = time.time()
+    lost.mend()
+    status = DataplaneClient(cluster.services.dataplane, "cut-off", dataplane_key()).status
+    wait_until(lambda: worker in serving(main.call(status)), "its engine", 120, every_s=0.5)
+    for gate in ("2", "3"):
+        (gates / gate).touch()
+    cluster.finish(config, process)
+    check_result(config)
+    assert "did not yield" not in cluster.log(config)
+    sampled = [span for span in spans(config, "rollout") if span.worker == worker and span.tokens]
+    assert min(span.start for span in sampled) < mended < max(span.start for span in sampled)
+
+
+def serving(status: dict[str, Any]) -> set[str]:
+    """The workers whose engines can be given work."""
+    return {engine["worker"] for engine in status["engines"] if engine["state"] == "serving"}
