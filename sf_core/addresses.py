@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ipaddress
 
+MAX_PORT = 65535
+
 
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches it."""

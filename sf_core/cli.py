@@ -11,16 +11,12 @@ from typing import Annotated
 
 import typer
 
+from sf_core.addresses import MAX_PORT
 from sf_core.cli_data import commands as data_commands
 from sf_core.cli_hosts import commands as host_commands
 from sf_core.config import ConfigError, RunConfig
 from sf_core.config_file import load_config
-<<<<<<< HEAD
-from sf_core.dataplane.journal import Fsync
 from sf_core.terminal import console, say_error
-=======
-from sf_core.terminal import console, errors
->>>>>>> hosts
 from sf_core.terminal import fail as _fail
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -36,7 +32,6 @@ RunDir = Annotated[str, typer.Argument(help="Run directory.", show_default=False
 
 StackFolder = Annotated[Path, typer.Option(help="Configuration, logs and journals of the stack.")]
 DEFAULT_STACK = Path(".stack")
-MAX_PORT = 65535
 
 
 @app.command()
@@ -199,72 +194,6 @@ def simulate(
         _fail(str(error))
 
 
-<<<<<<< HEAD
-@app.command()
-def worker(
-    scheduler: Annotated[str, typer.Option(help="Address of the Dask scheduler.", show_default=False)],
-    tags: Annotated[str, typer.Option(help="What it can do, for example rollout,train.", show_default=False)],
-    device: Annotated[str, typer.Option(help="cpu, or cuda:N.")] = "cpu",
-    device_kind: Annotated[
-        str | None, typer.Option(help="What that is, for example h100.", show_default=False)
-    ] = None,
-    probe: Annotated[bool, typer.Option("--probe", help="Measure the device; takes seconds.")] = False,
-    name: Annotated[str | None, typer.Option(help="By default from host and device.")] = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads of numerical libraries.")] = None,
-    host: Annotated[str, typer.Option(help="Address; others than loopback need TLS.")] = "127.0.0.1",
-) -> None:
-    """Be a Dask worker for one device, until told to stop."""
-    from sf_core.scheduling.worker import become_worker
-
-    words = [tag.strip() for tag in tags.split(",")]
-    try:
-        settings = worker_config(tags=words, device=device, device_kind=device_kind, threads=threads)
-        become_worker(scheduler, settings, name=name, host=host, probe=probe)
-    except ValueError as error:
-        _fail(str(error))
-
-
-@app.command()
-def dataplane(
-    host: Annotated[str, typer.Option(help="Address; others than loopback need a key.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=MAX_PORT, help="Port; 0 picks a free one.")] = 8700,
-    journal_dir: Annotated[
-        str | None, typer.Option(help="Folder of its own; started with it again, it goes on with its runs.")
-    ] = None,
-    fsync: Annotated[
-        Fsync, typer.Option(help="On disk before it is forwarded: turns, chunks of streams too, or grouped.")
-    ] = "turn",
-    grace_s: Annotated[
-        float, typer.Option(min=0, help="A turn goes on for so long without its client.")
-    ] = 10.0,
-    gateways: Annotated[int, typer.Option(min=1, help="Processes that serve turns; 1: all in one.")] = 1,
-    memory_mb: Annotated[
-        float, typer.Option(min=1, help="For sessions and results; over it, those nobody uses wait on disk.")
-    ] = 2048,
-) -> None:
-    """Serve a data plane for many runs. Its key is read from SF_DATAPLANE_KEY."""
-    from sf_core.dataplane.server import serve
-    from sf_core.settings import dataplane_key
-
-    try:
-        serve(
-            host,
-            port,
-            key=dataplane_key(),
-            journal_dir=journal_dir,
-            fsync=fsync,
-            grace_s=grace_s,
-            memory_mb=memory_mb,
-            num_gateways=gateways,
-        )
-    except ValueError as error:
-        _fail(str(error))
-    except OSError as error:
-        _fail(f"{host}:{port} cannot be served: {error}")
-
-
-=======
->>>>>>> hosts
 def _config(path: Path, overrides: list[str] | None) -> RunConfig:
     try:
         return _runnable(load_config(path, overrides), str(path))

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from sf_core.addresses import MAX_PORT
 from sf_core.dataplane.journal import Fsync
 from sf_core.terminal import fail
 
@@ -15,7 +16,7 @@ commands = typer.Typer()
 @commands.command()
 def server(
     host: Annotated[str, typer.Option(help="Address; others than loopback need a password.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option()] = 4200,
+    port: Annotated[int, typer.Option(min=1, max=MAX_PORT)] = 4200,
 ) -> None:
     """Be a Prefect server for our deployments. Its USER:PASSWORD is PREFECT_SERVER_API_AUTH_STRING."""
     from sf_core.hosts import become_prefect_server
@@ -29,7 +30,7 @@ def server(
 @commands.command()
 def scheduler(
     host: Annotated[str, typer.Option(help="Address; others than loopback need TLS.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option()] = 8786,
+    port: Annotated[int, typer.Option(min=1, max=MAX_PORT)] = 8786,
 ) -> None:
     """Be the Dask scheduler of a cluster."""
     from sf_core.hosts import become_scheduler
@@ -68,17 +69,19 @@ def worker(
 @commands.command()
 def dataplane(
     host: Annotated[str, typer.Option(help="Address; others than loopback need a key.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port; 0 picks a free one.")] = 8700,
+    port: Annotated[int, typer.Option(min=0, max=MAX_PORT, help="Port; 0 picks a free one.")] = 8700,
     journal_dir: Annotated[
         str | None, typer.Option(help="Folder of its own; started with it again, it goes on with its runs.")
     ] = None,
     fsync: Annotated[
         Fsync, typer.Option(help="On disk before it is forwarded: turns, chunks of streams too, or grouped.")
     ] = "turn",
-    grace_s: Annotated[float, typer.Option(help="A turn goes on for so long without its client.")] = 10.0,
+    grace_s: Annotated[
+        float, typer.Option(min=0, help="A turn goes on for so long without its client.")
+    ] = 10.0,
     gateways: Annotated[int, typer.Option(min=1, help="Processes that serve turns; 1: all in one.")] = 1,
     memory_mb: Annotated[
-        float, typer.Option(help="For sessions and results; over it, those nobody uses wait on disk.")
+        float, typer.Option(min=1, help="For sessions and results; over it, those nobody uses wait on disk.")
     ] = 2048,
 ) -> None:
     """Serve a data plane for many runs. Its key is read from SF_DATAPLANE_KEY."""
@@ -98,3 +101,5 @@ def dataplane(
         )
     except ValueError as error:
         fail(str(error))
+    except OSError as error:
+        fail(f"{host}:{port} cannot be served: {error}")
