@@ -1,4 +1,4 @@
-"""The wall clock of a test's processes, which can jump while they run: clock.c, preloaded into each of them."""
+"""The wall clock of a test's processes, which can jump as they run: clock.c, preloaded into each of them."""
 
 from __future__ import annotations
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import mean
 
 from rich.table import Table
 
+from storage.run_directory import STAGES
 from tests.chaos.faults import Fault
 from tests.chaos.training import Training
 from tests.e2e.invariants import Snapshot, check_result, manifests
@@ -23,11 +24,11 @@ class Injection:
     fault: str
     before: Snapshot
     recovered_s: float
-    """From the end of the fault to the next committed stage."""
+    """From the end of the fault until as many stages as an iteration has are committed after it."""
     restarts: int
     """Of the flow."""
-    lost: int = 0
-    """Committed stages and finished sessions that the run does not have at its end as they were."""
+    lost: list[str] = field(default_factory=list)
+    """Committed stages and finished sessions that the run, at its end, does not have as they were."""
 
 
 def run_through(
@@ -46,10 +47,7 @@ def run_through(
             run.kill()
         check_result(run.config)
         for injection in injections:
-            lost = injection.before.lost(run.config)
-            injection.lost = len(lost)
-            if lost:
-                tell(f"{injection.fault}: lost {', '.join(lost[:3])}")
+            injection.lost = injection.before.lost(run.config)
         done += injections
     return done
 
@@ -66,7 +64,7 @@ def _one_run(
         before, starts, fault = run.snapshot(), run.starts, left.pop(0)
         fault.inject(run, rng)
         over = time.monotonic()
-        run.await_stages(len(manifests(run.config)) + 1)
+        run.await_stages(len(manifests(run.config)) + len(STAGES))
         injection = Injection(fault.name, before, time.monotonic() - over, run.starts - starts)
         tell(f"{fault.name}: {injection.recovered_s:.1f} s, flow started {injection.restarts} times")
         done.append(injection)
@@ -87,6 +85,6 @@ def table(injections: Sequence[Injection]) -> Table:
             f"{mean(seconds):.1f}",
             f"{max(seconds):.1f}",
             str(sum(injection.restarts for injection in of_it)),
-            str(sum(injection.lost for injection in of_it)),
+            str(sum(len(injection.lost) for injection in of_it)),
         )
     return shown

@@ -19,7 +19,7 @@ from tests.e2e.standing import Stack
 from tests.e2e.waiting import wait_until
 
 RECOVERY_S = 240.0
-"""Longest from the end of a fault to the next stage that is committed."""
+"""Longest that stages are awaited after a fault."""
 MAX_STARTS = 8
 """Of the flow, within one recovery."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,8 +88,9 @@ class Snapshot:
     @classmethod
     def take(cls, config: RunConfig, journal: Path) -> Snapshot:
         committed = manifests(config)
-        found = map(unframe, frames(io.BytesIO(journal.read_bytes())))
-        results = [read_finished(record) for record in found if kind_of(record) == "finished"]
+        with open(journal, "rb") as file:
+            records = [record for record in map(unframe, frames(file)) if kind_of(record) == "finished"]
+        results = map(read_finished, records)
         return cls(
             committed,
             [session for session in results if session.claim and session.claim.place.split == "train"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,9 @@ import pytest
 from sf_core.config import RunConfig
 from sf_core.scheduling.plan import read_workers
 from sf_core.standing_stack import MARK
+from tests.chaos.faults import Fault, Kill, KillEngine, Stop
+from tests.chaos.runner import run_through
+from tests.chaos.training import Training
 from tests.e2e.conftest import small_run
 from tests.e2e.invariants import manifests
 from tests.e2e.prefect_server import DEPLOYMENTS, PrefectApi
@@ -59,6 +63,15 @@ def test_a_part_that_is_killed_comes_back(stack: Stack) -> None:
     psutil.Process(pid).kill()
     wait_until(lambda: stack.pid("dataplane") not in (0, pid), "another data plane", every_s=0.1)
     wait_until(stack.dataplane_answers, "the data plane to answer", every_s=0.1)
+
+
+def test_a_run_loses_nothing_to_what_befalls_the_stack(stack: Stack, tmp_path: Path) -> None:
+    faults: list[Fault] = [Kill("dataplane"), KillEngine("r0"), Kill("flow"), Stop(("dataplane",), 2.0)]
+    rng = random.Random(0)
+    rng.shuffle(faults)
+    config = small_run("befallen", tmp_path, train={"iterations": 8})
+    done = run_through(lambda: Training(stack, config), faults, rng)
+    assert [(injection.fault, injection.lost) for injection in done] == [(fault.name, []) for fault in faults]
 
 
 def test_a_stack_is_not_started_twice(stack: Stack) -> None:
