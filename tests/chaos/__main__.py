@@ -7,13 +7,15 @@ object store behind a proxy. What the machine does not allow is left out, and sa
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import random
+import secrets
+import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -21,27 +23,92 @@ from rich.console import Console
 from sf_core.config import RunConfig
 from tests.chaos.clock import Clock
 from tests.chaos.faults import BadStorage, ClockJump, Fault, FullDisk, Kill, KillEngine, Stop
-from tests.chaos.proxy import Proxy
+from tests.chaos.proxy import MODES, Proxy
 from tests.chaos.runner import Injection, run_through, table
 from tests.chaos.training import Training
 from tests.e2e.conftest import small_run
 from tests.e2e.standing import Stack
 from tests.s3_server import BUCKET, make_bucket, s3_server
 
-WORKERS = tuple(f"worker-{name}" for name in RunConfig().cluster.workers)
-PARTS = ("flow", "dask-scheduler", "dataplane", "prefect-server", *WORKERS)
+PARTS = (
+    *("flow", "dask-scheduler", "dataplane", "prefect-server"),
+    *(f"worker-{name}" for name in RunConfig().cluster.workers),
+)
 ITERATIONS_PER_FAULT = 2
-DISK_MB = 64
+DISK_MB = 256
 
 
-def general_faults(seconds: float) -> list[Fault]:
+@dataclass(frozen=True)
+class Place:
+    """Where runs are, and what may happen to them there."""
+
+    root: str
+    faults: list[Fault]
+
+    def runs(self, stack: Stack, number: int) -> Iterator[Training]:
+        """Each of them long enough for so many faults."""
+        train = {"iterations": 2 + ITERATIONS_PER_FAULT * number}
+        while True:
+            name = f"chaos-{secrets.token_hex(3)}"
+            yield Training(stack, small_run(name, self.root, train=train))
+
+
+def main() -> None:
+    options = _options()
+    console, rng, done = Console(), random.Random(options.seed), list[Injection]()
+    folder = Path(tempfile.mkdtemp(prefix="chaos-"))
+    console.print(f"seed {options.seed}; kept if something is lost: {folder}")
+    with _places(folder, options.seconds, console.print) as (stack, places):
+        for place in places * options.rounds:
+            faults = [fault for fault in place.faults if options.only in fault.name]
+            rng.shuffle(faults)
+            done += run_through(place.runs(stack, len(faults)), faults, rng, console.print)
+    console.print(table(done))
+    lost = [what for injection in done for what in injection.lost]
+    assert not lost, f"lost: {'; '.join(lost)}"
+    shutil.rmtree(folder)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos")
+    parser.add_argument("--seed", type=int, default=0, help="decides the order and the moments")
+    parser.add_argument("--rounds", type=int, default=1, help="every fault once in each")
+    parser.add_argument("--seconds", type=float, default=30.0, help="that a fault lasts, if it does last")
+    parser.add_argument("--only", default="", help="faults with this in their name")
+    return parser.parse_args()
+
+
+@contextmanager
+def _places(folder: Path, seconds: float, tell: Callable[[str], None]) -> Iterator[tuple[Stack, list[Place]]]:
+    """A stack that is up, and two places for runs: a disk and a bucket."""
+    on_disk, in_bucket = _general_faults(seconds), _general_faults(seconds)
+    clock, disk = Clock(folder), folder / "runs"
+    on_disk += [ClockJump(clock, 1), ClockJump(clock, -2)]
+    with ExitStack() as exits:
+        s3 = exits.enter_context(s3_server())
+        os.environ.update(s3)
+        make_bucket(s3)
+        proxy = Proxy(int(s3["AWS_ENDPOINT_URL"].rpartition(":")[2]))
+        in_bucket += [BadStorage(proxy, mode, seconds) for mode in MODES]
+        if exits.enter_context(_small_disk(disk)):
+            on_disk.append(FullDisk(disk, seconds / 3))
+        else:
+            tell("left out: disk full, which needs a file system of its own, and root to mount it")
+        stack = Stack(folder, env={"AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.port}", **clock.env})
+        exits.callback(stack.sf, "down")
+        started = stack.up()
+        assert started.returncode == 0, started.stdout + started.stderr
+        yield stack, [Place(str(disk), on_disk), Place(f"s3://{BUCKET}/runs", in_bucket)]
+
+
+def _general_faults(seconds: float) -> list[Fault]:
     """Those that any run may meet."""
     return [*map(Kill, PARTS), KillEngine("r0"), Stop(PARTS, seconds)]
 
 
 @contextmanager
-def small_disk(folder: Path) -> Iterator[bool]:
-    """False if this user may not mount one."""
+def _small_disk(folder: Path) -> Iterator[bool]:
+    """False, and a plain folder, if this user may not mount one."""
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "tmpfs", str(folder)]
     mounted = os.geteuid() == 0 and subprocess.run(mount, capture_output=True).returncode == 0
@@ -50,52 +117,6 @@ def small_disk(folder: Path) -> Iterator[bool]:
     finally:
         if mounted:
             subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=30.0, help="that a fault lasts, if it does last")
-    parser.add_argument("--only", default="", help="faults whose name contains this")
-    options = parser.parse_args()
-    console, rng, done = Console(), random.Random(options.seed), list[Injection]()
-    numbers = itertools.count(1)
-    with ExitStack() as exits:
-        folder = Path(tempfile.mkdtemp(prefix="chaos-"))
-        s3 = exits.enter_context(s3_server())
-        os.environ.update(s3)
-        make_bucket(s3)
-        proxy = Proxy(int(s3["AWS_ENDPOINT_URL"].rpartition(":")[2]))
-        clock = Clock(folder)
-        stack = Stack(folder, env={"AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.port}", **clock.env})
-        has_small_disk = exits.enter_context(small_disk(folder / "runs"))
-        exits.callback(stack.sf, "down")
-        started = stack.up()
-        assert started.returncode == 0, started.stdout + started.stderr
-
-        seconds = options.seconds
-        on_disk = [*general_faults(seconds), ClockJump(clock, 1), ClockJump(clock, -2)]
-        in_bucket: list[Fault] = [BadStorage(proxy, mode, seconds) for mode in ("fails", "stalls", "late")]
-        in_bucket += general_faults(seconds)
-        if has_small_disk:
-            on_disk.append(FullDisk(folder / "runs", seconds / 3))
-        else:
-            console.print("left out: disk full, which needs a file system of its own, and root to mount it")
-
-        for _ in range(options.rounds):
-            for root, faults in ((str(folder / "runs"), on_disk), (f"s3://{BUCKET}/runs", in_bucket)):
-                chosen = [fault for fault in faults if options.only in fault.name]
-                rng.shuffle(chosen)
-
-                def begin(root: str = root, number: int = ITERATIONS_PER_FAULT * len(chosen)) -> Training:
-                    config = small_run(f"chaos-{next(numbers)}", root, train={"iterations": 2 + number})
-                    return Training(stack, config)
-
-                done += run_through(begin, chosen, rng, console.print)
-        console.print(table(done))
-    lost = [what for injection in done for what in injection.lost]
-    assert not lost, f"lost: {'; '.join(lost)}"
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ import threading
 from typing import Literal
 
 Mode = Literal["through", "fails", "stalls", "late"]
+MODES: tuple[Mode, ...] = ("fails", "stalls", "late")
+"""The bad ones."""
 LATE_S = 2.0
 """So much later does everything arrive that a late storage answers."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import mean
 
@@ -32,15 +32,15 @@ class Injection:
 
 
 def run_through(
-    begin: Callable[[], Training],
+    runs: Iterator[Training],
     faults: Sequence[Fault],
     rng: random.Random,
     tell: Callable[[str], None] = lambda line: None,
 ) -> list[Injection]:
-    """Every fault once, in this order, in as many runs as that takes; checks each run at its end."""
+    """Every fault once, in this order, in as many runs as that takes; checks each of them at its end."""
     left, done = list(faults), []
     while left:
-        run = begin()
+        run = next(runs)
         try:
             injections = _one_run(run, left, rng, tell)
         finally:

@@ -70,7 +70,7 @@ def test_a_run_loses_nothing_to_what_befalls_the_stack(stack: Stack, tmp_path: P
     rng = random.Random(0)
     rng.shuffle(faults)
     config = small_run("befallen", tmp_path, train={"iterations": 8})
-    done = run_through(lambda: Training(stack, config), faults, rng)
+    done = run_through(iter([Training(stack, config)]), faults, rng)
     assert [(injection.fault, injection.lost) for injection in done] == [(fault.name, []) for fault in faults]
 
 
