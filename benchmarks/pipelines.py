@@ -7,6 +7,8 @@ quarters of the device time, as in agentic RL. One JSON line with an object per 
 
     python -m benchmarks.pipelines               20 iterations of each: 90 minutes
     python -m benchmarks.pipelines --simulate    the same in the simulator: seconds
+    python -m benchmarks.pipelines --real        torch engine and trainer on two workers, each pinned to a
+                                                 core; gateway, agents and Prefect share both
 """
 
 from __future__ import annotations
@@ -23,12 +25,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
+import psutil
 import typer
 
-from benchmarks.heavy_tailed import LENGTHS
+from benchmarks.heavy_tailed import LENGTHS, REAL_LENGTHS
 from sf_core.config import RunConfig, WorkerConfig, validate_config
 from sf_core.iterations import iteration_windows, read_iterations
-from sf_core.local_stack import LocalStack, Services, local_stack, start_services
+from sf_core.local_stack import LocalStack, Process, Services, local_stack, start_services
 from sf_core.scheduling.figures import device_figures
 from sf_core.scheduling.simulations import (
     VARIANTS,
@@ -51,18 +54,23 @@ def main(
     iterations: Annotated[int, typer.Option(min=WARMUP + 2)] = 20,
     devices: Annotated[int, typer.Option(min=2)] = 8,
     simulated: Annotated[bool, typer.Option("--simulate", help="nothing real, in seconds")] = False,
+    real: Annotated[
+        bool, typer.Option("--real", help="nothing emulated, on two devices of one core")
+    ] = False,
     keep: Annotated[str | None, typer.Option(help="folder that keeps the run directories")] = None,
 ) -> None:
+    devices = 2 if real else devices
     names, cluster = only or list(VARIANTS), Devices(devices // 2, devices - devices // 2)
-    config = base_config(devices, iterations)
+    config = real_config(iterations) if real else base_config(devices, iterations)
     line: dict[str, Any] = {
         "devices": devices,
         "iterations_counted": iterations - WARMUP - 1,
         "in_flight_cap_per_engine": config.engine.max_running,
-        "time_dilation": config.emulation.time_dilation,
         "max_lag_allowed": config.rollout.max_lag,
-        "simulated": simulated,
+        "kind": "simulated" if simulated else "real" if real else "emulated",
     }
+    if not real:
+        line["time_dilation"] = config.emulation.time_dilation
     if simulated:
         for name in names:
             line[name] = asdict(figures_of(simulate_variant(config, VARIANTS[name], cluster, LENGTHS)))
@@ -95,10 +103,35 @@ def base_config(devices: int, iterations: int) -> RunConfig:
     )
 
 
+def real_config(iterations: int) -> RunConfig:
+    return validate_config(
+        {
+            "policy": {"warmstart": None},
+            "environment": {
+                "tasks": f"{PART}:real_tasks",
+                "agent": f"{PART}:real_agent",
+                "reward": f"{PART}:reward",
+            },
+            "rollout": {
+                "group_size": 8,
+                "groups_per_batch": 32,
+                "max_tokens": REAL_LENGTHS.longest,
+                "concurrency": 512,
+            },
+            "train": {"iterations": iterations, "checkpoint_every": iterations},
+            "evaluate": {"every": 1_000_000, "num_tasks": 1},
+            "engine": {"max_running": 32},
+        }
+    )
+
+
 def run_all(folder: Path, names: list[str], devices: Devices, config: RunConfig) -> dict[str, Any]:
     """On one stack, one pipeline after the other."""
     results = {}
-    with running_stack(folder, worker_configs(names[0], devices)) as (stack, services):
+    workers = worker_configs(names[0], devices)
+    with running_stack(folder, workers) as (stack, services):
+        if config.engine.kind == "torch":
+            pin([process for process in stack.processes if is_device(process.name, workers)])
         for name in names:
             results[name] = run_one(folder, name, configure(config, VARIANTS[name], devices), stack, services)
             print(name, json.dumps(results[name]), file=sys.stderr, flush=True)
@@ -121,6 +154,25 @@ def running_stack(folder: Path, workers: dict[str, WorkerConfig]) -> Iterator[tu
 def worker_configs(name: str, devices: Devices) -> dict[str, WorkerConfig]:
     workers = devices.workers_of(VARIANTS[name])
     return {worker.name: WorkerConfig(tags=tuple(sorted(worker.tags)), threads=1) for worker in workers}
+
+
+def is_device(process: str, workers: dict[str, WorkerConfig]) -> bool:
+    worker = workers.get(process.removeprefix("worker-"))
+    return worker is not None and bool({"rollout", "train"} & set(worker.tags))
+
+
+def pin(devices: list[Process]) -> None:
+    """Each on a core of its own, with the processes that it has started and will start."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < len(devices):
+        raise SystemExit(
+            f"--real needs {len(devices)} cores, one for each device; this machine has {len(cores)}"
+        )
+    for device, core in zip(devices, cores, strict=False):
+        parent = psutil.Process(device.popen.pid)
+        for process in (parent, *parent.children(recursive=True)):
+            for thread in process.threads():
+                os.sched_setaffinity(thread.id, {core})
 
 
 def run_one(

@@ -13,6 +13,7 @@ from sf_core.scheduling.plan import make_plan, read_workers
 from tasks.cluster import TaggedTaskRunner, result_of, scheduler_address, submit
 from tasks.evaluate import evaluate as evaluate_task
 from tasks.identity import run_name_with_flow
+from tasks.interruption import freeing_workers
 from tasks.lease import Leases
 
 
@@ -24,7 +25,7 @@ def evaluate(config: RunConfig) -> dict[str, Any]:
     plan = make_plan(read_workers(scheduler_address()), config)
     run = begin_attempt(config)
     version = Run(run).register(evaluate_only=True).version
-    with Leases(run, plan) as leases:
+    with freeing_workers(run), Leases(run, plan) as leases:
         leases.lend_trainers(version)
         measured = submit(evaluate_task, run, version)
         return result_of(measured, f"evaluation of version {version}", config.cluster.stage_timeout_s)

@@ -21,8 +21,9 @@ from tasks.filter import filter_
 from tasks.finish import finish
 from tasks.gang import Gang
 from tasks.identity import identified, run_name
+from tasks.interruption import freeing_workers
 from tasks.lease import Leases
-from tasks.page import show_devices
+from tasks.page import Page
 from tasks.publish import publish
 from tasks.rollout import rollout
 
@@ -32,13 +33,16 @@ def train(config: RunConfig) -> dict[str, Any]:
     """Run all iterations that are not committed yet; returns the summary of the run."""
     plan = make_plan(read_workers(scheduler_address()), config)
     run = begin_attempt(identified(config))
-    with lean_settings(), Trackers(Run(run).directory, config) as trackers:
+    trackers, page = Trackers(Run(run).directory, config), Page(run)
+    # interrupted, it frees the workers first
+    with lean_settings(), trackers, page, freeing_workers(run):
         start_policy(config, run)
         Run(run).register()
         with Leases(run, plan) as leases:
             for number in Run(run).iterations_left():
                 iteration(config, run, plan, number, leases.lend_trainers(number))
                 trackers.send(number)
+                page.iteration_is_through(number)
             last = submit(evaluate, run, config.train.iterations)
             result_of(last, "the last evaluation", config.cluster.stage_timeout_s)
         return result_of(submit(finish, run), "the summary", config.cluster.stage_timeout_s)
@@ -63,7 +67,6 @@ def iteration(config: RunConfig, run: RunRef, plan: Plan, number: int, lent: lis
         for stage in batch:
             result_of(stage, f"batch {number}", config.cluster.stage_timeout_s)
         gang.take_devices(lent)
-        show_devices(run, number)
         trained = gang.has_committed()
     for stage in published:
         result_of(stage, f"publishing of iteration {number}", config.cluster.stage_timeout_s)

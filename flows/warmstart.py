@@ -8,13 +8,16 @@ from sf_core.config import RunConfig
 from sf_core.run import Run, RunRef, begin_attempt
 from tasks.cluster import TaggedTaskRunner, result_of, submit
 from tasks.identity import identified, run_name_with_flow
+from tasks.interruption import freeing_workers
 from tasks.warmstart import warmstart as warmstart_task
 
 
 @flow(name="warmstart", flow_run_name=run_name_with_flow, task_runner=TaggedTaskRunner())
 def warmstart(config: RunConfig) -> str:
     """Returns the Hugging Face folder that is version 0 of the run's policy."""
-    return start_policy(config, begin_attempt(identified(config)))
+    run = begin_attempt(identified(config))
+    with freeing_workers(run):
+        return start_policy(config, run)
 
 
 def start_policy(config: RunConfig, run: RunRef) -> str:

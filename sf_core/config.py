@@ -15,6 +15,11 @@ from sf_core.scheduling.roofline import known_device
 from sf_core.scheduling.tags import is_word
 
 
+def _key(name: str, _: Any) -> str:
+    """A field of the UI form is called what it is called here, in the YAML file and in messages."""
+    return name
+
+
 def _in_order(schema: dict[str, Any]) -> None:
     """Keep the UI form in the order written here; Prefect sorts fields alphabetically otherwise."""
     for position, field in enumerate(schema.get("properties", {}).values()):
@@ -23,7 +28,11 @@ def _in_order(schema: dict[str, Any]) -> None:
 
 class Settings(BaseModel):
     model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, json_schema_extra=_in_order
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        field_title_generator=_key,
+        json_schema_extra=_in_order,
     )
 
 
@@ -216,7 +225,7 @@ class WorkerConfig(Settings):
     """One Dask worker process."""
 
     tags: tuple[Word, ...] = Field(min_length=1)
-    """Capability tags: rollout, train, agent, cpu, and words of your own."""
+    """Capability tags: rollout, train, agent, reward, cpu, and words of your own."""
     device: str = Field("cpu", pattern=r"^(cpu|cuda:\d+)$")
     """What it computes on: cpu, or cuda:N. A worker on the cpu sees no GPU."""
     device_kind: Annotated[str, AfterValidator(_is_known)] | None = None
@@ -224,6 +233,23 @@ class WorkerConfig(Settings):
     threads: int | None = Field(None, ge=1)
     """CPU threads of the numerical libraries in this worker; by default one per core, at most 8. Workers may
     share cores: a thread that has nothing to do sleeps."""
+
+
+class RunnersConfig(Settings):
+    """How many workers of a kind work on a run at once: as many as its sessions need, within bounds."""
+
+    min: int = Field(1, ge=1)
+    """At least so many, also while there is nothing to do."""
+    max: int = Field(ge=1)
+    """At most so many, of those that carry the tag."""
+    idle_s: float = Field(30.0, gt=0)
+    """A worker that was not needed for so long is given back."""
+
+    @model_validator(mode="after")
+    def _is_a_range(self) -> RunnersConfig:
+        if self.min > self.max:
+            raise ValueError(f"min ({self.min}) must not exceed max ({self.max})")
+        return self
 
 
 class ClusterConfig(Settings):
@@ -241,6 +267,9 @@ class ClusterConfig(Settings):
     prefer: dict[Literal["rollout", "train"], tuple[Word, ...]] = {}
     """Tags to look for where several workers could train: {"train": ["h800"], "rollout": ["h20"]} has those
     with h800 train first and those with h20 last."""
+    elastic: dict[Literal["agent", "reward"], RunnersConfig] = {}
+    """Have the number of workers that run agents, or that score, follow the queue: {"agent": {"min": 1,
+    "max": 4}}. A tag without bounds: every worker that carries it works throughout the run."""
     max_switches_per_minute: int = Field(120, ge=0)
     """Most changes of a trainer between training and rollout within any minute; beyond them it is not lent
     and waits for its batch. No bound where no other worker rolls out."""

@@ -15,6 +15,7 @@ from rich.live import Live
 
 from sf_core.config import RunConfig
 from sf_core.dataplane.client import DataplaneClient, DataplaneError
+from sf_core.local_runners import LocalRunners
 from sf_core.local_stack import (
     LocalStack,
     Process,
@@ -90,8 +91,11 @@ def _run(flow: str, config: RunConfig, stack: LocalStack, local: Path, console: 
             # not in the configuration, which is kept: the next attempt may meet others
             services.addresses,
         )
+        # workers that were there before are somebody else's to start and end
+        is_ours = not (config.cluster.scheduler or scheduler_address())
+        runners = LocalRunners(stack, config, services.scheduler, local) if is_ours else None
         try:
-            _watch(process, config, services.dataplane, progress)
+            _watch(process, config, services.dataplane, progress, runners)
         finally:
             # first: it would report the loss of everything else as errors
             stack.stop_one(process)
@@ -102,7 +106,13 @@ def _run(flow: str, config: RunConfig, stack: LocalStack, local: Path, console: 
         )
 
 
-def _watch(process: Process, config: RunConfig, dataplane: str, progress: RunProgress) -> None:
+def _watch(
+    process: Process,
+    config: RunConfig,
+    dataplane: str,
+    progress: RunProgress,
+    runners: LocalRunners | None,
+) -> None:
     client = DataplaneClient(dataplane, str(config.run_id), dataplane_key(), patience_s=0.5)
     directory = RunDirectory(config.run_dir)
     held_out: dict[int, float] = {}
@@ -114,6 +124,8 @@ def _watch(process: Process, config: RunConfig, dataplane: str, progress: RunPro
                 held_out[version] = manifest.data["reward_mean"]
                 version = min(version + config.evaluate.every, config.train.iterations)
             progress.update(status, held_out)
+            if runners is not None:
+                runners.adapt(status)
         time.sleep(0.4)
 
 

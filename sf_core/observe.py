@@ -10,10 +10,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 
 from sf_core.config import RunConfig
-from sf_core.iterations import Iteration, iteration_windows, read_iterations
+from sf_core.iterations import Iteration, Window, iteration_windows, read_iterations
 from sf_core.picture import draw_timeline
 from sf_core.scheduling.figures import DeviceFigures, device_figures
-from sf_core.scheduling.timeline import MAX_UNWRITTEN_S, read_spans
+from sf_core.scheduling.timeline import MAX_UNWRITTEN_S, Span, read_spans
 from sf_core.scheduling.trace import Bar, chrome_trace
 from storage import files
 from storage.manifests import Manifest
@@ -81,8 +81,13 @@ def draw_timelines(run: RunDirectory) -> None:
     iterations, spans = list(read_iterations(run)), read_spans(run)
     trace = chrome_trace(run.run_id, spans, list(_bars(iterations)))
     files.write_atomic(run.trace_file, json.dumps(trace, separators=(",", ":")).encode())
-    drawn = dict(list(iteration_windows(iterations).items())[-NUM_DRAWN:])
-    draw_timeline(run.timeline_picture, title=f"run {run.run_id}", spans=spans, iterations=drawn)
+    files.write_atomic(run.timeline_picture, _picture(run, iteration_windows(iterations), spans))
+
+
+def timeline_picture(run: RunDirectory, windows: Mapping[int, Window]) -> bytes:
+    """The PNG alone, of the last of these iterations; reads no more than they need."""
+    newest = list(windows.values())[-NUM_DRAWN:]
+    return _picture(run, windows, read_spans(run, since=newest[0][0] if newest else 0.0))
 
 
 def table(figures: Mapping[int, Figures]) -> tuple[list[str], list[list[str]]]:
@@ -101,6 +106,11 @@ def markdown_table(figures: Mapping[int, Figures]) -> str:
     names, rows = table(figures)
     lines = [names, ["---:"] * len(names), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _picture(run: RunDirectory, windows: Mapping[int, Window], spans: Sequence[Span]) -> bytes:
+    drawn = dict(list(windows.items())[-NUM_DRAWN:])
+    return draw_timeline(title=f"run {run.run_id}", spans=spans, iterations=drawn)
 
 
 def _cell(name: str, value: float | None) -> str:

@@ -11,13 +11,13 @@ import certifi
 
 from sf_core.config import WorkerConfig
 from sf_core.dataplane.memory import MEMORY_MB
-from sf_core.scheduling.worker import worker_command, worker_environment
+from sf_core.scheduling.worker import LOG_SETTINGS, worker_command, worker_environment
 
 LOOPBACK = ("--host", "127.0.0.1")
 PREFECT_SETTINGS = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "PREFECT_LOGGING_LEVEL": "WARNING",
-    "PREFECT_LOGGING_EXTRA_LOGGERS": "sf_core,tasks,storage",
+    **LOG_SETTINGS,
     # manifests decide what is done; a cached result could answer for another iteration (design 5.6)
     "PREFECT_RESULTS_PERSIST_BY_DEFAULT": "false",
     "PREFECT_TASKS_REFRESH_CACHE": "true",

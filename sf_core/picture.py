@@ -1,4 +1,5 @@
-"""Pictures of a run: the reward curve over what every device did, and the timeline of its last iterations."""
+"""Pictures of a run, as PNG: the reward curve, what every device did below it, and the timeline of the last
+iterations."""
 
 from __future__ import annotations
 
@@ -9,7 +10,6 @@ from typing import Any
 
 from sf_core.scheduling.figures import by_worker
 from sf_core.scheduling.timeline import Span, idle_fraction
-from storage.files import write_atomic
 
 COLOURS = {"rollout": "#4c9f70", "train": "#d1495b"}
 MOVING = "#e9b44c"
@@ -18,39 +18,40 @@ GROUND = "#f3f1ec"
 """Where nobody holds the device."""
 
 
+def draw_curve(rewards: Mapping[int, float], evaluations: Mapping[int, float]) -> bytes:
+    """rewards: mean by iteration; evaluations: held-out reward by policy version."""
+    figure, axes = _plots(figsize=(9, 3), constrained_layout=True)
+    _draw_rewards(axes, rewards, evaluations)
+    return _png(figure)
+
+
 def draw_run(
-    uri: str,
     *,
     rewards: Sequence[float],
     evaluations: Mapping[int, float],
     spans: Sequence[Span],
     boundaries: Sequence[float],
-) -> None:
-    """Write a PNG. rewards: mean per iteration; evaluations: held-out reward by policy version;
-    boundaries: Unix seconds at which iterations ended."""
+) -> bytes:
+    """rewards: mean per iteration; evaluations: held-out reward by policy version; boundaries: Unix seconds
+    at which iterations ended."""
     workers = sorted({span.worker for span in spans})
     figure, (curve, lanes) = _plots(
         2, 1, figsize=(10, 5.2), height_ratios=[2.4, 0.35 + 0.45 * len(workers)], constrained_layout=True
     )
-    curve.plot(range(len(rewards)), rewards, color="#8a8f98", linewidth=1.2, label="training batches")
-    curve.plot(list(evaluations), list(evaluations.values()), "o-", color=INK, label="held-out tasks")
-    curve.set(xlabel="iteration", ylabel="mean reward", ylim=(0, 1.02))
-    curve.grid(alpha=0.25)
-    curve.legend(loc="lower right", frameon=False)
-
+    _draw_rewards(curve, dict(enumerate(rewards)), evaluations)
     origin = min((span.start for span in spans), default=0.0)
     _draw_devices(lanes, workers, spans, origin)
     for end in boundaries:
         lanes.axvline(end - origin, color=INK, alpha=0.15, linewidth=0.6)
     lanes.set(yticklabels=workers)
     _legend(figure)
-    _save(uri, figure)
+    return _png(figure)
 
 
 def draw_timeline(
-    uri: str, *, title: str, spans: Sequence[Span], iterations: Mapping[int, tuple[float, float]]
-) -> None:
-    """Write a PNG of these iterations, given by number with start and end in Unix seconds.
+    *, title: str, spans: Sequence[Span], iterations: Mapping[int, tuple[float, float]]
+) -> bytes:
+    """These iterations, given by number with start and end in Unix seconds.
 
     One row per device, a colour per active tag; where the ground shows, nobody held the device."""
     start = min((window[0] for window in iterations.values()), default=0.0)
@@ -77,7 +78,18 @@ def draw_timeline(
     axes.set(xlim=(0, end - start), yticklabels=labels)
     axes.set_title(title, fontsize=11, pad=20, color=INK, loc="left")
     _legend(figure)
-    _save(uri, figure)
+    return _png(figure)
+
+
+def _draw_rewards(axes: Any, rewards: Mapping[int, float], evaluations: Mapping[int, float]) -> None:
+    # with marks, or a single iteration would not be seen
+    line = {"color": "#8a8f98", "linewidth": 1.2, "marker": ".", "markersize": 3}
+    axes.plot(list(rewards), list(rewards.values()), label="training batches", **line)
+    axes.plot(list(evaluations), list(evaluations.values()), "o-", color=INK, label="held-out tasks")
+    axes.set(xlabel="iteration", ylabel="mean reward", ylim=(0, 1.02))
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.grid(alpha=0.25)
+    axes.legend(loc="best", frameon=False)
 
 
 def _draw_devices(axes: Any, workers: Sequence[str], spans: Sequence[Span], origin: float) -> None:
@@ -123,10 +135,10 @@ def _plots(*shape: int, **settings: Any) -> tuple[Any, Any]:
     return plt.subplots(*shape, **settings)
 
 
-def _save(uri: str, figure: Any) -> None:
+def _png(figure: Any) -> bytes:
     from matplotlib import pyplot as plt
 
     buffer = io.BytesIO()
     figure.savefig(buffer, dpi=130)
     plt.close(figure)
-    write_atomic(uri, buffer.getvalue())
+    return buffer.getvalue()

@@ -13,6 +13,7 @@ from sf_core.picture import draw_run
 from sf_core.report import held_out_rewards
 from sf_core.scheduling.timeline import Span, idle_fraction, read_spans
 from sf_core.settings import command_started_at
+from storage.files import write_atomic
 from storage.run_directory import RunDirectory
 
 
@@ -49,13 +50,13 @@ def summarise(directory: RunDirectory, config: RunConfig) -> dict[str, Any]:
         "orchestration_seconds_per_iteration": round(orchestration_seconds(iterations) / len(iterations), 3),
     }
     directory.write_summary(summary)
-    draw_run(
-        directory.path("summary.png"),
+    picture = draw_run(
         rewards=[i.stages["rollout"].data["reward_mean"] for i in iterations],
         evaluations=evaluations,
         spans=spans,
         boundaries=[end for _, end in windows],
     )
+    write_atomic(directory.path("summary.png"), picture)
     return summary
 
 

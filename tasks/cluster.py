@@ -17,6 +17,7 @@ from prefect_dask.task_runners import PrefectDaskFuture
 from pydantic import PrivateAttr
 
 from sf_core import settings
+from sf_core.run import RunRef
 from sf_core.scheduling.tags import TASK_KINDS
 from sf_core.waits import waiting_for
 
@@ -50,12 +51,19 @@ def scheduler_address() -> str:
 def submit(
     task: Task[..., Any], *args: Any, worker: str | None = None, **options: Any
 ) -> PrefectDaskFuture[Any]:
-    """Submit a task to the workers that carry the tags of its kind, or to that one of them. Raises KeyError
-    for a task that sf_core.scheduling.tags does not know: Dask would run it anywhere."""
+    """Submit a task to the workers that carry the tags of its kind, or to that one of them. The run is its
+    first argument, or the `run` of that. Raises KeyError for a task that sf_core.scheduling.tags does not
+    know: Dask would run it anywhere."""
     kind = TASK_KINDS[task.name]
     resources = dict.fromkeys(kind.needs if worker is None else (*kind.needs, f"@{worker}"), 1)
-    with dask.annotate(resources=resources, priority=kind.priority):
+    owner = owner_of(getattr(args[0], "run", args[0]))
+    with dask.annotate(resources=resources, priority=kind.priority, owner=owner):
         return cast(PrefectDaskFuture[Any], task.submit(*args, **options))
+
+
+def owner_of(run: RunRef) -> str:
+    """What tasks are annotated with: whose they are is asked on workers (see tasks/interruption.py)."""
+    return f"{run.run_id}.{run.attempt}"
 
 
 def result_of(future: PrefectFuture[R], what: str, timeout_s: float) -> R:

@@ -6,12 +6,9 @@ from prefect import task
 
 from sf_core import stages
 from sf_core.run import RunRef
-from tasks.page import show_run
 
 
 @task(name="finish")
 def finish(run: RunRef) -> dict[str, Any]:
     """Write the trained policy, the summary and the pictures. Runs on a `cpu` worker."""
-    summary = stages.finish(run)
-    show_run(run, summary["iterations"])
-    return summary
+    return stages.finish(run)

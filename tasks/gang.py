@@ -10,12 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
-from distributed import wait
+from distributed import Client, wait
 from prefect_dask.task_runners import PrefectDaskFuture
 
 from sf_core.run import Run, RunRef
 from sf_core.scheduling.force import end_by_force
-from sf_core.scheduling.plan import read_workers
+from sf_core.scheduling.plan import connected_workers
 from sf_core.training.seats import GangError, Seat
 from sf_core.waits import waiting_for
 from storage.gangs import GangFiles
@@ -139,7 +139,8 @@ class Gang:
 
 
 def _connected() -> set[str]:
-    return {worker.name for worker in read_workers(scheduler_address())}
+    with Client(scheduler_address(), set_as_default=False) as client:
+        return {worker.name for worker in connected_workers(client).values()}
 
 
 def _error_of(future: Future) -> Exception | None:

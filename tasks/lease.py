@@ -1,20 +1,28 @@
-"""Leases: a worker's time under `rollout` or `agent`, held by a task that serves until told to yield."""
+"""Leases: a worker's time under `rollout`, `agent` or `reward`, held by a task until told to yield."""
 
 from __future__ import annotations
 
 import itertools
 import logging
+import threading
+import time
 from contextlib import suppress
+from contextvars import copy_context
+from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any
 
+import httpx
 from distributed.scheduler import NoValidWorkerError
-from prefect import task
+from prefect import Task, task
 from prefect_dask.task_runners import PrefectDaskFuture
 
+from sf_core.dataplane.client import DataplaneError
 from sf_core.run import Run, RunRef
-from sf_core.scheduling.lease import LeaseSpec, run_agents, serve_lease
-from sf_core.scheduling.plan import Plan
+from sf_core.scheduling.elastic import Elastic
+from sf_core.scheduling.lease import LeaseSpec, run_sessions, serve_lease
+from sf_core.scheduling.plan import Duty, Plan, Worker, connected_workers, duty_of
 from tasks.cluster import submit
 
 Future = PrefectDaskFuture[Any]
@@ -23,6 +31,9 @@ log = logging.getLogger(__name__)
 
 RELEASED_S = 30.0
 """How long the end of a lease is awaited after its release."""
+
+LOOK_S = 1.0
+"""How often workers that have joined are looked for."""
 
 
 @task(name="lease", task_run_name="lease-{spec.lease_id}")
@@ -34,27 +45,48 @@ def lease(spec: LeaseSpec) -> str:
 @task(name="agents", task_run_name="agents-{spec.lease_id}")
 def agents(spec: LeaseSpec) -> int:
     """Hold an `agent` worker and run sessions on it until released."""
-    return run_agents(spec)
+    return run_sessions(spec, "agent")
+
+
+@task(name="rewards", task_run_name="rewards-{spec.lease_id}")
+def rewards(spec: LeaseSpec) -> int:
+    """Hold a `reward` worker and score what agents answer until released."""
+    return run_sessions(spec, "reward")
+
+
+HELD_BY: dict[Duty, Task[..., Any]] = {"agent": agents, "rollout": lease, "reward": rewards}
 
 
 class Leases:
-    """All leases of one flow attempt. Rollout-only and agent workers are held throughout; each trainer that
-    is lent has one lease running and the next one queued behind it, so that no submission stands between the
-    end of training and the next token (design 5.1)."""
+    """All leases of one flow attempt. Rollout-only, agent and reward workers are held throughout, those that
+    join later from then on, unless `cluster.elastic` has their number follow the queue; each trainer that is
+    lent has one lease running and the next one queued behind it, so that no submission stands between the end
+    of training and the next token (design 5.1)."""
 
     def __init__(self, run: RunRef, plan: Plan) -> None:
         self._run, self._plan = run, plan
-        self._held: list[tuple[LeaseSpec, Future]] = []
+        config = Run(run).config
+        self._elastic: dict[Duty, Elastic] = {
+            duty: Elastic(bounds, config.rollout.concurrency)
+            for duty, bounds in config.cluster.elastic.items()
+        }
+        self._held: dict[tuple[Duty, str], tuple[LeaseSpec, Future]] = {}
+        """By worker; the last one."""
         self._lent: list[tuple[LeaseSpec, Future]] = []
         self._count = itertools.count()
+        self._submitting = threading.Lock()
+        """Prefect numbers the runs of a task, and expects one thread to submit them."""
+        self._is_over = threading.Event()
 
     def __enter__(self) -> Leases:
-        for worker in self._plan.agent:
-            spec = self._spec(worker)
-            self._held.append((spec, submit(agents, spec, worker=worker)))
-        for worker in self._plan.rollout:
-            spec = self._spec(worker)
-            self._held.append((spec, submit(lease, spec, worker=worker)))
+        for duty, workers in self._plan.held.items():
+            elastic = self._elastic.get(duty)
+            for worker in workers[: elastic.at_least if elastic else None]:
+                self._hold(duty, worker)
+        # Prefect finds the flow that a task belongs to by the context
+        watch = partial(copy_context().run, self._watch)
+        self._watcher = threading.Thread(target=watch, name="leases", daemon=True)
+        self._watcher.start()
         return self
 
     def lend_trainers(self, iteration: int) -> list[tuple[str, str]]:
@@ -75,23 +107,84 @@ class Leases:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._is_over.set()
+        interrupted = error is not None and not isinstance(error, Exception)
+        self._watcher.join(LOOK_S if interrupted else RELEASED_S)
+        if interrupted:
+            # tasks/interruption.py sees to it, in less time
+            return
         Run(self._run).dataplane.release(self._run.attempt)
-        for spec, future in [*self._held, *self._lent]:
-            future.wait(timeout=RELEASED_S)
+        connected = self._connected()
+        for spec, future in [*self._held.values(), *self._lent]:
+            if spec.worker in connected:
+                future.wait(timeout=RELEASED_S)
             if not future.wrapped_future.done():
-                log.warning("lease %s was released and did not end within %g s", spec.lease_id, RELEASED_S)
-                # its worker is gone; should it come back, it finds nothing to do
+                log.warning("lease %s was released and did not end", spec.lease_id)
+                # its worker is gone or hangs; should it come back, it finds nothing to do
                 future.wrapped_future.cancel()
             elif error is None:
                 _has_ended(future)
 
+    def _watch(self) -> None:
+        """Have workers that join hold a lease at once, and those that come back after theirs was given up."""
+        while not self._is_over.wait(LOOK_S):
+            workers: dict[Duty, list[str]] = {}
+            for name, worker in sorted(self._connected().items()):
+                if (duty := duty_of(worker, self._plan.trainers)) is not None:
+                    workers.setdefault(duty, []).append(name)
+            for duty, names in workers.items():
+                # a data plane that is started again is asked again in the next round
+                with suppress(httpx.HTTPError, DataplaneError):
+                    self._adapt(duty, names)
+
+    def _adapt(self, duty: Duty, workers: list[str]) -> None:
+        """Have all of these workers hold a lease, or as many as the queue wants."""
+        free = [worker for worker in workers if self._is_free(duty, worker)]
+        num_lacking = len(free)
+        if (elastic := self._elastic.get(duty)) is not None:
+            dataplane = Run(self._run).dataplane
+            status = dataplane.status()
+            wanted = elastic.wanted(time.monotonic(), status["work"][duty])
+            holders = [self._held[duty, worker][0].holder for worker in workers if worker not in free]
+            retiring = {name for name, runner in status["runners"].items() if runner["retiring"]}
+            staying = [holder for holder in holders if holder not in retiring]
+            num_lacking = max(0, wanted - len(staying))
+            for holder in staying[wanted:]:
+                dataplane.retire(holder)
+        for worker in free[:num_lacking]:
+            log.info("worker %s joins the run", worker)
+            self._hold(duty, worker)
+
+    def _connected(self) -> dict[str, Worker]:
+        """By name; none if the scheduler does not answer, which whoever waits for a stage is told."""
+        _, future = next(iter(self._held.values()))
+        with suppress(OSError):
+            found = connected_workers(future.wrapped_future.client).values()
+            return {worker.name: worker for worker in found}
+        return {}
+
+    def _is_free(self, duty: Duty, worker: str) -> bool:
+        """It was never held, Dask waited in vain for it to come back, or it was retired."""
+        if (duty, worker) not in self._held:
+            return True
+        future = self._held[duty, worker][1].wrapped_future
+        if future.status == "error":
+            return isinstance(future.exception(), NoValidWorkerError)
+        # one that failed would fail again; what with is raised at the end
+        return duty in self._elastic and bool(future.done()) and future.result().is_completed()
+
+    def _hold(self, duty: Duty, worker: str) -> None:
+        spec = self._spec(worker)
+        with self._submitting:
+            self._held[duty, worker] = spec, submit(HELD_BY[duty], spec, worker=worker)
+
     def _lend(self, worker: str, after: int | None) -> None:
-        lease_id = f"{worker}-{next(self._count)}.{self._run.attempt}"
-        spec = LeaseSpec(self._run, worker, lease_id, after, self._plan.trainers)
-        self._lent.append((spec, submit(lease, spec, worker=worker)))
+        spec = replace(self._spec(worker), after=after, trainers=self._plan.trainers)
+        with self._submitting:
+            self._lent.append((spec, submit(lease, spec, worker=worker)))
 
     def _spec(self, worker: str) -> LeaseSpec:
-        return LeaseSpec(self._run, worker, f"{worker}.{self._run.attempt}")
+        return LeaseSpec(self._run, worker, f"{worker}-{next(self._count)}.{self._run.attempt}")
 
 
 def _has_ended(future: Future) -> bool:

@@ -1,10 +1,16 @@
-"""A run's page in Prefect: what its devices did, as a table kept up to date and a picture at the end."""
+"""A run's page in Prefect: artifacts of its flow run, changed in place while the run goes on."""
 
 from __future__ import annotations
 
-import base64
+import json
+import logging
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
+from types import TracebackType
+from typing import Any
+from uuid import UUID
 
-from prefect.artifacts import create_image_artifact
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 from prefect.client.schemas.filters import (
@@ -14,52 +20,80 @@ from prefect.client.schemas.filters import (
 )
 from prefect.runtime import flow_run
 
-from sf_core.event_files import write_events
-from sf_core.observe import markdown_table, read_figures, record_figures
 from sf_core.run import Run, RunRef
-from storage.files import read_bytes
+from sf_core.run_page import RunPage
 
-KEY = "devices"
-"""Of the artifacts: the same for all runs, or every run would add a line to the page of artifacts."""
+log = logging.getLogger(__name__)
 
-NUM_ROWS = 50
-"""The page shows so many iterations, the last; `sf inspect` shows all."""
+REPORT_EVERY_S = 60.0
+"""The report has pictures, which take half a second to draw; the table and the bar follow every iteration."""
 
-
-def show_devices(run: RunRef, iteration: int) -> None:
-    """Record what the devices did up to this iteration and show it on the page of the run, which is the flow
-    run above the calling one. Meant for a moment at which the flow only waits: it takes some 50 ms, the first
-    time 0.2 s more."""
-    directory = Run(run).directory
-    record_figures(directory, iteration - 1)
-    write_events(directory, iteration - 1)
-    figures = read_figures(directory, range(max(0, iteration - NUM_ROWS), iteration))
-    if figures:
-        _put(markdown_table(figures), flow_run.parent_flow_run_id)
+KEYS = {"progress": "progress", "iterations": "table", "report": "markdown"}
+"""Artifacts and their types. The keys are the same for all runs, or every run would add lines to the page of
+artifacts."""
 
 
-def show_run(run: RunRef, iterations: int) -> None:
-    """Show all of it, and timeline.png, on the page of the flow run that this task belongs to."""
-    directory = Run(run).directory
-    figures = read_figures(directory, range(max(0, iterations - NUM_ROWS), iterations))
-    _put(markdown_table(figures), flow_run.id)
-    picture = base64.b64encode(read_bytes(directory.timeline_picture)).decode()
-    # the picture itself, because a server cannot read the run directory
-    create_image_artifact(
-        f"data:image/png;base64,{picture}", key="timeline", description=directory.timeline_picture
-    )
+class Page:
+    """Renewed in a thread of its own: the flow that turns the iterations does not wait for it, and a page
+    that cannot be written costs the run nothing."""
 
+    def __init__(self, run: RunRef) -> None:
+        """To be made in the flow run whose page it is."""
+        self._flow_run_id = UUID(flow_run.id)
+        self._run = Run(run)
+        self._page = RunPage(self._run.directory)
+        self._artifacts: dict[str, UUID] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="page")
+        self._latest: Future[None] | None = None
+        self._newest: int | None = None
+        self._reported_at = float("-inf")
 
-def _put(markdown: str, flow_run_id: str) -> None:
-    """One artifact per run, changed in place."""
-    with get_client(sync_client=True) as client:
-        mine = ArtifactFilter(
-            key=ArtifactFilterKey(any_=[KEY]), flow_run_id=ArtifactFilterFlowRunId(any_=[flow_run_id])
-        )
-        found = client.read_artifacts(artifact_filter=mine)
-        if found:
-            client.update_artifact(found[0].id, ArtifactUpdate(data=markdown))
-        else:
-            client.create_artifact(
-                ArtifactCreate(key=KEY, type="markdown", data=markdown, flow_run_id=flow_run_id)
-            )
+    def __enter__(self) -> Page:
+        if first := self._run.iterations_left().start:
+            self.iteration_is_through(first - 1)
+        return self
+
+    def iteration_is_through(self, number: int) -> None:
+        """Show it soon. If the page is still being renewed, the next call or the end shows this one too."""
+        self._newest = number
+        if self._latest is None or self._latest.done():
+            self._latest = self._renew_soon(number)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        interrupted = error is not None and not isinstance(error, Exception)
+        if self._newest is not None and not interrupted:
+            self._renew_soon(self._newest, is_last=True)
+        self._thread.shutdown(wait=not interrupted, cancel_futures=interrupted)
+
+    def _renew_soon(self, newest: int, *, is_last: bool = False) -> Future[None]:
+        # Prefect finds the run a line of the log belongs to by the context
+        return self._thread.submit(copy_context().run, self._renew, newest, is_last)
+
+    def _renew(self, newest: int, is_last: bool) -> None:
+        try:
+            self._page.update(newest)
+            self._put("progress", self._page.progress)
+            self._put("iterations", json.dumps(self._page.table))
+            if is_last or time.monotonic() - self._reported_at > REPORT_EVERY_S:
+                self._put("report", self._page.report())
+                self._reported_at = time.monotonic()
+        except Exception as error:  # the run is worth more than its page, and the next one may succeed
+            log.warning("the run's page is not up to date: %s: %s", type(error).__name__, error)
+
+    def _put(self, key: str, data: Any) -> None:
+        with get_client(sync_client=True) as client:
+            if key not in self._artifacts:
+                # a flow run that is retried has them already
+                mine = ArtifactFilter(
+                    key=ArtifactFilterKey(any_=[key]),
+                    flow_run_id=ArtifactFilterFlowRunId(any_=[self._flow_run_id]),
+                )
+                found = client.read_artifacts(artifact_filter=mine)
+                if not found:
+                    new = ArtifactCreate(key=key, type=KEYS[key], data=data, flow_run_id=self._flow_run_id)
+                    self._artifacts[key] = client.create_artifact(new).id
+                    return
+                self._artifacts[key] = found[0].id
+            client.update_artifact(self._artifacts[key], ArtifactUpdate(data=data))

@@ -1,4 +1,5 @@
-"""Claims sessions from the rollout manager, runs the user's agent on each, scores it and reports.
+"""Claims sessions from the rollout manager, runs the user's agent on each, scores it and reports. Where other
+runners score, they claim what the agent answered in the same way.
 
 The agent is a black box: it gets a task and an endpoint. What it raises fails its session, never the runner.
 """
@@ -10,7 +11,7 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import orjson
@@ -36,10 +37,13 @@ class AgentRunner:
         reward: Callable[[Task, Any], Any],
         concurrency: int,
         seed: int,
+        work: Literal["agent", "reward"] = "agent",
     ) -> None:
+        """One that works on rewards claims answers only."""
         self._url, self._key, self._run_id, self._runner_id = url, key, run_id, runner_id
         self._tasks, self._agent, self._reward = tasks, agent, reward
-        self._concurrency = concurrency
+        self._concurrency, self._kind = concurrency, work
+        self._is_scored_elsewhere = False
         # every seed starts elsewhere among the training tasks; the held-out ones are the same for all
         self._first_index = {"train": seed * 0x9E3779B1 % 2**32, "holdout": 0}
         self._running: dict[str, asyncio.Task[None]] = {}
@@ -74,6 +78,7 @@ class AgentRunner:
         body = {
             "runner": self._runner_id,
             "max": room,
+            "work": self._kind,
             "wait_s": 2.0 if room else 0.0,
             "running": list(self._running),
         }
@@ -85,6 +90,7 @@ class AgentRunner:
             await asyncio.sleep(0.5)
             return True
         answer = orjson.loads(response.content)
+        self._is_scored_elsewhere = answer["scored_elsewhere"]
         for session_id in answer["ended"]:
             if (ended := self._running.get(session_id)) is not None and not ended.done():
                 ended.cancel()
@@ -99,28 +105,34 @@ class AgentRunner:
 
     async def _work(self, claim: dict[str, Any], run_key: str | None) -> None:
         session_id = claim["session_id"]
-        key = run_key or self._key or "none"
-        report: dict[str, Any]
         try:
-            task = self._tasks(claim["split"], claim["task_index"] + self._first_index[claim["split"]])
-            endpoint = Endpoint(f"{self._url}/sessions/{session_id}/v1", key, "policy")
-            answer = await _call(self._agent, task, endpoint)
-            reward, parts = _as_reward(await _call(self._reward, task, answer))
+            report = await self._report_on(claim, run_key or self._key or "none")
         except Exception as error:  # the user's code may raise anything; it costs one session
             sentence = f"{type(error).__name__}: {error}"
             if sentence not in self._logged:
                 self._logged.add(sentence)
                 log.warning("session %s failed: %s", session_id, sentence, exc_info=error)
             report = {"status": "failed", "error": sentence}
-        else:
-            report = {
-                "status": "finished",
-                "reward": reward,
-                "reward_parts": parts,
-                "task_id": task.task_id,
-                "environment": task.environment,
-            }
         self._reports.put_nowait(report | {"session_id": session_id})
+
+    async def _report_on(self, claim: dict[str, Any], key: str) -> dict[str, Any]:
+        """Run the agent, or take what another runner's agent answered; score it, or leave that to others."""
+        task = self._tasks(claim["split"], claim["task_index"] + self._first_index[claim["split"]])
+        if claim["answer"] is not None:
+            answer = orjson.loads(claim["answer"])
+        else:
+            url = f"{self._url}/sessions/{claim['session_id']}/v1"
+            answer = await _call(self._agent, task, Endpoint(url, key, "policy"))
+            if self._is_scored_elsewhere:
+                return {"status": "answered", "answer": _as_json(answer)}
+        reward, parts = _as_reward(await _call(self._reward, task, answer))
+        return {
+            "status": "finished",
+            "reward": reward,
+            "reward_parts": parts,
+            "task_id": task.task_id,
+            "environment": task.environment,
+        }
 
     async def _send_reports(self) -> None:
         """Report what has ended, many sessions in one request. A report that cannot be delivered is dropped:
@@ -152,6 +164,17 @@ async def _call(function: Callable[..., Any], *args: Any) -> Any:
     if inspect.iscoroutinefunction(function):
         return await function(*args)
     return await asyncio.to_thread(function, *args)
+
+
+def _as_json(answer: Any) -> str:
+    try:
+        # a dataclass would come back as a mapping
+        return orjson.dumps(answer, option=orjson.OPT_PASSTHROUGH_DATACLASS).decode()
+    except TypeError as error:
+        raise ValueError(
+            f"the agent answered {type(answer).__name__}, which is not JSON ({error}); "
+            "answers that `reward` workers score must be"
+        ) from None
 
 
 def _as_reward(value: Any) -> tuple[float, dict[str, float]]:

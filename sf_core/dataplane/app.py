@@ -121,6 +121,7 @@ def make_app(
             _post(run + "/pause", routes.pause),
             _post(run + "/resume", routes.resume),
             _post(run + "/engines/{engine_id:path}/drain", routes.drain),
+            _post(run + "/runners/{runner:path}/retire", routes.retire),
             _post(run + "/release", routes.release),
             _post(run + "/stage", routes.stage),
             _get("/healthz", routes.health),
@@ -190,12 +191,14 @@ class Routes:
                     "group": claim.place.group,
                     "member": claim.place.member,
                     "attempt": claim.attempt,
+                    "answer": session.answer,
                 }
                 for session in sessions
                 if (claim := session.claim) is not None
             ],
             # sessions that ran too long, or whose group no longer counts: nobody waits for them
             "ended": run.ended(body.running),
+            "scored_elsewhere": run.is_scored_elsewhere,
             "released": released,
             # the runner may open more than its agents: they get what opens their run and nothing else
             "key": run.spec.agents_key,
@@ -203,7 +206,7 @@ class Routes:
 
     async def batch(self, request: Request) -> Answer:
         run, index = self._run(request), request.path_params["index"]
-        await run.changed.until(lambda: run.manager.readiness(index).ready, _wait_s(request))
+        await run.changed.until(lambda: run.released or run.manager.readiness(index).ready, _wait_s(request))
         return batch_status(run, index)
 
     async def stream_batch(self, request: Request) -> Response:
@@ -225,7 +228,7 @@ class Routes:
         run, version = self._run(request), request.path_params["index"]
         if (group := run.manager.evaluations.get(version)) is None:
             raise ApiError(404, f"No evaluation of version {version} was started.")
-        await run.changed.until(lambda: group.is_complete, _wait_s(request))
+        await run.changed.until(lambda: run.released or group.is_complete, _wait_s(request))
         return evaluation_status(run, version, group)
 
     async def seal_evaluation(self, request: Request) -> Answer:
@@ -259,6 +262,10 @@ class Routes:
         await run.revoke(link.lease_id)
         run.router.drain(link, "drained")
         return {"running": len(link.in_flight)}
+
+    async def retire(self, request: Request) -> Answer:
+        self._run(request).retire(request.path_params["runner"])
+        return {}
 
     async def release(self, request: Request) -> Answer:
         run, body = self._run(request), parse_body(ReleaseBody, await read_body(request.receive))

@@ -57,7 +57,7 @@ class DataplaneClient:
         timeout = httpx.Timeout(timeout_s, connect=CONNECT_S)
         self._http = httpx.Client(base_url=url, headers=headers, timeout=timeout)
         self._run = f"/runs/{run_id}"
-        self._patience_s = patience_s
+        self._patience_s, self._timeout_s = patience_s, timeout_s
         self._stage: dict[str, Any] | None = None
         """What was reported last: a long wait is shown with it."""
 
@@ -73,7 +73,7 @@ class DataplaneClient:
 
     def wait_for_batch(self, iteration: int, timeout_s: float, unmanned_s: float = 120.0) -> None:
         """Return when the batch is ready. Raises TimeoutError that says what it waited for, or RuntimeError
-        if sessions do nothing but fail."""
+        if sessions do nothing but fail or the run is released."""
         self._wait(f"{self._run}/batches/{iteration}", "ready", f"batch {iteration}", timeout_s, unmanned_s)
 
     def seal_batch(self, iteration: int, attempt: int) -> dict[str, Any]:
@@ -109,6 +109,10 @@ class DataplaneClient:
             patience_s=within_s + ANSWER_S,
         )
 
+    def retire(self, runner: str) -> None:
+        """Send a runner home when it is through with what it has."""
+        self._post(f"{self._run}/runners/{runner}/retire", {})
+
     def release(self, attempt: int) -> None:
         """Send runners and engines home. Does nothing for an attempt that was superseded: its own have been
         taken away, and the others belong to the later one."""
@@ -123,6 +127,8 @@ class DataplaneClient:
                 if answer[flag]:
                     return
                 wait.reason = answer["waiting_for"]
+                if answer["released"]:
+                    raise RuntimeError(f"{what}: the run was released, and nobody works on it")
                 if answer["failures_in_a_row"] >= MAX_FAILURES_IN_A_ROW:
                     raise RuntimeError(f"{what}: every session fails; {wait.reason}")
                 if answer["engines"] and answer["runners"]:
@@ -159,8 +165,8 @@ class DataplaneClient:
             with suppress(httpx.HTTPError):
                 self._http.post(f"{self._run}/stage", json={**self._stage, "wait": facts}, timeout=2.0)
 
-    def _post(self, path: str, body: dict[str, Any], timeout_s: float = ANSWER_S) -> dict[str, Any]:
-        timeout = httpx.Timeout(timeout_s, connect=CONNECT_S)
+    def _post(self, path: str, body: dict[str, Any], timeout_s: float | None = None) -> dict[str, Any]:
+        timeout = httpx.Timeout(timeout_s or self._timeout_s, connect=CONNECT_S)
         return self._call("POST", path, content=orjson.dumps(body), timeout=timeout)
 
     def _call(self, method: str, path: str, **request: Any) -> dict[str, Any]:

@@ -72,6 +72,8 @@ class Generation:
         """0 while it has not happened: it came in, an engine first got it, its last token or its end came."""
         self.num_prefill = self.num_decode = 0
         """What its engine still has to do for it, estimated; links.py counts with them."""
+        self.num_moved_at = 0
+        """How many tokens it had when it was last moved from a long queue; 0: never."""
         self._progress: asyncio.Future[None] | None = None
 
     def comes_after(self, engine_id: str, version: int, num_tokens: int) -> None:

@@ -107,6 +107,10 @@ class Group:
         return self.num_done == self.size
 
     @property
+    def num_open(self) -> int:
+        return sum(member.progress is Progress.OPEN for member in self.members)
+
+    @property
     def rewards(self) -> list[float]:
         return [member.reward for member in self.members if member.reward is not None]
 

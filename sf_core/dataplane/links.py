@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from sf_core.dataplane.generation import Generation
+from sf_core.dataplane.rebalancing import Queue, Running
 
 
 @dataclass(eq=False)
@@ -35,6 +36,8 @@ class EngineLink:
     in_flight: dict[str, Generation] = field(default_factory=dict)
     outstanding: int = 0
     """Tokens it still has to prefill or sample, estimated; the sum over what is in flight."""
+    moving: set[str] = field(default_factory=set)
+    """Requests it was told to give back, for others to go on with."""
     num_tokens: int = 0
     serving_since: float | None = None
     """When it first confirmed a version, in monotonic seconds."""
@@ -69,6 +72,17 @@ class EngineLink:
         if self.leaving is not None:
             return "leaving"
         return "paused" if self.paused else "serving"
+
+    def queue(self) -> Queue[Generation]:
+        """As rebalancing.py sees it."""
+        return Queue(
+            self.outstanding,
+            self.max_running - len(self.in_flight),
+            lambda: [
+                Running(g, g.num_tokens, g.num_prefill + g.num_decode, g.num_moved_at)
+                for g in self.in_flight.values()
+            ],
+        )
 
     def tell(self, frame: bytes) -> None:
         """Send what it has to answer; call it before noting what is expected."""
@@ -108,8 +122,14 @@ class EngineLink:
         generation.num_prefill = 0
         self.outstanding -= done
 
+    def expect_more(self, generation: Generation, num_decode: int) -> None:
+        """It sampled all that was expected, and goes on."""
+        generation.num_decode += num_decode
+        self.outstanding += num_decode
+
     def drop(self, request_id: str) -> Generation | None:
         """No longer in flight here; None if it was not."""
+        self.moving.discard(request_id)
         generation = self.in_flight.pop(request_id, None)
         if generation is not None:
             self.outstanding -= generation.num_prefill + generation.num_decode

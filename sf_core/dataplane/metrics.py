@@ -104,10 +104,16 @@ class Runs(Collector):
         running = GaugeMetricFamily("sf_requests_running", "Turns that an engine works on.", labels=per_run)
         sessions = GaugeMetricFamily("sf_sessions_running", "Sessions with a runner.", labels=per_run)
         version = GaugeMetricFamily("sf_policy_version", "Last published version.", labels=per_run)
+        answers = GaugeMetricFamily(
+            "sf_answers_unscored", "Sessions whose answer waits for its reward or gets it.", labels=per_run
+        )
         engines = GaugeMetricFamily("sf_engines", "Connected engines.", labels=["run", "state"])
         tokens = CounterMetricFamily("sf_sampled_tokens", "Tokens engines sampled.", labels=per_run)
         interruptions = CounterMetricFamily(
             "sf_interruptions", "Times a turn had to continue on another engine.", labels=per_run
+        )
+        moves = CounterMetricFamily(
+            "sf_moves", "Turns taken from an engine because its queue was too long.", labels=per_run
         )
         branches = _branches(self._runs)
         carried = CounterMetricFamily(
@@ -118,14 +124,17 @@ class Runs(Collector):
             waiting.add_metric([name], len(router.waiting))
             running.add_metric([name], sum(len(link.in_flight) for link in router.links))
             sessions.add_metric([name], len(run.sessions))
+            answers.add_metric([name], sum(s.answer is not None for s in run.sessions.values()))
             version.add_metric([name], router.weights.version)
             for state, number in Tally(link.state for link in router.links).items():
                 engines.add_metric([name, state], number)
             tokens.add_metric([name], run.meter.total)
             interruptions.add_metric([name], router.interruptions)
+            moves.add_metric([name], router.moves)
             carried.add_metric([name, "to_engines"], router.bytes_to_engines)
             carried.add_metric([name, "from_engines"], router.bytes_from_engines)
-        return [waiting, running, sessions, version, engines, tokens, interruptions, branches, carried]
+        gauges = [waiting, running, sessions, answers, version, engines]
+        return [*gauges, tokens, interruptions, moves, branches, carried]
 
 
 class Branches(Collector):

@@ -159,6 +159,11 @@ def rewarded_record(session: Session) -> Record:
     return {"rewarded": session.session_id, "reward": session.reward, "parts": session.reward_parts}
 
 
+def answered_record(session: Session) -> Record:
+    """Of a session whose agent is through; what it answered is to be scored."""
+    return {"answered": session.session_id, "answer": session.answer}
+
+
 def closed_record(session: Session) -> Record:
     """The end of a session that was no runner's and leaves nothing."""
     return {"closed": session.session_id}

@@ -32,9 +32,10 @@ from sf_core.dataplane.records import (
     revoked_record,
     run_record,
 )
-from sf_core.dataplane.rendering import Renderer
+from sf_core.dataplane.rendering import Renderer, read_renderer
 from sf_core.dataplane.rollout_manager import Batch
-from sf_core.dataplane.run import Run, Runner, read_renderer, session_name
+from sf_core.dataplane.run import Run, session_name
+from sf_core.dataplane.runners import Runner
 from sf_core.dataplane.session import Session
 from sf_core.dataplane.specs import RunSpec
 from sf_core.dataplane.turn_recovery import TURN_KINDS, replay_turn, session_of
@@ -158,6 +159,10 @@ class _Replay:
             case "rewarded":
                 if (session := run.sessions.get(record["rewarded"])) is not None:
                     session.reward, session.reward_parts = record["reward"], record["parts"]
+            case "answered":
+                if (session := run.sessions.get(record["answered"])) is not None:
+                    session.answer = record["answer"]
+                    run.runners.await_reward(session)
             case "closed":
                 run.forget(record["closed"])
             case "lost":
@@ -192,7 +197,7 @@ class _Replay:
         for session in list(run.sessions.values()):
             if session.claim is not None and run.manager.group_of(session.claim) is None:
                 run.forget(session.session_id)
-            elif session.claim is not None:
+            elif session.runner:
                 # a runner that died meanwhile is missed as any other
                 run.runners.setdefault(session.runner, Runner(run.spec.attempt, time.monotonic()))
         if self._num_gateways != run.num_gateways:
@@ -276,8 +281,8 @@ def compaction(run: Run) -> tuple[list[Record], Callable[[Record], bool]]:
                 return bool(record["sealed"] == last)
             case kind if kind in TURN_KINDS:
                 return session_of(record) in sessions
-            case "rewarded":
-                return record["rewarded"] in sessions
+            case "rewarded" | "answered" as kind:
+                return record[kind] in sessions
             case "opened" if any(session[0] in sessions for session in record["opened"]):
                 return True
             case "finished" if record["finished"] is None:

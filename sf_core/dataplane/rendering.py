@@ -6,6 +6,7 @@ Uses tokenizers and jinja2 directly, because transformers imports torch: 3 s and
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter
 from datetime import datetime
@@ -19,6 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from sf_core.dataplane.append_only import append_only_roles, render_addition
+from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.messages import Message
 from sf_core.dataplane.toolcalls import FORMATS, Tool, format_of
 from sf_core.dataplane.tree import Ids
@@ -201,3 +203,11 @@ def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
 
 def _refuse(message: str) -> None:
     raise jinja2.TemplateError(message)
+
+
+async def read_renderer(model_dir: str) -> Renderer:
+    """Raises ApiError if the folder cannot be used."""
+    try:
+        return await asyncio.to_thread(Renderer, model_dir)
+    except (ValueError, OSError) as error:
+        raise ApiError(400, str(error), param="model_dir") from None

@@ -137,6 +137,12 @@ class RolloutManager:
         missing = sorted(group.size - group.num_done for group in self.groups.values())[:num_groups]
         return held_out + sum(missing) + rules.group_size * (num_groups - len(missing))
 
+    def num_open_sessions(self) -> int:
+        """Sessions that would be given out now to whoever claims them."""
+        groups = [*self.evaluations.values(), *self.groups.values()]
+        to_admit = max(0, self._num_admissible() - len(self.groups))
+        return sum(group.num_open for group in groups) + self.rules.group_size * to_admit
+
     def seal(self, batch: int) -> Batch:
         """Consume the groups of a batch; the same batch again gives the same groups. Raises ValueError if it
         is not ready."""

@@ -17,6 +17,7 @@ from sf_core.dataplane import wire
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.generation import Generation, asked_by_request
 from sf_core.dataplane.links import EngineLink
+from sf_core.dataplane.rebalancing import find_moves
 from sf_core.dataplane.routing import TypicalLength, choose, num_cached
 from sf_core.dataplane.signals import Signal
 from sf_core.dataplane.waiting import Limits, WaitingLine
@@ -40,6 +41,8 @@ class Router:
         self.paused_engines: set[str] = set()
         """Paused on their own, by id: one that reconnects is still paused."""
         self.interruptions = 0
+        self.moves = 0
+        """Requests taken from an engine because its queue was too long; each is an interruption too."""
         self.bytes_to_engines = self.bytes_from_engines = 0
         self._typical = TypicalLength()
         self._changed = Signal()
@@ -98,6 +101,8 @@ class Router:
                 interrupted.append(generation)
             elif generation.finish_reason is not None:
                 self._typical.learn(len(generation.token_ids))
+            elif generation.num_decode == 0:
+                link.expect_more(generation, self._typical.remaining(generation))
         link.num_tokens += num_tokens
         self._wait_again(interrupted)
         self._settle(link)
@@ -115,6 +120,23 @@ class Router:
         for link in [e for e in self.links if e.silent_for(now) > self.limits.engine_silence_s]:
             log.warning("engine %s has work and says nothing: it is dropped", link.engine_id)
             self.lose(link)
+        self._rebalance()
+
+    def _rebalance(self) -> None:
+        """Take running requests from engines whose queues are too long (rebalancing.py). They are dispatched
+        again when they are back. While requests wait, whoever has room gets those; while engines take new
+        weights or what was taken is not back, queues are not what they seem."""
+        links = [link for link in self.links if link.is_routable]
+        if self.waiting or any(link.moving for link in links) or len({link.version for link in links}) != 1:
+            return
+        owners = {link.queue(): link for link in links}
+        for generation, source, _ in find_moves(list(owners)):
+            generation.num_moved_at = generation.num_tokens
+            owners[source].moving.add(generation.request_id)
+            self.moves += 1
+        for link in links:
+            if link.moving:
+                link.send(wire.pack("abort", sorted(link.moving)))
 
     def _refuse(self, generation: Generation, reason: str) -> None:
         self.stop(generation)
@@ -150,8 +172,11 @@ class Router:
         self._changed.notify()
 
     def confirm(self, link: EngineLink, version: int) -> None:
-        """The engine now samples with this version."""
+        """The engine now samples with this version. A newcomer that was told of a newer one while it loaded
+        is not routed to before it holds that."""
         link.heard_at = time.monotonic()
+        if link.version is None and version < link.wanted_version:
+            return
         link.serving_since = link.serving_since or link.heard_at
         link.version = version
         self._schedule()

@@ -12,7 +12,6 @@ import secrets
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from sf_core.dataplane.errors import ApiError
@@ -23,6 +22,7 @@ from sf_core.dataplane.memory import Memory
 from sf_core.dataplane.meter import TokenMeter
 from sf_core.dataplane.records import (
     FinishedSession,
+    answered_record,
     closed_record,
     evaluation_record,
     failed_record,
@@ -39,6 +39,7 @@ from sf_core.dataplane.rendering import Renderer
 from sf_core.dataplane.results import Results
 from sf_core.dataplane.rollout_manager import RolloutManager
 from sf_core.dataplane.router import PauseMode, Router
+from sf_core.dataplane.runners import Runner, Runners
 from sf_core.dataplane.session import Session
 from sf_core.dataplane.session_tree import session_tree
 from sf_core.dataplane.signals import Signal
@@ -51,15 +52,6 @@ RUNNER_SILENCE_S = 15.0
 """A runner not heard from for this long has lost its sessions."""
 
 OVER = "the session is over"
-
-
-@dataclass
-class Runner:
-    attempt: int
-    """The flow attempt under which it was first heard."""
-    last_heard: float
-    num_polls: int = 0
-    """Claims it is waiting in."""
 
 
 class Run(SessionHost):
@@ -81,7 +73,7 @@ class Run(SessionHost):
         self.results = Results(self.memory, self.spill_dir)
         self._closing: dict[str, Session] = {}
         """Over, and not yet in the journal."""
-        self.runners: dict[str, Runner] = {}
+        self.runners = Runners()
         self.released = False
         self.revoked_leases: set[str] = set()
         self.lease_starts: defaultdict[str, list[str]] = defaultdict(list)
@@ -117,7 +109,8 @@ class Run(SessionHost):
 
     def forget_progress(self) -> None:
         """Start over from what the flow says is done."""
-        self._lose_all()
+        for session in [s for s in self.sessions.values() if s.claim is not None]:
+            self._take_back(session, "the run starts over")
         self.router.weights = WeightsRef(self.spec.version, self.spec.weights_uri)
         evaluations = self.manager.evaluations
         self.manager = self._new_manager()
@@ -138,8 +131,9 @@ class Run(SessionHost):
     # --- runners and their sessions
 
     async def claim(self, body: ClaimBody) -> tuple[list[Session], bool]:
-        """Sessions for a runner, and whether it is released. Waits for some; is its sign of life too."""
-        runner = self.runners.setdefault(body.runner, Runner(self.spec.attempt, 0.0))
+        """Sessions for a runner, and whether it is released. Waits for some; is its sign of life too.
+        Those with an answer are to be scored."""
+        runner = self.runners.setdefault(body.runner, Runner(self.spec.attempt, 0.0, body.work))
         named = set(body.running)
         for session in self._sessions_of(body.runner):
             if session.session_id not in named:
@@ -148,24 +142,41 @@ class Run(SessionHost):
         runner.num_polls += 1
         try:
             await self.changed.until(
-                lambda: self._is_released(runner) or self._give_out(body.runner, body.max, sessions),
+                lambda: self._is_released(body.runner) or self._give_out(body.runner, body.max, sessions),
                 body.wait_s,
             )
         finally:
             runner.num_polls -= 1
             runner.last_heard = time.monotonic()
-        if sessions:
-            await self.journal.append(opened_record(sessions))
-        return sessions, self._is_released(runner)
+        if opened := [session for session in sessions if session.answer is None]:
+            await self.journal.append(opened_record(opened))
+        return sessions, self._is_released(body.runner)
+
+    def retire(self, name: str) -> None:
+        """Release this runner when it is through with what it has. Raises ApiError 404."""
+        self.runners.retire(name)
+        self.changed.notify()
+
+    @property
+    def is_scored_elsewhere(self) -> bool:
+        """Whether runners of agents leave the rewards to others."""
+        return self.runners.of("reward", self.spec.attempt) > 0
 
     def ended(self, session_ids: list[str]) -> list[str]:
         return [session_id for session_id in session_ids if session_id not in self.sessions]
 
-    def _is_released(self, runner: Runner) -> bool:
-        return self.released or runner.attempt < self.spec.attempt
+    def _is_released(self, name: str) -> bool:
+        runner = self.runners[name]
+        is_through = runner.is_retiring and not self._sessions_of(name)
+        return self.released or runner.attempt < self.spec.attempt or is_through
 
     def _give_out(self, runner: str, limit: int, sessions: list[Session]) -> bool:
-        for claim in self.manager.claim(limit):
+        if self.runners[runner].is_retiring:
+            return False
+        work = self.runners[runner].work
+        if work == "reward" or not self.is_scored_elsewhere:
+            sessions += self.runners.take_answers(runner, limit, self.sessions)
+        for claim in self.manager.claim(limit - len(sessions)) if work == "agent" else ():
             session = Session(session_name(self.spec.run_id, claim), claim, runner=runner)
             self.open(session)
             sessions.append(session)
@@ -212,6 +223,8 @@ class Run(SessionHost):
         body = body.or_earlier(session.reward, session.reward_parts)
         if (claim := session.claim) is None:
             return await self._finish_opened(session, body)
+        if body.status == "answered":
+            return await self._await_reward(session, body.answer or "null")
         if body.status == "failed":
             self.drop(session, OVER)
             return await self._fail(claim, body.error or "no reason given")
@@ -230,6 +243,13 @@ class Run(SessionHost):
             self.recent_tokens.append(sum(int(row.loss_mask.sum()) for row in result.trajectories))
             await self._reject(self.manager.finish(claim, result.reward, result.min_version))
         self.changed.notify()
+
+    async def _await_reward(self, session: Session, answer: str) -> None:
+        if session.answer is None:
+            session.answer = answer
+            await self.journal.append(answered_record(session))
+            self.runners.await_reward(session)
+            self.changed.notify()
 
     async def _finish_opened(self, session: Session, body: FinishBody) -> None:
         """One that failed leaves nothing, one without a reward goes on: nobody would do it again."""
@@ -352,7 +372,12 @@ class Run(SessionHost):
             self._lose(session)
 
     def _lose(self, session: Session) -> None:
-        """Its runner is gone or knows nothing of it: another one gets its place."""
+        """Its runner is gone or knows nothing of it: another one gets its place, or its answer."""
+        if session.answer is not None:
+            if session.runner:
+                self.runners.await_reward(session)
+                self.changed.notify()
+            return
         self._take_back(session, "the session was given to another runner")
         self.counters["retries"] += 1
         self.changed.notify()
@@ -372,11 +397,3 @@ def session_name(run_id: str, claim: Claim) -> str:
     place = claim.place
     middle = f"g{place.group}" if place.split == "train" else f"e{place.group}"
     return f"{run_id}.{middle}.{place.member}.a{claim.attempt}"
-
-
-async def read_renderer(model_dir: str) -> Renderer:
-    """Raises ApiError if the folder cannot be used."""
-    try:
-        return await asyncio.to_thread(Renderer, model_dir)
-    except (ValueError, OSError) as error:
-        raise ApiError(400, str(error), param="model_dir") from None

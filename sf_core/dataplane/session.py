@@ -66,6 +66,8 @@ class Session:
     environment: str = ""
     metadata: dict[str, Any] = field(default_factory=dict)
     """Whatever its maker wrote."""
+    answer: str | None = None
+    """What the agent answered, as JSON, from the end of the agent until another runner has scored it."""
     reward: float | None = None
     reward_parts: dict[str, float] = field(default_factory=dict)
     started_at: float = field(default_factory=time.time)

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, SecretStr, Valid
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.rollout_manager import BatchRules
 from sf_core.dataplane.router import PauseMode
+from sf_core.dataplane.runners import Work
 from sf_core.dataplane.waiting import Limits
 
 
@@ -92,6 +93,8 @@ class ClaimBody(Body):
     runner: str
     max: int = Field(ge=0)
     wait_s: float = Field(0.0, ge=0)
+    work: Work = "agent"
+    """What it claims: sessions to run an agent on, or answers to score."""
     running: list[str] = []
     """Sessions the runner works on; those it was given and does not name are given out again."""
 
@@ -120,7 +123,10 @@ class RewardBody(Body):
 
 
 class FinishBody(Body):
-    status: Literal["finished", "failed"]
+    status: Literal["finished", "failed", "answered"]
+    """answered: the agent is through, and another runner scores what it answered."""
+    answer: str | None = None
+    """As JSON."""
     reward: FiniteFloat | None = None
     reward_parts: dict[str, FiniteFloat | None] = {}
     error: str | None = None

@@ -8,6 +8,7 @@ from typing import Any
 
 from sf_core.dataplane.groups import Group
 from sf_core.dataplane.run import Run
+from sf_core.dataplane.runners import Work
 
 
 def batch_status(run: Run, batch: int) -> dict[str, Any]:
@@ -15,9 +16,7 @@ def batch_status(run: Run, batch: int) -> dict[str, Any]:
     reasons = [readiness.waiting_for] if readiness.waiting_for else []
     return asdict(readiness) | {
         "waiting_for": "; ".join(reasons + (_obstacles(run) if reasons else [])),
-        "engines": num_engines(run),
-        "runners": len(run.runners),
-        "failures_in_a_row": run.failures_in_a_row,
+        **_workforce(run),
     }
 
 
@@ -29,9 +28,7 @@ def evaluation_status(run: Run, version: int, group: Group) -> dict[str, Any]:
         "finished": group.num_done,
         "num_tasks": group.size,
         "waiting_for": "; ".join(reasons),
-        "engines": num_engines(run),
-        "runners": len(run.runners),
-        "failures_in_a_row": run.failures_in_a_row,
+        **_workforce(run),
     }
 
 
@@ -51,6 +48,11 @@ def run_status(run: Run) -> dict[str, Any]:
         "waiting_for": readiness.waiting_for,
         "sessions_running": len(run.sessions),
         "straggler": straggler(run),
+        "work": work_of(run),
+        "runners": {
+            name: {"work": runner.work, "retiring": runner.is_retiring}
+            for name, runner in run.runners.items()
+        },
         "requests_waiting": len(router.waiting),
         "paused": router.paused,
         "released": run.released,
@@ -73,7 +75,7 @@ def run_status(run: Run) -> dict[str, Any]:
             str(version): {"finished": group.num_done, "num_tasks": group.size}
             for version, group in manager.evaluations.items()
         },
-        "counters": {**run.counters, "interruptions": router.interruptions},
+        "counters": {**run.counters, "interruptions": router.interruptions, "moves": router.moves},
         "last_error": run.last_error,
     }
 
@@ -83,6 +85,13 @@ def _tokens_left(run: Run) -> float | None:
     if not run.recent_tokens:
         return None
     return run.manager.num_sessions_left() * sum(run.recent_tokens) / len(run.recent_tokens)
+
+
+def work_of(run: Run) -> dict[Work, int]:
+    """How many sessions there are for runners: those they work on, and those that wait for one."""
+    claimed = [session for session in run.sessions.values() if session.claim is not None]
+    answered = sum(session.answer is not None for session in claimed)
+    return {"agent": len(claimed) - answered + run.manager.num_open_sessions(), "reward": answered}
 
 
 def straggler(run: Run) -> dict[str, Any] | None:
@@ -104,10 +113,25 @@ def num_engines(run: Run) -> int:
     return sum(link.version is not None for link in run.router.links)
 
 
+def num_runners(run: Run) -> int:
+    """Of agents."""
+    return run.runners.of("agent", run.spec.attempt)
+
+
+def _workforce(run: Run) -> dict[str, Any]:
+    """Whether anybody works on what is waited for."""
+    return {
+        "engines": num_engines(run),
+        "runners": num_runners(run),
+        "failures_in_a_row": run.failures_in_a_row,
+        "released": run.released,
+    }
+
+
 def _obstacles(run: Run) -> list[str]:
     """What else keeps sessions from finishing."""
     obstacles = [] if run.router.is_serving else [run.router.obstacle()]
-    if not run.runners:
+    if not num_runners(run):
         obstacles.append("no agent runner is connected")
     if run.last_error:
         obstacles.append(f"the last failed session: {run.last_error}")

@@ -76,6 +76,8 @@ def _duty(worker: Worker, workers: list[Worker], plan: Plan, config: RunConfig) 
         return "rolls out: " + ("others train first" if "train" in worker.tags else "does not carry train")
     if worker.name in plan.agent:
         return "runs agents"
+    if worker.name in plan.reward:
+        return "scores what agents answer"
     if "cpu" in worker.tags:
         return "filters, publishes, evaluates"
     if "train" in worker.tags:

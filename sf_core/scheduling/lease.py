@@ -1,4 +1,4 @@
-"""A worker's time under `rollout` or `agent`: what the lease tasks run, until they are told to yield.
+"""A worker's time under `rollout`, `agent` or `reward`: what the lease tasks run, until told to yield.
 
 The data plane decides when a lease ends; Dask only decides when it starts.
 """
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from sf_core.agents.runner import AgentRunner
 from sf_core.dataplane.engine_client import serve_engine
+from sf_core.dataplane.runners import Work
 from sf_core.engines.base import Engine
 from sf_core.run import Run, RunRef, load_object
 from sf_core.scheduling.switching import switching_of, work_left
@@ -36,6 +37,11 @@ class LeaseSpec:
     trainers: tuple[str, ...] = ()
     """The workers that are lent together, this one among them; none if its lease lasts the run."""
 
+    @property
+    def holder(self) -> str:
+        """Names the engine or runner in the data plane."""
+        return f"{self.worker}:{self.lease_id}"
+
 
 def serve_lease(spec: LeaseSpec) -> str:
     """Hold the device as an engine until revoked; returns why the lease ended."""
@@ -56,7 +62,7 @@ def serve_lease(spec: LeaseSpec) -> str:
         # of two starts of the same lease the data plane turns away the one that came first; not the one with
         # the lower time: a clock may be set back
         "start": secrets.token_hex(8),
-        "engine_id": f"{spec.worker}:{spec.lease_id}",
+        "engine_id": spec.holder,
         "worker": spec.worker,
         "max_running": run.config.engine.max_running,
     }
@@ -99,19 +105,21 @@ def engine_factory(run: Run) -> Callable[[WeightsRef], Engine]:
     return make
 
 
-def run_agents(spec: LeaseSpec) -> int:
-    """Hold an agent worker: claim sessions and run the agent on them until released. Returns how many."""
+def run_sessions(spec: LeaseSpec, work: Work) -> int:
+    """Hold a worker: claim sessions and run the agent on them, or score what it answered, until released.
+    Returns how many."""
     run = Run(spec.run)
     environment = run.config.environment
     runner = AgentRunner(
         url=spec.run.dataplane_url,
         key=dataplane_key(),
         run_id=spec.run.run_id,
-        runner_id=f"{spec.worker}:{spec.lease_id}",
+        runner_id=spec.holder,
         tasks=load_object(environment.tasks),
         agent=load_object(environment.agent),
         reward=load_object(environment.reward),
         concurrency=run.config.rollout.concurrency,
         seed=run.config.seed,
+        work=work,
     )
     return asyncio.run(runner.run())

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Container
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
 
 from distributed import Client, get_worker
@@ -18,6 +20,10 @@ from sf_core.config import RunConfig
 from sf_core.scheduling.pipelines import PIPELINES
 from sf_core.scheduling.roofline import Device, known_device, step_of, train_priority
 from sf_core.scheduling.tags import needed_tags
+
+Duty = Literal["agent", "rollout", "reward"]
+"""The tags under which a worker may be held throughout a run."""
+DUTIES: tuple[Duty, ...] = get_args(Duty)
 
 ANSWER_S = 30.0
 """How long a scheduler may take to answer."""
@@ -42,16 +48,46 @@ class Plan:
     lent: bool
     """The trainers carry `rollout` too and are lent to it between train steps."""
     agent: tuple[str, ...]
+    reward: tuple[str, ...] = ()
+    """Score what agents answer; without any, those that run the agents do."""
+
+    @property
+    def held(self) -> dict[Duty, tuple[str, ...]]:
+        return {"agent": self.agent, "rollout": self.rollout, "reward": self.reward}
+
+
+def duty_of(worker: Worker, trainers: Container[str]) -> Duty | None:
+    """What the worker is held for, from the start or when it joins: one thing, because a lease takes all of
+    a worker. Who trains is decided at the start."""
+    if worker.name in trainers:
+        return None
+    return next((duty for duty in DUTIES if duty in worker.tags), None)
 
 
 def read_workers(scheduler: str) -> list[Worker]:
-    """The workers connected to a scheduler. Raises ValueError if it cannot be reached."""
+    """The workers connected to a scheduler. Raises ValueError if it cannot be reached, or has a worker that
+    was not started for us."""
     try:
         with Client(scheduler, set_as_default=False, timeout=ANSWER_S) as client:
             infos = client.scheduler_info(n_workers=-1)["workers"].values()
     except (OSError, ValueError) as error:  # a ValueError if it is no address
         raise ValueError(f"no Dask scheduler answers at {scheduler}: {error}") from None
     return [worker_of(info["resources"], info.get("device")) for info in infos]
+
+
+def connected_workers(client: Client) -> dict[str, Worker]:
+    """By address, while a run is on. Raises OSError if the scheduler does not answer."""
+    return our_workers(client.scheduler_info(n_workers=-1)["workers"])
+
+
+def our_workers(infos: dict[str, Any]) -> dict[str, Worker]:
+    """By address, of all that Dask has: a worker that joins and was not started for us is passed over, or it
+    would end the run."""
+    found = {}
+    for address, info in infos.items():
+        with suppress(ValueError):
+            found[address] = worker_of(info["resources"], info.get("device"))
+    return found
 
 
 def find_workers(config: RunConfig, scheduler: str | None = None) -> list[Worker]:
@@ -83,16 +119,17 @@ def make_plan(workers: list[Worker], config: RunConfig) -> Plan:
     if missing := [repr(tag) for tag in needed_tags() if tag not in carried]:
         raise ValueError(f"no worker carries {' or '.join(missing)}; workers: {_offered(workers)}")
     for worker in workers:
-        if {"agent", "cpu"} <= worker.tags:
+        if "cpu" in worker.tags and (long := sorted(worker.tags & {"agent", "reward"})):
             raise ValueError(
-                f"worker {worker.name!r} carries both `agent` and `cpu`; agent work would starve the filter, "
-                "so give them to different workers"
+                f"worker {worker.name!r} carries both `{long[0]}` and `cpu`; {long[0]} work would starve the "
+                "filter, so give them to different workers"
             )
     if twice := [name for name, count in Counter(w.name for w in workers).items() if count > 1]:
         raise ValueError(f"two workers are named {twice[0]!r}; tasks are pinned by name, so rename one")
     trainers = _choose_trainers(workers, config)
     names = {worker.name for worker in trainers}
-    rollout = tuple(sorted(w.name for w in workers if "rollout" in w.tags and w.name not in names))
+    held = {d: tuple(sorted(w.name for w in workers if duty_of(w, names) == d)) for d in DUTIES}
+    rollout = held["rollout"]
     lent = PIPELINES[config.pipeline].lent is not False and all("rollout" in w.tags for w in trainers)
     if not rollout and (not lent or config.pipeline == "multiplexed"):
         means = f"pipeline {config.pipeline}" if config.pipeline else "a trainer that is not lent"
@@ -100,11 +137,17 @@ def make_plan(workers: list[Worker], config: RunConfig) -> Plan:
             f"{means} needs a worker that carries rollout beside the trainers {', '.join(sorted(names))}; "
             f"workers: {_offered(workers)}"
         )
+    if not held["agent"]:
+        raise ValueError(
+            f"no worker is left to agents: {', '.join(sorted(names))} trains, and agents would never let it; "
+            f"workers: {_offered(workers)}"
+        )
     return Plan(
         rollout=rollout,
         trainers=tuple(worker.name for worker in trainers),
         lent=lent,
-        agent=tuple(sorted(worker.name for worker in workers if "agent" in worker.tags)),
+        agent=held["agent"],
+        reward=held["reward"],
     )
 
 

@@ -22,6 +22,7 @@ HEAVY = {
     "rollout": ("torch",),
     "train": ("torch",),
     "agent": ("openai", "reasoning_gym"),
+    "reward": ("reasoning_gym",),
     "cpu": ("pyarrow",),
 }
 

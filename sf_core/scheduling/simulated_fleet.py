@@ -11,7 +11,10 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
 
+from sf_core.dataplane.dataplane import SWEEP_S
 from sf_core.dataplane.groups import Claim
+from sf_core.dataplane.rebalancing import Queue, Running, find_moves
+from sf_core.dataplane.routing import expected_rest
 from sf_core.engines.continuous_batch import ContinuousBatch, Slot
 from sf_core.scheduling.device_model import DeviceModel
 from sf_core.scheduling.event_clock import EventClock
@@ -27,6 +30,8 @@ class SimulatedSession:
     num_wanted: int
     num_sampled: int = 0
     """Before the engine it is on."""
+    num_moved_at: int = 0
+    """Tokens it had when it was last moved from a long queue; 0: never."""
     min_version: int | None = None
 
 
@@ -51,14 +56,25 @@ class SimulatedEngine:
 
 class Fleet:
     def __init__(
-        self, clock: EventClock, model: DeviceModel, max_running: int, *, recompute: bool, typical: float
+        self,
+        clock: EventClock,
+        model: DeviceModel,
+        max_running: int,
+        *,
+        recompute: bool,
+        typical: float,
+        budget: int,
     ) -> None:
+        """Sessions sample `typical` tokens on average, and `budget` at most."""
         self.engines: list[SimulatedEngine] = []
         self.spans: list[Span] = []
+        self.num_moves = 0
+        self._looks = False
+        """At the balance of the engines, once a second."""
         self.on_finished: Callable[[SimulatedSession], None] = lambda session: None
         self.on_started: Callable[[SimulatedSession, int], None] = lambda session, version: None
         self._clock, self._model, self._max_running = clock, model, max_running
-        self._recompute, self._typical = recompute, round(typical)
+        self._recompute, self._typical, self._budget = recompute, round(typical), budget
         self._waiting: list[tuple[int, int, SimulatedSession]] = []
         self._roomy: list[tuple[int, int, int, SimulatedEngine]] = []
         """Heap of engines by what is outstanding; entries that do not fit their engine are out of date."""
@@ -100,6 +116,48 @@ class Fleet:
             span = Span(engine.worker, "rollout", self._clock.now, engine.paused_until, "moving")
             self.spans.append(span)
             self._clock.after(seconds, self._go_on, engine)
+
+    def _look(self) -> None:
+        self._rebalance()
+        self._looks = any(engine.running for engine in self.engines)
+        if self._looks:
+            self._clock.after(SWEEP_S, self._look)
+
+    def _rebalance(self) -> None:
+        """As Router._rebalance does; what is taken from an engine is back at once."""
+        if self._waiting:
+            return
+        engines = [engine for engine in self.engines if self._clock.now >= engine.paused_until]
+        owners = {self._queue(engine): engine for engine in engines}
+        for session, source, target in find_moves(list(owners)):
+            self._leave(owners[source], session)
+            session.num_moved_at = session.num_prompt + session.num_sampled
+            self._take(owners[target], session)
+            self.num_moves += 1
+        for engine in engines:
+            self._note_busy(engine)
+            self._wake_later(engine)
+
+    def _queue(self, engine: SimulatedEngine) -> Queue[SimulatedSession]:
+        self._advance(engine)
+        running = [self._running(engine, session, slot) for session, slot in engine.running.values()]
+        room = engine.max_running - len(running)
+        return Queue(sum(r.num_to_do for r in running), room, lambda: running)
+
+    def _running(
+        self, engine: SimulatedEngine, session: SimulatedSession, slot: Slot
+    ) -> Running[SimulatedSession]:
+        sampled = session.num_sampled + engine.batch.num_sampled(slot)
+        rest = expected_rest(self._typical, sampled, self._budget - sampled)
+        num_prefill = 0 if engine.batch.num_sampled(slot) else slot.num_prompt
+        return Running(session, session.num_prompt + sampled, num_prefill + rest, session.num_moved_at)
+
+    def _leave(self, engine: SimulatedEngine, session: SimulatedSession) -> None:
+        _, slot = engine.running.pop(str(id(session)))
+        session.num_sampled += engine.batch.num_sampled(slot)
+        engine.batch.leave(slot)
+        engine.outstanding -= slot.num_prompt + self._typical
+        self._note_room(engine)
 
     def finish(self) -> None:
         """Write down what is still computing."""
@@ -143,6 +201,9 @@ class Fleet:
         slot = engine.batch.join(name, num_prompt, session.num_wanted - session.num_sampled)
         engine.running[name] = (session, slot)
         engine.outstanding += num_prompt + self._typical
+        if not self._looks:
+            self._looks = True
+            self._clock.after(SWEEP_S, self._look)
         if session.min_version is None:
             session.min_version = engine.version
             self.on_started(session, engine.version)

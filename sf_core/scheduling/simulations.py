@@ -24,6 +24,7 @@ from sf_core.scheduling.pipelines import PipelineName
 from sf_core.scheduling.plan import Worker, make_plan
 from sf_core.scheduling.simulator import Failures, Length, Overheads, Simulated, simulate
 from sf_core.scheduling.timeline import idle_fraction, read_spans
+from storage.files import write_atomic
 from storage.run_directory import RunDirectory
 from storage.trajectories import read_trajectories
 
@@ -218,7 +219,9 @@ def comparison(
             last = simulated.iterations[-6:]
             first = len(simulated.iterations) - len(last)
             windows = {first + i: (iteration.start, iteration.end) for i, iteration in enumerate(last)}
-            draw_timeline(picture, title="multiplexed, simulated", spans=simulated.spans, iterations=windows)
+            spans = simulated.spans
+            drawn = draw_timeline(title="multiplexed, simulated", spans=spans, iterations=windows)
+            write_atomic(picture, drawn)
     return table
 
 

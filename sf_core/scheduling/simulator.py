@@ -71,6 +71,8 @@ class Simulated:
     spans: list[Span] = field(default_factory=list)
     yields: int = 0
     not_lent: int = 0
+    moves: int = 0
+    """Sessions moved from a long queue to a short one."""
     failures: int = 0
 
 
@@ -103,6 +105,7 @@ class _Simulation:
             recompute=config.engine.kv_on_update == "recompute",
             typical=sum(length(0, member)[1] for member in range(config.rollout.group_size))
             / config.rollout.group_size,
+            budget=config.rollout.max_tokens,
         )
         self._fleet.on_started = lambda session, version: self._manager.note_started(session.claim, version)
         self._fleet.on_finished = self._finish
@@ -138,6 +141,7 @@ class _Simulation:
         self._clock.start(self._flow())
         self._clock.run(lambda: self._is_over)
         self._fleet.finish()
+        self._result.moves = self._fleet.num_moves
         self._result.spans += self._fleet.spans
         return self._result
 

@@ -15,11 +15,15 @@ class TaskKind:
     """Tags a worker must carry, all of them."""
     priority: int = 0
     """Place in a worker's queue; higher goes first."""
+    is_optional: bool = False
+    """A run can do without: others do its work."""
 
 
 TASK_KINDS: dict[str, TaskKind] = {
     "lease": TaskKind(("rollout",)),
     "agents": TaskKind(("agent",)),
+    # where nobody carries it, runners of agents score
+    "rewards": TaskKind(("reward",), is_optional=True),
     "warmstart": TaskKind(("train",)),
     # ahead of the next lease, which waits in the same queue
     "train": TaskKind(("train",), priority=1),
@@ -30,7 +34,7 @@ TASK_KINDS: dict[str, TaskKind] = {
 
 def needed_tags() -> list[str]:
     """Every tag that some task of a run needs."""
-    return sorted({tag for kind in TASK_KINDS.values() for tag in kind.needs})
+    return sorted({tag for kind in TASK_KINDS.values() if not kind.is_optional for tag in kind.needs})
 
 
 def is_word(value: str) -> str:

@@ -43,6 +43,8 @@ DASK_SETTINGS = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 """Environment of schedulers and workers alike."""
+LOG_SETTINGS = {"PREFECT_LOGGING_EXTRA_LOGGERS": "sf_core,tasks,storage"}
+"""With it, what our packages log in a task or a flow is in the log of its run in Prefect."""
 MAX_THREADS = 8
 """More of them lose time on the models that fit a machine like this."""
 START_TIMEOUT_S = 60.0
@@ -106,7 +108,7 @@ def become_worker(
     own = worker_environment(worker, measured)
     if name in {other.name for other in read_workers(scheduler)}:
         raise ValueError(f"a worker named {name!r} is connected to {scheduler}; choose another --name")
-    environment = {**os.environ, **DASK_SETTINGS, **own}
+    environment = {**LOG_SETTINGS, **os.environ, **DASK_SETTINGS, **own}
     command = worker_command(name, worker.tags, [scheduler], host=host)
     command += ["--death-timeout", f"{START_TIMEOUT_S:.0f}"]
     os.execvpe(command[0], command, environment)

@@ -27,7 +27,7 @@ def test_the_simulated_line_has_an_object_per_pipeline() -> None:
     )
     assert result.exit_code == 0, result.output
     line = json.loads(result.output)
-    assert line["simulated"] and line["multiplexed"]["max_lag"] <= line["max_lag_allowed"] == 1
+    assert line["kind"] == "simulated" and line["multiplexed"]["max_lag"] <= line["max_lag_allowed"] == 1
 
 
 @pytest.mark.nightly

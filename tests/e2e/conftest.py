@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+from distributed import Client
 
 from sf_core.config import RunConfig, WorkerConfig, validate_config
 from sf_core.local_stack import LocalStack, Services, local_stack, start_dataplane, start_services
@@ -90,6 +91,12 @@ class Cluster:
         self.stack.processes.remove(process)
         port = int(self.services.dataplane.rpartition(":")[2])
         start_dataplane(self.stack, self.folder, port)()
+
+    def running_tasks(self) -> list[str]:
+        """Of all workers, those included that Dask has given up."""
+        with Client(self.services.scheduler, set_as_default=False) as client:
+            active = client.run(lambda dask_worker: list(dask_worker.active_threads.values()))
+            return [key for keys in (*active.values(), *client.processing().values()) for key in keys]
 
     def worker_process(self, name: str) -> psutil.Process:
         """The process that runs the worker's tasks; its nanny starts another one when it dies."""

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+
 import openai
+import psutil
 
 from sf_core.types import Endpoint, Task
 
@@ -19,8 +23,29 @@ async def agent(task: Task, endpoint: Endpoint) -> str:
     return answer.choices[0].message.content or ""
 
 
+async def slowly_held_out(task: Task, endpoint: Endpoint) -> str:
+    """The agent, which takes some seconds over held-out tasks."""
+    if task.task_id.startswith("echo-holdout"):
+        await asyncio.sleep(4)
+    return await agent(task, endpoint)
+
+
+def reward_with_worker(task: Task, answer: str) -> dict[str, float]:
+    """The reward, and a part named after the worker that scores, whose name its nanny was given."""
+    command = psutil.Process(os.getppid()).cmdline()
+    name = command[command.index("--name") + 1]
+    return {"correct": float(task.answer in answer), f"by_{name}": 0.0}
+
+
 def reward(task: Task, answer: str) -> dict[str, float]:
     return {"correct": float(task.answer in answer), "short": 0.1 * (len(answer) < 6)}
+
+
+def picky_reward(task: Task, answer: str) -> dict[str, float]:
+    """Fails for every third training task."""
+    if task.task_id.startswith("echo-train") and int(task.task_id.rpartition("-")[2]) % 3 == 0:
+        raise ValueError("this one I do not score")
+    return reward(task, answer)
 
 
 def script(prompt_ids: list[int], seed: int) -> list[int]:

@@ -10,8 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tests.e2e.conftest import ROOT, Cluster
-from tests.e2e.invariants import manifests
-from tests.e2e.test_resume import check_result
+from tests.e2e.invariants import check_result, manifests
 
 pytestmark = pytest.mark.slow
 

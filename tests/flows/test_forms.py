@@ -45,6 +45,12 @@ def test_every_field_is_described_and_in_its_place(flow: Flow[Any, Any]) -> None
 
 
 @flows
+def test_a_field_is_called_as_in_the_configuration(flow: Flow[Any, Any]) -> None:
+    for name, field in fields(flow):
+        assert field["title"] == name.rpartition(".")[2]
+
+
+@flows
 def test_every_number_is_bounded(flow: Flow[Any, Any]) -> None:
     for name, field in fields(flow):
         for value in values(field):

@@ -59,7 +59,7 @@ class HubRun(Run):
 
     async def claim(self, body: ClaimBody) -> tuple[list[Session], bool]:
         sessions, released = await super().claim(body)
-        await self._tell_opened(sessions)
+        await self._tell_opened([session for session in sessions if session.answer is None])
         return sessions, released
 
     async def open_for(self, body: SessionBody) -> Session:

@@ -40,7 +40,7 @@ from sf_core.dataplane.memory import Memory
 from sf_core.dataplane.metrics import Branches, MemoryUse, Metrics
 from sf_core.dataplane.observed import Observed
 from sf_core.dataplane.records import read_opened
-from sf_core.dataplane.run import read_renderer
+from sf_core.dataplane.rendering import read_renderer
 from sf_core.dataplane.serving import server_config, tune_interpreter
 from sf_core.dataplane.session import Session
 from sf_core.dataplane.session_tree import session_tree

@@ -228,7 +228,10 @@ class AnyRun(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 4))
     def claim(self, count: int) -> None:
-        self.running += self.manager.claim(count)
+        num_open = self.manager.num_open_sessions()
+        claimed = self.manager.claim(count)
+        assert len(claimed) == min(count, num_open)
+        self.running += claimed
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())

@@ -97,6 +97,9 @@ class Events:
         self.version += 1
         self.later(self.router.update(WeightsRef(self.version, "w")))
 
+    def sweep(self) -> None:
+        self.router.sweep()
+
     def cancel(self) -> None:
         if self.cluster.generations:
             self.router.cancel(self.draw(st.sampled_from(self.cluster.generations)), "the client went away")
@@ -118,6 +121,7 @@ EVENTS = st.sampled_from(
     ["ask"] * 4
     + ["act"] * 8
     + ["connect"] * 2
+    + ["sweep"] * 3
     + ["die", "drain", "take_away", "pause", "resume", "resume", "update", "update", "cancel"]
 )
 
@@ -165,6 +169,7 @@ def check_links(cluster: Cluster) -> None:
     for engine in cluster.engines:
         link = engine.link
         assert len(link.in_flight) <= link.max_running
+        assert link.moving <= link.in_flight.keys()
         assert link.outstanding == sum(g.num_prefill + g.num_decode for g in link.in_flight.values())
 
 
@@ -237,6 +242,22 @@ async def test_weights_are_swapped_under_a_frozen_engine_without_an_interruption
 
 
 @in_loop
+async def test_a_newcomer_is_caught_up_before_it_is_routed_to() -> None:
+    cluster = Cluster()
+    newcomer = cluster.connect(scripted(script))
+    generation = cluster.ask([5] * 3, 30, stop=(STOP,))
+    update = asyncio.ensure_future(cluster.router.update(WeightsRef(1, "w1")))
+    await cluster.dispatched()
+    # the engine is made of the weights it was greeted with, and says so before it reads on
+    cluster.router.confirm(newcomer.link, 0)
+    await cluster.dispatched()
+    assert (newcomer.link.state, newcomer.asked) == ("loading", [])
+    await cluster.run()
+    assert await update == {"e0": 1}
+    assert set(generation.versions) == {1}
+
+
+@in_loop
 async def test_requests_of_a_paused_engine_continue_on_another() -> None:
     cluster = Cluster()
     first = await cluster.serving(scripted(script))
@@ -299,6 +320,48 @@ async def test_an_engine_that_falls_silent_with_work_is_dropped_and_an_idle_one_
     assert (busy.is_gone, idle.is_gone) == (True, False)
     await cluster.run()
     check_tokens(generation)
+
+
+@in_loop
+async def test_a_newcomer_gets_its_share_of_what_runs_already() -> None:
+    cluster = Cluster()
+    first = await cluster.serving(scripted(lambda prompt, seed: [7] * 99))
+    asked = [cluster.ask([5] * 4, 60, stream=i % 2 == 0) for i in range(6)]
+    await cluster.dispatched()
+    for _ in range(5):
+        first.act()
+    newcomer = await cluster.serving(scripted(lambda prompt, seed: [7] * 99))
+    cluster.router.sweep()
+    cluster.router.sweep()
+    moved = cluster.router.moves
+    assert 1 <= moved < 4, "what is on its way is not counted twice"
+    first.act()
+    await cluster.dispatched()
+    assert (len(first.link.in_flight), len(newcomer.link.in_flight)) == (6 - moved, moved)
+    await cluster.run()
+    assert [generation.token_ids.tolist() for generation in asked] == [[7] * 60] * 6
+    assert {generation.finish_reason for generation in asked} == {"length"}
+    assert sorted(generation.interruptions for generation in asked) == [0] * (6 - moved) + [1] * moved
+
+
+@in_loop
+async def test_nothing_is_moved_while_engines_take_new_weights_or_requests_wait() -> None:
+    cluster = Cluster()
+    first = await cluster.serving(scripted(lambda prompt, seed: [7] * 99), max_running=6)
+    for _ in range(6):
+        cluster.ask([5] * 4, 60)
+    await cluster.dispatched()
+    first.act()
+    second = cluster.connect(scripted(script))
+    updating = asyncio.ensure_future(cluster.router.update(WeightsRef(1, "w1")))
+    await cluster.dispatched()
+    second.act()
+    cluster.router.sweep()
+    assert (second.link.version, first.link.version, cluster.router.moves) == (1, 0, 0)
+    first.act()
+    await updating
+    cluster.router.sweep()
+    assert cluster.router.moves
 
 
 @in_loop

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +224,20 @@ def test_release_sends_everyone_home(serving: Server) -> None:
     assert serving.http.post(f"/sessions/{claim['session_id']}/finish", json={"status": "failed"}).is_error
     serving.threads[0].join(10)
     assert serving.reasons == {"r0": "released"}
+
+
+def test_who_waits_for_a_batch_or_an_evaluation_is_told_of_the_release(serving: Server) -> None:
+    client = DataplaneClient(serving.url, "run")
+    client.start_evaluation(0, 2)
+    with ThreadPoolExecutor() as pool:
+        waits = [
+            pool.submit(client.wait_for_batch, 0, timeout_s=60),
+            pool.submit(client.wait_for_evaluation, 0, timeout_s=60),
+        ]
+        serving.post("/runs/run/release")
+        for wait in waits:
+            with pytest.raises(RuntimeError, match="the run was released, and nobody works on it"):
+                wait.result(timeout=10)
 
 
 def test_a_superseded_attempt_releases_nothing(serving: Server) -> None:

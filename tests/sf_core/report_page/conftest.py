@@ -1,11 +1,7 @@
-import os
-import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, expect, sync_playwright
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -14,21 +10,6 @@ from sf_core.config import RunConfig
 from storage.run_directory import RunDirectory
 from storage.schema import TurnSpan
 from tests.sf_core.report_page.report_runs import HOSTILE, commit_iteration, goes_on, talk
-
-
-@pytest.fixture(scope="session")
-def browser() -> Iterator[Browser]:
-    program = shutil.which("chromium")
-    if program is None:
-        if os.environ.get("CI") == "true":
-            raise FileNotFoundError("chromium is not installed; .ci/run installs Debian's")
-        pytest.skip("chromium is not installed; Debian's package chromium has it")
-    expect.set_options(timeout=30_000)
-    with sync_playwright() as playwright:
-        # no sandbox: tests may run as root
-        chromium = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        yield chromium
-        chromium.close()
 
 
 @pytest.fixture

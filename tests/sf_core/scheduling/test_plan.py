@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from sf_core.config import RunConfig
 from sf_core.scheduling.pipelines import PIPELINES
-from sf_core.scheduling.plan import Plan, Worker, make_plan, worker_of
+from sf_core.scheduling.plan import Plan, Worker, duty_of, make_plan, worker_of
 from sf_core.scheduling.roofline import DEVICES
 
 
@@ -35,6 +35,31 @@ def test_a_missing_tag_is_named_with_what_the_workers_offer() -> None:
 def test_agent_and_cpu_on_one_worker_are_refused() -> None:
     with pytest.raises(ValueError, match="carries both `agent` and `cpu`"):
         make_plan(workers(t0="rollout train", x="agent cpu"), RunConfig())
+    with pytest.raises(ValueError, match="carries both `reward` and `cpu`"):
+        make_plan(workers(t0="rollout train", a0="agent", x="reward cpu"), RunConfig())
+
+
+def test_agents_that_would_never_let_training_begin_are_refused() -> None:
+    with pytest.raises(ValueError, match="no worker is left to agents: t0 trains"):
+        make_plan(workers(r0="rollout", t0="train agent", c0="cpu"), RunConfig())
+
+
+@pytest.mark.parametrize(
+    ("tags", "duty"),
+    [
+        ("rollout", "rollout"),
+        ("rollout train", "rollout"),
+        ("agent", "agent"),
+        ("reward", "reward"),
+        ("agent reward", "agent"),
+        ("train", None),
+        ("cpu", None),
+    ],
+)
+def test_a_worker_is_held_for_one_thing_whenever_it_joins(tags: str, duty: str | None) -> None:
+    [worker] = workers(x=tags)
+    assert duty_of(worker, trainers=("t0",)) == duty
+    assert duty_of(worker, trainers=("x",)) is None
 
 
 def test_a_worker_is_known_by_its_private_resource() -> None:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sf_core.config import RunConfig, validate_config
+from sf_core.dataplane import rebalancing
 from sf_core.scheduling.event_clock import EventClock, Process, Signal
 from sf_core.scheduling.figures import by_worker
 from sf_core.scheduling.simulations import (
@@ -88,6 +89,16 @@ def test_multiplexing_leaves_less_idle_than_waiting_does() -> None:
     assert figures["multiplexed"].idle_fraction < figures["async"].idle_fraction
     assert figures["async"].idle_fraction < figures["disaggregated"].idle_fraction
     assert figures["colocated"].tokens_per_second > figures["colocated_drained"].tokens_per_second
+
+
+def test_requests_move_to_engines_that_came_too_late_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    # the first engine that is there could take the whole batch
+    roomy = config(engine={"kind": "emulated", "max_running": 64, "context_length": 2048})
+    balanced = simulated("colocated_drained", config=roomy, overheads=NOTHING)
+    monkeypatch.setattr(rebalancing, "EXCESS", float("inf"))
+    left_alone = simulated("colocated_drained", config=roomy, overheads=NOTHING)
+    assert (balanced.moves > 0, left_alone.moves) == (True, 0)
+    assert balanced.iterations[-1].end < left_alone.iterations[-1].end
 
 
 def test_a_switch_that_is_never_repaid_is_not_made() -> None:

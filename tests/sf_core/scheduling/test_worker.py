@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import dask
 import psutil
 import pytest
 from distributed import Client
@@ -15,6 +17,7 @@ from typer.testing import CliRunner
 from sf_core.cli import app
 from sf_core.config import WorkerConfig
 from sf_core.local_stack import LocalStack, Process, StackError, start_dask, start_dask_worker
+from sf_core.scheduling.force import end_tasks
 from sf_core.scheduling.plan import Worker, read_workers
 from sf_core.scheduling.roofline import DEVICES
 from sf_core.scheduling.worker import worker_environment
@@ -106,6 +109,30 @@ def test_the_device_and_the_settings_outlive_the_death_of_the_workers_process(be
 
 def seen_by_a_task() -> dict[str, str]:
     return {key: os.environ[key] for key in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "OMP_WAIT_POLICY")}
+
+
+def test_a_given_up_task_that_goes_on_is_ended_and_that_of_another_owner_is_left(bench: Bench) -> None:
+    started = [bench.sf_worker(name, "--tags", "spot") for name in ("f0", "f1")]
+    for process in started:
+        bench.await_worker(process)
+    before = [tasks_process(process) for process in started]
+    with Client(bench.scheduler, set_as_default=False) as client:
+        futures = []
+        for name, owner in (("f0", "run.1"), ("f1", "another.1")):
+            with dask.annotate(resources={f"@{name}": 1}, owner=owner):
+                futures.append(client.submit(time.sleep, 600, key=f"sleep-{name}"))
+        wait_until(lambda: sorted(running_tasks(client)) == ["sleep-f0", "sleep-f1"], "both to run")
+        futures[0].cancel()
+        assert end_tasks(bench.scheduler, "run.1", patience_s=0.2) == ["f0"]
+        assert end_tasks(bench.scheduler, "run.1", patience_s=0.2) == []
+        assert running_tasks(client) == ["sleep-f1"]
+    assert [process.is_running() for process in before] == [False, True]
+    bench.end(*started)
+
+
+def running_tasks(client: Client) -> list[str]:
+    active = client.run(lambda dask_worker: list(dask_worker.active_threads.values()))
+    return [key for keys in active.values() for key in keys]
 
 
 def test_a_probed_device_is_read_with_what_was_measured(bench: Bench) -> None:

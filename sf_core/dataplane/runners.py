@@ -1,0 +1,58 @@
+"""The runners of a run, and the answers on their way from those that run agents to those that score them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.session import Session
+
+Work = Literal["agent", "reward"]
+
+
+@dataclass
+class Runner:
+    attempt: int
+    """The flow attempt under which it was first heard."""
+    last_heard: float
+    work: Work = "agent"
+    num_polls: int = 0
+    """Claims it is waiting in."""
+    is_retiring: bool = False
+    """It is given nothing new, and is released when it is through."""
+
+
+class Runners(dict[str, Runner]):
+    """By name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._answers: deque[Session] = deque()
+
+    def of(self, work: Work, attempt: int) -> int:
+        """How many do this work and go on with it."""
+        return sum(r.work == work and r.attempt >= attempt and not r.is_retiring for r in self.values())
+
+    def await_reward(self, session: Session) -> None:
+        """Nobody works on this session now; its answer is to be scored."""
+        session.runner = ""
+        self._answers.append(session)
+
+    def take_answers(self, name: str, limit: int, open_ones: Mapping[str, Session]) -> list[Session]:
+        """Open sessions whose answers this runner scores from now on, in the order in which they came."""
+        taken: list[Session] = []
+        while self._answers and len(taken) < limit:
+            session = self._answers.popleft()
+            if open_ones.get(session.session_id) is session and not session.runner:
+                session.runner = name
+                taken.append(session)
+        return taken
+
+    def retire(self, name: str) -> None:
+        """Raises ApiError 404."""
+        if name not in self:
+            raise ApiError(404, f"No runner {name} is connected.", code="runner_not_found")
+        self[name].is_retiring = True

@@ -1,0 +1,70 @@
+"""What interrupts a flow (Cancel in the UI, the end of its process worker) stops its work on the devices.
+
+Prefect tells the flow's process by a signal, which raises wherever the flow is, and kills it 30 s later. Dask
+drops what is queued, but lets run what runs, which would keep its device.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import httpx
+from distributed import Future
+from prefect.context import FlowRunContext
+
+from sf_core.dataplane.client import DataplaneClient, DataplaneError
+from sf_core.run import RunRef
+from sf_core.scheduling.force import end_tasks
+from sf_core.settings import dataplane_key
+from tasks.cluster import TaggedTaskRunner, owner_of, scheduler_address
+
+log = logging.getLogger(__name__)
+
+PATIENCE_S = 5.0
+"""What runs has so long to end by itself: engines and agents do when their run is released, a train step may
+take minutes."""
+
+RELEASE_S = 2.0
+"""How long the data plane may take to release the run. Without it nothing ends by itself."""
+
+
+@contextmanager
+def freeing_workers(run: RunRef) -> Iterator[None]:
+    """When the block is interrupted, no worker runs anything of this attempt afterwards."""
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException:
+        try:
+            _free_workers(run)
+        except Exception as error:  # how the flow ends is up to what interrupted it
+            log.warning("interrupted; workers may still be busy: %s: %s", type(error).__name__, error)
+        raise
+
+
+def _free_workers(run: RunRef) -> None:
+    _give_up_tasks()
+    _release(run)
+    ended = end_tasks(scheduler_address(), owner_of(run), PATIENCE_S)
+    if ended:
+        log.warning("interrupted; still busy after %g s, and ended: %s", PATIENCE_S, ", ".join(ended))
+
+
+def _release(run: RunRef) -> None:
+    client = DataplaneClient(
+        run.dataplane_url, run.run_id, dataplane_key(), patience_s=RELEASE_S, timeout_s=RELEASE_S
+    )
+    # it may be gone, or not know the run yet: then all that is left is force
+    with suppress(httpx.HTTPError, DataplaneError):
+        client.release(run.attempt)
+
+
+def _give_up_tasks() -> None:
+    """Of the flow itself; those of a subflow are given up when it ends."""
+    context = FlowRunContext.get()
+    assert context is not None and isinstance(context.task_runner, TaggedTaskRunner)
+    client = context.task_runner.client
+    client.cancel([Future(key, client) for key in list(client.futures)])

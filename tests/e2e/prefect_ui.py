@@ -1,0 +1,84 @@
+"""The pages of the Prefect UI that a user of ours meets, and what is pressed there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from uuid import UUID
+
+from playwright.sync_api import Browser, Locator, Page, expect
+
+from tests.e2e.waiting import wait_until
+
+PATIENCE_MS = 60_000
+
+
+class PrefectUi:
+    def __init__(self, page: Page, base: str) -> None:
+        self.page, self._base = page, base
+
+    def open_form(self, deployment_id: UUID) -> None:
+        self.page.goto(f"{self._base}/deployments/deployment/{deployment_id}")
+        self.page.get_by_role("button", name="Run", exact=True).click()
+        self.page.get_by_text("Custom run").click()
+        expect(self.field("iterations")).to_be_visible()
+
+    def field(self, name: str) -> Locator:
+        """Of the form: title, description and input."""
+        title = self.page.locator(".schema-form-property__label", has_text=re.compile(rf"^\s*{name}\b"))
+        return title.locator("xpath=ancestor::div[contains(concat(@class, ' '), 'schema-form-property ')][1]")
+
+    def fill_in(self, name: str, value: str) -> None:
+        self.field(name).locator("input, textarea").first.fill(value)
+
+    def submit(self) -> None:
+        self.page.get_by_role("button", name="Submit").click()
+        self.page.wait_for_url(re.compile("(?<!/run)$"))
+
+    def open_run(self, flow_run_id: UUID) -> None:
+        self.page.goto(f"{self._base}/runs/flow-run/{flow_run_id}")
+
+    def press(self, button: str) -> None:
+        """On the page of a run, and again where it asks whether one is sure."""
+        self.page.get_by_role("button", name=button, exact=True).click()
+        self.page.locator(".p-modal").get_by_role("button", name=re.compile(f"Confirm|{button}")).click()
+
+    def expect_state(self, name: str) -> None:
+        expect(self.page.locator(".state-badge").first).to_have_text(name)
+
+    def open_artifact(self, key: str) -> None:
+        """From the page of a run."""
+        self.page.locator("#artifacts").click()
+        self.page.get_by_text(key, exact=True).click()
+        self.page.wait_for_url(re.compile("/artifacts/"))
+
+    @property
+    def rows(self) -> Locator:
+        """Of a table; the first are its heads."""
+        return self.page.get_by_role("table").get_by_role("row")
+
+    def await_rows(self, count: int, timeout_s: float) -> None:
+        """On the page of an artifact, which shows what there was when it was opened."""
+
+        def are_there() -> bool:
+            self.page.reload()
+            expect(self.rows.nth(1)).to_be_visible()
+            return self.rows.count() > count
+
+        wait_until(are_there, f"{count} rows", timeout_s, every_s=2.0)
+
+    def picture(self, file: Path) -> None:
+        self.page.wait_for_timeout(500)
+        self.page.screenshot(path=file, animations="disabled")
+
+
+@contextmanager
+def prefect_ui(browser: Browser, api: str) -> Iterator[PrefectUi]:
+    """In light colours."""
+    page = browser.new_page(viewport={"width": 1280, "height": 860})
+    page.set_default_timeout(PATIENCE_MS)
+    page.add_init_script("""localStorage.setItem("color-scheme", '"light"')""")
+    yield PrefectUi(page, api.removesuffix("/api"))
+    page.close()

@@ -1,0 +1,148 @@
+"""What people do with a run in the Prefect UI, in a real browser: start it from the form, watch it, press
+Retry after a fault, press Cancel."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import httpx
+import pytest
+from playwright.sync_api import Browser, expect
+from prefect.client.schemas.actions import DeploymentUpdate
+from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterId
+from prefect.client.schemas.objects import FlowRun
+
+from sf_core.config import RunConfig
+from storage.run_directory import RunDirectory
+from tests.e2e.conftest import Cluster
+from tests.e2e.invariants import manifests
+from tests.e2e.prefect_server import DEPLOYMENTS, Server, without_addresses
+from tests.e2e.prefect_ui import PrefectUi, prefect_ui
+from tests.e2e.waiting import wait_until
+
+pytestmark = pytest.mark.slow
+
+PICTURES = os.environ.get("SF_TEST_PICTURES")
+"""A folder for screenshots; those in docs/ are made with it."""
+
+STOPPED_S = 15.0
+"""All device work has stopped so long after Cancel was pressed."""
+
+
+def picture(ui: PrefectUi, name: str) -> None:
+    if PICTURES:
+        ui.picture(Path(PICTURES) / f"{name}.png")
+
+
+def deployment_id(server: Server, name: str) -> UUID:
+    with server.client() as client:
+        return client.read_deployment_by_name(DEPLOYMENTS[name]).id
+
+
+def offer(server: Server, deployment: UUID, config: RunConfig) -> None:
+    """Make this what the form of the deployment starts from."""
+    parameters = {"config": config.model_dump(mode="json", exclude_defaults=True)}
+    with server.client() as client:
+        client.update_deployment(deployment, DeploymentUpdate(parameters=parameters))
+
+
+def submit(server: Server, deployment: UUID, ui: PrefectUi) -> FlowRun:
+    """Send the form off; returns the flow run that comes of it."""
+
+    def runs() -> dict[UUID, FlowRun]:
+        chosen = DeploymentFilter(id=DeploymentFilterId(any_=[deployment]))
+        with server.client() as client:
+            return {run.id: run for run in client.read_flow_runs(deployment_filter=chosen)}
+
+    known = runs().keys()
+    ui.submit()
+    started: FlowRun = wait_until(
+        lambda: next((run for key, run in runs().items() if key not in known), None),
+        "the flow run of the form",
+        every_s=0.5,
+    )
+    return started
+
+
+def engines(cluster: Cluster, config: RunConfig) -> list[Any]:
+    status = httpx.get(f"{cluster.services.dataplane}/runs/{config.run_id}").raise_for_status().json()
+    return list(status["engines"])
+
+
+@pytest.mark.timeout(900)
+def test_a_run_is_started_watched_retried_and_cancelled_in_the_browser(
+    server: Server, cluster: Cluster, browser: Browser
+) -> None:
+    reward = {"reward": "tests.e2e.echo_package:picky_reward"}
+    config = without_addresses(cluster.config("in-the-browser", environment=reward))
+    deployment = deployment_id(server, "train")
+    offer(server, deployment, config)
+    run_directory = RunDirectory(config.run_dir)
+    # weights of version 4 cannot be written: the storage fails in the train stage of iteration 3
+    obstacle = Path(run_directory.weights_dir(4))
+    obstacle.parent.mkdir(parents=True)
+    obstacle.touch()
+    with server.worker(), prefect_ui(browser, server.api) as ui:
+        ui.open_form(deployment)
+        picture(ui, "prefect-form")
+        ui.fill_in("iterations", "200")
+        run = submit(server, deployment, ui)
+        assert run.parameters["config"]["train"]["iterations"] == 200
+
+        server.await_state(run, "Failed", 300)
+        before = manifests(config)
+        assert [stage for number, stage in before if number == 3] == ["filter", "rollout"]
+        ui.open_run(run.id)
+        ui.expect_state("Failed")
+        # from a Dask worker
+        expect(ui.page.get_by_text("failed: ValueError: this one I do not score").first).to_be_visible()
+        ui.open_artifact("report")
+        expect(ui.page.get_by_text("3 of 200 iterations are through.")).to_be_visible()
+        expect(ui.page.get_by_role("img", name="mean reward by iteration")).to_be_visible()
+        expect(ui.page.get_by_role("img", name="what the devices did")).to_be_visible()
+        expect(ui.page.get_by_role("link", name=run_directory.path("batches"))).to_be_visible()
+        picture(ui, "prefect-report")
+
+        obstacle.unlink()
+        ui.page.go_back()
+        ui.press("Retry")
+        ui.open_artifact("iterations")
+        ui.await_rows(5, 180)
+        picture(ui, "prefect-iterations")
+        after = manifests(config)
+        assert {key: after[key] for key in before} == before
+        assert after[3, "train"]["attempt"] == after[3, "publish"]["attempt"] == 2
+
+        ui.page.go_back()
+        ui.press("Cancel")
+        wait_until(
+            lambda: not engines(cluster, config) and not cluster.running_tasks(),
+            "all device work to stop",
+            STOPPED_S,
+            every_s=0.5,
+        )
+        server.await_state(run, "Cancelled", 60)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1500)
+def test_the_quickstart_is_started_from_its_form_and_its_page_shows_that_it_learns(
+    server: Server, browser: Browser
+) -> None:
+    deployment = deployment_id(server, "quickstart")
+    with server.worker() as worker, prefect_ui(browser, server.api) as ui:
+        ui.open_form(deployment)
+        ui.fill_in("iterations", "10")
+        run = submit(server, deployment, ui)
+        server.await_state(run, "Completed", 1200, worker)
+        ui.open_run(run.id)
+        ui.open_artifact("iterations")
+        ui.await_rows(10, 60)
+        first, last = (float(ui.rows.nth(row).get_by_role("cell").nth(1).inner_text()) for row in (10, 1))
+        assert first < last
+        ui.page.go_back()
+        ui.open_artifact("report")
+        expect(ui.page.get_by_text("10 of 10 iterations are through. Held-out reward")).to_be_visible()

@@ -1,0 +1,32 @@
+"""Cancel where nothing yields by itself; what yields is cancelled in test_browser.py."""
+
+from __future__ import annotations
+
+import pytest
+from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
+from prefect.states import Cancelling
+
+from tests.e2e.conftest import Cluster
+from tests.e2e.prefect_server import DEPLOYMENTS, Server, without_addresses
+from tests.e2e.waiting import wait_until
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.nightly
+def test_a_worker_that_goes_on_computing_is_ended_by_force(server: Server, cluster: Cluster) -> None:
+    policy = {"hidden_size": 32, "num_layers": 1, "warmstart": {"steps": 10**6}}
+    config = without_addresses(cluster.config("endless", policy=policy))
+    with server.worker() as worker:
+        before = cluster.worker_process("t0")
+        run = server.create_run(DEPLOYMENTS["train"], config.model_dump(mode="json"))
+        wait_until(lambda: len(cluster.running_tasks()) == 1, "the warm start", 120, every_s=0.5)
+        server.await_state(run, "Running", worker=worker)
+        with server.client() as client:
+            client.set_flow_run_state(run.id, Cancelling())
+        wait_until(lambda: not before.is_running(), "the process of t0 to end", 15, every_s=0.2)
+        server.await_state(run, "Cancelled")
+        assert cluster.running_tasks() == []
+        with server.client() as client:
+            logs = client.read_logs(LogFilter(flow_run_id=LogFilterFlowRunId(any_=[run.id])))
+    assert "interrupted; still busy after 5 s, and ended: t0" in [log.message for log in logs]
