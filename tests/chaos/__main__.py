@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import secrets
 import shutil
 import subprocess
 import tempfile
@@ -25,8 +24,7 @@ from tests.chaos.clock import Clock
 from tests.chaos.faults import BadStorage, ClockJump, Fault, FullDisk, Kill, KillEngine, Stop
 from tests.chaos.proxy import MODES, Proxy
 from tests.chaos.runner import Injection, run_through, table
-from tests.chaos.training import Training
-from tests.e2e.conftest import small_run
+from tests.chaos.training import runs
 from tests.e2e.standing import Stack
 from tests.s3_server import BUCKET, make_bucket, s3_server
 
@@ -45,13 +43,6 @@ class Place:
     root: str
     faults: list[Fault]
 
-    def runs(self, stack: Stack, number: int) -> Iterator[Training]:
-        """Each of them long enough for so many faults."""
-        train = {"iterations": 2 + ITERATIONS_PER_FAULT * number}
-        while True:
-            name = f"chaos-{secrets.token_hex(3)}"
-            yield Training(stack, small_run(name, self.root, train=train))
-
 
 def main() -> None:
     options = _options()
@@ -62,7 +53,8 @@ def main() -> None:
         for place in places * options.rounds:
             faults = [fault for fault in place.faults if options.only in fault.name]
             rng.shuffle(faults)
-            done += run_through(place.runs(stack, len(faults)), faults, rng, console.print)
+            trainings = runs(stack, place.root, 2 + ITERATIONS_PER_FAULT * len(faults))
+            done += run_through(trainings, faults, rng, console.print)
     console.print(table(done))
     lost = [what for injection in done for what in injection.lost]
     assert not lost, f"lost: {'; '.join(lost)}"

@@ -44,7 +44,7 @@ def run_through(
         try:
             injections = _one_run(run, left, rng, tell)
         finally:
-            run.kill()
+            run.end()
         check_result(run.config)
         for injection in injections:
             injection.lost = injection.before.lost(run.config)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import secrets
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from sf_core.config import RunConfig
 from sf_core.local_stack import PREFECT_SETTINGS
 from sf_core.scheduling.worker import DASK_SETTINGS
 from storage import files
+from tests.e2e.conftest import small_run
 from tests.e2e.invariants import Snapshot, manifests
 from tests.e2e.quickstart import ROOT
 from tests.e2e.standing import Stack
@@ -93,7 +96,14 @@ class Training:
     def tail(self) -> str:
         return self.log.read_text(errors="replace")[-3000:]
 
-    def kill(self) -> None:
+    def end(self) -> None:
         if self._flow is not None:
             self._flow.kill()
             self._flow.wait()
+
+
+def runs(stack: Stack, root: str, iterations: int) -> Iterator[Training]:
+    """Small ones, without end, each of so many iterations."""
+    while True:
+        name = f"chaos-{secrets.token_hex(3)}"
+        yield Training(stack, small_run(name, root, train={"iterations": iterations}))

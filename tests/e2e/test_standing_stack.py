@@ -17,7 +17,7 @@ from sf_core.scheduling.plan import read_workers
 from sf_core.standing_stack import MARK
 from tests.chaos.faults import Fault, Kill, KillEngine, Stop
 from tests.chaos.runner import run_through
-from tests.chaos.training import Training
+from tests.chaos.training import runs
 from tests.e2e.conftest import small_run
 from tests.e2e.invariants import manifests
 from tests.e2e.prefect_server import DEPLOYMENTS, PrefectApi
@@ -69,8 +69,7 @@ def test_a_run_loses_nothing_to_what_befalls_the_stack(stack: Stack, tmp_path: P
     faults: list[Fault] = [Kill("dataplane"), KillEngine("r0"), Kill("flow"), Stop(("dataplane",), 2.0)]
     rng = random.Random(0)
     rng.shuffle(faults)
-    config = small_run("befallen", tmp_path, train={"iterations": 8})
-    done = run_through(iter([Training(stack, config)]), faults, rng)
+    done = run_through(runs(stack, str(tmp_path), iterations=8), faults, rng)
     assert [(injection.fault, injection.lost) for injection in done] == [(fault.name, []) for fault in faults]
 
 
