@@ -49,8 +49,7 @@ class KillEngine:
     name: str = "kill -9 engine"
 
     def inject(self, run: Training, rng: random.Random) -> None:
-        serving = [p for p in run.processes(f"worker-{self.worker}") if "spawn_main" in " ".join(p.cmdline())]
-        serving[0].kill()
+        run.worker_process(self.worker).kill()
 
 
 @dataclass(frozen=True)

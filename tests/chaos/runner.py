@@ -59,8 +59,10 @@ def _one_run(
     done: list[Injection] = []
     # of a run that has committed an iteration
     run.await_stages(5)
-    while left and not run.has_ended:
+    while left:
         time.sleep(rng.uniform(0, MAX_DELAY_S))
+        if run.has_ended:
+            break
         before, starts, fault = run.snapshot(), run.starts, left.pop(0)
         fault.inject(run, rng)
         over = time.monotonic()

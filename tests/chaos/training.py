@@ -46,12 +46,24 @@ class Training:
         return self._flow is not None and self._flow.poll() == 0
 
     def processes(self, part: str) -> list[psutil.Process]:
-        """Of a part of the stack, or of the flow; those it started too."""
-        pid = self._flow.pid if part == "flow" and self._flow else self.stack.pid(part)
-        if not pid or not psutil.pid_exists(pid):
-            return []
+        """Of a part of the stack, or of the flow, as soon as it runs; those it started too."""
+        self.go_on()
+        if part == "flow" and self._flow:
+            pid = self._flow.pid
+        else:
+            pid = wait_until(lambda: self.stack.pid(part), f"{part} to run", every_s=0.1)
         process = psutil.Process(pid)
         return [process, *process.children(recursive=True)]
+
+    def worker_process(self, worker: str) -> psutil.Process:
+        """The one that runs the worker's tasks, a child of its nanny."""
+
+        def found() -> psutil.Process | None:
+            children = self.processes(f"worker-{worker}")[1:]
+            return next((child for child in children if "spawn_main" in " ".join(child.cmdline())), None)
+
+        process: psutil.Process = wait_until(found, f"{worker} to run", every_s=0.1)
+        return process
 
     def go_on(self) -> None:
         """Give the command that trains, if it does not run and has not ended well."""
