@@ -6,9 +6,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import settings
 from playwright.sync_api import Browser, expect, sync_playwright
 
 from tests.s3_server import BUCKET, make_bucket, s3_server
+
+# how long an example takes is the machine's matter
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 # set in the workers of pytest-xdist; a console that is made then keeps this width
 os.environ.pop("COLUMNS", None)

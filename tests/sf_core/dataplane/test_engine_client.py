@@ -175,7 +175,7 @@ def connect_silently(url: str) -> socket.socket:
 def test_what_a_dead_engine_had_continues_elsewhere(
     tmp_path: Path, model_dir: str, renderer: Renderer
 ) -> None:
-    with running_app(heartbeat_s=0.2) as url, httpx.Client(base_url=url, timeout=30) as http:
+    with running_app(heartbeat_s=2.0) as url, httpx.Client(base_url=url, timeout=30) as http:
         server = Server(url, http, tmp_path, model_dir)
         server.register()
         with connect_silently(url):

@@ -122,15 +122,15 @@ def exchanges(folder: Path, model_dir: str, renderer: Renderer, num_gateways: in
 def test_open_sessions_go_on_only_with_as_many_gateways_as_before(
     tmp_path: Path, model_dir: str, renderer: Renderer
 ) -> None:
-    with running_process(tmp_path / "port", 0, *TWO) as url, httpx.Client(base_url=url) as http:
+    with running_process(tmp_path / "port", 0, *TWO) as url, httpx.Client(base_url=url, timeout=60) as http:
         before = Server(url, http, tmp_path, model_dir)
         before.register()
         before.claim()
-    with running_process(tmp_path / "port", 0) as url, httpx.Client(base_url=url) as http:
+    with running_process(tmp_path / "port", 0) as url, httpx.Client(base_url=url, timeout=60) as http:
         after = Server(url, http, tmp_path, model_dir)
         with pytest.raises(AssertionError, match="start it with --gateways 2"):
             after.register(attempt=2)
-    with running_process(tmp_path / "port", 0, *TWO) as url, httpx.Client(base_url=url) as http:
+    with running_process(tmp_path / "port", 0, *TWO) as url, httpx.Client(base_url=url, timeout=60) as http:
         again = Server(url, http, tmp_path, model_dir)
         again.register(attempt=2)
         again.claim(0)
