@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.ready
 
-.PHONY: setup run up down test pytest nightly check clean
+.PHONY: setup run up down test pytest nightly chaos check clean
 
 setup: $(STAMP)
 
@@ -44,6 +44,12 @@ pytest: setup
 # minutes of kills, retries and emulated fleets; on a machine with nothing else
 nightly: check
 	$(BIN)/pytest -m nightly
+
+# a stack that is killed, stopped, starved of disk and cut off in random order, and what that costs
+SEED ?= 0
+ROUNDS ?= 1
+chaos: setup
+	$(BIN)/python -m tests.chaos --seed $(SEED) --rounds $(ROUNDS)
 
 clean:
 	rm -rf .venv

@@ -73,9 +73,11 @@ def _stale(run: Run, hello: HelloBody) -> str | None:
         return "revoked"
     if run.released:
         return "released"
-    if hello.epoch < run.lease_epochs.get(hello.lease_id, hello.epoch):
+    starts = run.lease_starts[hello.lease_id]
+    if hello.start in starts[:-1]:
         return "superseded by a later start of the same lease"
-    run.lease_epochs[hello.lease_id] = hello.epoch
+    if hello.start not in starts:
+        starts.append(hello.start)
     return None
 
 

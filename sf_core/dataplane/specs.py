@@ -202,7 +202,8 @@ class HelloBody(Body):
     run_id: str
     attempt: int
     lease_id: str
-    epoch: int
+    start: str
+    """Another one whenever the lease is started."""
     engine_id: str
     worker: str
     max_running: int = Field(ge=1)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -58,8 +59,9 @@ def serve_lease(spec: LeaseSpec) -> str:
         "run_id": spec.run.run_id,
         "attempt": spec.run.attempt,
         "lease_id": spec.lease_id,
-        # later starts of the same lease have a higher epoch; the data plane turns the lower one away
-        "epoch": time.time_ns(),
+        # of two starts of the same lease the data plane turns away the one that came first; not the one with
+        # the lower time: a clock may be set back
+        "start": secrets.token_hex(8),
         "engine_id": spec.holder,
         "worker": spec.worker,
         "max_running": run.config.engine.max_running,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -35,7 +34,9 @@ SMALL_RUN: dict[str, Any] = {
 """A few small iterations on the scripted engine."""
 
 
-def small_run(run_id: str, root: Path, pipeline: str | None = None, **sections: dict[str, Any]) -> RunConfig:
+def small_run(
+    run_id: str, root: Path | str, pipeline: str | None = None, **sections: dict[str, Any]
+) -> RunConfig:
     """SMALL_RUN below that folder, with these changes of its sections; a policy replaces the one it has."""
     data = SMALL_RUN | {"run_id": run_id, "pipeline": pipeline, "storage": {"root": str(root)}}
     for name, values in sections.items():
@@ -125,15 +126,6 @@ def holders(config: RunConfig, tag: str) -> set[str]:
 def is_committed(config: RunConfig, iteration: int, stage: str) -> bool:
     """Cheap enough to ask again and again while a run goes on."""
     return Path(config.run_dir, "manifests", f"{iteration:05d}", f"{stage}.json").exists()
-
-
-def manifests(config: RunConfig) -> dict[tuple[int, str], dict[str, Any]]:
-    """Every committed stage of a run with its manifest."""
-    directory = RunDirectory(config.run_dir)
-    found = {}
-    for path in sorted(Path(directory.path("manifests")).glob("*/*.json")):
-        found[(int(path.parent.name), path.stem)] = json.loads(path.read_text())
-    return found
 
 
 @contextmanager

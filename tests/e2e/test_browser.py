@@ -17,7 +17,8 @@ from prefect.client.schemas.objects import FlowRun
 
 from sf_core.config import RunConfig
 from storage.run_directory import RunDirectory
-from tests.e2e.conftest import Cluster, manifests
+from tests.e2e.conftest import Cluster
+from tests.e2e.invariants import manifests
 from tests.e2e.prefect_server import DEPLOYMENTS, Server, without_addresses
 from tests.e2e.prefect_ui import PrefectUi, prefect_ui
 from tests.e2e.waiting import wait_until

@@ -18,7 +18,8 @@ from sf_core.config_file import load_config
 from sf_core.observe import read_figures
 from storage.files import read_bytes
 from storage.run_directory import RunDirectory
-from tests.e2e.conftest import ROOT, SMALL_RUN, is_committed, manifests
+from tests.e2e.conftest import ROOT, SMALL_RUN, is_committed
+from tests.e2e.invariants import manifests
 from tests.e2e.secrets import PLANTED, leaks
 from tests.e2e.waiting import wait_until
 

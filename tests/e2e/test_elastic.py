@@ -13,8 +13,8 @@ from sf_core.config import RunConfig, WorkerConfig
 from sf_core.local_stack import start_dask_worker
 from sf_core.scheduling.plan import read_workers
 from storage.run_directory import RunDirectory
-from tests.e2e.conftest import Cluster, manifests, spans
-from tests.e2e.test_resume import check_result
+from tests.e2e.conftest import Cluster, spans
+from tests.e2e.invariants import check_result, manifests
 from tests.e2e.waiting import wait_until
 
 pytestmark = pytest.mark.slow

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from sf_core.config import RunConfig, WorkerConfig
-from tests.e2e.conftest import Cluster, holders, is_committed, manifests, overlap_s, running_cluster, spans
-from tests.e2e.test_resume import check_result
+from tests.e2e.conftest import Cluster, holders, is_committed, overlap_s, running_cluster, spans
+from tests.e2e.invariants import check_result, manifests
 from tests.e2e.waiting import wait_until
 
 pytestmark = pytest.mark.slow

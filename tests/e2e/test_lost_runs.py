@@ -7,7 +7,8 @@ import sys
 import psutil
 import pytest
 
-from tests.e2e.conftest import Cluster, is_committed, manifests
+from tests.e2e.conftest import Cluster, is_committed
+from tests.e2e.invariants import manifests
 from tests.e2e.prefect_server import DEPLOYMENTS, Server, without_addresses
 from tests.e2e.waiting import wait_until
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.e2e.conftest import Cluster, holders, overlap_s, spans
-from tests.e2e.test_resume import check_result
+from tests.e2e.invariants import check_result
 
 pytestmark = pytest.mark.slow
 

@@ -2,64 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 from pathlib import Path
 from subprocess import Popen
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from sf_core.config import RunConfig
-from storage.files import read_bytes
-from storage.run_directory import STAGES, RunDirectory
-from tests.e2e.conftest import Cluster, is_committed, manifests
+from storage.run_directory import STAGES
+from tests.e2e.conftest import Cluster, is_committed
+from tests.e2e.invariants import check_result, manifests
 from tests.e2e.waiting import wait_until
 
 pytestmark = pytest.mark.slow
-
-
-def check_result(config: RunConfig) -> None:
-    directory = RunDirectory(config.run_dir)
-    committed = manifests(config)
-    wanted = {(k, stage) for k in range(config.train.iterations) for stage in STAGES}
-    assert wanted <= committed.keys()
-    consumed = [
-        group for k in range(config.train.iterations) for group in committed[k, "rollout"]["data"]["groups"]
-    ]
-    assert len(consumed) == len(set(consumed)) == config.train.iterations * config.rollout.groups_per_batch
-    for k in range(config.train.iterations):
-        manifest = directory.read_manifest(k, "rollout")
-        assert manifest is not None
-        directory.verify(manifest)
-        rows = pq.ParquetFile(directory.path(manifest.outputs[0].uri)).read()
-        sessions_per_group = rows.group_by("group_id").aggregate([("session_id", "count_distinct")])
-        assert set(sessions_per_group["session_id_count_distinct"].to_pylist()) == {config.rollout.group_size}
-        check_tokens(rows)
-        # consumed lag never exceeds the bound (invariant 8)
-        assert k - min(rows["min_version"].to_pylist()) <= config.lag_bound
-    summary = json.loads(read_bytes(directory.path("summary.json")))
-    assert summary["iterations"] == config.train.iterations
-
-
-def check_tokens(rows: pa.Table) -> None:
-    """Invariants 2 and 3 as stored: sampled tokens, and only they, are trained, each with its log-prob
-    and version; versions never decrease along a branch."""
-    for row in rows.select(
-        ["loss_mask", "logprobs", "policy_versions", "turns", "shared_prefix"]
-    ).to_pylist():
-        sampled = [version is not None for version in row["policy_versions"]]
-        assert sampled == [logprob is not None for logprob in row["logprobs"]]
-        start = row["shared_prefix"]
-        assert row["loss_mask"][start:] == sampled[start:]
-        assert not any(row["loss_mask"][:start])
-        spans = [turn for turn in row["turns"] if turn["role"] == "assistant"]
-        assert sum(turn["end"] - turn["start"] for turn in spans) == sum(sampled)
-        versions = [version for version in row["policy_versions"] if version is not None]
-        assert versions == sorted(versions)
 
 
 def await_stage(cluster: Cluster, config: RunConfig, flow: Popen[bytes], iteration: int, stage: str) -> None:

@@ -9,9 +9,9 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from tests.e2e.conftest import ROOT, Cluster, manifests
+from tests.e2e.conftest import ROOT, Cluster
+from tests.e2e.invariants import check_result, manifests
 from tests.e2e.secrets import leaks
-from tests.e2e.test_resume import check_result
 
 pytestmark = pytest.mark.slow
 

@@ -112,7 +112,7 @@ class Server:
             "run_id": "run",
             "attempt": 1,
             "lease_id": lease,
-            "epoch": 1,
+            "start": "first",
             "engine_id": lease,
             "worker": lease,
             "max_running": 8,

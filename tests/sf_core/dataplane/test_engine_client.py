@@ -29,7 +29,7 @@ HELLO = {
     "run_id": "run",
     "attempt": 1,
     "lease_id": "r0",
-    "epoch": 1,
+    "start": "first",
     "engine_id": "r0",
     "worker": "r0",
     "max_running": 8,
@@ -72,8 +72,7 @@ def test_a_revoked_lease_ends_also_when_it_comes_late(server: Server, renderer: 
 
 def test_what_is_stale_is_turned_away(server: Server, renderer: Renderer) -> None:
     server.register()
-    server.connect(lambda prompt, seed: say(renderer, "x"), lease="r0", epoch=5)
-    assert refusal(server, epoch=4) == "superseded by a later start of the same lease"
+    server.connect(lambda prompt, seed: say(renderer, "x"), lease="r0")
     server.register(attempt=2)
     server.threads[0].join(10)
     assert server.reasons["r0"] == "superseded by a later attempt of the flow"
@@ -84,9 +83,10 @@ def test_what_is_stale_is_turned_away(server: Server, renderer: Renderer) -> Non
 
 def test_a_later_start_of_a_lease_takes_the_place_of_the_earlier(server: Server, renderer: Renderer) -> None:
     server.register()
-    server.connect(lambda prompt, seed: say(renderer, "x"), lease="r0", epoch=1, engine_id="old")
-    server.connect(lambda prompt, seed: say(renderer, "x"), lease="r0", epoch=2, engine_id="new")
+    server.connect(lambda prompt, seed: say(renderer, "x"), lease="r0", engine_id="old")
+    server.connect(lambda prompt, seed: say(renderer, "x"), lease="r0", start="second", engine_id="new")
     server.wait_for(lambda: [e["id"] for e in server.live_engines()] == ["new"])
+    assert refusal(server) == "superseded by a later start of the same lease"
 
 
 def test_an_engine_waits_for_its_run_to_be_registered(server: Server, renderer: Renderer) -> None:
@@ -200,7 +200,7 @@ def test_a_drained_engine_yields_and_is_not_taken_back(server: Server, renderer:
     assert server.post("/runs/run/engines/r0/drain") == {"running": 0}
     server.threads[0].join(10)
     assert server.reasons == {"r0": "drained"}
-    assert refusal(server, epoch=2) == "revoked"
+    assert refusal(server, start="second") == "revoked"
     assert server.http.post("/runs/run/engines/r0/drain").status_code == 404
 
 

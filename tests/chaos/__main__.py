@@ -1,0 +1,115 @@
+"""python -m tests.chaos --seed 0 --rounds 1: every fault in every round, in an order that the seed decides.
+
+Starts a stack of its own (`sf up`) whose clock can jump, with one run directory on a small disk and one in an
+object store behind a proxy. What the machine does not allow is left out, and said.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from sf_core.config import RunConfig
+from tests.chaos.clock import Clock
+from tests.chaos.faults import BadStorage, ClockJump, Fault, FullDisk, Kill, KillEngine, Stop
+from tests.chaos.proxy import MODES, Proxy
+from tests.chaos.runner import Injection, run_through, table
+from tests.chaos.training import runs
+from tests.e2e.standing import Stack
+from tests.s3_server import BUCKET, make_bucket, s3_server
+
+PARTS = (
+    *("flow", "dask-scheduler", "dataplane", "prefect-server"),
+    *(f"worker-{name}" for name in RunConfig().cluster.workers),
+)
+ITERATIONS_PER_FAULT = 2
+DISK_MB = 256
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where runs are, and what may happen to them there."""
+
+    root: str
+    faults: list[Fault]
+
+
+def main() -> None:
+    options = _options()
+    console, rng, done = Console(), random.Random(options.seed), list[Injection]()
+    folder = Path(tempfile.mkdtemp(prefix="chaos-"))
+    console.print(f"seed {options.seed}; kept if something is lost: {folder}")
+    with _places(folder, options.seconds, console.print) as (stack, places):
+        for place in places * options.rounds:
+            faults = [fault for fault in place.faults if options.only in fault.name]
+            rng.shuffle(faults)
+            trainings = runs(stack, place.root, 2 + ITERATIONS_PER_FAULT * len(faults))
+            done += run_through(trainings, faults, rng, console.print)
+    console.print(table(done))
+    lost = [what for injection in done for what in injection.lost]
+    assert not lost, f"lost: {'; '.join(lost)}"
+    shutil.rmtree(folder)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos")
+    parser.add_argument("--seed", type=int, default=0, help="decides the order and the moments")
+    parser.add_argument("--rounds", type=int, default=1, help="every fault once in each")
+    parser.add_argument("--seconds", type=float, default=30.0, help="that a fault lasts, if it does last")
+    parser.add_argument("--only", default="", help="faults with this in their name")
+    return parser.parse_args()
+
+
+@contextmanager
+def _places(folder: Path, seconds: float, tell: Callable[[str], None]) -> Iterator[tuple[Stack, list[Place]]]:
+    """A stack that is up, and two places for runs: a disk and a bucket."""
+    on_disk, in_bucket = _general_faults(seconds), _general_faults(seconds)
+    clock, disk = Clock(folder), folder / "runs"
+    on_disk += [ClockJump(clock, 1), ClockJump(clock, -2)]
+    with ExitStack() as exits:
+        s3 = exits.enter_context(s3_server())
+        os.environ.update(s3)
+        make_bucket(s3)
+        proxy = Proxy(int(s3["AWS_ENDPOINT_URL"].rpartition(":")[2]))
+        in_bucket += [BadStorage(proxy, mode, seconds) for mode in MODES]
+        if exits.enter_context(_small_disk(disk)):
+            on_disk.append(FullDisk(disk, seconds / 3))
+        else:
+            tell("left out: disk full, which needs a file system of its own, and root to mount it")
+        stack = Stack(folder, env={"AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.port}", **clock.env})
+        exits.callback(stack.sf, "down")
+        started = stack.up()
+        assert started.returncode == 0, started.stdout + started.stderr
+        yield stack, [Place(str(disk), on_disk), Place(f"s3://{BUCKET}/runs", in_bucket)]
+
+
+def _general_faults(seconds: float) -> list[Fault]:
+    """Those that any run may meet."""
+    return [*map(Kill, PARTS), KillEngine("r0"), Stop(PARTS, seconds)]
+
+
+@contextmanager
+def _small_disk(folder: Path) -> Iterator[bool]:
+    """False, and a plain folder, if this user may not mount one."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "tmpfs", str(folder)]
+    mounted = os.geteuid() == 0 and subprocess.run(mount, capture_output=True).returncode == 0
+    try:
+        yield mounted
+    finally:
+        if mounted:
+            subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+if __name__ == "__main__":
+    main()

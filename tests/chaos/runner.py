@@ -1,0 +1,92 @@
+"""Injects faults into runs, one after the other, and says what each of them cost."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from statistics import mean
+
+from rich.table import Table
+
+from storage.run_directory import STAGES
+from tests.chaos.faults import Fault
+from tests.chaos.training import Training
+from tests.e2e.invariants import Snapshot, check_result, manifests
+
+MAX_DELAY_S = 1.5
+"""After a stage is committed, a fault comes within so long: in the middle of whatever stage then goes on."""
+
+
+@dataclass
+class Injection:
+    fault: str
+    before: Snapshot
+    recovered_s: float
+    """From the end of the fault until as many stages as an iteration has are committed after it."""
+    restarts: int
+    """Of the flow."""
+    lost: list[str] = field(default_factory=list)
+    """Committed stages and finished sessions that the run, at its end, does not have as they were."""
+
+
+def run_through(
+    runs: Iterator[Training],
+    faults: Sequence[Fault],
+    rng: random.Random,
+    tell: Callable[[str], None] = lambda line: None,
+) -> list[Injection]:
+    """Every fault once, in this order, in as many runs as that takes; checks each of them at its end."""
+    left, done = list(faults), []
+    while left:
+        run = next(runs)
+        try:
+            injections = _one_run(run, left, rng, tell)
+        finally:
+            run.end()
+        check_result(run.config)
+        for injection in injections:
+            injection.lost = injection.before.lost(run.config)
+        done += injections
+    return done
+
+
+def _one_run(
+    run: Training, left: list[Fault], rng: random.Random, tell: Callable[[str], None]
+) -> list[Injection]:
+    """Takes from `left` what it injects."""
+    done: list[Injection] = []
+    # of a run that has committed an iteration
+    run.await_stages(5)
+    while left:
+        time.sleep(rng.uniform(0, MAX_DELAY_S))
+        if run.has_ended:
+            break
+        before, starts, fault = run.snapshot(), run.starts, left.pop(0)
+        fault.inject(run, rng)
+        over = time.monotonic()
+        run.await_stages(len(manifests(run.config)) + len(STAGES))
+        injection = Injection(fault.name, before, time.monotonic() - over, run.starts - starts)
+        tell(f"{fault.name}: {injection.recovered_s:.1f} s, flow started {injection.restarts} times")
+        done.append(injection)
+    run.await_end()
+    return done
+
+
+def table(injections: Sequence[Injection]) -> Table:
+    shown = Table("fault", title="what was done to the runs")
+    for heading in ("times injected", "recovered in s (mean)", "(most)", "flow restarted", "lost"):
+        shown.add_column(heading, justify="right")
+    for name in dict.fromkeys(injection.fault for injection in injections):
+        of_it = [injection for injection in injections if injection.fault == name]
+        seconds = [injection.recovered_s for injection in of_it]
+        shown.add_row(
+            name,
+            str(len(of_it)),
+            f"{mean(seconds):.1f}",
+            f"{max(seconds):.1f}",
+            str(sum(injection.restarts for injection in of_it)),
+            str(sum(len(injection.lost) for injection in of_it)),
+        )
+    return shown

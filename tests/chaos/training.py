@@ -1,0 +1,121 @@
+"""A run on a standing stack whose flow is started again whenever it fails, and what is done to it."""
+
+from __future__ import annotations
+
+import secrets
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from sf_core.config import RunConfig
+from sf_core.local_stack import PREFECT_SETTINGS
+from sf_core.scheduling.worker import DASK_SETTINGS
+from storage import files
+from tests.e2e.conftest import small_run
+from tests.e2e.invariants import Snapshot, manifests
+from tests.e2e.quickstart import ROOT
+from tests.e2e.standing import Stack
+from tests.e2e.waiting import wait_until
+
+RECOVERY_S = 240.0
+"""Longest that stages are awaited after a fault."""
+MAX_STARTS = 8
+"""Of the flow, within one recovery."""
+
+
+@dataclass
+class Training:
+    stack: Stack
+    config: RunConfig
+    starts: int = field(default=0, init=False)
+    _flow: subprocess.Popen[bytes] | None = field(default=None, init=False)
+
+    @property
+    def journal(self) -> Path:
+        folder = Path(self.config.run_dir, "journal")
+        if not files.is_local(self.config.run_dir):
+            folder = self.stack.folder / "dataplane"
+        return folder / f"{self.config.run_id}.journal"
+
+    @property
+    def has_ended(self) -> bool:
+        return self._flow is not None and self._flow.poll() == 0
+
+    def processes(self, part: str) -> list[psutil.Process]:
+        """Of a part of the stack, or of the flow, as soon as it runs; those it started too."""
+        self.go_on()
+        if part == "flow" and self._flow:
+            pid = self._flow.pid
+        else:
+            pid = wait_until(lambda: self.stack.pid(part), f"{part} to run", every_s=0.1)
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+
+    def worker_process(self, worker: str) -> psutil.Process:
+        """The one that runs the worker's tasks, a child of its nanny."""
+
+        def found() -> psutil.Process | None:
+            children = self.processes(f"worker-{worker}")[1:]
+            return next((child for child in children if "spawn_main" in " ".join(child.cmdline())), None)
+
+        process: psutil.Process = wait_until(found, f"{worker} to run", every_s=0.1)
+        return process
+
+    def go_on(self) -> None:
+        """Give the command that trains, if it does not run and has not ended well."""
+        if self._flow is not None and self._flow.poll() in (None, 0):
+            return
+        self.starts += 1
+        file = self.stack.folder / f"{self.config.run_id}.json"
+        file.write_text(self.config.model_dump_json())
+        with open(self.log, "ab") as log:
+            self._flow = subprocess.Popen(
+                [sys.executable, "-m", "flows.train", str(file)],
+                env=self.stack.environment() | DASK_SETTINGS | PREFECT_SETTINGS | self.stack.ports.addresses,
+                cwd=ROOT,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    @property
+    def log(self) -> Path:
+        return self.stack.folder / "logs" / f"{self.config.run_id}.log"
+
+    def await_stages(self, number: int, timeout_s: float = RECOVERY_S) -> None:
+        """Return when so many stages are committed, or the run has ended."""
+        starts = self.starts
+
+        def reached() -> bool:
+            self.go_on()
+            assert self.starts - starts <= MAX_STARTS, f"the flow does not come back: {self.tail()}"
+            return self.has_ended or len(manifests(self.config)) >= number
+
+        try:
+            wait_until(reached, f"{number} stages of {self.config.run_id}", timeout_s, every_s=0.1)
+        except AssertionError as error:
+            raise AssertionError(f"{error}; {self.tail()}") from None
+
+    def await_end(self, timeout_s: float = 600.0) -> None:
+        self.await_stages(10**9, timeout_s)
+
+    def snapshot(self) -> Snapshot:
+        return Snapshot.take(self.config, self.journal)
+
+    def tail(self) -> str:
+        return self.log.read_text(errors="replace")[-3000:]
+
+    def end(self) -> None:
+        if self._flow is not None:
+            self._flow.kill()
+            self._flow.wait()
+
+
+def runs(stack: Stack, root: str, iterations: int) -> Iterator[Training]:
+    """Small ones, without end, each of so many iterations."""
+    while True:
+        name = f"chaos-{secrets.token_hex(3)}"
+        yield Training(stack, small_run(name, root, train={"iterations": iterations}))

@@ -1,0 +1,151 @@
+"""What must hold of a run on disk, whatever happened to it: of its manifests and its Parquet files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from sf_core.config import RunConfig
+from sf_core.dataplane.journal import frames, kind_of, unframe
+from sf_core.dataplane.records import FinishedSession, read_finished
+from storage import files
+from storage.run_directory import STAGES, RunDirectory
+from storage.schema import NOT_SAMPLED, Trajectory
+from storage.trajectories import read_trajectories
+
+Stages = dict[tuple[int, str], dict[str, Any]]
+
+
+def manifests(config: RunConfig) -> Stages:
+    """Every committed stage of a run with its manifest."""
+    found = {}
+    for folder in files.list_folders(RunDirectory(config.run_dir).path("manifests")):
+        for uri in files.list_files(folder):
+            stage = uri.rsplit("/", 1)[-1].removesuffix(".json")
+            found[int(folder.rsplit("/", 1)[-1]), stage] = json.loads(files.read_bytes(uri))
+    return found
+
+
+def check_result(config: RunConfig) -> None:
+    """Of a run that has ended: everything is there, once, and as it was written."""
+    directory = RunDirectory(config.run_dir)
+    committed = manifests(config)
+    wanted = {(k, stage) for k in range(config.train.iterations) for stage in STAGES}
+    assert wanted <= committed.keys()
+    for iteration, stage in committed:
+        manifest = directory.read_manifest(iteration, stage)
+        assert manifest is not None
+        directory.verify(manifest)
+    consumed = _consumed(config, committed)
+    assert len(consumed) == len(set(consumed)) == config.train.iterations * config.rollout.groups_per_batch
+    sessions: list[str] = []
+    for k in range(config.train.iterations):
+        rows = _rows(config, k)
+        sessions_per_group = rows.group_by("group_id").aggregate([("session_id", "count_distinct")])
+        assert sessions_per_group.num_rows == config.rollout.groups_per_batch
+        assert set(sessions_per_group["session_id_count_distinct"].to_pylist()) == {config.rollout.group_size}
+        sessions += set(rows["session_id"].to_pylist())
+        check_tokens(rows)
+        # consumed lag never exceeds the bound (invariant 8)
+        assert k - min(rows["min_version"].to_pylist()) <= config.lag_bound
+        assert committed[k, "publish"]["data"]["version"] == committed[k, "train"]["data"]["version"] == k + 1
+        assert committed[k, "filter"]["data"]["rows"] == rows.num_rows
+    assert len(sessions) == len(set(sessions))
+    summary = json.loads(files.read_bytes(directory.path("summary.json")))
+    assert summary["iterations"] == config.train.iterations
+
+
+def check_tokens(rows: pa.Table) -> None:
+    """Invariants 2 and 3 as stored: sampled tokens, and only they, are trained, each with its log-prob
+    and version; versions never decrease along a branch."""
+    for row in rows.select(
+        ["loss_mask", "logprobs", "policy_versions", "turns", "shared_prefix"]
+    ).to_pylist():
+        sampled = [version is not None for version in row["policy_versions"]]
+        assert sampled == [logprob is not None for logprob in row["logprobs"]]
+        start = row["shared_prefix"]
+        assert row["loss_mask"][start:] == sampled[start:]
+        assert not any(row["loss_mask"][:start])
+        spans = [turn for turn in row["turns"] if turn["role"] == "assistant"]
+        assert sum(turn["end"] - turn["start"] for turn in spans) == sum(sampled)
+        versions = [version for version in row["policy_versions"] if version is not None]
+        assert versions == sorted(versions)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a run has done at one moment, and may neither lose nor do again (invariant 9)."""
+
+    manifests: Stages
+    finished: list[FinishedSession]
+    """Sessions that train, whose results the journal of the data plane holds."""
+
+    @classmethod
+    def take(cls, config: RunConfig, journal: Path) -> Snapshot:
+        committed = manifests(config)
+        with open(journal, "rb") as file:
+            records = [record for record in map(unframe, frames(file)) if kind_of(record) == "finished"]
+        results = map(read_finished, records)
+        return cls(
+            committed,
+            [session for session in results if session.claim and session.claim.place.split == "train"],
+        )
+
+    def lost(self, config: RunConfig) -> list[str]:
+        """What the run, now at its end, does not have as it was."""
+        after = manifests(config)
+        lost = [
+            f"{stage} of iteration {k}"
+            for (k, stage), was in self.manifests.items()
+            if after.get((k, stage)) != was
+        ]
+        stored = {
+            _branch(row): row for k in range(config.train.iterations) for row in _rows(config, k).to_pylist()
+        }
+        consumed = set(_consumed(config, after))
+        for session in self.finished:
+            # others were rejected, or came too late for the last batch
+            if session.claim and session.claim.place.group in consumed:
+                lost += [
+                    f"branch {row.branch_id} of session {row.session_id}"
+                    for row in session.trajectories
+                    if not _is_same(row, stored.get((row.session_id, row.branch_id)))
+                ]
+        return lost
+
+
+def _consumed(config: RunConfig, committed: Stages) -> list[int]:
+    return [
+        group for k in range(config.train.iterations) for group in committed[k, "rollout"]["data"]["groups"]
+    ]
+
+
+def _rows(config: RunConfig, iteration: int) -> pa.Table:
+    directory = RunDirectory(config.run_dir)
+    manifest = directory.read_manifest(iteration, "rollout")
+    assert manifest is not None
+    return pa.concat_tables(read_trajectories(directory.path(ref.uri)) for ref in manifest.outputs)
+
+
+def _branch(row: dict[str, Any]) -> tuple[str, str]:
+    return row["session_id"], row["branch_id"]
+
+
+def _is_same(recorded: Trajectory, stored: dict[str, Any] | None) -> bool:
+    """Ids, mask, log-probs and versions, bit for bit (invariant 1)."""
+    if stored is None:
+        return False
+    logprobs = np.array([np.nan if value is None else value for value in stored["logprobs"]], np.float32)
+    versions = [NOT_SAMPLED if value is None else value for value in stored["policy_versions"]]
+    return (
+        recorded.token_ids.tolist() == stored["token_ids"]
+        and recorded.loss_mask.tolist() == stored["loss_mask"]
+        and recorded.policy_versions.tolist() == versions
+        and np.array_equal(recorded.logprobs, logprobs, equal_nan=True)
+        and recorded.reward == stored["reward"]
+    )

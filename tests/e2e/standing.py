@@ -1,0 +1,72 @@
+"""A standing stack (`sf up`) of a test's own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import psutil
+
+from sf_core.local_stack import free_port
+from sf_core.standing_stack import MARK, Ports, server
+from tests.e2e.quickstart import ROOT
+
+
+def free_ports() -> Ports:
+    return Ports(free_port(), free_port(), free_port())
+
+
+@dataclass
+class Stack:
+    folder: Path
+    ports: Ports = field(default_factory=free_ports)
+    env: dict[str, str] = field(default_factory=dict)
+    """Of all its processes, beside what they inherit."""
+
+    def environment(self) -> dict[str, str]:
+        places = {"PREFECT_HOME": str(self.folder / "prefect"), "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+        return os.environ | places | self.env
+
+    def sf(self, command: str, *options: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "sf_core", command, "--folder", str(self.folder), *options],
+            env=self.environment(),
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=280,
+        )
+
+    def up(self) -> subprocess.CompletedProcess[str]:
+        ports = {
+            "prefect": self.ports.prefect,
+            "scheduler": self.ports.scheduler,
+            "dataplane": self.ports.dataplane,
+        }
+        return self.sf(
+            "up", *(text for name, port in ports.items() for text in (f"--{name}-port", str(port)))
+        )
+
+    def pid(self, part: str) -> int:
+        """0 while it is not running."""
+        return int(server(self.folder).supervisor.getProcessInfo(part)["pid"])  # type: ignore[index, call-overload, arg-type]
+
+    def processes(self) -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(MARK) == str(self.folder):
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def dataplane_answers(self) -> bool:
+        try:
+            return httpx.get(f"http://127.0.0.1:{self.ports.dataplane}/metrics", timeout=2).is_success
+        except httpx.HTTPError:
+            return False
