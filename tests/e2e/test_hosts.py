@@ -17,9 +17,9 @@ from sf_core.dataplane.client import DataplaneClient
 from sf_core.local_stack import LocalStack, Services, local_stack
 from sf_core.scheduling.plan import read_workers
 from sf_core.settings import dataplane_key
-from tests.e2e.conftest import ROOT, Cluster, manifests, spans
+from tests.e2e.conftest import ROOT, Cluster, spans
 from tests.e2e.hosts import Host, hosts
-from tests.e2e.test_resume import check_result
+from tests.e2e.invariants import check_result, manifests
 from tests.e2e.waiting import wait_until
 
 pytestmark = pytest.mark.slow
