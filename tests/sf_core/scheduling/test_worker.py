@@ -18,7 +18,7 @@ from sf_core.cli import app
 from sf_core.config import WorkerConfig
 from sf_core.local_stack import LocalStack, Process, StackError, start_dask, start_dask_worker
 from sf_core.scheduling.force import end_tasks
-from sf_core.scheduling.plan import Worker, read_workers
+from sf_core.scheduling.plan import Worker, connected_workers, read_workers
 from sf_core.scheduling.roofline import DEVICES
 from sf_core.scheduling.worker import worker_environment
 from tests.e2e.conftest import ROOT
@@ -96,6 +96,8 @@ def test_workers_started_by_us_or_by_dask_are_read_with_their_tags_and_devices(b
 def test_the_device_and_the_settings_outlive_the_death_of_the_workers_process(bench: Bench) -> None:
     process = bench.sf_worker("t1", "--tags", "train", "--device-kind", "h100", "--threads", "3")
     before = bench.await_worker(process)
+    # before that, a nanny whose process dies ends too
+    wait_until(lambda: "t1" in running_nannies(bench.scheduler), "the nanny to run")
     killed = tasks_process(process)
     killed.kill()
     killed.wait(10)
@@ -105,6 +107,14 @@ def test_the_device_and_the_settings_outlive_the_death_of_the_workers_process(be
     assert bench.await_worker(process) == before == Worker("t1", frozenset({"train"}), DEVICES["h100"])
     assert seen == {"OMP_NUM_THREADS": "3", "CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "PASSIVE"}
     bench.end(process)
+
+
+def running_nannies(scheduler: str) -> list[str]:
+    """Names of their workers."""
+    with Client(scheduler, set_as_default=False) as client:
+        status = client.run(lambda dask_worker: dask_worker.status.name, nanny=True)
+        workers = connected_workers(client)
+    return [workers[address].name for address, word in status.items() if word == "running"]
 
 
 def seen_by_a_task() -> dict[str, str]:
