@@ -25,6 +25,9 @@ from sf_core.run_page import RunPage
 
 log = logging.getLogger(__name__)
 
+RENEW_EVERY_S = 5.0
+"""It takes some 0.3 s of the interpreter that turns the iterations, which may be as short as two seconds."""
+
 REPORT_EVERY_S = 60.0
 """The report has pictures, which take half a second to draw; the table and the bar follow every iteration."""
 
@@ -46,7 +49,7 @@ class Page:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="page")
         self._latest: Future[None] | None = None
         self._newest: int | None = None
-        self._reported_at = float("-inf")
+        self._renewed_at = self._reported_at = float("-inf")
 
     def __enter__(self) -> Page:
         if first := self._run.iterations_left().start:
@@ -54,9 +57,12 @@ class Page:
         return self
 
     def iteration_is_through(self, number: int) -> None:
-        """Show it soon. If the page is still being renewed, the next call or the end shows this one too."""
+        """Show it soon. If the page is still being renewed, or just was, the next call or the end shows this
+        one too."""
         self._newest = number
-        if self._latest is None or self._latest.done():
+        is_due = time.monotonic() - self._renewed_at > RENEW_EVERY_S
+        if is_due and (self._latest is None or self._latest.done()):
+            self._renewed_at = time.monotonic()
             self._latest = self._renew_soon(number)
 
     def __exit__(

@@ -82,7 +82,7 @@ def test_a_killed_data_plane_comes_back_and_the_run_goes_on(cluster: Cluster) ->
 
 
 def test_of_two_flows_on_one_run_the_older_is_refused_and_the_newer_finishes(cluster: Cluster) -> None:
-    config = cluster.config("two-flows", train={"iterations": 4})
+    config = cluster.config("two-flows", train={"iterations": 8})
     older = cluster.start(config)
     wait_until(lambda: is_committed(config, 0, "publish") or older.poll() is not None, "an iteration")
     older.send_signal(signal.SIGSTOP)
