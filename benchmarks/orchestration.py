@@ -16,11 +16,11 @@ from pathlib import Path
 import typer
 
 from sf_core.config import RunConfig, validate_config
+from sf_core.iterations import read_iterations
 from sf_core.local_stack import Services, local_stack, start_services
 from sf_core.run import Run, RunRef
 from sf_core.scheduling.timeline import gaps, read_spans
 from sf_core.summary import orchestration_seconds
-from storage.run_directory import STAGES
 
 
 def main(iterations: int = 12, warmup: int = 2) -> None:
@@ -45,21 +45,18 @@ def main(iterations: int = 12, warmup: int = 2) -> None:
 
 def measure(config: RunConfig, warmup: int) -> dict[str, object]:
     run = Run(RunRef(str(config.run_id), config.run_dir, str(config.dataplane.url), attempt=1))
-    stages = []
-    for number in range(warmup, config.train.iterations):
-        found = {stage: run.directory.read_manifest(number, stage) for stage in STAGES}
-        stages.append({stage: manifest for stage, manifest in found.items() if manifest is not None})
+    iterations = list(read_iterations(run.directory, warmup))
     trainer = [span for span in read_spans(run.directory) if span.worker == "t0"]
     switches = gaps(trainer)[2 * warmup :]
     to_train = [seconds for switch, seconds in switches if switch == "rollout->train"]
     to_rollout = [seconds for switch, seconds in switches if switch == "train->rollout"]
     gap = statistics.mean(to_train) + statistics.mean(to_rollout)
     return {
-        "orchestration_seconds_per_iteration": round(orchestration_seconds(stages) / len(stages), 3),
+        "orchestration_seconds_per_iteration": round(orchestration_seconds(iterations) / len(iterations), 3),
         "gap_seconds": round(gap, 3),
         "gap_lease_to_train_seconds": round(statistics.mean(to_train), 3),
         "gap_train_to_lease_seconds": round(statistics.mean(to_rollout), 3),
-        "iterations": len(stages),
+        "iterations": len(iterations),
     }
 
 
