@@ -20,6 +20,7 @@ from sf_core.local_stack import LocalStack, Services, local_stack, start_datapla
 from sf_core.scheduling.timeline import Span, read_spans
 from storage.run_directory import RunDirectory
 from tests.e2e.postgresql import postgresql
+from tests.e2e.prefect_home import make_prefect_home
 from tests.e2e.prefect_server import Server, prefect_server
 
 ROOT = Path(__file__).parents[2]
@@ -132,7 +133,7 @@ def is_committed(config: RunConfig, iteration: int, stage: str) -> bool:
 def running_cluster(folder: Path, workers: Mapping[str, WorkerConfig]) -> Iterator[Cluster]:
     (folder / "user").mkdir()
     env = {
-        "PREFECT_HOME": str(folder / "prefect"),
+        "PREFECT_HOME": make_prefect_home(folder / "prefect"),
         "PYTHONPATH": f"{ROOT}:{folder / 'user'}",
         "SF_CACHE_DIR": str(folder / "cache"),
     }

@@ -13,6 +13,7 @@ import psutil
 
 from sf_core.local_stack import free_port
 from sf_core.standing_stack import MARK, Ports, server
+from tests.e2e.prefect_home import make_prefect_home
 from tests.e2e.quickstart import ROOT
 
 
@@ -27,8 +28,11 @@ class Stack:
     env: dict[str, str] = field(default_factory=dict)
     """Of all its processes, beside what they inherit."""
 
+    def __post_init__(self) -> None:
+        self.home = make_prefect_home(self.folder / "prefect")
+
     def environment(self) -> dict[str, str]:
-        places = {"PREFECT_HOME": str(self.folder / "prefect"), "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+        places = {"PREFECT_HOME": self.home, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
         return os.environ | places | self.env
 
     def sf(self, command: str, *options: str) -> subprocess.CompletedProcess[str]:

@@ -20,6 +20,7 @@ from storage.files import read_bytes
 from storage.run_directory import RunDirectory
 from tests.e2e.conftest import ROOT, SMALL_RUN, is_committed
 from tests.e2e.invariants import manifests
+from tests.e2e.prefect_home import make_prefect_home
 from tests.e2e.secrets import PLANTED, leaks
 from tests.e2e.waiting import wait_until
 
@@ -33,7 +34,7 @@ def test_ctrl_c_leaves_no_process_and_the_run_is_resumed_as_it_was_configured(tm
     file.write_text(yaml.safe_dump(settings))
     config = load_config(file)
     env = os.environ | {
-        "PREFECT_HOME": str(tmp_path / "prefect"),
+        "PREFECT_HOME": make_prefect_home(tmp_path / "prefect"),
         "SF_CACHE_DIR": str(tmp_path / "cache"),
         "PYTHONPATH": str(ROOT),
         **PLANTED,

@@ -9,24 +9,22 @@ from typing import Any
 
 import pytest
 
-from sf_core.config import RunConfig, WorkerConfig
-from tests.e2e.conftest import Cluster, holders, is_committed, overlap_s, running_cluster, spans
+from sf_core.config import RunConfig
+from tests.e2e.conftest import Cluster, holders, is_committed, overlap_s, spans
 from tests.e2e.invariants import check_result, manifests
+from tests.e2e.test_elastic import connected, end_worker, restored, start_worker
 from tests.e2e.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
-WORKERS = {
-    "t0": WorkerConfig(tags=("rollout", "train"), threads=1),
-    "t1": WorkerConfig(tags=("rollout", "train"), threads=1),
-    "a0": WorkerConfig(tags=("agent",), threads=1),
-    "c0": WorkerConfig(tags=("cpu",), threads=1),
-}
-
 
 @pytest.fixture(scope="module")
-def colocated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with running_cluster(tmp_path_factory.mktemp("gang"), WORKERS) as cluster:
+def colocated(cluster: Cluster) -> Iterator[Cluster]:
+    """t0 and another like it, and no worker that only samples."""
+    with restored(cluster):
+        end_worker(cluster, "r0")
+        start_worker(cluster, "t1", "rollout", "train")
+        wait_until(lambda: connected(cluster) == {"t0", "t1", "a0", "c0"}, "the workers", every_s=0.2)
         yield cluster
 
 

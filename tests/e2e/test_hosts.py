@@ -20,6 +20,7 @@ from sf_core.settings import dataplane_key
 from tests.e2e.conftest import ROOT, Cluster, spans
 from tests.e2e.hosts import Host, hosts
 from tests.e2e.invariants import check_result, manifests
+from tests.e2e.prefect_home import make_prefect_home
 from tests.e2e.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -70,7 +71,7 @@ def cluster(
         dataplane=f"http://{main.address}:8700",
     )
     env = tls | {
-        "PREFECT_HOME": str(tmp_path / "prefect"),
+        "PREFECT_HOME": make_prefect_home(tmp_path / "prefect"),
         "PREFECT_API_URL": services.api,
         "SF_CACHE_DIR": str(tmp_path / "cache"),
         "GATES": str(tmp_path / "gates"),
