@@ -54,13 +54,16 @@ def main(
     iterations: Annotated[int, typer.Option(min=WARMUP + 2)] = 20,
     devices: Annotated[int, typer.Option(min=2)] = 8,
     simulated: Annotated[bool, typer.Option("--simulate", help="nothing real, in seconds")] = False,
+    rollout_kind: Annotated[str | None, typer.Option(help="of devices that only roll out: h20")] = None,
+    dual_kind: Annotated[str | None, typer.Option(help="of devices that can train: h800")] = None,
     real: Annotated[
         bool, typer.Option("--real", help="nothing emulated, on two devices of one core")
     ] = False,
     keep: Annotated[str | None, typer.Option(help="folder that keeps the run directories")] = None,
 ) -> None:
     devices = 2 if real else devices
-    names, cluster = only or list(VARIANTS), Devices(devices // 2, devices - devices // 2)
+    names = only or list(VARIANTS)
+    cluster = Devices(devices // 2, devices - devices // 2, rollout_kind, dual_kind)
     config = real_config(iterations) if real else base_config(devices, iterations)
     line: dict[str, Any] = {
         "devices": devices,
@@ -153,7 +156,14 @@ def running_stack(folder: Path, workers: dict[str, WorkerConfig]) -> Iterator[tu
 
 def worker_configs(name: str, devices: Devices) -> dict[str, WorkerConfig]:
     workers = devices.workers_of(VARIANTS[name])
-    return {worker.name: WorkerConfig(tags=tuple(sorted(worker.tags)), threads=1) for worker in workers}
+    return {
+        worker.name: WorkerConfig(
+            tags=tuple(sorted(worker.tags)),
+            threads=1,
+            device_kind=worker.device.kind if worker.device else None,
+        )
+        for worker in workers
+    }
 
 
 def is_device(process: str, workers: dict[str, WorkerConfig]) -> bool:
