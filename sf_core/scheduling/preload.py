@@ -21,8 +21,7 @@ from sf_core.settings import computes_nothing
 HEAVY = {
     "rollout": ("torch",),
     "train": ("torch",),
-    "agent": ("openai", "reasoning_gym"),
-    "reward": ("reasoning_gym",),
+    "agent": ("openai",),
     "cpu": ("pyarrow",),
 }
 

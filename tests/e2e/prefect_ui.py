@@ -10,6 +10,7 @@ from uuid import UUID
 
 from playwright.sync_api import Browser, Locator, Page, expect
 
+from tasks.page import RENEW_EVERY_S
 from tests.e2e.waiting import wait_until
 
 PATIENCE_MS = 60_000
@@ -40,6 +41,10 @@ class PrefectUi:
     def open_run(self, flow_run_id: UUID) -> None:
         self.page.goto(f"{self._base}/runs/flow-run/{flow_run_id}")
 
+    def leave(self) -> None:
+        """For a page that draws nothing: the one of a run that goes on takes a good part of a core."""
+        self.page.goto("about:blank")
+
     def press(self, button: str) -> None:
         """On the page of a run, and again where it asks whether one is sure."""
         self.page.get_by_role("button", name=button, exact=True).click()
@@ -67,7 +72,7 @@ class PrefectUi:
             expect(self.rows.nth(1)).to_be_visible()
             return self.rows.count() > count
 
-        wait_until(are_there, f"{count} rows", timeout_s, every_s=2.0)
+        wait_until(are_there, f"{count} rows", timeout_s, every_s=RENEW_EVERY_S)
 
     def picture(self, file: Path) -> None:
         self.page.wait_for_timeout(500)

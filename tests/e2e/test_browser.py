@@ -17,7 +17,7 @@ from prefect.client.schemas.objects import FlowRun
 
 from sf_core.config import RunConfig
 from storage.run_directory import RunDirectory
-from tests.e2e.conftest import Cluster
+from tests.e2e.conftest import Cluster, is_committed
 from tests.e2e.invariants import manifests
 from tests.e2e.prefect_server import DEPLOYMENTS, Server, without_addresses
 from tests.e2e.prefect_ui import PrefectUi, prefect_ui
@@ -92,6 +92,7 @@ def test_a_run_is_started_watched_retried_and_cancelled_in_the_browser(
         run = submit(server, deployment, ui)
         assert run.parameters["config"]["train"]["iterations"] == 200
 
+        ui.leave()
         server.await_state(run, "Failed", 300)
         before = manifests(config)
         assert [stage for number, stage in before if number == 3] == ["filter", "rollout"]
@@ -109,8 +110,12 @@ def test_a_run_is_started_watched_retried_and_cancelled_in_the_browser(
         obstacle.unlink()
         ui.page.go_back()
         ui.press("Retry")
+        server.await_state(run, "Running")
+        ui.leave()
+        wait_until(lambda: is_committed(config, 3, "publish"), "iteration 3", 180, every_s=0.1)
+        ui.open_run(run.id)
         ui.open_artifact("iterations")
-        ui.await_rows(5, 180)
+        ui.await_rows(4, 60)
         picture(ui, "prefect-iterations")
         after = manifests(config)
         assert {key: after[key] for key in before} == before

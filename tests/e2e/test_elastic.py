@@ -43,7 +43,7 @@ def restored(cluster: Cluster) -> Iterator[None]:
             end_worker(cluster, name)
         for name in wanted.keys() - running:
             start_worker(cluster, name, *wanted[name].tags)
-        wait_until(lambda: connected(cluster) == wanted.keys(), "the usual workers", every_s=0.2)
+        wait_until(lambda: connected(cluster) == wanted.keys(), "the usual workers", 120, 0.2)
 
 
 def connected(cluster: Cluster) -> set[str]:

@@ -24,7 +24,7 @@ def colocated(cluster: Cluster) -> Iterator[Cluster]:
     with restored(cluster):
         end_worker(cluster, "r0")
         start_worker(cluster, "t1", "rollout", "train")
-        wait_until(lambda: connected(cluster) == {"t0", "t1", "a0", "c0"}, "the workers", every_s=0.2)
+        wait_until(lambda: connected(cluster) == {"t0", "t1", "a0", "c0"}, "the workers", 120, 0.2)
         yield cluster
 
 
@@ -68,11 +68,11 @@ def test_two_lent_trainers_train_together(colocated: Cluster) -> None:
 
 
 def test_colocated_devices_sample_and_train_in_turn(colocated: Cluster) -> None:
-    config = colocated.config("colocated", "colocated", train={"iterations": 3, "workers": 2})
+    config = colocated.config("colocated", "colocated", train={"iterations": 2, "workers": 2})
     colocated.finish(config, colocated.start(config))
     check_result(config)
     assert config.lag_bound == 0
-    assert ranks(config) == [2] * 3
+    assert ranks(config) == [2] * 2
     assert holders(config, "rollout") == holders(config, "train") == {"t0", "t1"}
     assert overlap_s(spans(config, "rollout"), spans(config, "train")) <= 0
 
@@ -104,7 +104,7 @@ def test_with_a_killed_rank_the_step_is_tried_again_by_as_many_as_the_plan_needs
 def test_a_lease_that_does_not_yield_is_ended_by_force(colocated: Cluster) -> None:
     config = colocated.config(
         "hanging",
-        train={"iterations": 3, "workers": 2},
+        train={"iterations": 2, "workers": 2},
         cluster={"scheduler": colocated.services.scheduler, "yield_timeout_s": 3},
     )
     process = colocated.start(config)
@@ -116,4 +116,4 @@ def test_a_lease_that_does_not_yield_is_ended_by_force(colocated: Cluster) -> No
     assert not hanging.is_running()
     assert "t1 did not yield within 3 s: its process is ended" in colocated.log(config)
     check_result(config)
-    assert ranks(config) == [2] * 3
+    assert ranks(config) == [2] * 2

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 def test_a_pipeline_says_who_samples_and_whether_training_is_waited_for(
     cluster: Cluster, pipeline: str, sampling: set[str]
 ) -> None:
-    config = cluster.config(pipeline, pipeline)
+    config = cluster.config(pipeline, pipeline, train={"iterations": 2})
     cluster.finish(config, cluster.start(config))
     check_result(config)
     assert holders(config, "rollout") == sampling

@@ -156,7 +156,7 @@ def members(group: Group) -> list[Any]:
     return [(m.progress, m.attempt, m.num_failures, m.reward, m.min_version) for m in group.members]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     operations=st.lists(
         st.sampled_from([*OPERATIONS, "restart", "begin_attempt", "go_on_after_release"]), max_size=40

@@ -12,9 +12,7 @@ from sf_core.dataplane.rendering import Renderer
 from tests.sf_core.dataplane.test_recovery import (  # noqa: F401
     Restarts,
     agents_see_whole_answers,
-    test_a_restarted_process_goes_on_without_its_flow,
     test_a_session_that_an_agent_opened_survives_a_restart_until_it_is_finished,
-    test_an_answer_that_did_not_arrive_is_given_again_after_a_restart,
     test_killed_at_random_moments_agents_see_whole_answers_and_the_record_is_exact,
     test_killed_at_random_moments_what_agents_opened_is_stored_once,
 )

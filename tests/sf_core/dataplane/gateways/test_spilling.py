@@ -11,11 +11,6 @@ from tests.sf_core.dataplane.gateways.conftest import TWO
 from tests.sf_core.dataplane.stand import running_process
 from tests.sf_core.dataplane.test_spilling import (  # noqa: F401
     Plane,
-    server,
-    session,
-    test_a_retry_joins_the_answer_of_a_session_on_disk,
-    test_a_session_that_ends_takes_its_file_along,
-    test_a_session_whose_file_is_broken_is_an_error_and_then_another_attempt,
     test_memory_stays_below_its_bound_under_many_sessions,
     test_the_tree_the_reasons_and_the_rest_of_the_conversation_are_as_if_it_had_stayed,
 )
