@@ -175,6 +175,4 @@ def _decoder(run: RunDirectory) -> Decode:
     tokenizer = open_tokenizer(run)
     if tokenizer is None:
         return lambda ids: " ".join(map(str, ids))
-    return lambda ids: str(
-        tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    )
+    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))

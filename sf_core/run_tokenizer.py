@@ -1,28 +1,27 @@
-"""The tokenizer a run started from, read from its directory alone, and single tokens as bytes."""
+"""The tokenizer a run started from, read from its directory alone, and single tokens as bytes.
+
+Uses tokenizers directly, because transformers imports torch: 3 s.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Iterable
-from typing import Any
+
+from tokenizers import Tokenizer
 
 from storage import files
 from storage.run_directory import RunDirectory
-from storage.weights import WEIGHT_FILES
 
 
-def open_tokenizer(run: RunDirectory) -> Any | None:
+def open_tokenizer(run: RunDirectory) -> Tokenizer | None:
     """The run's tokenizer; None for a run without one, like those of the scripted engine."""
-    if not files.exists(files.join(run.start_dir, "tokenizer_config.json")):
-        return None
-    from transformers import AutoTokenizer
-
-    folder = files.local_folder(run.start_dir, exclude=WEIGHT_FILES)
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    file = files.join(run.start_dir, "tokenizer.json")
+    return Tokenizer.from_str(files.read_bytes(file).decode()) if files.exists(file) else None
 
 
-def token_bytes(tokenizer: Any | None, ids: Iterable[int]) -> list[bytes]:
+def token_bytes(tokenizer: Tokenizer | None, ids: Iterable[int]) -> list[bytes]:
     """What each token adds to the text, in bytes: a token may hold only a part of a UTF-8 character.
 
     Without a tokenizer, and for ids it does not know, the id itself is shown.
@@ -30,9 +29,9 @@ def token_bytes(tokenizer: Any | None, ids: Iterable[int]) -> list[bytes]:
     ids = list(ids)
     if tokenizer is None:
         return [f"{token_id} ".encode() for token_id in ids]
-    added = {int(token_id) for token_id in tokenizer.added_tokens_decoder}
+    added = {int(token_id) for token_id in tokenizer.get_added_tokens_decoder()}
     kinds = _decoder_kinds(tokenizer)
-    pieces = tokenizer.convert_ids_to_tokens(ids)
+    pieces = map(tokenizer.id_to_token, ids)
     return [
         f"<{token_id}>".encode()
         if piece is None
@@ -43,9 +42,9 @@ def token_bytes(tokenizer: Any | None, ids: Iterable[int]) -> list[bytes]:
     ]
 
 
-def _decoder_kinds(tokenizer: Any) -> set[str]:
+def _decoder_kinds(tokenizer: Tokenizer) -> set[str]:
     """The steps by which the `tokenizers` library turns pieces into text; empty: it joins them by spaces."""
-    decoder = json.loads(tokenizer.backend_tokenizer.to_str())["decoder"] or {}
+    decoder = json.loads(tokenizer.to_str())["decoder"] or {}
     return {step["type"] for step in [decoder, *decoder.get("decoders", [])] if "type" in step}
 
 
@@ -63,7 +62,8 @@ def _piece_bytes(piece: str, kinds: set[str]) -> bytes:
 
 
 def _byte_of_character() -> dict[str, int]:
-    """Byte-level vocabularies write every byte as one printable character (Radford et al. 2019)."""
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    return {character: byte for byte, character in bytes_to_unicode().items()}
+    """Byte-level vocabularies write every byte as one printable character (Radford et al. 2019): itself, or
+    one that is counted up from 256."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}

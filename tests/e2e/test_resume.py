@@ -24,7 +24,7 @@ def await_stage(cluster: Cluster, config: RunConfig, flow: Popen[bytes], iterati
     before = STAGES.index(stage) - 1
     committed = (iteration if before >= 0 else iteration - 1, STAGES[before])
     what = f"start of {stage} of iteration {iteration}"
-    wait_until(lambda: is_committed(config, *committed) or flow.poll() is not None, what)
+    wait_until(lambda: is_committed(config, *committed) or flow.poll() is not None, what, 180)
     assert flow.poll() is None, cluster.log(config)[-2000:]
 
 
