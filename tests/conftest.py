@@ -19,11 +19,18 @@ settings.load_profile("untimed")
 os.environ.pop("COLUMNS", None)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The cluster is many processes: all tests on it go to the same worker of pytest-xdist."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The cluster is many processes: all tests on it go to the same worker of pytest-xdist, which begins with
+    them, because no other piece of work is as long."""
     for item in items:
-        if "cluster" in getattr(item, "fixturenames", ()):
+        if _is_on_cluster(item):
             item.add_marker(pytest.mark.xdist_group("cluster"))
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: not _is_on_cluster(item))
+
+
+def _is_on_cluster(item: pytest.Item) -> bool:
+    return "cluster" in getattr(item, "fixturenames", ())
 
 
 @pytest.hookimpl(optionalhook=True)
