@@ -42,7 +42,7 @@ class PrefectUi:
         self.page.goto(f"{self._base}/runs/flow-run/{flow_run_id}")
 
     def leave(self) -> None:
-        """For a page that draws nothing: the one of a run that goes on takes a good part of a core."""
+        """For a page that draws nothing: that of a run that goes on is drawn again and again."""
         self.page.goto("about:blank")
 
     def press(self, button: str) -> None:
