@@ -25,6 +25,9 @@ DASK_SETTINGS = {
     "DASK_DISTRIBUTED__SCHEDULER__NO_WORKERS_TIMEOUT": "5m",
     "DASK_DISTRIBUTED__SCHEDULER__WORKER_TTL": "30m",
     "DASK_DISTRIBUTED__SCHEDULER__WORK_STEALING": "False",
+    # it would leave the result of training with the worker that publishes alone: were that killed, training
+    # would be run again and wait for a lease that waits for what comes after publishing
+    "DASK_DISTRIBUTED__SCHEDULER__ACTIVE_MEMORY_MANAGER__START": "False",
     "DASK_DISTRIBUTED__WORKER__DAEMON": "False",
     "DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED": "False",
     "DASK_DISTRIBUTED__ADMIN__TICK__LIMIT": "30s",
