@@ -23,7 +23,7 @@ from sf_core.waits import waiting_for
 
 R = TypeVar("R")
 
-STATE_S = 10.0
+STATE_S = 5.0
 """How long a worker may take to say how a task ended."""
 
 

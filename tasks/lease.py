@@ -6,6 +6,7 @@ import itertools
 import logging
 import threading
 import time
+from collections.abc import Container
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import replace
@@ -95,7 +96,7 @@ class Leases:
         """The plan from now on, made as at the start of the run, of the workers that are there now; leases
         follow it. If they allow none, the last one stands, and whoever waits for its trainers says so."""
         with self._changing:
-            self._connected()
+            connected = self._connected()
             now, patience_s = time.monotonic(), self._config.train.gang_timeout_s
             # one that is away may be restarting
             there = [worker for worker, seen in self._seen.values() if now - seen <= patience_s]
@@ -105,17 +106,18 @@ class Leases:
                 log.info("the plan stays as it was: %s", error)
                 plan = self._plan
             if plan.trainers != self._plan.trainers:
-                log.info("from now on %s train, no longer %s", plan.trainers, self._plan.trainers)
+                log.warning("who trains changes: %s", ", ".join(plan.trainers))
             self._plan = plan
-            self._follow()
+            self._follow(connected)
         return plan
 
-    def _follow(self) -> None:
+    def _follow(self, connected: Container[str]) -> None:
         """What a worker was held for under another plan ends: of a new trainer when training begins, as a
         loan does, of a former one now."""
         for (duty, worker), (spec, future) in list(self._held.items()):
-            if duty == "rollout" and (worker in self._plan.trainers or _was_revoked(future)):
-                # or its device was taken to train in the place of a trainer that was lost
+            # its device may have been taken to train in the place of a trainer that was lost
+            was_taken = worker in connected and _was_revoked(future)
+            if duty == "rollout" and (worker in self._plan.trainers or was_taken):
                 del self._held[duty, worker]
                 self._lent.append((spec, future))
         for spec, _ in self._lent:
@@ -128,7 +130,12 @@ class Leases:
 
         Returns worker and id of the leases to revoke before training."""
         with self._changing:
-            self._lent = [(spec, future) for spec, future in self._lent if not _has_ended(future)]
+            connected = self._connected()
+            self._lent = [
+                (spec, future)
+                for spec, future in self._lent
+                if not _has_ended(future, is_there=spec.worker in connected)
+            ]
             for worker in self._plan.trainers if self._plan.lent else ():
                 queued = [spec.after for spec, _ in self._lent if spec.worker == worker]
                 if not queued:
@@ -163,7 +170,7 @@ class Leases:
                 # it is queued, or its worker is gone or hangs; should it begin, it finds nothing to do
                 future.wrapped_future.cancel()
             elif error is None:
-                _has_ended(future)
+                _has_ended(future, is_there=spec.worker in connected)
 
     def _watch(self) -> None:
         """Have workers that join hold a lease at once, and those that come back after theirs was given up."""
@@ -232,11 +239,11 @@ def _was_revoked(future: Future) -> bool:
     return is_done and future.result(raise_on_failure=False) == "revoked"
 
 
-def _has_ended(future: Future) -> bool:
-    """Raises what ended it, unless that is the lack of its worker, which others may do without."""
+def _has_ended(future: Future, *, is_there: bool) -> bool:
+    """Raises what ended it, unless its worker is not there, which others may do without."""
     if not future.wrapped_future.done():
         return False
     with suppress(NoValidWorkerError):
-        if is_known(future):
+        if is_there and is_known(future):
             future.result()
     return True

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import httpx
 import pyarrow.parquet as pq
 import pytest
+from distributed import Client, Event
 
 from sf_core.config import RunConfig, WorkerConfig
 from sf_core.local_stack import start_dask_worker
@@ -133,3 +134,31 @@ def test_a_trainer_that_is_lost_for_good_is_replaced_by_one_that_joins(cluster: 
     # from the next iteration on it is lent as the first one was
     assert "t1" in holders(config, "rollout")
     assert "trying again on t1" in cluster.log(config)
+
+
+@pytest.mark.nightly
+def test_a_run_without_a_trainer_fails_when_none_has_joined_by_its_deadline(cluster: Cluster) -> None:
+    deadline = {"scheduler": cluster.services.scheduler, "stage_timeout_s": 60}
+    config = cluster.config("no-trainer", train={"iterations": 4, "gang_timeout_s": 5}, cluster=deadline)
+    with restored(cluster):
+        process = cluster.start(config)
+        wait_until(lambda: is_committed(config, 0, "publish") or process.poll() is not None, "0", 180)
+        end_worker(cluster, "t0")
+        assert process.wait(180) != 0
+    assert "for workers to train iteration 1: no worker carries train; workers: " in cluster.log(config)
+
+
+def test_the_end_of_a_run_does_not_wait_for_a_lease_that_never_began(cluster: Cluster) -> None:
+    config = cluster.config("never-began", train={"iterations": 1}, evaluate={"num_tasks": 1})
+    with Client(cluster.services.scheduler, set_as_default=False) as client:
+        over = Event("never-began", client=client)
+        busy = client.submit(lambda: Event("never-began").wait(600), resources={"@r0": 1}, priority=1)
+        try:
+            wait_until(lambda: busy.key in cluster.running_tasks(), "a task on r0", every_s=0.2)
+            cluster.finish(config, cluster.start(config))
+        finally:
+            over.set()
+            busy.result()
+    check_result(config)
+    assert holders(config, "rollout") == {"t0"}
+    assert "did not end" not in cluster.log(config)
