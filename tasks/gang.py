@@ -64,19 +64,13 @@ class Gang:
         """Revoke the leases (worker, lease id) of this gang. A rank is ahead of the next lease in its
         worker's queue: the device goes straight to it. A worker whose rank has not begun in time is held by
         something that does not yield, and is ended by force."""
-        config = self._run.config
-        if self._epoch == 0:
-            held = [(worker, lease_id) for worker, lease_id in lent if worker in self._workers]
-            self._revoke(held)
-            self._await_begin([worker for worker, _ in held], config.cluster.yield_timeout_s)
-        else:
-            # a worker that trains instead may be held by a lease, or by one that is about to begin there
-            bound_s = config.train.gang_timeout_s + config.cluster.yield_timeout_s
-            self._await_begin(self._workers, bound_s)
-
-    def _await_begin(self, workers: Iterable[str], bound_s: float) -> None:
-        deadline = time.monotonic() + bound_s
-        holders = _connected()
+        config, is_first = self._run.config, self._epoch == 0
+        held = [(worker, lease_id) for worker, lease_id in lent if worker in self._workers and is_first]
+        # what holds a worker that trains instead may be known only once it has begun there
+        workers = [*dict(held)] if is_first else self._workers
+        bound_s = config.cluster.yield_timeout_s + (0 if is_first else config.train.gang_timeout_s)
+        deadline, holders = time.monotonic() + bound_s, _connected()
+        self._revoke(held)
         while late := [worker for worker in workers if not self._has_begun(worker)]:
             connected = _connected()
             # of one that is away or was started again, nothing holds the device
@@ -88,7 +82,7 @@ class Gang:
                     log.warning("%s did not yield within %g s: its process is ended", worker, bound_s)
                     end_by_force(scheduler_address(), worker)
                 return
-            if self._epoch:
+            if not is_first:
                 engines = self._run.dataplane.status()["engines"]
                 self._revoke([lease_of(e["id"]) for e in engines if e["worker"] in late])
             time.sleep(0.2)
@@ -139,7 +133,7 @@ class Gang:
                 now, here = time.monotonic(), _here(unfinished)
                 seen |= dict.fromkeys(here, now)
                 away = [w for w in unfinished if w not in here]
-                waited.reason = f"{', '.join(away)} is not connected" if away else ""
+                waited.reason = f"not connected: {', '.join(away)}" if away else ""
                 failed = any(_error_of(self._ranks[w]) for w in self._workers if w not in unfinished)
                 failed |= any(now - seen[worker] > config.train.gang_timeout_s for worker in away)
                 if deadline is None and (failed or self._workers[0] not in unfinished):
