@@ -13,7 +13,7 @@ def main(url: str, run_id: str, lease: str, token_delay_ms: float, max_running: 
         "run_id": run_id,
         "attempt": 1,
         "lease_id": lease,
-        "start": "first",
+        "epoch": 0,
         "engine_id": lease,
         "worker": lease,
         "max_running": max_running,

@@ -40,6 +40,7 @@ def train(config: RunConfig) -> dict[str, Any]:
         Run(run).register()
         with Leases(run, plan) as leases:
             for number in Run(run).iterations_left():
+                plan = leases.replan()
                 iteration(config, run, plan, number, leases.lend_trainers(number))
                 trackers.send(number)
                 page.iteration_is_through(number)

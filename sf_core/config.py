@@ -133,8 +133,9 @@ class TrainConfig(Settings):
     """Fewest workers to go on with when one of them is lost. Empty: all of `workers`."""
     gang_timeout_s: float = Field(180.0, gt=0)
     """Longest that a rank waits for another: to begin, or to reach the next exchange of gradients. Then the
-    train step fails, says who was missing, and is tried again. Longer than a worker takes to start and to
-    load the policy, and than the writing of weights."""
+    train step fails, says who was missing, and is tried again. Also how long a trainer may be away before
+    another worker trains instead. Longer than a worker takes to start and to load the policy, and than the
+    writing of weights."""
     learning_rate: float = Field(3e-4, gt=0)
     """Constant learning rate of AdamW, after `warmup_steps`."""
     warmup_steps: int = Field(0, ge=0)

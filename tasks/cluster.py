@@ -23,6 +23,9 @@ from sf_core.waits import waiting_for
 
 R = TypeVar("R")
 
+STATE_S = 5.0
+"""How long a worker may take to say how a task ended."""
+
 
 class TaggedTaskRunner(DaskTaskRunner):
     """A DaskTaskRunner that learns its scheduler from the flow's `config` when the first task is submitted.
@@ -46,6 +49,13 @@ def scheduler_address() -> str:
     if not address:
         raise ValueError("no Dask scheduler: set cluster.scheduler or SF_SCHEDULER, or start with `sf train`")
     return str(address)
+
+
+def dask_client() -> PrefectDaskClient:
+    """Of the flow that asks."""
+    context = FlowRunContext.get()
+    assert context is not None and isinstance(context.task_runner, TaggedTaskRunner)
+    return context.task_runner.client
 
 
 def submit(
@@ -75,6 +85,16 @@ def result_of(future: PrefectFuture[R], what: str, timeout_s: float) -> R:
             wait.check()
             # it was the task that timed out
             raise
+
+
+def is_known(future: PrefectDaskFuture[Any]) -> bool:
+    """Whether it can be said how a task that is done ended: Dask leaves that on the task's worker, with which
+    it may be lost. Raises what kept the task from running."""
+    try:
+        future.result(timeout=STATE_S, raise_on_failure=False)
+    except TimeoutError:
+        return False
+    return True
 
 
 class _SerialisedOnce(SettingsContext):

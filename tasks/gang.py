@@ -1,5 +1,5 @@
 """The train stage as the flow sees it: one rank task per trainer, all or none, tried again if they lose each
-other."""
+other or are lost."""
 
 from __future__ import annotations
 
@@ -10,21 +10,29 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
-from distributed import Client, wait
+from distributed import wait
+from distributed.scheduler import NoValidWorkerError
 from prefect_dask.task_runners import PrefectDaskFuture
 
 from sf_core.run import Run, RunRef
 from sf_core.scheduling.force import end_by_force
-from sf_core.scheduling.plan import connected_workers
-from sf_core.training.seats import GangError, Seat
+from sf_core.scheduling.lease import lease_of
+from sf_core.scheduling.plan import Worker, choose_trainers, connected_workers
+from sf_core.training.seats import GangError, Seat, SupersededError
 from sf_core.waits import waiting_for
 from storage.gangs import GangFiles
-from tasks.cluster import scheduler_address, submit
+from tasks.cluster import dask_client, is_known, scheduler_address, submit
 from tasks.train import train
 
 log = logging.getLogger(__name__)
 
 MAX_TRIES = 3
+
+LOOK_S = 1.0
+"""How often workers that have gone or joined are looked for."""
+
+OF_OTHERS = (GangError, SupersededError, NoValidWorkerError)
+"""What ends a rank that has done nothing wrong."""
 
 Future = PrefectDaskFuture[Any]
 
@@ -37,9 +45,10 @@ class Gang:
         self._run, self._iteration = Run(run), iteration
         self._epoch = -1
         self._ranks: dict[str, Future] = {}
-        self._workers = trainers
-        if len(trainers) > self._fewest:
-            self._workers = self._kept(sorted(set(trainers) - _connected().keys()))
+        self._workers = self._planned = trainers
+        if len(trainers) > 1 and (fewest := self._run.config.train.min_workers):
+            here = _here(trainers)
+            self._workers = here if len(here) >= fewest else trainers
 
     def submit(self, wait_for: Sequence[Future]) -> list[Future]:
         """One rank task per worker; rank 0, whose return means that the stage is committed, first."""
@@ -55,72 +64,109 @@ class Gang:
         """Revoke the leases (worker, lease id) of this gang. A rank is ahead of the next lease in its
         worker's queue: the device goes straight to it. A worker whose rank has not begun in time is held by
         something that does not yield, and is ended by force."""
-        held = [(worker, lease_id) for worker, lease_id in lent if worker in self._workers]
-        if not held or self._epoch:
-            return
-        bound_s = self._run.config.cluster.yield_timeout_s
-        deadline = time.monotonic() + bound_s
-        dataplane = self._run.dataplane
-        holders = _connected()
-        with ThreadPoolExecutor(len(held)) as pool:
-            list(pool.map(lambda lease: dataplane.revoke(lease[1], bound_s), held))
-        while late := [worker for worker in dict(held) if not self._has_begun(worker)]:
+        config, is_first = self._run.config, self._epoch == 0
+        held = [(worker, lease_id) for worker, lease_id in lent if worker in self._workers and is_first]
+        # what holds a worker that trains instead may be known only once it has begun there
+        workers = [*dict(held)] if is_first else self._workers
+        bound_s = config.cluster.yield_timeout_s + (0 if is_first else config.train.gang_timeout_s)
+        deadline, holders = time.monotonic() + bound_s, _connected()
+        self._revoke(held)
+        while late := [worker for worker in workers if not self._has_begun(worker)]:
+            connected = _connected()
+            # of one that is away or was started again, nothing holds the device
+            late = [w for w in late if w in connected and connected[w] == holders.get(w)]
+            if not late:
+                return
             if time.monotonic() > deadline:
-                connected = _connected()
-                # of one that is away or was started again, nothing holds the device
-                for worker in [w for w in late if w in connected and connected[w] == holders.get(w)]:
+                for worker in late:
                     log.warning("%s did not yield within %g s: its process is ended", worker, bound_s)
                     end_by_force(scheduler_address(), worker)
                 return
-            time.sleep(0.05)
+            if not is_first:
+                engines = self._run.dataplane.status()["engines"]
+                self._revoke([lease_of(e["id"]) for e in engines if e["worker"] in late])
+            time.sleep(0.2)
+
+    def _revoke(self, leases: list[tuple[str, str]]) -> None:
+        if leases:
+            bound_s, dataplane = self._run.config.cluster.yield_timeout_s, self._run.dataplane
+            with ThreadPoolExecutor(len(leases)) as pool:
+                list(pool.map(lambda lease: dataplane.revoke(lease[1], bound_s), leases))
 
     def has_committed(self) -> bool:
-        """Wait for the ranks. False: they lost each other, and `submit` tries again, if `train.min_workers`
-        allows it without those that were lost. Raises what a rank raised if there is nothing left to try."""
+        """Wait for the ranks. False: they lost each other, or a worker was lost, and `submit` tries again on
+        those that are there now. Raises what a rank raised if there is nothing left to try, TimeoutError if
+        nobody comes who could train."""
         unfinished = self._await_ranks()
         if not self._ranks or self._run.directory.read_manifest(self._iteration, "train") is not None:
             return True
         errors = {w: _error_of(future) for w, future in self._ranks.items() if w not in unfinished}
-        lost = [w for w, error in errors.items() if error is not None and not isinstance(error, GangError)]
-        reasons = [errors[w] for w in lost] + [error for error in errors.values() if error is not None]
-        if len(lost) == len(self._workers) or self._epoch + 1 == MAX_TRIES:
-            assert reasons and reasons[0] is not None
+        failed = [w for w, error in errors.items() if error is not None and not isinstance(error, OF_OTHERS)]
+        reasons = [errors[w] for w in failed] + [error for error in errors.values() if error is not None]
+        if not reasons:
+            away_s = self._run.config.train.gang_timeout_s
+            reasons = [GangError(f"{', '.join(unfinished)} left and did not come back within {away_s:g} s")]
+        if len(failed) == len(self._workers) or self._epoch + 1 == MAX_TRIES:
+            assert reasons[0] is not None
             raise reasons[0]
+        log.warning("train of iteration %d: try %d failed (%s)", self._iteration, self._epoch, reasons[0])
         for worker in unfinished:
             # it may hang, or compute for nobody: no later try shares the device with it
             end_by_force(scheduler_address(), worker)
-        self._workers = self._kept([*lost, *unfinished])
+            self._ranks[worker].wrapped_future.cancel()
+        lost = [w for w, error in errors.items() if error is not None and not isinstance(error, GangError)]
+        self._workers = self._able_without({*lost, *unfinished})
         self._ranks = {}
-        log.warning(
-            "train of iteration %d: try %d failed (%s); trying again on %s",
-            *(self._iteration, self._epoch, reasons[0], ", ".join(self._workers)),
-        )
+        log.warning("train of iteration %d: trying again on %s", self._iteration, ", ".join(self._workers))
         return False
 
     def _await_ranks(self) -> list[str]:
-        """Until all ranks are through or, after rank 0 or a failed one was, the others had time to notice or
-        are gone. Returns the workers of those that are not through."""
+        """Until all ranks are through or, after rank 0 or a failed one was, or one's worker was away for too
+        long, the others had time to notice or are gone. Returns the workers of those that are not through."""
         config = self._run.config
         what = f"training of iteration {self._iteration} on {', '.join(self._workers)}"
         deadline: float | None = None
         with waiting_for(what, config.cluster.stage_timeout_s) as waited:
+            seen = dict.fromkeys(self._workers, time.monotonic())
             while unfinished := [w for w, future in self._ranks.items() if not future.wrapped_future.done()]:
                 waited.check()
+                now, here = time.monotonic(), _here(unfinished)
+                seen |= dict.fromkeys(here, now)
+                away = [w for w in unfinished if w not in here]
+                waited.reason = f"not connected: {', '.join(away)}" if away else ""
                 failed = any(_error_of(self._ranks[w]) for w in self._workers if w not in unfinished)
+                failed |= any(now - seen[worker] > config.train.gang_timeout_s for worker in away)
                 if deadline is None and (failed or self._workers[0] not in unfinished):
-                    deadline = time.monotonic() + config.train.gang_timeout_s
+                    deadline = now + config.train.gang_timeout_s
                     if failed:
                         self._files.end()
-                if deadline and (time.monotonic() > deadline or not set(unfinished) & _connected().keys()):
+                if deadline and (now > deadline or not here):
                     break
                 self._await_any(unfinished)
         return unfinished
 
+    def _able_without(self, lost: set[str]) -> tuple[str, ...]:
+        """Who trains instead, chosen as at the start of the run. If there are not enough others, those that
+        were lost too, once their nannies have started them again. Waits while there are too few."""
+        config = self._run.config
+        what = f"workers to train iteration {self._iteration}"
+        with waiting_for(what, config.cluster.stage_timeout_s) as waited:
+            while True:
+                here = [worker for _, worker in _connected().values()]
+                for candidates in ([w for w in here if w.name not in lost], here):
+                    try:
+                        chosen = choose_trainers(candidates, config, trained=self._planned)
+                        return tuple(worker.name for worker in chosen)
+                    except ValueError as error:
+                        waited.reason = str(error)
+                waited.check()
+                time.sleep(LOOK_S)
+
     def _await_any(self, workers: list[str]) -> None:
-        """For a second at most."""
+        """For `LOOK_S` at most."""
         futures = [self._ranks[worker].wrapped_future for worker in workers]
         with suppress(TimeoutError), futures[0].client.as_current():
-            wait(futures, timeout=1.0, return_when="FIRST_COMPLETED")
+            wait(futures, timeout=LOOK_S, return_when="FIRST_COMPLETED")
 
     @property
     def _files(self) -> GangFiles:
@@ -130,25 +176,23 @@ class Gang:
         begun = self._files.is_taken(self._workers.index(worker))
         return begun or bool(self._ranks[worker].wrapped_future.done())
 
-    @property
-    def _fewest(self) -> int:
-        config = self._run.config.train
-        return config.min_workers or config.workers
 
-    def _kept(self, lost: list[str]) -> tuple[str, ...]:
-        """The workers without the lost ones, unless that leaves too few: then all, since nannies restart."""
-        left = tuple(worker for worker in self._workers if worker not in lost)
-        return left if len(left) >= self._fewest else self._workers
+def _connected() -> dict[str, tuple[str, Worker]]:
+    """By name; with the address, of which a process that was started again has another one."""
+    found = connected_workers(dask_client())
+    return {worker.name: (address, worker) for address, worker in found.items()}
 
 
-def _connected() -> dict[str, str]:
-    """Worker to address, of which a process that was started again has another one."""
-    with Client(scheduler_address(), set_as_default=False) as client:
-        return {worker.name: address for address, worker in connected_workers(client).items()}
+def _here(workers: Iterable[str]) -> tuple[str, ...]:
+    """Those of them that are connected."""
+    connected = _connected()
+    return tuple(worker for worker in workers if worker in connected)
 
 
 def _error_of(future: Future) -> Exception | None:
     try:
+        if not is_known(future):
+            return GangError("how a rank ended was lost with its worker")
         future.result()
     except Exception as error:  # whatever it is, the gang decides what follows from it
         return error

@@ -12,13 +12,12 @@ from contextlib import contextmanager, suppress
 
 import httpx
 from distributed import Future
-from prefect.context import FlowRunContext
 
 from sf_core.dataplane.client import DataplaneClient, DataplaneError
 from sf_core.run import RunRef
 from sf_core.scheduling.force import end_tasks
 from sf_core.settings import dataplane_key
-from tasks.cluster import TaggedTaskRunner, owner_of, scheduler_address
+from tasks.cluster import dask_client, owner_of, scheduler_address
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +63,5 @@ def _release(run: RunRef) -> None:
 
 def _give_up_tasks() -> None:
     """Of the flow itself; those of a subflow are given up when it ends."""
-    context = FlowRunContext.get()
-    assert context is not None and isinstance(context.task_runner, TaggedTaskRunner)
-    client = context.task_runner.client
+    client = dask_client()
     client.cancel([Future(key, client) for key in list(client.futures)])

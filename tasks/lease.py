@@ -6,6 +6,7 @@ import itertools
 import logging
 import threading
 import time
+from collections.abc import Container
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import replace
@@ -22,8 +23,8 @@ from sf_core.dataplane.client import DataplaneError
 from sf_core.run import Run, RunRef
 from sf_core.scheduling.elastic import Elastic
 from sf_core.scheduling.lease import LeaseSpec, run_sessions, serve_lease
-from sf_core.scheduling.plan import Duty, Plan, Worker, connected_workers, duty_of
-from tasks.cluster import submit
+from sf_core.scheduling.plan import Duty, Plan, Worker, connected_workers, duty_of, make_plan
+from tasks.cluster import dask_client, is_known, submit
 
 Future = PrefectDaskFuture[Any]
 
@@ -58,14 +59,14 @@ HELD_BY: dict[Duty, Task[..., Any]] = {"agent": agents, "rollout": lease, "rewar
 
 
 class Leases:
-    """All leases of one flow attempt. Rollout-only, agent and reward workers are held throughout, those that
-    join later from then on, unless `cluster.elastic` has their number follow the queue; each trainer that is
-    lent has one lease running and the next one queued behind it, so that no submission stands between the end
-    of training and the next token (design 5.1)."""
+    """All leases of one flow attempt, and the plan that they follow. Rollout-only, agent and reward workers
+    are held throughout, those that join later from then on, unless `cluster.elastic` has their number follow
+    the queue; each trainer that is lent has one lease running and the next one queued behind it, so that no
+    submission stands between the end of training and the next token (design 5.1)."""
 
     def __init__(self, run: RunRef, plan: Plan) -> None:
         self._run, self._plan = run, plan
-        config = Run(run).config
+        config = self._config = Run(run).config
         self._elastic: dict[Duty, Elastic] = {
             duty: Elastic(bounds, config.rollout.concurrency)
             for duty, bounds in config.cluster.elastic.items()
@@ -74,8 +75,10 @@ class Leases:
         """By worker; the last one."""
         self._lent: list[tuple[LeaseSpec, Future]] = []
         self._count = itertools.count()
-        self._submitting = threading.Lock()
-        """Prefect numbers the runs of a task, and expects one thread to submit them."""
+        self._seen: dict[str, tuple[Worker, float]] = {}
+        """Every worker that was ever connected, and when it last was."""
+        self._changing = threading.RLock()
+        """Flow and watcher change leases. Prefect, too, expects one thread to submit: it numbers runs."""
         self._is_over = threading.Event()
 
     def __enter__(self) -> Leases:
@@ -89,20 +92,58 @@ class Leases:
         self._watcher.start()
         return self
 
-    def lend_trainers(self, iteration: int) -> list[tuple[str, str]]:
-        """Have every trainer lent until this iteration trains, and its next lease queued behind.
+    def replan(self) -> Plan:
+        """The plan from now on, made as at the start of the run, of the workers that are there now; leases
+        follow it. If they allow none, the last one stands, and whoever waits for its trainers says so."""
+        with self._changing:
+            connected = self._connected()
+            now, patience_s = time.monotonic(), self._config.train.gang_timeout_s
+            # one that is away may be restarting
+            there = [worker for worker, seen in self._seen.values() if now - seen <= patience_s]
+            try:
+                plan = make_plan(there, self._config, trained=self._plan.trainers)
+            except ValueError as error:
+                log.info("the plan stays as it was: %s", error)
+                plan = self._plan
+            if plan.trainers != self._plan.trainers:
+                log.warning("who trains changes: %s", ", ".join(plan.trainers))
+            self._plan = plan
+            self._follow(connected)
+        return plan
 
-        Returns worker and id of the leases to revoke before training; none if trainers are not lent."""
-        if self._plan.lent:
-            self._lent = [(spec, future) for spec, future in self._lent if not _has_ended(future)]
-            for worker in self._plan.trainers:
+    def _follow(self, connected: Container[str]) -> None:
+        """What a worker was held for under another plan ends: of a new trainer when training begins, as a
+        loan does, of a former one now."""
+        for (duty, worker), (spec, future) in list(self._held.items()):
+            # its device may have been taken to train in the place of a trainer that was lost
+            was_taken = worker in connected and _was_revoked(future)
+            if duty == "rollout" and (worker in self._plan.trainers or was_taken):
+                del self._held[duty, worker]
+                self._lent.append((spec, future))
+        for spec, _ in self._lent:
+            if spec.worker not in self._plan.trainers:
+                Run(self._run).dataplane.revoke(spec.lease_id, self._config.cluster.yield_timeout_s)
+
+    def lend_trainers(self, iteration: int) -> list[tuple[str, str]]:
+        """Have every trainer lent until this iteration trains, and its next lease queued behind, if trainers
+        are lent.
+
+        Returns worker and id of the leases to revoke before training."""
+        with self._changing:
+            connected = self._connected()
+            self._lent = [
+                (spec, future)
+                for spec, future in self._lent
+                if not _has_ended(future, is_there=spec.worker in connected)
+            ]
+            for worker in self._plan.trainers if self._plan.lent else ():
                 queued = [spec.after for spec, _ in self._lent if spec.worker == worker]
                 if not queued:
                     # at the start of the run, or again after the gate has turned a loan down
                     self._lend(worker, after=iteration - 1 if iteration else None)
                 if iteration not in queued:
                     self._lend(worker, after=iteration)
-        return [(spec.worker, spec.lease_id) for spec, _ in self._lent if spec.after != iteration]
+            return [(spec.worker, spec.lease_id) for spec, _ in self._lent if spec.after != iteration]
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -113,28 +154,34 @@ class Leases:
         if interrupted:
             # tasks/interruption.py sees to it, in less time
             return
-        Run(self._run).dataplane.release(self._run.attempt)
+        dataplane = Run(self._run).dataplane
+        status = dataplane.status()
+        begun = {*(engine["id"] for engine in status["engines"]), *status["runners"]}
+        dataplane.release(self._run.attempt)
         connected = self._connected()
-        for spec, future in [*self._held.values(), *self._lent]:
-            if spec.worker in connected:
+        leases = [*self._held.values(), *self._lent]
+        # those that the data plane has never seen go last: while others end, they may find nothing to do
+        for spec, future in sorted(leases, key=lambda lease: lease[0].holder not in begun):
+            if spec.worker in connected and spec.holder in begun:
                 future.wait(timeout=RELEASED_S)
+                if not future.wrapped_future.done():
+                    log.warning("lease %s was released and did not end", spec.lease_id)
             if not future.wrapped_future.done():
-                log.warning("lease %s was released and did not end", spec.lease_id)
-                # its worker is gone or hangs; should it come back, it finds nothing to do
+                # it is queued, or its worker is gone or hangs; should it begin, it finds nothing to do
                 future.wrapped_future.cancel()
             elif error is None:
-                _has_ended(future)
+                _has_ended(future, is_there=spec.worker in connected)
 
     def _watch(self) -> None:
         """Have workers that join hold a lease at once, and those that come back after theirs was given up."""
         while not self._is_over.wait(LOOK_S):
-            workers: dict[Duty, list[str]] = {}
-            for name, worker in sorted(self._connected().items()):
-                if (duty := duty_of(worker, self._plan.trainers)) is not None:
-                    workers.setdefault(duty, []).append(name)
-            for duty, names in workers.items():
-                # a data plane that is started again is asked again in the next round
-                with suppress(httpx.HTTPError, DataplaneError):
+            # a data plane that is started again is asked again in the next round
+            with self._changing, suppress(httpx.HTTPError, DataplaneError):
+                workers: dict[Duty, list[str]] = {}
+                for name, worker in sorted(self._connected().items()):
+                    if (duty := duty_of(worker, self._plan.trainers)) is not None:
+                        workers.setdefault(duty, []).append(name)
+                for duty, names in workers.items():
                     self._adapt(duty, names)
 
     def _adapt(self, duty: Duty, workers: list[str]) -> None:
@@ -157,11 +204,12 @@ class Leases:
 
     def _connected(self) -> dict[str, Worker]:
         """By name; none if the scheduler does not answer, which whoever waits for a stage is told."""
-        _, future = next(iter(self._held.values()))
+        found: dict[str, Worker] = {}
         with suppress(OSError):
-            found = connected_workers(future.wrapped_future.client).values()
-            return {worker.name: worker for worker in found}
-        return {}
+            found = {worker.name: worker for worker in connected_workers(dask_client()).values()}
+        now = time.monotonic()
+        self._seen |= {name: (worker, now) for name, worker in found.items()}
+        return found
 
     def _is_free(self, duty: Duty, worker: str) -> bool:
         """It was never held, Dask waited in vain for it to come back, or it was retired."""
@@ -175,22 +223,27 @@ class Leases:
 
     def _hold(self, duty: Duty, worker: str) -> None:
         spec = self._spec(worker)
-        with self._submitting:
-            self._held[duty, worker] = spec, submit(HELD_BY[duty], spec, worker=worker)
+        self._held[duty, worker] = spec, submit(HELD_BY[duty], spec, worker=worker)
 
     def _lend(self, worker: str, after: int | None) -> None:
         spec = replace(self._spec(worker), after=after, trainers=self._plan.trainers)
-        with self._submitting:
-            self._lent.append((spec, submit(lease, spec, worker=worker)))
+        self._lent.append((spec, submit(lease, spec, worker=worker)))
 
     def _spec(self, worker: str) -> LeaseSpec:
         return LeaseSpec(self._run, worker, f"{worker}-{next(self._count)}.{self._run.attempt}")
 
 
-def _has_ended(future: Future) -> bool:
-    """Raises what ended it, unless that is the lack of its worker, which others may do without."""
+def _was_revoked(future: Future) -> bool:
+    """Its device was taken; an engine that somebody has drained stays away."""
+    is_done = future.wrapped_future.status == "finished" and is_known(future)
+    return is_done and future.result(raise_on_failure=False) == "revoked"
+
+
+def _has_ended(future: Future, *, is_there: bool) -> bool:
+    """Raises what ended it, unless its worker is not there, which others may do without."""
     if not future.wrapped_future.done():
         return False
     with suppress(NoValidWorkerError):
-        future.result()
+        if is_there and is_known(future):
+            future.result()
     return True

@@ -1,6 +1,10 @@
 """The data plane's end of an engine's connection.
 
 Owns the handshake, which fences what is stale, and the passing of frames, of which a bounded amount waits.
+Stale is what belongs to an earlier attempt of the flow, a lease that was taken back, and of the starts of a
+lease every one with a lower epoch than another that has said hello. Dask starts a lease again when it takes
+its worker for dead; the scheduler numbers the starts as it makes them, so that the order of hellos does not
+matter. The same epoch is the same start, whose connection broke.
 Routing is in router.py. That a machine or a network has died is noticed by the pings of the WebSocket, which
 both ends answer from outside their work (server.py, engine_client.py).
 """
@@ -73,11 +77,10 @@ def _stale(run: Run, hello: HelloBody) -> str | None:
         return "revoked"
     if run.released:
         return "released"
-    starts = run.lease_starts[hello.lease_id]
-    if hello.start in starts[:-1]:
+    latest = run.lease_epochs.setdefault(hello.lease_id, hello.epoch)
+    if hello.epoch < latest:
         return "superseded by a later start of the same lease"
-    if hello.start not in starts:
-        starts.append(hello.start)
+    run.lease_epochs[hello.lease_id] = hello.epoch
     return None
 
 

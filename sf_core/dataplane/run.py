@@ -10,7 +10,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -76,8 +76,8 @@ class Run(SessionHost):
         self.runners = Runners()
         self.released = False
         self.revoked_leases: set[str] = set()
-        self.lease_starts: defaultdict[str, list[str]] = defaultdict(list)
-        """Of each lease, in the order in which they came: Dask may start one again while it still runs."""
+        self.lease_epochs: dict[str, int] = {}
+        """Of each lease the highest that has said hello: Dask may start one again while it still runs."""
         self.changed = Signal()
         """Something a long poll may wait for has happened."""
         self.stage: dict[str, Any] = {}

@@ -202,8 +202,8 @@ class HelloBody(Body):
     run_id: str
     attempt: int
     lease_id: str
-    start: str
-    """Another one whenever the lease is started."""
+    epoch: int = Field(ge=0)
+    """Of the starts of this lease the highest is the latest, whichever says hello first."""
     engine_id: str
     worker: str
     max_running: int = Field(ge=1)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from sf_core.dataplane.engine_client import serve_engine
 from sf_core.dataplane.runners import Work
 from sf_core.engines.base import Engine
 from sf_core.run import Run, RunRef, load_object
+from sf_core.scheduling.plan import current_epoch
 from sf_core.scheduling.switching import switching_of, work_left
 from sf_core.scheduling.timeline import Timeline
 from sf_core.settings import dataplane_key
@@ -43,6 +43,12 @@ class LeaseSpec:
         return f"{self.worker}:{self.lease_id}"
 
 
+def lease_of(holder: str) -> tuple[str, str]:
+    """The worker and the lease id of a `LeaseSpec.holder`."""
+    worker, _, lease_id = holder.partition(":")
+    return worker, lease_id
+
+
 def serve_lease(spec: LeaseSpec) -> str:
     """Hold the device as an engine until revoked; returns why the lease ended."""
     run = Run(spec.run)
@@ -59,9 +65,7 @@ def serve_lease(spec: LeaseSpec) -> str:
         "run_id": spec.run.run_id,
         "attempt": spec.run.attempt,
         "lease_id": spec.lease_id,
-        # of two starts of the same lease the data plane turns away the one that came first; not the one with
-        # the lower time: a clock may be set back
-        "start": secrets.token_hex(8),
+        "epoch": current_epoch(),
         "engine_id": spec.holder,
         "worker": spec.worker,
         "max_running": run.config.engine.max_running,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Container
+from collections.abc import Collection, Container
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -59,7 +59,7 @@ class Plan:
 
 def duty_of(worker: Worker, trainers: Container[str]) -> Duty | None:
     """What the worker is held for, from the start or when it joins: one thing, because a lease takes all of
-    a worker. Who trains is decided at the start."""
+    a worker. Who trains is decided at the start, and again before every iteration."""
     if worker.name in trainers:
         return None
     return next((duty for duty in DUTIES if duty in worker.tags), None)
@@ -116,8 +116,12 @@ def worker_of(resources: dict[str, float], device: dict[str, Any] | None = None)
     return Worker(names[0], tags, Device(**device) if device else None)
 
 
-def make_plan(workers: list[Worker], config: RunConfig) -> Plan:
-    """Assign duties. Raises ValueError, one sentence: what the run needs and what the workers offer."""
+def make_plan(workers: list[Worker], config: RunConfig, *, trained: Collection[str] | None = None) -> Plan:
+    """Assign duties. Raises ValueError, one sentence: what the run needs and what the workers offer.
+
+    A run that is on, in which these workers trained so far, goes on with what is left: with
+    `train.min_workers` trainers, where trainers are lent without a worker that only rolls out, and with
+    workers that a colocated run could not start with. Who runs agents or scores goes on with that."""
     carried = {tag for worker in workers for tag in worker.tags}
     if missing := [repr(tag) for tag in needed_tags() if tag not in carried]:
         raise ValueError(f"no worker carries {' or '.join(missing)}; workers: {_offered(workers)}")
@@ -129,12 +133,12 @@ def make_plan(workers: list[Worker], config: RunConfig) -> Plan:
             )
     if twice := [name for name, count in Counter(w.name for w in workers).items() if count > 1]:
         raise ValueError(f"two workers are named {twice[0]!r}; tasks are pinned by name, so rename one")
-    trainers = _choose_trainers(workers, config)
+    trainers = choose_trainers(workers, config, trained=trained)
     names = {worker.name for worker in trainers}
     held = {d: tuple(sorted(w.name for w in workers if duty_of(w, names) == d)) for d in DUTIES}
     rollout = held["rollout"]
     lent = PIPELINES[config.pipeline].lent is not False and all("rollout" in w.tags for w in trainers)
-    if not rollout and (not lent or config.pipeline == "multiplexed"):
+    if not rollout and not (lent and (trained is not None or config.pipeline != "multiplexed")):
         means = f"pipeline {config.pipeline}" if config.pipeline else "a trainer that is not lent"
         raise ValueError(
             f"{means} needs a worker that carries rollout beside the trainers {', '.join(sorted(names))}; "
@@ -154,10 +158,25 @@ def make_plan(workers: list[Worker], config: RunConfig) -> Plan:
     )
 
 
-def _choose_trainers(workers: list[Worker], config: RunConfig) -> list[Worker]:
+def choose_trainers(
+    workers: list[Worker], config: RunConfig, *, trained: Collection[str] | None = None
+) -> list[Worker]:
+    """The members of the gang, rank 0 first; `trained` as in `make_plan`. Raises ValueError, one sentence, if
+    they are too few."""
     ranks, needs = config.train.workers, _trainer_tags(config)
     able = able_to_train(workers, config)
-    if config.pipeline == "colocated":
+    key, fewest = "train.workers", ranks
+    if trained is not None:
+        busy = [w for w in able if w.name not in trained and duty_of(w, ()) not in (None, "rollout")]
+        able = [w for w in able if w not in busy]
+        if busy and not able:
+            names = ", ".join(worker.name for worker in busy)
+            raise ValueError(
+                f"nobody is left to train: {names} runs agents or scores; workers: {_offered(workers)}"
+            )
+        if config.train.min_workers:
+            key, fewest = "train.min_workers", config.train.min_workers
+    elif config.pipeline == "colocated":
         if odd := [w for w in workers if needs & w.tags and not needs <= w.tags]:
             raise ValueError(
                 "pipeline colocated needs every device worker to carry rollout and train; "
@@ -168,9 +187,11 @@ def _choose_trainers(workers: list[Worker], config: RunConfig) -> list[Worker]:
                 f"pipeline colocated trains on every device worker: set train.workers to {len(able)}, not "
                 f"{ranks}; workers: {_offered(workers)}"
             )
-    if len(able) < ranks:
+    if not able:
+        raise ValueError(f"no worker carries {' and '.join(sorted(needs))}; workers: {_offered(workers)}")
+    if len(able) < fewest:
         raise ValueError(
-            f"train.workers is {ranks}, more than the {len(able)} that carry {' and '.join(sorted(needs))}; "
+            f"{key} is {fewest}, more than the {len(able)} that carry {' and '.join(sorted(needs))}; "
             f"workers: {_offered(workers)}"
         )
     return able[:ranks]
@@ -225,6 +246,13 @@ def _tags(worker: Worker) -> str:
 def current_worker() -> str:
     """Name of the worker that runs the calling task."""
     return worker_of(get_worker().state.total_resources).name
+
+
+def current_epoch() -> int:
+    """Which start of the calling task this is: the scheduler counts what it hands to workers, so that a start
+    has a higher number than all that were made before it, whenever each of them gets to work."""
+    worker = get_worker()
+    return int(worker.state.tasks[worker.get_current_task()].run_id)
 
 
 def current_host() -> str:

@@ -8,12 +8,13 @@ from contextlib import contextmanager
 import httpx
 import pyarrow.parquet as pq
 import pytest
+from distributed import Client, Event
 
 from sf_core.config import RunConfig, WorkerConfig
 from sf_core.local_stack import start_dask_worker
 from sf_core.scheduling.plan import read_workers
 from storage.run_directory import RunDirectory
-from tests.e2e.conftest import Cluster, spans
+from tests.e2e.conftest import Cluster, holders, is_committed, spans
 from tests.e2e.invariants import check_result, manifests
 from tests.e2e.waiting import wait_until
 
@@ -113,3 +114,51 @@ def test_rewards_are_scored_on_reward_workers_and_agents_follow_the_queue(cluste
     assert manifest is not None
     rows = pq.ParquetFile(directory.path(manifest.outputs[0].uri)).read(["reward_parts"])
     assert {part for parts in rows["reward_parts"].to_pylist() for part, _ in parts} == {"correct", "by_s0"}
+
+
+def test_a_trainer_that_is_lost_for_good_is_replaced_by_one_that_joins(cluster: Cluster) -> None:
+    config = cluster.config("trainer-lost", train={"iterations": 4, "gang_timeout_s": 5})
+    with restored(cluster):
+        process = cluster.start(config)
+        wait_until(lambda: is_committed(config, 0, "publish") or process.poll() is not None, "0", 180)
+        end_worker(cluster, "t0")
+        before = manifests(config)
+        lost = "failed (t0 left and did not come back within 5 s)"
+        wait_until(lambda: lost in cluster.log(config) or process.poll() is not None, lost, 60, 0.1)
+        start_worker(cluster, "t1", "rollout", "train")
+        cluster.finish(config, process)
+    check_result(config)
+    after = manifests(config)
+    assert {key: after[key] for key in before} == before
+    assert holders(config, "train") == {"t0", "t1"}
+    # from the next iteration on it is lent as the first one was
+    assert "t1" in holders(config, "rollout")
+    assert "trying again on t1" in cluster.log(config)
+
+
+@pytest.mark.nightly
+def test_a_run_without_a_trainer_fails_when_none_has_joined_by_its_deadline(cluster: Cluster) -> None:
+    deadline = {"scheduler": cluster.services.scheduler, "stage_timeout_s": 60}
+    config = cluster.config("no-trainer", train={"iterations": 4, "gang_timeout_s": 5}, cluster=deadline)
+    with restored(cluster):
+        process = cluster.start(config)
+        wait_until(lambda: is_committed(config, 0, "publish") or process.poll() is not None, "0", 180)
+        end_worker(cluster, "t0")
+        assert process.wait(180) != 0
+    assert "for workers to train iteration 1: no worker carries train; workers: " in cluster.log(config)
+
+
+def test_the_end_of_a_run_does_not_wait_for_a_lease_that_never_began(cluster: Cluster) -> None:
+    config = cluster.config("never-began", train={"iterations": 1}, evaluate={"num_tasks": 1})
+    with Client(cluster.services.scheduler, set_as_default=False) as client:
+        over = Event("never-began", client=client)
+        busy = client.submit(lambda: Event("never-began").wait(600), resources={"@r0": 1}, priority=1)
+        try:
+            wait_until(lambda: busy.key in cluster.running_tasks(), "a task on r0", every_s=0.2)
+            cluster.finish(config, cluster.start(config))
+        finally:
+            over.set()
+            busy.result()
+    check_result(config)
+    assert holders(config, "rollout") == {"t0"}
+    assert "did not end" not in cluster.log(config)

@@ -112,7 +112,7 @@ class Server:
             "run_id": "run",
             "attempt": 1,
             "lease_id": lease,
-            "start": "first",
+            "epoch": 0,
             "engine_id": lease,
             "worker": lease,
             "max_running": 8,

@@ -7,13 +7,18 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import httpx
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from websockets.client import ClientProtocol
 from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
 from websockets.sync.server import ServerConnection, serve
 from websockets.uri import parse_uri
 
@@ -29,7 +34,7 @@ HELLO = {
     "run_id": "run",
     "attempt": 1,
     "lease_id": "r0",
-    "start": "first",
+    "epoch": 0,
     "engine_id": "r0",
     "worker": "r0",
     "max_running": 8,
@@ -84,9 +89,28 @@ def test_what_is_stale_is_turned_away(server: Server, renderer: Renderer) -> Non
 def test_a_later_start_of_a_lease_takes_the_place_of_the_earlier(server: Server, renderer: Renderer) -> None:
     server.register()
     server.connect(lambda prompt, seed: say(renderer, "x"), lease="r0", engine_id="old")
-    server.connect(lambda prompt, seed: say(renderer, "x"), lease="r0", start="second", engine_id="new")
+    server.connect(lambda prompt, seed: say(renderer, "x"), lease="r0", epoch=1, engine_id="new")
     server.wait_for(lambda: [e["id"] for e in server.live_engines()] == ["new"])
     assert refusal(server) == "superseded by a later start of the same lease"
+
+
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=6))
+def test_of_all_starts_that_have_said_hello_the_latest_serves(server: Server, epochs: list[int]) -> None:
+    """Whatever the order of their hellos; the same one again is a connection that broke."""
+    server.register()
+    lease = f"r0-{uuid4()}"
+    with ExitStack() as stack:
+        for count, epoch in enumerate(epochs):
+            socket = stack.enter_context(connect(server.url.replace("http", "ws", 1) + "/engines"))
+            hello = {"lease_id": lease, "epoch": epoch, "engine_id": f"{epoch}", "worker": lease}
+            socket.send(wire.pack("hello", HELLO | hello))
+            answer = socket.recv()
+            assert isinstance(answer, bytes)
+            latest = max(epochs[: count + 1])
+            assert (wire.unpack(answer)[0] == "yield") == (epoch < latest)
+            engines = server.get("/runs/run")["engines"]
+            assert [e["id"] for e in engines if e["worker"] == lease] == [f"{latest}"]
 
 
 def test_an_engine_waits_for_its_run_to_be_registered(server: Server, renderer: Renderer) -> None:
@@ -200,7 +224,7 @@ def test_a_drained_engine_yields_and_is_not_taken_back(server: Server, renderer:
     assert server.post("/runs/run/engines/r0/drain") == {"running": 0}
     server.threads[0].join(10)
     assert server.reasons == {"r0": "drained"}
-    assert refusal(server, start="second") == "revoked"
+    assert refusal(server, epoch=1) == "revoked"
     assert server.http.post("/runs/run/engines/r0/drain").status_code == 404
 
 

@@ -153,7 +153,7 @@ def test_a_pipeline_gives_workers_their_duties_by_their_tags(
             "multiplexed",
             1,
             {"r0": "rollout", "t0": "train"},
-            r"train.workers is 1, more than the 0 that carry rollout and train; workers: r0 \{",
+            r"no worker carries rollout and train; workers: r0 \{",
         ),
         (
             None,
@@ -168,6 +168,43 @@ def test_a_pipeline_that_the_workers_cannot_run_is_refused_with_what_is_missing(
 ) -> None:
     with pytest.raises(ValueError, match=sentence):
         make_plan(workers(**tags, **OTHERS), run(pipeline, ranks=ranks))
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "train", "tags", "trainers"),
+    [
+        # lost for good, and another one is there
+        (None, {}, {"r0": "rollout", "t1": "rollout train"}, ("t1",)),
+        # one of two is left, and may go on alone
+        (None, {"workers": 2, "min_workers": 1}, {"r0": "rollout", "t0": "rollout train"}, ("t0",)),
+        # the second one is back, under whatever name
+        (
+            None,
+            {"workers": 2, "min_workers": 1},
+            {"r0": "rollout", "t0": "rollout train", "x": "train"},
+            ("x", "t0"),
+        ),
+        # nobody is left who only rolls out
+        ("multiplexed", {}, {"t0": "rollout train"}, ("t0",)),
+        # what joins a colocated run rolls out
+        ("colocated", {}, {"t0": "rollout train", "t1": "rollout train", "r0": "rollout"}, ("t0",)),
+        # agents go on
+        (None, {}, {"t0": "rollout train", "t1": "agent train"}, ("t0",)),
+    ],
+)
+def test_a_run_that_is_on_goes_on_with_the_workers_that_are_there(
+    pipeline: str | None, train: dict[str, int], tags: dict[str, str], trainers: tuple[str, ...]
+) -> None:
+    config = RunConfig.model_validate({"pipeline": pipeline, "train": train})
+    plan = make_plan(workers(**tags, **OTHERS), config, trained=("t0",))
+    assert plan.trainers == trainers
+
+
+def test_who_runs_agents_trains_only_if_that_is_what_it_did() -> None:
+    found = workers(t0="agent train", r0="rollout", **OTHERS)
+    assert make_plan(found, RunConfig(), trained=("t0",)).trainers == ("t0",)
+    with pytest.raises(ValueError, match="nobody is left to train: t0 runs agents or scores; "):
+        make_plan(found, RunConfig(), trained=("t1",))
 
 
 def test_two_workers_of_one_name_are_refused() -> None:
@@ -221,6 +258,13 @@ def test_a_plan_does_not_depend_on_the_order_in_which_workers_are_found(
     shuffled = list(found)
     random.shuffle(shuffled)
     assert outcome(shuffled, config) == outcome(found, config)
+
+
+@given(clusters, runs)
+def test_on_an_unchanged_cluster_the_plan_stays(found: list[Worker], config: RunConfig) -> None:
+    plan = outcome([*found, *workers(**OTHERS)], config)
+    if not isinstance(plan, str):
+        assert make_plan([*found, *workers(**OTHERS)], config, trained=plan.trainers) == plan
 
 
 @given(clusters, runs)
