@@ -149,7 +149,8 @@ class Run(SessionHost):
             runner.num_polls -= 1
             runner.last_heard = time.monotonic()
         if opened := [session for session in sessions if session.answer is None]:
-            await self.journal.append(opened_record(opened))
+            # refused, the runner does not name them the next time: they are taken back
+            await self.journal.attend(self.journal.append(opened_record(opened)))
         return sessions, self._is_released(body.runner)
 
     def retire(self, name: str) -> None:
@@ -171,7 +172,7 @@ class Run(SessionHost):
         return self.released or runner.attempt < self.spec.attempt or is_through
 
     def _give_out(self, runner: str, limit: int, sessions: list[Session]) -> bool:
-        if self.runners[runner].is_retiring:
+        if self.runners[runner].is_retiring or self.journal.failure is not None:
             return False
         work = self.runners[runner].work
         if work == "reward" or not self.is_scored_elsewhere:
@@ -207,6 +208,7 @@ class Run(SessionHost):
 
     async def open_for(self, body: SessionBody) -> Session:
         """A session that no runner was given."""
+        self.journal.check()
         session_id = f"{self.spec.run_id}.open.{secrets.token_hex(8)}"
         facts = body.model_dump(include={"group", "task_id", "environment", "metadata"})
         session = Session(session_id, **facts)
@@ -253,6 +255,7 @@ class Run(SessionHost):
 
     async def _finish_opened(self, session: Session, body: FinishBody) -> None:
         """One that failed leaves nothing, one without a reward goes on: nobody would do it again."""
+        self.journal.check()
         if body.status == "failed":
             self.drop(session, OVER)
             return await self.journal.append(closed_record(session))
@@ -340,6 +343,8 @@ class Run(SessionHost):
             del self.runners[name]
             for session in self._sessions_of(name):
                 self._lose(session)
+        if self.journal.failure is not None:
+            return  # agents are refused meanwhile: that is not their time
         for session in [s for s in self.sessions.values() if s.expires_at < self.serving_s]:
             self.drop(session, "the session ran too long")
             if session.claim is None:
