@@ -33,7 +33,7 @@ DUTIES: tuple[Duty, ...] = get_args(Duty)
 ANSWER_S = 30.0
 """How long a scheduler may take to answer."""
 
-JOIN_S = 60.0
+JOIN_S = 120.0
 """How long after a scheduler's start its workers may still join: those of one that died start again."""
 
 LOOK_S = 0.5
