@@ -81,6 +81,7 @@ class Journal:
         """Whose frames are written and not on disk."""
         self._write_is_due = False
         self._retry: asyncio.TimerHandle | None = None
+        """Of frames that were not written."""
         self._syncing: asyncio.Task[None] | None = None
 
     async def replay(self) -> AsyncGenerator[Record, None]:
@@ -144,8 +145,7 @@ class Journal:
             self._write()
         if self._syncing is not None:
             await self._syncing
-        if self._retry is not None:
-            self._retry.cancel()
+        self._end_retrying()
         if self.failure is not None:
             log.error("%s: %d records are lost", self.path, len(self._frames))
             _settle(self._for_kernel + self._for_disk, self._refusal(self.failure))
@@ -173,6 +173,7 @@ class Journal:
             self._append(self._frames)
         except OSError as error:
             return self._fail(error)
+        self._end_retrying()
         self._written += self._frames
         self._unsynced += self._for_disk
         written, self._frames, self._for_kernel, self._for_disk = self._for_kernel, [], [], []
@@ -196,7 +197,8 @@ class Journal:
                 del self._written[:num_frames]
                 self._synced_end = end
                 _settle(waiting)
-                self._recover()
+                if self._retry is None:
+                    self._recover()
                 if not self._unsynced:
                     return
         finally:
@@ -210,16 +212,20 @@ class Journal:
         self._fail(error)
 
     def _fail(self, error: OSError) -> None:
-        if self._retry is not None:
-            self._retry.cancel()
+        self._end_retrying()
         self._retry = asyncio.get_running_loop().call_later(RETRY_S, self._write_if_free)
         if self.failure is None:
             self.failure = error
             self.num_failures += 1
             self._failed_at = time.monotonic()
-            log.error("%s", self._refusal(error).message)
+            log.error("%s cannot be written: %s; it is tried every %g s", self.path, error, RETRY_S)
             for signal in self.watchers:
                 signal.notify()
+
+    def _end_retrying(self) -> None:
+        if self._retry is not None:
+            self._retry.cancel()
+            self._retry = None
 
     def _refusal(self, error: OSError) -> ApiError:
         return ApiError(
