@@ -213,6 +213,8 @@ class ServedTurn:
     async def _record_turn(self) -> None:
         if self._journal is not None and not self._is_recorded:
             assert self.turn.turn is not None
+            # a session that ends before nobody has its answer, which is not trained then
+            self.known.turn, self.known.unanswered = self.turn.turn, True
             record = turn_record(self.turn.key, self.turn.turn, self._num_recorded)
             await self._until_recorded(self._journal, self._journal.append(record))
 

@@ -54,9 +54,14 @@ def check_the_record(plane: Restarts, renderer: Renderer, claim: dict[str, Any])
     """One turn, each of its tokens once, although the process is killed."""
     plane.restart()
     finish(plane.server, claim)
+    assert trained_tokens(plane) == say(renderer, TEXT)
+
+
+def trained_tokens(plane: Restarts) -> list[int]:
+    """Of the first batch, which is sealed."""
     sealed = plane.server.post("/runs/run/batches/0/seal", {"attempt": 1})
-    [row] = to_rows(read_trajectories(str(Path(plane.folder, "run", sealed["files"][0]["uri"]))))
-    assert row.token_ids[row.loss_mask].tolist() == say(renderer, TEXT)
+    rows = to_rows(read_trajectories(str(Path(plane.folder, "run", sealed["files"][0]["uri"]))))
+    return [token for row in rows for token in row.token_ids[row.loss_mask].tolist()]
 
 
 def test_a_turn_that_cannot_be_recorded_is_refused_and_joined_when_it_is_asked_again(
@@ -136,6 +141,8 @@ def test_a_session_that_ends_on_a_full_disk_is_finished_when_there_is_room(
     assert server.http.post(path_of(claim), json=BODY).status_code == 200
     report = {"session_id": claim["session_id"], "status": "finished", "reward": 1.0}
     with full_disk():
+        # an answer that its agent never gets is not trained
+        assert server.http.post(path_of(claim), json=OTHER).status_code == 503
         assert server.http.post("/runs/run/finished", json={"sessions": [report]}).status_code == 503
         assert server.http.post("/runs/run/evaluations/0", json={"num_tasks": 1}).status_code == 503
         batch = server.get("/runs/run/batches/0")
@@ -145,7 +152,7 @@ def test_a_session_that_ends_on_a_full_disk_is_finished_when_there_is_room(
     ask_until_answered(server, "/runs/run/finished", {"sessions": [report]})
     server.wait_for(lambda: bool(server.get("/runs/run/batches/0")["ready"]))
     plane.restart()
-    assert server.post("/runs/run/batches/0/seal", {"attempt": 1})["sessions"] == 1
+    assert trained_tokens(plane) == say(renderer, TEXT)
 
 
 def test_a_run_is_registered_once_there_is_room(plane: Restarts) -> None:
