@@ -89,7 +89,8 @@ class Run(SessionHost):
         self.failures_in_a_row = 0
         """Sessions that failed since one finished."""
         self.serving_s = 0.0
-        """Time in which an engine served; sessions age by it, so that no pause makes one expire."""
+        """Time in which an engine served and turns were recorded; sessions age by it, so that no pause makes
+        one expire."""
 
     # --- registration
 
@@ -336,15 +337,14 @@ class Run(SessionHost):
     async def sweep(self, elapsed_s: float) -> None:
         """Look after what makes no request: silent runners and sessions that run too long."""
         self.router.sweep()
-        if self.router.is_serving:
+        # agents that are refused lose no time
+        if self.router.is_serving and self.journal.failure is None:
             self.serving_s += elapsed_s
         deadline = time.monotonic() - RUNNER_SILENCE_S
         for name in [n for n, r in self.runners.items() if not r.num_polls and r.last_heard < deadline]:
             del self.runners[name]
             for session in self._sessions_of(name):
                 self._lose(session)
-        if self.journal.failure is not None:
-            return  # agents are refused meanwhile: that is not their time
         for session in [s for s in self.sessions.values() if s.expires_at < self.serving_s]:
             self.drop(session, "the session ran too long")
             if session.claim is None:

@@ -63,7 +63,9 @@ def run_undisturbed(run: Training) -> list[str]:
         run.await_end()
     finally:
         run.end()
-    return weights(run.config)
+    made = weights(run.config)
+    assert len(set(made)) == len(made), "an iteration has changed nothing: equal weights would say nothing"
+    return made
 
 
 def _one_run(
