@@ -115,6 +115,7 @@ class DataPlane:
         run = allowed(self.run(body.run_id), caller)
         if body.policy not in (None, run.spec.served_model):
             raise no_model(str(body.policy))
+        run.journal.check()
         return await run.journal.attend(run.open_for(body))
 
     async def publish(self, run: Run, weights: WeightsRef) -> dict[str, Any]:

@@ -89,8 +89,7 @@ class Run(SessionHost):
         self.failures_in_a_row = 0
         """Sessions that failed since one finished."""
         self.serving_s = 0.0
-        """Time in which an engine served and turns were recorded; sessions age by it, so that no pause makes
-        one expire."""
+        """Time in which an engine served and turns were recorded; sessions age by it, in no pause."""
 
     # --- registration
 
@@ -100,7 +99,8 @@ class Run(SessionHost):
         if spec.attempt < self.spec.attempt:
             raise ApiError.superseded(spec.run_id, spec.attempt)
         if spec.attempt > self.spec.attempt:
-            self._lose_all()
+            for session in [s for s in self.sessions.values() if s.claim is not None]:
+                self._lose(session)
         self.spec, self.released = spec, False
         self.router.limits = spec.limits
         if spec.version > self.router.weights.version:
@@ -209,7 +209,6 @@ class Run(SessionHost):
 
     async def open_for(self, body: SessionBody) -> Session:
         """A session that no runner was given."""
-        self.journal.check()
         session_id = f"{self.spec.run_id}.open.{secrets.token_hex(8)}"
         facts = body.model_dump(include={"group", "task_id", "environment", "metadata"})
         session = Session(session_id, **facts)
@@ -371,10 +370,6 @@ class Run(SessionHost):
 
     def _sessions_of(self, runner: str) -> list[Session]:
         return [s for s in self.sessions.values() if s.claim is not None and s.runner == runner]
-
-    def _lose_all(self) -> None:
-        for session in [s for s in self.sessions.values() if s.claim is not None]:
-            self._lose(session)
 
     def _lose(self, session: Session) -> None:
         """Its runner is gone or knows nothing of it: another one gets its place, or its answer."""
