@@ -9,8 +9,8 @@ from prefect import flow
 
 from sf_core.config import RunConfig
 from sf_core.run import Run, begin_attempt, open_config
-from sf_core.scheduling.plan import make_plan, read_workers
-from tasks.cluster import TaggedTaskRunner, result_of, scheduler_address, submit
+from sf_core.scheduling.plan import await_plan
+from tasks.cluster import TaggedTaskRunner, crashing_without_scheduler, result_of, scheduler_address, submit
 from tasks.evaluate import evaluate as evaluate_task
 from tasks.identity import run_name_with_flow
 from tasks.interruption import freeing_workers
@@ -22,10 +22,10 @@ def evaluate(config: RunConfig) -> dict[str, Any]:
     """Evaluate the newest published version of the run; returns mean rewards. Nothing is trained."""
     if config.run_id is None:
         raise ValueError("run_id: say which run to evaluate")
-    plan = make_plan(read_workers(scheduler_address()), config)
+    plan = await_plan(scheduler_address(), config)
     run = begin_attempt(config)
     version = Run(run).register(evaluate_only=True).version
-    with freeing_workers(run), Leases(run, plan) as leases:
+    with crashing_without_scheduler(), freeing_workers(run), Leases(run, plan) as leases:
         leases.lend_trainers(version)
         measured = submit(evaluate_task, run, version)
         return result_of(measured, f"evaluation of version {version}", config.cluster.stage_timeout_s)

@@ -13,9 +13,16 @@ from prefect import flow
 from flows.warmstart import start_policy
 from sf_core.config import RunConfig
 from sf_core.run import Run, RunRef, begin_attempt, open_config
-from sf_core.scheduling.plan import Plan, make_plan, read_workers
+from sf_core.scheduling.plan import Plan, await_plan
 from sf_core.trackers import Trackers
-from tasks.cluster import TaggedTaskRunner, lean_settings, result_of, scheduler_address, submit
+from tasks.cluster import (
+    TaggedTaskRunner,
+    crashing_without_scheduler,
+    lean_settings,
+    result_of,
+    scheduler_address,
+    submit,
+)
 from tasks.evaluate import evaluate
 from tasks.filter import filter_
 from tasks.finish import finish
@@ -31,11 +38,11 @@ from tasks.rollout import rollout
 @flow(name="train", flow_run_name=run_name, task_runner=TaggedTaskRunner())
 def train(config: RunConfig) -> dict[str, Any]:
     """Run all iterations that are not committed yet; returns the summary of the run."""
-    plan = make_plan(read_workers(scheduler_address()), config)
+    plan = await_plan(scheduler_address(), config)
     run = begin_attempt(identified(config))
     trackers, page = Trackers(Run(run).directory, config), Page(run)
     # interrupted, it frees the workers first
-    with lean_settings(), trackers, page, freeing_workers(run):
+    with crashing_without_scheduler(), lean_settings(), trackers, page, freeing_workers(run):
         start_policy(config, run)
         Run(run).register()
         with Leases(run, plan) as leases:

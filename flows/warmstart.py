@@ -6,7 +6,7 @@ from prefect import flow
 
 from sf_core.config import RunConfig
 from sf_core.run import Run, RunRef, begin_attempt
-from tasks.cluster import TaggedTaskRunner, result_of, submit
+from tasks.cluster import TaggedTaskRunner, crashing_without_scheduler, result_of, submit
 from tasks.identity import identified, run_name_with_flow
 from tasks.interruption import freeing_workers
 from tasks.warmstart import warmstart as warmstart_task
@@ -16,7 +16,7 @@ from tasks.warmstart import warmstart as warmstart_task
 def warmstart(config: RunConfig) -> str:
     """Returns the Hugging Face folder that is version 0 of the run's policy."""
     run = begin_attempt(identified(config))
-    with freeing_workers(run):
+    with crashing_without_scheduler(), freeing_workers(run):
         return start_policy(config, run)
 
 

@@ -25,7 +25,7 @@ from sf_core.local_stack import (
 )
 from sf_core.progress import RunProgress
 from sf_core.run import new_run_id
-from sf_core.scheduling.plan import find_workers, make_plan
+from sf_core.scheduling.plan import await_plan, find_workers, make_plan
 from sf_core.settings import dataplane_key, dataplane_url, prefect_api_url, scheduler_address
 from storage.files import absolute, check_writable, exists, is_local, read_bytes
 from storage.run_directory import RunDirectory
@@ -46,7 +46,10 @@ def launch(flow: str, config: RunConfig, console: Console) -> None:
         console.print(f"run {name} is finished")
         return _print_result(directory, console)
     try:
-        make_plan(find_workers(config, config.cluster.scheduler or scheduler_address()), config)
+        if scheduler := config.cluster.scheduler or scheduler_address():
+            await_plan(scheduler, config, console.print)
+        else:
+            make_plan(find_workers(config), config)
     except ValueError as error:
         raise LaunchError(str(error)) from None
     local = Path(directory.uri if is_local(directory.uri) else Path.cwd() / "runs" / name)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import dask
+from distributed.client import FutureCancelledError
 from prefect import Task
 from prefect.context import FlowRunContext, SettingsContext, get_settings_context
 from prefect.futures import PrefectFuture
@@ -95,6 +96,24 @@ def is_known(future: PrefectDaskFuture[Any]) -> bool:
     except TimeoutError:
         return False
     return True
+
+
+class SchedulerLostError(BaseException):
+    """No Exception: Prefect says of the run that it crashed, and the automation for that starts it again."""
+
+
+@contextmanager
+def crashing_without_scheduler() -> Iterator[None]:
+    """Raises SchedulerLostError if tasks are gone because Dask's scheduler died."""
+    try:
+        yield
+    except FutureCancelledError as error:
+        if not error.reason.startswith("scheduler-"):
+            raise
+        raise SchedulerLostError(
+            "the Dask scheduler died, and all tasks with it; started again, the run goes on with what is not "
+            "committed"
+        ) from None
 
 
 class _SerialisedOnce(SettingsContext):

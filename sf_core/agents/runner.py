@@ -22,6 +22,10 @@ from sf_core.types import Endpoint, Task
 log = logging.getLogger(__name__)
 
 
+class _RefusedForNowError(Exception):
+    """The data plane cannot record anything now."""
+
+
 class AgentRunner:
     """Runs up to `concurrency` sessions at once on one event loop; plain functions run in threads."""
 
@@ -144,13 +148,15 @@ class AgentRunner:
                 reports.append(self._reports.get_nowait())
             body = orjson.dumps({"sessions": reports})
             async for attempt in AsyncRetrying(
-                retry=retry_if_exception_type(httpx.TransportError),
+                retry=retry_if_exception_type((httpx.TransportError, _RefusedForNowError)),
                 stop=stop_after_delay(30.0),
                 wait=wait_exponential(multiplier=0.1, max=5.0),
                 retry_error_callback=lambda _: None,
             ):
                 with attempt:
                     response = await self._http.post(f"/runs/{self._run_id}/finished", content=body)
+                    if response.status_code == 503:
+                        raise _RefusedForNowError(response.text)
                     if response.is_success:
                         self._finished += len(orjson.loads(response.content)["finished"])
                     else:

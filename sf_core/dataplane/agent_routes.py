@@ -5,6 +5,7 @@ Owns paths and error bodies. What a turn is, gateway.py and the dialects say.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -15,13 +16,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from sf_core.dataplane.dialects.registry import DIALECTS, dialect_of
-from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError
 from sf_core.dataplane.gateway import TokenCount, Turns
 from sf_core.dataplane.lookup import Lookup, no_model
 
 SESSION = "/sessions/{session_id}"
 
 Answer = dict[str, Any]
+
+_OF_A_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS}
 
 
 def agent_routes(sessions: Lookup[Any]) -> list[Route]:
@@ -71,6 +74,9 @@ async def _refuse(request: Request, error: Exception, headers: Mapping[str, str]
 
 
 async def _fail(request: Request, error: Exception) -> Response:
+    if isinstance(error, OSError) and error.errno in _OF_A_DISK:
+        message = f"The data plane cannot use its disk: {error}. Make room there or mend it, then ask again."
+        return await _refuse(request, ApiError(503, message, retry_after_s=RETRY_AFTER_S))
     return await _refuse(request, ApiError(500, f"The data plane failed: {type(error).__name__}."))
 
 

@@ -61,6 +61,8 @@ if TYPE_CHECKING:
 
 MAX_WAIT_S = 30.0
 
+Answering = Callable[[Request], Awaitable[Answer]]
+
 
 def make_app(
     key: str | None = None,
@@ -111,25 +113,25 @@ def make_app(
             *agent_routes(plane.sessions),
             _post("/sessions", routes.open_session),
             _get(SESSION, routes.session),
-            _post(SESSION + "/reward", routes.reward),
-            _post(SESSION + "/finish", routes.finish),
-            _post(run + "/finished", routes.finish_many),
+            _post(SESSION + "/reward", routes.recorded(routes.reward)),
+            _post(SESSION + "/finish", routes.recorded(routes.finish)),
+            _post(run + "/finished", routes.recorded(routes.finish_many)),
             _post("/runs", routes.register),
             _get(run, routes.status),
             _post(run + "/claim", routes.claim),
             _get(run + "/batches/{index:int}", routes.batch),
             Route(run + "/batches/{index:int}/stream", routes.stream_batch, methods=["GET"]),
-            _post(run + "/batches/{index:int}/seal", routes.seal_batch),
-            _post(run + "/evaluations/{index:int}", routes.start_evaluation),
+            _post(run + "/batches/{index:int}/seal", routes.recorded(routes.seal_batch)),
+            _post(run + "/evaluations/{index:int}", routes.recorded(routes.start_evaluation)),
             _get(run + "/evaluations/{index:int}", routes.evaluation),
-            _post(run + "/evaluations/{index:int}/seal", routes.seal_evaluation),
-            _post(run + "/weights", routes.publish),
-            _post(run + "/leases/{lease_id}/revoke", routes.revoke),
-            _post(run + "/pause", routes.pause),
-            _post(run + "/resume", routes.resume),
-            _post(run + "/engines/{engine_id:path}/drain", routes.drain),
+            _post(run + "/evaluations/{index:int}/seal", routes.recorded(routes.seal_evaluation)),
+            _post(run + "/weights", routes.recorded(routes.publish)),
+            _post(run + "/leases/{lease_id}/revoke", routes.recorded(routes.revoke)),
+            _post(run + "/pause", routes.recorded(routes.pause)),
+            _post(run + "/resume", routes.recorded(routes.resume)),
+            _post(run + "/engines/{engine_id:path}/drain", routes.recorded(routes.drain)),
             _post(run + "/runners/{runner:path}/retire", routes.retire),
-            _post(run + "/release", routes.release),
+            _post(run + "/release", routes.recorded(routes.release)),
             _post(run + "/stage", routes.stage),
             _get("/healthz", routes.health),
             _get("/openapi.json", openapi),
@@ -146,6 +148,17 @@ def make_app(
 class Routes:
     def __init__(self, plane: DataPlane) -> None:
         self._plane = plane
+
+    def recorded(self, answer: Answering) -> Answering:
+        """This answer, or 503 once the journal of the run cannot be written: what the request has begun then
+        ends by itself when it can."""
+
+        async def attended(request: Request) -> Answer:
+            is_of_run = "run_id" in request.path_params
+            run = self._run(request) if is_of_run else self._session(request)[0]
+            return await run.journal.attend(answer(request))
+
+        return attended
 
     async def open_session(self, request: Request) -> Answer:
         body = parse_body(SessionBody, await read_body(request.receive))
@@ -297,11 +310,11 @@ class Routes:
         return self._plane.run(request.path_params["run_id"])
 
 
-def _get(path: str, answer: Callable[[Request], Awaitable[Answer]]) -> Route:
+def _get(path: str, answer: Answering) -> Route:
     return json_route(path, answer, "GET")
 
 
-def _post(path: str, answer: Callable[[Request], Awaitable[Answer]]) -> Route:
+def _post(path: str, answer: Answering) -> Route:
     return json_route(path, answer, "POST")
 
 

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -75,19 +76,28 @@ class DataPlane:
         """Open a run, or begin another attempt on it."""
         async with self._registering:
             if (run := self.runs.get(spec.run_id)) is None:
-                journal = self._open_journal(spec)
-                run, answers = await open_run(spec, journal, self._grace_s, self.memory, self._make_run)
-                self._serve(run, answers)
+                run = await self._open(spec)
             else:
                 if begin_attempt(run, spec, await read_past(run, spec)):
                     self.sealers[spec.run_id].forget()
-                await run.journal.append(run_record(spec, run.num_gateways))
+                await run.journal.attend(run.journal.append(run_record(spec, run.num_gateways)))
                 stale = [link for link in run.router.links if link.attempt < spec.attempt]
                 self._take_away(stale, run, "superseded by a later attempt of the flow")
             if self._open_runs is not None:
                 self._open_runs.add(spec.run_id, run.journal.path)
             await run.announce()
             return run
+
+    async def _open(self, spec: RunSpec) -> Run:
+        journal = self._open_journal(spec)
+        opening = open_run(spec, journal, self._grace_s, self.memory, self._make_run)
+        try:
+            run, answers = await journal.attend(opening)
+        except ApiError:
+            await journal.close()
+            raise
+        self._serve(run, answers)
+        return run
 
     def _serve(self, run: Run, answers: Answers) -> None:
         self.runs[run.spec.run_id] = run
@@ -105,7 +115,8 @@ class DataPlane:
         run = allowed(self.run(body.run_id), caller)
         if body.policy not in (None, run.spec.served_model):
             raise no_model(str(body.policy))
-        return await run.open_for(body)
+        run.journal.check()
+        return await run.journal.attend(run.open_for(body))
 
     async def publish(self, run: Run, weights: WeightsRef) -> dict[str, Any]:
         if weights.version < run.router.weights.version:
@@ -148,7 +159,8 @@ class DataPlane:
             await asyncio.sleep(SWEEP_S)
             last, elapsed = time.monotonic(), time.monotonic() - last
             for run in list(self.runs.values()):
-                await run.sweep(elapsed)
+                with suppress(ApiError):
+                    await run.journal.attend(run.sweep(elapsed))
                 self.stores[run.spec.run_id].store_soon()
 
     async def close(self) -> None:

@@ -8,6 +8,10 @@ MAX_HEAD, MAX_TAIL = 400, 100
 """Characters of a longer message that are kept."""
 
 
+RETRY_AFTER_S = 5
+"""When a client that was refused for now is to ask again."""
+
+
 class ApiError(Exception):
     """`message` is one sentence for the caller."""
 

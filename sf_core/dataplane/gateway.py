@@ -95,6 +95,7 @@ def _join(run: SessionHost, session: Session, requests: list[TurnRequest], ticke
     """The turns that answer these requests; none is begun if one of the requests is refused."""
     if not is_known(session, ticket.of_turn(0)):
         run.router.check_room()
+        run.journal.check()
     opened = [open_request(run, session, request) for request in requests]
     begins = [
         functools.partial(request.begin, nth)
@@ -123,6 +124,8 @@ async def _answer(turn: Listener) -> Answer:
 
 
 async def _stream(turns: list[Listener], reply: Reply, send: Send) -> None:
+    for turn in turns:
+        turn.check()
     headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
 

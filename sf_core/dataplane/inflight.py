@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 from sf_core.dataplane.answer import Answer, Pieces
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.host import SessionHost
+from sf_core.dataplane.journal import Journal
 from sf_core.dataplane.session import Session
 from sf_core.dataplane.signals import Signal
 from sf_core.dataplane.turn import TurnService
@@ -118,6 +119,7 @@ class ServedTurn:
         self.changed = Signal()
         self._run, self._session = run, session
         self._num_recorded = len(recorded.tokens.ids) if recorded else 0
+        self._is_recording = False
         self._is_recorded = self.known.turn is not None
         self.known.chunks = []  # the turn has taken them over
         self._listeners: set[Listener] = set()
@@ -132,7 +134,7 @@ class ServedTurn:
         self._serving = asyncio.ensure_future(self._serve())
 
     def is_answer_to(self, ticket: Ticket) -> bool:
-        if self.error is not None or ticket.identity != self.known.identity:
+        if self.error is not None or self.turn.is_cancelled or ticket.identity != self.known.identity:
             return False
         if ticket.insists:
             return True
@@ -150,6 +152,12 @@ class ServedTurn:
             self._settle()
         elif not self._listeners and self._grace is None:
             self._grace = asyncio.get_running_loop().call_later(self._grace_s, self.turn.cancel)
+
+    def check(self) -> None:
+        """Raises ApiError 503 while the turn waits for a journal that cannot be written. It goes on once that
+        can; asked again, it is joined."""
+        if self._journal is not None and self._is_recording:
+            self._journal.check()
 
     def set_delivered(self) -> None:
         if self.is_over and self.error is None and not self.known.delivered:
@@ -199,12 +207,27 @@ class ServedTurn:
         turn, start = self.turn, self._num_recorded
         if self._journal is not None and turn.num_read > start:
             self._num_recorded = turn.num_read
-            await self._journal.append_chunk(chunk_record(turn.key, turn.tokens_since(start), turn.engines))
+            record = chunk_record(turn.key, turn.tokens_since(start), turn.engines)
+            await self._until_recorded(self._journal, self._journal.append_chunk(record))
 
     async def _record_turn(self) -> None:
         if self._journal is not None and not self._is_recorded:
             assert self.turn.turn is not None
-            await self._journal.append(turn_record(self.turn.key, self.turn.turn, self._num_recorded))
+            # a session that ends before nobody has its answer, which is not trained then
+            self.known.turn, self.known.unanswered = self.turn.turn, True
+            record = turn_record(self.turn.key, self.turn.turn, self._num_recorded)
+            await self._until_recorded(self._journal, self._journal.append(record))
+
+    async def _until_recorded(self, journal: Journal, appending: Awaitable[None]) -> None:
+        journal.watchers.add(self.changed)
+        self._is_recording = True
+        if journal.failure is not None:
+            self.changed.notify()
+        try:
+            await appending
+        finally:
+            self._is_recording = False
+            journal.watchers.discard(self.changed)
 
     def _note_abandoned(self) -> None:
         turn = self.turn.turn
@@ -241,7 +264,12 @@ class Listener:
                 raise served.error
             if served.is_over:
                 return
+            served.check()
             await served.changed.wait()
+
+    def check(self) -> None:
+        """Raises ApiError 503 while the turn cannot go on; see ServedTurn.check."""
+        self._served.check()
 
     def answer(self) -> Answer:
         """The whole answer, once there are no more pieces."""

@@ -1,7 +1,10 @@
 """The local record of what must survive the data plane's death.
 
-Owns framing (length, CRC-32, MessagePack), the order of writes and when they are forced to disk. Knows
-nothing of what the records mean (records.py).
+Owns framing (length, CRC-32, MessagePack), the order of writes, when they are forced to disk and what happens
+while they cannot be. Knows nothing of what the records mean (records.py).
+
+What the disk does not take stays in memory, in its order, and is tried again until it is written: the file
+never lacks a record that a later one builds on. Who waits for a record goes on waiting; `failure` says why.
 """
 
 from __future__ import annotations
@@ -10,14 +13,18 @@ import asyncio
 import logging
 import os
 import struct
+import time
 import zlib
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeVar
 
 import msgpack
+
+from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError
+from sf_core.dataplane.signals import Signal
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +40,9 @@ chunk too. group: as turn, but what arrives within GATHER_S shares one fsync."""
 
 GATHER_S = 0.005
 
+RETRY_S = 0.5
+"""How often what could not be written is tried again."""
+
 PIECE_BYTES = 4 * 2**20
 """Of the journal that is in memory at a time while it is read."""
 
@@ -46,24 +56,37 @@ class Journal:
 
     def __init__(self, path: Path, fsync: Fsync = "turn") -> None:
         self.path = path
+        self.failure: OSError | None = None
+        """Why it cannot be written, while it cannot."""
+        self.num_failures = 0
+        """Times that began."""
+        self.watchers: set[Signal] = set()
+        """Notified when it begins."""
+        self._failed_at = 0.0
         self._fsync = fsync
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
         self._file: FileIO | None = None
+        self._end = self._synced_end = 0
+        """Bytes of the file that count, and of those on disk; what lies behind them is a torn write."""
         self._exclusive = asyncio.Lock()
         """Held while the thread has the whole file; what is appended meanwhile is written afterwards."""
         self._frames: list[bytes] = []
         """Not written yet; nobody need wait for them."""
+        self._written: list[bytes] = []
+        """Not known to be on disk: an fsync that fails has lost them."""
         self._for_kernel: list[Waiter] = []
         self._for_disk: list[Waiter] = []
-        """Who waits for them: to be written, or to be on disk."""
+        """Who waits for frames: to be written, or to be on disk."""
         self._unsynced: list[Waiter] = []
         """Whose frames are written and not on disk."""
         self._write_is_due = False
+        self._retry: asyncio.TimerHandle | None = None
+        """Of frames that were not written."""
         self._syncing: asyncio.Task[None] | None = None
 
     async def replay(self) -> AsyncGenerator[Record, None]:
         """All intact records, oldest first, read piece by piece: appends go on in between. What follows a
-        broken one is cut off: its write was torn."""
+        broken one is cut off: its write was torn. Raises ApiError 503 while the journal cannot be written."""
         pieces = self._read()
         while piece := await self._exclusively(next, pieces, None):
             for record in piece:
@@ -74,7 +97,8 @@ class Journal:
         self._frames.append(frame(record))
 
     async def append(self, record: Record) -> None:
-        """Returns when the record is on disk."""
+        """Returns when the record is on disk, however long that takes. Raises ApiError 503 if the journal is
+        closed before."""
         await self._add(record, self._for_disk)
 
     async def append_chunk(self, record: Record) -> None:
@@ -83,14 +107,48 @@ class Journal:
 
     async def compact(self, head: Iterable[Record], keep: Callable[[Record], bool]) -> None:
         """Put `head` in front of the records that are to be kept, and drop the others. `keep` decides on what
-        was appended before this call; it runs in the thread."""
-        await self._exclusively(self._rewrite, list(head), keep)
+        was appended before this call; it runs in the thread. Without room for that it stays as it is."""
+        try:
+            await self._exclusively(self._rewrite, list(head), keep)
+        except (ApiError, OSError) as error:
+            log.warning("%s stays long: it cannot be compacted: %s", self.path, error)
+
+    def check(self) -> None:
+        """Raises ApiError 503 while it cannot be written."""
+        if self.failure is not None:
+            raise self._refusal(self.failure)
+
+    async def attend(self, work: Awaitable[T]) -> T:
+        """What `work` returns, which appends. Raises ApiError 503 if the journal cannot be written meanwhile;
+        the work then ends by itself once it can."""
+        working = asyncio.ensure_future(work)
+        while not working.done():
+            signal = Signal()
+            self.watchers.add(signal)
+            failing = asyncio.ensure_future(signal.until(lambda: self.failure is not None))
+            try:
+                await asyncio.wait((working, failing), return_when=asyncio.FIRST_COMPLETED)
+            except asyncio.CancelledError:
+                working.cancel()
+                raise
+            finally:
+                self.watchers.discard(signal)
+                failing.cancel()
+            if self.failure is not None and not working.done():
+                working.add_done_callback(_log_error)
+                raise self._refusal(self.failure)
+        return working.result()
 
     async def close(self) -> None:
+        """What cannot be written is given up."""
         async with self._exclusive:
             self._write()
         if self._syncing is not None:
             await self._syncing
+        self._end_retrying()
+        if self.failure is not None:
+            log.error("%s: %d records are lost", self.path, len(self._frames))
+            _settle(self._for_kernel + self._for_disk, self._refusal(self.failure))
         await asyncio.get_running_loop().run_in_executor(self._thread, self._close_file)
         self._thread.shutdown()
 
@@ -111,39 +169,86 @@ class Journal:
 
     def _write(self) -> None:
         self._write_is_due = False
-        frames, for_kernel, for_disk = self._frames[:], self._for_kernel[:], self._for_disk[:]
-        for waiting in (self._frames, self._for_kernel, self._for_disk):
-            waiting.clear()
         try:
-            self._append(frames)
+            self._append(self._frames)
         except OSError as error:
-            return _settle(for_kernel + for_disk, error)
-        _settle(for_kernel)
-        self._unsynced += for_disk
-        if self._unsynced and self._syncing is None:
+            return self._fail(error)
+        self._end_retrying()
+        self._written += self._frames
+        self._unsynced += self._for_disk
+        written, self._frames, self._for_kernel, self._for_disk = self._for_kernel, [], [], []
+        _settle(written)
+        is_due = self._unsynced or self.failure or self._end > self._synced_end + PIECE_BYTES
+        if is_due and self._syncing is None:
             self._syncing = asyncio.ensure_future(self._sync_all())
 
     async def _sync_all(self) -> None:
         loop = asyncio.get_running_loop()
         try:
-            while self._unsynced:
+            while True:
                 if self._fsync == "group":
                     await asyncio.sleep(GATHER_S)
                 waiting, self._unsynced = self._unsynced, []
+                num_frames, end = len(self._written), self._end
                 try:
                     await loop.run_in_executor(self._thread, self._sync)
                 except OSError as error:
-                    _settle(waiting, error)
-                else:
-                    _settle(waiting)
+                    return self._take_back(waiting, error)
+                del self._written[:num_frames]
+                self._synced_end = end
+                _settle(waiting)
+                if self._retry is None:
+                    self._recover()
+                if not self._unsynced:
+                    return
         finally:
             self._syncing = None
+
+    def _take_back(self, waiting: list[Waiter], error: OSError) -> None:
+        """An fsync that failed may have thrown away what was written; the next one would not tell."""
+        self._frames[:0], self._written = self._written, []
+        self._for_disk[:0], self._unsynced = waiting + self._unsynced, []
+        self._end = self._synced_end
+        self._fail(error)
+
+    def _fail(self, error: OSError) -> None:
+        self._end_retrying()
+        self._retry = asyncio.get_running_loop().call_later(RETRY_S, self._write_if_free)
+        if self.failure is None:
+            self.failure = error
+            self.num_failures += 1
+            self._failed_at = time.monotonic()
+            log.error("%s cannot be written: %s; it is tried every %g s", self.path, error, RETRY_S)
+            for signal in self.watchers:
+                signal.notify()
+
+    def _end_retrying(self) -> None:
+        if self._retry is not None:
+            self._retry.cancel()
+            self._retry = None
+
+    def _refusal(self, error: OSError) -> ApiError:
+        return ApiError(
+            503,
+            f"The data plane cannot write its journal in {self.path.parent}: {error.strerror or error}. Make "
+            "room there or mend the disk; the run then goes on, and this request can be sent again.",
+            code="journal_unwritable",
+            retry_after_s=RETRY_AFTER_S,
+        )
+
+    def _recover(self) -> None:
+        if self.failure is not None:
+            self.failure = None
+            log.warning("%s is written again, after %.0f s", self.path, time.monotonic() - self._failed_at)
 
     async def _exclusively(self, work: Callable[..., T], *args: Any) -> T:
         """What `work` returns. It has the file for itself, with all that was appended before."""
         try:
             async with self._exclusive:
                 self._write()
+                if self._syncing is not None:
+                    await self._syncing
+                self.check()
                 return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
         finally:
             self._write_if_free()
@@ -163,6 +268,7 @@ class Journal:
             if excess := os.fstat(file.fileno()).st_size - intact:
                 log.warning("%s: cut %d bytes of a torn or corrupt tail", self.path, excess)
                 file.truncate(intact)
+                self._close_file()
         if piece:
             yield piece
 
@@ -173,15 +279,15 @@ class Journal:
             # not before: a run that is refused leaves nothing behind
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(self.path, "ab", 0, opener=private)  # noqa: SIM115 it stays open between writes
-        end = self._file.seek(0, os.SEEK_END)
-        data = memoryview(b"".join(frames))
-        try:
-            while data:
-                data = data[self._file.write(data) :]
-        except OSError:
+            self._end = self._synced_end = self._file.seek(0, os.SEEK_END)
+            self._written = []
+        if self._file.seek(0, os.SEEK_END) != self._end:
             # half a frame in the middle would hide all that is appended later
-            self._file.truncate(end)
-            raise
+            self._file.truncate(self._end)
+        data = memoryview(b"".join(frames))
+        while data:
+            data = data[self._file.write(data) :]
+        self._end += sum(map(len, frames))
 
     def _sync(self) -> None:
         # a file that was rewritten meanwhile is on disk
@@ -192,11 +298,15 @@ class Journal:
         temporary = self.path.with_suffix(".tmp")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.touch(0o600)
-        with open(self.path, "rb") as before, open(temporary, "wb", opener=private) as file:
-            file.writelines(map(frame, head))
-            file.writelines(data for data in frames(before) if keep(unframe(data)))
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with open(self.path, "rb") as before, open(temporary, "wb", opener=private) as file:
+                file.writelines(map(frame, head))
+                file.writelines(data for data in frames(before) if keep(unframe(data)))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
         self._close_file()
         os.replace(temporary, self.path)
 
@@ -206,7 +316,13 @@ class Journal:
             self._file = None
 
 
-def _settle(waiters: list[Waiter], error: OSError | None = None) -> None:
+def _log_error(work: asyncio.Future[Any]) -> None:
+    """Whoever asked for it has been told to ask again."""
+    if not work.cancelled() and (error := work.exception()) is not None:
+        log.warning("given up: %s", error)
+
+
+def _settle(waiters: list[Waiter], error: ApiError | None = None) -> None:
     for waiter in waiters:
         if waiter.done():  # cancelled: its client went away
             continue

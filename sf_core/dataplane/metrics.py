@@ -1,6 +1,6 @@
 """What Prometheus is told. Owns names, labels and meaning of every figure.
 
-What the data plane counts anyway is read when it is asked for (`Runs`, `Branches`, `MemoryUse`); only what
+What the data plane counts anyway is read when it is asked for (`Runs`, `Sessions`, `MemoryUse`); only what
 nobody else keeps is counted as it happens, once per request.
 """
 
@@ -134,17 +134,17 @@ class Runs(Collector):
             carried.add_metric([name, "to_engines"], router.bytes_to_engines)
             carried.add_metric([name, "from_engines"], router.bytes_from_engines)
         gauges = [waiting, running, sessions, answers, version, engines]
-        return [*gauges, tokens, interruptions, moves, branches, carried]
+        return [*gauges, tokens, interruptions, moves, branches, carried, *_journals(self._runs)]
 
 
-class Branches(Collector):
-    """Of the sessions that a gateway process serves; those that are over, the hub counts."""
+class Sessions(Collector):
+    """What a gateway process tells of the sessions that it serves; those that are over, the hub counts."""
 
     def __init__(self, runs: Mapping[str, SessionHost]) -> None:
         self._runs = runs
 
     def collect(self) -> Iterable[Metric]:
-        return [_branches(self._runs)]
+        return [_branches(self._runs), *_journals(self._runs)]
 
 
 class MemoryUse(Collector):
@@ -171,6 +171,20 @@ class MemoryUse(Collector):
         )
         loads = CounterMetricFamily("sf_loads", "Times one of them was read back.", value=memory.num_loads)
         return [held, bound, items, spills, loads]
+
+
+def _journals(runs: Mapping[str, SessionHost]) -> Iterable[Metric]:
+    unwritable = GaugeMetricFamily(
+        "sf_journal_unwritable", "1 while a journal cannot be written, and why.", labels=["run", "reason"]
+    )
+    failures = CounterMetricFamily(
+        "sf_journal_failures", "Times a journal could not be written any more.", labels=["run"]
+    )
+    for name, run in list(runs.items()):
+        if (failure := run.journal.failure) is not None:
+            unwritable.add_metric([name, failure.strerror or str(failure)], 1)
+        failures.add_metric([name], run.journal.num_failures)
+    return [unwritable, failures]
 
 
 def _branches(runs: Mapping[str, SessionHost]) -> CounterMetricFamily:

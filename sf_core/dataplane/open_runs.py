@@ -41,10 +41,10 @@ class OpenRuns:
     def _write(self, journals: dict[str, str]) -> None:
         if journals == self._journals:
             return
-        self._journals = journals
         temporary = self._file.with_suffix(".tmp")
         with open(temporary, "w") as file:
             json.dump(journals, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, self._file)
+        self._journals = journals

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from contextlib import suppress
 from itertools import islice
 
 from sf_core.dataplane.batches import write_sessions
@@ -65,13 +66,18 @@ class OpenedStore:
                 await self._store_oldest()
 
     async def close(self) -> None:
-        """Returns when nothing is being written."""
+        """Returns when nothing is being written, or can be."""
+        with suppress(ApiError):
+            await self._run.journal.attend(self._end())
+
+    async def _end(self) -> None:
         async with self._one_at_a_time:
             if self._storing is not None:
                 self._storing.cancel()
 
     async def _store_oldest(self) -> None:
         run = self._run
+        run.journal.check()
         oldest = next(iter(run.results.opened.values()))
         version = _version(oldest)
         alike = (result for result in run.results.opened.values() if _version(result) == version)

@@ -61,7 +61,11 @@ async def open_run(
         run, answers = reopened
         if begin_attempt(run, spec, await read_past(run, spec)):
             answers.clear()
-    await journal.append(run_record(spec, run.num_gateways))
+    try:
+        await journal.append(run_record(spec, run.num_gateways))
+    except ApiError:
+        run.leave_memory()
+        raise
     return run, answers
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from sf_core.dataplane import wire
-from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError
 from sf_core.dataplane.generation import Generation, asked_by_request
 from sf_core.dataplane.links import EngineLink
 from sf_core.dataplane.rebalancing import find_moves
@@ -26,9 +26,6 @@ from sf_core.types import Chunk, FinishReason, WeightsRef
 log = logging.getLogger(__name__)
 
 PauseMode = Literal["freeze", "evacuate"]
-
-RETRY_AFTER_S = 5
-"""What a refused client is told to wait before it asks again."""
 
 
 class Router:

@@ -89,7 +89,7 @@ class Run(SessionHost):
         self.failures_in_a_row = 0
         """Sessions that failed since one finished."""
         self.serving_s = 0.0
-        """Time in which an engine served; sessions age by it, so that no pause makes one expire."""
+        """Time in which an engine served and turns were recorded; sessions age by it, in no pause."""
 
     # --- registration
 
@@ -99,7 +99,8 @@ class Run(SessionHost):
         if spec.attempt < self.spec.attempt:
             raise ApiError.superseded(spec.run_id, spec.attempt)
         if spec.attempt > self.spec.attempt:
-            self._lose_all()
+            for session in [s for s in self.sessions.values() if s.claim is not None]:
+                self._lose(session)
         self.spec, self.released = spec, False
         self.router.limits = spec.limits
         if spec.version > self.router.weights.version:
@@ -149,7 +150,8 @@ class Run(SessionHost):
             runner.num_polls -= 1
             runner.last_heard = time.monotonic()
         if opened := [session for session in sessions if session.answer is None]:
-            await self.journal.append(opened_record(opened))
+            # refused, the runner does not name them the next time: they are taken back
+            await self.journal.attend(self.journal.append(opened_record(opened)))
         return sessions, self._is_released(body.runner)
 
     def retire(self, name: str) -> None:
@@ -171,7 +173,7 @@ class Run(SessionHost):
         return self.released or runner.attempt < self.spec.attempt or is_through
 
     def _give_out(self, runner: str, limit: int, sessions: list[Session]) -> bool:
-        if self.runners[runner].is_retiring:
+        if self.runners[runner].is_retiring or self.journal.failure is not None:
             return False
         work = self.runners[runner].work
         if work == "reward" or not self.is_scored_elsewhere:
@@ -253,6 +255,7 @@ class Run(SessionHost):
 
     async def _finish_opened(self, session: Session, body: FinishBody) -> None:
         """One that failed leaves nothing, one without a reward goes on: nobody would do it again."""
+        self.journal.check()
         if body.status == "failed":
             self.drop(session, OVER)
             return await self.journal.append(closed_record(session))
@@ -333,7 +336,8 @@ class Run(SessionHost):
     async def sweep(self, elapsed_s: float) -> None:
         """Look after what makes no request: silent runners and sessions that run too long."""
         self.router.sweep()
-        if self.router.is_serving:
+        # agents that are refused lose no time
+        if self.router.is_serving and self.journal.failure is None:
             self.serving_s += elapsed_s
         deadline = time.monotonic() - RUNNER_SILENCE_S
         for name in [n for n, r in self.runners.items() if not r.num_polls and r.last_heard < deadline]:
@@ -366,10 +370,6 @@ class Run(SessionHost):
 
     def _sessions_of(self, runner: str) -> list[Session]:
         return [s for s in self.sessions.values() if s.claim is not None and s.runner == runner]
-
-    def _lose_all(self) -> None:
-        for session in [s for s in self.sessions.values() if s.claim is not None]:
-            self._lose(session)
 
     def _lose(self, session: Session) -> None:
         """Its runner is gone or knows nothing of it: another one gets its place, or its answer."""

@@ -133,6 +133,8 @@ def _obstacles(run: Run) -> list[str]:
     obstacles = [] if run.router.is_serving else [run.router.obstacle()]
     if not num_runners(run):
         obstacles.append("no agent runner is connected")
+    if run.journal.failure is not None:
+        obstacles.append(f"the journal cannot be written: {run.journal.failure}")
     if run.last_error:
         obstacles.append(f"the last failed session: {run.last_error}")
     return obstacles

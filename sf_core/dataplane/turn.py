@@ -130,6 +130,10 @@ class TurnService:
         return self._generation.finish_reason is not None
 
     @property
+    def is_cancelled(self) -> bool:
+        return self._generation.cancelled is not None
+
+    @property
     def num_read(self) -> int:
         """Tokens that `pieces` has told of so far."""
         return self._num_read

@@ -6,9 +6,11 @@ pinned by it, because a restarted worker declares it again (a pinned address wou
 
 from __future__ import annotations
 
+import logging
 import math
+import time
 from collections import Counter
-from collections.abc import Collection, Container
+from collections.abc import Callable, Collection, Container
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -22,12 +24,19 @@ from sf_core.scheduling.roofline import Device, known_device, step_of, train_pri
 from sf_core.scheduling.tags import needed_tags
 from sf_core.scheduling.tls import require_certificates
 
+log = logging.getLogger(__name__)
+
 Duty = Literal["agent", "rollout", "reward"]
 """The tags under which a worker may be held throughout a run."""
 DUTIES: tuple[Duty, ...] = get_args(Duty)
 
 ANSWER_S = 30.0
 """How long a scheduler may take to answer."""
+
+JOIN_S = 120.0
+"""How long after a scheduler's start its workers may still join: those of one that died start again."""
+
+LOOK_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +77,17 @@ def duty_of(worker: Worker, trainers: Container[str]) -> Duty | None:
 def read_workers(scheduler: str) -> list[Worker]:
     """The workers connected to a scheduler. Raises ValueError if it cannot be reached, or has a worker that
     was not started for us."""
+    infos = _ask(scheduler)["workers"].values()
+    return [worker_of(info["resources"], info.get("device")) for info in infos]
+
+
+def _ask(scheduler: str) -> dict[str, Any]:
     require_certificates(scheduler)
     try:
         with Client(scheduler, set_as_default=False, timeout=ANSWER_S) as client:
-            infos = client.scheduler_info(n_workers=-1)["workers"].values()
+            return dict(client.scheduler_info(n_workers=-1))
     except (OSError, ValueError) as error:  # a ValueError if it is no address
         raise ValueError(f"no Dask scheduler answers at {scheduler}: {error}") from None
-    return [worker_of(info["resources"], info.get("device")) for info in infos]
 
 
 def connected_workers(client: Client) -> dict[str, Worker]:
@@ -156,6 +169,24 @@ def make_plan(workers: list[Worker], config: RunConfig, *, trained: Collection[s
         agent=held["agent"],
         reward=held["reward"],
     )
+
+
+def await_plan(scheduler: str, config: RunConfig, tell: Callable[[str], None] = log.warning) -> Plan:
+    """The plan for the workers connected to a scheduler. One that has just started is given time until its
+    workers have joined; `tell` hears what they lack. Raises ValueError as `make_plan` and `read_workers`."""
+    is_told = False
+    while True:
+        workers = read_workers(scheduler)
+        try:
+            return make_plan(workers, config)
+        except ValueError as error:
+            left_s = JOIN_S - max(0.0, time.time() - _ask(scheduler)["started"])
+            if left_s <= 0:
+                raise
+            if not is_told:
+                tell(f"{error}; the Dask scheduler has just started: workers are awaited for {left_s:.0f} s")
+                is_told = True
+        time.sleep(LOOK_S)
 
 
 def choose_trainers(

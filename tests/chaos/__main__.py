@@ -23,7 +23,7 @@ from sf_core.config import RunConfig
 from tests.chaos.clock import Clock
 from tests.chaos.faults import BadStorage, ClockJump, Fault, FullDisk, Kill, KillEngine, Stop
 from tests.chaos.proxy import MODES, Proxy
-from tests.chaos.runner import Injection, run_through, table
+from tests.chaos.runner import Injection, run_through, run_undisturbed, table
 from tests.chaos.training import runs
 from tests.e2e.standing import Stack
 from tests.s3_server import BUCKET, make_bucket, s3_server
@@ -42,6 +42,12 @@ class Place:
 
     root: str
     faults: list[Fault]
+    overlap: bool
+    """Without it, the weights are compared with those of an undisturbed run."""
+
+    @property
+    def iterations(self) -> int:
+        return 2 + ITERATIONS_PER_FAULT * len(self.faults)
 
 
 def main() -> None:
@@ -49,12 +55,15 @@ def main() -> None:
     console, rng, done = Console(), random.Random(options.seed), list[Injection]()
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     console.print(f"seed {options.seed}; kept if something is lost: {folder}")
-    with _places(folder, options.seconds, console.print) as (stack, places):
+    with _places(folder, options.seconds, options.only, console.print) as (stack, places):
+        longest = max((place for place in places if not place.overlap), key=lambda place: place.iterations)
+        undisturbed = run_undisturbed(next(runs(stack, longest.root, longest.iterations, overlap=False)))
+        console.print(f"undisturbed: {len(undisturbed)} iterations")
         for place in places * options.rounds:
-            faults = [fault for fault in place.faults if options.only in fault.name]
-            rng.shuffle(faults)
-            trainings = runs(stack, place.root, 2 + ITERATIONS_PER_FAULT * len(faults))
-            done += run_through(trainings, faults, rng, console.print)
+            rng.shuffle(place.faults)
+            trainings = runs(stack, place.root, place.iterations, overlap=place.overlap)
+            expected = None if place.overlap else undisturbed
+            done += run_through(trainings, place.faults, rng, console.print, expected)
     console.print(table(done))
     lost = [what for injection in done for what in injection.lost]
     assert not lost, f"lost: {'; '.join(lost)}"
@@ -71,9 +80,12 @@ def _options() -> argparse.Namespace:
 
 
 @contextmanager
-def _places(folder: Path, seconds: float, tell: Callable[[str], None]) -> Iterator[tuple[Stack, list[Place]]]:
-    """A stack that is up, and two places for runs: a disk and a bucket."""
-    on_disk, in_bucket = _general_faults(seconds), _general_faults(seconds)
+def _places(
+    folder: Path, seconds: float, only: str, tell: Callable[[str], None]
+) -> Iterator[tuple[Stack, list[Place]]]:
+    """A stack that is up, and places for runs, on a disk and in a bucket. Every kind of fault meets one
+    without overlap."""
+    on_disk = _general_faults(seconds)
     clock, disk = Clock(folder), folder / "runs"
     on_disk += [ClockJump(clock, 1), ClockJump(clock, -2)]
     with ExitStack() as exits:
@@ -81,7 +93,7 @@ def _places(folder: Path, seconds: float, tell: Callable[[str], None]) -> Iterat
         os.environ.update(s3)
         make_bucket(s3)
         proxy = Proxy(int(s3["AWS_ENDPOINT_URL"].rpartition(":")[2]))
-        in_bucket += [BadStorage(proxy, mode, seconds) for mode in MODES]
+        of_bucket: list[Fault] = [BadStorage(proxy, mode, seconds) for mode in MODES]
         if exits.enter_context(_small_disk(disk)):
             on_disk.append(FullDisk(disk, seconds / 3))
         else:
@@ -90,7 +102,17 @@ def _places(folder: Path, seconds: float, tell: Callable[[str], None]) -> Iterat
         exits.callback(stack.sf, "down")
         started = stack.up()
         assert started.returncode == 0, started.stdout + started.stderr
-        yield stack, [Place(str(disk), on_disk), Place(f"s3://{BUCKET}/runs", in_bucket)]
+        bucket = f"s3://{BUCKET}/runs"
+        places = [
+            Place(str(disk), _named(only, on_disk), overlap=False),
+            Place(bucket, _named(only, of_bucket), overlap=False),
+            Place(bucket, _named(only, _general_faults(seconds)), overlap=True),
+        ]
+        yield stack, places
+
+
+def _named(part: str, faults: list[Fault]) -> list[Fault]:
+    return [fault for fault in faults if part in fault.name]
 
 
 def _general_faults(seconds: float) -> list[Fault]:

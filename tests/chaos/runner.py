@@ -13,7 +13,7 @@ from rich.table import Table
 from storage.run_directory import STAGES
 from tests.chaos.faults import Fault
 from tests.chaos.training import Training
-from tests.e2e.invariants import Snapshot, check_result, manifests
+from tests.e2e.invariants import Snapshot, check_result, manifests, weights
 
 MAX_DELAY_S = 1.5
 """After a stage is committed, a fault comes within so long: in the middle of whatever stage then goes on."""
@@ -36,8 +36,10 @@ def run_through(
     faults: Sequence[Fault],
     rng: random.Random,
     tell: Callable[[str], None] = lambda line: None,
+    undisturbed: Sequence[str] | None = None,
 ) -> list[Injection]:
-    """Every fault once, in this order, in as many runs as that takes; checks each of them at its end."""
+    """Every fault once, in this order, in as many runs as that takes; checks each of them at its end.
+    `undisturbed` are the weights of a run of the same seed to which nothing happened: theirs are equal."""
     left, done = list(faults), []
     while left:
         run = next(runs)
@@ -46,10 +48,24 @@ def run_through(
         finally:
             run.end()
         check_result(run.config)
+        if undisturbed is not None:
+            made = weights(run.config)
+            assert made == undisturbed[: len(made)], f"{run.config.run_id}: other weights than undisturbed"
         for injection in injections:
             injection.lost = injection.before.lost(run.config)
         done += injections
     return done
+
+
+def run_undisturbed(run: Training) -> list[str]:
+    """To its end; returns its weights."""
+    try:
+        run.await_end()
+    finally:
+        run.end()
+    made = weights(run.config)
+    assert len(set(made)) == len(made), "an iteration has changed nothing: equal weights would say nothing"
+    return made
 
 
 def _one_run(

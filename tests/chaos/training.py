@@ -114,8 +114,10 @@ class Training:
             self._flow.wait()
 
 
-def runs(stack: Stack, root: str, iterations: int) -> Iterator[Training]:
+def runs(stack: Stack, root: str, iterations: int, *, overlap: bool = True) -> Iterator[Training]:
     """Small ones, without end, each of so many iterations."""
+    # agents that give up cost no group: without overlap all runs train on the same ones
+    rollout = {"overlap": overlap, "session_attempts": 100}
     while True:
         name = f"chaos-{secrets.token_hex(3)}"
-        yield Training(stack, small_run(name, root, train={"iterations": iterations}))
+        yield Training(stack, small_run(name, root, rollout=rollout, train={"iterations": iterations}))

@@ -17,6 +17,7 @@ from storage import files
 from storage.run_directory import STAGES, RunDirectory
 from storage.schema import NOT_SAMPLED, Trajectory
 from storage.trajectories import read_trajectories
+from storage.weights import FILE_NAME
 
 Stages = dict[tuple[int, str], dict[str, Any]]
 
@@ -58,6 +59,13 @@ def check_result(config: RunConfig) -> None:
     assert len(sessions) == len(set(sessions))
     summary = json.loads(files.read_bytes(directory.path("summary.json")))
     assert summary["iterations"] == config.train.iterations
+
+
+def weights(config: RunConfig) -> list[str]:
+    """Of a run that has ended: the checksum of what each iteration made, which equal weights share."""
+    committed = manifests(config)
+    written = [committed[k, "train"]["outputs"] for k in range(config.train.iterations)]
+    return [next(ref["sha256"] for ref in refs if ref["uri"].endswith(FILE_NAME)) for refs in written]
 
 
 def check_tokens(rows: pa.Table) -> None:

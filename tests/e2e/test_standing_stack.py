@@ -16,7 +16,7 @@ from sf_core.config import RunConfig
 from sf_core.scheduling.plan import read_workers
 from sf_core.standing_stack import MARK
 from tests.chaos.faults import Fault, Kill, KillEngine, Stop
-from tests.chaos.runner import run_through
+from tests.chaos.runner import run_through, run_undisturbed
 from tests.chaos.training import runs
 from tests.e2e.conftest import small_run
 from tests.e2e.invariants import manifests
@@ -65,12 +65,31 @@ def test_a_part_that_is_killed_comes_back(stack: Stack) -> None:
     wait_until(stack.dataplane_answers, "the data plane to answer", every_s=0.1)
 
 
-def test_a_run_loses_nothing_to_what_befalls_the_stack(stack: Stack, tmp_path: Path) -> None:
+def short_faults(rng: random.Random) -> list[Fault]:
     faults: list[Fault] = [Kill("dataplane"), KillEngine("r0"), Kill("flow"), Stop(("dataplane",), 2.0)]
-    rng = random.Random(0)
     rng.shuffle(faults)
+    return faults
+
+
+def test_a_run_loses_nothing_to_what_befalls_the_stack(stack: Stack, tmp_path: Path) -> None:
+    rng = random.Random(0)
+    faults = short_faults(rng)
     done = run_through(runs(stack, str(tmp_path), iterations=8), faults, rng)
     assert [(injection.fault, injection.lost) for injection in done] == [(fault.name, []) for fault in faults]
+
+
+@pytest.mark.nightly
+def test_without_overlap_the_weights_are_those_of_an_undisturbed_run(stack: Stack, tmp_path: Path) -> None:
+    rng, trainings = random.Random(0), runs(stack, str(tmp_path), iterations=8, overlap=False)
+    undisturbed = run_undisturbed(next(trainings))
+    run_through(trainings, short_faults(rng), rng, undisturbed=undisturbed)
+
+
+@pytest.mark.nightly
+def test_a_run_whose_scheduler_died_goes_on_with_one_more_command(stack: Stack, tmp_path: Path) -> None:
+    run = next(runs(stack, str(tmp_path), iterations=6))
+    [injection] = run_through(iter([run]), [Kill("dask-scheduler")], random.Random(0))
+    assert (run.starts, injection.lost) == (2, [])
 
 
 def test_a_stack_is_not_started_twice(stack: Stack) -> None:

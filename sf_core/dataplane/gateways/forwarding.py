@@ -16,10 +16,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from yarl import URL
 
 from sf_core.dataplane.dialects.registry import dialect_of
-from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError
 from sf_core.dataplane.gateway import read_body
 from sf_core.dataplane.gateways.owners import Owner, Place, owner_of
-from sf_core.dataplane.router import RETRY_AFTER_S
 
 RESTART_S = 30.0
 """How long a request waits for a process that is not there: one that died is started again."""

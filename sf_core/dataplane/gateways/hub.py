@@ -22,7 +22,7 @@ from typing import Any
 
 from starlette.middleware import Middleware
 
-from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError
 from sf_core.dataplane.gateways.forwarding import RESTART_S, Forwarding, Siblings
 from sf_core.dataplane.gateways.hub_run import HubRun
 from sf_core.dataplane.gateways.owners import Place, gateway_of, owner_of, read_head
@@ -33,7 +33,6 @@ from sf_core.dataplane.gateways.relay import Downlink
 from sf_core.dataplane.journal import Fsync, Journal
 from sf_core.dataplane.memory import Memory
 from sf_core.dataplane.rendering import Renderer
-from sf_core.dataplane.router import RETRY_AFTER_S
 from sf_core.dataplane.run import Run
 from sf_core.dataplane.specs import RunSpec
 

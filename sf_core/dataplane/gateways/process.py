@@ -37,7 +37,7 @@ from sf_core.dataplane.journal import Fsync, Journal
 from sf_core.dataplane.keys import KeyCheck
 from sf_core.dataplane.lookup import Lookup
 from sf_core.dataplane.memory import Memory
-from sf_core.dataplane.metrics import Branches, MemoryUse, Metrics
+from sf_core.dataplane.metrics import MemoryUse, Metrics, Sessions
 from sf_core.dataplane.observed import Observed
 from sf_core.dataplane.records import read_opened
 from sf_core.dataplane.rendering import read_renderer
@@ -74,7 +74,7 @@ class GatewayProcess:
         self._settings = settings
         self.runs: dict[str, GatewayRun] = {}
         self.memory = Memory(settings.memory_mb)
-        self.metrics = Metrics(Branches(self.runs), MemoryUse(self.memory))
+        self.metrics = Metrics(Sessions(self.runs), MemoryUse(self.memory))
         self.siblings = Siblings(Path(settings.folder))
         self._peer = Peer(self._take, self._hub_is_gone)
         self._uplink = Uplink(self._peer)

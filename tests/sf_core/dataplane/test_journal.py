@@ -1,11 +1,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import itertools
 import logging
+import os
 import resource
+import shutil
 import signal
 import tempfile
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgpack
@@ -13,6 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.journal import Fsync, Journal, Record
 
 
@@ -135,24 +142,159 @@ def test_notes_and_chunks_keep_their_place_among_records(tmp_path: Path, fsync: 
     assert [record["n"] for record in read(tmp_path / "a.journal")] == [0, 1, 2, 3, 4]
 
 
-def test_who_appends_to_a_full_disk_is_told_and_what_follows_is_whole(tmp_path: Path) -> None:
+@contextlib.contextmanager
+def full_disk() -> Iterator[None]:
+    """No file of this process grows over 1000 bytes."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+LARGE = bytes(2000)
+
+
+def test_what_a_full_disk_does_not_take_is_written_in_its_place_once_there_is_room(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async def append() -> None:
         journal = Journal(tmp_path / "a.journal")
         await journal.append({"n": 0})
-        limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-        handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
-        try:
-            with pytest.raises(OSError):
-                await journal.append({"n": 1, "data": bytes(2000)})
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-            signal.signal(signal.SIGXFSZ, handler)
-        await journal.append({"n": 2})
+        with full_disk():
+            waiting = [asyncio.ensure_future(journal.append({"n": 1, "data": LARGE}))]
+            await until(lambda: journal.failure is not None)
+            journal.note({"n": 2})
+            waiting.append(asyncio.ensure_future(journal.append_chunk({"n": 3})))
+            await asyncio.wait(waiting, timeout=0.1)
+            assert [task.done() for task in waiting] == [False, False]
+            found_by_a_restart = shutil.copy(tmp_path / "a.journal", tmp_path / "b.journal")
+            assert [record async for record in Journal(Path(found_by_a_restart)).replay()] == [{"n": 0}]
+        await asyncio.gather(*waiting, journal.append({"n": 4}))
+        assert (journal.failure, journal.num_failures) == (None, 1)
         await journal.close()
 
     asyncio.run(append())
-    assert read(tmp_path / "a.journal") == [{"n": 0}, {"n": 2}]
+    assert [record["n"] for record in read(tmp_path / "a.journal")] == [0, 1, 2, 3, 4]
+    said = [record.getMessage() for record in caplog.records if record.name == "sf_core.dataplane.journal"]
+    assert f"{tmp_path}/a.journal cannot be written: [Errno 27] File too large" in said[0]
+    assert "is written again" in said[-1]
+
+
+def test_what_an_fsync_lost_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, fdatasync, num_failures = tmp_path / "a.journal", os.fdatasync, 2
+
+    def lose(fd: int) -> None:
+        nonlocal num_failures
+        if num_failures:
+            num_failures -= 1
+            # as a file system may: the pages that it could not write are gone, and read as zeros
+            path.write_bytes(path.read_bytes()[:synced] + bytes(len(path.read_bytes()) - synced))
+            raise OSError(errno.EIO, "Input/output error")
+        fdatasync(fd)
+
+    async def append() -> None:
+        nonlocal synced
+        journal = Journal(path)
+        await journal.append({"n": 0})
+        synced = path.stat().st_size
+        monkeypatch.setattr(os, "fdatasync", lose)
+        await journal.append_chunk({"n": 1})
+        await asyncio.gather(journal.append({"n": 2}), journal.append({"n": 3}))
+        await journal.close()
+
+    synced = 0
+    asyncio.run(append())
+    assert [record["n"] for record in read(path)] == [0, 1, 2, 3]
+
+
+def test_an_fsync_of_what_was_written_before_does_not_hide_that_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fdatasync, may_end = os.fdatasync, threading.Event()
+
+    def wait_and_sync(fd: int) -> None:
+        may_end.wait(10)
+        fdatasync(fd)
+
+    async def append() -> None:
+        monkeypatch.setattr(os, "fdatasync", wait_and_sync)
+        journal = Journal(tmp_path / "a.journal")
+        before = asyncio.ensure_future(journal.append({"n": 0}))
+        await until((tmp_path / "a.journal").exists)
+        with full_disk():
+            waiting = asyncio.ensure_future(journal.append({"n": 1, "data": LARGE}))
+            await until(lambda: journal.failure is not None)
+            may_end.set()
+            await before
+            with pytest.raises(ApiError, match="File too large"):
+                journal.check()
+        await waiting
+        await journal.close()
+
+    asyncio.run(append())
+    assert [record["n"] for record in read(tmp_path / "a.journal")] == [0, 1]
+
+
+def test_who_is_attended_hears_at_once_that_the_disk_is_full_and_the_work_is_done_later(
+    tmp_path: Path,
+) -> None:
+    done: list[int] = []
+
+    async def work(journal: Journal, n: int) -> int:
+        await journal.append({"n": n, "data": LARGE})
+        done.append(n)
+        return n
+
+    async def attend() -> None:
+        journal = Journal(tmp_path / "a.journal")
+        with full_disk():
+            for n in range(2):
+                with pytest.raises(ApiError, match=f"journal in {tmp_path}: File too large. Make") as refused:
+                    await journal.attend(work(journal, n))
+                assert (refused.value.status, refused.value.retry_after_s) == (503, 5)
+        await until(lambda: done == [0, 1])
+        assert await journal.attend(work(journal, 2)) == 2
+        await journal.close()
+
+    asyncio.run(attend())
+    assert [record["n"] for record in read(tmp_path / "a.journal")] == [0, 1, 2]
+
+
+def test_a_journal_that_cannot_be_compacted_stays_as_it_was(tmp_path: Path) -> None:
+    async def compact() -> None:
+        journal = Journal(tmp_path / "a.journal")
+        await journal.append({"n": 0, "data": bytes(600)})
+        with full_disk():
+            await journal.compact([{"n": -1, "data": bytes(600)}], lambda record: True)
+        await journal.append({"n": 1})
+        await journal.close()
+
+    asyncio.run(compact())
+    assert [record["n"] for record in read(tmp_path / "a.journal")] == [0, 1]
+    assert list(tmp_path.iterdir()) == [tmp_path / "a.journal"]
+
+
+def test_a_journal_that_is_closed_on_a_full_disk_tells_who_waits(tmp_path: Path) -> None:
+    async def close() -> None:
+        journal = Journal(tmp_path / "a.journal")
+        with full_disk():
+            waiting = asyncio.ensure_future(journal.append({"n": 1, "data": LARGE}))
+            await until(lambda: journal.failure is not None)
+            await journal.close()
+        with pytest.raises(ApiError, match="cannot write its journal"):
+            await waiting
+
+    asyncio.run(close())
 
 
 def test_nobody_else_may_read_it(tmp_path: Path) -> None:

@@ -118,7 +118,9 @@ def ask_stream(agent: OpenAI, messages: Any) -> str:
                 seen = max(seen, text, key=len)
             assert text.startswith(seen), "the answer begins with all that was seen of it before it broke"
             return text
-        except (httpx.TransportError, openai.APIConnectionError):
+        except openai.APIStatusError:
+            raise
+        except (httpx.TransportError, openai.APIError):  # of a stream that broke off, or says why it ends
             continue
 
 

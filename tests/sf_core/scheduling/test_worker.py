@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from sf_core.cli import app
 from sf_core.config import RunConfig, WorkerConfig
 from sf_core.local_stack import LocalStack, Process, StackError, start_dask, start_dask_worker
+from sf_core.scheduling import plan
 from sf_core.scheduling.emulated_device import device_model
 from sf_core.scheduling.force import end_tasks
 from sf_core.scheduling.plan import Worker, connected_workers, read_workers
@@ -94,6 +95,27 @@ def test_workers_started_by_us_or_by_dask_are_read_with_their_tags_and_devices(b
     refused = CliRunner().invoke(app, ["plan", quickstart, "--scheduler", bench.scheduler])
     assert refused.exit_code == 2
     assert "no worker carries 'agent' or 'cpu'; workers: " in refused.output
+    bench.end(*started)
+
+
+def test_workers_are_awaited_while_their_scheduler_is_young(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They lost the one before it, and join one after the other."""
+    started: list[Process] = []
+
+    def hear(sentence: str) -> None:
+        assert sentence.startswith("no worker carries 'agent'")
+        started.append(bench.sf_worker("a0", "--tags", "agent"))
+        started.append(bench.sf_worker("t0", "--tags", "rollout,train,cpu"))
+
+    monkeypatch.setattr(plan, "JOIN_S", 0.0)
+    with pytest.raises(ValueError, match="no worker carries 'agent'"):
+        plan.await_plan(bench.scheduler, RunConfig(), hear)
+    assert started == []
+    monkeypatch.setattr(plan, "JOIN_S", 3600.0)
+    found = plan.await_plan(bench.scheduler, RunConfig(), hear)
+    assert (found.trainers, found.agent, len(started)) == (("t0",), ("a0",), 2)
     bench.end(*started)
 
 

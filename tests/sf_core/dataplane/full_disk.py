@@ -1,0 +1,24 @@
+"""A disk that takes nothing more, as the processes of a real data plane meet it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import psutil
+
+
+@contextlib.contextmanager
+def full_disk() -> Iterator[None]:
+    """No data plane that this process has started can write to any file."""
+    children = psutil.Process().children(recursive=True)
+    processes = [child for child in children if "sf_core.dataplane" in " ".join(child.cmdline())]
+    assert processes
+    for process in processes:
+        process.rlimit(psutil.RLIMIT_FSIZE, (0, psutil.RLIM_INFINITY))
+    try:
+        yield
+    finally:
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.rlimit(psutil.RLIMIT_FSIZE, (psutil.RLIM_INFINITY, psutil.RLIM_INFINITY))
