@@ -16,9 +16,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sf_core.config_file import load_config
 from sf_core.observe import read_figures
+from sf_core.supervised import MARK
+from sf_core.supervisor import call
 from storage.files import read_bytes
 from storage.run_directory import RunDirectory
-from tests.e2e.conftest import ROOT, SMALL_RUN, is_committed
+from tests.e2e.conftest import ROOT, SMALL_RUN, is_committed, small_run
 from tests.e2e.invariants import manifests
 from tests.e2e.secrets import PLANTED, leaks
 from tests.e2e.waiting import wait_until
@@ -73,3 +75,44 @@ def test_ctrl_c_leaves_no_process_and_the_run_is_resumed_as_it_was_configured(tm
     (tmp_path / "output").write_text(output.decode() + done.stdout + done.stderr + again.stdout)
     assert list(tmp_path.glob("prefect/*.db")) and list(tmp_path.glob("runs/*/logs/*.log"))
     assert leaks(tmp_path, PLANTED) == []
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        ("dask-scheduler",),
+        pytest.param(
+            ("dataplane", "worker-t0", "worker-r0", "prefect-server", "dask-scheduler"),
+            marks=pytest.mark.nightly,
+        ),
+    ],
+    ids=lambda parts: f"{len(parts)}-killed",
+)
+def test_a_run_goes_on_when_its_parts_are_killed_and_nothing_outlives_its_command(
+    tmp_path: Path, parts: tuple[str, ...]
+) -> None:
+    config = small_run("killed", tmp_path / "runs", train={"iterations": 1000})
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    env = os.environ | {"PREFECT_HOME": str(tmp_path / "prefect"), "PYTHONPATH": str(ROOT)}
+    env.pop("PREFECT_API_URL", None)
+    process = subprocess.Popen([sys.executable, "-m", "sf_core", "train", str(file)], env=env)
+    try:
+        [supervisor] = wait_until(psutil.Process(process.pid).children, "supervisord", every_s=0.1)
+        folder = Path(wait_until(lambda: supervisor.environ().get(MARK), "its folder", every_s=0.1))
+
+        def await_another_iteration() -> None:
+            wanted = len(manifests(config)) + 8
+            wait_until(lambda: len(manifests(config)) >= wanted or process.poll(), "stages", 180, 0.1)
+            assert process.poll() is None
+
+        await_another_iteration()
+        for part in parts:
+            psutil.Process(call(folder, "getProcessInfo", part)["pid"]).kill()
+            await_another_iteration()
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert len(children) >= 8
+    finally:
+        process.kill()
+        process.wait()
+    wait_until(lambda: not any(child.is_running() for child in children), "all to end", every_s=0.1)
