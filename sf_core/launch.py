@@ -6,7 +6,9 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -91,24 +93,32 @@ def _run(flow: str, config: RunConfig, stack: Supervisor, local: Path, console: 
         # workers that were there before are somebody else's to start and end
         is_ours = not (config.cluster.scheduler or scheduler_address())
         runners = LocalRunners(stack, config, services.scheduler, local) if is_ours else None
-        for start in range(1, FLOW_STARTS + 1):
-            [process] = stack.start(part)
-            before = stack.pids()
-            try:
-                code = _watch(process, config, services.dataplane, progress, runners)
-            finally:
-                # first: it would report the loss of everything else as errors
-                stack.remove(process)
-            lost = [name for name, pid in stack.pids().items() if before.get(name, pid) != pid]
-            if code == 0 or not lost or start == FLOW_STARTS:
-                break
-            progress.note(f"starting {', '.join(lost)} and the flow again")
-            ready()
-    if code != 0:
-        raise LaunchError(
-            f"{_reason(process, code)}; log: {process.log}; "
-            f"go on with the same command and --set run_id={config.run_id}"
+        watch = partial(
+            _watch, config=config, dataplane=services.dataplane, progress=progress, runners=runners
         )
+        lost: list[str] = []
+        for _ in range(FLOW_STARTS):
+            if lost:
+                progress.note(f"{', '.join(lost)} ended, and the flow with it; both are started again")
+                ready()
+            failure, lost = _run_once(part, stack, watch)
+            if not (failure and lost):
+                break
+    if failure:
+        raise LaunchError(f"{failure}; go on with the same command and --set run_id={config.run_id}")
+
+
+def _run_once(part: Part, stack: Supervisor, watch: Callable[[Process], int]) -> tuple[str, list[str]]:
+    """Why the flow failed, empty if it did not, and what ended meanwhile and is started again."""
+    [process] = stack.start(part)
+    before = stack.pids()
+    try:
+        code = watch(process)
+    finally:
+        # first: it would report the loss of everything else as errors
+        stack.remove(process)
+    failure = f"{_reason(process, code)}; log: {process.log}" if code else ""
+    return failure, [name for name, pid in stack.pids().items() if before.get(name, pid) != pid]
 
 
 def _watch(

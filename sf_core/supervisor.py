@@ -125,9 +125,10 @@ class Supervisor:
     def remove(self, process: Process) -> None:
         """End it for good, with its process group."""
         del self.processes[process.name]
-        with suppress(Fault):  # it has ended
-            call(self.folder, "stopProcess", process.name, patience_s=self.stop_s)
-        call(self.folder, "removeProcessGroup", process.name)
+        with suppress(OSError, HTTPException):  # it has ended with its supervisor
+            with suppress(Fault):  # it has ended
+                call(self.folder, "stopProcess", process.name, patience_s=self.stop_s)
+            call(self.folder, "removeProcessGroup", process.name)
 
     def stop(self) -> None:
         """End everything."""
