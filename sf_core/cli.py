@@ -168,6 +168,12 @@ def simulate(
     overrides: Overrides = None,
     rollout: Annotated[int, typer.Option(min=0, help="Devices that only roll out.")] = 4,
     dual: Annotated[int, typer.Option(min=1, help="Devices that can train too.")] = 4,
+    rollout_kind: Annotated[
+        str | None, typer.Option(help="What the former are, such as h20.", show_default=False)
+    ] = None,
+    dual_kind: Annotated[
+        str | None, typer.Option(help="What the latter are, such as h800.", show_default=False)
+    ] = None,
     lengths: Annotated[
         str | None, typer.Option(help="Run directory whose sessions' lengths are drawn.", show_default=False)
     ] = None,
@@ -179,7 +185,8 @@ def simulate(
         str | None, typer.Option(help="PNG of the multiplexed timeline.", show_default=False)
     ] = None,
 ) -> None:
-    """Compare the pipelines on devices of the configuration's `emulation`, without running anything."""
+    """Compare the pipelines on devices of the configuration's `emulation`, or of given kinds, without running
+    anything."""
     from sf_core.scheduling.simulations import Devices, Lognormal, MeasuredLengths, comparison
     from sf_core.scheduling.simulator import Failures
 
@@ -190,7 +197,8 @@ def simulate(
             drawn: Lognormal | MeasuredLengths = MeasuredLengths(lengths)
         else:
             drawn = Lognormal(prompt, median, sigma, settings.rollout.max_tokens)
-        console.print(comparison(settings, Devices(rollout, dual), drawn, failures=failures, picture=picture))
+        devices = Devices(rollout, dual, rollout_kind, dual_kind)
+        console.print(comparison(settings, devices, drawn, failures=failures, picture=picture))
     except ValueError as error:
         _fail(str(error))
 

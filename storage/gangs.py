@@ -30,6 +30,12 @@ class GangFiles:
     def is_taken(self, rank: int) -> bool:
         return files.exists(self._seat(rank))
 
+    def note_computed(self, rank: int) -> None:
+        files.write_atomic(self._computed(rank), b"")
+
+    def has_computed(self, rank: int) -> bool:
+        return files.exists(self._computed(rank))
+
     def announce(self, host: str, port: int) -> None:
         """Say where rank 0 waits for the others."""
         text = json.dumps({"host": host, "port": port})
@@ -54,3 +60,6 @@ class GangFiles:
 
     def _seat(self, rank: int) -> str:
         return files.join(self._folder, f"rank-{rank}")
+
+    def _computed(self, rank: int) -> str:
+        return files.join(self._folder, f"computed-{rank}")

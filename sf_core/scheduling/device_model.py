@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from sf_core.config import EmulationConfig
+from sf_core.scheduling.roofline import Device
 
 TRAIN_STATE_BYTES = 12
 """Per parameter beside the weights: a float32 copy and Adam's two moments (Rajbhandari et al. 2020, ZeRO)."""
@@ -24,20 +25,22 @@ class DeviceModel:
     """
 
     settings: EmulationConfig
+    device: Device | None = None
+    """Whose peak and memory bandwidth count instead of those of the settings."""
 
     def prefill_s(self, num_tokens: int) -> float:
         """A prompt of T tokens: max(2NT / (peak x utilisation), bytes of the weights / bandwidth)."""
         if num_tokens <= 0:
             return 0.0
         compute = 2 * self.settings.parameters * num_tokens / self._flops
-        return self._real(max(compute, self._weight_bytes / self.settings.memory_bandwidth))
+        return self._real(max(compute, self._weight_bytes / self._bandwidth))
 
     def decode_s(self, num_running: int, context: float) -> float:
         """One token for each of B requests that hold C tokens of context together:
         max(2NB / (peak x utilisation), (bytes of the weights + C x KV bytes per token) / bandwidth)."""
         compute = 2 * self.settings.parameters * num_running / self._flops
         traffic = self._weight_bytes + context * self.settings.kv_bytes_per_token
-        return self._real(max(compute, traffic / self.settings.memory_bandwidth))
+        return self._real(max(compute, traffic / self._bandwidth))
 
     def train_s(self, num_tokens: int, num_ranks: int = 1) -> float:
         """A step on T tokens over W ranks that share them evenly: 6NT / (W x peak x utilisation)."""
@@ -63,7 +66,12 @@ class DeviceModel:
 
     @cached_property
     def _flops(self) -> float:
-        return self.settings.peak_flops * self.settings.utilisation
+        peak = self.device.peak_flops if self.device else self.settings.peak_flops
+        return peak * self.settings.utilisation
+
+    @cached_property
+    def _bandwidth(self) -> float:
+        return self.device.bandwidth if self.device else self.settings.memory_bandwidth
 
     @cached_property
     def _weight_bytes(self) -> float:

@@ -1,4 +1,7 @@
-"""The device that this process pretends to have: one active tag at a time, and switching takes time."""
+"""The device that this process pretends to have: one active tag at a time, and switching takes time.
+
+It is what the worker said of its device, else that of the configuration.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import time
 
 from sf_core.config import RunConfig
 from sf_core.engines.emulated import EmulatedEngine
+from sf_core.scheduling import preload
 from sf_core.scheduling.device_model import DeviceModel
 
 MAX_SLEEP_S = 0.01
@@ -20,6 +24,10 @@ REPORT_EVERY = 256
 _active: str | None = None
 
 
+def device_model(config: RunConfig) -> DeviceModel:
+    return DeviceModel(config.emulation, preload.own_device)
+
+
 def switch_to(tag: str, seconds: float) -> None:
     """Sleeps as long as the switch takes; not at all if the device holds the tag already."""
     global _active
@@ -30,7 +38,7 @@ def switch_to(tag: str, seconds: float) -> None:
 
 def emulated_engine(config: RunConfig, version: int) -> EmulatedEngine:
     """The engine of this process's device, once its weights are in."""
-    model = DeviceModel(config.emulation)
+    model = device_model(config)
     switch_to("rollout", model.to_rollout_s())
     return EmulatedEngine(
         model,

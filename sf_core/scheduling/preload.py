@@ -26,6 +26,9 @@ HEAVY = {
     "cpu": ("pyarrow",),
 }
 
+own_device: Device | None = None
+"""What the worker of this process said of its device."""
+
 
 def _kind(context: click.Context, option: click.Parameter, value: str | None) -> Device | None:
     try:
@@ -49,7 +52,9 @@ async def dask_setup(worker: Any, device_kind: Device | None, device: str | None
             if module == "torch" and computes_nothing():
                 continue
             importlib.import_module(module)
-    published = json.loads(device) if device else asdict(device_kind) if device_kind else None
+    global own_device
+    own_device = Device(**json.loads(device)) if device else device_kind
+    published = asdict(own_device) if own_device else None
 
     async def device_of(worker: Any) -> dict[str, Any] | None:
         return published

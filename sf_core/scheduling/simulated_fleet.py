@@ -58,7 +58,7 @@ class Fleet:
     def __init__(
         self,
         clock: EventClock,
-        model: DeviceModel,
+        weight_load_s: float,
         max_running: int,
         *,
         recompute: bool,
@@ -73,15 +73,15 @@ class Fleet:
         """At the balance of the engines, once a second."""
         self.on_finished: Callable[[SimulatedSession], None] = lambda session: None
         self.on_started: Callable[[SimulatedSession, int], None] = lambda session, version: None
-        self._clock, self._model, self._max_running = clock, model, max_running
+        self._clock, self._weight_load_s, self._max_running = clock, weight_load_s, max_running
         self._recompute, self._typical, self._budget = recompute, round(typical), budget
         self._waiting: list[tuple[int, int, SimulatedSession]] = []
         self._roomy: list[tuple[int, int, int, SimulatedEngine]] = []
         """Heap of engines by what is outstanding; entries that do not fit their engine are out of date."""
         self._order = count()
 
-    def add_engine(self, worker: str, version: int) -> SimulatedEngine:
-        engine = SimulatedEngine(worker, ContinuousBatch(self._model), version, self._max_running)
+    def add_engine(self, worker: str, version: int, model: DeviceModel) -> SimulatedEngine:
+        engine = SimulatedEngine(worker, ContinuousBatch(model), version, self._max_running)
         engine.ticked_at = engine.serving_since = self._clock.now
         self.engines.append(engine)
         self._note_room(engine)
@@ -107,7 +107,7 @@ class Fleet:
 
     def set_version(self, version: int) -> None:
         """All engines take over new weights at once, and compute nothing meanwhile."""
-        seconds = self._model.weight_load_s()
+        seconds = self._weight_load_s
         for engine in self.engines:
             self._advance(engine)
             engine.version = version

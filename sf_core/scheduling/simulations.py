@@ -22,6 +22,7 @@ from sf_core.scheduling.device_model import DeviceModel
 from sf_core.scheduling.figures import by_worker
 from sf_core.scheduling.pipelines import PipelineName
 from sf_core.scheduling.plan import Worker, make_plan
+from sf_core.scheduling.roofline import Device, known_device
 from sf_core.scheduling.simulator import Failures, Length, Overheads, Simulated, simulate
 from sf_core.scheduling.timeline import idle_fraction, read_spans
 from storage.files import write_atomic
@@ -54,20 +55,28 @@ colocated_drained: every session ends before the train step, as common framework
 @dataclass(frozen=True, slots=True)
 class Devices:
     """A cluster: of its devices, `dual` can train and roll out, the others only roll out. Colocated pipelines
-    have as many devices, all of them dual."""
+    have as many devices, all of them dual. Kinds are names of roofline.DEVICES; None: the device of the
+    configuration's `emulation`."""
 
     rollout: int
     dual: int
+    rollout_kind: str | None = None
+    dual_kind: str | None = None
 
     def workers_of(self, variant: Variant) -> list[Worker]:
-        num_dual = self.rollout + self.dual if variant.pipeline == "colocated" else self.dual
-        num_rollout = self.rollout + self.dual - num_dual
+        """Raises ValueError for a kind that is not known."""
+        dual = frozenset(("rollout", "train"))
+        others = dual if variant.pipeline == "colocated" else frozenset(("rollout",))
         return [
-            *(Worker(f"t{i}", frozenset(("rollout", "train"))) for i in range(num_dual)),
-            *(Worker(f"r{i}", frozenset(("rollout",))) for i in range(num_rollout)),
+            *(Worker(f"t{i}", dual, _device(self.dual_kind)) for i in range(self.dual)),
+            *(Worker(f"r{i}", others, _device(self.rollout_kind)) for i in range(self.rollout)),
             Worker("a0", frozenset(("agent",))),
             Worker("c0", frozenset(("cpu",))),
         ]
+
+
+def _device(kind: str | None) -> Device | None:
+    return known_device(kind) if kind else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +178,10 @@ def simulate_variant(
 ) -> Simulated:
     """Raises ValueError, one sentence, if the pipeline cannot run on these devices."""
     chosen = configure(config, variant, devices)
-    plan = make_plan(devices.workers_of(variant), chosen)
-    return simulate(chosen, plan, length, overheads=overheads, failures=failures)
+    workers = devices.workers_of(variant)
+    plan = make_plan(workers, chosen)
+    by_name = {worker.name: worker.device for worker in workers if worker.device}
+    return simulate(chosen, plan, length, devices=by_name, overheads=overheads, failures=failures)
 
 
 def figures_of(simulated: Simulated) -> PipelineFigures:

@@ -10,7 +10,7 @@ given (`Overheads`).
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from sf_core.config import RunConfig
@@ -19,6 +19,7 @@ from sf_core.scheduling.device_model import DeviceModel
 from sf_core.scheduling.event_clock import EventClock, Process, Signal
 from sf_core.scheduling.lending import LendingGate, WorkLeft
 from sf_core.scheduling.plan import Plan
+from sf_core.scheduling.roofline import Device
 from sf_core.scheduling.simulated_fleet import Fleet, SimulatedEngine, SimulatedSession
 from sf_core.scheduling.switching import work_left
 from sf_core.scheduling.timeline import Span
@@ -81,26 +82,38 @@ def simulate(
     plan: Plan,
     length: Length,
     *,
+    devices: Mapping[str, Device] | None = None,
     overheads: Overheads | None = None,
     failures: Failures | None = None,
 ) -> Simulated:
-    """All iterations of that configuration; the same arguments give the same result."""
-    return _Simulation(config, plan, length, overheads or Overheads(), failures).run()
+    """All iterations of that configuration; the same arguments give the same result. `devices` by worker;
+    one that is not there is the device of the configuration's `emulation`."""
+    return _Simulation(config, plan, length, devices or {}, overheads or Overheads(), failures).run()
 
 
 class _Simulation:
     def __init__(
-        self, config: RunConfig, plan: Plan, length: Length, overheads: Overheads, failures: Failures | None
+        self,
+        config: RunConfig,
+        plan: Plan,
+        length: Length,
+        devices: Mapping[str, Device],
+        overheads: Overheads,
+        failures: Failures | None,
     ) -> None:
         self._config, self._plan, self._length = config, plan, length
         self._overheads, self._failures = overheads, failures
         self._random = random.Random(config.seed)
         self._clock = EventClock()
         self._model = DeviceModel(config.emulation)
+        self._models = {
+            worker: DeviceModel(config.emulation, devices.get(worker))
+            for worker in (*plan.rollout, *plan.trainers)
+        }
         self._manager = RolloutManager(rules_of(config), next_batch=0, version=0, done_groups=[])
         self._fleet = Fleet(
             self._clock,
-            self._model,
+            self._model.weight_load_s(),
             config.engine.max_running,
             recompute=config.engine.kv_on_update == "recompute",
             typical=sum(length(0, member)[1] for member in range(config.rollout.group_size))
@@ -196,7 +209,7 @@ class _Simulation:
             switched_from = self._clock.now
             yield switch
             begun = self._clock.now
-            yield self._model.train_s(num_tokens, num_ranks)
+            yield max(self._models[w].train_s(num_tokens, num_ranks) for w in self._plan.trainers)
             if not self._step_failed:
                 break
         self._training = False
@@ -225,7 +238,9 @@ class _Simulation:
 
     def _open(self, worker: str) -> None:
         if worker not in self._down and worker not in self._engines:
-            self._engines[worker] = self._fleet.add_engine(worker, self._manager.version)
+            self._engines[worker] = self._fleet.add_engine(
+                worker, self._manager.version, self._models[worker]
+            )
 
     def _take_back(self) -> None:
         for worker in self._plan.trainers:

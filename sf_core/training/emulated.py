@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from sf_core.run import Run
 from sf_core.scheduling.device_model import DeviceModel
-from sf_core.scheduling.emulated_device import switch_to
+from sf_core.scheduling.emulated_device import device_model, switch_to
 from sf_core.training.seats import GangError, Seat, SupersededError
 from storage.files import FileRef
 from storage.gangs import GangFiles
@@ -29,20 +29,23 @@ POLL_S = 0.02
 class EmulatedRanks:
     rank: int
     size: int
+    meet: Callable[[], None]
+    """Returns when every rank has computed its share, as gradients are summed."""
 
 
 class EmulatedTrainer:
-    """One of `num_ranks` that share every batch evenly."""
+    """One of the ranks that share every batch evenly."""
 
-    def __init__(self, model: DeviceModel, version: int, num_ranks: int) -> None:
+    def __init__(self, model: DeviceModel, version: int, ranks: EmulatedRanks) -> None:
         self.version = version
-        self._model, self._num_ranks = model, num_ranks
+        self._model, self._ranks = model, ranks
 
     def step(self, batch: pa.Table) -> dict[str, float]:
-        """Takes as long as a step on the tokens of the batch, prompts included."""
+        """Takes as long as a step on the tokens of the batch, prompts included, does on the slowest rank."""
         num_tokens = pc.sum(pc.list_value_length(batch["token_ids"])).as_py()
-        seconds = self._model.train_s(num_tokens, self._num_ranks)
+        seconds = self._model.train_s(num_tokens, self._ranks.size)
         time.sleep(seconds)
+        self._ranks.meet()
         self.version += 1
         return {
             "tokens": float(pc.sum(pc.list_flatten(batch["loss_mask"])).as_py()),
@@ -68,11 +71,18 @@ def seated(files: GangFiles, seat: Seat, host: str, timeout_s: float) -> Iterato
     def absent() -> list[int]:
         return [rank for rank in others if not files.is_taken(rank)]
 
+    def unfinished() -> list[int]:
+        return [rank for rank in others if not files.has_computed(rank)]
+
+    def meet() -> None:
+        files.note_computed(seat.rank)
+        _await(files, seat, unfinished, "has not computed its share", timeout_s)
+
     def uncommitted() -> list[int]:
         return [] if files.is_committed() else [0]
 
     _await(files, seat, absent, "has not begun", timeout_s)
-    yield EmulatedRanks(seat.rank, len(seat.workers))
+    yield EmulatedRanks(seat.rank, len(seat.workers), meet)
     if seat.rank:
         _await(files, seat, uncommitted, "has not committed the step", timeout_s)
 
@@ -93,6 +103,6 @@ def _await(
 @contextmanager
 def trainer_at(run: Run, version: int, ranks: EmulatedRanks) -> Iterator[EmulatedTrainer]:
     """The device of this process, switched to training."""
-    model = DeviceModel(run.config.emulation)
+    model = device_model(run.config)
     switch_to("train", model.to_train_s(ranks.size))
-    yield EmulatedTrainer(model, version, ranks.size)
+    yield EmulatedTrainer(model, version, ranks)

@@ -36,6 +36,7 @@ ARGUMENTS: list[tuple[str, str]] = [
     ("plan run.yaml --scheduler nonsense", "nonsense"),
     ("plan run.yaml --measured nowhere", "nowhere"),
     ("simulate run.yaml --dual 0", "--dual"),
+    ("simulate run.yaml --dual-kind k80", "device kind 'k80' is not known"),
     ("simulate run.yaml --sigma -1", "--sigma"),
     ("simulate run.yaml --lengths nowhere", "nowhere"),
     ("worker --tags rollout", "--scheduler"),

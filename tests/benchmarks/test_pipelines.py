@@ -32,10 +32,11 @@ def test_the_simulated_line_has_an_object_per_pipeline() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("name", ["multiplexed", "async"])
-def test_the_simulator_agrees_with_the_emulated_system(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(("name", "num_devices"), [("multiplexed", 8), ("async", 8), ("multiplexed", 64)])
+def test_the_simulator_agrees_with_the_emulated_system(tmp_path: Path, name: str, num_devices: int) -> None:
     """Within 10 % on tokens/s and, of all device time, on the idle share; on a machine with nothing else."""
-    devices, config = Devices(4, 4), pipelines.base_config(8, iterations=7)
+    devices = Devices(num_devices // 2, num_devices // 2)
+    config = pipelines.emulated_config(num_devices, iterations=7 if num_devices == 8 else 5)
     found = pipelines.run_all(tmp_path, [name], devices, config)[name]
     overheads = measured_overheads(RunDirectory(str(tmp_path / "runs" / name)))
     expected = figures_of(simulate_variant(config, VARIANTS[name], devices, LENGTHS, overheads=overheads))

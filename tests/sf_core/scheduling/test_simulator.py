@@ -92,6 +92,20 @@ def test_multiplexing_leaves_less_idle_than_waiting_does() -> None:
     assert figures["colocated"].tokens_per_second > figures["colocated_drained"].tokens_per_second
 
 
+def test_training_by_compute_and_rollout_by_bandwidth_pays_on_devices_of_two_kinds() -> None:
+    busy = config(emulation={"utilisation": 1.0}, rollout={"groups_per_batch": 32})
+    two_kinds = Devices(2, 2, rollout_kind="h20", dual_kind="h800")
+
+    def gain(devices: Devices) -> float:
+        runs = [
+            simulated(name, devices, config=busy, overheads=NOTHING) for name in ("multiplexed", "colocated")
+        ]
+        multiplexed, colocated = (figures_of(run).tokens_per_second for run in runs)
+        return multiplexed / colocated
+
+    assert gain(two_kinds) > 1.25 * gain(Devices(2, 2))
+
+
 def test_requests_move_to_engines_that_came_too_late_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     # the first engine that is there could take the whole batch
     roomy = config(engine={"kind": "emulated", "max_running": 64, "context_length": 2048})

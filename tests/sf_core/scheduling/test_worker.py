@@ -15,9 +15,10 @@ from distributed import Client
 from typer.testing import CliRunner
 
 from sf_core.cli import app
-from sf_core.config import WorkerConfig
+from sf_core.config import RunConfig, WorkerConfig
 from sf_core.local_stack import local_stack, start_dask, start_dask_worker
 from sf_core.parts import Part
+from sf_core.scheduling.emulated_device import device_model
 from sf_core.scheduling.force import end_tasks
 from sf_core.scheduling.plan import Worker, connected_workers, read_workers
 from sf_core.scheduling.roofline import DEVICES
@@ -89,6 +90,9 @@ def test_workers_started_by_us_or_by_dask_are_read_with_their_tags_and_devices(b
         Worker("r0", frozenset({"rollout"})),
         Worker("r1", frozenset({"rollout"}), DEVICES["h20"]),
     ]
+    with Client(bench.scheduler, set_as_default=False) as client:
+        emulated = client.submit(device_model, RunConfig(), resources={"@r1": 1}).result(timeout=60)
+    assert emulated.device == DEVICES["h20"]
     quickstart = str(ROOT / "configs" / "quickstart.yaml")
     refused = CliRunner().invoke(app, ["plan", quickstart, "--scheduler", bench.scheduler])
     assert refused.exit_code == 2

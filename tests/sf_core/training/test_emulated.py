@@ -1,0 +1,53 @@
+"""Ranks that sleep instead of computing wait for each other as real ones do."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from sf_core.config import EmulationConfig
+from sf_core.scheduling.device_model import DeviceModel
+from sf_core.scheduling.roofline import known_device
+from sf_core.training.emulated import EmulatedTrainer, seated
+from sf_core.training.seats import GangError, Seat
+from storage.gangs import GangFiles
+from storage.run_directory import RunDirectory
+from tests.sf_core.test_inspect import commit
+from tests.sf_core.training.batches import make_batch
+
+WORKERS = ("h800", "h20")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(str(tmp_path / "run"))
+
+
+def step(run: RunDirectory, rank: int, timeout_s: float = 30.0) -> list[int]:
+    """Which ranks had computed when this one's step was over."""
+    files = one_try(run)
+    with seated(files, Seat(WORKERS, rank), "", timeout_s) as ranks:
+        model = DeviceModel(EmulationConfig(parameters=1e11), known_device(WORKERS[rank]))
+        EmulatedTrainer(model, 0, ranks).step(make_batch([([1] * 50, [True] * 50)] * 2))
+        found = [other for other in range(len(WORKERS)) if files.has_computed(other)]
+        if rank == 0:
+            commit(run, 0, "train")
+    return found
+
+
+def one_try(run: RunDirectory) -> GangFiles:
+    return GangFiles(run, 0, attempt=1, epoch=0)
+
+
+def test_no_step_is_over_before_the_slowest_rank_has_computed(run: RunDirectory) -> None:
+    with ThreadPoolExecutor() as pool:
+        steps = [pool.submit(step, run, rank) for rank in range(2)]
+        assert [each.result() for each in steps] == [[0, 1], [0, 1]]
+
+
+def test_a_rank_that_does_not_finish_is_named_after_the_bound(run: RunDirectory) -> None:
+    assert one_try(run).take_seat(1, once=True)
+    with pytest.raises(GangError, match=r"rank 1 \(h20\) has not computed its share within 0.1 s"):
+        step(run, 0, timeout_s=0.1)
