@@ -83,6 +83,7 @@ class Supervisor:
     stop_s: float = 2.0
     """A part has so long to end before it is killed, in whole seconds."""
     processes: dict[str, Process] = field(default_factory=dict, init=False)
+    _daemon: subprocess.Popen[bytes] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if len(os.fsencode(_socket(self.folder))) > MAX_SOCKET_PATH:
@@ -133,6 +134,8 @@ class Supervisor:
     def stop(self) -> None:
         """End everything."""
         end(self.folder, self.stop_s)
+        if self._daemon is not None:
+            self._daemon.poll()
         self.processes.clear()
 
     @property
@@ -140,7 +143,7 @@ class Supervisor:
         return self.folder / "supervisord.conf"
 
     def _launch(self) -> None:
-        popen = subprocess.Popen(
+        self._daemon = subprocess.Popen(
             [sys.executable, "-m", "sf_core.supervised", "-n", "-s", "-c", str(self._configuration)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -150,8 +153,8 @@ class Supervisor:
             preexec_fn=None if self.stays else end_with_parent,
         )
         deadline = time.monotonic() + ANSWER_S
-        while read_pid(self.folder) != popen.pid:
-            if popen.poll() is not None or time.monotonic() > deadline:
+        while read_pid(self.folder) != self._daemon.pid:
+            if self._daemon.poll() is not None or time.monotonic() > deadline:
                 raise StackError(f"supervisord does not start; log: {self.logs / 'supervisord.log'}")
             time.sleep(0.02)
 
