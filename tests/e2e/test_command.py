@@ -108,7 +108,9 @@ def test_a_run_goes_on_when_its_parts_are_killed_and_nothing_outlives_its_comman
 
         def await_another_iteration() -> None:
             wanted = len(manifests(config)) + 8
-            wait_until(lambda: len(manifests(config)) >= wanted or process.poll(), "stages", 180, 0.1)
+            wait_until(
+                lambda: len(manifests(config)) >= wanted or process.poll() is not None, "stages", 180, 0.1
+            )
             assert process.poll() is None
 
         await_another_iteration()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import httpx
+import psutil
 import pyarrow.parquet as pq
 import pytest
 
@@ -30,7 +29,9 @@ def start_worker(cluster: Cluster, name: str, *tags: str) -> None:
 def end_worker(cluster: Cluster, name: str) -> None:
     """The worker and its nanny, by force."""
     process = cluster.stack.processes[f"worker-{name}"]
-    os.killpg(process.pid(), signal.SIGKILL)
+    nanny = psutil.Process(process.pid())
+    for member in (nanny, *nanny.children(recursive=True)):
+        member.kill()
     cluster.stack.remove(process)
 
 
