@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.ready
 
-.PHONY: setup run up down test pytest nightly chaos check clean
+.PHONY: setup run up down test pytest nightly chaos check audit clean
 
 setup: $(STAMP)
 
@@ -50,6 +50,17 @@ SEED ?= 0
 ROUNDS ?= 1
 chaos: setup
 	$(BIN)/python -m tests.chaos --seed $(SEED) --rounds $(ROUNDS)
+
+# what is installed against the advisories of PyPI (docs/threat-model.md); first, whether it has any: of this there are
+ADVISED := https://pypi.org/pypi/jinja2/2.11.2/json
+audit: setup
+	@$(BIN)/python -c 'import httpx; assert httpx.get("$(ADVISED)", timeout=20).json()["vulnerabilities"]' 2> /dev/null || \
+	  { echo "audit: nothing is known: no advisories at $(ADVISED); call it where PyPI itself is reached"; exit 1; }
+	test -x .venv/audit/bin/pip-audit || { $(PYTHON) -m venv .venv/audit && \
+	  .venv/audit/bin/pip install --quiet pip-audit==2.10.1; }
+	# ourselves, and the build that a local version names, PyPI does not know
+	$(BIN)/python -m pip list --format freeze --exclude-editable | sed 's/+.*//' > .venv/audit.txt
+	PIP_AUDIT_LOGLEVEL=ERROR .venv/audit/bin/pip-audit --strict --no-deps --disable-pip -r .venv/audit.txt
 
 clean:
 	rm -rf .venv

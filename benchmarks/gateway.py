@@ -43,7 +43,8 @@ from benchmarks.gateway_client import Load, Measured, Target, measure
 from benchmarks.gateway_memory import memory
 from benchmarks.gateway_peers import PEERS, running_peer
 from benchmarks.gateway_stand import Gateway, floor_target, gateway, start_floor
-from sf_core.local_stack import LocalStack, StackError, local_stack
+from sf_core.local_stack import local_stack
+from sf_core.supervisor import StackError, Supervisor
 
 TOKEN_DELAY_MS = 10
 NUM_TOKENS = 20
@@ -122,8 +123,8 @@ def load_of(name: str, sizes: Sizes) -> Load:
     return replace(load, concurrency=load.concurrency * sizes.concurrency // 64)
 
 
-def measure_ours(name: str) -> Callable[[LocalStack, Path, Sizes], Line]:
-    def section(stack: LocalStack, folder: Path, sizes: Sizes) -> Line:
+def measure_ours(name: str) -> Callable[[Supervisor, Path, Sizes], Line]:
+    def section(stack: Supervisor, folder: Path, sizes: Sizes) -> Line:
         with gateway(stack, folder) as ours:
             measured, cpu_ms, _ = load_ours(ours, name, name, sizes)
         return figures(name, measured) | {f"{name}_cpu_ms_per_request": cpu_ms}
@@ -146,7 +147,7 @@ def load_ours(ours: Gateway, run_id: str, name: str, sizes: Sizes) -> tuple[Meas
     return measured, hub_ms, gateways_ms
 
 
-def compare(stack: LocalStack, folder: Path, sizes: Sizes, names: list[str], peers: list[str]) -> Line:
+def compare(stack: Supervisor, folder: Path, sizes: Sizes, names: list[str], peers: list[str]) -> Line:
     """The same loads on the floor and on the peers before it."""
     address = start_floor(stack, folder)
     delays = tuple(sorted({LOADS[name][0] for name in names}))
@@ -192,7 +193,7 @@ def prefixed(prefix: str, line: Line) -> Line:
     return {f"{prefix}_{key}": value for key, value in line.items()}
 
 
-def gateways_section(stack: LocalStack, folder: Path, sizes: Sizes) -> Line:
+def gateways_section(stack: Supervisor, folder: Path, sizes: Sizes) -> Line:
     line: Line = {"gateways_cores": os.cpu_count()}
     for num_gateways in (1, sizes.gateways):
         prefix = f"gateways_{num_gateways}"
@@ -207,30 +208,30 @@ def gateways_section(stack: LocalStack, folder: Path, sizes: Sizes) -> Line:
     return line
 
 
-def sessions_section(stack: LocalStack, folder: Path, sizes: Sizes) -> Line:
+def sessions_section(stack: Supervisor, folder: Path, sizes: Sizes) -> Line:
     with gateway(stack, folder) as ours:
         return uvloop.run(lives.many_sessions(ours, sizes.sessions, sizes.session_turns))
 
 
-def memory_section(stack: LocalStack, folder: Path, sizes: Sizes) -> Line:
+def memory_section(stack: Supervisor, folder: Path, sizes: Sizes) -> Line:
     return memory(stack, folder, sizes.memory_sessions, sizes.session_turns, sizes.memory_mb)
 
 
-def turns_section(stack: LocalStack, folder: Path, sizes: Sizes) -> Line:
+def turns_section(stack: Supervisor, folder: Path, sizes: Sizes) -> Line:
     with gateway(stack, folder) as ours:
         return uvloop.run(lives.long_sessions(ours, sizes.long_turns))
 
 
-def interrupt_section(stack: LocalStack, folder: Path, sizes: Sizes) -> Line:
+def interrupt_section(stack: Supervisor, folder: Path, sizes: Sizes) -> Line:
     with gateway(stack, folder) as ours:
         return uvloop.run(lives.interruptions(ours, sizes.concurrency))
 
 
-def journal_section(stack: LocalStack, folder: Path, sizes: Sizes) -> Line:
+def journal_section(stack: Supervisor, folder: Path, sizes: Sizes) -> Line:
     return asyncio.run(lives.journal(folder / "journal", sizes.journal_turns))
 
 
-SECTIONS: dict[str, Callable[[LocalStack, Path, Sizes], Line]] = {
+SECTIONS: dict[str, Callable[[Supervisor, Path, Sizes], Line]] = {
     **{name: measure_ours(name) for name in LOADS},
     "gateways": gateways_section,
     "sessions": sessions_section,

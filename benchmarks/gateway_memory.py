@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.gateway_client import Connection, Load, chat_body, converse
 from benchmarks.gateway_stand import MODEL, Gateway, gateway
-from sf_core.local_stack import LocalStack
+from sf_core.supervisor import Supervisor
 
 ROOM_MB = 100_000
 TOKENS_PER_TURN = 200
@@ -23,7 +23,7 @@ NUM_TIMED = 200
 Line = dict[str, Any]
 
 
-def memory(stack: LocalStack, folder: Path, sessions: int, turns: int, bound_mb: float) -> Line:
+def memory(stack: Supervisor, folder: Path, sessions: int, turns: int, bound_mb: float) -> Line:
     """All sessions are played, `TOGETHER` at a time; then some of the first are asked for twice more.
 
     reload_ms_*: what the first of these turns took longer than the second, whose session was in memory."""

@@ -17,7 +17,9 @@ import httpx
 import yaml
 
 from benchmarks.gateway_client import Target
-from sf_core.local_stack import LocalStack, StackError, free_port
+from sf_core.local_stack import free_port
+from sf_core.parts import Part
+from sf_core.supervisor import StackError, Supervisor
 
 VENVS = Path(__file__).resolve().parents[1] / ".venvs"
 START_TIMEOUT_S = 120.0
@@ -34,7 +36,7 @@ QUIET = {
 }
 
 Models = list[dict[str, object]]
-Peer = Callable[[LocalStack, Path, Models, int], list[str]]
+Peer = Callable[[Supervisor, Path, Models, int], list[str]]
 """(stack, scratch folder, LiteLLM model entries, port) -> chat paths, once it serves."""
 
 
@@ -58,12 +60,13 @@ def ensure_venv(name: str, packages: tuple[str, ...]) -> Path:
     return python
 
 
-def litellm(stack: LocalStack, folder: Path, models: Models, port: int) -> list[str]:
+def litellm(stack: Supervisor, folder: Path, models: Models, port: int) -> list[str]:
     python = ensure_venv("litellm", ("litellm[proxy]==1.106.2",))
     config = folder / "litellm.yaml"
     config.write_text(yaml.safe_dump({"model_list": models, "litellm_settings": {"num_retries": 0}}))
     command = [str(python.with_name("litellm")), "--config", str(config), "--host", "127.0.0.1"]
-    process = stack.start("litellm", [*command, "--port", str(port), "--num_workers", "1"], QUIET)
+    command += ["--port", str(port), "--num_workers", "1"]
+    [process] = stack.start(Part("litellm", command, QUIET, once=True))
 
     def ready() -> str | None:
         with contextlib.suppress(httpx.HTTPError):
@@ -75,13 +78,13 @@ def litellm(stack: LocalStack, folder: Path, models: Models, port: int) -> list[
     return ["/v1/chat/completions"]
 
 
-def agentlightning(stack: LocalStack, folder: Path, models: Models, port: int) -> list[str]:
+def agentlightning(stack: Supervisor, folder: Path, models: Models, port: int) -> list[str]:
     python = ensure_venv("agentlightning", ("agentlightning==0.3.0",))
     script = Path(__file__).parent / "peers" / "agentlightning_proxy.py"
     ready_file = folder / "agentlightning.json"
     ready_file.unlink(missing_ok=True)
     command = [str(python), str(script), str(port), str(NUM_ROLLOUTS), str(ready_file), json.dumps(models)]
-    process = stack.start("agentlightning", command, QUIET)
+    [process] = stack.start(Part("agentlightning", command, QUIET, once=True))
     text = stack.await_ready(
         process, lambda: ready_file.read_text() if ready_file.exists() else None, START_TIMEOUT_S
     )
@@ -93,7 +96,7 @@ PEERS: dict[str, Peer] = {"litellm": litellm, "agentlightning": agentlightning}
 
 @contextlib.contextmanager
 def running_peer(
-    stack: LocalStack, folder: Path, name: str, upstream: tuple[str, int], delays_ms: tuple[int, ...]
+    stack: Supervisor, folder: Path, name: str, upstream: tuple[str, int], delays_ms: tuple[int, ...]
 ) -> Iterator[dict[int, Target]]:
     """The peer's target for each token delay of its upstream. Raises StackError."""
     models: Models = [
@@ -108,10 +111,10 @@ def running_peer(
         for delay in delays_ms
     ]
     port = free_port()
-    before = list(stack.processes)
+    before = list(stack.processes.values())
     try:
         paths = PEERS[name](stack, folder, models, port)
         yield {delay: Target(("127.0.0.1", port), f"emulated-{delay}", paths) for delay in delays_ms}
     finally:
-        for process in [process for process in stack.processes if process not in before]:
-            stack.stop_one(process)
+        for process in [process for process in stack.processes.values() if process not in before]:
+            stack.remove(process)

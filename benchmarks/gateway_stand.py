@@ -17,8 +17,10 @@ import psutil
 from benchmarks.gateway_client import Target
 from sf_core.config import RunConfig
 from sf_core.dataplane.memory import MEMORY_MB
-from sf_core.local_stack import LocalStack, Process, start_dataplane
+from sf_core.local_stack import start_dataplane
+from sf_core.parts import Part
 from sf_core.policy import make_policy
+from sf_core.supervisor import Process, Supervisor
 
 MODEL = "policy"
 GROUP_SIZE = 50
@@ -29,7 +31,7 @@ KEEP_ALIVE_S = 5.0
 class Gateway:
     """Our data plane, with one run per load so that no load sees the sessions of another."""
 
-    stack: LocalStack
+    stack: Supervisor
     folder: Path
     process: Process
     http: httpx.Client
@@ -68,7 +70,8 @@ class Gateway:
         """Start an emulated engine; returns when the data plane may use it."""
         module = [sys.executable, "-m", "benchmarks.gateway_engine"]
         command = [*module, str(self.http.base_url), run_id, lease, str(token_delay_ms)]
-        process = self.engines[lease] = self.stack.start(f"engine-{run_id}-{lease}", command)
+        [process] = self.stack.start(Part(f"engine-{run_id}-{lease}", command, once=True))
+        self.engines[lease] = process
 
         def serving() -> str | None:
             engines = self.http.get(f"/runs/{run_id}").json()["engines"]
@@ -102,14 +105,14 @@ class Gateway:
     def cpu_s(self) -> float:
         """CPU seconds of the data plane so far, in nanosecond steps; of its hub, where it has several
         processes."""
-        return _cpu_s(self.process.popen.pid)
+        return _cpu_s(self.process.pid())
 
     def gateways_cpu_s(self) -> float:
         """Of its gateway processes together."""
-        return sum(_cpu_s(child.pid) for child in psutil.Process(self.process.popen.pid).children())
+        return sum(_cpu_s(child.pid) for child in psutil.Process(self.process.pid()).children())
 
     def rss_mb(self) -> float:
-        return float(psutil.Process(self.process.popen.pid).memory_info().rss / 2**20)
+        return float(psutil.Process(self.process.pid()).memory_info().rss / 2**20)
 
 
 def _cpu_s(pid: int) -> float:
@@ -119,25 +122,25 @@ def _cpu_s(pid: int) -> float:
 
 @contextlib.contextmanager
 def gateway(
-    stack: LocalStack, folder: Path, memory_mb: float = MEMORY_MB, num_gateways: int = 1
+    stack: Supervisor, folder: Path, memory_mb: float = MEMORY_MB, num_gateways: int = 1
 ) -> Iterator[Gateway]:
     if not (folder / "model").exists():
         shape = {"hidden_size": 32, "num_layers": 1}
         make_policy(str(folder / "model"), RunConfig().policy.model_copy(update=shape), seed=0)
     url = start_dataplane(stack, folder, memory_mb=memory_mb, num_gateways=num_gateways)()
-    process = stack.processes[-1]
+    process = stack.processes["dataplane"]
     with httpx.Client(base_url=url, timeout=120) as http:
         running = Gateway(stack, folder, process, http)
         yield running
         for part in [*running.engines.values(), process]:
-            stack.stop_one(part)
+            stack.remove(part)
 
 
-def start_floor(stack: LocalStack, folder: Path) -> tuple[str, int]:
+def start_floor(stack: Supervisor, folder: Path) -> tuple[str, int]:
     """Start the minimal server; returns its address."""
     port_file = folder / "floor.port"
     command = [sys.executable, "-m", "benchmarks.gateway_floor", str(port_file)]
-    process = stack.start("floor", command)
+    [process] = stack.start(Part("floor", command, once=True))
     port = stack.await_ready(process, lambda: port_file.read_text() if port_file.exists() else None, 30.0)
     return "127.0.0.1", int(port)
 

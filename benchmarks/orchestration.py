@@ -15,12 +15,13 @@ from pathlib import Path
 
 import typer
 
-from sf_core.config import RunConfig, validate_config
+from sf_core.config import RunConfig
 from sf_core.iterations import read_iterations
 from sf_core.local_stack import Services, local_stack, start_services
 from sf_core.run import Run, RunRef
 from sf_core.scheduling.timeline import gaps, read_spans
 from sf_core.summary import orchestration_seconds
+from sf_core.validation import validate_config
 
 
 def main(iterations: int = 12, warmup: int = 2) -> None:

@@ -30,9 +30,10 @@ import psutil
 import typer
 
 from benchmarks.heavy_tailed import LENGTHS, REAL_LENGTHS
-from sf_core.config import RunConfig, WorkerConfig, validate_config
+from sf_core.config import RunConfig, WorkerConfig
 from sf_core.iterations import iteration_windows, read_iterations
-from sf_core.local_stack import LocalStack, Process, Services, local_stack, start_services
+from sf_core.local_stack import Services, local_stack, start_services
+from sf_core.parts import Part
 from sf_core.scheduling.figures import device_figures
 from sf_core.scheduling.simulations import (
     VARIANTS,
@@ -43,6 +44,8 @@ from sf_core.scheduling.simulations import (
     simulate_variant,
 )
 from sf_core.scheduling.timeline import read_spans
+from sf_core.supervisor import Process, Supervisor
+from sf_core.validation import validate_config
 from storage.run_directory import RunDirectory
 
 PART = "benchmarks.heavy_tailed"
@@ -143,7 +146,7 @@ def run_all(folder: Path, names: list[str], devices: Devices, config: RunConfig)
     workers = worker_configs(names[0], devices)
     with running_stack(folder, workers) as (stack, services):
         if config.engine.kind == "torch":
-            pin([process for process in stack.processes if is_device(process.name, workers)])
+            pin([process for process in stack.processes.values() if is_device(process.name, workers)])
         for name in names:
             results[name] = run_one(folder, name, configure(config, VARIANTS[name], devices), stack, services)
             print(name, json.dumps(results[name]), file=sys.stderr, flush=True)
@@ -151,7 +154,7 @@ def run_all(folder: Path, names: list[str], devices: Devices, config: RunConfig)
 
 
 @contextmanager
-def running_stack(folder: Path, workers: dict[str, WorkerConfig]) -> Iterator[tuple[LocalStack, Services]]:
+def running_stack(folder: Path, workers: dict[str, WorkerConfig]) -> Iterator[tuple[Supervisor, Services]]:
     folder.mkdir(parents=True, exist_ok=True)
     env = {
         "PREFECT_HOME": str(folder / "prefect"),
@@ -188,14 +191,14 @@ def pin(devices: list[Process]) -> None:
             f"--real needs {len(devices)} cores, one for each device; this machine has {len(cores)}"
         )
     for device, core in zip(devices, cores, strict=False):
-        parent = psutil.Process(device.popen.pid)
+        parent = psutil.Process(device.pid())
         for process in (parent, *parent.children(recursive=True)):
             for thread in process.threads():
                 os.sched_setaffinity(thread.id, {core})
 
 
 def run_one(
-    folder: Path, name: str, config: RunConfig, stack: LocalStack, services: Services
+    folder: Path, name: str, config: RunConfig, stack: Supervisor, services: Services
 ) -> dict[str, Any]:
     settings = config.model_dump() | {
         "run_id": name.replace("_", "-"),
@@ -206,8 +209,8 @@ def run_one(
     run = validate_config(settings)
     (folder / f"{name}.json").write_text(run.model_dump_json())
     command = [sys.executable, "-m", "flows.train", str(folder / f"{name}.json")]
-    flow = stack.start(f"flow-{name}", command, {"PREFECT_API_URL": services.api})
-    if flow.popen.wait(7200) != 0:
+    [flow] = stack.start(Part(f"flow-{name}", command, {"PREFECT_API_URL": services.api}, once=True))
+    if flow.wait(7200) != 0:
         raise SystemExit(f"{name} failed: {flow.tail(20)}")
     return figures(RunDirectory(run.run_dir))
 

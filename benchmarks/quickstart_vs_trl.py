@@ -23,10 +23,13 @@ import typer
 from transformers import AutoTokenizer
 
 from benchmarks import trl_side
-from sf_core.config import RunConfig, validate_config
+from sf_core.config import RunConfig
 from sf_core.environments.quickstart import tasks
-from sf_core.local_stack import LocalStack, Services, local_stack, start_services
+from sf_core.local_stack import Services, local_stack, start_services
+from sf_core.parts import Part
 from sf_core.policy import make_policy
+from sf_core.supervisor import Process, Supervisor
+from sf_core.validation import validate_config
 from storage.metrics import read_metrics
 from storage.run_directory import RunDirectory
 
@@ -91,11 +94,11 @@ def run_ours(folder: Path, steps: int) -> dict[str, Any]:
         config = our_config(folder, services, steps)
         (folder / "flow.json").write_text(config.model_dump_json())
         command = [sys.executable, "-m", "flows.train", str(folder / "flow.json")]
-        flow = stack.start("flow", command, {"PREFECT_API_URL": services.api})
+        [flow] = stack.start(Part("flow", command, {"PREFECT_API_URL": services.api}, once=True))
         directory = RunDirectory(config.run_dir)
-        before = _wait(flow.popen, directory, WARMUP - 1, stack)
-        after = _wait(flow.popen, directory, steps - 1, stack)
-        if flow.popen.wait(120) != 0:
+        before = _wait(flow, directory, WARMUP - 1, stack)
+        after = _wait(flow, directory, steps - 1, stack)
+        if flow.wait(120) != 0:
             raise SystemExit(f"our run failed: {flow.tail(20)}")
     wall = after["time"] - before["time"]
     rollouts = [directory.read_manifest(number, "rollout") for number in range(WARMUP, steps)]
@@ -137,13 +140,11 @@ def our_config(folder: Path, services: Services, steps: int) -> RunConfig:
     )
 
 
-def _wait(
-    flow: subprocess.Popen[bytes], directory: RunDirectory, number: int, stack: LocalStack
-) -> dict[str, float]:
+def _wait(flow: Process, directory: RunDirectory, number: int, stack: Supervisor) -> dict[str, float]:
     """CPU seconds by part at the moment an iteration is published."""
     while directory.read_manifest(number, "publish") is None:
-        if flow.poll() is not None:
-            raise SystemExit(f"our run ended early: {stack.processes[-1].tail(20)}")
+        if flow.code() is not None:
+            raise SystemExit(f"our run ended early: {flow.tail(20)}")
         time.sleep(0.02)
     return {"time": time.time(), **cpu_by_part(stack)}
 
@@ -151,11 +152,11 @@ def _wait(
 PARTS = {"worker-r0": "devices", "worker-t0": "devices", "worker-a0": "agents", "dataplane": "gateway"}
 
 
-def cpu_by_part(stack: LocalStack) -> dict[str, float]:
+def cpu_by_part(stack: Supervisor) -> dict[str, float]:
     """CPU seconds so far of each part; what is none of them is orchestration."""
     seconds: dict[str, float] = defaultdict(float)
-    for process in stack.processes:
-        root = psutil.Process(process.popen.pid)
+    for process in stack.processes.values():
+        root = psutil.Process(process.pid())
         for member in [root, *root.children(recursive=True)]:
             times = member.cpu_times()
             seconds[PARTS.get(process.name, "orchestration")] += times.user + times.system

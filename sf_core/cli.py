@@ -14,10 +14,11 @@ import typer
 from sf_core.addresses import MAX_PORT
 from sf_core.cli_data import commands as data_commands
 from sf_core.cli_hosts import commands as host_commands
-from sf_core.config import ConfigError, RunConfig
+from sf_core.config import RunConfig
 from sf_core.config_file import load_config
 from sf_core.terminal import console, say_error
 from sf_core.terminal import fail as _fail
+from sf_core.validation import ConfigError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(host_commands)
@@ -72,20 +73,20 @@ def up(
     dataplane_port: Annotated[int, typer.Option(min=1, max=MAX_PORT)] = 8700,
 ) -> None:
     """Start a whole stack that stays up, with our deployments; `sf down` ends it."""
-    from sf_core.local_stack import StackError
-    from sf_core.standing_stack import Ports
+    from sf_core.local_stack import Ports
     from sf_core.standing_stack import up as bring_up
+    from sf_core.supervisor import StackError
 
     workers = (_config(config, None) if config else RunConfig()).cluster.workers
     ports = Ports(prefect_port, scheduler_port, dataplane_port)
     try:
-        bring_up(folder.resolve(), workers, ports, console.print)
+        services = bring_up(folder.resolve(), workers, ports, console.print)
     except StackError as error:
         _fail(str(error))
     console.print(
-        f"Prefect UI   {ports.api.removesuffix('/api')}\n"
-        f"scheduler    {ports.addresses['SF_SCHEDULER']}\n"
-        f"data plane   {ports.addresses['SF_DATAPLANE_URL']}\n"
+        f"Prefect UI   {services.api.removesuffix('/api')}\n"
+        f"scheduler    {services.scheduler}\n"
+        f"data plane   {services.dataplane}\n"
         f"logs         {folder.resolve() / 'logs'}",
         highlight=False,
         soft_wrap=True,

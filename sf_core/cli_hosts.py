@@ -55,8 +55,8 @@ def worker(
     host: Annotated[str, typer.Option(help="Address; others than loopback need TLS.")] = "127.0.0.1",
 ) -> None:
     """Be a Dask worker for one device, until told to stop."""
-    from sf_core.config import worker_config
     from sf_core.scheduling.worker import become_worker
+    from sf_core.validation import worker_config
 
     words = [tag.strip() for tag in tags.split(",")]
     try:

@@ -1,6 +1,6 @@
 """Every setting of a run. The YAML file, config.json and the form in the Prefect UI are this one model.
 
-Owns defaults, bounds and the sentences a wrong value gets. Reads no environment and starts nothing.
+Owns defaults and bounds. Reads no environment and starts nothing.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from sf_core.scheduling.pipelines import PIPELINES, PipelineName
 from sf_core.scheduling.roofline import known_device
@@ -374,47 +374,3 @@ class RunConfig(Settings):
     def run_dir(self) -> str:
         assert self.run_id is not None
         return f"{self.storage.root.rstrip('/')}/{self.run_id}"
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot run; the message is one sentence for the user."""
-
-
-def validate_config(data: dict[str, Any], source: str = "config") -> RunConfig:
-    """Validate a mapping; raises ConfigError with one sentence that names every wrong key."""
-    try:
-        return RunConfig.model_validate(data)
-    except ValidationError as error:
-        raise ConfigError(f"{source}: {'; '.join(_sentence(e) for e in error.errors())}") from None
-
-
-def worker_config(**options: Any) -> WorkerConfig:
-    """A worker from the options of `sf worker`; raises ConfigError that names the wrong one."""
-    try:
-        return WorkerConfig.model_validate(options)
-    except ValidationError as error:
-        first = error.errors()[0]
-        option = str(first["loc"][0]).replace("_", "-")
-        raise ConfigError(f"--{option}: {_sentence(first).partition(': ')[2]}") from None
-
-
-def _sentence(error: Any) -> str:
-    location = ".".join(str(part) for part in error["loc"])
-    message = error["msg"].removeprefix("Value error, ")
-    if error["type"] == "extra_forbidden":
-        return f"{location}: unknown key; allowed here: {', '.join(_fields_at(error['loc'][:-1]))}"
-    if not location:
-        return message
-    message = message[0].lower() + message[1:]
-    return f"{location}: {message}" + (
-        "" if error["type"] in ("missing", "value_error") else f", got {shown(error['input'])}"
-    )
-
-
-def _fields_at(location: tuple[int | str, ...]) -> list[str]:
-    node: Any = RunConfig()
-    for name in location:
-        node = getattr(node, str(name)) if isinstance(node, BaseModel) else node.get(name)
-        if isinstance(node, dict):
-            node = {**node, **{str(n): WorkerConfig(tags=("cpu",)) for n in location[1:]}}
-    return list(type(node).model_fields) if isinstance(node, BaseModel) else list(node or ())

@@ -7,8 +7,9 @@ from typing import Any
 
 import yaml
 
-from sf_core.config import ConfigError, RunConfig, validate_config
+from sf_core.config import RunConfig
 from sf_core.shown import shown
+from sf_core.validation import ConfigError, validate_config
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:

@@ -6,7 +6,9 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -16,19 +18,18 @@ from rich.live import Live
 from sf_core.config import RunConfig
 from sf_core.dataplane.client import DataplaneClient, DataplaneError
 from sf_core.local_runners import LocalRunners
-from sf_core.local_stack import (
-    LocalStack,
-    Process,
-    StackError,
-    local_stack,
-    start_services,
-)
+from sf_core.local_stack import begin_services, local_stack
+from sf_core.parts import Part
 from sf_core.progress import RunProgress
 from sf_core.run import new_run_id
 from sf_core.scheduling.plan import await_plan, find_workers, make_plan
 from sf_core.settings import dataplane_key, dataplane_url, prefect_api_url, scheduler_address
+from sf_core.supervisor import Process, StackError, Supervisor
 from storage.files import absolute, check_writable, exists, is_local, read_bytes
 from storage.run_directory import RunDirectory
+
+FLOW_STARTS = 3
+"""Of a flow that fails after a part that it needs was started again."""
 
 
 class LaunchError(RuntimeError):
@@ -73,11 +74,11 @@ def launch(flow: str, config: RunConfig, console: Console) -> None:
         _print_evaluation(directory, config.train.iterations, console)
 
 
-def _run(flow: str, config: RunConfig, stack: LocalStack, local: Path, console: Console) -> None:
+def _run(flow: str, config: RunConfig, stack: Supervisor, local: Path, console: Console) -> None:
     progress = RunProgress(console, config.train.iterations)
     with Live(progress, console=console, refresh_per_second=4, transient=not console.is_terminal):
         progress.note("starting Prefect, Dask and the data plane")
-        services = start_services(
+        ready = begin_services(
             stack,
             local,
             config.cluster.workers,
@@ -85,28 +86,42 @@ def _run(flow: str, config: RunConfig, stack: LocalStack, local: Path, console: 
             scheduler=config.cluster.scheduler or scheduler_address(),
             dataplane=config.dataplane.url or dataplane_url(),
         )
+        services = ready()
         progress.note(f"watch it at {services.api.removesuffix('/api')}")
         file = local / "flow.json"
         file.write_text(config.model_dump_json())
-        process = stack.start(
-            f"flow-{flow}",
-            [sys.executable, "-m", f"flows.{flow}", str(file)],
-            # not in the configuration, which is kept: the next attempt may meet others
-            services.addresses,
-        )
+        # addresses are not in the configuration, which is kept: the next attempt may meet others
+        command = [sys.executable, "-m", f"flows.{flow}", str(file)]
+        part = Part(f"flow-{flow}", command, services.addresses, once=True)
         # workers that were there before are somebody else's to start and end
         is_ours = not (config.cluster.scheduler or scheduler_address())
         runners = LocalRunners(stack, config, services.scheduler, local) if is_ours else None
-        try:
-            _watch(process, config, services.dataplane, progress, runners)
-        finally:
-            # first: it would report the loss of everything else as errors
-            stack.stop_one(process)
-    if process.popen.returncode != 0:
-        raise LaunchError(
-            f"{_reason(process)}; log: {process.log}; "
-            f"go on with the same command and --set run_id={config.run_id}"
+        watch = partial(
+            _watch, config=config, dataplane=services.dataplane, progress=progress, runners=runners
         )
+        lost: list[str] = []
+        for _ in range(FLOW_STARTS):
+            if lost:
+                progress.note(f"{', '.join(lost)} ended, and the flow with it; both are started again")
+                ready()
+            failure, lost = _run_once(part, stack, watch)
+            if not (failure and lost):
+                break
+    if failure:
+        raise LaunchError(f"{failure}; go on with the same command and --set run_id={config.run_id}")
+
+
+def _run_once(part: Part, stack: Supervisor, watch: Callable[[Process], int]) -> tuple[str, list[str]]:
+    """Why the flow failed, empty if it did not, and what ended meanwhile and is started again."""
+    [process] = stack.start(part)
+    before = stack.pids()
+    try:
+        code = watch(process)
+    finally:
+        # first: it would report the loss of everything else as errors
+        stack.remove(process)
+    failure = f"{_reason(process, code)}; log: {process.log}" if code else ""
+    return failure, [name for name, pid in stack.pids().items() if before.get(name, pid) != pid]
 
 
 def _watch(
@@ -115,12 +130,13 @@ def _watch(
     dataplane: str,
     progress: RunProgress,
     runners: LocalRunners | None,
-) -> None:
+) -> int:
+    """The code with which the flow ends."""
     client = DataplaneClient(dataplane, str(config.run_id), dataplane_key(), patience_s=0.5)
     directory = RunDirectory(config.run_dir)
     held_out: dict[int, float] = {}
     version = 0
-    while process.popen.poll() is None:
+    while (code := process.code()) is None:
         with suppress(httpx.HTTPError, DataplaneError):
             status = client.status()
             if (manifest := directory.read_manifest(version, "evaluate")) is not None:
@@ -130,13 +146,14 @@ def _watch(
             if runners is not None:
                 runners.adapt(status)
         time.sleep(0.4)
+    return code
 
 
-def _reason(process: Process) -> str:
+def _reason(process: Process, code: int) -> str:
     """The last line of the flow's log that states an error."""
     lines = process.log.read_text(errors="replace").splitlines()
     stated = [line for line in lines if "Error:" in line and not line.startswith(" ")]
-    return stated[-1] if stated else f"the flow ended with code {process.popen.returncode}"
+    return stated[-1] if stated else f"the flow ended with code {code}"
 
 
 def _print_result(directory: RunDirectory, console: Console) -> None:

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from sf_core.config import RunConfig
-from sf_core.local_stack import LocalStack, Process, start_dask_worker
+from sf_core.local_stack import start_dask_worker
 from sf_core.scheduling.elastic import Elastic
 from sf_core.scheduling.plan import Duty, Worker, duty_of
+from sf_core.supervisor import Process, Supervisor
 
 
 @dataclass
@@ -31,7 +32,7 @@ class _Kind:
 class LocalRunners:
     """Copies of a configured worker of the kind, as many as the configured ones leave lacking."""
 
-    def __init__(self, stack: LocalStack, config: RunConfig, scheduler: str, directory: Path) -> None:
+    def __init__(self, stack: Supervisor, config: RunConfig, scheduler: str, directory: Path) -> None:
         self._stack, self._workers = stack, config.cluster.workers
         self._scheduler, self._directory = scheduler, directory
         duties = {name: duty_of(Worker(name, frozenset(w.tags)), ()) for name, w in self._workers.items()}
@@ -55,11 +56,11 @@ class LocalRunners:
         # the flow retires the last by name first
         original = max(kind.configured)
         name = f"{original}-{len(kind.started) + 1:02}"
-        worker, scheduler = self._workers[original], [self._scheduler]
-        kind.started[name] = start_dask_worker(self._stack, name, worker, scheduler, self._directory)
+        worker = self._workers[original]
+        kind.started[name] = start_dask_worker(self._stack, name, worker, self._scheduler, self._directory)
 
     def _end_last(self, kind: _Kind, runners: dict[str, Any]) -> None:
         """If it works no more."""
         name = next(reversed(kind.started))
         if not any(runner.startswith(f"{name}:") for runner in runners):
-            self._stack.stop_one(kind.started.pop(name))
+            self._stack.remove(kind.started.pop(name))

@@ -1,23 +1,19 @@
-"""Starts and ends the processes that a run needs on one machine: Prefect server, Dask, data plane.
+"""What a run needs on one machine, started and awaited: Prefect server, Dask, data plane.
 
-Every process gets its own session and log file, and ends when its parent does, however that ends.
+Each answers at an address that is chosen before it starts, and at the same one when it is started again.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import json
 import os
-import signal
 import socket
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -27,148 +23,43 @@ from sf_core.dataplane.memory import MEMORY_MB
 from sf_core.parts import PREFECT_SETTINGS, Part
 from sf_core.scheduling.plan import read_workers
 from sf_core.scheduling.worker import DASK_SETTINGS
+from sf_core.supervisor import Process, StackError, Supervisor
 
-
-class StackError(RuntimeError):
-    """A process of the stack did not come up; the message names it, the reason and its log."""
-
-
-@dataclass
-class Process:
-    name: str
-    popen: subprocess.Popen[bytes]
-    log: Path
-
-    def tail(self, lines: int = 5) -> str:
-        text = self.log.read_text(errors="replace").strip().splitlines()
-        return " | ".join(text[-lines:]) or "(empty log)"
-
-
-@dataclass
-class LocalStack:
-    """A set of child processes that live and die together."""
-
-    logs: Path
-    env: dict[str, str]
-    processes: list[Process] = field(default_factory=list)
-
-    def start(
-        self,
-        name: str,
-        command: list[str],
-        extra_env: Mapping[str, str] | None = None,
-        *,
-        gives_way: bool = False,
-    ) -> Process:
-        """A process that gives way gets the time that the others leave."""
-        self.logs.mkdir(parents=True, exist_ok=True)
-        log = self.logs / f"{name}.log"
-        with open(log, "ab") as out:
-            popen = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env={**self.env, **(extra_env or {})},
-                start_new_session=True,
-                preexec_fn=partial(_prepare_child, gives_way) if sys.platform == "linux" else None,
-            )
-        process = Process(name, popen, log)
-        self.processes.append(process)
-        return process
-
-    def start_part(self, part: Part) -> Process:
-        return self.start(part.name, part.command, part.env, gives_way=part.gives_way)
-
-    def await_ready(self, process: Process, probe: Callable[[], str | None], timeout_s: float) -> str:
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            if (code := process.popen.poll()) is not None:
-                raise StackError(f"{process.name} ended with code {code}: {process.tail()} ({process.log})")
-            if (value := probe()) is not None:
-                return value
-            time.sleep(0.1)
-        raise StackError(f"{process.name} was not ready after {timeout_s:.0f} s ({process.log})")
-
-    def stop(self, grace_s: float = 2.0) -> None:
-        """End every process and what it started: politely first, after `grace_s` by force."""
-        _end([process.popen for process in self.processes], grace_s)
-        self.processes.clear()
-
-    def stop_one(self, process: Process, grace_s: float = 1.5) -> None:
-        _end([process.popen], grace_s)
-        self.processes.remove(process)
+START_S = 120.0
+"""A part that does not answer within this time does not come up."""
 
 
 @contextlib.contextmanager
-def local_stack(logs: Path, env: Mapping[str, str] | None = None) -> Iterator[LocalStack]:
-    stack = LocalStack(logs, {**os.environ, **DASK_SETTINGS, **PREFECT_SETTINGS, **(env or {})})
-    try:
-        yield stack
-    finally:
-        stack.stop()
+def local_stack(logs: Path, env: Mapping[str, str] | None = None) -> Iterator[Supervisor]:
+    """A supervisor that lives as long as the context, and no longer than this process."""
+    # not beside the logs: the path of a socket is short
+    with tempfile.TemporaryDirectory(prefix="sf-") as folder:
+        stack = Supervisor(Path(folder), logs, {**stack_environment(), **(env or {})})
+        try:
+            yield stack
+        finally:
+            stack.stop()
 
 
-def start_prefect_server(stack: LocalStack, *, for_deployments: bool = False) -> Callable[[], str]:
-    """Start a server; the returned function waits for it and gives its API URL."""
-    port = free_port()
-    api = f"http://127.0.0.1:{port}/api"
-    process = stack.start_part(parts.prefect_server(port, for_deployments=for_deployments))
-
-    def ready() -> str | None:
-        with contextlib.suppress(httpx.HTTPError):
-            return api if httpx.get(f"{api}/health", timeout=1.0).is_success else None
-        return None
-
-    return lambda: stack.await_ready(process, ready, 120.0)
+def stack_environment() -> dict[str, str]:
+    return {**os.environ, **DASK_SETTINGS, **PREFECT_SETTINGS}
 
 
-def start_dask(stack: LocalStack, workers: Mapping[str, WorkerConfig], directory: Path) -> Callable[[], str]:
-    """Start a scheduler and tagged workers; the returned function waits and gives the address."""
-    file = directory / "scheduler.json"
-    file.unlink(missing_ok=True)
-    scheduler = stack.start_part(parts.dask_scheduler(0, "--scheduler-file", str(file)))
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """On loopback."""
 
-    def address() -> str | None:
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            return str(json.loads(file.read_text())["address"])
-        return None
+    prefect: int
+    scheduler: int
+    dataplane: int
 
-    for name, worker in workers.items():
-        start_dask_worker(stack, name, worker, ["--scheduler-file", str(file)], directory)
-    return lambda: stack.await_ready(scheduler, address, 60.0)
-
-
-def start_dask_worker(
-    stack: LocalStack, name: str, worker: WorkerConfig, scheduler: Iterable[str], directory: Path
-) -> Process:
-    try:
-        part = parts.dask_worker(name, worker, scheduler, directory)
-    except ValueError as error:
-        raise StackError(f"worker {name}: {error}") from None
-    return stack.start_part(part)
-
-
-def start_dataplane(
-    stack: LocalStack,
-    directory: Path,
-    port: int = 0,
-    memory_mb: float = MEMORY_MB,
-    num_gateways: int = 1,
-) -> Callable[[], str]:
-    """Start a data plane on loopback; the returned function waits and gives its URL. Started again in the
-    same directory, on the same port, it goes on where it was killed."""
-    file = parts.port_file(directory)
-    file.unlink(missing_ok=True)
-    part = parts.dataplane(directory, port, memory_mb=memory_mb, num_gateways=num_gateways)
-    process = stack.start_part(part)
-
-    def url() -> str | None:
-        with contextlib.suppress(OSError, ValueError):
-            return f"http://127.0.0.1:{int(file.read_text())}"
-        return None
-
-    return lambda: stack.await_ready(process, url, 60.0)
+    @property
+    def services(self) -> Services:
+        return Services(
+            f"http://127.0.0.1:{self.prefect}/api",
+            f"tcp://127.0.0.1:{self.scheduler}",
+            f"http://127.0.0.1:{self.dataplane}",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,68 +82,143 @@ class Services:
 
 
 def start_services(
-    stack: LocalStack,
+    stack: Supervisor, directory: Path, workers: Mapping[str, WorkerConfig], **options: Any
+) -> Services:
+    """Like begin_services, and wait for it."""
+    return begin_services(stack, directory, workers, **options)()
+
+
+def begin_services(
+    stack: Supervisor,
     directory: Path,
     workers: Mapping[str, WorkerConfig],
     *,
     api: str | None = None,
     scheduler: str | None = None,
     dataplane: str | None = None,
-) -> Services:
-    """Start, side by side, what has no address yet; returns when all of it answers and all workers joined."""
+    ports: Ports | None = None,
+    for_deployments: bool = False,
+) -> Callable[[], Services]:
+    """Start, side by side, what has no address yet. The returned function waits until all of it answers and
+    all workers joined, or did so again."""
+    ports = ports or Ports(free_port(), free_port(), free_port())
     if api is None and scheduler is None:
         stack.env["PREFECT_API_SSL_CERT_FILE"] = parts.one_authority(directory / "authority.pem")
-    prefect = None if api else start_prefect_server(stack)
-    dask = None if scheduler else start_dask(stack, workers, directory)
-    gateway = None if dataplane else start_dataplane(stack, directory)
-    if dask is not None:
-        scheduler = dask()
-        _await_workers(scheduler, set(workers), 120.0)
-    dataplane = dataplane or (gateway() if gateway else None)
-    api = api or (prefect() if prefect else None)
-    assert api and scheduler and dataplane
-    return Services(api, scheduler, dataplane)
+    prefect = dask = gateway = None
+    if api is None:
+        prefect = start_prefect_server(stack, ports.prefect, for_deployments=for_deployments)
+    if scheduler is None:
+        dask = start_dask(stack, workers, directory, ports.scheduler)
+    if dataplane is None:
+        gateway = start_dataplane(stack, directory, ports.dataplane)
+    chosen = ports.services
+    services = Services(api or chosen.api, scheduler or chosen.scheduler, dataplane or chosen.dataplane)
+
+    def ready() -> Services:
+        for wait in filter(None, (dask, gateway, prefect)):
+            wait()
+        return services
+
+    return ready
 
 
-def _await_workers(scheduler: str, names: set[str], timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while missing := names - {worker.name for worker in read_workers(scheduler)}:
-        if time.monotonic() > deadline:
-            raise StackError(f"workers {sorted(missing)} did not join within {timeout_s:.0f} s")
-        time.sleep(0.3)
+def start_prefect_server(
+    stack: Supervisor, port: int | None = None, *, for_deployments: bool = False
+) -> Callable[[], str]:
+    """Start a server; the returned function waits for it and gives its API URL."""
+    port = port or free_port()
+    api = f"http://{parts.LOOPBACK}:{port}/api"
+    [process] = stack.start(parts.prefect_server(port, for_deployments=for_deployments))
+
+    def ready() -> str:
+        stack.await_ready(process, lambda: _answers(f"{api}/health"), START_S)
+        return api
+
+    return ready
+
+
+def start_dask(
+    stack: Supervisor, workers: Mapping[str, WorkerConfig], directory: Path, port: int | None = None
+) -> Callable[[], str]:
+    """Start a scheduler and tagged workers; the returned function waits for all and gives the address."""
+    port = port or free_port()
+    address = f"tcp://{parts.LOOPBACK}:{port}"
+    started = [_worker(name, worker, address, directory) for name, worker in workers.items()]
+    scheduler, *processes = stack.start(parts.dask_scheduler(port), *started)
+
+    def ready() -> str:
+        stack.await_ready(scheduler, lambda: _accepts(port), START_S)
+        await_workers(stack, address, dict(zip(workers, processes, strict=True)))
+        return address
+
+    return ready
+
+
+def start_dask_worker(
+    stack: Supervisor, name: str, worker: WorkerConfig, scheduler: str, directory: Path
+) -> Process:
+    """Raises StackError for a device that is not there."""
+    [process] = stack.start(_worker(name, worker, scheduler, directory))
+    return process
+
+
+def await_workers(stack: Supervisor, scheduler: str, processes: Mapping[str, Process]) -> None:
+    """Return when the workers of these names have joined. Raises StackError for the first that does not."""
+    joined: set[str] = set()
+
+    def look(name: str) -> bool:
+        if name not in joined:
+            # started again, the scheduler may not answer yet
+            with contextlib.suppress(ValueError):
+                joined.update(worker.name for worker in read_workers(scheduler))
+        return name in joined
+
+    for name, process in processes.items():
+        # to ask costs tens of milliseconds of a machine that is starting up
+        stack.await_ready(process, partial(look, name), START_S, every_s=0.3)
+
+
+def start_dataplane(
+    stack: Supervisor,
+    directory: Path,
+    port: int | None = None,
+    memory_mb: float = MEMORY_MB,
+    num_gateways: int = 1,
+) -> Callable[[], str]:
+    """Start a data plane on loopback; the returned function waits and gives its URL. Started again in the
+    same directory, on the same port, it goes on where it was killed."""
+    port = port or free_port()
+    url = f"http://{parts.LOOPBACK}:{port}"
+    part = parts.dataplane(directory, port, memory_mb=memory_mb, num_gateways=num_gateways)
+    [process] = stack.start(part)
+
+    def ready() -> str:
+        stack.await_ready(process, lambda: _answers(f"{url}/metrics"), START_S)
+        return url
+
+    return ready
 
 
 def free_port() -> int:
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((parts.LOOPBACK, 0))
         return int(probe.getsockname()[1])
 
 
-def _signal_group(popen: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(popen.pid, number)
+def _worker(name: str, worker: WorkerConfig, scheduler: str, directory: Path) -> Part:
+    try:
+        return parts.dask_worker(name, worker, [scheduler], directory)
+    except ValueError as error:
+        raise StackError(f"worker {name}: {error}") from None
 
 
-def _end(popens: list[subprocess.Popen[bytes]], grace_s: float) -> None:
-    living = [popen for popen in popens if popen.poll() is None]
-    for popen in living:
-        _signal_group(popen, signal.SIGTERM)
-    deadline = time.monotonic() + grace_s
-    for popen in living:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            popen.wait(max(0.05, deadline - time.monotonic()))
-    for popen in popens:
-        # also after a polite end: a child of the process may still be there
-        _signal_group(popen, signal.SIGKILL)
-        popen.wait()
+def _answers(url: str) -> bool:
+    with contextlib.suppress(httpx.HTTPError):
+        return httpx.get(url, timeout=2.0).status_code < 500
+    return False
 
 
-def _prepare_child(gives_way: bool) -> None:
-    """Have it end with its parent, and run at its priority."""
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
-    if gives_way:
-        os.nice(10)
-        # where Linux shares the machine out by session, the session has a priority too
-        with contextlib.suppress(OSError):
-            Path("/proc/self/autogroup").write_text("10")
+def _accepts(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection((parts.LOOPBACK, port), timeout=2.0):
+        return True
+    return False

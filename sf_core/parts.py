@@ -33,6 +33,8 @@ class Part:
     """Beside what all parts get."""
     gives_way: bool = False
     """It gets the time that the others leave."""
+    once: bool = False
+    """It is not started again when it ends."""
 
 
 def prefect_server(port: int, *, host: str = LOOPBACK, for_deployments: bool) -> Part:
@@ -49,11 +51,11 @@ def prefect_worker(pool: str) -> Part:
     return Part("prefect-worker", command)
 
 
-def dask_scheduler(port: int, *options: str, host: str = LOOPBACK) -> Part:
+def dask_scheduler(port: int, *, host: str = LOOPBACK) -> Part:
     """Speaks TLS where others can reach it."""
     command = _module("dask", "scheduler", "--host", host, "--port", str(port), *NO_DASHBOARD)
     protocol = [] if is_loopback(host) else ["--protocol", "tls"]
-    return Part("dask-scheduler", [*command, *protocol, *options])
+    return Part("dask-scheduler", [*command, *protocol])
 
 
 def dask_worker(name: str, worker: WorkerConfig, scheduler: Iterable[str], directory: Path) -> Part:
@@ -68,15 +70,10 @@ def dask_worker(name: str, worker: WorkerConfig, scheduler: Iterable[str], direc
 
 
 def dataplane(directory: Path, port: int, *, memory_mb: float = MEMORY_MB, num_gateways: int = 1) -> Part:
-    """Keeps its journal in the directory and writes its port to `port_file(directory)`."""
-    options = ["--port", str(port), "--port-file", str(port_file(directory))]
-    options += ["--journal-dir", str(directory / "dataplane")]
+    """Keeps its journal in the directory."""
+    options = ["--port", str(port), "--journal-dir", str(directory / "dataplane")]
     options += ["--memory-mb", str(memory_mb), "--gateways", str(num_gateways)]
     return Part("dataplane", _module("sf_core.dataplane", *options))
-
-
-def port_file(directory: Path) -> Path:
-    return directory / "dataplane.port"
 
 
 def one_authority(file: Path) -> str:

@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from sf_core.config import ConfigError, RunConfig
+from sf_core.config import RunConfig
+from sf_core.validation import ConfigError
 from storage import files
 from storage.metrics import Kind, Point, newer_points
 from storage.run_directory import RunDirectory

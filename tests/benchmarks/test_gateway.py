@@ -19,8 +19,9 @@ from benchmarks.gateway_client import Load, Measured, Target, answer_text, measu
 from benchmarks.gateway_lives import interruptions, journal
 from benchmarks.gateway_stand import gateway
 from sf_core.engines.emulated import EmulatedEngine
-from sf_core.local_stack import StackError, local_stack
+from sf_core.local_stack import local_stack
 from sf_core.policy import make_tokenizer
+from sf_core.supervisor import StackError
 from sf_core.types import GenerationRequest, Sampling
 from tests.sf_core.dataplane.stand import Server
 

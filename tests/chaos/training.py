@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from sf_core.config import RunConfig
-from sf_core.local_stack import PREFECT_SETTINGS
+from sf_core.parts import PREFECT_SETTINGS
 from sf_core.scheduling.worker import DASK_SETTINGS
 from storage import files
 from tests.e2e.conftest import small_run
@@ -72,10 +72,11 @@ class Training:
         self.starts += 1
         file = self.stack.folder / f"{self.config.run_id}.json"
         file.write_text(self.config.model_dump_json())
+        environment = self.stack.environment() | self.stack.services.addresses
         with open(self.log, "ab") as log:
             self._flow = subprocess.Popen(
                 [sys.executable, "-m", "flows.train", str(file)],
-                env=self.stack.environment() | DASK_SETTINGS | PREFECT_SETTINGS | self.stack.ports.addresses,
+                env=environment | DASK_SETTINGS | PREFECT_SETTINGS,
                 cwd=ROOT,
                 stdout=log,
                 stderr=subprocess.STDOUT,

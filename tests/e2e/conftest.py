@@ -15,13 +15,16 @@ import psutil
 import pytest
 from distributed import Client
 
-from sf_core.config import RunConfig, WorkerConfig, validate_config
-from sf_core.local_stack import LocalStack, Services, local_stack, start_dataplane, start_services
+from sf_core.config import RunConfig, WorkerConfig
+from sf_core.local_stack import Services, local_stack, start_services
 from sf_core.scheduling.timeline import Span, read_spans
+from sf_core.supervisor import Supervisor
+from sf_core.validation import validate_config
 from storage.run_directory import RunDirectory
 from tests.e2e.postgresql import postgresql
 from tests.e2e.prefect_home import make_prefect_home
 from tests.e2e.prefect_server import Server, prefect_server
+from tests.e2e.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 SMALL_RUN: dict[str, Any] = {
@@ -47,7 +50,7 @@ def small_run(
 
 @dataclass
 class Cluster:
-    stack: LocalStack
+    stack: Supervisor
     folder: Path
     services: Services
     prefix: tuple[str, ...] = ()
@@ -87,13 +90,11 @@ class Cluster:
             raise AssertionError(self.log(config)[-3000:]) from None
 
     def restart_dataplane(self) -> None:
-        """kill -9 of the data plane, and another one at the same address."""
-        process = next(p for p in self.stack.processes if p.name == "dataplane")
-        process.popen.kill()
-        process.popen.wait()
-        self.stack.processes.remove(process)
-        port = int(self.services.dataplane.rpartition(":")[2])
-        start_dataplane(self.stack, self.folder, port)()
+        """kill -9 of the data plane; its supervisor starts another one at the same address."""
+        process = self.stack.processes["dataplane"]
+        pid = process.pid()
+        psutil.Process(pid).kill()
+        wait_until(lambda: process.pid() not in (0, pid), "another data plane", every_s=0.1)
 
     def running_tasks(self) -> list[str]:
         """Of all workers, those included that Dask has given up."""
@@ -103,8 +104,8 @@ class Cluster:
 
     def worker_process(self, name: str) -> psutil.Process:
         """The process that runs the worker's tasks; its nanny starts another one when it dies."""
-        nanny = next(p for p in self.stack.processes if p.name == f"worker-{name}")
-        children = psutil.Process(nanny.popen.pid).children(recursive=True)
+        nanny = self.stack.processes[f"worker-{name}"]
+        children = psutil.Process(nanny.pid()).children(recursive=True)
         return next(child for child in children if "spawn_main" in " ".join(child.cmdline()))
 
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,9 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Crashed, Pending, Running
 
 from sf_core.config import RunConfig
-from sf_core.local_stack import LocalStack, Process, local_stack, start_prefect_server
+from sf_core.local_stack import local_stack, start_prefect_server
 from sf_core.parts import prefect_worker
+from sf_core.supervisor import Process, Supervisor
 from tests.e2e.quickstart import ROOT
 from tests.e2e.waiting import wait_until
 
@@ -93,7 +94,7 @@ class Server(PrefectApi):
     """Its own process, and a clone whose code it deploys."""
 
     clone: Path
-    stack: LocalStack
+    stack: Supervisor
 
     @property
     def env(self) -> dict[str, str]:
@@ -118,10 +119,9 @@ class Server(PrefectApi):
     @contextmanager
     def worker(self) -> Iterator[Process]:
         """A process worker that takes runs of the pool."""
-        part = prefect_worker("sf")
-        worker = self.stack.start(part.name, part.command, {"PREFECT_API_URL": self.api})
+        [worker] = self.stack.start(replace(prefect_worker("sf"), env={"PREFECT_API_URL": self.api}))
         yield worker
-        self.stack.stop_one(worker)
+        self.stack.remove(worker)
 
     def await_heartbeat(self, name: str) -> FlowRun:
         """The run of this name, once the server has heard its heartbeat."""

@@ -11,8 +11,9 @@ from pathlib import Path
 import httpx
 import psutil
 
-from sf_core.local_stack import free_port
-from sf_core.standing_stack import MARK, Ports, server
+from sf_core.local_stack import Ports, Services, free_port
+from sf_core.supervised import MARK
+from sf_core.supervisor import call
 from tests.e2e.prefect_home import make_prefect_home
 from tests.e2e.quickstart import ROOT
 
@@ -30,6 +31,10 @@ class Stack:
 
     def __post_init__(self) -> None:
         self.home = make_prefect_home(self.folder / "prefect")
+
+    @property
+    def services(self) -> Services:
+        return self.ports.services
 
     def environment(self) -> dict[str, str]:
         places = {"PREFECT_HOME": self.home, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
@@ -57,7 +62,7 @@ class Stack:
 
     def pid(self, part: str) -> int:
         """0 while it is not running."""
-        return int(server(self.folder).supervisor.getProcessInfo(part)["pid"])  # type: ignore[index, call-overload, arg-type]
+        return int(call(self.folder, "getProcessInfo", part)["pid"])
 
     def processes(self) -> list[psutil.Process]:
         found = []
@@ -71,6 +76,6 @@ class Stack:
 
     def dataplane_answers(self) -> bool:
         try:
-            return httpx.get(f"http://127.0.0.1:{self.ports.dataplane}/metrics", timeout=2).is_success
+            return httpx.get(f"{self.services.dataplane}/metrics", timeout=2).is_success
         except httpx.HTTPError:
             return False

@@ -16,9 +16,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sf_core.config_file import load_config
 from sf_core.observe import read_figures
+from sf_core.supervised import MARK
+from sf_core.supervisor import call
 from storage.files import read_bytes
 from storage.run_directory import RunDirectory
-from tests.e2e.conftest import ROOT, SMALL_RUN, is_committed
+from tests.e2e.conftest import ROOT, SMALL_RUN, is_committed, small_run
 from tests.e2e.invariants import manifests
 from tests.e2e.prefect_home import make_prefect_home
 from tests.e2e.secrets import PLANTED, leaks
@@ -27,8 +29,19 @@ from tests.e2e.waiting import wait_until
 pytestmark = pytest.mark.slow
 
 
+def await_part(command: int, module: str) -> psutil.Process:
+    """The process of this module below a command."""
+
+    def found() -> psutil.Process | None:
+        children = psutil.Process(command).children(recursive=True)
+        return next((child for child in children if module in child.cmdline()), None)
+
+    process: psutil.Process = wait_until(found, module, 120, every_s=0.1)
+    return process
+
+
 def test_ctrl_c_leaves_no_process_and_the_run_is_resumed_as_it_was_configured(tmp_path: Path) -> None:
-    """Its keys are nowhere in what it leaves."""
+    """Also when its data plane is killed. Its keys are nowhere in what it leaves."""
     file = tmp_path / "run.yaml"
     settings = SMALL_RUN | {"run_id": "interrupted", "storage": {"root": str(tmp_path / "runs")}}
     file.write_text(yaml.safe_dump(settings))
@@ -54,9 +67,14 @@ def test_ctrl_c_leaves_no_process_and_the_run_is_resumed_as_it_was_configured(tm
     before = manifests(config)
 
     resume = [sys.executable, "-m", "sf_core", "resume", config.run_dir]
-    done = subprocess.run(resume, env=env, capture_output=True, text=True, timeout=180)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "held-out reward" in done.stdout
+    with subprocess.Popen(
+        resume, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        await_part(process.pid, "flows.train")
+        await_part(process.pid, "sf_core.dataplane").kill()
+        resumed, _ = process.communicate(timeout=180)
+    assert process.returncode == 0, resumed
+    assert "held-out reward" in resumed
     after = manifests(config)
     assert {key: after[key] for key in before} == before
     for picture in ("summary.png", "timeline.png"):
@@ -71,6 +89,38 @@ def test_ctrl_c_leaves_no_process_and_the_run_is_resumed_as_it_was_configured(tm
     assert again.returncode == 0
     assert "run interrupted is finished" in again.stdout
 
-    (tmp_path / "output").write_text(output.decode() + done.stdout + done.stderr + again.stdout)
+    (tmp_path / "output").write_text(output.decode() + resumed + again.stdout)
     assert list(tmp_path.glob("prefect/*.db")) and list(tmp_path.glob("runs/*/logs/*.log"))
     assert leaks(tmp_path, PLANTED) == []
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_a_run_goes_on_when_its_parts_are_killed_and_nothing_outlives_its_command(tmp_path: Path) -> None:
+    config = small_run("killed", tmp_path / "runs", train={"iterations": 1000})
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    env = os.environ | {"PREFECT_HOME": str(tmp_path / "prefect"), "PYTHONPATH": str(ROOT)}
+    env.pop("PREFECT_API_URL", None)
+    process = subprocess.Popen([sys.executable, "-m", "sf_core", "train", str(file)], env=env)
+    try:
+        [supervisor] = wait_until(psutil.Process(process.pid).children, "supervisord", every_s=0.1)
+        folder = Path(wait_until(lambda: supervisor.environ().get(MARK), "its folder", every_s=0.1))
+
+        def await_another_iteration() -> None:
+            wanted = len(manifests(config)) + 8
+            wait_until(
+                lambda: len(manifests(config)) >= wanted or process.poll() is not None, "stages", 180, 0.1
+            )
+            assert process.poll() is None
+
+        await_another_iteration()
+        for part in ("dataplane", "worker-t0", "worker-r0", "prefect-server", "dask-scheduler"):
+            psutil.Process(call(folder, "getProcessInfo", part)["pid"]).kill()
+            await_another_iteration()
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert len(children) >= 8
+    finally:
+        process.kill()
+        process.wait()
+    wait_until(lambda: not any(child.is_running() for child in children), "all to end", every_s=0.1)

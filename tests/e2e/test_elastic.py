@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import httpx
+import psutil
 import pyarrow.parquet as pq
 import pytest
 from distributed import Client, Event
@@ -23,13 +24,16 @@ pytestmark = pytest.mark.slow
 
 def start_worker(cluster: Cluster, name: str, *tags: str) -> None:
     worker = WorkerConfig(tags=tags, threads=1)
-    start_dask_worker(cluster.stack, name, worker, [cluster.services.scheduler], cluster.folder)
+    start_dask_worker(cluster.stack, name, worker, cluster.services.scheduler, cluster.folder)
 
 
 def end_worker(cluster: Cluster, name: str) -> None:
     """The worker and its nanny, by force."""
-    process = next(p for p in cluster.stack.processes if p.name == f"worker-{name}")
-    cluster.stack.stop_one(process, grace_s=0)
+    process = cluster.stack.processes[f"worker-{name}"]
+    nanny = psutil.Process(process.pid())
+    for member in (nanny, *nanny.children(recursive=True)):
+        member.kill()
+    cluster.stack.remove(process)
 
 
 @contextmanager
@@ -39,7 +43,7 @@ def restored(cluster: Cluster) -> Iterator[None]:
     try:
         yield
     finally:
-        running = {p.name.removeprefix("worker-") for p in cluster.stack.processes if "worker-" in p.name}
+        running = {p.removeprefix("worker-") for p in cluster.stack.processes if "worker-" in p}
         for name in running - wanted.keys():
             end_worker(cluster, name)
         for name in wanted.keys() - running:

@@ -14,9 +14,11 @@ import httpx
 import pytest
 
 from sf_core.dataplane.client import DataplaneClient
-from sf_core.local_stack import LocalStack, Services, local_stack
+from sf_core.local_stack import Services, local_stack
+from sf_core.parts import Part
 from sf_core.scheduling.plan import read_workers
 from sf_core.settings import dataplane_key
+from sf_core.supervisor import Supervisor
 from tests.e2e.conftest import ROOT, Cluster, spans
 from tests.e2e.hosts import Host, hosts
 from tests.e2e.invariants import check_result, manifests
@@ -30,8 +32,6 @@ SECRETS = {
     "PREFECT_SERVER_API_AUTH_STRING": "sf:planted-password",
     "PREFECT_API_AUTH_STRING": "sf:planted-password",
 }
-# what systemd does: a worker whose scheduler is out of reach ends, and is started again
-RESTARTED = ("sh", "-c", 'while :; do "$@"; sleep 1; done', "restarted")
 
 
 def certificates(folder: Path) -> dict[str, str]:
@@ -90,12 +90,12 @@ def cluster(
         yield Cluster(stack, tmp_path, services, prefix=main.exec)
 
 
-def start(stack: LocalStack, host: Host, name: str, *command: str, **env: str) -> None:
-    whole = [*RESTARTED, *host.exec, sys.executable, "-m", "sf_core", *command, "--host", host.address]
-    stack.start(name, whole, env)
+def start(stack: Supervisor, host: Host, name: str, *command: str, **env: str) -> None:
+    whole = [*host.exec, sys.executable, "-m", "sf_core", *command, "--host", host.address]
+    stack.start(Part(name, whole, env))
 
 
-def start_worker(stack: LocalStack, host: Host, name: str, tags: str, scheduler: str, **env: str) -> None:
+def start_worker(stack: Supervisor, host: Host, name: str, tags: str, scheduler: str, **env: str) -> None:
     options = ("--scheduler", scheduler, "--name", name, "--tags", tags, "--threads", "1")
     start(stack, host, name, "worker", *options, **env)
 

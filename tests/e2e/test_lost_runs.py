@@ -7,6 +7,7 @@ import sys
 import psutil
 import pytest
 
+from sf_core.parts import Part
 from tests.e2e.conftest import Cluster, is_committed
 from tests.e2e.invariants import manifests
 from tests.e2e.prefect_server import DEPLOYMENTS, Server, without_addresses
@@ -21,7 +22,7 @@ def test_a_killed_run_is_started_again_where_it_stopped(server: Server, cluster:
     with server.worker() as worker:
         run = server.create_run(DEPLOYMENTS["quickstart"], config.model_dump(mode="json"))
         wait_until(lambda: is_committed(config, 0, "publish"), "an iteration", 120, every_s=0.1)
-        for process in psutil.Process(worker.popen.pid).children(recursive=True):
+        for process in psutil.Process(worker.pid()).children(recursive=True):
             process.kill()
         before = manifests(config)
         ended = server.await_state(run, "Completed", 200, worker)
@@ -55,9 +56,9 @@ def test_a_run_whose_process_vanished_is_found(server: Server) -> None:
 
     setup(10)
     command = [sys.executable, "-m", "tests.e2e.sleeping_flow"]
-    process = server.stack.start("vanishing", command, server.env)
+    [process] = server.stack.start(Part("vanishing", command, {"PREFECT_API_URL": server.api}, once=True))
     run = server.await_heartbeat("asleep")
-    process.popen.kill()
+    psutil.Process(process.pid()).kill()
     crashed = server.await_state(run, "Crashed", 90)
     setup(540)
     assert crashed.state and crashed.state.message == "no heartbeat for 10 s: its process is gone"

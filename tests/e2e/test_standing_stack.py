@@ -14,7 +14,7 @@ import pytest
 
 from sf_core.config import RunConfig
 from sf_core.scheduling.plan import read_workers
-from sf_core.standing_stack import MARK
+from sf_core.supervised import MARK
 from tests.chaos.faults import Fault, Kill, KillEngine, Stop
 from tests.chaos.runner import run_through, run_undisturbed
 from tests.chaos.training import runs
@@ -41,17 +41,17 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 def test_every_part_is_up_and_the_runs_can_be_started(stack: Stack) -> None:
-    api = stack.ports.api
+    api = stack.services.api
     PrefectApi(api).check_deployments()
     assert stack.dataplane_answers()
-    names = {worker.name for worker in read_workers(stack.ports.addresses["SF_SCHEDULER"])}
+    names = {worker.name for worker in read_workers(stack.services.scheduler)}
     assert names == set(RunConfig().cluster.workers)
     online = f"{api}/work_pools/sf/workers/filter"
     wait_until(lambda: httpx.post(online, json={}).json(), "a process worker", every_s=0.5)
 
 
 def test_a_deployed_run_is_taken_by_its_worker_and_completes(stack: Stack, tmp_path: Path) -> None:
-    prefect = PrefectApi(stack.ports.api)
+    prefect = PrefectApi(stack.services.api)
     config = small_run("deployed", tmp_path)
     run = prefect.create_run(DEPLOYMENTS["quickstart"], config.model_dump(mode="json"))
     assert prefect.await_state(run, "Completed", 150).name == "deployed"

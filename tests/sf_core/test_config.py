@@ -2,8 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from sf_core.config import ConfigError, RunConfig
+from sf_core.config import RunConfig
 from sf_core.config_file import load_config
+from sf_core.validation import ConfigError
 
 
 @pytest.fixture

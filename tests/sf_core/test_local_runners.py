@@ -1,16 +1,17 @@
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sf_core.config import RunConfig, validate_config
+from sf_core.config import RunConfig
 from sf_core.local_runners import LocalRunners
-from sf_core.local_stack import LocalStack, start_dask
+from sf_core.local_stack import local_stack, start_dask
 from sf_core.scheduling.plan import read_workers
+from sf_core.supervisor import Supervisor
+from sf_core.validation import validate_config
 from tests.e2e.conftest import ROOT
 from tests.e2e.waiting import wait_until
 
@@ -18,12 +19,9 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def stack(tmp_path: Path) -> Iterator[LocalStack]:
-    stack = LocalStack(tmp_path / "logs", os.environ | {"PYTHONPATH": str(ROOT), "SF_EMULATED": "1"})
-    try:
+def stack(tmp_path: Path) -> Iterator[Supervisor]:
+    with local_stack(tmp_path / "logs", {"PYTHONPATH": str(ROOT), "SF_EMULATED": "1"}) as stack:
         yield stack
-    finally:
-        stack.stop()
 
 
 def config() -> RunConfig:
@@ -36,16 +34,16 @@ def status(sessions: int, *runners: str) -> dict[str, Any]:
 
 
 def test_worker_processes_come_with_the_queue_and_go_when_they_hold_no_lease(
-    stack: LocalStack, tmp_path: Path
+    stack: Supervisor, tmp_path: Path
 ) -> None:
     scheduler = start_dask(stack, {}, tmp_path)()
     runners = LocalRunners(stack, config(), scheduler, tmp_path)
     runners.adapt(status(10))
-    assert [process.name for process in stack.processes] == ["dask-scheduler"]
+    assert list(stack.processes) == ["dask-scheduler"]
     runners.adapt(status(15))
     [joined] = wait_until(lambda: read_workers(scheduler), "a worker", every_s=0.2)
     assert (joined.name, joined.tags) == ("a0-01", {"agent"})
     runners.adapt(status(0, "a0:a0-0.1", "a0-01:a0-01-1.1"))
     assert len(stack.processes) == 2, "it still works"
     runners.adapt(status(0, "a0:a0-0.1"))
-    assert [process.name for process in stack.processes] == ["dask-scheduler"]
+    assert list(stack.processes) == ["dask-scheduler"]

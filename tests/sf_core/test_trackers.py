@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from sf_core.config import ConfigError, RunConfig
+from sf_core.config import RunConfig
 from sf_core.trackers import Trackers
+from sf_core.validation import ConfigError
 from storage.metrics import write_metrics
 from storage.run_directory import RunDirectory
 

@@ -4,10 +4,13 @@ would decide (who is heard when) the test decides."""
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
+
+import numpy as np
 
 from sf_core.dataplane import wire
 from sf_core.dataplane.engine_client import _EngineClient, _Nobody
@@ -16,10 +19,12 @@ from sf_core.dataplane.links import EngineLink
 from sf_core.dataplane.router import Router
 from sf_core.dataplane.waiting import Limits
 from sf_core.engines.base import Engine
-from sf_core.engines.scripted import ScriptedEngine
+from sf_core.engines.scripted import ScriptedEngine, scripted_logprob
 from sf_core.types import GenerationRequest, Sampling, WeightsRef
 
 LIMITS = Limits(max_waiting=1000, patience_s=1000.0, engine_silence_s=1000.0)
+
+STOP = 1
 
 MakeEngine = Callable[[int], Engine]
 """Policy version -> an engine that holds it."""
@@ -149,3 +154,30 @@ def turn(num_prompt: int, near: Near | None = None) -> Generation:
     generation = Generation("g", array("i", [5] * num_prompt), Sampling(), 100, (), stream=False, floor=0)
     generation.near = near
     return generation
+
+
+def script(prompt_ids: list[int], seed: int) -> list[int]:
+    random = np.random.default_rng([seed, len(prompt_ids)])
+    return [*random.integers(2, 300, random.integers(0, 40)).tolist(), STOP]
+
+
+def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    @functools.wraps(test)
+    def run(*arguments: Any, **named: Any) -> None:
+        asyncio.run(test(*arguments, **named))
+
+    return run
+
+
+def check_tokens(generation: Generation) -> None:
+    expected = script(generation.prompt_ids, generation.sampling.seed)[: generation.max_tokens]
+    token_ids, versions = generation.token_ids.tolist(), generation.versions.tolist()
+    if generation.cancelled is None:
+        assert token_ids == expected
+        assert generation.finish_reason == ("stop" if expected[-1] == STOP else "length")
+    assert token_ids == expected[: len(token_ids)]
+    assert versions == sorted(versions) and all(v >= 0 for v in versions)
+    assert generation.logprobs.tolist() == [
+        scripted_logprob(token, i, version)
+        for i, (token, version) in enumerate(zip(token_ids, versions, strict=True))
+    ]

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import uvicorn
+from openai import OpenAI
 
 from sf_core.dataplane.app import make_app
 from sf_core.dataplane.engine_client import HEARTBEAT_S, serve_engine
@@ -23,6 +25,8 @@ from sf_core.engines.scripted import ScriptedEngine
 from sf_core.types import Chunk, GenerationRequest, WeightsRef
 
 Script = Callable[[list[int], int], list[int]]
+BUDGET = 300
+"""Most tokens of a turn in `converse`."""
 
 
 class EngineKilledError(Exception):
@@ -228,3 +232,44 @@ CALC = {
         "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}},
     },
 }
+
+
+def converse(server: Server, claim: dict[str, Any], num_turns: int, streamed: bool) -> list[str]:
+    """What an agent does that knows nothing of restarts, but asks again when a stream breaks: no SDK can."""
+    messages: Any = []
+    answers = []
+    base = f"{server.url}/sessions/{claim['session_id']}/v1"
+    with OpenAI(base_url=base, api_key="none", max_retries=20, timeout=30) as agent:
+        for turn in range(num_turns):
+            messages.append({"role": "user", "content": f"{turn}?"})
+            answers.append(ask_stream(agent, messages) if streamed else ask(agent, messages))
+            messages.append({"role": "assistant", "content": answers[-1]})
+    return answers
+
+
+def ask(agent: OpenAI, messages: Any) -> str:
+    answer = agent.chat.completions.create(model="policy", messages=messages, max_tokens=BUDGET)
+    return answer.choices[0].message.content or ""
+
+
+def ask_stream(agent: OpenAI, messages: Any) -> str:
+    seen = ""
+    while True:
+        text = ""
+        try:
+            for chunk in agent.chat.completions.create(
+                model="policy", messages=messages, max_tokens=BUDGET, stream=True
+            ):
+                text += chunk.choices[0].delta.content or ""
+                seen = max(seen, text, key=len)
+            assert text.startswith(seen), "the answer begins with all that was seen of it before it broke"
+            return text
+        except openai.APIStatusError:
+            raise
+        except (httpx.TransportError, openai.APIError):  # of a stream that broke off, or says why it ends
+            continue
+
+
+def finish(server: Server, claim: dict[str, Any]) -> None:
+    report = {"status": "finished", "reward": 1.0, "task_id": "t", "environment": "test"}
+    server.post(f"/sessions/{claim['session_id']}/finish", report)

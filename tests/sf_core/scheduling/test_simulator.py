@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sf_core.config import RunConfig, validate_config
+from sf_core.config import RunConfig
 from sf_core.dataplane import rebalancing
 from sf_core.scheduling.event_clock import EventClock, Process, Signal
 from sf_core.scheduling.figures import by_worker
@@ -24,6 +24,7 @@ from sf_core.scheduling.simulations import (
     simulate_variant,
 )
 from sf_core.scheduling.simulator import Failures, Overheads, Simulated
+from sf_core.validation import validate_config
 from storage.run_directory import RunDirectory
 from storage.schema import NOT_SAMPLED
 from storage.trajectories import write_trajectories

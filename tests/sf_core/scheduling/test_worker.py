@@ -16,13 +16,15 @@ from typer.testing import CliRunner
 
 from sf_core.cli import app
 from sf_core.config import RunConfig, WorkerConfig
-from sf_core.local_stack import LocalStack, Process, StackError, start_dask, start_dask_worker
+from sf_core.local_stack import local_stack, start_dask, start_dask_worker
+from sf_core.parts import Part
 from sf_core.scheduling import plan
 from sf_core.scheduling.emulated_device import device_model
 from sf_core.scheduling.force import end_tasks
 from sf_core.scheduling.plan import Worker, connected_workers, read_workers
 from sf_core.scheduling.roofline import DEVICES
 from sf_core.scheduling.worker import worker_environment
+from sf_core.supervisor import Process, StackError, Supervisor
 from tests.e2e.conftest import ROOT
 from tests.e2e.waiting import wait_until
 
@@ -34,23 +36,25 @@ PRELOAD = ("--preload", "sf_core.scheduling.preload")
 class Bench:
     """A scheduler, and workers that the test starts."""
 
-    def __init__(self, folder: Path) -> None:
-        # nothing computes here: workers start without torch
-        self.stack = LocalStack(folder / "logs", os.environ | {"PYTHONPATH": str(ROOT), "SF_EMULATED": "1"})
-        self.folder = folder
+    def __init__(self, stack: Supervisor, folder: Path) -> None:
+        self.stack, self.folder = stack, folder
         self.scheduler = start_dask(self.stack, {}, folder)()
 
     def sf_worker(self, name: str, *arguments: str) -> Process:
         command = [sys.executable, "-m", "sf_core", "worker", "--scheduler", self.scheduler]
-        return self.stack.start(name, [*command, "--name", name, *arguments])
+        return self._start(name, [*command, "--name", name, *arguments])
 
     def dask_worker(self, name: str, *arguments: str) -> Process:
         command = [sys.executable, "-m", "dask", "worker", self.scheduler, "--no-dashboard", *arguments]
-        return self.stack.start(name, command)
+        return self._start(name, command)
+
+    def _start(self, name: str, command: list[str]) -> Process:
+        [process] = self.stack.start(Part(name, command, once=True))
+        return process
 
     def await_worker(self, process: Process) -> Worker:
         def look() -> Worker | None:
-            assert process.popen.poll() is None, process.tail()
+            assert process.code() is None, process.tail()
             return next((w for w in read_workers(self.scheduler) if w.name == process.name), None)
 
         found = wait_until(look, f"worker {process.name}")
@@ -59,21 +63,20 @@ class Bench:
 
     def end(self, *processes: Process) -> None:
         for process in processes:
-            self.stack.stop_one(process)
+            self.stack.remove(process)
 
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    bench = Bench(tmp_path_factory.mktemp("workers"))
-    try:
-        yield bench
-    finally:
-        bench.stack.stop()
+    folder = tmp_path_factory.mktemp("workers")
+    # nothing computes here: workers start without torch
+    with local_stack(folder / "logs", {"PYTHONPATH": str(ROOT), "SF_EMULATED": "1"}) as stack:
+        yield Bench(stack, folder)
 
 
 def tasks_process(process: Process) -> psutil.Process:
     """What runs the tasks: a child of the nanny."""
-    children = psutil.Process(process.popen.pid).children(recursive=True)
+    children = psutil.Process(process.pid()).children(recursive=True)
     return next(child for child in children if "spawn_main" in " ".join(child.cmdline()))
 
 
@@ -221,7 +224,7 @@ def test_a_worker_that_cannot_be_is_refused_with_one_sentence(
 def test_a_local_worker_whose_device_is_not_there_is_named(tmp_path: Path) -> None:
     missing = WorkerConfig(tags=("train",), device="cuda:64")
     with pytest.raises(StackError, match="worker t0: device cuda:64 is not there: "):
-        start_dask_worker(LocalStack(tmp_path, {}), "t0", missing, ["tcp://127.0.0.1:9"], tmp_path)
+        start_dask_worker(Supervisor(tmp_path, tmp_path, {}), "t0", missing, "tcp://127.0.0.1:9", tmp_path)
 
 
 def test_a_local_worker_publishes_the_kind_of_its_configuration() -> None:

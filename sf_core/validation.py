@@ -1,0 +1,54 @@
+"""Settings from what a user wrote, and the sentence that a wrong one gets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from sf_core.config import RunConfig, WorkerConfig
+from sf_core.shown import shown
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run; the message is one sentence for the user."""
+
+
+def validate_config(data: dict[str, Any], source: str = "config") -> RunConfig:
+    """Validate a mapping; raises ConfigError with one sentence that names every wrong key."""
+    try:
+        return RunConfig.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(f"{source}: {'; '.join(_sentence(e) for e in error.errors())}") from None
+
+
+def worker_config(**options: Any) -> WorkerConfig:
+    """A worker from the options of `sf worker`; raises ConfigError that names the wrong one."""
+    try:
+        return WorkerConfig.model_validate(options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        option = str(first["loc"][0]).replace("_", "-")
+        raise ConfigError(f"--{option}: {_sentence(first).partition(': ')[2]}") from None
+
+
+def _sentence(error: Any) -> str:
+    location = ".".join(str(part) for part in error["loc"])
+    message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "extra_forbidden":
+        return f"{location}: unknown key; allowed here: {', '.join(_fields_at(error['loc'][:-1]))}"
+    if not location:
+        return message
+    message = message[0].lower() + message[1:]
+    return f"{location}: {message}" + (
+        "" if error["type"] in ("missing", "value_error") else f", got {shown(error['input'])}"
+    )
+
+
+def _fields_at(location: tuple[int | str, ...]) -> list[str]:
+    node: Any = RunConfig()
+    for name in location:
+        node = getattr(node, str(name)) if isinstance(node, BaseModel) else node.get(name)
+        if isinstance(node, dict):
+            node = {**node, **{str(n): WorkerConfig(tags=("cpu",)) for n in location[1:]}}
+    return list(type(node).model_fields) if isinstance(node, BaseModel) else list(node or ())

@@ -1,0 +1,159 @@
+"""What the router promises whatever happens to engines, without sockets, so that thousands of orders of
+events are tried."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sf_core.types import WeightsRef
+from tests.sf_core.dataplane.cluster import (
+    STOP,
+    Cluster,
+    ClusterEngine,
+    check_tokens,
+    in_loop,
+    script,
+    scripted,
+)
+
+
+class Events:
+    """Everything that can happen to a run's engines, drawn by Hypothesis one event at a time."""
+
+    def __init__(self, data: st.DataObject) -> None:
+        self.draw: Callable[[Any], Any] = data.draw
+        self.cluster = Cluster()
+        self.router = self.cluster.router
+        self.version = 0
+        self.pending: list[asyncio.Task[Any]] = []
+
+    def living(self) -> list[ClusterEngine]:
+        return [engine for engine in self.cluster.engines if not engine.is_gone]
+
+    def some_engine(self) -> ClusterEngine | None:
+        living = self.living()
+        return self.draw(st.sampled_from(living)) if living else None
+
+    def later(self, waiting: Awaitable[Any]) -> None:
+        self.pending.append(asyncio.ensure_future(waiting))
+
+    def ask(self) -> None:
+        self.cluster.ask(
+            list(range(self.draw(st.integers(1, 12)))),
+            self.draw(st.integers(1, 30)),
+            stop=(STOP,),
+            floor=self.draw(st.integers(0, self.version)),
+            stream=self.draw(st.booleans()),
+        )
+
+    def connect(self) -> None:
+        self.cluster.connect(scripted(script), max_running=self.draw(st.integers(1, 3)))
+
+    def act(self) -> None:
+        if (engine := self.some_engine()) is not None:
+            engine.act()
+
+    def die(self) -> None:
+        if (engine := self.some_engine()) is not None:
+            engine.die()
+
+    def drain(self) -> None:
+        if (engine := self.some_engine()) is not None:
+            self.router.drain(engine.link, "drained")
+
+    def take_away(self) -> None:
+        if (engine := self.some_engine()) is not None:
+            self.later(self.router.take_away(engine.link, "revoked"))
+
+    def pause(self) -> None:
+        mode = self.draw(st.sampled_from(["freeze", "evacuate"]))
+        engine = self.draw(st.sampled_from([None, self.some_engine()]))
+        self.later(self.router.pause(mode, engine and engine.link.engine_id))
+
+    def resume(self) -> None:
+        engine = self.draw(st.sampled_from([None, self.some_engine()]))
+        self.router.resume(engine and engine.link.engine_id)
+
+    def update(self) -> None:
+        self.version += 1
+        self.later(self.router.update(WeightsRef(self.version, "w")))
+
+    def sweep(self) -> None:
+        self.router.sweep()
+
+    def cancel(self) -> None:
+        if self.cluster.generations:
+            self.router.cancel(self.draw(st.sampled_from(self.cluster.generations)), "the client went away")
+
+    async def settle(self) -> None:
+        """Everything is undone and one more engine comes: whatever is left must now end."""
+        for engine_id in [None, *self.router.paused_engines]:
+            self.router.resume(engine_id)
+        self.cluster.connect(scripted(script))
+        await self.cluster.run()
+        for _ in range(20):
+            for engine in self.living():
+                engine.act()
+            await self.cluster.dispatched()
+        await asyncio.wait_for(asyncio.gather(*self.pending), 5)
+
+
+EVENTS = st.sampled_from(
+    ["ask"] * 4
+    + ["act"] * 8
+    + ["connect"] * 2
+    + ["sweep"] * 3
+    + ["die", "drain", "take_away", "pause", "resume", "resume", "update", "update", "cancel"]
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), events=st.lists(EVENTS, min_size=20, max_size=60))
+@in_loop
+async def test_whatever_happens_every_generation_ends_whole_and_in_order(
+    data: st.DataObject, events: list[str]
+) -> None:
+    cluster = (happening := Events(data)).cluster
+    happening.connect()
+    for event in events:
+        asked_before = {id(engine): len(engine.asked) for engine in cluster.engines}
+        getattr(happening, event)()
+        await cluster.dispatched()
+        check_dispatch(cluster, asked_before)
+        check_links(cluster)
+    await happening.settle()
+    for generation in cluster.generations:
+        check_tokens(generation)
+    assert all(not engine.link.in_flight and not engine.link.outstanding for engine in cluster.engines)
+
+
+def check_dispatch(cluster: Cluster, asked_before: dict[int, int]) -> None:
+    router = cluster.router
+    waiting = list(router.waiting)
+    assert [g.arrival for g in waiting] == sorted(g.arrival for g in waiting if g.arrival is not None)
+    if not router.paused:
+        # work conserving: nobody waits for an engine that may take it
+        assert not [g for g in waiting for link in router.links if link.can_take(g)]
+    by_id = {generation.request_id: generation for generation in cluster.generations}
+    for engine in cluster.engines:
+        for request in engine.asked[asked_before.get(id(engine), 0) :]:
+            generation, version = by_id[request.request_id], engine.link.version
+            assert version is not None and version >= generation.floor
+            # whoever waits and came before could not have been given to this engine
+            assert not [g for g in waiting if g.arrival < generation.arrival and g.floor <= version]  # type: ignore[operator]
+
+
+def check_links(cluster: Cluster) -> None:
+    places = [id for engine in cluster.engines for id in engine.link.in_flight]
+    places += [generation.request_id for generation in cluster.router.waiting]
+    assert sorted(places) == sorted(g.request_id for g in cluster.generations if not g.is_over)
+    for engine in cluster.engines:
+        link = engine.link
+        assert len(link.in_flight) <= link.max_running
+        assert link.moving <= link.in_flight.keys()
+        assert link.outstanding == sum(g.num_prefill + g.num_decode for g in link.in_flight.values())
