@@ -29,6 +29,8 @@ MAX_SOCKET_PATH = 90
 """Bytes; Linux allows 107, and supervisord adds its process id while it opens the socket."""
 ANSWER_S = 20.0
 """supervisord answers within this time and that of the parts that it stops, or is given up."""
+REMOVALS = 3
+"""What has just ended by itself may be started again before it is removed."""
 
 HEAD = """\
 [supervisord]
@@ -124,12 +126,16 @@ class Supervisor:
         return {name: process.pid() for name, process in self.processes.items()}
 
     def remove(self, process: Process) -> None:
-        """End it for good, with its process group."""
+        """End it for good, with its process group. Raises StackError if it does not."""
         del self.processes[process.name]
         with suppress(OSError, HTTPException):  # it has ended with its supervisor
-            with suppress(Fault):  # it has ended
-                call(self.folder, "stopProcess", process.name, patience_s=self.stop_s)
-            call(self.folder, "removeProcessGroup", process.name)
+            for _ in range(REMOVALS):
+                with suppress(Fault):  # it has ended
+                    call(self.folder, "stopProcess", process.name, patience_s=self.stop_s)
+                with suppress(Fault):
+                    call(self.folder, "removeProcessGroup", process.name)
+                    return
+            raise StackError(f"{process.name} does not end ({process.log})")
 
     def stop(self) -> None:
         """End everything."""

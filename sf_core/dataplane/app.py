@@ -155,7 +155,11 @@ class Routes:
 
         async def attended(request: Request) -> Answer:
             is_of_run = "run_id" in request.path_params
-            run = self._run(request) if is_of_run else self._session(request)[0]
+            try:
+                run = self._run(request) if is_of_run else self._session(request)[0]
+            except ApiError:
+                # it is refused, for this or for what is looked at before
+                return await answer(request)
             return await run.journal.attend(answer(request))
 
         return attended
