@@ -94,8 +94,12 @@ class Leases:
 
     def replan(self) -> Plan:
         """The plan from now on, made as at the start of the run, of the workers that are there now; leases
-        follow it. If they allow none, the last one stands, and whoever waits for its trainers says so."""
+        follow it. If they allow none, the last one stands, and whoever waits for its trainers says so. Raises
+        FutureCancelledError if the leases are gone, with their scheduler."""
         with self._changing:
+            for _, future in [*self._held.values(), *self._lent]:
+                if future.wrapped_future.cancelled():
+                    future.wrapped_future.result()
             connected = self._connected()
             now, patience_s = time.monotonic(), self._config.train.gang_timeout_s
             # one that is away may be restarting
