@@ -119,9 +119,11 @@ def emulated_config(devices: int, iterations: int) -> RunConfig:
 
 
 def real_config(iterations: int) -> RunConfig:
+    """Ten million parameters: with fewer, gateway and orchestration, which share the devices' cores, take as
+    much of them as the devices do, and no device is ever idle."""
     return validate_config(
         {
-            "policy": {"warmstart": None},
+            "policy": {"hidden_size": 384, "num_layers": 6, "warmstart": None},
             "environment": {
                 "tasks": f"{PART}:real_tasks",
                 "agent": f"{PART}:real_agent",
@@ -129,13 +131,13 @@ def real_config(iterations: int) -> RunConfig:
             },
             "rollout": {
                 "group_size": 8,
-                "groups_per_batch": 32,
+                "groups_per_batch": 16,
                 "max_tokens": REAL_LENGTHS.longest,
                 "concurrency": 512,
             },
             "train": {"iterations": iterations, "checkpoint_every": iterations},
             "evaluate": {"every": 1_000_000, "num_tasks": 1},
-            "engine": {"max_running": 32},
+            "engine": {"max_running": 16},
         }
     )
 
