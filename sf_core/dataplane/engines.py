@@ -77,7 +77,7 @@ def _stale(run: Run, hello: HelloBody) -> str | None:
         return "revoked"
     if run.released:
         return "released"
-    latest = run.lease_epochs.setdefault(hello.lease_id, hello.epoch)
+    latest = run.lease_epochs.get(hello.lease_id, hello.epoch)
     if hello.epoch < latest:
         return "superseded by a later start of the same lease"
     run.lease_epochs[hello.lease_id] = hello.epoch

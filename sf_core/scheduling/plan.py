@@ -77,8 +77,11 @@ def duty_of(worker: Worker, trainers: Container[str]) -> Duty | None:
 def read_workers(scheduler: str) -> list[Worker]:
     """The workers connected to a scheduler. Raises ValueError if it cannot be reached, or has a worker that
     was not started for us."""
-    infos = _ask(scheduler)["workers"].values()
-    return [worker_of(info["resources"], info.get("device")) for info in infos]
+    return _workers_of(_ask(scheduler))
+
+
+def _workers_of(found: dict[str, Any]) -> list[Worker]:
+    return [worker_of(info["resources"], info.get("device")) for info in found["workers"].values()]
 
 
 def _ask(scheduler: str) -> dict[str, Any]:
@@ -176,11 +179,12 @@ def await_plan(scheduler: str, config: RunConfig, tell: Callable[[str], None] = 
     workers have joined; `tell` hears what they lack. Raises ValueError as `make_plan` and `read_workers`."""
     is_told = False
     while True:
-        workers = read_workers(scheduler)
+        found = _ask(scheduler)
+        workers = _workers_of(found)
         try:
             return make_plan(workers, config)
         except ValueError as error:
-            left_s = JOIN_S - max(0.0, time.time() - _ask(scheduler)["started"])
+            left_s = JOIN_S - max(0.0, time.time() - found["started"])
             if left_s <= 0:
                 raise
             if not is_told:

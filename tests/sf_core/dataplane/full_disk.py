@@ -1,8 +1,10 @@
-"""A disk that takes nothing more, as the processes of a real data plane meet it."""
+"""A disk that takes nothing more, as the processes of a real data plane or the tests' own meet it."""
 
 from __future__ import annotations
 
 import contextlib
+import resource
+import signal
 from collections.abc import Iterator
 
 import psutil
@@ -22,3 +24,16 @@ def full_disk() -> Iterator[None]:
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.rlimit(psutil.RLIMIT_FSIZE, (psutil.RLIM_INFINITY, psutil.RLIM_INFINITY))
+
+
+@contextlib.contextmanager
+def full_own_disk(max_bytes: int) -> Iterator[None]:
+    """No file of this process grows over so many bytes."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, limit[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)

@@ -1,17 +1,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import itertools
 import logging
 import os
-import resource
 import shutil
-import signal
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import msgpack
@@ -21,6 +18,7 @@ from hypothesis import strategies as st
 
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.journal import Fsync, Journal, Record
+from tests.sf_core.dataplane.full_disk import full_own_disk
 
 
 def write(path: Path, records: list[Record]) -> None:
@@ -142,19 +140,6 @@ def test_notes_and_chunks_keep_their_place_among_records(tmp_path: Path, fsync: 
     assert [record["n"] for record in read(tmp_path / "a.journal")] == [0, 1, 2, 3, 4]
 
 
-@contextlib.contextmanager
-def full_disk() -> Iterator[None]:
-    """No file of this process grows over 1000 bytes."""
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-        signal.signal(signal.SIGXFSZ, handler)
-
-
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(10):
         while not condition():
@@ -170,7 +155,7 @@ def test_what_a_full_disk_does_not_take_is_written_in_its_place_once_there_is_ro
     async def append() -> None:
         journal = Journal(tmp_path / "a.journal")
         await journal.append({"n": 0})
-        with full_disk():
+        with full_own_disk(1000):
             waiting = [asyncio.ensure_future(journal.append({"n": 1, "data": LARGE}))]
             await until(lambda: journal.failure is not None)
             journal.note({"n": 2})
@@ -231,7 +216,7 @@ def test_an_fsync_of_what_was_written_before_does_not_hide_that_the_disk_is_full
         journal = Journal(tmp_path / "a.journal")
         before = asyncio.ensure_future(journal.append({"n": 0}))
         await until((tmp_path / "a.journal").exists)
-        with full_disk():
+        with full_own_disk(1000):
             waiting = asyncio.ensure_future(journal.append({"n": 1, "data": LARGE}))
             await until(lambda: journal.failure is not None)
             may_end.set()
@@ -257,7 +242,7 @@ def test_who_is_attended_hears_at_once_that_the_disk_is_full_and_the_work_is_don
 
     async def attend() -> None:
         journal = Journal(tmp_path / "a.journal")
-        with full_disk():
+        with full_own_disk(1000):
             for n in range(2):
                 with pytest.raises(ApiError, match=f"journal in {tmp_path}: File too large. Make") as refused:
                     await journal.attend(work(journal, n))
@@ -274,7 +259,7 @@ def test_a_journal_that_cannot_be_compacted_stays_as_it_was(tmp_path: Path) -> N
     async def compact() -> None:
         journal = Journal(tmp_path / "a.journal")
         await journal.append({"n": 0, "data": bytes(600)})
-        with full_disk():
+        with full_own_disk(1000):
             await journal.compact([{"n": -1, "data": bytes(600)}], lambda record: True)
         await journal.append({"n": 1})
         await journal.close()
@@ -287,7 +272,7 @@ def test_a_journal_that_cannot_be_compacted_stays_as_it_was(tmp_path: Path) -> N
 def test_a_journal_that_is_closed_on_a_full_disk_tells_who_waits(tmp_path: Path) -> None:
     async def close() -> None:
         journal = Journal(tmp_path / "a.journal")
-        with full_disk():
+        with full_own_disk(1000):
             waiting = asyncio.ensure_future(journal.append({"n": 1, "data": LARGE}))
             await until(lambda: journal.failure is not None)
             await journal.close()

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import logging
-import resource
-import signal
 import tracemalloc
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +18,7 @@ from sf_core.dataplane.records import FinishedSession
 from sf_core.dataplane.rendering import Renderer
 from sf_core.dataplane.session import Session
 from tests.sf_core.dataplane.conversations import state_of
+from tests.sf_core.dataplane.full_disk import full_own_disk
 from tests.sf_core.dataplane.stand import say
 from tests.sf_core.dataplane.test_session import export, sample, user
 
@@ -154,18 +151,6 @@ def test_files_are_private_and_go_with_their_sessions(tmp_path: Path, renderer: 
     asyncio.run(scenario())
 
 
-@contextlib.contextmanager
-def full_disk() -> Iterator[None]:
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, limit[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-        signal.signal(signal.SIGXFSZ, handler)
-
-
 def test_on_a_full_disk_sessions_stay_in_memory_and_one_line_says_so(
     tmp_path: Path, renderer: Renderer, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -174,7 +159,7 @@ def test_on_a_full_disk_sessions_stay_in_memory_and_one_line_says_so(
 
     async def scenario() -> None:
         memory = Memory(KB)
-        with full_disk():
+        with full_own_disk(3000):
             for session in sessions:
                 memory.add(session, tmp_path)
                 await settled(memory)
