@@ -22,7 +22,14 @@ THEN_S = 300.0
 SHORTEST_S = 0.02
 """Shorter waits are not worth a line in a manifest."""
 
+_current: list[Wait] = []
+"""Of this process."""
+
 _finished: ContextVar[list[dict[str, Any]] | None] = ContextVar("finished waits", default=None)
+
+
+Facts = dict[str, Any]
+"""Of a wait: what, since and until, in Unix seconds. JSON."""
 
 
 @dataclass
@@ -60,6 +67,9 @@ class Wait:
     def sentence(self) -> str:
         return f"waiting since {_clock(self.since)}, until {_clock(self.until)}, for {self.describe()}"
 
+    def facts(self) -> Facts:
+        return {"what": self.describe(), "since": self.since, "until": self.until}
+
     def describe(self) -> str:
         """What it waits for, and why that is not there."""
         reason = self.reason() if callable(self.reason) else self.reason
@@ -89,14 +99,21 @@ def waiting_for(
     watch = partial(copy_context().run, _watch, wait, is_over, tell)
     watcher = threading.Thread(target=watch, name="wait", daemon=True)
     watcher.start()
+    _current.append(wait)
     try:
         yield wait
     finally:
         is_over.set()
+        _current[:] = [other for other in _current if other is not wait]
         watcher.join()
         finished = _finished.get()
         if finished is not None and wait.seconds >= SHORTEST_S:
             finished.append({"what": what, "start": wait.since, "end": wait.since + wait.seconds})
+
+
+def long_waits() -> list[Wait]:
+    """What this process waits for now and was told of."""
+    return [wait for wait in list(_current) if wait.seconds >= FIRST_S]
 
 
 @contextmanager

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from contextvars import copy_context
+from functools import partial
 from types import TracebackType
 from typing import Any
 from uuid import UUID
 
+import httpx
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 from prefect.client.schemas.filters import (
@@ -20,8 +25,11 @@ from prefect.client.schemas.filters import (
 )
 from prefect.runtime import flow_run
 
+from sf_core.dataplane.client import DataplaneClient, DataplaneError
 from sf_core.run import Run, RunRef
-from sf_core.run_page import RunPage
+from sf_core.run_page import RunPage, waits_table
+from sf_core.settings import dataplane_key
+from sf_core.waits import Facts, long_waits
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +39,9 @@ RENEW_EVERY_S = 5.0
 REPORT_EVERY_S = 60.0
 """The report has pictures, which take half a second to draw; the table and the bar follow every iteration."""
 
-KEYS = {"progress": "progress", "iterations": "table", "report": "markdown"}
+WAITS_EVERY_S = 30.0
+
+KEYS = {"progress": "progress", "iterations": "table", "report": "markdown", "waiting": "markdown"}
 """Artifacts and their types. The keys are the same for all runs, or every run would add lines to the page of
 artifacts."""
 
@@ -45,13 +55,18 @@ class Page:
         self._flow_run_id = UUID(flow_run.id)
         self._run = Run(run)
         self._page = RunPage(self._run.directory)
+        self._dataplane = DataplaneClient(run.dataplane_url, run.run_id, dataplane_key(), patience_s=0.0)
         self._artifacts: dict[str, UUID] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="page")
         self._latest: Future[None] | None = None
         self._newest: int | None = None
         self._renewed_at = self._reported_at = float("-inf")
+        self._waits_shown: list[Facts] | None = None
+        self._is_over = threading.Event()
 
     def __enter__(self) -> Page:
+        watch = partial(copy_context().run, self._watch_waits)
+        threading.Thread(target=watch, name="waits", daemon=True).start()
         if first := self._run.iterations_left().start:
             self.iteration_is_through(first - 1)
         return self
@@ -69,24 +84,46 @@ class Page:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         interrupted = error is not None and not isinstance(error, Exception)
+        self._is_over.set()
         if self._newest is not None and not interrupted:
             self._renew_soon(self._newest, is_last=True)
+        if not interrupted:
+            self._soon(self._show_waits, [])
         self._thread.shutdown(wait=not interrupted, cancel_futures=interrupted)
 
     def _renew_soon(self, newest: int, *, is_last: bool = False) -> Future[None]:
-        # Prefect finds the run a line of the log belongs to by the context
-        return self._thread.submit(copy_context().run, self._renew, newest, is_last)
+        return self._soon(self._renew, newest, is_last)
 
-    def _renew(self, newest: int, is_last: bool) -> None:
+    def _soon(self, change: Callable[..., None], *args: Any) -> Future[None]:
+        # Prefect finds the run a line of the log belongs to by the context
+        return self._thread.submit(copy_context().run, self._try, change, *args)
+
+    def _try(self, change: Callable[..., None], *args: Any) -> None:
         try:
-            self._page.update(newest)
-            self._put("progress", self._page.progress)
-            self._put("iterations", json.dumps(self._page.table))
-            if is_last or time.monotonic() - self._reported_at > REPORT_EVERY_S:
-                self._put("report", self._page.report())
-                self._reported_at = time.monotonic()
+            change(*args)
         except Exception as error:  # the run is worth more than its page, and the next one may succeed
             log.warning("the run's page is not up to date: %s: %s", type(error).__name__, error)
+
+    def _renew(self, newest: int, is_last: bool) -> None:
+        self._page.update(newest)
+        self._put("progress", self._page.progress)
+        self._put("iterations", json.dumps(self._page.table))
+        if is_last or time.monotonic() - self._reported_at > REPORT_EVERY_S:
+            self._put("report", self._page.report())
+            self._reported_at = time.monotonic()
+
+    def _watch_waits(self) -> None:
+        while not self._is_over.wait(WAITS_EVERY_S):
+            waits = [wait.facts() for wait in long_waits()]
+            with suppress(httpx.HTTPError, DataplaneError):  # told by the tasks that need it
+                waits += filter(None, [self._dataplane.status().get("wait")])
+            with suppress(RuntimeError):  # the run has just ended
+                self._soon(self._show_waits, waits)
+
+    def _show_waits(self, waits: list[Facts]) -> None:
+        if waits != self._waits_shown:
+            self._put("waiting", waits_table(waits))
+            self._waits_shown = waits
 
     def _put(self, key: str, data: Any) -> None:
         with get_client(sync_client=True) as client:

@@ -161,9 +161,8 @@ class DataplaneClient:
     def _show(self, wait: Wait) -> None:
         """Have the run's status tell of a long wait, until another stage is reported."""
         if self._stage is not None:
-            facts = {"what": wait.describe(), "since": wait.since, "until": wait.until}
             with suppress(httpx.HTTPError):
-                self._http.post(f"{self._run}/stage", json={**self._stage, "wait": facts}, timeout=2.0)
+                self._http.post(f"{self._run}/stage", json={**self._stage, "wait": wait.facts()}, timeout=2.0)
 
     def _post(self, path: str, body: dict[str, Any], timeout_s: float | None = None) -> dict[str, Any]:
         timeout = httpx.Timeout(timeout_s or self._timeout_s, connect=CONNECT_S)

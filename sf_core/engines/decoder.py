@@ -122,7 +122,8 @@ def fuse(params: Params, spec: DecoderSpec, projections: Projections = PLAIN) ->
     def get(name: str) -> torch.Tensor:
         return params[f"model.{name}"]
 
-    neighbours = torch.arange(spec.head_dim).view(2, -1).t().flatten()
+    embedding = get("embed_tokens.weight")
+    neighbours = torch.arange(spec.head_dim, device=embedding.device).view(2, -1).t().flatten()
 
     def paired(weight: torch.Tensor) -> torch.Tensor:
         return weight.unflatten(0, (-1, spec.head_dim))[:, neighbours].flatten(0, 1)
@@ -152,7 +153,6 @@ def fuse(params: Params, spec: DecoderSpec, projections: Projections = PLAIN) ->
             projections.residual(get(f"{mlp}.down_proj.weight"), None),
         )
 
-    embedding = get("embed_tokens.weight")
     head = params.get("lm_head.weight", embedding) * get("norm.weight")
     return Decoder(
         spec, embedding, [layer(i) for i in range(spec.num_layers)], projections.linear(head, None)

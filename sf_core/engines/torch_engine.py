@@ -28,6 +28,11 @@ _MIN_SHARED = 8
 """Shorter common prefixes are recomputed: copying them would cost as much."""
 
 
+def local_device() -> str:
+    """What this process computes on: the GPU that it was given, or the CPU."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 class TorchEngine:
     """Raises ValueError if the folder's architecture cannot be run."""
 

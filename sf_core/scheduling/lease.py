@@ -93,7 +93,7 @@ def engine_factory(run: Run) -> Callable[[WeightsRef], Engine]:
             from sf_core.scheduling.emulated_device import emulated_engine
 
             return emulated_engine(run.config, weights.version)
-        from sf_core.engines.torch_engine import TorchEngine
+        from sf_core.engines.torch_engine import TorchEngine, local_device
 
         engine = TorchEngine(
             local_folder(run.start_dir),
@@ -101,6 +101,7 @@ def engine_factory(run: Run) -> Callable[[WeightsRef], Engine]:
             max_running=settings.max_running,
             context_length=settings.context_length,
             kv_on_update=settings.kv_on_update,
+            device=local_device(),
         )
         if weights.version:
             engine.load_weights(weights.uri, weights.version)

@@ -18,16 +18,19 @@ from sf_core.training.packing import Microbatch
 class Network:
     """A causal LM from a Hugging Face folder, in float32."""
 
-    def __init__(self, model_dir: str) -> None:
+    def __init__(self, model_dir: str, device: str = "cpu") -> None:
         # In evaluation mode: dropout would make these log-probs differ from the engine's.
         self.model = AutoModelForCausalLM.from_pretrained(
             model_dir, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
         ).eval()
+        self.model.to(device)
+        self.device = torch.device(device)
         self._parameters = dict(self.model.named_parameters())
         self._spec = decoder_spec(self.model.config, max_length=1 << 30)
 
     def logits(self, microbatch: Microbatch) -> torch.Tensor:
-        """[M, vocabulary], one row per trained token: the logits that predict it."""
+        """[M, vocabulary], one row per trained token: the logits that predict it. The microbatch must be on
+        the network's device."""
         if self._spec is None:
             hidden = self.model.base_model(microbatch.padded_ids, use_cache=False).last_hidden_state
             trained = rows(hidden.flatten(0, 1), microbatch.owners[microbatch.positions])

@@ -5,7 +5,7 @@ are trained. Knows nothing of the network and the loss.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -58,6 +58,9 @@ class Microbatch:
     weights: torch.Tensor
     """[M] weight of each token's row."""
     policy_versions: torch.Tensor
+
+    def to(self, device: torch.device) -> Microbatch:
+        return replace(self, **{field.name: getattr(self, field.name).to(device) for field in fields(self)})
 
     @property
     def padded_ids(self) -> torch.Tensor:

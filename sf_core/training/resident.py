@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from sf_core.engines.torch_engine import local_device
 from sf_core.run import Run
 from sf_core.training.ranks import Ranks
 from sf_core.training.trainer import Trainer
@@ -43,6 +44,7 @@ def rebuild_trainer(run: Run, version: int, ranks: Ranks) -> Trainer:
         top_p=rollout.top_p,
         top_k=rollout.top_k,
         ranks=ranks,
+        device=local_device(),
     )
     checkpoint = version
     while checkpoint > 0 and not has_checkpoint(run.directory.checkpoint_dir(checkpoint)):

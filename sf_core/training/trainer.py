@@ -41,12 +41,13 @@ class Trainer:
         top_p: float,
         top_k: int,
         ranks: Ranks | None = None,
+        device: str = "cpu",
     ) -> None:
         self.version = 0
         self._config, self._seed = config, seed
         self._ranks: Ranks = ranks or Alone()
         self._sampling = (temperature, top_p, top_k)
-        self.network = Network(model_dir)
+        self.network = Network(model_dir, device)
         self._model = self.network.model
         self._optimizer = torch.optim.AdamW(
             self._model.parameters(),
@@ -116,6 +117,7 @@ class Trainer:
                 per_token[name].append(values)
 
     def _loss(self, microbatch: Microbatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        microbatch = microbatch.to(self.network.device)
         logits = self.network.logits(microbatch)
         logprobs = sampling_logprobs(logits, microbatch.targets, *self._sampling)
         config, old = self._config, microbatch.logprobs

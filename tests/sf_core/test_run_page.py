@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from sf_core import run_page
-from sf_core.run_page import RunPage
+from sf_core.run_page import RunPage, waits_table
 from sf_core.scheduling.timeline import Span
 from storage.run_directory import STAGES, RunDirectory
 from tests.sf_core.runs import commit, configure
@@ -104,3 +104,9 @@ def test_the_report_holds_its_pictures_and_says_where_the_files_are(run: RunDire
     batches = run.path("batches")
     assert f"[{batches}]({batches if '://' in batches else 'file://' + batches})" in report
     assert run.checkpoint_dir(1) in report
+
+
+def test_waits_are_told_with_since_when_and_until_when() -> None:
+    line = waits_table([{"what": "batch 3: 2 of 8 groups", "since": AT, "until": AT + 1800}]).splitlines()[-1]
+    assert re.fullmatch(r"\| \d\d:\d\d:\d\d \| \d\d:\d\d:\d\d \| batch 3: 2 of 8 groups \|", line)
+    assert waits_table([]) == "Nothing is waited for that takes long."

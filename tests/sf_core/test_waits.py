@@ -5,7 +5,7 @@ import time
 import pytest
 
 from sf_core import waits
-from sf_core.waits import Wait, collect_waits, waiting_for
+from sf_core.waits import Wait, collect_waits, long_waits, waiting_for
 
 
 def test_a_long_wait_says_what_it_waits_for_and_says_it_again(
@@ -61,3 +61,17 @@ def test_waits_that_took_time_are_collected() -> None:
             time.sleep(0.03)
     assert [wait["what"] for wait in collected] == ["batch 3"]
     assert collected[0]["end"] > collected[0]["start"]
+
+
+def test_waits_that_go_on_and_have_lasted_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waits, "FIRST_S", 0.0)
+    with waiting_for("batch 3", 60, reason="2 of 8 groups"), waiting_for("r0 to yield", 30):
+        batch, lease = (wait.facts() for wait in long_waits())
+    assert batch["what"] == "batch 3: 2 of 8 groups" and lease["what"] == "r0 to yield"
+    assert batch["until"] - batch["since"] == 60
+    assert long_waits() == []
+
+
+def test_a_wait_that_has_just_begun_is_not_listed() -> None:
+    with waiting_for("batch 3", 60):
+        assert long_waits() == []
