@@ -142,6 +142,14 @@ def inspect(
 
 
 @app.command()
+def settings() -> None:
+    """Print every setting with its default and what it means, as a configuration file."""
+    from sf_core.settings_page import settings_page
+
+    print(settings_page(), end="")
+
+
+@app.command()
 def plan(
     config: ConfigFile,
     overrides: Overrides = None,
