@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import time
 from dataclasses import replace
 from typing import TypeVar
 
@@ -100,11 +101,16 @@ class RunDirectory:
 
     def write_timeline(self, name: str, until: float, data: bytes) -> FileRef:
         """One part of what `name` did, up to this moment (Unix seconds). A part is written once."""
-        return files.write_atomic(self.path("timeline", f"{name}.{round(until * 1e6)}.json"), data)
+        uri = self.path("timeline", _hour(until), f"{name}.{round(until * 1e6)}.json")
+        return files.write_atomic(uri, data)
 
     def read_timelines(self, since: float = 0.0) -> dict[str, bytes]:
         """The parts that tell of times after `since` (Unix seconds), by URI."""
-        matches = (re.search(r"\.(\d+)\.json$", uri) for uri in files.list_files(self.path("timeline")))
+        # by hours: a long run of many devices has more parts than can be listed at every look
+        folder = self.path("timeline")
+        hours = [hour for hour in files.list_folders(folder) if hour.rpartition("/")[2] >= _hour(since)]
+        found = [uri for part in (folder, *hours) for uri in files.list_files(part)]
+        matches = (re.search(r"\.(\d+)\.json$", uri) for uri in found)
         uris = [match.string for match in matches if match is not None and int(match[1]) >= since * 1e6]
         return {uri: files.read_bytes(uri) for uri in uris}
 
@@ -208,3 +214,8 @@ class RunDirectory:
         for uri in itertools.chain.from_iterable(map(files.list_files, sorted(partitions))):
             if uri not in named:
                 files.remove(uri)
+
+
+def _hour(moment: float) -> str:
+    """Of Unix seconds, UTC; later hours sort behind earlier ones."""
+    return time.strftime("%Y-%m-%dT%H", time.gmtime(moment))

@@ -146,6 +146,15 @@ def test_timelines_are_read_in_the_order_of_their_names(run: RunDirectory) -> No
     run.write_timeline("r0-rollout-0.1", 9.0, b"[1]")
     assert list(run.read_timelines().values()) == [b"[1]", b"[2]"]
     assert list(run.read_timelines(since=6.0).values()) == [b"[1]"]
+    run.write_timeline("t0-train-0.1", 7205.0, b"[3]")
+    assert list(run.read_timelines(since=8.0).values()) == [b"[1]", b"[3]"]
+    assert list(run.read_timelines(since=10.0).values()) == [b"[3]"]
+
+
+def test_timelines_of_runs_without_hours_are_read_too(run: RunDirectory) -> None:
+    files.write_atomic(run.path("timeline", "t0-train-0.1.5000000.json"), b"[1]")
+    run.write_timeline("t0-train-0.1", 7205.0, b"[2]")
+    assert list(run.read_timelines().values()) == [b"[1]", b"[2]"]
 
 
 class Config(BaseModel):
