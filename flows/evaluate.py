@@ -8,6 +8,7 @@ from typing import Any
 from prefect import flow
 
 from sf_core.config import RunConfig
+from sf_core.evaluation import open_evaluation
 from sf_core.run import Run, begin_attempt, open_config
 from sf_core.scheduling.plan import await_plan
 from tasks.cluster import TaggedTaskRunner, crashing_without_scheduler, result_of, scheduler_address, submit
@@ -19,15 +20,19 @@ from tasks.lease import Leases
 
 @flow(name="evaluate", flow_run_name=run_name_with_flow, task_runner=TaggedTaskRunner())
 def evaluate(config: RunConfig) -> dict[str, Any]:
-    """Evaluate the newest published version of the run; returns mean rewards. Nothing is trained."""
-    if config.run_id is None:
-        raise ValueError("run_id: say which run to evaluate")
+    """Measure the newest published version of a stored run, as it was configured; returns mean rewards.
+
+    Nothing is trained; of `config` count run_id, storage.root, evaluate.num_tasks and the addresses."""
+    evaluation = open_evaluation(config)
+    if evaluation.measured is not None:
+        return evaluation.measured.data
+    config, version = evaluation.config, evaluation.version
     plan = await_plan(scheduler_address(), config)
-    run = begin_attempt(config)
-    version = Run(run).register(evaluate_only=True).version
+    run = begin_attempt(config, evaluate_only=True)
+    Run(run).register(evaluate_only=True)
     with crashing_without_scheduler(), freeing_workers(run), Leases(run, plan) as leases:
         leases.lend_trainers(version)
-        measured = submit(evaluate_task, run, version)
+        measured = submit(evaluate_task, run, version, config.evaluate.num_tasks)
         return result_of(measured, f"evaluation of version {version}", config.cluster.stage_timeout_s)
 
 

@@ -14,6 +14,7 @@ from flows.warmstart import start_policy
 from sf_core.config import RunConfig
 from sf_core.run import Run, RunRef, begin_attempt, open_config
 from sf_core.scheduling.plan import Plan, await_plan
+from sf_core.stored_config import settled
 from sf_core.trackers import Trackers
 from tasks.cluster import (
     TaggedTaskRunner,
@@ -38,8 +39,9 @@ from tasks.rollout import rollout
 @flow(name="train", flow_run_name=run_name, task_runner=TaggedTaskRunner())
 def train(config: RunConfig) -> dict[str, Any]:
     """Run all iterations that are not committed yet; returns the summary of the run."""
+    config = settled(identified(config))
     plan = await_plan(scheduler_address(), config)
-    run = begin_attempt(identified(config))
+    run = begin_attempt(config)
     trackers, page = Trackers(Run(run).directory, config), Page(run)
     # interrupted, it frees the workers first
     with crashing_without_scheduler(), lean_settings(), trackers, page, freeing_workers(run):

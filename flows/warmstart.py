@@ -6,6 +6,7 @@ from prefect import flow
 
 from sf_core.config import RunConfig
 from sf_core.run import Run, RunRef, begin_attempt
+from sf_core.stored_config import settled
 from tasks.cluster import TaggedTaskRunner, crashing_without_scheduler, result_of, submit
 from tasks.identity import identified, run_name_with_flow
 from tasks.interruption import freeing_workers
@@ -15,7 +16,8 @@ from tasks.warmstart import warmstart as warmstart_task
 @flow(name="warmstart", flow_run_name=run_name_with_flow, task_runner=TaggedTaskRunner())
 def warmstart(config: RunConfig) -> str:
     """Returns the Hugging Face folder that is version 0 of the run's policy."""
-    run = begin_attempt(identified(config))
+    config = settled(identified(config))
+    run = begin_attempt(config)
     with crashing_without_scheduler(), freeing_workers(run):
         return start_policy(config, run)
 

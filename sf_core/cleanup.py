@@ -11,7 +11,7 @@ import itertools
 from dataclasses import dataclass
 
 from sf_core.config import RunConfig
-from sf_core.run_states import is_served
+from sf_core.run_states import check_idle
 from storage import files
 from storage.checkpoints import has_checkpoint, remove_checkpoint
 from storage.run_directory import RunDirectory
@@ -47,15 +47,9 @@ class Keep:
     journals: bool = True
 
 
-class BusyError(ValueError):
-    """The run is being worked on."""
-
-
 def spares(run: RunDirectory, keep: Keep) -> list[Spare]:
     """Oldest first. Raises BusyError, or ValueError with one sentence if it cannot be told."""
-    served = is_served(run)
-    if served == "running":
-        raise BusyError(f"{run.run_id}: is being worked on; stop it or wait for its end")
+    served = check_idle(run)
     config = run.read_config(RunConfig)
     published = _num_committed(run, "publish")
     found = _old_checkpoints(run, _num_committed(run, "train"), keep.checkpoints)

@@ -15,7 +15,7 @@ from sf_core.addresses import MAX_PORT
 from sf_core.cli_data import commands as data_commands
 from sf_core.cli_hosts import commands as host_commands
 from sf_core.config import RunConfig
-from sf_core.config_file import load_config
+from sf_core.config_file import load_config, override_config
 from sf_core.terminal import console, say_error
 from sf_core.terminal import fail as _fail
 from sf_core.validation import ConfigError
@@ -44,22 +44,13 @@ def train(config: ConfigFile, overrides: Overrides = None) -> None:
 @app.command()
 def resume(run: RunDir) -> None:
     """Go on with a run that stopped, as it was configured."""
-    from sf_core.run import read_stored_config
-
-    try:
-        config = read_stored_config(run)
-    except (ValueError, OSError) as error:
-        _fail(str(error))
-    _launch("train", _runnable(config, run))
+    _launch("train", _stored_config(run))
 
 
 @app.command()
-def evaluate(config: ConfigFile, overrides: Overrides = None) -> None:
-    """Measure a run's newest policy on the held-out tasks."""
-    settings = _config(config, overrides)
-    if settings.run_id is None:
-        _fail("run_id: say which run to evaluate, for example --set run_id=NAME")
-    _launch("evaluate", settings)
+def evaluate(run: RunDir, overrides: Overrides = None) -> None:
+    """Measure a run's newest policy on the held-out tasks, as the run was configured; trains nothing."""
+    _launch("evaluate", _stored_config(run, overrides))
 
 
 @app.command()
@@ -216,6 +207,16 @@ def _config(path: Path, overrides: list[str] | None) -> RunConfig:
         return _runnable(load_config(path, overrides), str(path))
     except ConfigError as error:
         _fail(str(error))
+
+
+def _stored_config(run: str, overrides: list[str] | None = None) -> RunConfig:
+    from sf_core.stored_config import read_stored_config
+
+    try:
+        config = override_config(read_stored_config(run), overrides, run)
+    except (ValueError, OSError) as error:
+        _fail(str(error))
+    return _runnable(config, run)
 
 
 def _runnable(config: RunConfig, source: str) -> RunConfig:

@@ -46,8 +46,8 @@ def gc(
     yes: Annotated[bool, typer.Option("--yes", help="Remove; without it, only show.")] = False,
 ) -> None:
     """Remove old checkpoints and weights, never what a resume or the newest policy needs."""
-    from sf_core.cleanup import BusyError, Keep, spares
-    from sf_core.run_states import find_runs
+    from sf_core.cleanup import Keep, spares
+    from sf_core.run_states import BusyError, find_runs
 
     keep = Keep(keep_checkpoints, keep_weights, journals=not journals)
     count = total = 0

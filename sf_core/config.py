@@ -312,7 +312,8 @@ class RunConfig(Settings):
     """One training run."""
 
     run_id: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
-    """Name of the run and of its directory. The same name continues where it stopped. Empty: a new one."""
+    """Name of the run and of its directory. Empty: a new one. A run of this name that is there goes on where
+    it stopped, as it was configured but for what is set here to something else than the default."""
     seed: int = Field(0, ge=0, lt=2**32)
     """Decides the policy's initial weights, the order of tasks and every draw."""
     pipeline: PipelineName | None = None

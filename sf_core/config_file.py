@@ -27,9 +27,18 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConf
         raise ConfigError(f"{path}: not valid YAML: {error}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: expected a mapping of settings, got {type(data).__name__}")
+    return _overridden(data, overrides, str(path))
+
+
+def override_config(config: RunConfig, overrides: list[str] | None, source: str) -> RunConfig:
+    """Apply `key.path=value` overrides to a configuration that is complete; raises ConfigError likewise."""
+    return _overridden(config.model_dump(mode="json"), overrides, source)
+
+
+def _overridden(data: dict[str, Any], overrides: list[str] | None, source: str) -> RunConfig:
     for override in overrides or []:
         _apply_override(data, override)
-    return validate_config(data, source=str(path))
+    return validate_config(data, source=source)
 
 
 class _NoYamlError(Exception):

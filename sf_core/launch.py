@@ -17,6 +17,7 @@ from rich.live import Live
 
 from sf_core.config import RunConfig
 from sf_core.dataplane.client import DataplaneClient, DataplaneError
+from sf_core.evaluation import open_evaluation
 from sf_core.local_runners import LocalRunners
 from sf_core.local_stack import begin_services, local_stack
 from sf_core.parts import Part
@@ -24,6 +25,7 @@ from sf_core.progress import RunProgress
 from sf_core.run import new_run_id
 from sf_core.scheduling.plan import await_plan, find_workers, make_plan
 from sf_core.settings import dataplane_key, dataplane_url, prefect_api_url, scheduler_address
+from sf_core.stored_config import settled
 from sf_core.supervisor import Process, StackError, Supervisor
 from storage.files import absolute, check_writable, exists, is_local, read_bytes
 from storage.run_directory import RunDirectory
@@ -46,7 +48,15 @@ def launch(flow: str, config: RunConfig, console: Console) -> None:
     if flow == "train" and exists(directory.path("summary.json")):
         console.print(f"run {name} is finished")
         return _print_result(directory, console)
+    tell = partial(console.print, markup=False, highlight=False, soft_wrap=True)
     try:
+        if flow == "evaluate":
+            evaluation = open_evaluation(config, tell)
+            if evaluation.measured is not None:
+                return
+            config = evaluation.config
+        else:
+            config = settled(config, tell)
         if scheduler := config.cluster.scheduler or scheduler_address():
             await_plan(scheduler, config, console.print)
         else:
@@ -66,12 +76,12 @@ def launch(flow: str, config: RunConfig, console: Console) -> None:
         except StackError as error:
             raise LaunchError(str(error)) from None
         except KeyboardInterrupt:
-            console.print(f"stopped; go on with the same command and [bold]--set run_id={name}[/bold]")
+            console.print(f"stopped; {_how_to_go_on(flow, name)}", highlight=False)
             raise
     if flow == "train":
         _print_result(directory, console)
     else:
-        _print_evaluation(directory, config.train.iterations, console)
+        tell(evaluation.describe())
 
 
 def _run(flow: str, config: RunConfig, stack: Supervisor, local: Path, console: Console) -> None:
@@ -108,7 +118,11 @@ def _run(flow: str, config: RunConfig, stack: Supervisor, local: Path, console: 
             if not (failure and lost):
                 break
     if failure:
-        raise LaunchError(f"{failure}; go on with the same command and --set run_id={config.run_id}")
+        raise LaunchError(f"{failure}; {_how_to_go_on(flow, str(config.run_id))}")
+
+
+def _how_to_go_on(flow: str, run_id: str) -> str:
+    return "go on with the same command" + (f" and --set run_id={run_id}" if flow == "train" else "")
 
 
 def _run_once(part: Part, stack: Supervisor, watch: Callable[[Process], int]) -> tuple[str, list[str]]:
@@ -175,19 +189,6 @@ def _print_result(directory: RunDirectory, console: Console) -> None:
         highlight=False,
         soft_wrap=True,
     )
-
-
-def _print_evaluation(directory: RunDirectory, newest: int, console: Console) -> None:
-    for version in range(newest, -1, -1):
-        if (manifest := directory.read_manifest(version, "evaluate")) is not None:
-            parts = manifest.data["by_environment"].items()
-            console.print(
-                f"held-out reward of version {version}: {manifest.data['reward_mean']:.3f} ("
-                + ", ".join(f"{name} {reward:.3f}" for name, reward in parts)
-                + f") over {manifest.data['sessions']} sessions",
-                highlight=False,
-            )
-            return
 
 
 def _updated(config: RunConfig, run_id: str | None = None, **sections: dict[str, object]) -> RunConfig:

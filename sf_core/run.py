@@ -12,12 +12,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit, urlunsplit
 
 from sf_core.config import RunConfig
 from sf_core.dataplane.client import DataplaneClient
 from sf_core.settings import dataplane_key, dataplane_url, run_key
 from sf_core.types import WeightsRef
-from storage.files import exists, read_bytes
+from storage.attempts import Attempt
+from storage.files import read_bytes
 from storage.run_directory import STAGES, RunDirectory
 
 
@@ -127,10 +129,11 @@ class ResumePoint:
     """Group indices that were consumed or rejected."""
 
 
-def begin_attempt(config: RunConfig) -> RunRef:
+def begin_attempt(config: RunConfig, *, evaluate_only: bool = False) -> RunRef:
     """Open or create the run directory for a new flow attempt; older attempts are fenced off from here on.
+    One that only evaluates leaves the configuration that is stored there.
 
-    Raises ValueError if the directory holds a run with another policy, seed or environment."""
+    Raises ValueError if no data plane is named."""
     url = config.dataplane.url or dataplane_url()
     if url is None:
         raise ValueError(
@@ -138,29 +141,19 @@ def begin_attempt(config: RunConfig) -> RunRef:
             "or start with `sf train`"
         )
     directory = RunDirectory(config.run_dir)
-    if exists(directory.path("config.json")):
-        before = directory.read_config(RunConfig)
-        for key in ("seed", "policy", "environment"):
-            if getattr(before, key) != getattr(config, key):
-                raise ValueError(
-                    f"run {config.run_id} was started with another {key}; choose another run_id or restore it"
-                )
-    directory.write_config(config)
-    return RunRef(directory.run_id, directory.uri, url, directory.begin_attempt())
+    if not evaluate_only:
+        directory.write_config(config)
+    attempt = Attempt(dataplane=_without_password(url), evaluate_only=evaluate_only)
+    return RunRef(directory.run_id, directory.uri, url, directory.begin_attempt(attempt))
+
+
+def _without_password(url: str) -> str:
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
 
 def new_run_id(name: str) -> str:
     return f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-
-
-def read_stored_config(uri: str) -> RunConfig:
-    """What the run in this directory was configured with; the directory may have been moved since.
-
-    Raises ValueError if there is no run."""
-    directory = RunDirectory(uri)
-    config = directory.read_config(RunConfig)
-    storage = config.storage.model_copy(update={"root": directory.uri.rstrip("/").rsplit("/", 1)[0]})
-    return config.model_copy(update={"run_id": directory.run_id, "storage": storage})
 
 
 def open_config(uri: str) -> RunConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -10,7 +11,7 @@ import httpx
 
 from sf_core.config import RunConfig
 from sf_core.dataplane.client import DataplaneClient, DataplaneError
-from sf_core.settings import dataplane_key
+from sf_core.settings import dataplane_key, dataplane_url
 from storage import files
 from storage.run_directory import RunDirectory
 
@@ -19,7 +20,12 @@ STATUS_S = 5.0
 
 
 State = Literal["finished", "running", "stopped", "unknown", "unreadable"]
-"""unknown: the data plane wants another key; unreadable: the configuration cannot be read."""
+"""unknown: whether anybody works on it cannot be told, for example because the data plane wants another key;
+unreadable: the configuration cannot be read."""
+
+
+class BusyError(ValueError):
+    """The run is being worked on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,17 +91,27 @@ def progress(run: RunDirectory) -> Progress:
     return Progress(published, reward, held_out)
 
 
+def check_idle(run: RunDirectory) -> Literal["no", "released"]:
+    """See is_served. Raises BusyError, or ValueError with one sentence if it cannot be told."""
+    if (served := is_served(run)) == "running":
+        raise BusyError(f"{run.run_id}: is being worked on; stop it or wait for its end")
+    return served
+
+
 def is_served(run: RunDirectory) -> Literal["no", "released", "running"]:
-    """What the data plane of the run says: it does not know the run or does not answer, it knows the run
-    and has released it, or a flow works on it.
+    """What the data plane of the newest attempt says: it does not know the run or does not answer, it knows
+    the run and has released it, or a flow works on it.
 
     Raises ValueError if the data plane does not say, because it wants another key."""
-    url = run.read_config(RunConfig).dataplane.url
+    url = run.newest_attempt().dataplane or run.read_config(RunConfig).dataplane.url or dataplane_url()
     if url is None:
         return "no"
     client = DataplaneClient(url, run.run_id, dataplane_key(), patience_s=0.0, timeout_s=STATUS_S)
     try:
-        return "released" if client.status()["released"] else "running"
+        status = client.status()
+        if _is_elsewhere(run, status["run_dir"]):
+            return "no"
+        return "released" if status["released"] else "running"
     except DataplaneError as error:
         if error.status in (401, 403):
             raise ValueError(
@@ -106,6 +122,16 @@ def is_served(run: RunDirectory) -> Literal["no", "released", "running"]:
     except (httpx.HTTPError, ValueError, KeyError):
         # gone, or something else has its port now
         return "no"
+
+
+def _is_elsewhere(run: RunDirectory, run_dir: str) -> bool:
+    """Whether the data plane serves another directory: this one is a copy, or only has the same name."""
+    if run_dir == run.uri:
+        return False
+    if "://" in run_dir or "://" in run.uri:
+        return True
+    # a folder that is not here may be this one, as its host has it mounted
+    return os.path.exists(run_dir) and not os.path.samefile(run_dir, run.uri)
 
 
 def _is_run(run: RunDirectory) -> bool:

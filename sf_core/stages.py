@@ -51,19 +51,20 @@ class Outcome:
 
 
 TrainerAt = Callable[..., AbstractContextManager[Any]]
-Stage = Callable[[RunRef, int], dict[str, Any]]
+Stage = Callable[..., dict[str, Any]]
+"""Called with a RunRef, an iteration, and what else `work` takes."""
 
 
-def _once(work: Callable[[Run, int], Outcome]) -> Stage:
+def _once(work: Callable[..., Outcome]) -> Stage:
     """Make a stage of `work`: a committed one answers from its manifest, others run and commit."""
     name = work.__name__
 
-    def stage(ref: RunRef, iteration: int) -> dict[str, Any]:
+    def stage(ref: RunRef, iteration: int, *more: Any) -> dict[str, Any]:
         run = Run(ref)
         manifest = run.directory.read_manifest(iteration, name)
         if manifest is None:
             run.dataplane.report_stage(iteration, name)
-            manifest = _commit(run, iteration, name, lambda: work(run, iteration))
+            manifest = _commit(run, iteration, name, lambda: work(run, iteration, *more))
         return manifest.data
 
     stage.__name__, stage.__doc__ = name, work.__doc__
@@ -239,9 +240,10 @@ def publish(run: Run, iteration: int) -> Outcome:
 
 
 @_once
-def evaluate(run: Run, version: int) -> Outcome:
-    """Mean reward of this version on the held-out tasks; these sessions never train."""
-    run.dataplane.start_evaluation(version, run.config.evaluate.num_tasks)
+def evaluate(run: Run, version: int, num_tasks: int | None = None) -> Outcome:
+    """Mean reward of this version on so many held-out tasks, by default as configured; these sessions never
+    train. An evaluation that has begun is ended with the number it began with."""
+    run.dataplane.start_evaluation(version, num_tasks or run.config.evaluate.num_tasks)
     run.dataplane.wait_for_evaluation(version, run.config.rollout.batch_timeout_s)
     sealed = run.dataplane.seal_evaluation(version, run.ref.attempt)
     files = [FileRef(**ref) for ref in sealed.pop("files")]

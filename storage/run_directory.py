@@ -15,6 +15,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 
 from storage import files
+from storage.attempts import Attempt, parse_attempt
 from storage.files import FileRef
 from storage.json_files import first_fault
 from storage.manifests import Manifest, parse_manifest
@@ -181,18 +182,28 @@ class RunDirectory:
             if self.read_manifest(iteration, stage) is None
         )
 
-    def begin_attempt(self) -> int:
+    def begin_attempt(self, attempt: Attempt | None = None) -> int:
         """Number of this attempt on the run, from 1; earlier attempts can commit nothing from now on."""
-        for attempt in itertools.count(1):
+        text = (attempt or Attempt()).model_dump_json().encode()
+        for number in itertools.count(1):
             # not every object store refuses to write over a file: looking first leaves it only a moment
-            if files.exists(self._attempt_file(attempt)):
+            if files.exists(self._attempt_file(number)):
                 continue
             try:
-                files.write_atomic(self._attempt_file(attempt), b"", create=True)
+                files.write_atomic(self._attempt_file(number), text, create=True)
             except FileExistsError:
                 continue
-            return attempt
+            return number
         raise AssertionError("unreachable")
+
+    def newest_attempt(self) -> Attempt:
+        """Raises ValueError if its file is broken."""
+        uris = files.list_files(self.path("attempts"))
+        numbers = [int(name) for name in (uri.rsplit("/", 1)[-1] for uri in uris) if name.isdecimal()]
+        if not numbers:
+            return Attempt()
+        uri = self._attempt_file(max(numbers))
+        return parse_attempt(uri, files.read_bytes(uri))
 
     def _attempt_file(self, attempt: int) -> str:
         return self.path("attempts", f"{attempt:05d}")

@@ -9,6 +9,6 @@ from sf_core.run import RunRef
 
 
 @task(name="evaluate", task_run_name="evaluate-{version}")
-def evaluate(run: RunRef, version: int) -> dict[str, Any]:
+def evaluate(run: RunRef, version: int, num_tasks: int | None = None) -> dict[str, Any]:
     """Mean reward of a policy version on the held-out tasks. Runs on a `cpu` worker."""
-    return stages.evaluate(run, version)
+    return stages.evaluate(run, version, num_tasks)

@@ -37,6 +37,7 @@ def run_status(run: Run) -> dict[str, Any]:
     readiness = manager.readiness(manager.next_batch)
     return {
         "run_id": run.spec.run_id,
+        "run_dir": run.spec.run_dir,
         "attempt": run.spec.attempt,
         **run.stage,
         "version": router.weights.version,

@@ -8,7 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from sf_core.config import RunConfig
+from sf_core.run import begin_attempt
+from sf_core.stages import start
+from storage.run_directory import RunDirectory
 from tests.e2e.conftest import Cluster
+from tests.e2e.invariants import manifests
 from tests.e2e.quickstart import CONFIG, ROOT, options, sf
 
 pytestmark = pytest.mark.slow
@@ -68,3 +73,17 @@ def test_a_cleaned_run_goes_on_and_is_replayed_from_further_back(
     done = sf(tmp_path, "train", CONFIG, *settings, on=cluster.services)
     assert done.returncode == 0, done.stdout + done.stderr
     assert sf(tmp_path, "replay", str(run), "--iteration", "2").returncode == 0
+
+
+def test_a_stopped_run_is_measured_once_and_keeps_its_configuration(cluster: Cluster, tmp_path: Path) -> None:
+    config = cluster.config("measured")
+    # it stopped when it had a policy
+    start(begin_attempt(config))
+    evaluate = ["evaluate", config.run_dir]
+    done = sf(tmp_path, *evaluate, "--set", "evaluate.num_tasks=3", on=cluster.services)
+    assert done.returncode == 0, done.stdout + done.stderr
+    line = re.search(r"held-out reward of version 0: .* over 3 sessions", done.stdout)
+    assert line and "run measured: as it was configured, but for evaluate.num_tasks 3 (was 4)" in done.stdout
+    assert sf(tmp_path, *evaluate).stdout == f"{line[0]}, measured before\n"
+    assert RunDirectory(config.run_dir).read_config(RunConfig) == config
+    assert list(manifests(config)) == [(0, "evaluate")]

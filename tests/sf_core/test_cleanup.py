@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,9 @@ import pytest
 from sf_core.cleanup import Keep, spares
 from sf_core.config import PolicyConfig
 from sf_core.policy import make_policy
+from sf_core.run_states import is_served
 from storage import files
+from storage.attempts import Attempt
 from storage.run_directory import RunDirectory
 from tests.sf_core.dataplane.stand import Server, running_app
 from tests.sf_core.runs import commit, configure, pretend
@@ -25,9 +28,10 @@ def root(tmp_path: Path) -> Path:
 
 
 def make(root: Path, name: str, iterations: int, *, url: str | None = None) -> RunDirectory:
-    """A run of four iterations."""
+    """A run of four iterations; of its data plane, only its attempt knows."""
     run = RunDirectory(str(root / name))
-    configure(run, train={"iterations": 4}, dataplane={"url": url})
+    configure(run, train={"iterations": 4})
+    run.begin_attempt(Attempt(dataplane=url))
     pretend(run, iterations, finished=iterations == 4)
     return run
 
@@ -127,6 +131,30 @@ def test_a_run_that_is_worked_on_is_refused_and_left_alone_among_others(root: Pa
         http.post("/runs/busy/release", json={})
         assert len(names(busy)) == 4
     assert "busy stopped 3/4" in sf("ls", str(root))[1]
+
+
+def test_a_run_without_attempts_of_today_is_asked_for_at_its_data_plane_or_that_of_the_environment(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with served(root, "busy") as (url, _):
+        run = make(root, "busy", 3)
+        assert "busy stopped 3/4" in sf("ls", str(root))[1]
+        monkeypatch.setenv("SF_DATAPLANE_URL", url)
+        assert "busy running 3/4" in sf("ls", str(root))[1]
+        monkeypatch.delenv("SF_DATAPLANE_URL")
+        configure(run, train={"iterations": 4}, dataplane={"url": url})
+        assert "busy running 3/4" in sf("ls", str(root))[1]
+
+
+def test_a_copy_of_a_run_that_is_worked_on_is_nobodys(root: Path) -> None:
+    with served(root, "busy") as (url, _):
+        busy = make(root, "busy", 3, url=url)
+        shutil.copytree(busy.uri, root.parent / "copy" / "busy")
+        copy = RunDirectory(str(root.parent / "copy" / "busy"))
+        assert (is_served(busy), is_served(copy)) == ("running", "no")
+        linked = root.parent / "linked"
+        linked.symlink_to(root)
+        assert is_served(RunDirectory(str(linked / "busy"))) == "running"
 
 
 def test_a_journal_that_a_data_plane_has_open_stays(root: Path) -> None:

@@ -38,15 +38,6 @@ def test_a_missing_configuration_is_named(tmp_path: Path) -> None:
     assert "none.yaml: no such file" in output
 
 
-def test_evaluation_needs_to_know_which_run(tmp_path: Path) -> None:
-    config = tmp_path / "run.yaml"
-    config.write_text("")
-    assert sf("evaluate", str(config)) == (
-        2,
-        "error: run_id: say which run to evaluate, for example --set run_id=NAME",
-    )
-
-
 def test_inspecting_nothing_says_so(tmp_path: Path) -> None:
     code, output = sf("inspect", str(tmp_path / "nothing"))
     assert code == 2
@@ -92,8 +83,9 @@ def test_a_client_without_certificates_is_told_before_it_connects() -> None:
     assert "tls://192.0.2.1:8786 cannot be reached without certificates" in output
 
 
-def test_only_a_run_is_resumed(tmp_path: Path) -> None:
-    code, output = sf("resume", str(tmp_path))
+@pytest.mark.parametrize("command", ["resume", "evaluate"])
+def test_only_a_run_is_resumed_or_evaluated(tmp_path: Path, command: str) -> None:
+    code, output = sf(command, str(tmp_path))
     assert code == 2
     assert "no run here (config.json is missing)" in output
 

@@ -1,10 +1,11 @@
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from sf_core.config import DataplaneConfig, EnvironmentConfig, PolicyConfig, RunConfig, StorageConfig
-from sf_core.run import begin_attempt, read_stored_config
+from sf_core.config import DataplaneConfig, RunConfig, StorageConfig
+from sf_core.run import begin_attempt
+from storage.attempts import Attempt
+from storage.run_directory import RunDirectory
 
 
 def configured(folder: Path, url: str | None = "http://127.0.0.1:8700") -> RunConfig:
@@ -13,22 +14,33 @@ def configured(folder: Path, url: str | None = "http://127.0.0.1:8700") -> RunCo
     )
 
 
-def test_a_run_is_read_back_as_it_was_configured_wherever_it_is_now(tmp_path: Path) -> None:
-    config = configured(tmp_path / "before")
-    begin_attempt(config)
-    assert read_stored_config(str(tmp_path / "before" / "r")) == config
-    (tmp_path / "before").rename(tmp_path / "after")
-    moved = read_stored_config(str(tmp_path / "after" / "r"))
-    assert (moved.run_dir, moved.seed) == (str(tmp_path / "after" / "r"), 7)
-
-
-def test_the_data_plane_of_the_environment_is_used_and_not_kept(
+def test_the_data_plane_of_the_environment_is_the_attempts_and_not_the_configurations(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SF_DATAPLANE_URL", "http://127.0.0.1:8701")
     run = begin_attempt(configured(tmp_path, url=None))
     assert run.dataplane_url == "http://127.0.0.1:8701"
-    assert read_stored_config(run.uri).dataplane.url is None
+    directory = RunDirectory(run.uri)
+    assert directory.read_config(RunConfig).dataplane.url is None
+    assert directory.newest_attempt() == Attempt(dataplane="http://127.0.0.1:8701")
+
+
+def test_a_password_in_the_address_is_used_and_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SF_DATAPLANE_URL", "https://me:secret@planes.example:8700/a")
+    run = begin_attempt(configured(tmp_path, url=None))
+    assert run.dataplane_url == "https://me:secret@planes.example:8700/a"
+    assert RunDirectory(run.uri).newest_attempt().dataplane == "https://planes.example:8700/a"
+
+
+def test_an_attempt_that_only_evaluates_leaves_the_configuration(tmp_path: Path) -> None:
+    config = configured(tmp_path)
+    begin_attempt(config)
+    run = begin_attempt(config.model_copy(update={"seed": 8}), evaluate_only=True)
+    directory = RunDirectory(run.uri)
+    assert (run.attempt, directory.newest_attempt().evaluate_only) == (2, True)
+    assert directory.read_config(RunConfig) == config
 
 
 def test_without_a_data_plane_nothing_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,17 +48,3 @@ def test_without_a_data_plane_nothing_begins(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(ValueError, match=r"no data plane: set dataplane\.url or SF_DATAPLANE_URL"):
         begin_attempt(configured(tmp_path, url=None))
     assert not (tmp_path / "r").exists()
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("seed", 8), ("policy", PolicyConfig(hidden_size=32)), ("environment", EnvironmentConfig(reward="a:b"))],
-)
-def test_a_run_does_not_go_on_with_another_policy_seed_or_environment(
-    tmp_path: Path, key: str, value: Any
-) -> None:
-    config = configured(tmp_path)
-    begin_attempt(config)
-    with pytest.raises(ValueError, match=f"run r was started with another {key}; "):
-        begin_attempt(config.model_copy(update={key: value}))
-    assert read_stored_config(config.run_dir) == config

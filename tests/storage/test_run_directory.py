@@ -4,6 +4,7 @@ import pytest
 from pydantic import BaseModel
 
 from storage import files
+from storage.attempts import Attempt
 from storage.files import FileRef
 from storage.manifests import Manifest
 from storage.run_directory import STAGES, RunDirectory
@@ -126,6 +127,23 @@ def test_attempts_count_up_and_only_the_latest_commits(run: RunDirectory) -> Non
         run.commit_manifest(manifest(attempt=1))
     run.commit_manifest(manifest(attempt=2))
     assert run.next_stage() == (0, "filter")
+
+
+def test_the_newest_attempt_says_which_data_plane_serves_it(run: RunDirectory) -> None:
+    assert run.newest_attempt() == Attempt()
+    run.begin_attempt(Attempt(dataplane="http://127.0.0.1:1"))
+    newest = Attempt(dataplane="http://127.0.0.1:2", evaluate_only=True)
+    run.begin_attempt(newest)
+    assert run.newest_attempt() == newest
+
+
+def test_attempts_of_earlier_versions_are_empty_files(run: RunDirectory) -> None:
+    files.write_atomic(run.path("attempts", "00001"), b"")
+    assert run.newest_attempt() == Attempt()
+    assert run.begin_attempt() == 2
+    files.write_atomic(run.path("attempts", "00002"), b"{")
+    with pytest.raises(ValueError, match=r"attempts/00002: attempt cannot be read: "):
+        run.newest_attempt()
 
 
 def test_parts_of_attempts_that_never_committed_are_removed_on_commit(run: RunDirectory) -> None:
