@@ -106,7 +106,8 @@ def start(ref: RunRef) -> dict[str, Any]:
 @_once
 def rollout(run: Run, iteration: int) -> Outcome:
     """Wait until the batch is full, then let the data plane seal its trajectories."""
-    run.dataplane.wait_for_batch(iteration, run.config.rollout.batch_timeout_s)
+    settings = run.config.rollout
+    run.dataplane.wait_for_batch(iteration, settings.batch_timeout_s, settings.absence_timeout_s)
     sealed = run.dataplane.seal_batch(iteration, run.ref.attempt)
     return Outcome(outputs=[FileRef(**ref) for ref in sealed.pop("files")], data=sealed)
 
@@ -241,8 +242,9 @@ def publish(run: Run, iteration: int) -> Outcome:
 @_once
 def evaluate(run: Run, version: int) -> Outcome:
     """Mean reward of this version on the held-out tasks; these sessions never train."""
+    settings = run.config.rollout
     run.dataplane.start_evaluation(version, run.config.evaluate.num_tasks)
-    run.dataplane.wait_for_evaluation(version, run.config.rollout.batch_timeout_s)
+    run.dataplane.wait_for_evaluation(version, settings.batch_timeout_s, settings.absence_timeout_s)
     sealed = run.dataplane.seal_evaluation(version, run.ref.attempt)
     files = [FileRef(**ref) for ref in sealed.pop("files")]
     rewards = {"reward_mean": sealed["reward_mean"]}
