@@ -145,7 +145,8 @@ def plan(
     config: ConfigFile,
     overrides: Overrides = None,
     scheduler: Annotated[
-        str | None, typer.Option(help="Dask scheduler; by default the configuration's.", show_default=False)
+        str | None,
+        typer.Option(help="By default the configuration's, else that of SF_SCHEDULER.", show_default=False),
     ] = None,
     measured: Annotated[
         str | None, typer.Option(help="Directory of a run whose times are used.", show_default=False)

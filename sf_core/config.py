@@ -120,6 +120,10 @@ class RolloutConfig(Settings):
     """Tries before a failing session excludes its group."""
     batch_timeout_s: float = Field(1800.0, gt=0)
     """Longest wait for one batch; then the run fails and says what it waited for."""
+    absence_timeout_s: float = Field(900.0, gt=0)
+    """Longest wait for a batch or an evaluation while no engine, or no agent worker, is connected; then the
+    run fails and says which is missing. An engine that loads is connected. Longer than a host takes to be
+    replaced; counts where it is below `batch_timeout_s`."""
 
 
 class TrainConfig(Settings):

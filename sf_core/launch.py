@@ -23,8 +23,8 @@ from sf_core.local_stack import begin_services, local_stack
 from sf_core.parts import Part
 from sf_core.progress import RunProgress
 from sf_core.run import new_run_id
-from sf_core.scheduling.plan import await_plan, find_workers, make_plan
-from sf_core.settings import dataplane_key, dataplane_url, prefect_api_url, scheduler_address
+from sf_core.scheduling.plan import await_plan, find_workers, make_plan, scheduler_of
+from sf_core.settings import dataplane_key, dataplane_url, prefect_api_url
 from sf_core.stored_config import settled
 from sf_core.supervisor import Process, StackError, Supervisor
 from storage.files import absolute, check_writable, exists, is_local, read_bytes
@@ -57,7 +57,7 @@ def launch(flow: str, config: RunConfig, console: Console) -> None:
             config = evaluation.config
         else:
             config = settled(config, tell)
-        if scheduler := config.cluster.scheduler or scheduler_address():
+        if scheduler := scheduler_of(config):
             await_plan(scheduler, config, console.print)
         else:
             make_plan(find_workers(config), config)
@@ -93,7 +93,7 @@ def _run(flow: str, config: RunConfig, stack: Supervisor, local: Path, console: 
             local,
             config.cluster.workers,
             api=prefect_api_url(),
-            scheduler=config.cluster.scheduler or scheduler_address(),
+            scheduler=scheduler_of(config),
             dataplane=config.dataplane.url or dataplane_url(),
         )
         services = ready()
@@ -104,7 +104,7 @@ def _run(flow: str, config: RunConfig, stack: Supervisor, local: Path, console: 
         command = [sys.executable, "-m", f"flows.{flow}", str(file)]
         part = Part(f"flow-{flow}", command, services.addresses, once=True)
         # workers that were there before are somebody else's to start and end
-        is_ours = not (config.cluster.scheduler or scheduler_address())
+        is_ours = scheduler_of(config) is None
         runners = LocalRunners(stack, config, services.scheduler, local) if is_ours else None
         watch = partial(
             _watch, config=config, dataplane=services.dataplane, progress=progress, runners=runners

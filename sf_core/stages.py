@@ -107,7 +107,8 @@ def start(ref: RunRef) -> dict[str, Any]:
 @_once
 def rollout(run: Run, iteration: int) -> Outcome:
     """Wait until the batch is full, then let the data plane seal its trajectories."""
-    run.dataplane.wait_for_batch(iteration, run.config.rollout.batch_timeout_s)
+    settings = run.config.rollout
+    run.dataplane.wait_for_batch(iteration, settings.batch_timeout_s, settings.absence_timeout_s)
     sealed = run.dataplane.seal_batch(iteration, run.ref.attempt)
     return Outcome(outputs=[FileRef(**ref) for ref in sealed.pop("files")], data=sealed)
 
@@ -243,8 +244,9 @@ def publish(run: Run, iteration: int) -> Outcome:
 def evaluate(run: Run, version: int, num_tasks: int | None = None) -> Outcome:
     """Mean reward of this version on so many held-out tasks, by default as configured; these sessions never
     train. An evaluation that has begun is ended with the number it began with."""
+    settings = run.config.rollout
     run.dataplane.start_evaluation(version, num_tasks or run.config.evaluate.num_tasks)
-    run.dataplane.wait_for_evaluation(version, run.config.rollout.batch_timeout_s)
+    run.dataplane.wait_for_evaluation(version, settings.batch_timeout_s, settings.absence_timeout_s)
     sealed = run.dataplane.seal_evaluation(version, run.ref.attempt)
     files = [FileRef(**ref) for ref in sealed.pop("files")]
     rewards = {"reward_mean": sealed["reward_mean"]}

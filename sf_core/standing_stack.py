@@ -20,12 +20,17 @@ from sf_core.supervisor import StackError, Supervisor, end, read_pid
 STOP_S = 15.0
 """A part has so long to end before it is killed."""
 
+DEPLOYMENTS = Path(__file__).parents[1] / "prefect.yaml"
+"""Ours: the folder in which the command is called is the user's, and may have one of its own."""
+
 
 def up(
     folder: Path, workers: Mapping[str, WorkerConfig], ports: Ports, tell: Callable[[str], None]
 ) -> Services:
     """Start the stack and return when all of it answers. Raises StackError with one sentence; nothing of the
     stack is left then."""
+    if not DEPLOYMENTS.exists():
+        raise StackError(f"{DEPLOYMENTS} is not there: install from a clone (make setup), which has it")
     if read_pid(folder) is not None:
         raise StackError(f"the stack in {folder} is up already; `sf down` ends it")
     for port in (ports.prefect, ports.scheduler, ports.dataplane):
@@ -43,7 +48,7 @@ def up(
         stack.start(parts.prefect_worker("sf"))
         tell("deploying")
         _call(stack.env, "sf_core", "setup-server")
-        _call(stack.env, "prefect", "--no-prompt", "deploy", "--all")
+        _call(stack.env, "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(DEPLOYMENTS))
     except BaseException:
         stack.stop()
         raise

@@ -15,6 +15,9 @@ from sf_core.waits import Wait, waiting_for
 
 CONNECT_S, ANSWER_S = 5.0, 120.0
 
+LONG_POLL_S = 10.0
+"""So long one request waits for a batch; then it is asked again."""
+
 ENGINE_PATIENCE_S = 720.0
 """How long an answer of the engines is awaited: longer than the data plane waits for them itself, which is
 `engine_silence_s`."""
@@ -71,10 +74,12 @@ class DataplaneClient:
         self._stage = {"iteration": iteration, "stage": stage, **facts}
         self._post(f"{self._run}/stage", self._stage)
 
-    def wait_for_batch(self, iteration: int, timeout_s: float, unmanned_s: float = 120.0) -> None:
-        """Return when the batch is ready. Raises TimeoutError that says what it waited for, or RuntimeError
-        if sessions do nothing but fail or the run is released."""
-        self._wait(f"{self._run}/batches/{iteration}", "ready", f"batch {iteration}", timeout_s, unmanned_s)
+    def wait_for_batch(self, iteration: int, timeout_s: float, absence_timeout_s: float) -> None:
+        """Return when the batch is ready. Raises TimeoutError that says what it waited for, at the latest
+        after `absence_timeout_s` without an engine or without an agent runner, or RuntimeError if sessions do
+        nothing but fail or the run is released."""
+        where = f"{self._run}/batches/{iteration}"
+        self._wait(where, "ready", f"batch {iteration}", timeout_s, absence_timeout_s)
 
     def seal_batch(self, iteration: int, attempt: int) -> dict[str, Any]:
         return self._post(f"{self._run}/batches/{iteration}/seal", {"attempt": attempt})
@@ -82,9 +87,10 @@ class DataplaneClient:
     def start_evaluation(self, version: int, num_tasks: int) -> None:
         self._post(f"{self._run}/evaluations/{version}", {"num_tasks": num_tasks})
 
-    def wait_for_evaluation(self, version: int, timeout_s: float, unmanned_s: float = 120.0) -> None:
+    def wait_for_evaluation(self, version: int, timeout_s: float, absence_timeout_s: float) -> None:
+        """Like `wait_for_batch`, until every session of the evaluation is through."""
         where = f"{self._run}/evaluations/{version}"
-        self._wait(where, "done", f"evaluation of version {version}", timeout_s, unmanned_s)
+        self._wait(where, "done", f"evaluation of version {version}", timeout_s, absence_timeout_s)
 
     def seal_evaluation(self, version: int, attempt: int) -> dict[str, Any]:
         return self._post(f"{self._run}/evaluations/{version}/seal", {"attempt": attempt})
@@ -118,11 +124,12 @@ class DataplaneClient:
         taken away, and the others belong to the later one."""
         self._post(f"{self._run}/release", {"attempt": attempt})
 
-    def _wait(self, path: str, flag: str, what: str, timeout_s: float, unmanned_s: float) -> None:
-        manned = time.monotonic()
+    def _wait(self, path: str, flag: str, what: str, timeout_s: float, absence_timeout_s: float) -> None:
+        attended = time.monotonic()
         with waiting_for(what, timeout_s, tell=self._show) as wait:
             while True:
-                answer = self._call("GET", path, params={"wait_s": min(10.0, wait.left_s)})
+                wait_s = min(LONG_POLL_S, wait.left_s, absence_timeout_s)
+                answer = self._call("GET", path, params={"wait_s": wait_s})
                 now = time.monotonic()
                 if answer[flag]:
                     return
@@ -132,9 +139,12 @@ class DataplaneClient:
                 if answer["failures_in_a_row"] >= MAX_FAILURES_IN_A_ROW:
                     raise RuntimeError(f"{what}: every session fails; {wait.reason}")
                 if answer["engines"] and answer["runners"]:
-                    manned = now
-                elif now - manned > unmanned_s:
-                    raise TimeoutError(f"{what}: nothing moved for {unmanned_s:.0f} s: {wait.reason}")
+                    attended = now
+                elif now - attended > absence_timeout_s:
+                    raise TimeoutError(
+                        f"{what}: no engine or no agent runner was there for {absence_timeout_s:g} s, "
+                        f"the most that rollout.absence_timeout_s allows; {wait.reason}"
+                    )
                 wait.check()
 
     def _post_to_engines(

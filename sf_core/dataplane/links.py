@@ -9,9 +9,12 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 from sf_core.dataplane.generation import Generation
 from sf_core.dataplane.rebalancing import Queue, Running
+
+LinkState = Literal["loading", "leaving", "paused", "serving"]
 
 
 @dataclass(eq=False)
@@ -65,8 +68,8 @@ class EngineLink:
         return self.paused and not self.num_pauses_open
 
     @property
-    def state(self) -> str:
-        """One word for people: loading, leaving, paused or serving."""
+    def state(self) -> LinkState:
+        """One word for people."""
         if self.version is None:
             return "loading"
         if self.leaving is not None:

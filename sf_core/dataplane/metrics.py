@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter as Tally
 from collections.abc import Iterable, Mapping
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -15,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from sf_core.dataplane.host import SessionHost
+from sf_core.dataplane.links import LinkState
 from sf_core.dataplane.memory import Memory
 from sf_core.dataplane.records import FinishedSession
 from sf_core.dataplane.run import Run
@@ -93,7 +95,8 @@ class _Read(Collector):
 
 
 class Runs(Collector):
-    """All of a data plane's runs."""
+    """All of a data plane's runs. One that was released has no gauges: nothing moves there any more, as if it
+    hung. Its counters stay, or their sums would fall."""
 
     def __init__(self, runs: Mapping[str, Run]) -> None:
         self._runs = runs
@@ -121,13 +124,16 @@ class Runs(Collector):
         )
         for name, run in list(self._runs.items()):
             router = run.router
-            waiting.add_metric([name], len(router.waiting))
-            running.add_metric([name], sum(len(link.in_flight) for link in router.links))
-            sessions.add_metric([name], len(run.sessions))
-            answers.add_metric([name], sum(s.answer is not None for s in run.sessions.values()))
-            version.add_metric([name], router.weights.version)
-            for state, number in Tally(link.state for link in router.links).items():
-                engines.add_metric([name, state], number)
+            if not run.released:
+                waiting.add_metric([name], len(router.waiting))
+                running.add_metric([name], sum(len(link.in_flight) for link in router.links))
+                sessions.add_metric([name], len(run.sessions))
+                answers.add_metric([name], sum(s.answer is not None for s in run.sessions.values()))
+                version.add_metric([name], router.weights.version)
+                states = Tally(link.state for link in router.links)
+                # zeros too: an alert on too few engines must see a run that has none
+                for state in get_args(LinkState):
+                    engines.add_metric([name, state], states[state])
             tokens.add_metric([name], run.meter.total)
             interruptions.add_metric([name], router.interruptions)
             moves.add_metric([name], router.moves)

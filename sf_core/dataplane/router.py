@@ -146,7 +146,8 @@ class Router:
         if self.paused:
             return "the run is paused"
         if not present:
-            return "no engine is connected"
+            is_loading = any(link.version is None for link in self.links)
+            return "no engine is loaded yet" if is_loading else "no engine is connected"
         if all(link.paused for link in present):
             return "every engine is paused"
         if all(link.version is not None and link.version < floor for link in present):

@@ -24,8 +24,8 @@ from storage.run_directory import RunDirectory
 def explain_plan(
     config: RunConfig, *, scheduler: str | None = None, measured: str | None = None
 ) -> RenderableType:
-    """The plan of a run on the workers of that scheduler, else of the configuration's, else on local workers;
-    with the times of the run directory `measured`, else of an earlier attempt of this run.
+    """The plan of a run on the workers of that scheduler, else on those that it would get; with the times of
+    the run directory `measured`, else of an earlier attempt of this run.
 
     Raises ValueError, one sentence, if the run could not start or there is no such scheduler or run."""
     workers = find_workers(config, scheduler)

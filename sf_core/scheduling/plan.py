@@ -23,6 +23,7 @@ from sf_core.scheduling.pipelines import PIPELINES
 from sf_core.scheduling.roofline import Device, known_device, step_of, train_priority
 from sf_core.scheduling.tags import needed_tags
 from sf_core.scheduling.tls import require_certificates
+from sf_core.settings import scheduler_address
 
 log = logging.getLogger(__name__)
 
@@ -109,10 +110,16 @@ def our_workers(infos: dict[str, Any]) -> dict[str, Worker]:
     return found
 
 
+def scheduler_of(config: RunConfig) -> str | None:
+    """Address of the scheduler whose workers a run gets: the configuration's, else that of SF_SCHEDULER. None
+    where the configuration's local workers are started."""
+    return config.cluster.scheduler or scheduler_address()
+
+
 def find_workers(config: RunConfig, scheduler: str | None = None) -> list[Worker]:
-    """Those connected to that scheduler, else to the configuration's, else the configuration's local ones.
-    Raises ValueError if the scheduler cannot be reached."""
-    if address := scheduler or config.cluster.scheduler:
+    """Those connected to that scheduler, else those that a run would get (`scheduler_of`). Raises ValueError
+    if the scheduler cannot be reached."""
+    if address := scheduler or scheduler_of(config):
         return read_workers(address)
     return [
         Worker(name, frozenset(worker.tags), known_device(worker.device_kind) if worker.device_kind else None)

@@ -31,6 +31,12 @@ class Stack:
 
     def __post_init__(self) -> None:
         self.home = make_prefect_home(self.folder / "prefect")
+        self.user_code.mkdir()
+
+    @property
+    def user_code(self) -> Path:
+        """The folder outside the repository in which a user calls `sf`."""
+        return self.folder / "user"
 
     @property
     def services(self) -> Services:
@@ -44,7 +50,7 @@ class Stack:
         return subprocess.run(
             [sys.executable, "-m", "sf_core", command, "--folder", str(self.folder), *options],
             env=self.environment(),
-            cwd=ROOT,
+            cwd=self.user_code,
             capture_output=True,
             text=True,
             timeout=280,

@@ -30,6 +30,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     stack = Stack(tmp_path_factory.mktemp("stack"))
+    (stack.user_code / "prefect.yaml").write_text("name: of-the-user\ndeployments: []\n")
     try:
         started = stack.up()
         assert started.returncode == 0, started.stdout + started.stderr
@@ -50,9 +51,11 @@ def test_every_part_is_up_and_the_runs_can_be_started(stack: Stack) -> None:
     wait_until(lambda: httpx.post(online, json={}).json(), "a process worker", every_s=0.5)
 
 
-def test_a_deployed_run_is_taken_by_its_worker_and_completes(stack: Stack, tmp_path: Path) -> None:
+def test_a_deployed_run_of_the_users_package_completes(stack: Stack, tmp_path: Path) -> None:
+    (stack.user_code / "my_agent.py").write_text("from tests.e2e.echo_package import agent, reward, tasks\n")
     prefect = PrefectApi(stack.services.api)
-    config = small_run("deployed", tmp_path)
+    environment = {part: f"my_agent:{part}" for part in ("tasks", "agent", "reward")}
+    config = small_run("deployed", tmp_path, environment=environment)
     run = prefect.create_run(DEPLOYMENTS["quickstart"], config.model_dump(mode="json"))
     assert prefect.await_state(run, "Completed", 150).name == "deployed"
     assert (2, "publish") in manifests(config)

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from sf_core import standing_stack
 from sf_core.config import RunConfig
 from sf_core.local_stack import Ports, free_port
 from sf_core.standing_stack import down, up
@@ -14,6 +15,15 @@ def test_a_port_that_is_taken_is_named_and_nothing_starts(tmp_path: Path) -> Non
         ports = Ports(free_port(), free_port(), taken.getsockname()[1])
         with pytest.raises(StackError, match=f"port {ports.dataplane} is in use"):
             up(tmp_path, RunConfig().cluster.workers, ports, print)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_the_deployments_of_a_clone_nothing_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(standing_stack, "DEPLOYMENTS", tmp_path / "prefect.yaml")
+    with pytest.raises(StackError, match=r"prefect\.yaml is not there: install from a clone"):
+        up(tmp_path, RunConfig().cluster.workers, Ports(free_port(), free_port(), free_port()), print)
     assert list(tmp_path.iterdir()) == []
 
 

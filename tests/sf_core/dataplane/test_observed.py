@@ -68,6 +68,22 @@ def test_figures_count_what_agents_asked_and_got(server: Server, renderer: Rende
     assert seen["sf_engine_bytes_total", "from_engines", "run"] > 0
 
 
+def test_a_run_without_engines_has_none_in_any_state_and_a_released_run_no_gauges(
+    server: Server, renderer: Renderer
+) -> None:
+    server.register()
+    seen = figures(server)
+    states = ("loading", "leaving", "paused", "serving")
+    assert [seen["sf_engines", "run", state] for state in states] == [0, 0, 0, 0]
+    assert seen["sf_policy_version", "run"] == 0
+    server.post("/runs/run/release")
+    seen = figures(server)
+    assert [name for name, *labels in seen if "run" in labels and not name.endswith("_total")] == []
+    assert seen["sf_sampled_tokens_total", "run"] == 0
+    server.register(attempt=2)
+    assert ("sf_policy_version", "run") in figures(server)
+
+
 def test_branches_are_counted_by_reason_before_and_after_a_session_ends(
     server: Server, renderer: Renderer
 ) -> None:

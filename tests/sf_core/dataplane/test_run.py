@@ -12,9 +12,11 @@ import httpx
 import numpy as np
 import pytest
 from openai import OpenAI
+from websockets.sync.client import connect
 
 from sf_core import waits
 from sf_core.dataplane import run as run_module
+from sf_core.dataplane import wire
 from sf_core.dataplane.client import DataplaneClient
 from sf_core.dataplane.journal import Journal
 from sf_core.dataplane.rendering import Renderer
@@ -75,12 +77,32 @@ def test_a_long_wait_is_in_the_status_until_the_next_stage(
     client = DataplaneClient(serving.url, "run")
     client.report_stage(0, "rollout")
     with pytest.raises(TimeoutError, match=r"waited \d+ s, since .*, for batch 0: 2 of 2 groups"):
-        client.wait_for_batch(0, timeout_s=0.3)
+        client.wait_for_batch(0, timeout_s=0.3, absence_timeout_s=60)
     status = serving.get("/runs/run")
     assert (status["stage"], status["wait"]["what"]) == ("rollout", "batch 0")
     assert status["wait"]["until"] > status["wait"]["since"]
     client.report_stage(0, "filter")
     assert "wait" not in serving.get("/runs/run")
+
+
+def test_a_batch_that_nobody_works_on_is_given_up_by_a_setting_that_is_named(serving: Server) -> None:
+    absent = (
+        r"batch 0: no engine or no agent runner was there for 0\.02 s, the most that "
+        r"rollout\.absence_timeout_s allows; 2 of 2 groups; .*no agent runner is connected"
+    )
+    with pytest.raises(TimeoutError, match=absent):
+        DataplaneClient(serving.url, "run").wait_for_batch(0, timeout_s=60, absence_timeout_s=0.02)
+
+
+def test_an_engine_that_loads_is_not_absent(server: Server) -> None:
+    server.register()
+    server.claim(1)
+    hello = {"run_id": "run", "attempt": 1, "lease_id": "r0", "epoch": 0, "engine_id": "r0", "worker": "r0"}
+    with connect(server.url.replace("http", "ws", 1) + "/engines") as engine:
+        engine.send(wire.pack("hello", hello | {"max_running": 8}))
+        engine.recv()
+        with pytest.raises(TimeoutError, match=r"waited .* for batch 0: .*; no engine is loaded yet"):
+            DataplaneClient(server.url, "run").wait_for_batch(0, timeout_s=0.1, absence_timeout_s=0.02)
 
 
 def test_a_batch_goes_from_claims_to_trajectories_in_the_run_directory(serving: Server) -> None:
@@ -231,8 +253,8 @@ def test_who_waits_for_a_batch_or_an_evaluation_is_told_of_the_release(serving: 
     client.start_evaluation(0, 2)
     with ThreadPoolExecutor() as pool:
         waits = [
-            pool.submit(client.wait_for_batch, 0, timeout_s=60),
-            pool.submit(client.wait_for_evaluation, 0, timeout_s=60),
+            pool.submit(client.wait_for_batch, 0, timeout_s=60, absence_timeout_s=60),
+            pool.submit(client.wait_for_evaluation, 0, timeout_s=60, absence_timeout_s=60),
         ]
         serving.post("/runs/run/release")
         for wait in waits:

@@ -165,3 +165,21 @@ def test_a_plan_that_could_not_start_ends_with_one_sentence(
     assert result.exit_code == 2
     assert result.output.startswith(f"error: {sentence}")
     assert len(result.output.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "asked"),
+    [
+        ([], "environment"),
+        (["--set", "cluster.scheduler=configuration"], "configuration"),
+        (["--set", "cluster.scheduler=configuration", "--scheduler", "option"], "option"),
+    ],
+    ids=["environment", "configuration", "option"],
+)
+def test_the_plan_is_made_of_the_workers_that_a_run_would_get(
+    write: Any, monkeypatch: pytest.MonkeyPatch, arguments: list[str], asked: str
+) -> None:
+    monkeypatch.setenv("SF_SCHEDULER", "environment")
+    monkeypatch.setattr("sf_core.scheduling.plan.ANSWER_S", 0.1)
+    result = CliRunner().invoke(app, ["plan", write({"r0": R0, "t0": BOTH}), *arguments])
+    assert result.output.startswith(f"error: no Dask scheduler answers at {asked}: ")
