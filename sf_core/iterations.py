@@ -23,6 +23,12 @@ class Iteration:
     def is_through(self) -> bool:
         return all(stage in self.stages for stage in STAGES)
 
+    @property
+    def sampled_tokens(self) -> int:
+        """Evaluations included; without those that were sampled before its window, by an earlier attempt."""
+        last = self.stages["publish"].attempt
+        return sum(m.data.get("sampled_tokens", 0) for m in self.stages.values() if m.attempt == last)
+
 
 def read_iterations(run: RunDirectory, first: int = 0) -> Iterator[Iteration]:
     """In order, as far as a stage is committed; the last may not be through."""
@@ -35,14 +41,15 @@ def read_iterations(run: RunDirectory, first: int = 0) -> Iterator[Iteration]:
 
 
 def iteration_windows(iterations: Iterable[Iteration]) -> dict[int, Window]:
-    """By number, of those that are through: from the end of the iteration before to its own end; the first of
-    an attempt from its own start."""
+    """By number, of those that are through: from the end of the iteration before to its own end; of the one
+    that an attempt began with, from the start of the first stage that this attempt committed."""
     windows: dict[int, Window] = {}
     attempt, reached = None, 0.0
     for iteration in iterations:
         if iteration.is_through:
-            first, last = iteration.stages["rollout"], iteration.stages["publish"]
-            start = reached if first.attempt == attempt else first.data["started_at"]
+            last = iteration.stages["publish"]
+            begun = next(s for s in map(iteration.stages.get, STAGES) if s and s.attempt == last.attempt)
+            start = reached if last.attempt == attempt else begun.data["started_at"]
             attempt, reached = last.attempt, last.data["finished_at"]
             windows[iteration.number] = (start, reached)
     return windows

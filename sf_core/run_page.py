@@ -112,14 +112,13 @@ class RunPage:
         number, stages = iteration.number, iteration.stages
         start, end = self._windows[number]
         lags = stages["filter"].data["lags"]
-        tokens = sum(manifest.data.get("sampled_tokens", 0) for manifest in stages.values())
         return {
             "iteration": number,
             "reward": _rounded(stages["rollout"].data["reward_mean"], 4),
             # what an iteration has made is the next version
             "held-out reward": _rounded(self._held_out.get(number + 1), 4),
             "lag": _rounded(sum(lag * count for lag, count in enumerate(lags)) / max(1, sum(lags)), 3),
-            "tokens/s": _rounded(tokens / (end - start), 1),
+            "tokens/s": _rounded(iteration.sampled_tokens / (end - start), 1),
             "idle share": _rounded(idle, 3),
             "zero-advantage share": _rounded(stages["filter"].data["zero_advantage_share"], 3),
         }

@@ -21,7 +21,9 @@ def summarise(directory: RunDirectory, config: RunConfig) -> dict[str, Any]:
     """Write summary.json and summary.png of a run whose iterations are all committed.
 
     seconds_rl is the time from the first `rollout` to the last `publish`, evaluations included, without the
-    time between two attempts; idle_fraction is the share of it in which a device computed nothing;
+    time between two attempts and what the first of them did of an iteration that the other one ended;
+    tokens_per_second counts what was sampled in it, idle_fraction is the share of it in which a device
+    computed nothing;
     orchestration_seconds_per_iteration is what no stage accounts for: Prefect, Dask and manifests.
     """
     iterations = list(islice(read_iterations(directory), config.train.iterations))
@@ -41,7 +43,7 @@ def summarise(directory: RunDirectory, config: RunConfig) -> dict[str, Any]:
         "seconds_total": round(time.time() - _started_at(directory), 2),
         "seconds_rl": round(seconds_rl, 2),
         "tokens_generated": tokens,
-        "tokens_per_second": round(tokens / seconds_rl, 1),
+        "tokens_per_second": round(sum(i.sampled_tokens for i in iterations) / seconds_rl, 1),
         "idle_fraction": {
             worker: _idle([span for span in spans if span.worker == worker], windows)
             for worker in sorted({span.worker for span in spans})

@@ -69,23 +69,26 @@ class Gang:
         # what holds a worker that trains instead may be known only once it has begun there
         workers = [*dict(held)] if is_first else self._workers
         bound_s = config.cluster.yield_timeout_s + (0 if is_first else config.train.gang_timeout_s)
-        deadline, holders = time.monotonic() + bound_s, _connected()
-        self._revoke(held)
-        while late := [worker for worker in workers if not self._has_begun(worker)]:
-            connected = _connected()
-            # of one that is away or was started again, nothing holds the device
-            late = [w for w in late if w in connected and connected[w] == holders.get(w)]
-            if not late:
-                return
-            if time.monotonic() > deadline:
-                for worker in late:
-                    log.warning("%s did not yield within %g s: its process is ended", worker, bound_s)
-                    end_by_force(scheduler_address(), worker)
-                return
-            if not is_first:
-                engines = self._run.dataplane.status()["engines"]
-                self._revoke([lease_of(e["id"]) for e in engines if e["worker"] in late])
-            time.sleep(0.2)
+        what = f"devices to begin training of iteration {self._iteration}"
+        with waiting_for(what, bound_s) as waited:
+            holders = _connected()
+            self._revoke(held)
+            while late := [worker for worker in workers if not self._has_begun(worker)]:
+                connected = _connected()
+                # of one that is away or was started again, nothing holds the device
+                late = [w for w in late if w in connected and connected[w] == holders.get(w)]
+                if not late:
+                    return
+                waited.reason = f"{', '.join(late)} did not yield yet"
+                if not waited.left_s:
+                    for worker in late:
+                        log.warning("%s did not yield within %g s: its process is ended", worker, bound_s)
+                        end_by_force(scheduler_address(), worker)
+                    return
+                if not is_first:
+                    engines = self._run.dataplane.status()["engines"]
+                    self._revoke([lease_of(e["id"]) for e in engines if e["worker"] in late])
+                time.sleep(0.2)
 
     def _revoke(self, leases: list[tuple[str, str]]) -> None:
         if leases:

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any
 
 import httpx
-from distributed.scheduler import NoValidWorkerError
+from distributed.scheduler import KilledWorker, NoValidWorkerError
 from prefect import Task, task
 from prefect_dask.task_runners import PrefectDaskFuture
 
@@ -30,11 +30,21 @@ Future = PrefectDaskFuture[Any]
 
 log = logging.getLogger(__name__)
 
+UNANSWERED = (httpx.HTTPError, DataplaneError)
+"""The data plane is away, or does not know the run."""
+
 RELEASED_S = 30.0
 """How long the end of a lease is awaited after its release."""
 
 LOOK_S = 1.0
 """How often workers that have joined are looked for."""
+
+LOSSES = (NoValidWorkerError, KilledWorker, ConnectionError, httpx.TransportError)
+"""What ends a lease through no fault of its own: its worker was away for long or died again and again, or the
+data plane did not answer."""
+
+AGAIN_S = 30.0
+"""A worker whose lease was lost holds another one so long after it got that one at the soonest."""
 
 
 @task(name="lease", task_run_name="lease-{spec.lease_id}")
@@ -73,6 +83,8 @@ class Leases:
         }
         self._held: dict[tuple[Duty, str], tuple[LeaseSpec, Future]] = {}
         """By worker; the last one."""
+        self._held_since: dict[tuple[Duty, str], float] = {}
+        """When that was, of the monotonic clock."""
         self._lent: list[tuple[LeaseSpec, Future]] = []
         self._count = itertools.count()
         self._seen: dict[str, tuple[Worker, float]] = {}
@@ -138,7 +150,7 @@ class Leases:
             self._lent = [
                 (spec, future)
                 for spec, future in self._lent
-                if not _has_ended(future, is_there=spec.worker in connected)
+                if not _has_ended(spec, future, is_there=spec.worker in connected)
             ]
             for worker in self._plan.trainers if self._plan.lent else ():
                 queued = [spec.after for spec, _ in self._lent if spec.worker == worker]
@@ -158,10 +170,7 @@ class Leases:
         if interrupted:
             # tasks/interruption.py sees to it, in less time
             return
-        dataplane = Run(self._run).dataplane
-        status = dataplane.status()
-        begun = {*(engine["id"] for engine in status["engines"]), *status["runners"]}
-        dataplane.release(self._run.attempt)
+        begun = self._release()
         connected = self._connected()
         leases = [*self._held.values(), *self._lent]
         # those that the data plane has never seen go last: while others end, they may find nothing to do
@@ -174,19 +183,31 @@ class Leases:
                 # it is queued, or its worker is gone or hangs; should it begin, it finds nothing to do
                 future.wrapped_future.cancel()
             elif error is None:
-                _has_ended(future, is_there=spec.worker in connected)
+                _has_ended(spec, future, is_there=spec.worker in connected)
+
+    def _release(self) -> set[str]:
+        """Send home what holds a worker; returns who will hear it."""
+        dataplane = Run(self._run).dataplane
+        try:
+            status = dataplane.status()
+            dataplane.release(self._run.attempt)
+        except UNANSWERED as error:
+            log.warning("the leases end by themselves, later, because they cannot be released: %s", error)
+            return set()
+        return {*(engine["id"] for engine in status["engines"]), *status["runners"]}
 
     def _watch(self) -> None:
-        """Have workers that join hold a lease at once, and those that come back after theirs was given up."""
+        """Have workers that join hold a lease at once, and those whose lease was lost hold another."""
         while not self._is_over.wait(LOOK_S):
-            # a data plane that is started again is asked again in the next round
-            with self._changing, suppress(httpx.HTTPError, DataplaneError):
+            with self._changing:
                 workers: dict[Duty, list[str]] = {}
                 for name, worker in sorted(self._connected().items()):
                     if (duty := duty_of(worker, self._plan.trainers)) is not None:
                         workers.setdefault(duty, []).append(name)
                 for duty, names in workers.items():
-                    self._adapt(duty, names)
+                    # a data plane that is started again is asked again in the next round
+                    with suppress(*UNANSWERED):
+                        self._adapt(duty, names)
 
     def _adapt(self, duty: Duty, workers: list[str]) -> None:
         """Have all of these workers hold a lease, or as many as the queue wants."""
@@ -196,38 +217,45 @@ class Leases:
             dataplane = Run(self._run).dataplane
             status = dataplane.status()
             wanted = elastic.wanted(time.monotonic(), status["work"][duty])
-            holders = [self._held[duty, worker][0].holder for worker in workers if worker not in free]
-            retiring = {name for name, runner in status["runners"].items() if runner["retiring"]}
-            staying = [holder for holder in holders if holder not in retiring]
+            runners = status["runners"]
+            leases = [self._held[duty, worker] for worker in workers if worker not in free]
+            holders = [spec.holder for spec, future in leases if not future.wrapped_future.done()]
+            staying = [name for name in holders if name not in runners or not runners[name]["retiring"]]
             num_lacking = max(0, wanted - len(staying))
+            # one that the data plane does not know yet is retired when it is known and still one too many
+            staying.sort(key=lambda name: name not in runners)
             for holder in staying[wanted:]:
-                dataplane.retire(holder)
+                if holder in runners:
+                    dataplane.retire(holder)
         for worker in free[:num_lacking]:
-            log.info("worker %s joins the run", worker)
+            if (held := self._held.get((duty, worker))) is not None and (loss := _loss(held[1])):
+                log.warning("%s, and %s gets another one", _sentence(held[0], loss), worker)
+            else:
+                log.info("worker %s joins the run", worker)
             self._hold(duty, worker)
 
     def _connected(self) -> dict[str, Worker]:
         """By name; none if the scheduler does not answer, which whoever waits for a stage is told."""
-        found: dict[str, Worker] = {}
-        with suppress(OSError):
-            found = {worker.name: worker for worker in connected_workers(dask_client()).values()}
+        found = {worker.name: worker for worker in connected_workers(dask_client()).values()}
         now = time.monotonic()
         self._seen |= {name: (worker, now) for name, worker in found.items()}
         return found
 
     def _is_free(self, duty: Duty, worker: str) -> bool:
-        """It was never held, Dask waited in vain for it to come back, or it was retired."""
+        """It was never held, its lease was lost, or it was retired."""
         if (duty, worker) not in self._held:
             return True
-        future = self._held[duty, worker][1].wrapped_future
-        if future.status == "error":
-            return isinstance(future.exception(), NoValidWorkerError)
+        future = self._held[duty, worker][1]
+        if _loss(future) is not None:
+            return time.monotonic() - self._held_since[duty, worker] > AGAIN_S
         # one that failed would fail again; what with is raised at the end
-        return duty in self._elastic and bool(future.done()) and future.result().is_completed()
+        has_returned = future.wrapped_future.status == "finished"
+        return duty in self._elastic and has_returned and future.wrapped_future.result().is_completed()
 
     def _hold(self, duty: Duty, worker: str) -> None:
         spec = self._spec(worker)
         self._held[duty, worker] = spec, submit(HELD_BY[duty], spec, worker=worker)
+        self._held_since[duty, worker] = time.monotonic()
 
     def _lend(self, worker: str, after: int | None) -> None:
         spec = replace(self._spec(worker), after=after, trainers=self._plan.trainers)
@@ -243,11 +271,28 @@ def _was_revoked(future: Future) -> bool:
     return is_done and future.result(raise_on_failure=False) == "revoked"
 
 
-def _has_ended(future: Future, *, is_there: bool) -> bool:
-    """Raises what ended it, unless its worker is not there, which others may do without."""
+def _has_ended(spec: LeaseSpec, future: Future, *, is_there: bool) -> bool:
+    """Raises what ended it, unless it was lost or its worker is not there, which others may do without."""
     if not future.wrapped_future.done():
         return False
-    with suppress(NoValidWorkerError):
-        if is_there and is_known(future):
-            future.result()
+    if is_there and (loss := _loss(future)) is not None:
+        log.warning(_sentence(spec, loss))
+    elif is_there and is_known(future):
+        future.result()
     return True
+
+
+def _loss(future: Future) -> BaseException | None:
+    """What ended a lease, if that is one of `LOSSES`."""
+    error = None
+    if future.wrapped_future.status == "error":
+        # of Dask; what the task itself raised is in the state that it returned
+        error = future.wrapped_future.exception()
+    elif future.wrapped_future.status == "finished" and is_known(future):
+        error = future.result(raise_on_failure=False)
+    return error if isinstance(error, LOSSES) else None
+
+
+def _sentence(spec: LeaseSpec, loss: BaseException) -> str:
+    reason = str(loss).partition("\n")[0]
+    return f"lease {spec.lease_id} was lost ({type(loss).__name__}: {reason})"

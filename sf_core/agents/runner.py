@@ -10,6 +10,7 @@ import asyncio
 import inspect
 import logging
 import math
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -42,11 +43,14 @@ class AgentRunner:
         concurrency: int,
         seed: int,
         work: Literal["agent", "reward"] = "agent",
+        patience_s: float = 60.0,
     ) -> None:
-        """One that works on rewards claims answers only."""
+        """One that works on rewards claims answers only. See `run` for `patience_s`."""
         self._url, self._key, self._run_id, self._runner_id = url, key, run_id, runner_id
         self._tasks, self._agent, self._reward = tasks, agent, reward
-        self._concurrency, self._kind = concurrency, work
+        self._concurrency, self._kind, self._patience_s = concurrency, work, patience_s
+        self._alone_since: float | None = None
+        """When the first of the claims failed since one was answered; of the monotonic clock."""
         self._is_scored_elsewhere = False
         # every seed starts elsewhere among the training tasks; the held-out ones are the same for all
         self._first_index = {"train": seed * 0x9E3779B1 % 2**32, "holdout": 0}
@@ -57,7 +61,11 @@ class AgentRunner:
         self._logged: set[str] = set()
 
     async def run(self) -> int:
-        """Work until the data plane releases the runner; returns the number of sessions finished."""
+        """Work until the data plane releases the runner; returns the number of sessions finished.
+
+        A claim that fails is made again, while sessions go on. Raises ConnectionError when claims have failed
+        for `patience_s`: the data plane is gone or has forgotten the run. It gives out again what was begun.
+        """
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         limits = httpx.Limits(max_connections=64, max_keepalive_connections=64)
         timeout = httpx.Timeout(60.0)
@@ -90,9 +98,10 @@ class AgentRunner:
             response = await self._http.post(f"/runs/{self._run_id}/claim", content=orjson.dumps(body))
             response.raise_for_status()
         except httpx.HTTPError as error:
-            log.warning("claim failed, trying again: %s", error)
+            self._note_failure(str(error).partition("\n")[0] or type(error).__name__)
             await asyncio.sleep(0.5)
             return True
+        self._alone_since = None
         answer = orjson.loads(response.content)
         self._is_scored_elsewhere = answer["scored_elsewhere"]
         for session_id in answer["ended"]:
@@ -106,6 +115,16 @@ class AgentRunner:
         # sessions end in bursts: one claim for several is cheaper than one each
         await asyncio.sleep(0.01)
         return not answer["released"]
+
+    def _note_failure(self, sentence: str) -> None:
+        """Raises ConnectionError when claims have failed for too long."""
+        now = time.monotonic()
+        if self._alone_since is None:
+            self._alone_since = now
+        if now - self._alone_since > self._patience_s:
+            who = f"data plane at {self._url}: no claim of {self._runner_id} on run {self._run_id}"
+            raise ConnectionError(f"{who} was answered for {self._patience_s:g} s: {sentence}")
+        log.warning("claim failed, trying again: %s", sentence)
 
     async def _work(self, claim: dict[str, Any], run_key: str | None) -> None:
         session_id = claim["session_id"]

@@ -25,7 +25,8 @@ class Switch(NamedTuple):
     """When the new tag began to hold the device, Unix seconds."""
     seconds: float | None
     """What it cost. To train: from the moment the engine heard that it must yield to training's first work.
-    To rollout: from the end of training to the first sampled token. None if that never came."""
+    To rollout: from the end of training to the first sampled token. None if that never came, or if the lease
+    before training was lost: how long its device stood still before that, nobody knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +100,9 @@ def _switch(before: Span, after: Span, spans: Sequence[Span]) -> Switch:
     first = next((s for s in spans if s.kind == "busy" and _is_part(s, after)), None)
     last = [s for s in spans if s.kind in ("busy", "moving") and _is_part(s, before)]
     if after.tag == "train":
-        # a lease that was lost, not revoked, has not yielded
-        revoked = next((s.start for s in reversed(last) if s.label == "yield"), before.end)
-        return Switch(after.worker, "train", after.start, first.start - revoked if first else None)
+        revoked = next((s.start for s in reversed(last) if s.label == "yield"), None)
+        cost = None if first is None or revoked is None else first.start - revoked
+        return Switch(after.worker, "train", after.start, cost)
     trained = next((s.end for s in reversed(last) if s.kind == "busy"), before.end)
     # the first sampling span of a lease ends with its first token
     return Switch(after.worker, "rollout", after.start, first.end - trained if first else None)

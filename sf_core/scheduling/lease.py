@@ -50,7 +50,8 @@ def lease_of(holder: str) -> tuple[str, str]:
 
 
 def serve_lease(spec: LeaseSpec) -> str:
-    """Hold the device as an engine until revoked; returns why the lease ended."""
+    """Hold the device as an engine until revoked; returns why the lease ended. Raises ConnectionError as
+    `serve_engine` does."""
     run = Run(spec.run)
     if spec.after is not None and run.directory.read_manifest(spec.after, "train") is None:
         # the lease overtook the train task in the worker's queue, or training failed: training comes first
@@ -112,7 +113,7 @@ def engine_factory(run: Run) -> Callable[[WeightsRef], Engine]:
 
 def run_sessions(spec: LeaseSpec, work: Work) -> int:
     """Hold a worker: claim sessions and run the agent on them, or score what it answered, until released.
-    Returns how many."""
+    Returns how many. Raises ConnectionError as `AgentRunner.run` does."""
     run = Run(spec.run)
     environment = run.config.environment
     runner = AgentRunner(

@@ -95,9 +95,16 @@ def _ask(scheduler: str) -> dict[str, Any]:
 
 
 def connected_workers(client: Client) -> dict[str, Worker]:
-    """By address, while a run is on; none once the scheduler is lost for good. Raises OSError if it does not
-    answer."""
-    return our_workers(client.scheduler_info(n_workers=-1).get("workers", {}))
+    """By address, while a run is on; none if the scheduler does not answer or is lost for good."""
+
+    async def ask() -> dict[str, Any]:
+        if client.status in ("running", "connecting") and client.scheduler is not None:
+            with suppress(OSError):
+                # `scheduler_info` may answer what the client asks for by itself now and then, without workers
+                return dict((await client.scheduler.identity(n_workers=-1))["workers"])
+        return {}
+
+    return our_workers(client.sync(ask))
 
 
 def our_workers(infos: dict[str, Any]) -> dict[str, Worker]:

@@ -20,7 +20,7 @@ from sf_core.scheduling.tls import require_tls
 from sf_core.settings import visible_cuda_devices
 
 DASK_SETTINGS = {
-    # a lease may outlive several kills of its worker; giving up after one would end the run
+    # a stage may outlive several kills of its worker; giving up after one would end the run
     "DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES": "10",
     "DASK_DISTRIBUTED__SCHEDULER__NO_WORKERS_TIMEOUT": "5m",
     "DASK_DISTRIBUTED__SCHEDULER__WORKER_TTL": "30m",

@@ -7,10 +7,12 @@ import signal
 from pathlib import Path
 from subprocess import Popen
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
 from sf_core.config import RunConfig
+from sf_core.local_stack import start_dataplane
 from storage.run_directory import STAGES
 from tests.e2e.conftest import Cluster, is_committed
 from tests.e2e.invariants import check_result, manifests
@@ -78,6 +80,30 @@ def test_a_killed_data_plane_comes_back_and_the_run_goes_on(cluster: Cluster) ->
     for iteration, stage in ((1, "rollout"), (1, "train")):
         await_stage(cluster, config, process, iteration, stage)
         cluster.restart_dataplane()
+    cluster.finish(config, process)
+    check_result(config)
+
+
+@pytest.mark.nightly
+def test_a_run_goes_on_after_its_leases_were_lost_with_a_data_plane_that_was_long_away(
+    cluster: Cluster,
+) -> None:
+    config = cluster.config("dataplane-away", "async", train={"iterations": 3})
+    process = cluster.start(config)
+    await_stage(cluster, config, process, 1, "train")
+    seat = Path(config.run_dir, "gangs", "00001", "1.0", "rank-0")
+    wait_until(lambda: seat.exists() or process.poll() is not None, "the rank of iteration 1")
+    trainer = cluster.worker_process("t0")
+    trainer.suspend()
+    try:
+        assert (1, "train") not in manifests(config)
+        cluster.stack.remove(cluster.stack.processes["dataplane"])
+        for lease in ("r0-[0-9]", "a0-[0-9]"):
+            lost = re.compile(rf"lease {lease}+\.1 was lost \(ConnectionError: data plane at .*another one")
+            wait_until(lambda lost=lost: lost.search(cluster.log(config)), lost.pattern, 120)
+        start_dataplane(cluster.stack, cluster.folder, urlsplit(cluster.services.dataplane).port)()
+    finally:
+        trainer.resume()
     cluster.finish(config, process)
     check_result(config)
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -33,6 +34,32 @@ def server(tmp_path: Path, model_dir: str) -> Iterator[Server]:  # noqa: F811
         yield server
 
 
+def make_runner(url: str, **changes: Any) -> AgentRunner:
+    usual: dict[str, Any] = {
+        "key": None,
+        "run_id": "run",
+        "runner_id": "a0",
+        "tasks": lambda split, index: Task(f"t{index}", "e", "6 * 7?", "42"),
+        "agent": agent,
+        "reward": lambda task, answer: float(answer == task.answer),
+        "concurrency": 2,
+        "seed": 0,
+    }
+    return AgentRunner(url=url, **usual | changes)
+
+
+def test_a_runner_gives_its_worker_back_when_the_data_plane_is_gone() -> None:
+    runner = make_runner("http://127.0.0.1:9", patience_s=0.1)
+    sentence = r"^data plane at http://127.0.0.1:9: no claim of a0 on run run was answered for 0.1 s: "
+    with pytest.raises(ConnectionError, match=sentence):
+        asyncio.run(asyncio.wait_for(runner.run(), 60))
+
+
+def test_a_runner_gives_its_worker_back_when_the_data_plane_has_forgotten_its_run(server: Server) -> None:
+    with pytest.raises(ConnectionError, match=r"was answered for 0\.1 s: Client error '404 Not Found'"):
+        asyncio.run(asyncio.wait_for(make_runner(server.url, patience_s=0.1).run(), 60))
+
+
 @pytest.mark.parametrize("key", ["key-of-the-run", None])
 def test_agents_get_the_key_of_their_run_and_nobody_else_gets_in(
     server: Server,
@@ -47,17 +74,7 @@ def test_agents_get_the_key_of_their_run_and_nobody_else_gets_in(
         endpoints.append(endpoint)
         return await agent(task, endpoint)
 
-    runner = AgentRunner(
-        url=server.url,
-        key=None,
-        run_id="run",
-        runner_id="a0",
-        tasks=lambda split, index: Task(f"t{index}", "e", "6 * 7?", "42"),
-        agent=keyed_agent,
-        reward=lambda task, answer: float(answer == task.answer),
-        concurrency=2,
-        seed=0,
-    )
+    runner = make_runner(server.url, agent=keyed_agent)
 
     async def work() -> None:
         working = asyncio.ensure_future(runner.run())

@@ -34,9 +34,10 @@ def test_a_lease_that_samples_nothing_is_a_switch_without_a_cost() -> None:
     assert find_switches(T0[:9])[1].seconds is None
 
 
-def test_a_lease_that_was_lost_ends_where_it_was_last_heard_of() -> None:
+def test_what_training_took_over_from_a_lease_that_was_lost_is_a_switch_without_a_cost() -> None:
     killed = [span for span in T0 if span.label != "yield"]
-    assert find_switches(killed)[0].seconds == pytest.approx(1.0)
+    assert find_switches(killed)[0] == Switch("t0", "train", 5, None)
+    assert device_figures(killed, (0, 10)).costs_s("train") == []
 
 
 def test_figures_are_shares_of_the_window() -> None:

@@ -91,7 +91,10 @@ def test_workers_started_by_us_or_by_dask_are_read_with_their_tags_and_devices(b
         Worker("r0", frozenset({"rollout"})),
         Worker("r1", frozenset({"rollout"}), DEVICES["h20"]),
     ]
-    with Client(bench.scheduler, set_as_default=False) as client:
+    often = {"distributed.client.scheduler-info-interval": "1ms"}
+    with dask.config.set(often), Client(bench.scheduler, set_as_default=False) as client:
+        # whatever the client asks for by itself meanwhile
+        assert all(len(connected_workers(client)) == 3 for _ in range(100))
         emulated = client.submit(device_model, RunConfig(), resources={"@r1": 1}).result(timeout=60)
     assert emulated.device == DEVICES["h20"]
     quickstart = str(ROOT / "configs" / "quickstart.yaml")
