@@ -182,8 +182,10 @@ class _Simulation:
     def _flow(self) -> Process:
         end = 0.0
         for number in range(self._config.train.iterations):
-            # whose loan was refused after training is asked again
+            # again, for a loan that was refused after training
             self._lend_trainers()
+            if number:
+                yield self._overheads.next_iteration
             yield from self._full_batch(number)
             yield self._overheads.seal
             batch = self._manager.seal(number)
@@ -204,7 +206,6 @@ class _Simulation:
             start, end = end, self._clock.now
             tokens = sum(sampled for sampled, _ in sizes)
             self._result.iterations.append(SimulatedIteration(start, end, tokens, lag))
-            yield self._overheads.next_iteration
         self._is_over = True
 
     def _full_batch(self, number: int) -> Process:
