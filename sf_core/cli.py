@@ -177,9 +177,9 @@ def simulate(
     lengths: Annotated[
         str | None, typer.Option(help="Run directory whose sessions' lengths are drawn.", show_default=False)
     ] = None,
-    prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 512,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 140,
     median: Annotated[float, typer.Option(min=1, help="Of the lognormal number of sampled tokens.")] = 600.0,
-    sigma: Annotated[float, typer.Option(min=0, help="How heavy their tail is.")] = 1.0,
+    sigma: Annotated[float, typer.Option(min=0, help="How heavy their tail is.")] = 1.2,
     failures_per_hour: Annotated[float, typer.Option(min=0, help="Of one device.")] = 0.0,
     picture: Annotated[
         str | None, typer.Option(help="PNG of the multiplexed timeline.", show_default=False)
@@ -187,7 +187,7 @@ def simulate(
 ) -> None:
     """Compare the pipelines on devices of the configuration's `emulation`, or of given kinds, without running
     anything."""
-    from sf_core.scheduling.simulations import Devices, Lognormal, MeasuredLengths, comparison
+    from sf_core.scheduling.simulations import Devices, Lognormal, MeasuredLengths, comparison, lognormal_for
     from sf_core.scheduling.simulator import Failures
 
     settings = _config(config, overrides)
@@ -196,7 +196,7 @@ def simulate(
         if lengths is not None:
             drawn: Lognormal | MeasuredLengths = MeasuredLengths(lengths)
         else:
-            drawn = Lognormal(prompt, median, sigma, settings.rollout.max_tokens)
+            drawn = lognormal_for(settings, prompt=prompt, median=median, sigma=sigma)
         devices = Devices(rollout, dual, rollout_kind, dual_kind)
         console.print(comparison(settings, devices, drawn, failures=failures, picture=picture))
     except ValueError as error:

@@ -133,6 +133,8 @@ def _row(figures: DeviceFigures, lags: Sequence[int]) -> Figures:
         "utilisation_rollout": figures.utilisation_rollout,
         "utilisation_cluster": figures.utilisation_cluster,
         "switches": len(figures.switches),
+        "not_lent_cost": figures.not_lent["cost"],
+        "not_lent_bound": figures.not_lent["bound"],
     }
     for name, costs in (("to_train", figures.costs_s("train")), ("to_rollout", figures.costs_s("rollout"))):
         row[f"{name}_mean_s"] = sum(costs) / len(costs) if costs else float("nan")

@@ -174,7 +174,10 @@ def train(ref: RunRef, iteration: int, seat: Seat) -> dict[str, Any]:
     if run.directory.read_manifest(iteration, "train") is None:
         files = GangFiles(run.directory, iteration, ref.attempt, seat.epoch)
         seated, trainer_at = _backend(run)
-        with seated(files, seat, current_host(), run.config.train.gang_timeout_s) as ranks:
+        with ExitStack() as stack:
+            with switching_of(run).not_counting():
+                patience_s = run.config.train.gang_timeout_s
+                ranks = stack.enter_context(seated(files, seat, current_host(), patience_s))
             work = partial(_train, run, iteration, trainer_at, ranks, files)
             if seat.rank == 0:
                 run.dataplane.report_stage(iteration, "train")
@@ -203,7 +206,7 @@ def _train(run: Run, iteration: int, trainer_at: TrainerAt, ranks: Ranks, files:
         with timeline.doing("moving", "load trainer", iteration):
             trainer = stack.enter_context(trainer_at(run, iteration, ranks))
             batch = read_batch(run.directory.path(source.outputs[0].uri))
-        switching_of(run).note_training()
+        switching_of(run).note_training(timeline)
         with timeline.doing("busy", "train", iteration):
             metrics = trainer.step(batch)
         with timeline.doing("moving", "save", iteration):

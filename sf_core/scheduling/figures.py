@@ -9,8 +9,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
+from sf_core.scheduling.lending import Refusal, not_lent
 from sf_core.scheduling.timeline import Span, covered_s, idle_fraction
 
 Window = tuple[float, float]
@@ -42,6 +43,8 @@ class DeviceFigures:
     utilisation_rollout: float
     """Busy rollout time of the devices that carried rollout, as a share of their time; 0 if none did."""
     switches: list[Switch]
+    not_lent: dict[Refusal, int]
+    """How often trainers were not lent, by the reason."""
     tokens_rollout_only: float
     """Tokens sampled in the window by devices that did not train in it."""
     tokens_lent: float
@@ -75,6 +78,7 @@ def device_figures(spans: Sequence[Span], window: Window) -> DeviceFigures:
         utilisation_train=_utilisation("train", inside, tags, window),
         utilisation_rollout=_utilisation("rollout", inside, tags, window),
         switches=[s for own in devices.values() for s in find_switches(own) if window[0] <= s.at < window[1]],
+        not_lent={refusal: _num_refused(refusal, spans, window) for refusal in get_args(Refusal)},
         tokens_rollout_only=round(tokens[False], 1),
         tokens_lent=round(tokens[True], 1),
     )
@@ -119,6 +123,11 @@ def _utilisation(tag: str, spans: dict[str, list[Span]], tags: dict[str, set[str
         for worker in carriers
     )
     return busy / (len(carriers) * (window[1] - window[0])) if carriers else 0.0
+
+
+def _num_refused(refusal: Refusal, spans: Sequence[Span], window: Window) -> int:
+    label = not_lent(refusal)
+    return sum(s.kind == "wait" and s.label == label and window[0] <= s.start < window[1] for s in spans)
 
 
 def _tokens_inside(span: Span, window: Window) -> float:

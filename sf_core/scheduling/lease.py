@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -58,7 +57,7 @@ def serve_lease(spec: LeaseSpec) -> str:
         return "training comes first"
     switching = switching_of(run)
     if spec.after is not None:
-        verdict = switching.gate.decide(time.monotonic(), work_left(run.dataplane.status(), spec.trainers))
+        verdict = switching.decide(work_left(run.dataplane.status(), spec.trainers))
         if not verdict.lend:
             log.info("%s is not lent: %s", spec.worker, verdict.reason)
             return f"not worth it: {verdict.reason}"

@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from statistics import mean
+from typing import Literal
 
 MEMORY = 3
 """Switches whose cost counts: the last ones tell what the next will cost."""
+
+PATIENCE = 16
+"""Refusals in a row for the cost, after which that is measured again. A trainer that is not lent is asked
+about twice in an iteration: this is eight of them."""
 
 MINUTE_S = 60.0
 SWITCHES_PER_LOAN = 2
@@ -28,10 +33,23 @@ class WorkLeft:
     """Devices that would come to their help."""
 
 
+Refusal = Literal["cost", "bound", "work"]
+"""The switches cost more than they win, there were too many of late, or nothing is left to do."""
+
+
+def not_lent(refusal: Refusal) -> str:
+    """What a trainer that was refused waits for, as its timeline has it."""
+    return f"training, not lent: {refusal}"
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    lend: bool
     reason: str
+    refusal: Refusal | None = None
+
+    @property
+    def lend(self) -> bool:
+        return self.refusal is None
 
 
 class LendingGate:
@@ -44,6 +62,12 @@ class LendingGate:
     training devices (dynamic schedule of its fully asynchronous trainer, PR 6556); what is unknown counts as
     worth it. Where no device is dedicated there is no choice: rollout would stand still.
 
+    Costs are measured by loans alone. One dear switch (a process that imports its libraries, a trainer that
+    is rebuilt) would forbid all loans, and with them the measurement that shows it to be past. So after
+    `PATIENCE` refusals in a row it forgets what it has measured. To forget only the dearest would keep the
+    mean above the gain for further rounds; this way a wrong measurement costs one round, and a right one a
+    loan in vain every `PATIENCE` + 1 questions.
+
     A device changes its role at most `max_switches_per_minute` times within any minute, whatever the facts;
     only where no device is dedicated is that no bound.
     """
@@ -54,6 +78,8 @@ class LendingGate:
         self._to_train: deque[float] = deque(maxlen=MEMORY)
         self._loans: deque[float] = deque()
         """When it was lent, within the last minute."""
+        self._refused = 0
+        """Times in a row, for the cost."""
 
     def note_to_rollout(self, seconds: float) -> None:
         """So long did it take from the end of training until the device was an engine."""
@@ -75,20 +101,27 @@ class LendingGate:
         verdict = self._judge(now_s, work)
         if verdict.lend:
             self._loans.append(now_s)
+            self._refused = 0
+        elif verdict.refusal == "cost":
+            self._refused += 1
+            if self._refused == PATIENCE:
+                self._refused = 0
+                self._to_rollout.clear()
+                self._to_train.clear()
         return verdict
 
     def _judge(self, now_s: float, work: WorkLeft) -> Verdict:
         if work.dedicated == 0:
-            return Verdict(True, "no other device rolls out")
+            return Verdict("no other device rolls out")
         if work.units <= 0:
-            return Verdict(False, "nothing is left to roll out")
+            return Verdict("nothing is left to roll out", "work")
         while self._loans and self._loans[0] <= now_s - MINUTE_S:
             self._loans.popleft()
         if SWITCHES_PER_LOAN * (len(self._loans) + 1) > self._max_switches:
-            return Verdict(False, f"the bound of {self._max_switches} switches per minute is reached")
+            return Verdict(f"the bound of {self._max_switches} switches per minute is reached", "bound")
         if work.seconds_per_unit is None or (cost := self.switch_cost_s) is None:
-            return Verdict(True, "what it is worth is not known yet")
+            return Verdict("what it is worth is not known yet")
         scale = (work.lent + work.dedicated) / work.dedicated
         won = work.units * work.seconds_per_unit * (1 - 1 / scale)
         facts = f"{won:.2f} s to win, {cost:.2f} s to switch"
-        return Verdict(won > cost, facts)
+        return Verdict(facts, None if won > cost else "cost")

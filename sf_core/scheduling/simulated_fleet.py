@@ -6,9 +6,9 @@ emulated engine and the router; tokens are only counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import count
 
 from sf_core.dataplane.dataplane import SWEEP_S
@@ -45,6 +45,7 @@ class SimulatedEngine:
     outstanding: int = 0
     """Tokens of its requests, prompts included."""
     ticked_at: float = 0.0
+    paused_since: float | None = None
     paused_until: float = 0.0
     is_gone: bool = False
     busy_since: float | None = None
@@ -98,6 +99,20 @@ class Fleet:
             heappush(self._waiting, (session.arrived, id(session), session))
         engine.running.clear()
         self._note_busy(engine)
+        self._end_pause(engine)
+        self._schedule()
+
+    def drop(self, groups: Container[int]) -> None:
+        """The sessions of these groups end where they are."""
+        self._waiting = [entry for entry in self._waiting if entry[2].claim.place.group not in groups]
+        heapify(self._waiting)
+        for engine in self.engines:
+            self._advance(engine)
+            for session in [session for session, _ in engine.running.values()]:
+                if session.claim.place.group in groups:
+                    self._leave(engine, session)
+            self._note_busy(engine)
+            self._wake_later(engine)
         self._schedule()
 
     def submit(self, sessions: list[SimulatedSession]) -> None:
@@ -110,11 +125,10 @@ class Fleet:
         seconds = self._weight_load_s
         for engine in self.engines:
             self._advance(engine)
+            self._end_pause(engine)
             engine.version = version
-            engine.paused_until = self._clock.now + seconds
+            engine.paused_since, engine.paused_until = self._clock.now, self._clock.now + seconds
             self._note_busy(engine)
-            span = Span(engine.worker, "rollout", self._clock.now, engine.paused_until, "moving")
-            self.spans.append(span)
             self._clock.after(seconds, self._go_on, engine)
 
     def _look(self) -> None:
@@ -160,13 +174,15 @@ class Fleet:
         self._note_room(engine)
 
     def finish(self) -> None:
-        """Write down what is still computing."""
+        """Write down what is still going on."""
         for engine in self.engines:
             self._end_busy(engine)
+            self._end_pause(engine)
 
     def _go_on(self, engine: SimulatedEngine) -> None:
         if engine.is_gone or self._clock.now < engine.paused_until:
             return
+        self._end_pause(engine)
         engine.ticked_at = self._clock.now
         if self._recompute and engine.running:
             engine.batch.recompute()
@@ -251,3 +267,8 @@ class Fleet:
         if engine.busy_since is not None and engine.busy_since < self._clock.now:
             self.spans.append(Span(engine.worker, "rollout", engine.busy_since, self._clock.now, "busy"))
         engine.busy_since = None
+
+    def _end_pause(self, engine: SimulatedEngine) -> None:
+        if engine.paused_since is not None:
+            self.spans.append(Span(engine.worker, "rollout", engine.paused_since, self._clock.now, "moving"))
+        engine.paused_since = None

@@ -19,12 +19,12 @@ from sf_core.iterations import read_iterations
 from sf_core.picture import draw_timeline
 from sf_core.report import open_run
 from sf_core.scheduling.device_model import DeviceModel
-from sf_core.scheduling.figures import by_worker
+from sf_core.scheduling.figures import by_worker, device_figures
 from sf_core.scheduling.pipelines import PipelineName
 from sf_core.scheduling.plan import Worker, make_plan
 from sf_core.scheduling.roofline import Device, known_device
 from sf_core.scheduling.simulator import Failures, Length, Overheads, Simulated, simulate
-from sf_core.scheduling.timeline import idle_fraction, read_spans
+from sf_core.scheduling.timeline import read_spans
 from storage.files import write_atomic
 from storage.run_directory import RunDirectory
 from storage.trajectories import read_trajectories
@@ -93,6 +93,25 @@ class Lognormal:
         return self.prompt, round(min(max(length, 1), self.longest))
 
 
+def lognormal_for(config: RunConfig, *, prompt: int, median: float, sigma: float) -> Lognormal:
+    """Lengths that the run could have: cut at `rollout.max_tokens`.
+
+    Raises ValueError, one sentence, if that cuts most sessions to one length, which would compare nothing, or
+    if an engine has no room for the longest."""
+    budget, room = config.rollout.max_tokens, config.engine.context_length
+    if median > budget:
+        raise ValueError(
+            f"rollout.max_tokens ({budget}) would cut most sessions to one length, as their median is "
+            f"{median:g} tokens: set it to several times that, or --median lower"
+        )
+    if prompt + budget > room:
+        raise ValueError(
+            f"engine.context_length ({room}) has no room for a prompt of {prompt} tokens and "
+            f"rollout.max_tokens ({budget}): set it to {prompt + budget} or more, or --prompt lower"
+        )
+    return Lognormal(prompt, median, sigma, budget)
+
+
 _NORMAL = NormalDist()
 
 
@@ -155,7 +174,7 @@ class PipelineFigures:
     idle_fraction: float
     max_lag: int
     switches: int
-    """Leases that training took back, in the whole run."""
+    """Changes of a device's active tag, in both directions."""
 
 
 def configure(config: RunConfig, variant: Variant, devices: Devices) -> RunConfig:
@@ -190,14 +209,13 @@ def figures_of(simulated: Simulated) -> PipelineFigures:
     if not counted:
         raise ValueError(f"train.iterations must be at least {WARMUP + 2} to leave one that is typical")
     window = counted[0].start, counted[-1].end
-    seconds = window[1] - window[0]
-    idle = [idle_fraction(spans, window) for spans in by_worker(simulated.spans).values()]
+    found = device_figures(simulated.spans, window)
     return PipelineFigures(
-        tokens_per_second=round(sum(iteration.tokens for iteration in counted) / seconds, 1),
-        seconds_per_iteration=round(seconds / len(counted), 3),
-        idle_fraction=round(float(np.mean(idle)), 4),
+        tokens_per_second=round(sum(iteration.tokens for iteration in counted) / found.seconds, 1),
+        seconds_per_iteration=round(found.seconds / len(counted), 3),
+        idle_fraction=round(1.0 - found.utilisation_cluster, 4),
         max_lag=max(iteration.max_lag for iteration in counted),
-        switches=simulated.yields,
+        switches=len(found.switches),
     )
 
 

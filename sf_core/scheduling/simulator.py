@@ -12,6 +12,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from sf_core.config import RunConfig
 from sf_core.dataplane.rollout_manager import BatchRules, RolloutManager
@@ -22,7 +23,7 @@ from sf_core.scheduling.plan import Plan
 from sf_core.scheduling.roofline import Device
 from sf_core.scheduling.simulated_fleet import Fleet, SimulatedEngine, SimulatedSession
 from sf_core.scheduling.switching import work_left
-from sf_core.scheduling.timeline import Span
+from sf_core.scheduling.timeline import Kind, Span
 
 Length = Callable[[int, int], tuple[int, int]]
 """Tokens of the prompt and of the answer of a session, by its group and its place there."""
@@ -63,18 +64,35 @@ class SimulatedIteration:
     """From the end of the one before to its own end, as in a real run's windows."""
     tokens: int
     max_lag: int
-    train_seconds: float
 
 
 @dataclass(slots=True)
 class Simulated:
     iterations: list[SimulatedIteration] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
-    yields: int = 0
+    """By worker and time."""
     not_lent: int = 0
+    """Loans that the gate refused."""
     moves: int = 0
     """Sessions moved from a long queue to a short one."""
     failures: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class _Device:
+    """A worker's device, and what the worker's process knows; a breakdown ends the process."""
+
+    worker: str
+    model: DeviceModel
+    gate: LendingGate
+    tag: Literal["rollout", "train"] | None = None
+    """What it was last switched to."""
+    leased_at: float | None = None
+    """Since when a lease holds it; None: none does."""
+    engine: SimulatedEngine | None = None
+    """None while it loads, too."""
+    is_down: bool = False
+    num_lives: int = 0
 
 
 def simulate(
@@ -106,10 +124,11 @@ class _Simulation:
         self._random = random.Random(config.seed)
         self._clock = EventClock()
         self._model = DeviceModel(config.emulation)
-        self._models = {
-            worker: DeviceModel(config.emulation, devices.get(worker))
+        self._devices = {
+            worker: _Device(worker, DeviceModel(config.emulation, devices.get(worker)), self._new_gate())
             for worker in (*plan.rollout, *plan.trainers)
         }
+        self._trainers = [self._devices[worker] for worker in plan.trainers]
         self._manager = RolloutManager(rules_of(config), next_batch=0, version=0, done_groups=[])
         self._fleet = Fleet(
             self._clock,
@@ -122,11 +141,11 @@ class _Simulation:
         )
         self._fleet.on_started = lambda session, version: self._manager.note_started(session.claim, version)
         self._fleet.on_finished = self._finish
-        self._gates = {w: LendingGate(config.cluster.max_switches_per_minute) for w in plan.trainers}
-        self._engines: dict[str, SimulatedEngine] = {}
-        self._down: set[str] = set()
         self._training = False
+        self._has_trained = False
         self._step_failed = False
+        self._freed = Signal()
+        """A trainer is back, or through with loading an engine that training has no time for."""
         self._num_complete = 0
         self._arrived = 0
         self._sizes: dict[int, tuple[int, int]] = {}
@@ -143,19 +162,19 @@ class _Simulation:
 
     def run(self) -> Simulated:
         for worker in self._plan.rollout:
-            self._clock.start(self._serve(worker))
-        if self._plan.lent:
-            for worker in self._plan.trainers:
-                self._clock.start(self._lend(worker))
+            self._clock.start(self._hold(self._devices[worker]))
         if self._failures is not None:
-            for worker in (*self._plan.rollout, *self._plan.trainers):
-                self._clock.start(self._break_down(worker, self._failures))
+            for device in self._devices.values():
+                self._clock.start(self._break_down(device, self._failures))
         self._claim()
         self._clock.start(self._flow())
         self._clock.run(lambda: self._is_over)
         self._fleet.finish()
+        for device in self._devices.values():
+            self._note_lease(device)
         self._result.moves = self._fleet.num_moves
-        self._result.spans += self._fleet.spans
+        spans = [*self._result.spans, *self._fleet.spans]
+        self._result.spans = sorted(spans, key=lambda span: (span.worker, span.start))
         return self._result
 
     # --- the flow
@@ -163,21 +182,22 @@ class _Simulation:
     def _flow(self) -> Process:
         end = 0.0
         for number in range(self._config.train.iterations):
+            # again, for a loan that was refused after training
+            self._lend_trainers()
+            if number:
+                yield self._overheads.next_iteration
             yield from self._full_batch(number)
             yield self._overheads.seal
             batch = self._manager.seal(number)
-            self._num_complete -= len(batch.groups)
+            if batch.dropped:
+                self._drop(batch.dropped)
+            self._num_complete = sum(group.is_complete for group in self._manager.groups.values())
             sizes = [self._sizes.pop(group) for group in batch.groups]
             lag = number - min(self._oldest.pop(group) for group in batch.groups)
             self._claim()
             yield self._overheads.hand_over
-            self._take_back()
-            started = self._clock.now
             yield from self._train(sum(total for _, total in sizes))
-            seconds = self._clock.now - started
-            if self._plan.lent:
-                for worker in self._plan.trainers:
-                    self._clock.start(self._lend(worker))
+            self._lend_trainers()
             yield self._overheads.publish
             self._fleet.set_version(number + 1)
             self._manager.set_version(number + 1)
@@ -185,8 +205,7 @@ class _Simulation:
             self._claim()
             start, end = end, self._clock.now
             tokens = sum(sampled for sampled, _ in sizes)
-            self._result.iterations.append(SimulatedIteration(start, end, tokens, lag, seconds))
-            yield self._overheads.next_iteration
+            self._result.iterations.append(SimulatedIteration(start, end, tokens, lag))
         self._is_over = True
 
     def _full_batch(self, number: int) -> Process:
@@ -200,70 +219,109 @@ class _Simulation:
 
     def _train(self, num_tokens: int) -> Process:
         """A step by all trainers together; one that breaks down costs the step."""
-        num_ranks = len(self._plan.trainers)
+        num_ranks = len(self._trainers)
+        self._training = True
+        for device in self._trainers:
+            if device.engine is not None:
+                self._end_lease(device)
         while True:
-            while any(worker in self._down for worker in self._plan.trainers):
-                yield LOOK_AGAIN_S
+            # an engine that is being loaded yields when it is there
+            while any(device.is_down or device.leased_at is not None for device in self._trainers):
+                yield self._freed
             self._step_failed = False
-            switch = self._model.to_train_s(num_ranks) if self._plan.lent else 0.0
-            switched_from = self._clock.now
-            yield switch
-            begun = self._clock.now
-            yield max(self._models[w].train_s(num_tokens, num_ranks) for w in self._plan.trainers)
+            started, begins, ends = self._clock.now, [], []
+            for device in self._trainers:
+                switch = self._switch_to_train(device, num_ranks)
+                begins.append(started + switch)
+                ends.append(started + switch + device.model.train_s(num_tokens, num_ranks))
+            yield max(ends) - started
             if not self._step_failed:
                 break
-        self._training = False
-        for worker in self._plan.trainers:
-            self._result.spans.append(Span(worker, "train", switched_from, begun, "moving"))
-            self._result.spans.append(Span(worker, "train", begun, self._clock.now, "busy"))
-            self._gates[worker].note_to_train(switch)
+        end = self._clock.now
+        for device, begun in zip(self._trainers, begins, strict=True):
+            self._note(device, "train", started, begun, "moving")
+            # who has computed its share waits for the others with its gradients
+            self._note(device, "train", begun, end, "busy")
+            self._note(device, "train", started, end, "held")
+        self._training, self._has_trained = False, True
+
+    def _switch_to_train(self, device: _Device, num_ranks: int) -> float:
+        """Seconds until it can train, from now on; none if it holds what it trained with."""
+        switch = device.model.to_train_s(num_ranks) if device.tag != "train" else 0.0
+        if device.tag == "rollout":
+            device.gate.note_to_train(switch)
+        device.tag = "train"
+        return switch
 
     # --- devices
 
-    def _serve(self, worker: str) -> Process:
-        yield self._model.to_rollout_s()
-        self._open(worker)
+    def _lend_trainers(self) -> None:
+        if self._plan.lent:
+            for device in self._trainers:
+                if device.leased_at is None:
+                    self._clock.start(self._lend(device))
 
-    def _lend(self, worker: str) -> Process:
+    def _lend(self, device: _Device) -> Process:
+        life = device.num_lives
         yield self._overheads.lease
-        if self._result.iterations and not self._gates[worker].decide(self._clock.now, self._work_now()).lend:
+        # it may have broken down, or been lent, meanwhile; before the first step nobody is asked
+        if (device.num_lives, device.leased_at) != (life, None) or device.is_down or self._training:
+            return
+        if self._has_trained and not device.gate.decide(self._clock.now, self._work_now()).lend:
             self._result.not_lent += 1
             return
-        started = self._clock.now
-        yield self._model.to_rollout_s()
-        self._result.spans.append(Span(worker, "rollout", started, self._clock.now, "moving"))
-        self._gates[worker].note_to_rollout(self._clock.now - started)
-        if not self._training:
-            self._open(worker)
+        yield from self._hold(device)
 
-    def _open(self, worker: str) -> None:
-        if worker not in self._down and worker not in self._engines:
-            self._engines[worker] = self._fleet.add_engine(
-                worker, self._manager.version, self._models[worker]
-            )
+    def _hold(self, device: _Device) -> Process:
+        """A lease, up to the moment from which its engine serves."""
+        life, started = device.num_lives, self._clock.now
+        device.leased_at = started
+        yield device.model.to_rollout_s()
+        if device.num_lives != life:
+            return
+        device.tag = "rollout"
+        self._note(device, "rollout", started, self._clock.now, "moving")
+        device.gate.note_to_rollout(self._clock.now - started)
+        if self._training and device in self._trainers:
+            self._end_lease(device)
+            self._clock.give(self._freed)
+        else:
+            device.engine = self._fleet.add_engine(device.worker, self._manager.version, device.model)
 
-    def _take_back(self) -> None:
-        for worker in self._plan.trainers:
-            self._close(worker)
-        self._training = True
+    def _end_lease(self, device: _Device) -> None:
+        if device.engine is not None:
+            self._fleet.remove_engine(device.engine)
+            device.engine = None
+        self._note_lease(device)
+        device.leased_at = None
 
-    def _close(self, worker: str) -> None:
-        if (engine := self._engines.pop(worker, None)) is not None:
-            self._fleet.remove_engine(engine)
-            self._result.yields += 1
-
-    def _break_down(self, worker: str, failures: Failures) -> Process:
+    def _break_down(self, device: _Device, failures: Failures) -> Process:
+        is_trainer = device in self._trainers
         while True:
             yield self._random.expovariate(1 / failures.mean_between_s)
             self._result.failures += 1
-            self._down.add(worker)
-            self._close(worker)
-            if worker in self._plan.trainers:
-                self._step_failed = self._training
+            self._end_lease(device)
+            device.is_down, device.tag, device.gate = True, None, self._new_gate()
+            device.num_lives += 1
+            self._step_failed |= is_trainer and self._training
             yield failures.repair_s
-            self._down.discard(worker)
-            if worker not in self._plan.trainers or (self._plan.lent and not self._training):
-                self._clock.start(self._serve(worker))
+            device.is_down = False
+            self._clock.give(self._freed)
+            if not is_trainer:
+                self._clock.start(self._hold(device))
+            elif self._plan.lent and not self._training:
+                self._clock.start(self._lend(device))
+
+    def _new_gate(self) -> LendingGate:
+        return LendingGate(self._config.cluster.max_switches_per_minute)
+
+    def _note_lease(self, device: _Device) -> None:
+        if device.leased_at is not None:
+            self._note(device, "rollout", device.leased_at, self._clock.now, "held")
+
+    def _note(self, device: _Device, tag: str, start: float, end: float, kind: Kind) -> None:
+        if end > start:
+            self._result.spans.append(Span(device.worker, tag, start, end, kind))
 
     def _work_now(self) -> WorkLeft:
         """All trainers that ask at one moment see the same."""
@@ -296,8 +354,17 @@ class _Simulation:
             self._arrived += 1
         self._fleet.submit(sessions)
 
+    def _drop(self, groups: list[int]) -> None:
+        self._fleet.drop(groups)
+        for group in groups:
+            self._sizes.pop(group, None)
+            self._oldest.pop(group, None)
+
     def _finish(self, session: SimulatedSession) -> None:
         group = session.claim.place.group
+        if group not in self._manager.groups:
+            # it was dropped in the moment in which this session ended
+            return
         sampled, total = self._sizes.get(group, (0, 0))
         length = session.num_wanted
         self._sizes[group] = (sampled + length, total + length + session.num_prompt)

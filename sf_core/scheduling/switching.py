@@ -5,13 +5,15 @@ the gate that decides on the next. It stays in the worker between tasks, as the 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from sf_core.dataplane.engine_client import MakeEngine
 from sf_core.engines.base import Engine
 from sf_core.run import Run
-from sf_core.scheduling.lending import LendingGate, WorkLeft
+from sf_core.scheduling.lending import LendingGate, Refusal, Verdict, WorkLeft, not_lent
+from sf_core.scheduling.timeline import Timeline
 from sf_core.types import WeightsRef
 
 
@@ -20,6 +22,16 @@ class Switching:
         self.gate = gate
         self._now = now
         self._lease_over_at: float | None = None
+        self._refusals: list[tuple[Refusal, float]] = []
+        """Since the train step before; Unix seconds."""
+
+    def decide(self, work: WorkLeft) -> Verdict:
+        """Whether the device is lent now. A refusal is remembered until the next train step, whose timeline
+        tells of it."""
+        verdict = self.gate.decide(self._now(), work)
+        if verdict.refusal is not None:
+            self._refusals.append((verdict.refusal, time.time()))
+        return verdict
 
     def measured(self, make_engine: MakeEngine) -> MakeEngine:
         """From the start of a lease until its engine holds its weights: the switch to rollout."""
@@ -35,11 +47,26 @@ class Switching:
     def note_lease_over(self) -> None:
         self._lease_over_at = self._now()
 
-    def note_training(self) -> None:
-        """The first work of a train step begins: since the end of the lease before it the device switched."""
+    @contextmanager
+    def not_counting(self) -> Iterator[None]:
+        """Other ranks are awaited: that is no switch of this device, however long theirs take."""
+        started = self._now()
+        try:
+            yield
+        finally:
+            if self._lease_over_at is not None:
+                self._lease_over_at += self._now() - started
+
+    def note_training(self, timeline: Timeline) -> None:
+        """The first work of a train step begins: since the end of the lease before it the device switched, or
+        it waited because it was not lent."""
         if self._lease_over_at is not None:
             self.gate.note_to_train(self._now() - self._lease_over_at)
             self._lease_over_at = None
+        ends = [at for _, at in self._refusals[1:]] + [time.time()]
+        for (refusal, at), end in zip(self._refusals, ends, strict=False):
+            timeline.add("wait", not_lent(refusal), at, end)
+        self._refusals = []
 
 
 _current: tuple[str, Switching] | None = None

@@ -34,11 +34,13 @@ def test_the_simulated_line_has_an_object_per_pipeline() -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("name", "num_devices"), [("multiplexed", 8), ("async", 8), ("multiplexed", 64)])
 def test_the_simulator_agrees_with_the_emulated_system(tmp_path: Path, name: str, num_devices: int) -> None:
-    """Within 10 % on tokens/s and, of all device time, on the idle share; on a machine with nothing else."""
+    """Tokens/s within 10 %; the idle shares differ by at most five hundredths of the device time, which of a
+    small share is much. The simulator is told what orchestration took in this very run, so what agrees is all
+    the rest. On a machine with nothing else."""
     devices = Devices(num_devices // 2, num_devices // 2)
     config = pipelines.emulated_config(num_devices, iterations=7 if num_devices == 8 else 5)
     found = pipelines.run_all(tmp_path, [name], devices, config)[name]
     overheads = measured_overheads(RunDirectory(str(tmp_path / "runs" / name)))
     expected = figures_of(simulate_variant(config, VARIANTS[name], devices, LENGTHS, overheads=overheads))
     assert expected.tokens_per_second == pytest.approx(found["tokens_per_second"], rel=0.1)
-    assert expected.idle_fraction == pytest.approx(found["idle_fraction"], abs=0.1)
+    assert expected.idle_fraction == pytest.approx(found["idle_fraction"], abs=0.05)

@@ -38,6 +38,18 @@ def test_a_missing_configuration_is_named(tmp_path: Path) -> None:
     assert "none.yaml: no such file" in output
 
 
+def test_the_pipelines_are_compared_on_the_emulated_devices() -> None:
+    code, output = sf("simulate", "configs/emulated.yaml", "--rollout", "1", "--dual", "1")
+    assert code == 0, output
+    assert all(name in output for name in ("colocated, drained", "disaggregated", "async", "multiplexed"))
+
+
+def test_lengths_that_would_all_be_cut_are_not_compared() -> None:
+    code, output = sf("simulate", "configs/quickstart.yaml")
+    assert code == 2
+    assert "rollout.max_tokens (24) would cut most sessions to one length" in output
+
+
 def test_inspecting_nothing_says_so(tmp_path: Path) -> None:
     code, output = sf("inspect", str(tmp_path / "nothing"))
     assert code == 2

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sf_core.scheduling.lending import MINUTE_S, LendingGate, WorkLeft
+from sf_core.scheduling.lending import MINUTE_S, PATIENCE, LendingGate, WorkLeft
 
 UNITS = st.floats(0, 1e6)
 SECONDS = st.floats(0, 1e3)
@@ -42,6 +42,23 @@ def test_only_the_last_switches_count() -> None:
         made.note_to_rollout(1.0)
         made.note_to_train(1.0)
     assert made.switch_cost_s == 2.0
+
+
+def test_one_dear_switch_forbids_loans_for_a_while_only() -> None:
+    made = gate(1.0, 100.0)
+    refused = [not lends(made, 10.0) for _ in range(PATIENCE + 1)]
+    assert refused == [True] * PATIENCE + [False]
+    # what that loan measures counts alone
+    made.note_to_rollout(1.0)
+    made.note_to_train(1.0)
+    assert lends(made, 10.0)
+
+
+def test_other_refusals_are_no_reason_to_measure_again() -> None:
+    made = gate(1.0, 100.0)
+    for _ in range(2 * PATIENCE):
+        assert not lends(made, 0.0)
+    assert made.switch_cost_s == 101.0
 
 
 @given(SECONDS, SECONDS, st.none() | SECONDS, DEVICES)

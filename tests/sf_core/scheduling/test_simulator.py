@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from sf_core.config import RunConfig
 from sf_core.dataplane import rebalancing
 from sf_core.scheduling.event_clock import EventClock, Process, Signal
-from sf_core.scheduling.figures import by_worker
+from sf_core.scheduling.figures import by_worker, find_switches
 from sf_core.scheduling.simulations import (
     VARIANTS,
     Devices,
@@ -45,6 +46,10 @@ def config(iterations: int = 6, **sections: dict[str, Any]) -> RunConfig:
     return validate_config(data)
 
 
+def num_switches(run: Simulated) -> int:
+    return sum(len(find_switches(spans)) for spans in by_worker(run.spans).values())
+
+
 def simulated(name: str, devices: Devices = Devices(2, 2), **options: Any) -> Simulated:  # noqa: B008
     return simulate_variant(options.pop("config", config()), VARIANTS[name], devices, LENGTHS, **options)
 
@@ -57,11 +62,27 @@ def test_every_batch_holds_its_sessions_and_no_lag_exceeds_the_bound(name: str) 
     assert max(iteration.max_lag for iteration in run.iterations) <= VARIANTS[name].overlap
 
 
+def check_one_thing_at_a_time(run: Simulated) -> None:
+    for spans in by_worker(run.spans).values():
+        held = [span for span in spans if span.kind == "held"]
+        done = [span for span in spans if span.kind != "held"]
+        for ordered in (held, done):
+            assert all(a.end <= b.start + 1e-9 for a, b in pairwise(ordered))
+        for span in done:
+            lease = held[bisect_right(held, span.start + 1e-9, key=lambda lease: lease.start) - 1]
+            assert (lease.tag, span.end <= lease.end + 1e-9) == (span.tag, True)
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_device_does_one_thing_at_a_time(name: str) -> None:
-    for spans in by_worker(simulated(name).spans).values():
-        ordered = sorted(spans, key=lambda span: span.start)
-        assert all(a.end <= b.start + 1e-9 for a, b in pairwise(ordered))
+    check_one_thing_at_a_time(simulated(name))
+
+
+def test_training_waits_for_an_engine_that_is_still_being_loaded() -> None:
+    # the next batch is there before the trainers are engines again
+    slow = config(emulation={"to_rollout_s": 4.0, "to_train_s": 0.0})
+    run = simulated("multiplexed", config=slow)
+    check_one_thing_at_a_time(run)
 
 
 @pytest.mark.parametrize("name", ["async", "disaggregated"])
@@ -81,6 +102,17 @@ def test_devices_that_die_cost_time_and_no_session(name: str, mean: float, repai
     run = simulated(name, config=config(4), failures=Failures(mean, repair))
     whole = simulated(name, config=config(4))
     assert sum(i.tokens for i in run.iterations) == sum(i.tokens for i in whole.iterations)
+    check_one_thing_at_a_time(run)
+
+
+def test_groups_that_would_grow_too_old_are_dropped_with_their_sessions() -> None:
+    heavy = config(rollout={"on_max_lag": "drop"}, emulation={"peak_flops": 1e16})
+    long = Lognormal(prompt=100, median=100.0, sigma=2.0, longest=1000)
+    run = simulate_variant(heavy, VARIANTS["async"], Devices(2, 2), long)
+    waited = simulate_variant(config(emulation={"peak_flops": 1e16}), VARIANTS["async"], Devices(2, 2), long)
+    assert len(run.iterations) == 6 and max(iteration.max_lag for iteration in run.iterations) <= 1
+    # others take the place of groups that were dropped: those with the longest sessions
+    assert sum(i.tokens for i in run.iterations) < sum(i.tokens for i in waited.iterations)
 
 
 def test_multiplexing_leaves_less_idle_than_waiting_does() -> None:
@@ -117,11 +149,25 @@ def test_requests_move_to_engines_that_came_too_late_for_them(monkeypatch: pytes
 
 
 def test_a_switch_that_is_never_repaid_is_not_made() -> None:
-    costly = config(emulation={"to_rollout_s": 500.0, "to_train_s": 0.0})
-    free = config(emulation={"to_rollout_s": 0.0, "to_train_s": 0.0})
-    # the first loan of each trainer is made before its cost is known
-    assert simulated("multiplexed", config=costly).yields <= 2 * 2
-    assert simulated("multiplexed", config=free).yields > 2 * 2
+    costly = simulated("multiplexed", config=config(emulation={"to_rollout_s": 500.0, "to_train_s": 0.0}))
+    free = simulated("multiplexed", config=config(emulation={"to_rollout_s": 0.0, "to_train_s": 0.0}))
+    # the first loan of each of two trainers is made before its cost is known
+    assert num_switches(costly) == 2
+    assert num_switches(free) > 2 * 2
+
+
+def test_a_trainer_that_was_not_lent_trains_without_a_switch_and_is_asked_again() -> None:
+    dear = config(emulation={"to_rollout_s": 0.0, "to_train_s": 500.0})
+    run = simulated("multiplexed", config=dear)
+    trained = [span for span in run.spans if (span.worker, span.tag) == ("t0", "train")]
+    assert [span.kind for span in trained if span.kind != "held"] == ["moving", *["busy"] * 6]
+    # two trainers: after each of six steps, and at the beginning of the five iterations that follow
+    assert run.not_lent == 2 * (6 + 5)
+
+
+def test_a_switch_that_was_dear_once_is_tried_again() -> None:
+    dear = config(iterations=12, emulation={"to_rollout_s": 0.0, "to_train_s": 500.0})
+    assert num_switches(simulated("multiplexed", config=dear)) > 2
 
 
 def test_lengths_are_drawn_from_a_run(tmp_path: Path) -> None:

@@ -1,11 +1,17 @@
 from __future__ import annotations
 
+import time
+from pathlib import Path
+
 import pytest
 
 from sf_core.engines.emulated import EmulatedEngine
-from sf_core.scheduling.lending import LendingGate
+from sf_core.scheduling.figures import device_figures
+from sf_core.scheduling.lending import LendingGate, WorkLeft
 from sf_core.scheduling.switching import Switching, work_left
+from sf_core.scheduling.timeline import Timeline, read_spans
 from sf_core.types import WeightsRef
+from storage.run_directory import RunDirectory
 
 
 def engine(worker: str, tokens: int, seconds: float, version: int | None = 0) -> dict[str, object]:
@@ -33,7 +39,17 @@ def test_before_a_session_has_finished_the_work_is_unknown() -> None:
     assert work.seconds_per_unit is None
 
 
-def test_both_switches_are_timed_where_they_happen() -> None:
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(str(tmp_path))
+
+
+@pytest.fixture
+def timeline(run: RunDirectory) -> Timeline:
+    return Timeline(run, "t0", "train", "train-1.1")
+
+
+def test_both_switches_are_timed_where_they_happen(timeline: Timeline) -> None:
     now = [0.0]
     switching = Switching(LendingGate(10), now=lambda: now[0])
 
@@ -45,12 +61,29 @@ def test_both_switches_are_timed_where_they_happen() -> None:
     now[0] += 50.0
     switching.note_lease_over()
     now[0] += 0.5
-    switching.note_training()
-    assert switching.gate.switch_cost_s == 2.5
+    with switching.not_counting():
+        now[0] += 180.0  # another rank is late
+    now[0] += 0.25
+    switching.note_training(timeline)
+    assert switching.gate.switch_cost_s == 2.75
 
 
-def test_training_that_follows_training_is_no_switch() -> None:
+def test_training_that_follows_training_is_no_switch(timeline: Timeline) -> None:
     switching = Switching(LendingGate(10))
     switching.gate.note_to_rollout(1.0)
-    switching.note_training()
+    switching.note_training(timeline)
     assert switching.gate.switch_cost_s is None
+
+
+def test_a_refused_loan_is_a_wait_of_the_next_train_step(run: RunDirectory, timeline: Timeline) -> None:
+    switching = Switching(LendingGate(max_switches_per_minute=0))
+    started = time.time()
+    with timeline:
+        for _ in range(2):
+            switching.decide(WorkLeft(1.0, None, dedicated=1, lent=1))
+        switching.note_training(timeline)
+        switching.note_training(timeline)
+    spans = read_spans(run)
+    assert [span.label for span in spans if span.kind == "wait"] == ["training, not lent: bound"] * 2
+    found = device_figures(spans, (started, time.time()))
+    assert (found.not_lent["bound"], found.not_lent["cost"]) == (2, 0)
