@@ -234,7 +234,7 @@ def _write(
 
 @_once
 def publish(run: Run, iteration: int) -> Outcome:
-    """Hand the weights of the train stage to every engine; done when all of them use it."""
+    """Hand the weights of the train stage to every engine; done when none samples with older ones."""
     source = _committed(run, iteration, "train")
     version = int(source.data["version"])
     # engines believe what they load

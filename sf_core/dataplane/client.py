@@ -96,12 +96,13 @@ class DataplaneClient:
         return self._post(f"{self._run}/evaluations/{version}/seal", {"attempt": attempt})
 
     def publish(self, version: int, uri: str) -> dict[str, Any]:
-        """Have every engine take these weights. Raises TimeoutError that names those that do not."""
+        """Have every engine take these weights; those that are being made need not have taken them at the
+        return. Raises TimeoutError that names the others that do not."""
         return self._post_to_engines(
             f"{self._run}/weights",
             {"version": version, "uri": uri},
             f"every engine to take version {version}",
-            lambda engine: engine["version"] != version,
+            lambda engine: engine["version"] not in (None, version),
         )
 
     def revoke(self, lease_id: str, within_s: float) -> dict[str, Any]:

@@ -124,7 +124,8 @@ class Router:
         again when they are back. While requests wait, whoever has room gets those; while engines take new
         weights or what was taken is not back, queues are not what they seem."""
         links = [link for link in self.links if link.is_routable]
-        if self.waiting or any(link.moving for link in links) or len({link.version for link in links}) != 1:
+        versions = {version for link in links for version in (link.version, link.wanted_version)}
+        if self.waiting or any(link.moving for link in links) or len(versions) != 1:
             return
         owners = {link.queue(): link for link in links}
         for generation, source, _ in find_moves(list(owners)):
@@ -207,14 +208,15 @@ class Router:
         await link.gone.wait()
 
     async def update(self, weights: WeightsRef) -> dict[str, int]:
-        """Have every engine hold these weights; returns the version of each that lives."""
+        """Have every engine hold these weights. Returns once those that sample do, with the version of each
+        that lives; one that is being made takes them before it is routed to (`confirm`)."""
         self.weights = weights
-        told = list(self.links)
-        for link in told:
+        for link in self.links:
             link.tell(wire.pack("update", {"version": weights.version, "uri": weights.uri}))
             link.wanted_version = weights.version
-        await self._until_each(told, _holds_what_it_was_told)
-        return {link.engine_id: weights.version for link in told if not link.gone.is_set()}
+        sampling = [link for link in self.links if link.version is not None]
+        await self._until_each(sampling, _holds_what_it_was_told)
+        return {link.engine_id: weights.version for link in sampling if not link.gone.is_set()}
 
     async def pause(self, mode: PauseMode, engine_id: str | None = None) -> int:
         """Stop sampling, of the run or of one engine; returns how many engines stand still once they do.

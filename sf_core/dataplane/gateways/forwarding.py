@@ -60,11 +60,11 @@ class Siblings:
                 )
             except aiohttp.ClientConnectorError:
                 if time.monotonic() > deadline:
-                    raise _absent(f"was not there for {RESTART_S:g} s") from None
+                    raise absent(f"was not there for {RESTART_S:g} s") from None
                 await asyncio.sleep(RETRY_S)
             except aiohttp.ClientError as error:
                 # it may have begun the turn: only the client can say that it asks again
-                raise _absent(f"ended while it worked on this ({type(error).__name__})") from None
+                raise absent(f"ended while it worked on this ({type(error).__name__})") from None
 
     def _client(self, owner: Owner) -> aiohttp.ClientSession:
         if owner not in self._clients:
@@ -103,7 +103,7 @@ class Forwarding:
         try:
             await self._forward(owner, scope, receive, send)
         except ApiError as error:
-            await _refuse(scope, send, error)
+            await refuse(scope, send, error)
 
     async def _forward(self, owner: Owner, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises ApiError while nothing is sent; what breaks later breaks the client's connection."""
@@ -133,12 +133,13 @@ async def _until_gone(receive: Receive) -> None:
         pass
 
 
-def _absent(why: str) -> ApiError:
+def absent(why: str) -> ApiError:
+    """What a client is told that is to ask again."""
     message = f"The process that serves this session {why}; try again."
     return ApiError(503, message, code="gateway_restarting", retry_after_s=RETRY_AFTER_S)
 
 
-async def _refuse(scope: Scope, send: Send, error: ApiError) -> None:
+async def refuse(scope: Scope, send: Send, error: ApiError) -> None:
     headers = [(b"content-type", b"application/json")]
     if error.retry_after_s is not None:
         headers.append((b"retry-after", str(error.retry_after_s).encode()))

@@ -41,8 +41,8 @@ class GatewayRun(SessionHost):
         self._hub = hub
         self.oldest: dict[str, int] = {}
         """By session: the oldest version in what the journal had of it."""
-        self._closed: dict[str, Session] = {}
-        """Exported, and not yet in the journal of the hub."""
+        self._closed: dict[str, Record | None] = {}
+        """What sessions left behind that is not yet in the journal of the hub; None: it is being exported."""
 
     def count(self, name: str, number: int = 1) -> None:
         if number:
@@ -53,7 +53,8 @@ class GatewayRun(SessionHost):
         self.oldest[name] = min(version, self.oldest.get(name, version))
 
     async def restore(self, sessions: Iterable[Session]) -> None:
-        """Open these sessions, with the turns that a process before this one recorded."""
+        """Open these sessions, with the turns that a process before this one recorded. Raises ApiError 503
+        while the journal cannot be written."""
         # what a dead process left on disk is in the journal too
         await asyncio.to_thread(shutil.rmtree, self.spill_dir, ignore_errors=True)
         self.open_new(sessions)
@@ -79,19 +80,26 @@ class GatewayRun(SessionHost):
         return session
 
     async def close(self, session_id: str, report: FinishBody) -> Record:
-        """What the session leaves behind. It may be asked for again, until `forget_closed`. Raises ApiError
+        """What the session leaves behind. Asked again it is the same, until `forget_closed`. Raises ApiError
         404, and 500 if its turns cannot be read back."""
-        session = self._closed.get(session_id)
-        if session is None:
+        record = self._closed.get(session_id)
+        if record is None:
             session = self.find(session_id)
             await self.bring_back(session)
-            self._closed[session_id] = session
+            self._closed[session_id] = None
             self.drop(session, OVER)
-        return finished_record(self.export(session, report))
+            record = self._closed[session_id] = finished_record(self.export(session, report))
+        return record
 
     def forget_closed(self, session_id: str) -> None:
         """The hub has what it left behind."""
         self._closed.pop(session_id, None)
+
+    async def leave(self) -> None:
+        """It will not be served."""
+        for session_id in list(self.sessions):
+            self.forget(session_id)
+        await self.journal.close()
 
     async def compact(self) -> None:
         """Of sessions that are over nothing is asked any more."""

@@ -23,6 +23,7 @@ from typing import Any
 from starlette.middleware import Middleware
 
 from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError
+from sf_core.dataplane.gateways.background import Background
 from sf_core.dataplane.gateways.forwarding import RESTART_S, Forwarding, Siblings
 from sf_core.dataplane.gateways.hub_run import HubRun
 from sf_core.dataplane.gateways.owners import Place, gateway_of, owner_of, read_head
@@ -45,6 +46,7 @@ STEADY_S = 10.0
 """One that dies sooner than this after its start is started again with more and more delay."""
 
 MAX_DELAY_S = 10.0
+"""Of starting one again, and of asking it again to open a run that it could not open."""
 
 END_S = 5.0
 
@@ -109,13 +111,15 @@ class Gateways:
         process refuses with."""
         return await self._processes[owner].ask(kind, value)
 
-    async def ask_all(self, kind: str, value: Callable[[int], Any]) -> list[Any]:
-        """With a value for each process."""
-        questions = (self.ask(i, kind, partial(value, i)) for i in range(self.num_gateways))
-        return await asyncio.gather(*questions)
+    async def open(self, run: HubRun) -> None:
+        """Returns when every process serves the run as it is now. Raises ApiError if one cannot for now: that
+        is asked again until it can."""
+        await asyncio.gather(*(process.open(run) for process in self._processes))
 
     async def figures(self) -> dict[str, bytes]:
-        texts = await self.ask_all("figures", lambda _: None)
+        texts = await asyncio.gather(
+            *(self.ask(i, "figures", lambda: None) for i in range(self.num_gateways))
+        )
         return {f"gateway{i}": text for i, text in enumerate(texts)}
 
     async def pass_on(self, connection: socket.socket, head: bytes) -> bool:
@@ -144,8 +148,11 @@ class _Kept:
         self._reachable = asyncio.Event()
         """It can be told and asked."""
         self._serving = asyncio.Event()
-        """It knows what is open."""
+        """It knows which runs there are: what is asked of them waits there until they are open."""
         self._lost = asyncio.Event()
+        self._opening: set[tuple[Peer, str]] = set()
+        """Runs that it is asked to open until it does."""
+        self._background = Background()
         self._ending = False
 
     async def keep(self) -> None:
@@ -162,13 +169,14 @@ class _Kept:
             if self._ending:
                 return
             died_soon = time.monotonic() - started < STEADY_S
-            delay_s = min(max(0.5, 2 * delay_s), MAX_DELAY_S) if died_soon else 0.0
+            delay_s = _longer(delay_s) if died_soon else 0.0
             log.warning("gateway process %d ended; it is started again", self._settings.index)
             await asyncio.sleep(delay_s)
 
     async def end(self) -> None:
         """Have it write what it holds and leave; it is killed if it takes too long."""
         self._ending = True
+        self._background.cancel()
         self.tell("end", True)
         if self._process is not None:
             with contextlib.suppress(TimeoutError):
@@ -190,6 +198,15 @@ class _Kept:
         except TimeoutError:
             message = f"Gateway process {self._settings.index} gave no answer to {kind!r} for {ANSWER_S:g} s."
             raise ApiError(503, message, retry_after_s=RETRY_AFTER_S) from None
+
+    async def open(self, run: HubRun) -> None:
+        """See Gateways.open."""
+        try:
+            run.note_versions(await self.ask("run", partial(run.state_for, self._settings.index)))
+        except ApiError:
+            if self._peer is not None:
+                self._have_opened(run, self._peer)
+            raise
 
     async def take(self, connection: socket.socket) -> bool:
         """Pass it this connection; False if it is not there in time."""
@@ -226,20 +243,43 @@ class _Kept:
 
     async def _tell_all(self) -> None:
         """What is open; told before anything else, so that what is told later finds it. Returns when it
-        serves that, or is lost."""
-        index, peer = self._settings.index, self._peer
-        if peer is None:
+        knows, or is lost."""
+        if (peer := self._peer) is None:
             return
-        told = [(run, peer.ask("run", run.state_for(index))) for run in self._runs.values()]
+        named = peer.ask("runs", list(self._runs))
+        for run in self._runs.values():
+            self._have_opened(run, peer)
         self._reachable.set()
-        for run, question in told:
-            try:
-                run.note_versions(await question)
-            except ConnectionError:
-                return
-            except ApiError as error:
-                log.error("gateway process %d cannot serve %s: %s", index, run.spec.run_id, error.message)
-        self._serving.set()
+        with contextlib.suppress(ConnectionError):
+            await named
+            self._serving.set()
+
+    def _have_opened(self, run: HubRun, peer: Peer) -> None:
+        """Ask this process, now and again until it serves the run or one of both is gone."""
+        if (peer, run.spec.run_id) not in self._opening:
+            self._opening.add((peer, run.spec.run_id))
+            self._background.start(self._until_open(run, peer, self._ask_to_open(run, peer)))
+
+    async def _until_open(self, run: HubRun, peer: Peer, question: asyncio.Future[Any]) -> None:
+        index, run_id, delay_s = self._settings.index, run.spec.run_id, 0.0
+        try:
+            while True:
+                try:
+                    return run.note_versions(await question)
+                except ApiError as error:
+                    log.error("gateway process %d cannot serve %s: %s", index, run_id, error.message)
+                delay_s = _longer(delay_s)
+                await asyncio.sleep(delay_s)
+                if run.released:
+                    return
+                question = self._ask_to_open(run, peer)
+        except ConnectionError:
+            return  # whatever is started in its place is told all
+        finally:
+            self._opening.discard((peer, run_id))
+
+    def _ask_to_open(self, run: HubRun, peer: Peer) -> asyncio.Future[Any]:
+        return peer.ask("run", run.state_for(self._settings.index))
 
     def _take(self, kind: str, value: Any) -> None:
         assert self._downlink is not None
@@ -266,3 +306,7 @@ class _Kept:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
+
+
+def _longer(delay_s: float) -> float:
+    return min(max(0.5, 2 * delay_s), MAX_DELAY_S)

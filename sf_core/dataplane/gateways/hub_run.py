@@ -41,8 +41,7 @@ class HubRun(Run):
 
     async def announce(self) -> None:
         self._gateways.runs[self.spec.run_id] = self
-        for versions in await self._gateways.ask_all("run", self.state_for):
-            self.note_versions(versions)
+        await self._gateways.open(self)
 
     def state_for(self, gateway: int) -> list[Any]:
         """What the gateway is told of the run when it or the run begins."""

@@ -35,11 +35,16 @@ def gateway_of(session_id: str, num_gateways: int) -> int:
 
 def owner_of(scope: Scope, plane_key: bytes | None, num_gateways: int) -> Owner:
     """Of a request, by its path and its headers; its scope need not have passed a router."""
-    path = _AGENTS_PATH.match(scope["path"]) if scope["type"] == "http" else None
-    if path is None:
+    if scope["type"] != "http" or _AGENTS_PATH.match(scope["path"]) is None:
         return Place.HUB
-    session_id = Caller.of(scope, plane_key).session_id({"path_params": path.groupdict()})
+    session_id = session_of(scope, plane_key)
     return Place.ANYWHERE if session_id is None else gateway_of(session_id, num_gateways)
+
+
+def session_of(scope: Scope, plane_key: bytes | None) -> str | None:
+    """The session that a request of an agent names; None if it names none."""
+    path = _AGENTS_PATH.match(scope["path"])
+    return Caller.of(scope, plane_key).session_id({"path_params": path.groupdict() if path else {}})
 
 
 def read_head(data: bytes) -> Scope | None:

@@ -16,6 +16,7 @@ import shutil
 import signal
 import socket
 import sys
+from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.gateways.background import Background
 from sf_core.dataplane.gateways.forwarding import Forwarding, Siblings, socket_path
 from sf_core.dataplane.gateways.gateway_run import GatewayRun
+from sf_core.dataplane.gateways.named_runs import NamedRuns, Opening
 from sf_core.dataplane.gateways.peer import Peer
 from sf_core.dataplane.gateways.port import AdoptingServer, Channel
 from sf_core.dataplane.gateways.relay import Uplink, UplinkRouter
@@ -72,13 +74,15 @@ class Settings:
 class GatewayProcess:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self.runs: dict[str, GatewayRun] = {}
+        self.named = NamedRuns()
+        self.runs = self.named.open
         self.memory = Memory(settings.memory_mb)
         self.metrics = Metrics(Sessions(self.runs), MemoryUse(self.memory))
         self.siblings = Siblings(Path(settings.folder))
         self._peer = Peer(self._take, self._hub_is_gone)
         self._uplink = Uplink(self._peer)
-        self._orders: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
+        self._in_order: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """By run: orders are carried out one after the other, as they were given."""
         self._background = Background()
         self._locks: dict[Path, int] = {}
         """File descriptors of the journals' locks, held until the process ends."""
@@ -88,7 +92,6 @@ class GatewayProcess:
     async def serving(self, _: Starlette) -> AsyncIterator[None]:
         frames = socket.socket(fileno=self._settings.frames_fd)
         await asyncio.get_running_loop().create_unix_connection(lambda: self._peer, sock=frames)
-        self._background.start(self._obey())
         yield
         self._background.cancel()
         for run in self.runs.values():
@@ -98,8 +101,7 @@ class GatewayProcess:
 
     def _take(self, kind: str, value: Any) -> None:
         if not self._uplink.take(kind, value):
-            # one after the other, as they were given
-            self._orders.put_nowait((kind, value))
+            self._background.start(self._obey(kind, value))
 
     def _hub_is_gone(self) -> None:
         if self.server is None or not self.server.should_exit:
@@ -107,39 +109,49 @@ class GatewayProcess:
             # nothing more is written: another process may take over these journals
             os._exit(1)
 
-    async def _obey(self) -> None:
-        while True:
-            kind, value = await self._orders.get()
-            match kind:
-                case "ask":
-                    await self._answer(*value)
-                case "drop":
-                    run_id, session_id, reason = value
-                    run = self.runs.get(run_id)
-                    if run is not None and (session := run.sessions.get(session_id)) is not None:
-                        run.drop(session, reason)
-                case "forget":
-                    run_id, session_id = value
-                    if run_id in self.runs:
-                        self.runs[run_id].forget_closed(session_id)
-                case "compact" if value in self.runs:
-                    self._background.start(self.runs[value].compact())
-                case "end":
-                    assert self.server is not None
-                    self.server.should_exit = True
+    async def _obey(self, kind: str, value: Any) -> None:
+        run_id = _run_of(kind, value)
+        async with contextlib.nullcontext() if run_id is None else self._in_order[run_id]:
+            await self._carry_out(kind, value)
+
+    async def _carry_out(self, kind: str, value: Any) -> None:
+        match kind:
+            case "ask":
+                await self._answer(*value)
+            case "drop":
+                run_id, session_id, reason = value
+                run = self.runs.get(run_id)
+                if run is not None and (session := run.sessions.get(session_id)) is not None:
+                    run.drop(session, reason)
+            case "forget":
+                run_id, session_id = value
+                if run_id in self.runs:
+                    self.runs[run_id].forget_closed(session_id)
+            case "compact" if value in self.runs:
+                self._background.start(self.runs[value].compact())
+            case "end":
+                for earlier in list(self._in_order.values()):
+                    async with earlier:
+                        pass  # what was asked before is answered
+                assert self.server is not None
+                self.server.should_exit = True
 
     async def _answer(self, number: int, kind: str, value: Any) -> None:
         try:
-            answer = await self._reply(kind, value)
-            self._peer.answer(number, answer)
+            return self._peer.answer(number, await self._reply(kind, value))
         except ApiError as error:
-            self._peer.refuse(number, error)
+            refusal = error
         except Exception as error:  # the hub tells whoever asked
             log.exception("%s failed", kind)
-            self._peer.refuse(number, ApiError(500, f"The data plane failed: {type(error).__name__}."))
+            refusal = ApiError(500, f"The data plane failed: {type(error).__name__}.")
+        if kind == "run":
+            self.named.note_failure(value[0]["run_id"], refusal.message)
+        self._peer.refuse(number, refusal)
 
     async def _reply(self, kind: str, value: Any) -> Any:
         match kind:
+            case "runs":
+                self.named.name(value)
             case "run":
                 return await self._open_run(*value)
             case "opened":
@@ -170,23 +182,29 @@ class GatewayProcess:
         """The run as the hub has it; returns the oldest version of each session that has one."""
         told = RunSpec.model_validate(spec)
         sessions = {session.session_id: session for session in read_opened({"opened": opened})}
+        self.named.name([told.run_id])
         if (run := self.runs.get(told.run_id)) is None:
             run = await self._restore_run(told, sessions, Path(journal))
         run.spec = told
         run.keep_only(sessions)
         run.open_new(sessions.values())
+        self.named.add(run)
         return run.oldest
 
     async def _restore_run(self, spec: RunSpec, sessions: dict[str, Session], hubs: Path) -> GatewayRun:
         """With the turns that a process before this one recorded."""
         path = hubs.with_suffix(".gateways") / f"{self._settings.index}.journal"
         await self._lock(path)
-        journal = Journal(path, self._settings.fsync)
         renderer = await read_renderer(spec.model_dir)
+        journal = Journal(path, self._settings.fsync)
         router = UplinkRouter(spec.run_id, self._uplink)
         run = GatewayRun(spec, renderer, journal, router, self._settings.grace_s, self.memory, self._peer)
-        await run.restore(sessions.values())
-        self.runs[spec.run_id] = run
+        try:
+            await run.restore(sessions.values())
+        except Exception:
+            # it is tried again from the start
+            await run.leave()
+            raise
         return run
 
     async def _lock(self, path: Path) -> None:
@@ -203,6 +221,20 @@ class GatewayProcess:
             os.close(lock)
             raise ApiError(503, f"Another gateway process works in {path}.", retry_after_s=5) from None
         self._locks[path] = lock
+
+
+def _run_of(kind: str, value: Any) -> str | None:
+    """The run that an order is about; None: it is about none, or about all."""
+    if kind == "ask":
+        _, kind, value = value
+    match kind:
+        case "run":
+            return str(value[0]["run_id"])
+        case "opened" | "close" | "tree" | "drop" | "forget":
+            return str(value[0])
+        case "compact":
+            return str(value)
+    return None
 
 
 def _is_locked(lock: int) -> bool:
@@ -225,6 +257,7 @@ def make_gateway_app(process: GatewayProcess, settings: Settings) -> Starlette:
                 key=settings.key,
                 num_gateways=settings.num_gateways,
             ),
+            Middleware(Opening, runs=process.named, key=settings.key),
             Middleware(Observed, metrics=process.metrics),
             Middleware(KeyCheck, key=settings.key, runs=process.runs.values),
         ],

@@ -74,19 +74,34 @@ async def test_weights_are_swapped_under_a_frozen_engine_without_an_interruption
 
 
 @in_loop
-async def test_a_newcomer_is_caught_up_before_it_is_routed_to() -> None:
+async def test_an_update_does_not_wait_for_a_newcomer_which_is_caught_up_before_it_is_routed_to() -> None:
     cluster = Cluster()
+    serving = await cluster.serving(scripted(script), max_running=1)
     newcomer = cluster.connect(scripted(script))
-    generation = cluster.ask([5] * 3, 30, stop=(STOP,))
     update = asyncio.ensure_future(cluster.router.update(WeightsRef(1, "w1")))
     await cluster.dispatched()
+    assert not update.done(), "an engine samples with older weights"
+    serving.act()
+    assert await update == {"e0": 1}
+    asked = [cluster.ask([5] * 3, 30, stop=(STOP,)) for _ in range(3)]
     # the engine is made of the weights it was greeted with, and says so before it reads on
     cluster.router.confirm(newcomer.link, 0)
     await cluster.dispatched()
     assert (newcomer.link.state, newcomer.asked) == ("loading", [])
+    newcomer.act()
+    await cluster.dispatched()
+    assert (newcomer.link.version, len(newcomer.asked)) == (1, 2)
     await cluster.run()
-    assert await update == {"e0": 1}
-    assert set(generation.versions) == {1}
+    assert {version for generation in asked for version in generation.versions} == {1}
+
+
+@in_loop
+async def test_an_engine_whose_making_hangs_holds_up_no_update() -> None:
+    cluster = Cluster()
+    hanging = cluster.connect(scripted(script))
+    for version in (1, 2):
+        assert await cluster.router.update(WeightsRef(version, "w")) == {}
+    assert (hanging.link.wanted_version, hanging.link.state) == (2, "loading")
 
 
 @in_loop
@@ -184,9 +199,11 @@ async def test_nothing_is_moved_while_engines_take_new_weights_or_requests_wait(
         cluster.ask([5] * 4, 60)
     await cluster.dispatched()
     first.act()
-    second = cluster.connect(scripted(script))
+    second = await cluster.serving(scripted(script))
     updating = asyncio.ensure_future(cluster.router.update(WeightsRef(1, "w1")))
     await cluster.dispatched()
+    cluster.router.sweep()
+    assert (second.link.version, first.link.version, cluster.router.moves) == (0, 0, 0)
     second.act()
     cluster.router.sweep()
     assert (second.link.version, first.link.version, cluster.router.moves) == (1, 0, 0)

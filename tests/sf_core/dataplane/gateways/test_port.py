@@ -6,6 +6,7 @@ import re
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from sf_core.dataplane.gateways.owners import gateway_of
 from sf_core.dataplane.rendering import Renderer
 from tests.sf_core.dataplane.gateways.conftest import TWO
+from tests.sf_core.dataplane.gateways.test_death import gateways
 from tests.sf_core.dataplane.stand import Server, answering, running_process, say
 
 CHAT = "/v1/chat/completions"
@@ -36,10 +38,10 @@ def connection(server: Server) -> Iterator[httpx.Client]:
 
 
 def test_a_connection_that_is_kept_open_serves_sessions_of_every_process(
-    server: Server, renderer: Renderer, connection: httpx.Client
+    capfd: pytest.CaptureFixture[str], server: Server, renderer: Renderer, connection: httpx.Client
 ) -> None:
     server.register(groups_per_batch=10)
-    server.connect(answering(renderer, "one", "two", "three"))
+    server.connect(answering(renderer, "one", "two", "three", "four"))
     first, second = paths_of_both(server)
     assert connection.post(first, json=BODY).json()["choices"][0]["message"]["content"] == "one"
     assert connection.post(second, json=BODY).json()["choices"][0]["message"]["content"] == "two"
@@ -47,6 +49,22 @@ def test_a_connection_that_is_kept_open_serves_sessions_of_every_process(
     assert connection.post(CHAT, json=BODY).json()["choices"][0]["message"]["content"] == "three"
     refused = connection.post("/sessions/none" + CHAT, json=BODY)
     assert (refused.status_code, refused.json()["error"]["code"]) == (404, "session_not_found")
+
+    # processes that are started again, and one of them cannot read what its sessions did at first
+    journal = next(server.run_dir.rglob("run.gateways/1.journal"))
+    aside = journal.rename(journal.with_name("aside"))
+    journal.mkdir()
+    for process in gateways():
+        process.kill()
+    with ThreadPoolExecutor(1) as pool:
+        # over the hub, where this connection is
+        answer = pool.submit(server.post, second, BODY)
+        server.wait_for(lambda: "gateway process 1 cannot serve run" in capfd.readouterr().err)
+        assert not answer.done()
+        journal.rmdir()
+        aside.rename(journal)
+        assert answer.result()["choices"][0]["message"]["content"] == "four"
+    assert len(server.get(second.removesuffix(CHAT))["turns"]) == 2
 
 
 def test_a_stream_that_another_process_gives_comes_piece_by_piece_and_ends_with_its_client(
