@@ -11,13 +11,13 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.groups import Claim, Place
 from sf_core.dataplane.host import GRACE_S, SessionHost
-from sf_core.dataplane.journal import Journal, Record
+from sf_core.dataplane.journal import Compaction, Journal
 from sf_core.dataplane.memory import Memory
 from sf_core.dataplane.meter import TokenMeter
 from sf_core.dataplane.records import (
@@ -199,9 +199,9 @@ class Run(SessionHost):
         """The sessions whose end the journal does not hold."""
         return self.sessions.keys() | self._closing.keys()
 
-    async def compact(self, head: Iterable[Record], keep: Callable[[Record], bool]) -> None:
+    async def compact(self, choose: Callable[[], Compaction]) -> None:
         """See Journal.compact."""
-        await self.journal.compact(head, keep)
+        await self.journal.compact(choose)
 
     async def tree(self, session: Session) -> dict[str, Any]:
         await self.bring_back(session)
