@@ -158,7 +158,10 @@ class AgentRunner:
                     if response.status_code == 503:
                         raise _RefusedForNowError(response.text)
                     if response.is_success:
-                        self._finished += len(orjson.loads(response.content)["finished"])
+                        answer = orjson.loads(response.content)
+                        self._finished += len(answer["finished"])
+                        for session_id, reason in answer["refused"].items():
+                            log.warning("the report on session %s was refused: %s", session_id, reason)
                     else:
                         log.warning("reports refused: %s", response.text)
             for report in reports:

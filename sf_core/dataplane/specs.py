@@ -157,7 +157,8 @@ class FinishedReport(FinishBody):
 
 
 class FinishedBody(Body):
-    """Reports of several sessions; those that are over already are passed over."""
+    """Reports of several sessions; those that are over already are passed over. One that is refused for good
+    leaves the others as they are; where one can be sent again, all of them can."""
 
     sessions: list[FinishedReport]
 
