@@ -90,6 +90,7 @@ class SessionHost(ABC):
         self.forget(session.session_id)
         for name, number in session.branch_reasons.items():
             self.count(f"branches.{name}", number)
+        self.count("abandoned_turns", session.num_unfinished)
         for generation in list(session.running):
             self.router.cancel(generation, reason)
 
