@@ -58,6 +58,8 @@ class SessionHost(ABC):
         self.router = router
         self.grace_s = grace_s
         self.memory = memory
+        self.released = False
+        """The run is over, unless another attempt of its flow goes on with it."""
         self.sessions: dict[str, Session] = {}
         self.counters: Counter[str] = Counter()
 

@@ -74,7 +74,6 @@ class Run(SessionHost):
         self._closing: dict[str, Session] = {}
         """Over, and not yet in the journal."""
         self.runners = Runners()
-        self.released = False
         self.revoked_leases: set[str] = set()
         self.lease_epochs: dict[str, int] = {}
         """Of each lease the highest that has said hello: Dask may start one again while it still runs."""

@@ -48,7 +48,8 @@ class HubRun(Run):
         """What the gateway is told of the run when it or the run begins."""
         held = {**self.sessions, **self._closing}
         sessions = [s for name, s in held.items() if self._gateways.owner(name) == gateway]
-        return [run_record(self.spec)["run"], opened_record(sessions)["opened"], str(self.journal.path)]
+        opened = opened_record(sessions)["opened"]
+        return [run_record(self.spec)["run"], opened, str(self.journal.path), self.released]
 
     def note_versions(self, versions: dict[str, int]) -> None:
         """The oldest version of each session that a journal of turns has one of."""
@@ -91,6 +92,11 @@ class HubRun(Run):
     async def tree(self, session: Session) -> dict[str, Any]:
         tree = await self._ask_owner(session, "tree")
         return {**orjson.loads(tree), "reward": session.reward, "reward_parts": session.reward_parts}
+
+    def release(self) -> None:
+        super().release()
+        for i in range(self.num_gateways):
+            self._gateways.tell(i, "released", self.spec.run_id)
 
     async def compact(self, choose: Callable[[], Compaction]) -> None:
         await super().compact(choose)
