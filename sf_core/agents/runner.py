@@ -36,6 +36,7 @@ class AgentRunner:
         key: str | None,
         run_id: str,
         runner_id: str,
+        attempt: int | None = None,
         tasks: Callable[[str, int], Task],
         agent: Callable[[Task, Endpoint], Any],
         reward: Callable[[Task, Any], Any],
@@ -45,6 +46,8 @@ class AgentRunner:
     ) -> None:
         """One that works on rewards claims answers only."""
         self._url, self._key, self._run_id, self._runner_id = url, key, run_id, runner_id
+        self._attempt = attempt
+        """Of the flow: when a later one begins, the data plane releases this runner."""
         self._tasks, self._agent, self._reward = tasks, agent, reward
         self._concurrency, self._kind = concurrency, work
         self._is_scored_elsewhere = False
@@ -81,6 +84,7 @@ class AgentRunner:
         room = self._concurrency - len(self._running)
         body = {
             "runner": self._runner_id,
+            "attempt": self._attempt,
             "max": room,
             "work": self._kind,
             "wait_s": 2.0 if room else 0.0,

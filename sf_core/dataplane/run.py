@@ -133,7 +133,8 @@ class Run(SessionHost):
     async def claim(self, body: ClaimBody) -> tuple[list[Session], bool]:
         """Sessions for a runner, and whether it is released. Waits for some; is its sign of life too.
         Those with an answer are to be scored."""
-        runner = self.runners.setdefault(body.runner, Runner(self.spec.attempt, 0.0, body.work))
+        attempt = self.spec.attempt if body.attempt is None else body.attempt
+        runner = self.runners.setdefault(body.runner, Runner(attempt, 0.0, body.work))
         named = set(body.running)
         for session in self._sessions_of(body.runner):
             if session.session_id not in named:

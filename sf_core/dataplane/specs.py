@@ -101,6 +101,9 @@ class ClaimBody(Body):
     wait_s: float = Field(0.0, ge=0)
     work: Work = "agent"
     """What it claims: sessions to run an agent on, or answers to score."""
+    attempt: int | None = None
+    """Of the flow that started the runner; one of an earlier attempt is released. None: the attempt under way
+    when it is first heard."""
     running: list[str] = []
     """Sessions the runner works on; those it was given and does not name are given out again."""
 
