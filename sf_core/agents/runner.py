@@ -37,6 +37,7 @@ class AgentRunner:
         key: str | None,
         run_id: str,
         runner_id: str,
+        attempt: int | None = None,
         tasks: Callable[[str, int], Task],
         agent: Callable[[Task, Endpoint], Any],
         reward: Callable[[Task, Any], Any],
@@ -47,6 +48,8 @@ class AgentRunner:
     ) -> None:
         """One that works on rewards claims answers only. See `run` for `patience_s`."""
         self._url, self._key, self._run_id, self._runner_id = url, key, run_id, runner_id
+        self._attempt = attempt
+        """Of the flow: when a later one begins, the data plane releases this runner."""
         self._tasks, self._agent, self._reward = tasks, agent, reward
         self._concurrency, self._kind, self._patience_s = concurrency, work, patience_s
         self._alone_since: float | None = None
@@ -89,6 +92,7 @@ class AgentRunner:
         room = self._concurrency - len(self._running)
         body = {
             "runner": self._runner_id,
+            "attempt": self._attempt,
             "max": room,
             "work": self._kind,
             "wait_s": 2.0 if room else 0.0,
@@ -177,7 +181,10 @@ class AgentRunner:
                     if response.status_code == 503:
                         raise _RefusedForNowError(response.text)
                     if response.is_success:
-                        self._finished += len(orjson.loads(response.content)["finished"])
+                        answer = orjson.loads(response.content)
+                        self._finished += len(answer["finished"])
+                        for session_id, reason in answer["refused"].items():
+                            log.warning("the report on session %s was refused: %s", session_id, reason)
                     else:
                         log.warning("reports refused: %s", response.text)
             for report in reports:

@@ -193,8 +193,17 @@ class Routes:
         run = self._run(request)
         known = [report for report in body.sessions if report.session_id in run.sessions]
         # together, so that they share one write of the journal
-        await asyncio.gather(*(run.finish(run.sessions[report.session_id], report) for report in known))
-        return {"finished": [report.session_id for report in known]}
+        finishing = (run.finish(run.sessions[report.session_id], report) for report in known)
+        ends = await asyncio.gather(*finishing, return_exceptions=True)
+        refused = {}
+        for report, error in zip(known, ends, strict=True):
+            if isinstance(error, ApiError) and error.retry_after_s is None:
+                refused[report.session_id] = error.message
+            elif error is not None:
+                # sent again, it passes over those that have finished
+                raise error
+        finished = [report.session_id for report in known if report.session_id not in refused]
+        return {"finished": finished, "refused": refused}
 
     async def register(self, request: Request) -> Answer:
         run = await self._plane.register(parse_body(RunSpec, await read_body(request.receive)))

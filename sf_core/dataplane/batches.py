@@ -10,6 +10,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -83,7 +84,7 @@ class Sealer:
             "max_lag": index - min(min_versions, default=index),
         }
         await run.journal.append(sealed_record(index, batch, answer))
-        await run.compact(*compaction(run))
+        await run.compact(partial(compaction, run))
         return answer
 
     async def _write_evaluation(self, version: int, attempt: int) -> Sealed:

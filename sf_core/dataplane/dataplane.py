@@ -122,6 +122,8 @@ class DataPlane:
         if weights.version < run.router.weights.version:
             raise ApiError(409, f"Version {run.router.weights.version} is published already.")
         started = time.monotonic()
+        # before they are recorded: a journal that is compacted meanwhile begins with what the router holds
+        run.router.weights = weights
         await run.journal.append(weights_record(weights))
         engines = await run.router.update(weights)
         run.manager.set_version(weights.version)

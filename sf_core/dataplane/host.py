@@ -58,6 +58,8 @@ class SessionHost(ABC):
         self.router = router
         self.grace_s = grace_s
         self.memory = memory
+        self.released = False
+        """The run is over, unless another attempt of its flow goes on with it."""
         self.sessions: dict[str, Session] = {}
         self.counters: Counter[str] = Counter()
 
@@ -90,6 +92,7 @@ class SessionHost(ABC):
         self.forget(session.session_id)
         for name, number in session.branch_reasons.items():
             self.count(f"branches.{name}", number)
+        self.count("abandoned_turns", session.num_unfinished)
         for generation in list(session.running):
             self.router.cancel(generation, reason)
 

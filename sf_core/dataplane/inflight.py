@@ -20,7 +20,7 @@ from hashlib import blake2b
 from sf_core.dataplane.answer import Answer, Pieces
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.host import SessionHost
-from sf_core.dataplane.journal import Journal
+from sf_core.dataplane.journal import Journal, Record
 from sf_core.dataplane.session import Session
 from sf_core.dataplane.signals import Signal
 from sf_core.dataplane.turn import TurnService
@@ -100,7 +100,8 @@ def _find_recorded(session: Session, ticket: Ticket) -> RecordedTurn | None:
 
 class ServedTurn:
     """A turn on its way, with all it has given so far. It goes on for `run.grace_s` without a client; over,
-    and with nobody left who gets its answer, it is a recorded turn like those that a restart finds."""
+    and with nobody left who gets its answer, it is a recorded turn like those that a restart finds. So is one
+    that was refused for now, as far as it came."""
 
     def __init__(
         self,
@@ -179,7 +180,7 @@ class ServedTurn:
             self._publish(last)
         except Exception as error:  # those who wait for the turn raise it
             self.error = error
-            self._note_abandoned()
+            self._note_unfinished()
             if not isinstance(error, ApiError):
                 log.exception("turn %s failed", self.turn.turn_id)
         finally:
@@ -191,11 +192,11 @@ class ServedTurn:
             self._settle()
 
     def _settle(self) -> None:
-        """Once it is over and nobody is left who gets its answer."""
-        session = self._session
-        if not self._listeners and self in session.served:
+        """Once it is over and nobody is left who gets its answer, or it was put off."""
+        session, is_put_off = self._session, self.turn.is_put_off
+        if (is_put_off or not self._listeners) and self in session.served:
             session.served.remove(self)
-            if self.error is None:
+            if is_put_off or self.error is None:
                 session.recorded.append(self.known)
         self._run.memory.use(session)
 
@@ -204,11 +205,15 @@ class ServedTurn:
         self.changed.notify()
 
     async def _record_chunk(self) -> None:
-        turn, start = self.turn, self._num_recorded
-        if self._journal is not None and turn.num_read > start:
-            self._num_recorded = turn.num_read
-            record = chunk_record(turn.key, turn.tokens_since(start), turn.engines)
+        if self._journal is not None and (record := self._next_chunk()) is not None:
             await self._until_recorded(self._journal, self._journal.append_chunk(record))
+
+    def _next_chunk(self) -> Record | None:
+        turn, start = self.turn, self._num_recorded
+        if turn.num_read <= start:
+            return None
+        self._num_recorded = turn.num_read
+        return chunk_record(turn.key, turn.tokens_since(start), turn.engines)
 
     async def _record_turn(self) -> None:
         if self._journal is not None and not self._is_recorded:
@@ -229,10 +234,16 @@ class ServedTurn:
             self._is_recording = False
             journal.watchers.discard(self.changed)
 
-    def _note_abandoned(self) -> None:
+    def _note_unfinished(self) -> None:
         turn = self.turn.turn
-        if self._journal is not None and turn is not None and turn.finish_reason is FinishReason.ABORT:
-            self._journal.note(turn_record(self.turn.key, turn, self._num_recorded))
+        record: Record | None = None
+        if self.turn.is_put_off:
+            self.known.chunks, self.known.engines = [self.turn.tokens_since(0)], self.turn.engines
+            record = self._next_chunk()
+        elif turn is not None and turn.finish_reason is FinishReason.ABORT:
+            record = turn_record(self.turn.key, turn, self._num_recorded)
+        if self._journal is not None and record is not None:
+            self._journal.note(record)
 
 
 class Listener:

@@ -15,8 +15,9 @@ import os
 import struct
 import time
 import zlib
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeVar
@@ -30,6 +31,8 @@ log = logging.getLogger(__name__)
 
 Record = dict[str, Any]
 """Its first key is its kind."""
+Compaction = tuple[list[Record], Callable[[Record], bool]]
+"""What comes first in a compacted journal, and which of its records stay behind that."""
 Waiter = asyncio.Future[None]
 T = TypeVar("T")
 
@@ -88,7 +91,7 @@ class Journal:
         """All intact records, oldest first, read piece by piece: appends go on in between. What follows a
         broken one is cut off: its write was torn. Raises ApiError 503 while the journal cannot be written."""
         pieces = self._read()
-        while piece := await self._exclusively(next, pieces, None):
+        while piece := await self._exclusively(lambda: partial(next, pieces, None)):
             for record in piece:
                 yield record
 
@@ -105,11 +108,12 @@ class Journal:
         """Returns when the record survives this process; with fsync "chunk", when it is on disk."""
         await self._add(record, self._for_disk if self._fsync == "chunk" else self._for_kernel)
 
-    async def compact(self, head: Iterable[Record], keep: Callable[[Record], bool]) -> None:
-        """Put `head` in front of the records that are to be kept, and drop the others. `keep` decides on what
-        was appended before this call; it runs in the thread. Without room for that it stays as it is."""
+    async def compact(self, choose: Callable[[], Compaction]) -> None:
+        """Rewrite it as `choose` says, called once no other compaction is under way: what was appended
+        until then is in the file, and what comes later will be behind it. Which records to keep is asked in
+        the thread. Without room for that the journal stays as it is."""
         try:
-            await self._exclusively(self._rewrite, list(head), keep)
+            await self._exclusively(lambda: partial(self._rewrite, *choose()))
         except (ApiError, OSError) as error:
             log.warning("%s stays long: it cannot be compacted: %s", self.path, error)
 
@@ -241,15 +245,17 @@ class Journal:
             self.failure = None
             log.warning("%s is written again, after %.0f s", self.path, time.monotonic() - self._failed_at)
 
-    async def _exclusively(self, work: Callable[..., T], *args: Any) -> T:
-        """What `work` returns. It has the file for itself, with all that was appended before."""
+    async def _exclusively(self, prepare: Callable[[], Callable[[], T]]) -> T:
+        """What the prepared work returns. It has the file for itself, with all that was appended before it
+        was prepared."""
         try:
             async with self._exclusive:
                 self._write()
+                work = prepare()
                 if self._syncing is not None:
                     await self._syncing
                 self.check()
-                return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
+                return await asyncio.get_running_loop().run_in_executor(self._thread, work)
         finally:
             self._write_if_free()
 

@@ -24,14 +24,16 @@ class Lookup(Generic[Host]):
 
     async def find_session(self, scope: Scope, model: str) -> tuple[SessionHost, Session]:
         """With all its turns. Without a session id a fresh ad-hoc session of the newest run that serves this
-        model."""
+        model, of one that is over only if no other does."""
         caller: Caller = scope["caller"]
         session_id = caller.session_id(scope)
         if session_id is None:
-            for run in reversed(self._runs.values()):
-                if run.spec.served_model == model and caller.may_use(run):
-                    return run, Session(f"{run.spec.run_id}.adhoc.{next(self._ad_hoc_numbers)}")
-            raise no_model(model)
+            newest_first = reversed(self._runs.values())
+            serving = [run for run in newest_first if run.spec.served_model == model and caller.may_use(run)]
+            if not serving:
+                raise no_model(model)
+            run = min(serving, key=lambda run: run.released)
+            return run, Session(f"{run.spec.run_id}.adhoc.{next(self._ad_hoc_numbers)}")
         run, session = self.session(session_id, caller)
         if model != run.spec.served_model:
             raise no_model(model)

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 
 from sf_core.dataplane.batches import write_sessions
@@ -88,7 +89,7 @@ class OpenedStore:
         run.results.drop_opened(session_ids)
         if run.journal.path.stat().st_size > 2 * self._compacted_bytes + SPARE_BYTES:
             # no batch need ever be sealed where agents open sessions
-            await run.compact(*compaction(run))
+            await run.compact(partial(compaction, run))
             self._compacted_bytes = run.journal.path.stat().st_size
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.groups import Claim
 from sf_core.dataplane.host import spill_dir_of
-from sf_core.dataplane.journal import Journal, Record, kind_of
+from sf_core.dataplane.journal import Compaction, Journal, Record, kind_of
 from sf_core.dataplane.memory import Memory
 from sf_core.dataplane.records import (
     FinishedSession,
@@ -254,9 +254,9 @@ def _take_back(run: Run, claim: Claim, finished: FinishedSession) -> None:
         run.results.let_go(finished)
 
 
-def compaction(run: Run) -> tuple[list[Record], Callable[[Record], bool]]:
-    """The head of a compacted journal, and which of its records to keep: all that a restart could need, as
-    of now. The last sealed batch is among it, because its flow may not have committed it."""
+def compaction(run: Run) -> Compaction:
+    """All that a restart could need, as of now. The last sealed batch is among it, because its flow may not
+    have committed it."""
     manager, weights = run.manager, run.router.weights
     last = manager.next_batch - 1
     batch = manager.batches.get(last, Batch([], {}))

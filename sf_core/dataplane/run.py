@@ -11,13 +11,13 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.groups import Claim, Place
 from sf_core.dataplane.host import GRACE_S, SessionHost
-from sf_core.dataplane.journal import Journal, Record
+from sf_core.dataplane.journal import Compaction, Journal
 from sf_core.dataplane.memory import Memory
 from sf_core.dataplane.meter import TokenMeter
 from sf_core.dataplane.records import (
@@ -74,7 +74,6 @@ class Run(SessionHost):
         self._closing: dict[str, Session] = {}
         """Over, and not yet in the journal."""
         self.runners = Runners()
-        self.released = False
         self.revoked_leases: set[str] = set()
         self.lease_epochs: dict[str, int] = {}
         """Of each lease the highest that has said hello: Dask may start one again while it still runs."""
@@ -134,7 +133,8 @@ class Run(SessionHost):
     async def claim(self, body: ClaimBody) -> tuple[list[Session], bool]:
         """Sessions for a runner, and whether it is released. Waits for some; is its sign of life too.
         Those with an answer are to be scored."""
-        runner = self.runners.setdefault(body.runner, Runner(self.spec.attempt, 0.0, body.work))
+        attempt = self.spec.attempt if body.attempt is None else body.attempt
+        runner = self.runners.setdefault(body.runner, Runner(attempt, 0.0, body.work))
         named = set(body.running)
         for session in self._sessions_of(body.runner):
             if session.session_id not in named:
@@ -199,9 +199,9 @@ class Run(SessionHost):
         """The sessions whose end the journal does not hold."""
         return self.sessions.keys() | self._closing.keys()
 
-    async def compact(self, head: Iterable[Record], keep: Callable[[Record], bool]) -> None:
+    async def compact(self, choose: Callable[[], Compaction]) -> None:
         """See Journal.compact."""
-        await self.journal.compact(head, keep)
+        await self.journal.compact(choose)
 
     async def tree(self, session: Session) -> dict[str, Any]:
         await self.bring_back(session)

@@ -16,7 +16,7 @@ Work = Literal["agent", "reward"]
 @dataclass
 class Runner:
     attempt: int
-    """The flow attempt under which it was first heard."""
+    """Of the flow that started it, or under which it was first heard."""
     last_heard: float
     work: Work = "agent"
     num_polls: int = 0

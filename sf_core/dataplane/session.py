@@ -187,6 +187,11 @@ class Session:
         self.abandoned += aside
         return len(aside)
 
+    @property
+    def num_unfinished(self) -> int:
+        """Turns that go on if their requests come again; abandoned ones, if the session ends before."""
+        return sum(recorded.turn is None for recorded in self.recorded)
+
     def take_unrecorded(self) -> list[Prompt]:
         """Prompts that were opened since the last call, for the journal."""
         start, self._num_recorded = self._num_recorded, len(self.prompts)

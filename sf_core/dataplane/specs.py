@@ -101,6 +101,9 @@ class ClaimBody(Body):
     wait_s: float = Field(0.0, ge=0)
     work: Work = "agent"
     """What it claims: sessions to run an agent on, or answers to score."""
+    attempt: int | None = None
+    """Of the flow that started the runner; one of an earlier attempt is released. None: the attempt under way
+    when it is first heard."""
     running: list[str] = []
     """Sessions the runner works on; those it was given and does not name are given out again."""
 
@@ -157,7 +160,8 @@ class FinishedReport(FinishBody):
 
 
 class FinishedBody(Body):
-    """Reports of several sessions; those that are over already are passed over."""
+    """Reports of several sessions; those that are over already are passed over. One that is refused for good
+    leaves the others as they are; where one can be sent again, all of them can."""
 
     sessions: list[FinishedReport]
 

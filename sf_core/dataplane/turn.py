@@ -94,6 +94,8 @@ class TurnService:
         self.prompt, self.nth = prompt, nth
         self.turn: Turn | None = recorded.turn if recorded else None
         """As it is in the session, once it is over."""
+        self.is_put_off = False
+        """It was refused for now, and its request may come again: then it goes on."""
         sample = recorded.key.sample if recorded else session.begin_sample(prompt, nth)
         self.key = TurnKey(session.session_id, prompt.index, sample)
         self.turn_id = session.turn_id(prompt, sample)
@@ -171,7 +173,7 @@ class TurnService:
                 yield pieces
         finally:
             self._session.running.discard(generation)
-            if generation.finish_reason is None:
+            if generation.finish_reason is None and not self._put_off():
                 self._abandon()
         if self.turn is None:
             unparsed = self._answer.num_unparsed
@@ -245,6 +247,16 @@ class TurnService:
         new = [TokenLogprob(decode([token]), logprob) for token, logprob in zip(ids, logprobs, strict=True)]
         self._logprobs += new
         return new
+
+    def _put_off(self) -> bool:
+        refusal = self._generation.refusal
+        is_for_now = refusal is not None and refusal.retry_after_s is not None
+        # no request can name a session that is not among the run's
+        if is_for_now and self._run.sessions.get(self._session.session_id) is self._session:
+            if not self._ends_early:
+                self._num_read = len(self._generation.token_ids)
+            self.is_put_off = True
+        return self.is_put_off
 
     def _abandon(self) -> None:
         self._run.router.cancel(self._generation, "the client went away")

@@ -68,7 +68,8 @@ class EmulatedEngine:
 
     @property
     def num_requests(self) -> int:
-        return len(self._turns)
+        # the driver asks for no step while there are none: one whose end was not reported is not over
+        return len(self._turns) + sum(chunk.finish_reason is not None for chunk in self._unreported)
 
     def submit(self, request: GenerationRequest) -> None:
         if request.request_id in self._turns:
@@ -110,6 +111,7 @@ class EmulatedEngine:
         for turn in self._turns.values():
             self._batch.leave(turn.slot)
         self._turns.clear()
+        self._unreported.clear()
 
     def _tick(self) -> None:
         now = self._now()

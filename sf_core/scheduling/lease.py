@@ -120,6 +120,7 @@ def run_sessions(spec: LeaseSpec, work: Work) -> int:
         key=dataplane_key(),
         run_id=spec.run.run_id,
         runner_id=spec.holder,
+        attempt=spec.run.attempt,
         tasks=load_object(environment.tasks),
         agent=load_object(environment.agent),
         reward=load_object(environment.reward),

@@ -103,7 +103,7 @@ class GatewayRun(SessionHost):
 
     async def compact(self) -> None:
         """Of sessions that are over nothing is asked any more."""
-        await self.journal.compact([], self._is_held)
+        await self.journal.compact(lambda: ([], self._is_held))
 
     def _is_held(self, record: Record) -> bool:
         session_id = session_of(record)

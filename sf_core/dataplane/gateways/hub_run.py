@@ -7,13 +7,13 @@ there. Everything else of a run is as in one process.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from sf_core.dataplane.journal import Journal, Record
+from sf_core.dataplane.journal import Compaction, Journal
 from sf_core.dataplane.memory import Memory
 from sf_core.dataplane.records import FinishedSession, opened_record, read_finished, run_record
 from sf_core.dataplane.rendering import Renderer
@@ -47,7 +47,8 @@ class HubRun(Run):
         """What the gateway is told of the run when it or the run begins."""
         held = {**self.sessions, **self._closing}
         sessions = [s for name, s in held.items() if self._gateways.owner(name) == gateway]
-        return [run_record(self.spec)["run"], opened_record(sessions)["opened"], str(self.journal.path)]
+        opened = opened_record(sessions)["opened"]
+        return [run_record(self.spec)["run"], opened, str(self.journal.path), self.released]
 
     def note_versions(self, versions: dict[str, int]) -> None:
         """The oldest version of each session that a journal of turns has one of."""
@@ -91,8 +92,13 @@ class HubRun(Run):
         tree = await self._ask_owner(session, "tree")
         return {**orjson.loads(tree), "reward": session.reward, "reward_parts": session.reward_parts}
 
-    async def compact(self, head: Iterable[Record], keep: Callable[[Record], bool]) -> None:
-        await super().compact(head, keep)
+    def release(self) -> None:
+        super().release()
+        for i in range(self.num_gateways):
+            self._gateways.tell(i, "released", self.spec.run_id)
+
+    async def compact(self, choose: Callable[[], Compaction]) -> None:
+        await super().compact(choose)
         for i in range(self.num_gateways):
             self._gateways.tell(i, "compact", self.spec.run_id)
 

@@ -129,6 +129,8 @@ class GatewayProcess:
                     self.runs[run_id].forget_closed(session_id)
             case "compact" if value in self.runs:
                 self._background.start(self.runs[value].compact())
+            case "released" if value in self.runs:
+                self.runs[value].released = True
             case "end":
                 for earlier in list(self._in_order.values()):
                     async with earlier:
@@ -178,14 +180,16 @@ class GatewayProcess:
         # JSON, because MessagePack has no integers of more than 64 bits
         return orjson.dumps(session_tree(run, session))
 
-    async def _open_run(self, spec: dict[str, Any], opened: list[Any], journal: str) -> dict[str, int]:
+    async def _open_run(
+        self, spec: dict[str, Any], opened: list[Any], journal: str, released: bool
+    ) -> dict[str, int]:
         """The run as the hub has it; returns the oldest version of each session that has one."""
         told = RunSpec.model_validate(spec)
         sessions = {session.session_id: session for session in read_opened({"opened": opened})}
         self.named.name([told.run_id])
         if (run := self.runs.get(told.run_id)) is None:
             run = await self._restore_run(told, sessions, Path(journal))
-        run.spec = told
+        run.spec, run.released = told, released
         run.keep_only(sessions)
         run.open_new(sessions.values())
         self.named.add(run)
@@ -232,7 +236,7 @@ def _run_of(kind: str, value: Any) -> str | None:
             return str(value[0]["run_id"])
         case "opened" | "close" | "tree" | "drop" | "forget":
             return str(value[0])
-        case "compact":
+        case "compact" | "released":
             return str(value)
     return None
 

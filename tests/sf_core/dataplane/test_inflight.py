@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from sf_core.dataplane.answer import Answer
+from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.inflight import Ticket, join_turn
+from sf_core.dataplane.journal import Journal
+from sf_core.dataplane.memory import Memory
+from sf_core.dataplane.recovery import open_run, reopen_run
 from sf_core.dataplane.rendering import Renderer
+from sf_core.dataplane.request import TurnRequest
+from sf_core.dataplane.run import Run
+from sf_core.dataplane.session import Session
+from sf_core.dataplane.specs import ClaimBody, FinishBody, RunSpec
+from sf_core.dataplane.turn import open_request
+from tests.sf_core.dataplane.cluster import ClusterEngine, scripted
+from tests.sf_core.dataplane.conversations import user
 from tests.sf_core.dataplane.stand import Server, running_app, say
+from tests.sf_core.dataplane.test_replay import SPEC
 
 RETRY = {"x-stainless-retry-count": "1"}
 
@@ -195,3 +212,120 @@ def test_a_request_that_is_refused_begins_none_of_its_turns(agent: Agent) -> Non
     assert agent.server.http.post(path, json=body).status_code == 400
     agent.ask()
     assert len(agent.server.asked) == 1
+
+
+ANSWER = list(range(10, 50))
+"""Token ids; an engine tells of them in parts."""
+
+
+@dataclass
+class Asked:
+    """One session of a run without HTTP, and requests for one and the same turn of it."""
+
+    journal: Path
+    run: Run
+    session: Session
+
+    @classmethod
+    async def begin(cls, folder: Path, model_dir: str) -> Asked:
+        changes = {"group_size": 1, "max_tokens": len(ANSWER), "run_dir": str(folder), "model_dir": model_dir}
+        path = folder / "run.journal"
+        run, _ = await open_run(RunSpec.model_validate(SPEC | changes), Journal(path), 10.0, Memory())
+        [session], _ = await run.claim(ClaimBody(runner="a0", max=1))
+        return cls(path, run, session)
+
+    async def restart(self) -> None:
+        await self.run.journal.close()
+        reopened = await reopen_run(Journal(self.journal), 10.0, Memory())
+        assert reopened is not None
+        self.run = reopened[0]
+        self.session = self.run.sessions[self.session.session_id]
+
+    def connect(self) -> ClusterEngine:
+        engine = ClusterEngine(self.run.router, "e0", scripted(lambda prompt, seed: ANSWER), 8)
+        engine.act()
+        return engine
+
+    async def ask(self, request: TurnRequest, content: bytes = b"") -> Answer:
+        begin = partial(open_request(self.run, self.session, request).begin, 0)
+        listener = join_turn(self.run, self.session, Ticket.of([], content).of_turn(0), begin)
+        try:
+            async for _ in listener.pieces():
+                pass
+            return listener.answer()
+        finally:
+            listener.leave()
+
+    async def refuse(self, request: TurnRequest) -> int:
+        """The engine dies in the middle of the turn, and none comes in time; returns how many tokens are
+        kept."""
+        engine = self.connect()
+        asking = asyncio.ensure_future(self.ask(request))
+        await until(lambda: bool(engine.asked))
+        [generation] = self.session.running
+        while len(generation.token_ids) < 20:
+            engine.act()
+            await asyncio.sleep(0)
+        engine.die()
+        self.run.router.limits = replace(self.run.router.limits, patience_s=-1.0)
+        self.run.router.sweep()
+        with pytest.raises(ApiError, match="no engine is connected"):
+            await asking
+        self.run.router.limits = self.run.spec.limits
+        [recorded] = self.session.recorded
+        return len(recorded.tokens.ids)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0)
+
+
+REQUESTS = [
+    TurnRequest([user("hi")]),
+    TurnRequest([user("hi")], stream=True),
+    TurnRequest([user("hi")], stop=["no such text"]),
+]
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+@pytest.mark.parametrize("request_", REQUESTS, ids=["whole", "streamed", "with a stop string"])
+def test_a_turn_that_no_engine_took_in_time_goes_on_when_it_is_asked_for_again(
+    tmp_path: Path, model_dir: str, renderer: Renderer, request_: TurnRequest, restarted: bool
+) -> None:
+    async def scenario() -> None:
+        asked = await Asked.begin(tmp_path, model_dir)
+        num_sampled = await asked.refuse(request_)
+        assert num_sampled >= 16
+        if restarted:
+            await asked.restart()
+        engine = asked.connect()
+        asking = asyncio.ensure_future(asked.ask(request_))
+        while not asking.done():
+            await asyncio.sleep(0)
+            engine.act()
+        answer = await asking
+        assert answer.content == renderer.decode(ANSWER)
+        assert [(sent.position, sent.max_tokens) for sent in engine.asked] == [
+            (num_sampled, len(ANSWER) - num_sampled)
+        ]
+        [turn] = asked.session.turns
+        assert (turn.ids.tolist(), turn.sample) == (ANSWER, 0)
+        assert asked.run.counters["abandoned_turns"] == 0
+        await asked.restart()
+        assert [turn.ids.tolist() for turn in asked.session.turns] == [ANSWER]
+
+    asyncio.run(scenario())
+
+
+def test_a_turn_that_was_refused_and_is_not_asked_for_again_is_abandoned_in_the_end(
+    tmp_path: Path, model_dir: str
+) -> None:
+    async def scenario() -> None:
+        asked = await Asked.begin(tmp_path, model_dir)
+        await asked.refuse(REQUESTS[0])
+        assert asked.run.counters["abandoned_turns"] == 0
+        await asked.run.finish(asked.session, FinishBody(status="failed"))
+        assert asked.run.counters["abandoned_turns"] == 1
+
+    asyncio.run(scenario())

@@ -76,16 +76,37 @@ def test_a_corrupt_record_ends_the_replay(tmp_path: Path) -> None:
 def test_compaction_keeps_what_it_is_told_to(tmp_path: Path) -> None:
     async def compact() -> None:
         journal = Journal(tmp_path / "a.journal")
-        await journal.compact([], lambda record: True)
+        await journal.compact(lambda: ([], lambda record: True))
         for record in RECORDS:
             journal_write = asyncio.ensure_future(journal.append(record))
         await journal_write
-        await journal.compact([{"n": -1}], lambda record: record["n"] % 2 == 0)
+        await journal.compact(lambda: ([{"n": -1}], lambda record: record["n"] % 2 == 0))
         await journal.append({"n": 100})
         await journal.close()
 
     asyncio.run(compact())
     assert read(tmp_path / "a.journal") == [{"n": -1}, *RECORDS[::2], {"n": 100}]
+
+
+def test_a_compaction_that_waits_for_another_one_keeps_what_is_appended_meanwhile(tmp_path: Path) -> None:
+    async def compact() -> None:
+        journal = Journal(tmp_path / "a.journal")
+        known: set[int] = set()
+
+        async def append(n: int) -> None:
+            known.add(n)
+            await journal.append({"n": n})
+
+        def choose() -> tuple[list[Record], Callable[[Record], bool]]:
+            kept = frozenset(known)
+            return [], lambda record: record["n"] in kept
+
+        await append(0)
+        await asyncio.gather(journal.compact(choose), journal.compact(choose), append(1), append(2))
+        await journal.close()
+
+    asyncio.run(compact())
+    assert [record["n"] for record in read(tmp_path / "a.journal")] == [0, 1, 2]
 
 
 @settings(max_examples=60, deadline=None)
@@ -260,7 +281,7 @@ def test_a_journal_that_cannot_be_compacted_stays_as_it_was(tmp_path: Path) -> N
         journal = Journal(tmp_path / "a.journal")
         await journal.append({"n": 0, "data": bytes(600)})
         with full_own_disk(1000):
-            await journal.compact([{"n": -1, "data": bytes(600)}], lambda record: True)
+            await journal.compact(lambda: ([{"n": -1, "data": bytes(600)}], lambda record: True))
         await journal.append({"n": 1})
         await journal.close()
 

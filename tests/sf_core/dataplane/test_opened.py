@@ -7,6 +7,7 @@ import contextlib
 import logging
 import tempfile
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ class OpeningDriver(Driver):
 
     async def finish_while_the_journal_is_compacted(self) -> None:
         async def compact() -> None:
-            await self.run.compact(*compaction(self.run))
+            await self.run.compact(partial(compaction, self.run))
 
         await asyncio.gather(self.finish_opened(), compact())
 

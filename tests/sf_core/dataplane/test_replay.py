@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from sf_core.dataplane.dataplane import DataPlane
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.groups import Group
 from sf_core.dataplane.links import EngineLink
+from sf_core.dataplane.recovery import compaction
 from sf_core.dataplane.rendering import Renderer
 from sf_core.dataplane.run import Run
 from sf_core.dataplane.session import Session
@@ -44,7 +46,7 @@ SPEC: dict[str, Any] = {
 
 OPERATIONS = [
     *("claim", "finish", "fail", "lose", "play", "play", "seal", "seal", "publish", "evaluate"),
-    *("pause", "pause_engine", "resume", "resume_engine"),
+    *("pause", "pause_engine", "resume", "resume_engine", "go_on_while_it_is_compacted_twice"),
 ]
 
 
@@ -125,6 +127,15 @@ class Driver:
     async def resume_engine(self) -> None:
         await self.run.resume("engine")
 
+    async def go_on_while_it_is_compacted_twice(self) -> None:
+        """The second compaction waits for the first one."""
+        meanwhile = [self.finish, self.claim, self.publish, self.pause, self.revoke]
+        compactions = [self.run.compact(partial(compaction, self.run)) for _ in range(2)]
+        await asyncio.gather(*compactions, *(operation() for operation in meanwhile))
+
+    async def revoke(self) -> None:
+        await self.plane.revoke(self.run, f"lease {next(self.numbers)}")
+
     async def begin_attempt(self) -> None:
         await self.register(attempt=self.spec["attempt"] + 1, iteration=self.run.manager.next_batch)
 
@@ -149,6 +160,7 @@ class Driver:
             "results": {place: result.reward for place, result in run.results.by_place.items()},
             "released": run.released,
             "paused": (run.router.paused, run.router.paused_engines),
+            "revoked": run.revoked_leases,
         }
 
 
@@ -164,6 +176,7 @@ def members(group: Group) -> list[Any]:
 )
 @example(operations=["play", "go_on_after_release", *["play"] * 4, "seal"])
 @example(operations=["play", "begin_attempt", *["play"] * 4, "seal", "claim", "lose"])
+@example(operations=["claim", "go_on_while_it_is_compacted_twice"])
 @example(operations=["pause", "pause_engine", *["play"] * 4, "seal", "restart", "resume"])
 @example(operations=["play", "claim", "finish", "go_on_after_release", "claim", "play", "seal"])
 def test_a_run_opened_from_its_journal_is_the_run_that_wrote_it(

@@ -377,6 +377,22 @@ def test_a_silent_runner_loses_its_sessions(
     asyncio.run(scenario())
 
 
+def test_a_runner_of_an_earlier_attempt_is_sent_home_however_long_it_was_silent(
+    tmp_path: Path, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        run = make_run(tmp_path, renderer, attempt=1)
+        old = ClaimBody(runner="a0", max=1, attempt=1)
+        sessions, released = await run.claim(old)
+        assert (len(sessions), released) == (1, False)
+        monkeypatch.setattr(run_module, "RUNNER_SILENCE_S", -1.0)
+        await run.sweep(1.0)
+        run.begin_attempt(run.spec.model_copy(update={"attempt": 2}))
+        assert await run.claim(old) == ([], True)
+
+    asyncio.run(scenario())
+
+
 def test_a_session_expires_by_the_time_engines_served(tmp_path: Path, renderer: Renderer) -> None:
     async def scenario() -> None:
         run = make_run(tmp_path, renderer)

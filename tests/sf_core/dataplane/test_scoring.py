@@ -35,11 +35,15 @@ def sessions(answer: dict[str, Any]) -> list[str]:
     return [session["session_id"] for session in answer["sessions"]]
 
 
+def ask(server: Server, session_id: str) -> None:
+    body = {"model": "policy", "messages": [{"role": "user", "content": "?"}]}
+    server.post(f"/sessions/{session_id}/v1/chat/completions", body)
+
+
 def answer_all(server: Server, claimed: dict[str, Any]) -> list[str]:
     """What agents and their runner do where others score."""
     for name in (names := sessions(claimed)):
-        body = {"model": "policy", "messages": [{"role": "user", "content": "?"}]}
-        server.post(f"/sessions/{name}/v1/chat/completions", body)
+        ask(server, name)
     reports = [{"session_id": name, "status": "answered", "answer": f'"{name}"'} for name in names]
     assert server.post("/runs/run/finished", {"sessions": reports})["finished"] == names
     return names
@@ -68,6 +72,21 @@ def test_an_answer_reported_twice_is_scored_once(serving: Server) -> None:
     [name] = answer_all(serving, claim(serving, "a0", 1))
     serving.post(f"/sessions/{name}/finish", {"status": "answered", "answer": "0"})
     assert sessions(claim(serving, "s0", 2, "reward")) == [name]
+
+
+def test_a_report_that_is_refused_costs_those_beside_it_nothing(serving: Server) -> None:
+    bad, good = sessions(claim(serving, "a0", 2))
+    ask(serving, good)
+    reports = {
+        "sessions": [
+            {"session_id": bad, "status": "finished", "reward": None},
+            {"session_id": good, "status": "finished", "reward": 1.0},
+        ]
+    }
+    refusal = "A finished session needs a reward that is a finite number."
+    assert serving.post("/runs/run/finished", reports) == {"finished": [good], "refused": {bad: refusal}}
+    assert serving.post("/runs/run/finished", reports) == {"finished": [], "refused": {}}
+    assert serving.get("/runs/run")["reward_recent"] == 1.0
 
 
 def test_what_a_scorer_does_not_know_of_is_scored_by_another_and_not_sampled_again(serving: Server) -> None:

@@ -123,6 +123,18 @@ def test_tokens_sampled_before_an_update_carry_the_old_version() -> None:
     assert ids(chunks) == counted(10)
 
 
+def test_a_turn_that_ended_while_weights_were_loaded_is_reported_though_nothing_else_runs() -> None:
+    clock = Clock()
+    engine = make(clock)
+    engine.submit(request(max_tokens=3))
+    clock.time += 3 * DELAY_S
+    engine.load_weights("unused", 1)
+    assert engine.num_requests == 1
+    (chunk,) = run(engine)
+    assert (chunk.token_ids, chunk.version, chunk.finish_reason) == (counted(3), 0, FinishReason.LENGTH)
+    assert engine.num_requests == 0
+
+
 @given(st.integers(1, 200), st.floats(0, 2.5), st.booleans())
 def test_an_aborted_turn_continues_elsewhere_without_a_lost_or_repeated_token(
     max_tokens: int, seconds: float, stream: bool
