@@ -36,7 +36,9 @@ class Stand:
         """As the hub asks for it, with one open session."""
         spec = RunSpec(**SPEC | {"run_id": run_id, "run_dir": "unused", "model_dir": model_dir, "key": KEY})
         opened = opened_record([Session(f"{run_id}.open.1")])["opened"]
-        return self.hub.ask("run", [run_record(spec)["run"], opened, str(self.folder / f"{run_id}.journal")])
+        return self.hub.ask(
+            "run", [run_record(spec)["run"], opened, str(self.folder / f"{run_id}.journal"), False]
+        )
 
     @contextlib.contextmanager
     def locked_out(self, run_id: str) -> Iterator[None]:
