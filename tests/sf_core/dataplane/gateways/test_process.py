@@ -14,11 +14,16 @@ import httpx
 import pytest
 
 from sf_core.dataplane.errors import ApiError
-from sf_core.dataplane.gateways import named_runs
+from sf_core.dataplane.gateways import hub, named_runs
+from sf_core.dataplane.gateways.hub import Gateways
+from sf_core.dataplane.gateways.hub_run import HubRun
 from sf_core.dataplane.gateways.peer import Peer
 from sf_core.dataplane.gateways.port import AdoptingServer, Channel
 from sf_core.dataplane.gateways.process import GatewayProcess, Settings, make_gateway_app
+from sf_core.dataplane.journal import Journal
+from sf_core.dataplane.memory import Memory
 from sf_core.dataplane.records import opened_record, run_record
+from sf_core.dataplane.rendering import Renderer
 from sf_core.dataplane.serving import server_config
 from sf_core.dataplane.session import Session
 from sf_core.dataplane.specs import RunSpec
@@ -133,3 +138,29 @@ async def test_a_run_that_cannot_be_opened_is_told_of_and_opened_when_it_is_aske
         await stand.open("run", model_dir)
         assert (await stand.ask("run.open.1")).status_code == 200
         assert (await stand.ask("run.open.2")).status_code == 404
+
+
+@in_loop
+async def test_the_hub_asks_for_a_run_again_until_it_is_open(
+    tmp_path: Path,
+    model_dir: str,
+    renderer: Renderer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(hub, "_longer", lambda delay_s: 0.001)
+    gateways = Gateways(1, tmp_path, "key", "turn", 0.1, 100.0)
+    spec = RunSpec(**SPEC, run_dir="unused", model_dir=str(tmp_path / "away"))
+    run = HubRun(gateways, spec, renderer, Journal(tmp_path / "run.journal"), 1.0, Memory())
+    gateways.runs["run"] = run
+    [kept] = gateways._processes
+    async with gateway(tmp_path) as stand, asyncio.timeout(20):
+        kept._peer = stand.hub
+        await kept._tell_all()
+        while "gateway process 0 cannot serve run" not in caplog.text:
+            await asyncio.sleep(0.001)
+        (tmp_path / "away").symlink_to(model_dir)
+        while kept._opening:
+            await asyncio.sleep(0.001)
+        assert [*stand.process.runs] == ["run"]
+    await run.journal.close()
