@@ -121,7 +121,7 @@ def emulated_config(devices: int, iterations: int) -> RunConfig:
 def real_config(iterations: int) -> RunConfig:
     """Thirteen million parameters: with fewer, gateway and orchestration, which share the devices' cores,
     take as much of them as the devices do. Four requests at once: the reading of weights bounds decoding
-    then, as on a large device, and training is two fifths of the device time. With 16 it is the bottleneck,
+    then, as on a large device, and training is some 45 % of the device time. With 16 it is the bottleneck,
     and a trainer has no time to lend."""
     return validate_config(
         {
