@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
+
+from sf_core.waits import clock
 
 STRAGGLER_S = 30.0
 """A session that runs longer is shown."""
@@ -55,9 +56,7 @@ class RunProgress:
         ]
         lines = [" · ".join(figures)]
         if wait := status.get("wait"):
-            lines.append(
-                f"waiting since {time.strftime('%H:%M:%S', time.localtime(wait['since']))} for {wait['what']}"
-            )
+            lines.append(f"waiting since {clock(wait['since'])} for {wait['what']}")
         if (straggler := status["straggler"]) and straggler["age_s"] > STRAGGLER_S:
             lines.append(f"oldest session {straggler['session']}: {straggler['age_s']:.0f} s")
         self._line = Text("\n".join("  " + line for line in lines), style="dim")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import math
-import time
 from collections.abc import Sequence
 
 from sf_core.config import RunConfig
@@ -15,7 +14,7 @@ from sf_core.event_files import write_events
 from sf_core.iterations import Iteration, Window, iteration_windows, read_iterations
 from sf_core.observe import markdown_table, read_figures, record_figures, timeline_picture
 from sf_core.picture import draw_curve
-from sf_core.waits import Facts
+from sf_core.waits import Facts, clock
 from storage.run_directory import RunDirectory
 
 NUM_ROWS = 100
@@ -128,17 +127,13 @@ def waits_table(waits: Sequence[Facts]) -> str:
     """Markdown of what is waited for."""
     if not waits:
         return "Nothing is waited for that takes long."
-    lines = [f"| {_clock(wait['since'])} | {_clock(wait['until'])} | {wait['what']} |" for wait in waits]
+    lines = [f"| {clock(wait['since'])} | {clock(wait['until'])} | {wait['what']} |" for wait in waits]
     return "\n".join(["| since | until | for |", "|---|---|---|", *lines])
 
 
 def _rounded(value: float | None, digits: int) -> float | None:
     """Without NaN, which JSON does not have."""
     return None if value is None or math.isnan(value) else round(value, digits)
-
-
-def _clock(moment: float) -> str:
-    return time.strftime("%H:%M:%S", time.localtime(moment))
 
 
 def _picture(what: str, png: bytes) -> str:

@@ -62,10 +62,10 @@ class Wait:
             raise self.over()
 
     def over(self) -> TimeoutError:
-        return TimeoutError(f"waited {self.seconds:.0f} s, since {_clock(self.since)}, for {self.describe()}")
+        return TimeoutError(f"waited {self.seconds:.0f} s, since {clock(self.since)}, for {self.describe()}")
 
     def sentence(self) -> str:
-        return f"waiting since {_clock(self.since)}, until {_clock(self.until)}, for {self.describe()}"
+        return f"waiting since {clock(self.since)}, until {clock(self.until)}, for {self.describe()}"
 
     def facts(self) -> Facts:
         return {"what": self.describe(), "since": self.since, "until": self.until}
@@ -136,5 +136,6 @@ def _watch(wait: Wait, is_over: threading.Event, tell: Tell | None) -> None:
         pause_s = THEN_S
 
 
-def _clock(moment: float) -> str:
+def clock(moment: float) -> str:
+    """Of Unix seconds, as people are told them."""
     return time.strftime("%H:%M:%S", time.localtime(moment))

@@ -24,7 +24,6 @@ class Network:
             model_dir, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
         ).eval()
         self.model.to(device)
-        self.device = torch.device(device)
         self._parameters = dict(self.model.named_parameters())
         self._spec = decoder_spec(self.model.config, max_length=1 << 30)
 

@@ -117,7 +117,7 @@ class Trainer:
                 per_token[name].append(values)
 
     def _loss(self, microbatch: Microbatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        microbatch = microbatch.to(self.network.device)
+        microbatch = microbatch.to(self._model.device)
         logits = self.network.logits(microbatch)
         logprobs = sampling_logprobs(logits, microbatch.targets, *self._sampling)
         config, old = self._config, microbatch.logprobs
