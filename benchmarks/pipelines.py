@@ -112,17 +112,20 @@ def base_config(devices: int, iterations: int) -> RunConfig:
 
 def emulated_config(devices: int, iterations: int) -> RunConfig:
     """Slowed down where the fleet would sample more than one data plane on two cores can serve: eight devices
-    sample about 15,000 tokens per second."""
-    config = base_config(devices, iterations)
-    pace = {"time_dilation": min(1.0, 8 / devices)}
-    return config.model_copy(update={"emulation": config.emulation.model_copy(update=pace)})
+    sample about 15,000 tokens per second. What has a deadline then takes longer too."""
+    settings = base_config(devices, iterations).model_dump()
+    pace = settings["emulation"]["time_dilation"] = min(1.0, 8 / devices)
+    for section, deadline in (("rollout", "session_timeout_s"), ("train", "gang_timeout_s")):
+        settings[section][deadline] /= pace
+    return validate_config(settings)
 
 
 def real_config(iterations: int) -> RunConfig:
     """Thirteen million parameters: with fewer, gateway and orchestration, which share the devices' cores,
-    take as much of them as the devices do. Four requests at once: the reading of weights bounds decoding
-    then, as on a large device, and training is some 45 % of the device time. With 16 it is the bottleneck,
-    and a trainer has no time to lend."""
+    take as much of them as the devices do. Two requests at once: the reading of weights bounds decoding
+    then, as on a large device, and training is some 30 % of the device time. With 16 it is the bottleneck,
+    and a trainer has no time to lend. Train steps are whole but too small for the policy to change how long
+    its answers are: all pipelines sample the same work."""
     return validate_config(
         {
             "policy": {"hidden_size": 384, "num_layers": 6, "warmstart": None},
@@ -137,9 +140,9 @@ def real_config(iterations: int) -> RunConfig:
                 "max_tokens": REAL_LENGTHS.longest,
                 "concurrency": 512,
             },
-            "train": {"iterations": iterations, "checkpoint_every": iterations},
+            "train": {"iterations": iterations, "checkpoint_every": iterations, "learning_rate": 1e-9},
             "evaluate": {"every": 1_000_000, "num_tasks": 1},
-            "engine": {"max_running": 4},
+            "engine": {"max_running": 2},
         }
     )
 
