@@ -36,6 +36,10 @@ log = logging.getLogger(__name__)
 
 SWEEP_S = 1.0
 
+LET_GO_S = 600.0
+"""A released run that nobody has worked on for so long is served no more. Registered again, it is read from
+its journal."""
+
 
 class DataPlane:
     def __init__(
@@ -58,6 +62,8 @@ class DataPlane:
         self._open_runs = None if journal_dir is None else OpenRuns(Path(journal_dir))
         self._registering = asyncio.Lock()
         self._background: set[asyncio.Task[None]] = set()
+        self._over_s: dict[str, float] = {}
+        """By run that is over: for how long."""
 
     async def reopen(self) -> None:
         """Serve again what an earlier process served, before anybody asks for it."""
@@ -164,6 +170,22 @@ class DataPlane:
                 with suppress(ApiError):
                     await run.journal.attend(run.sweep(elapsed))
                 self.stores[run.spec.run_id].store_soon()
+                await self._let_go_if_over(run, elapsed)
+
+    async def _let_go_if_over(self, run: Run, elapsed_s: float) -> None:
+        run_id = run.spec.run_id
+        over_s = self._over_s.pop(run_id, 0.0) + elapsed_s
+        if not run.is_over:
+            return
+        if over_s <= LET_GO_S or self._registering.locked():
+            self._over_s[run_id] = over_s
+            return
+        async with self._registering:
+            del self.runs[run_id], self.sealers[run_id]
+            if self._open_runs is not None:
+                self._open_runs.remove(run_id)
+            await self.stores.pop(run_id).close()
+            await run.leave()
 
     async def close(self) -> None:
         for store in self.stores.values():

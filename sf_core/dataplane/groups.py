@@ -25,6 +25,10 @@ class Claim(NamedTuple):
     place: Place
     attempt: int
 
+    def session_id(self, run_id: str) -> str:
+        letter = "g" if self.place.split == "train" else "e"
+        return f"{run_id}.{letter}{self.place.group}.{self.place.member}.a{self.attempt}"
+
 
 class Progress(Enum):
     OPEN = auto()

@@ -26,7 +26,9 @@ class EngineLink:
     max_running: int
     send: Callable[[bytes], None]
     version: int | None = None
-    """Policy version it has confirmed; None while the engine is being made."""
+    """Policy version it samples with; None before the first one."""
+    is_made: bool = False
+    """It holds weights; those of a newcomer may be too old to sample with."""
     wanted_version: int = 0
     """The version it was last told to hold."""
     paused: bool = False
@@ -104,9 +106,10 @@ class EngineLink:
     @property
     def _owes_an_answer(self) -> bool:
         # making an engine takes as long as it takes: nothing is expected before its first version
-        return self.version is not None and (
+        return self.is_made and (
             (bool(self.in_flight) and not self.is_still)
             or self.num_pauses_open > 0
+            or self.version is None
             or self.wanted_version > self.version
             or self.told_to_yield
         )

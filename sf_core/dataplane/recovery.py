@@ -34,7 +34,7 @@ from sf_core.dataplane.records import (
 )
 from sf_core.dataplane.rendering import Renderer, read_renderer
 from sf_core.dataplane.rollout_manager import Batch
-from sf_core.dataplane.run import Run, session_name
+from sf_core.dataplane.run import Run
 from sf_core.dataplane.runners import Runner
 from sf_core.dataplane.session import Session
 from sf_core.dataplane.specs import RunSpec
@@ -228,7 +228,7 @@ class _Replay:
 
     def _end(self, value: list[Any]) -> Claim:
         claim = read_claim(value)
-        self._run.forget(session_name(self._run.spec.run_id, claim))
+        self._run.forget(claim.session_id(self._run.spec.run_id))
         return claim
 
     def _finish(self, result: FinishedSession) -> None:

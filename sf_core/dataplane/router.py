@@ -174,6 +174,7 @@ class Router:
         """The engine now samples with this version. A newcomer that was told of a newer one while it loaded
         is not routed to before it holds that."""
         link.heard_at = time.monotonic()
+        link.is_made = True
         if link.version is None and version < link.wanted_version:
             return
         link.serving_since = link.serving_since or link.heard_at
@@ -208,15 +209,17 @@ class Router:
         await link.gone.wait()
 
     async def update(self, weights: WeightsRef) -> dict[str, int]:
-        """Have every engine hold these weights. Returns once those that sample do, with the version of each
-        that lives; one that is being made takes them before it is routed to (`confirm`)."""
+        """Have every engine hold these weights. Returns once all that hold any do, with the version of each
+        that lives: a newcomer whose first weights are too old would otherwise never be up to date, if
+        iterations are shorter than loading. One that is being made is not waited for; it takes them before
+        it is routed to (`confirm`)."""
         self.weights = weights
         for link in self.links:
             link.tell(wire.pack("update", {"version": weights.version, "uri": weights.uri}))
             link.wanted_version = weights.version
-        sampling = [link for link in self.links if link.version is not None]
-        await self._until_each(sampling, _holds_what_it_was_told)
-        return {link.engine_id: weights.version for link in sampling if not link.gone.is_set()}
+        made = [link for link in self.links if link.is_made]
+        await self._until_each(made, _holds_what_it_was_told)
+        return {link.engine_id: weights.version for link in made if not link.gone.is_set()}
 
     async def pause(self, mode: PauseMode, engine_id: str | None = None) -> int:
         """Stop sampling, of the run or of one engine; returns how many engines stand still once they do.

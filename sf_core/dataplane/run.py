@@ -10,7 +10,6 @@ import asyncio
 import logging
 import secrets
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +19,7 @@ from sf_core.dataplane.host import GRACE_S, SessionHost
 from sf_core.dataplane.journal import Compaction, Journal
 from sf_core.dataplane.memory import Memory
 from sf_core.dataplane.meter import TokenMeter
+from sf_core.dataplane.outcomes import Outcomes
 from sf_core.dataplane.records import (
     FinishedSession,
     answered_record,
@@ -81,12 +81,7 @@ class Run(SessionHost):
         """Something a long poll may wait for has happened."""
         self.stage: dict[str, Any] = {}
         self.meter = TokenMeter()
-        self.recent_rewards: deque[float] = deque(maxlen=256)
-        self.recent_tokens: deque[int] = deque(maxlen=256)
-        """Sampled in each of the last finished sessions."""
-        self.last_error = ""
-        self.failures_in_a_row = 0
-        """Sessions that failed since one finished."""
+        self.outcomes = Outcomes()
         self.serving_s = 0.0
         """Time in which an engine served and turns were recorded; sessions age by it, in no pause."""
 
@@ -179,7 +174,7 @@ class Run(SessionHost):
         if work == "reward" or not self.is_scored_elsewhere:
             sessions += self.runners.take_answers(runner, limit, self.sessions)
         for claim in self.manager.claim(limit - len(sessions)) if work == "agent" else ():
-            session = Session(session_name(self.spec.run_id, claim), claim, runner=runner)
+            session = Session(claim.session_id(self.spec.run_id), claim, runner=runner)
             self.open(session)
             sessions.append(session)
         return bool(sessions)
@@ -237,12 +232,10 @@ class Run(SessionHost):
         result = await self._close_or_fail(session, claim, body)
         if not result.trajectories and claim.place.split == "train":
             return await self._fail(claim, "the agent finished without an answer from the policy")
-        self.failures_in_a_row = 0
+        self.outcomes.note_finished(result)
         await self.journal.append(finished_record(result))
         if self.manager.group_of(claim) is not None:
             self.results.keep(claim.place, self.results.hold(result))
-            self.recent_rewards.append(result.reward)
-            self.recent_tokens.append(sum(int(row.loss_mask.sum()) for row in result.trajectories))
             await self._reject(self.manager.finish(claim, result.reward, result.min_version))
         self.changed.notify()
 
@@ -289,8 +282,7 @@ class Run(SessionHost):
 
     async def _fail(self, claim: Claim, error: str) -> None:
         self.counters["failed_sessions"] += 1
-        self.last_error = error
-        self.failures_in_a_row += 1
+        self.outcomes.note_failed(error)
         await self.journal.append(failed_record(claim))
         await self._reject(self.manager.fail(claim))
         self.changed.notify()
@@ -310,6 +302,16 @@ class Run(SessionHost):
                 self.drop(session, "the group of this session no longer counts")
         for place in self.places_of(index):
             self.results.drop(place)
+
+    @property
+    def is_over(self) -> bool:
+        """Released, with nothing left that an engine holds or the journal alone."""
+        return self.released and not (self.router.links or self.unfinished or self.results.opened)
+
+    async def leave(self) -> None:
+        """It is served no more; all there is of it is in its journal and its directory."""
+        self.leave_memory()
+        await self.journal.close()
 
     def leave_memory(self) -> None:
         """It will not be served."""
@@ -391,9 +393,3 @@ class Run(SessionHost):
 
 def _no_reward() -> ApiError:
     return ApiError(400, "A finished session needs a reward that is a finite number.", param="reward")
-
-
-def session_name(run_id: str, claim: Claim) -> str:
-    place = claim.place
-    middle = f"g{place.group}" if place.split == "train" else f"e{place.group}"
-    return f"{run_id}.{middle}.{place.member}.a{claim.attempt}"

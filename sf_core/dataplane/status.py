@@ -71,21 +71,21 @@ def run_status(run: Run) -> dict[str, Any]:
         ],
         "tokens_total": run.meter.total,
         "tokens_per_second": run.meter.per_second(),
-        "reward_recent": sum(run.recent_rewards) / len(run.recent_rewards) if run.recent_rewards else None,
+        "reward_recent": run.outcomes.mean_reward,
         "evaluations": {
             str(version): {"finished": group.num_done, "num_tasks": group.size}
             for version, group in manager.evaluations.items()
         },
         "counters": {**run.counters, "interruptions": router.interruptions, "moves": router.moves},
-        "last_error": run.last_error,
+        "last_error": run.outcomes.last_error,
     }
 
 
 def _tokens_left(run: Run) -> float | None:
     """Estimate of what is still to be sampled (num_sessions_left); None before a session has finished."""
-    if not run.recent_tokens:
+    if (per_session := run.outcomes.mean_tokens) is None:
         return None
-    return run.manager.num_sessions_left() * sum(run.recent_tokens) / len(run.recent_tokens)
+    return run.manager.num_sessions_left() * per_session
 
 
 def work_of(run: Run) -> dict[Work, int]:
@@ -121,7 +121,7 @@ def _workforce(run: Run) -> dict[str, Any]:
         # one that loads works too: making an engine takes as long as it takes
         "engines": len(run.router.links),
         "runners": num_runners(run),
-        "failures_in_a_row": run.failures_in_a_row,
+        "failures_in_a_row": run.outcomes.failures_in_a_row,
         "released": run.released,
     }
 
@@ -133,6 +133,6 @@ def _obstacles(run: Run) -> list[str]:
         obstacles.append("no agent runner is connected")
     if run.journal.failure is not None:
         obstacles.append(f"the journal cannot be written: {run.journal.failure}")
-    if run.last_error:
-        obstacles.append(f"the last failed session: {run.last_error}")
+    if run.outcomes.last_error:
+        obstacles.append(f"the last failed session: {run.outcomes.last_error}")
     return obstacles

@@ -20,7 +20,7 @@ from sf_core.dataplane.journal import Journal, Record
 from sf_core.dataplane.memory import Memory
 from sf_core.dataplane.records import finished_record
 from sf_core.dataplane.rendering import Renderer
-from sf_core.dataplane.run import OVER, session_name
+from sf_core.dataplane.run import OVER
 from sf_core.dataplane.session import Session
 from sf_core.dataplane.specs import FinishBody, RunSpec
 from sf_core.dataplane.turn_recovery import replay_turn, session_of
@@ -49,7 +49,7 @@ class GatewayRun(SessionHost):
             self._hub.tell("counted", [self.spec.run_id, name, number])
 
     def note_started(self, claim: Claim, version: int) -> None:
-        name = session_name(self.spec.run_id, claim)
+        name = claim.session_id(self.spec.run_id)
         self.oldest[name] = min(version, self.oldest.get(name, version))
 
     async def restore(self, sessions: Iterable[Session]) -> None:

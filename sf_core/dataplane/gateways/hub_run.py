@@ -97,6 +97,12 @@ class HubRun(Run):
         for i in range(self.num_gateways):
             self._gateways.tell(i, "released", self.spec.run_id)
 
+    async def leave(self) -> None:
+        del self._gateways.runs[self.spec.run_id]
+        for i in range(self.num_gateways):
+            self._gateways.tell(i, "left", self.spec.run_id)
+        await super().leave()
+
     async def compact(self, choose: Callable[[], Compaction]) -> None:
         await super().compact(choose)
         for i in range(self.num_gateways):

@@ -45,6 +45,14 @@ class NamedRuns:
         self._missing.pop(run.spec.run_id, None)
         self._changed.notify()
 
+    def remove(self, run_id: str) -> GatewayRun | None:
+        """The hub has it no more. Returns it, if it was open."""
+        if run_id in self._names:
+            self._names.remove(run_id)
+        self._missing.pop(run_id, None)
+        self._changed.notify()
+        return self.open.pop(run_id, None)
+
     def note_failure(self, run_id: str, reason: str) -> None:
         """It could not be opened; the hub asks again."""
         if run_id in self._missing:

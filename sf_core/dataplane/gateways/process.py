@@ -131,6 +131,8 @@ class GatewayProcess:
                 self._background.start(self.runs[value].compact())
             case "released" if value in self.runs:
                 self.runs[value].released = True
+            case "left":
+                await self._leave_run(value)
             case "end":
                 for earlier in list(self._in_order.values()):
                     async with earlier:
@@ -211,6 +213,11 @@ class GatewayProcess:
             raise
         return run
 
+    async def _leave_run(self, run_id: str) -> None:
+        if (run := self.named.remove(run_id)) is not None:
+            await run.leave()
+            os.close(self._locks.pop(run.journal.path))
+
     async def _lock(self, path: Path) -> None:
         """Raises ApiError if another process keeps this journal."""
         if path in self._locks:
@@ -236,7 +243,7 @@ def _run_of(kind: str, value: Any) -> str | None:
             return str(value[0]["run_id"])
         case "opened" | "close" | "tree" | "drop" | "forget":
             return str(value[0])
-        case "compact" | "released":
+        case "compact" | "released" | "left":
             return str(value)
     return None
 

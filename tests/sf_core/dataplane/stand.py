@@ -197,10 +197,12 @@ def running_app(heartbeat_s: float = HEARTBEAT_S, **options: Any) -> Iterator[st
 
 
 @contextlib.contextmanager
-def running_process(port_file: Path, port: int, *options: str) -> Iterator[str]:
+def running_process(
+    port_file: Path, port: int, *options: str, module: str = "sf_core.dataplane"
+) -> Iterator[str]:
     """Serve from a process of its own, which is killed at the end; yields its URL."""
     port_file.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "sf_core.dataplane", "--port", str(port), "--port-file", str(port_file)]
+    command = [sys.executable, "-m", module, "--port", str(port), "--port-file", str(port_file)]
     with subprocess.Popen([*command, *options]) as process:
         try:
             Server.wait_for(port_file.exists)

@@ -96,6 +96,20 @@ async def test_an_update_does_not_wait_for_a_newcomer_which_is_caught_up_before_
 
 
 @in_loop
+async def test_an_update_waits_for_a_newcomer_that_is_made_so_that_it_cannot_stay_behind_for_ever() -> None:
+    cluster = Cluster()
+    newcomer = cluster.connect(scripted(script))
+    await cluster.router.update(WeightsRef(1, "w1"))
+    cluster.router.confirm(newcomer.link, 0)
+    update = asyncio.ensure_future(cluster.router.update(WeightsRef(2, "w2")))
+    await cluster.dispatched()
+    assert (newcomer.link.state, update.done()) == ("loading", False)
+    newcomer.act()
+    assert await update == {"e0": 2}
+    assert (newcomer.link.state, newcomer.link.version) == ("serving", 2)
+
+
+@in_loop
 async def test_an_engine_whose_making_hangs_holds_up_no_update() -> None:
     cluster = Cluster()
     hanging = cluster.connect(scripted(script))

@@ -402,7 +402,7 @@ def test_a_session_expires_by_the_time_engines_served(tmp_path: Path, renderer: 
         run.serving_s = 10.5
         await run.sweep(0.0)
         assert run.sessions == {}
-        assert run.last_error == "ran longer than 10 s"
+        assert run.outcomes.last_error == "ran longer than 10 s"
 
     asyncio.run(scenario())
 

@@ -1,0 +1,37 @@
+"""How the sessions of a run ended of late: for who watches it, and for who waits for more of them."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from sf_core.dataplane.records import FinishedSession
+
+NUM_RECENT = 256
+
+
+class Outcomes:
+    def __init__(self) -> None:
+        self._rewards: deque[float] = deque(maxlen=NUM_RECENT)
+        self._tokens: deque[int] = deque(maxlen=NUM_RECENT)
+        self.last_error = ""
+        self.failures_in_a_row = 0
+        """Sessions that failed since one finished."""
+
+    def note_finished(self, result: FinishedSession) -> None:
+        self.failures_in_a_row = 0
+        self._rewards.append(result.reward)
+        self._tokens.append(sum(int(row.loss_mask.sum()) for row in result.trajectories))
+
+    def note_failed(self, error: str) -> None:
+        self.failures_in_a_row += 1
+        self.last_error = error
+
+    @property
+    def mean_reward(self) -> float | None:
+        """None before a session has finished."""
+        return sum(self._rewards) / len(self._rewards) if self._rewards else None
+
+    @property
+    def mean_tokens(self) -> float | None:
+        """Sampled in a session; None before one has finished."""
+        return sum(self._tokens) / len(self._tokens) if self._tokens else None
