@@ -18,7 +18,9 @@ from prefect_dask.task_runners import PrefectDaskFuture
 from pydantic import PrivateAttr
 
 from sf_core import settings
+from sf_core.config import RunConfig
 from sf_core.run import RunRef
+from sf_core.scheduling.plan import scheduler_of
 from sf_core.scheduling.tags import TASK_KINDS
 from sf_core.waits import waiting_for
 
@@ -45,11 +47,10 @@ def scheduler_address() -> str:
     """Raises ValueError if neither the flow's configuration nor the environment names a scheduler."""
     context = FlowRunContext.get()
     config = (context.parameters or {}).get("config") if context else None
-    cluster = getattr(config, "cluster", None)
-    address = getattr(cluster, "scheduler", None) or settings.scheduler_address()
+    address = scheduler_of(config) if isinstance(config, RunConfig) else settings.scheduler_address()
     if not address:
         raise ValueError("no Dask scheduler: set cluster.scheduler or SF_SCHEDULER, or start with `sf train`")
-    return str(address)
+    return address
 
 
 def dask_client() -> PrefectDaskClient:
