@@ -217,7 +217,8 @@ def folder_bytes(folder: str) -> int:
     """Size of all files in a folder and below, hidden ones too; of a file, its own; 0 if there is none."""
     fs, path = open_fs(folder)
     with storage_errors(folder):
-        return int(fs.du(path)) if fs.exists(path) else 0
+        # not du(): it asks for each file again, and those that are being written are gone by then
+        return sum(entry["size"] for entry in fs.find(path, detail=True).values())
 
 
 @contextmanager

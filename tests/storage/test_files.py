@@ -1,4 +1,5 @@
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -91,6 +92,25 @@ def test_local_paths_become_absolute_and_urls_stay(tmp_path: Path, monkeypatch: 
     assert files.absolute("runs/a") == str(tmp_path / "runs" / "a")
     assert files.absolute(f"file://{tmp_path}/a") == str(tmp_path / "a")
     assert files.absolute("memory://runs/a/") == "memory://runs/a"
+
+
+def test_the_size_of_a_folder_is_known_while_files_are_written_into_it(tmp_path: Path) -> None:
+    for number in range(300):
+        (tmp_path / str(number)).write_bytes(b"x")
+    measured = threading.Event()
+
+    def write() -> None:
+        while not measured.is_set():
+            files.write_atomic(str(tmp_path / "0"), b"x")
+
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(write)
+        try:
+            # a temporary file counts while it is there
+            assert all(files.folder_bytes(str(tmp_path)) in (300, 301) for _ in range(20))
+        finally:
+            measured.set()
+        writing.result()
 
 
 def test_a_folder_goes_with_all_that_is_in_it(run: RunDirectory) -> None:
