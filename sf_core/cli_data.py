@@ -21,8 +21,8 @@ def list_runs(root: Annotated[str, typer.Argument(help="Folder with run director
 
     table = Table("run", "state", "iterations", "reward", "held out", "size", box=None)
     try:
-        for run in find_runs(root):
-            state = run_state(run)
+        states = [run_state(run) for run in find_runs(root)]
+        for state in states:
             progress = state.progress
             table.add_row(
                 state.name,
@@ -34,7 +34,12 @@ def list_runs(root: Annotated[str, typer.Argument(help="Folder with run director
             )
     except (ValueError, OSError) as error:
         fail(str(error))
+    faults = [state.fault for state in states if state.fault is not None]
+    if faults and len(states) == 1:
+        fail(faults[0])
     console.print(table)
+    for fault in faults:
+        errors.print(f"unreadable: {fault}", highlight=False, markup=False, soft_wrap=True)
 
 
 @commands.command()
@@ -47,7 +52,7 @@ def gc(
 ) -> None:
     """Remove old checkpoints and weights, never what a resume or the newest policy needs."""
     from sf_core.cleanup import Keep, spares
-    from sf_core.run_states import BusyError, find_runs
+    from sf_core.run_states import find_runs
 
     keep = Keep(keep_checkpoints, keep_weights, journals=not journals)
     count = total = 0
@@ -56,10 +61,10 @@ def gc(
         for run in runs:
             try:
                 found = spares(run, keep)
-            except BusyError as error:
+            except ValueError as error:
                 if len(runs) == 1:
                     raise
-                errors.print(f"left alone: {error}", highlight=False, soft_wrap=True)
+                errors.print(f"left alone: {error}", highlight=False, markup=False, soft_wrap=True)
                 continue
             for spare in found:
                 console.print(f"{run.run_id}  {spare.name}  {_megabytes(spare.bytes)}", highlight=False)

@@ -13,6 +13,7 @@ from sf_core.config import RunConfig
 from sf_core.dataplane.client import DataplaneClient, DataplaneError
 from sf_core.settings import dataplane_key, dataplane_url
 from storage import files
+from storage.errors import StorageError
 from storage.run_directory import RunDirectory
 
 STATUS_S = 5.0
@@ -21,7 +22,7 @@ STATUS_S = 5.0
 
 State = Literal["finished", "running", "stopped", "unknown", "unreadable"]
 """unknown: whether anybody works on it cannot be told, for example because the data plane wants another key;
-unreadable: the configuration cannot be read."""
+unreadable: the configuration or a manifest cannot be read."""
 
 
 class BusyError(ValueError):
@@ -44,8 +45,10 @@ class RunState:
     state: State
     progress: Progress
     iterations: int | None
-    """As configured; None if the configuration cannot be read."""
+    """As configured; None if the run cannot be read."""
     bytes: int
+    fault: str | None = None
+    """Why the run cannot be read."""
 
 
 def find_runs(root: str) -> list[RunDirectory]:
@@ -60,11 +63,12 @@ def find_runs(root: str) -> list[RunDirectory]:
 
 
 def run_state(run: RunDirectory) -> RunState:
+    size = files.folder_bytes(run.uri)
     try:
-        iterations = run.read_config(RunConfig).train.iterations
-    except ValueError:
-        return RunState(run.run_id, "unreadable", progress(run), None, files.folder_bytes(run.uri))
-    return RunState(run.run_id, _state(run), progress(run), iterations, files.folder_bytes(run.uri))
+        iterations, reached = run.read_config(RunConfig).train.iterations, progress(run)
+    except (ValueError, StorageError) as error:
+        return RunState(run.run_id, "unreadable", Progress(0, None, None), None, size, str(error))
+    return RunState(run.run_id, _state(run), reached, iterations, size)
 
 
 def _state(run: RunDirectory) -> State:

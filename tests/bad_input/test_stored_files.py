@@ -220,7 +220,7 @@ READS = {
     "resume": {"config.json"},
     "replay": {_TRAIN},
     "export": {_ROLLOUT},
-    "ls": {_ROLLOUT},
+    "ls": {"config.json", _ROLLOUT},
 }
 """What a command needs."""
 

@@ -188,6 +188,21 @@ def test_the_list_shows_state_iterations_rewards_and_size(root: Path) -> None:
     assert "a finished 4/4" in sf("ls", str(root / "a"))[1]
 
 
+def test_a_run_that_cannot_be_read_is_named_and_hides_no_other(root: Path) -> None:
+    other, run = make(root, "other", 3), make(root, "run", 3)
+    shutil.copytree(run.uri, root / "copy")
+    fault = f"{root / 'copy'}/manifests/00002/publish.json: manifest is for run_id 'run', expected 'copy'"
+    code, output = sf("ls", str(root))
+    assert code == 0
+    assert "copy unreadable 0/? - - 0.0 MB other stopped 3/4" in output
+    assert f"unreadable: {fault}" in output
+    assert sf("ls", str(root / "copy")) == (2, f"error: {fault}")
+    code, output = sf("gc", str(root), "--yes")
+    assert code == 0 and f"left alone: {root / 'copy'}/manifests/00000/publish.json: " in output
+    assert names(other) == names(run) == []
+    assert sf("gc", str(root / "copy"), "--yes")[0] == 2
+
+
 @pytest.mark.parametrize("command", ["ls", "gc"])
 def test_a_folder_without_runs_is_named(tmp_path: Path, command: str) -> None:
     code, output = sf(command, str(tmp_path))
