@@ -67,7 +67,9 @@ class RunDirectory:
         """Parquet files by iteration or policy version, in order, of what no manifest names."""
         matches = (re.search(r"/iteration=(\d+)$", uri) for uri in files.list_folders(self.path(kind)))
         folders = {int(match[1]): match.string for match in matches if match is not None}
-        return {number: files.list_files(folders[number]) for number in sorted(folders)}
+        found = {number: files.list_files(folders[number]) for number in sorted(folders)}
+        # the folder is there before its first file is
+        return {number: uris for number, uris in found.items() if uris}
 
     def metrics_file(self, kind: str, iteration: int) -> str:
         return self.path("metrics", kind, f"iteration={iteration}.parquet")

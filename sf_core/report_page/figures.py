@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from itertools import chain, groupby
 from typing import Any
@@ -17,6 +18,7 @@ from sf_core import observe, report
 from sf_core.iterations import Iteration, Window, iteration_windows, read_iterations
 from sf_core.scheduling.timeline import Span, read_spans
 from storage.batches import read_batch
+from storage.errors import StorageError
 from storage.run_directory import STAGES, RunDirectory
 from storage.trajectories import read_trajectories
 
@@ -34,13 +36,15 @@ def run_figures(run: RunDirectory) -> dict[str, Any]:
     rollouts = {
         row.iteration: asdict(row.rollout) for row in report.iteration_figures(run) if row.rollout is not None
     }
-    # writes: only behind what finds a broken run
-    observe.record_figures(run, len(iterations) - 1)
+    # writes: only behind what finds a broken run, and who may only read gets the figures that are there
+    with suppress(StorageError):
+        observe.record_figures(run, len(iterations) - 1)
     devices = observe.read_figures(run, range(len(iterations)))
     rows = [
         {
             "iteration": iteration.number,
             "seconds": _length(windows.get(iteration.number)),
+            "sampled_tokens": iteration.sampled_tokens if iteration.is_through else None,
             "stages": [stage for stage in STAGES if stage in iteration.stages],
             "rollout": rollouts.get(iteration.number),
             "training": _training(iteration),

@@ -20,8 +20,8 @@ function drawOverview(figures) {
   const rows = figures.iterations, rollouts = rows.filter((row) => row.rollout);
   const of = (name) => rollouts.map((row) => [row.iteration, row.rollout[name]]);
   const training = (name) => rows.map((row) => [row.iteration, row.training[name]]);
-  const timed = rollouts.filter((row) => row.seconds);
-  const speed = timed.map((row) => [row.iteration, row.rollout.tokens_sampled / row.seconds]);
+  const timed = rows.filter((row) => row.seconds);
+  const speed = timed.map((row) => [row.iteration, row.sampled_tokens / row.seconds]);
   const heldOut = figures.held_out.map(([version, reward]) => [version, reward]);
   const device = (name) => rows.map((row) => [row.iteration, row.devices[name]]);
   const idle = idleNames(rows);
@@ -31,7 +31,7 @@ function drawOverview(figures) {
     ["training reward", rollouts.length ? fixed(2)(rollouts.at(-1).rollout.reward_mean) : "none"],
     ["iterations", whole(rows.length)],
     ["sampled tokens", whole(rollouts.reduce((sum, row) => sum + row.rollout.tokens_sampled, 0))],
-    ["tokens/s", seconds ? whole(timed.reduce((sum, row) => sum + row.rollout.tokens_sampled, 0) / seconds) : ""],
+    ["tokens/s", seconds ? whole(timed.reduce((sum, row) => sum + row.sampled_tokens, 0) / seconds) : ""],
     ["time in iterations", seconds ? `${whole(seconds)} s` : ""],
     ["idle, all devices", percent(mean(rows.map(idleShare).filter(isNumber)))],
     ["greatest lag", rollouts.length ? String(Math.max(...rollouts.map((row) => row.rollout.lag_max))) : ""],
@@ -74,7 +74,7 @@ async function main() {
   drawOverview(figures);
   byId("iterations").append(iterationTable(figures));
   const viewer = new Viewer(new Sessions(list, vocabulary));
-  byId("groups").append(groupTable(figures.groups, (group) => viewer.search(group)));
+  byId("groups").append(groupTable(figures.groups, (group) => viewer.openGroup(group)));
   listenToKeys(viewer);
   window.addEventListener("hashchange", () => viewer.followAddress());
   viewer.followAddress();

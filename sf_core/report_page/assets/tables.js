@@ -31,7 +31,7 @@ function compare(a, b) {
 function iterationTable(figures) {
   const heldOut = new Map(figures.held_out);
   const of = (name) => (row) => row.rollout?.[name];
-  const speed = (row) => (row.seconds && row.rollout ? row.rollout.tokens_sampled / row.seconds : null);
+  const speed = (row) => (row.seconds ? row.sampled_tokens / row.seconds : null);
   const number = (name, value, show) => ({ name, value, cell: (row) => show(value(row)) });
   return table(figures.iterations, [
     { name: "iteration", value: (row) => row.iteration },

@@ -16,6 +16,7 @@ class Viewer {
   constructor(sessions) {
     this.sessions = sessions;
     this.found = [];
+    this.group = null; // the only one in the list, until somebody searches
     this.rows = LIST_ROWS;
     this.colouring = "logprob";
     const left = sessions.numAll - sessions.list.length;
@@ -25,6 +26,7 @@ class Viewer {
     const origins = [...new Map(sessions.list.map((s) => [`${s.kind} ${s.number}`, s])).values()].sort(ORDERS.newest);
     byId("origin").append(el("option", { value: "" }, "all"), ...origins.map((s) => el("option", {}, `${s.kind} ${s.number}`)));
     byId("order").append(...Object.keys(ORDERS).map((name) => el("option", {}, name)));
+    byId("search").addEventListener("input", () => { this.group = null; });
     for (const id of ["search", "origin", "reward-min", "reward-max", "interrupted", "branched", "mixed", "order"])
       byId(id).addEventListener("input", () => this.find());
     byId("list").addEventListener("keydown", (event) => {
@@ -40,10 +42,10 @@ class Viewer {
     byId("session").replaceChildren(el("p", { class: "note" }, "Choose a session to read it turn by turn."));
   }
 
-  search(text) {
+  openGroup(group) {
     for (const id of ["interrupted", "branched", "mixed"]) byId(id).checked = false;
     for (const id of ["origin", "reward-min", "reward-max"]) byId(id).value = "";
-    byId("search").value = text;
+    byId("search").value = this.group = group;
     this.find();
     byId("sessions").scrollIntoView();
     if (this.found.length) this.show(this.found[0]);
@@ -55,7 +57,8 @@ class Viewer {
     const [least, most] = ["reward-min", "reward-max"].map((id) => (byId(id).value === "" ? null : Number(byId(id).value)));
     this.found = this.sessions.list.filter((s) => {
       const text = `${s.session_id} ${s.task_id} ${s.group_id ?? ""} ${s.environment} ${s.status}`.toLowerCase();
-      return words.every((word) => text.includes(word))
+      // the name of a group is the beginning of others
+      return (this.group == null ? words.every((word) => text.includes(word)) : s.group_id === this.group)
         && (!origin || origin === `${s.kind} ${s.number}`)
         && (least == null || (isNumber(s.reward) && s.reward >= least))
         && (most == null || (isNumber(s.reward) && s.reward <= most))

@@ -89,7 +89,11 @@ def commit_iteration(run: RunDirectory, number: int, rows: list[Trajectory]) -> 
         part="part",
     )
     outputs = {"rollout": [sampled], "filter": [batch]}
-    told = {"rollout": {"rejected": {"7": "too old"}}, "filter": {"lags": [30]}, "train": {"entropy": 1.5}}
+    told: dict[str, dict[str, Any]] = {
+        "rollout": {"rejected": {"7": "too old"}, "sampled_tokens": 70},
+        "filter": {"lags": [30]},
+        "train": {"entropy": 1.5},
+    }
     for stage in STAGES:
         data = {"started_at": at, "finished_at": at + 10} | told.get(stage, {})
         run.commit_manifest(

@@ -8,7 +8,7 @@ from playwright.sync_api import Browser, Page, expect
 from sf_core.config import RunConfig
 from sf_core.report_page.page import write_report
 from storage.run_directory import RunDirectory
-from tests.sf_core.report_page.report_runs import HOSTILE, commit_iteration, opened
+from tests.sf_core.report_page.report_runs import HOSTILE, commit_iteration, opened, talk
 from tests.sf_core.test_inspect import trajectory
 
 LIGHT, DARK = "rgb(246, 247, 249)", "rgb(20, 23, 28)"
@@ -34,6 +34,8 @@ def test_a_run_opens_offline_with_its_curves_devices_and_tables(run: RunDirector
         rows = page.locator("#iterations tbody tr")
         expect(rows.nth(1)).to_contain_text("1.000")
         expect(rows.nth(1)).to_contain_text("70 %")
+        # what the manifest says was sampled, in ten seconds
+        expect(rows.nth(1).locator("td").nth(8)).to_have_text("7")
         groups = page.locator("#groups tbody")
         expect(groups).to_contain_text("calculator-1")
         expect(groups).to_contain_text("too old")
@@ -99,6 +101,21 @@ def test_sessions_are_found_by_reward_and_keys(run: RunDirectory, browser: Brows
         page.wait_for_selector("#session .turn")
         expect(page.locator("#session h3")).to_have_text("run-1.g1.0.a1")
         assert page.url.endswith("#session=run-1.g1.0.a1")
+
+
+def test_a_group_opens_its_own_sessions_and_a_rejected_one_none(run: RunDirectory, browser: Browser) -> None:
+    for number, group in ((2, "run-1.g2"), (3, "run-1.g20"), (4, "run-1.g70")):
+        commit_iteration(run, number, [talk(f"{group}.0.a1", "hello", "hi", [number], group_id=group)])
+    with opened(browser, write_report(run.uri, None, 16)) as page:
+        rejected = page.get_by_role("cell", name="run-1.g7", exact=True)
+        rejected.first.click()
+        expect(page.locator("#count")).to_have_text("0 of 5 sessions")
+        assert "#session" not in page.url
+        page.get_by_role("cell", name="run-1.g2", exact=True).click()
+        expect(page.locator("#count")).to_have_text("1 of 5 sessions")
+        expect(page.locator("#session h3")).to_have_text("run-1.g2.0.a1")
+        page.fill("#search", "run-1.g2")
+        expect(page.locator("#count")).to_have_text("2 of 5 sessions")
 
 
 def test_a_character_of_several_tokens_is_shown_where_it_is_complete(
@@ -170,8 +187,18 @@ def test_a_run_of_50_mb_stays_within_the_size_and_says_what_is_left_out(
 def test_a_run_that_has_just_begun_has_a_page(tmp_path: Path, browser: Browser) -> None:
     run = RunDirectory(str(tmp_path / "new"))
     run.write_config(RunConfig(run_id="new"))
+    # an agent's first session is being written
+    Path(run.partition("opened", 0)).mkdir(parents=True)
     with opened(browser, write_report(run.uri, None, 16)) as page:
         expect(page.locator("#count")).to_have_text("0 of 0 sessions")
+
+
+def test_who_may_not_write_into_the_run_gets_its_page_without_new_figures(
+    run: RunDirectory, tmp_path: Path
+) -> None:
+    Path(run.path("metrics")).write_text("a file where the folder should be")
+    target = write_report(run.uri, str(tmp_path / "page.html"), 16)
+    assert target == str(tmp_path / "page.html") and Path(target).stat().st_size > 10_000
 
 
 def test_a_size_that_cannot_hold_the_figures_is_refused(run: RunDirectory) -> None:
