@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -46,9 +46,17 @@ def _sentence(error: Any) -> str:
 
 
 def _fields_at(location: tuple[int | str, ...]) -> list[str]:
-    node: Any = RunConfig()
+    here: Any = RunConfig
     for name in location:
-        node = getattr(node, str(name)) if isinstance(node, BaseModel) else node.get(name)
-        if isinstance(node, dict):
-            node = {**node, **{str(n): WorkerConfig(tags=("cpu",)) for n in location[1:]}}
-    return list(type(node).model_fields) if isinstance(node, BaseModel) else list(node or ())
+        if get_origin(here) is dict:
+            here = get_args(here)[1]
+        else:
+            here = _section(here).model_fields[str(name)].annotation
+    return list(_section(here).model_fields)
+
+
+def _section(annotation: Any) -> type[BaseModel]:
+    """The model of a section, also of one that may be null."""
+    return next(
+        a for a in (annotation, *get_args(annotation)) if isinstance(a, type) and issubclass(a, BaseModel)
+    )

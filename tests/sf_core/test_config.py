@@ -44,6 +44,7 @@ def test_a_resolved_configuration_reads_back_equal(config_file: Path) -> None:
             "cluster.workers.r0.tag=x",
             "cluster.workers.r0.tag: unknown key; allowed here: tags, device, device_kind, threads",
         ),
+        ("cluster.elastic.agent.maximum=3", "agent.maximum: unknown key; allowed here: min, max, idle_s"),
         ("cluster.workers.r0.tags=[a b]", "cluster.workers.r0.tags.0: 'a b' is no tag or name: use letters"),
         ("cluster.workers.r0.device_kind=k80", "device kind 'k80' is not known; known are a100, "),
         ("pipeline=colocate", "pipeline: input should be 'colocated', 'disaggregated', 'async' or"),
