@@ -13,7 +13,8 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from contextlib import contextmanager
+from typing import Any, Literal, Protocol
 
 from sf_core.config import RunConfig
 from sf_core.validation import ConfigError
@@ -25,6 +26,9 @@ log = logging.getLogger(__name__)
 
 PATIENCE_S = 60.0
 """How long the end of a run waits for what is still to be sent."""
+
+End = Literal["finished", "failed", "interrupted"]
+"""How an attempt on a run ended."""
 
 KINDS: tuple[Kind, ...] = ("train", "devices", "evaluation")
 
@@ -43,6 +47,7 @@ class Trackers:
             )
         self._feeds = [_Feed(run, config, name) for name in chosen if chosen[name]]
         self._last = config.train.iterations - 1
+        self._end: End = "finished"
         self._due: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._send_all, name="trackers", daemon=True)
 
@@ -51,9 +56,12 @@ class Trackers:
             self._thread.start()
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if not self._feeds:
             return
+        if kind is not None:
+            # what interrupts a flow is no Exception
+            self._end = "failed" if issubclass(kind, Exception) else "interrupted"
         self.send(self._last)
         self._due.put(None)
         self._thread.join(PATIENCE_S)
@@ -69,18 +77,18 @@ class Trackers:
             for feed in self._feeds:
                 feed.send(newest)
         for feed in self._feeds:
-            feed.close()
+            feed.close(self._end)
 
 
 class _Tracker(Protocol):
-    """One run at a tracker."""
+    """One run at a tracker, which shows it as running until it is closed."""
 
     run_id: str
     """Its name there."""
 
     def send(self, kind: Kind, points: list[Point]) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self, end: End) -> None: ...
 
 
 class _Feed:
@@ -91,28 +99,36 @@ class _Feed:
         self._tracker: _Tracker | None = None
 
     def send(self, newest: int) -> None:
-        try:
+        with self._telling("its metrics"):
             note = self._read_note()
-            sent = note["sent"]
             for kind in KINDS:
                 # the policy that an iteration made is evaluated under the next number
                 last = newest + 1 if kind == "evaluation" else newest
-                for number, points in newer_points(self._run, kind, sent.get(kind, -1), last):
-                    tracker = self._open(note.get("run_id"))
-                    tracker.send(kind, points)
-                    sent[kind] = number
-                    note = {"run_id": tracker.run_id, "sent": sent}
-                    files.write_atomic(self._note_uri, json.dumps(note).encode())
+                for number, points in newer_points(self._run, kind, note["sent"].get(kind, -1), last):
+                    self._open(note).send(kind, points)
+                    note["sent"][kind] = number
+                    self._write_note(note)
+
+    def close(self, end: End) -> None:
+        with self._telling("how it ended"):
+            note = self._read_note()
+            # also where this attempt had nothing to send: an earlier one may have ended otherwise
+            if "run_id" in note:
+                self._open(note).close(end)
+
+    @contextmanager
+    def _telling(self, what: str) -> Iterator[None]:
+        try:
+            yield
         except Exception as error:  # a run is worth more than its curves
-            log.warning("run %s: %s did not take its metrics: %s", self._run.run_id, self._name, error)
+            log.warning("run %s: %s did not take %s: %s", self._run.run_id, self._name, what, error)
 
-    def close(self) -> None:
-        if self._tracker is not None:
-            self._tracker.close()
-
-    def _open(self, known: str | None) -> _Tracker:
+    def _open(self, note: dict[str, Any]) -> _Tracker:
+        """The tracker's run, which the note names from then on, whatever the tracker takes of it."""
         if self._tracker is None:
-            self._tracker = _MAKE[self._name](self._config, known)
+            self._tracker = _MAKE[self._name](self._config, note.get("run_id"))
+            note["run_id"] = self._tracker.run_id
+            self._write_note(note)
         return self._tracker
 
     @property
@@ -124,6 +140,9 @@ class _Feed:
             return {"sent": {}}
         return dict(json.loads(files.read_bytes(self._note_uri)))
 
+    def _write_note(self, note: dict[str, Any]) -> None:
+        files.write_atomic(self._note_uri, json.dumps(note).encode())
+
 
 class _MlflowRun:
     def __init__(self, config: RunConfig, known: str | None) -> None:
@@ -132,10 +151,16 @@ class _MlflowRun:
 
         self._client = MlflowClient()
         self.run_id = known or self._create(config)
-        if known is None:
-            settings = [Param(name, value[:MLFLOW_PARAM_CHARS]) for name, value in _flat(config.model_dump())]
-            for start in range(0, len(settings), MLFLOW_BATCH):
-                self._client.log_batch(self.run_id, params=settings[start : start + MLFLOW_BATCH])
+        if known is not None:
+            self._client.update_run(known, "RUNNING")
+        # a parameter that it has cannot be changed
+        taken = self._client.get_run(known).data.params if known is not None else {}
+        self._settings = [
+            Param(name, value[:MLFLOW_PARAM_CHARS])
+            for name, value in _flat(config.model_dump())
+            if name not in taken
+        ]
+        """Not sent yet."""
 
     def _create(self, config: RunConfig) -> str:
         name = str(config.track.mlflow)
@@ -147,13 +172,16 @@ class _MlflowRun:
     def send(self, kind: Kind, points: list[Point]) -> None:
         from mlflow.entities import Metric
 
+        while self._settings:
+            self._client.log_batch(self.run_id, params=self._settings[:MLFLOW_BATCH])
+            del self._settings[:MLFLOW_BATCH]
         now_ms = int(time.time() * 1000)
         for step, values in points:
             metrics = [Metric(f"{kind}/{name}", value, now_ms, step) for name, value in values.items()]
             self._client.log_batch(self.run_id, metrics=metrics)
 
-    def close(self) -> None:
-        self._client.set_terminated(self.run_id)
+    def close(self, end: End) -> None:
+        self._client.set_terminated(self.run_id, MLFLOW_STATES[end])
 
 
 class _WandbRun:
@@ -183,14 +211,16 @@ class _WandbRun:
                 {f"{kind}/{name}": value for name, value in values.items()} | {f"{kind}/step": step}
             )
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, end: End) -> None:
+        self._run.finish(exit_code=0 if end == "finished" else 1)
 
 
 MLFLOW_BATCH = 100
 """Parameters that MLflow takes at once."""
 
 MLFLOW_PARAM_CHARS = 6000
+
+MLFLOW_STATES: dict[End, str] = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 
 _MAKE: dict[str, Callable[[RunConfig, str | None], _Tracker]] = {"mlflow": _MlflowRun, "wandb": _WandbRun}
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from sf_core.config import RunConfig
-from sf_core.trackers import Trackers
+from sf_core.trackers import Trackers, _MlflowRun
 from sf_core.validation import ConfigError
 from storage.metrics import write_metrics
 from storage.run_directory import RunDirectory
@@ -40,22 +40,35 @@ def measure(run: RunDirectory, number: int) -> None:
 
 
 def test_mlflow_gets_every_metric_once_though_the_run_was_interrupted(
-    run: RunDirectory, mlflow_at: str
+    run: RunDirectory, mlflow_at: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from mlflow.entities import Run
     from mlflow.tracking import MlflowClient
 
     config = config_of(mlflow="agents")
     write_metrics(run, "evaluation", 0, [{"reward_mean": 0.5}])
     measure(run, 0)
-    with Trackers(run, config) as trackers:
+    client = MlflowClient(mlflow_at)
+
+    def the_run() -> Run:
+        [experiment] = [e for e in client.search_experiments() if e.name == "agents"]
+        [sent] = client.search_runs([experiment.experiment_id])
+        return sent
+
+    with monkeypatch.context() as patch, pytest.raises(ValueError), Trackers(run, config) as trackers:
+        patch.setattr("sf_core.trackers._flat", lambda _: [("n" * 300, "a name that MLflow refuses")])
         trackers.send(0)
+        raise ValueError
+    assert (the_run().info.status, the_run().data.metrics) == ("FAILED", {})
+    with pytest.raises(KeyboardInterrupt), Trackers(run, config) as trackers:
+        trackers.send(0)
+        raise KeyboardInterrupt
+    assert the_run().info.status == "KILLED"
     measure(run, 1)
     write_metrics(run, "evaluation", 2, [{"reward_mean": 0.75}])
     with Trackers(run, config) as trackers:
         trackers.send(1)
-    client = MlflowClient(mlflow_at)
-    [experiment] = [e for e in client.search_experiments() if e.name == "agents"]
-    [sent] = client.search_runs([experiment.experiment_id])
+    sent = the_run()
 
     def curve(name: str) -> list[tuple[int, float]]:
         return sorted((m.step, m.value) for m in client.get_metric_history(sent.info.run_id, name))
@@ -65,6 +78,8 @@ def test_mlflow_gets_every_metric_once_though_the_run_was_interrupted(
     assert curve("evaluation/reward_mean") == [(0, 0.5), (2, 0.75)]
     assert sent.info.run_name == "run-1" and sent.info.status == "FINISHED"
     assert sent.data.params["train.iterations"] == "2"
+    _MlflowRun(config, sent.info.run_id)
+    assert the_run().info.status == "RUNNING"
 
 
 def test_wandb_offline_keeps_the_metrics_in_a_file(run: RunDirectory, wandb_at: Path) -> None:
