@@ -72,7 +72,7 @@ def up(
     ports = Ports(prefect_port, scheduler_port, dataplane_port)
     try:
         services = bring_up(folder.resolve(), workers, ports, console.print)
-    except StackError as error:
+    except (StackError, OSError) as error:
         _fail(str(error))
     console.print(
         f"Prefect UI   {services.api.removesuffix('/api')}\n"
@@ -158,7 +158,7 @@ def plan(
     settings = _config(config, overrides)
     try:
         console.print(explain_plan(settings, scheduler=scheduler, measured=measured))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         _fail(str(error))
 
 
@@ -199,7 +199,7 @@ def simulate(
             drawn = lognormal_for(settings, prompt=prompt, median=median, sigma=sigma)
         devices = Devices(rollout, dual, rollout_kind, dual_kind)
         console.print(comparison(settings, devices, drawn, failures=failures, picture=picture))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         _fail(str(error))
 
 

@@ -9,9 +9,10 @@ import functools
 import importlib
 import secrets
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit, urlunsplit
 
 from sf_core.config import RunConfig
@@ -167,12 +168,24 @@ def _read_config(uri: str, attempt: int) -> RunConfig:
 
 
 def load_object(reference: str) -> Callable[..., Any]:
-    """Import package.module:name. Raises ValueError with one sentence if that fails."""
+    """Import package.module:name. Raises ValueError with one sentence if that fails, or if it is nothing that
+    can be called."""
     module, _, name = reference.partition(":")
     try:
-        found: Callable[..., Any] = getattr(importlib.import_module(module), name)
-        return found
-    except ImportError as error:
-        raise ValueError(f"{reference}: cannot import {module}: {error}") from None
+        imported = importlib.import_module(module)
+    except Exception as error:  # whatever the user's own lines raise
+        raise ValueError(f"{reference}: cannot import {module}: {_told(error)}") from error
+    try:
+        found = getattr(imported, name)
     except AttributeError:
         raise ValueError(f"{reference}: module {module} has no {name}") from None
+    if not callable(found):
+        raise ValueError(f"{reference}: expected a function, got {type(found).__name__}")
+    return cast(Callable[..., Any], found)
+
+
+def _told(error: Exception) -> str:
+    """What an import raised, and the line of the module that it was at; not where in a library."""
+    told = " ".join(f"{type(error).__name__}: {error}".split())
+    lines = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.name == "<module>"]
+    return f"{told}, {lines[-1].filename} line {lines[-1].lineno}" if lines else told

@@ -9,6 +9,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -19,6 +20,9 @@ from sf_core.supervisor import StackError, Supervisor, end, read_pid
 
 STOP_S = 15.0
 """A part has so long to end before it is killed."""
+
+DEPLOY_S = 120.0
+"""A command that tells the server what there is has so long."""
 
 DEPLOYMENTS = Path(__file__).parents[1] / "prefect.yaml"
 """Ours: the folder in which the command is called is the user's, and may have one of its own."""
@@ -41,7 +45,7 @@ def up(
         **ports.services.addresses,
     }
     stack = Supervisor(folder, folder / "logs", environment, stays=True, stop_s=STOP_S)
-    folder.mkdir(parents=True, exist_ok=True)
+    _check_writable(folder)
     try:
         tell("waiting for Prefect, Dask and the data plane")
         services = start_services(stack, folder, workers, ports=ports, for_deployments=True)
@@ -60,6 +64,16 @@ def down(folder: Path) -> bool:
     return end(folder, STOP_S)
 
 
+def _check_writable(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise StackError(
+            f"{folder}: nothing can be written there ({error.strerror}); choose another --folder"
+        ) from None
+
+
 def _check_free(port: int) -> None:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -73,7 +87,10 @@ def _check_free(port: int) -> None:
 
 def _call(environment: dict[str, str], *module: str) -> None:
     command = [sys.executable, "-m", *module]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEPLOY_S)
+    except subprocess.TimeoutExpired:
+        raise StackError(f"{' '.join(module)} did not end within {DEPLOY_S:.0f} s") from None
     if done.returncode:
         said = (done.stderr or done.stdout).strip().splitlines()
         raise StackError(f"{' '.join(module)} failed: {said[-1] if said else done.returncode}")

@@ -27,5 +27,20 @@ def test_without_the_deployments_of_a_clone_nothing_starts(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_that_cannot_be_one_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    ports = Ports(free_port(), free_port(), free_port())
+    with pytest.raises(
+        StackError, match=r"/file: nothing can be written there \(File exists\); choose another"
+    ):
+        up(tmp_path / "file", RunConfig().cluster.workers, ports, print)
+
+
+def test_a_deployment_that_hangs_is_an_error_of_the_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standing_stack, "DEPLOY_S", 0.05)
+    with pytest.raises(StackError, match=r"http\.server 0 did not end within 0 s"):
+        standing_stack._call({}, "http.server", "0")
+
+
 def test_where_nothing_is_up_nothing_is_ended(tmp_path: Path) -> None:
     assert not down(tmp_path)
