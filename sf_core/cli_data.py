@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -47,19 +48,22 @@ def gc(
 ) -> None:
     """Remove old checkpoints and weights, never what a resume or the newest policy needs."""
     from sf_core.cleanup import Keep, spares
-    from sf_core.run_states import BusyError, find_runs
+    from sf_core.run_states import BusyError, await_restarts, find_runs
 
     keep = Keep(keep_checkpoints, keep_weights, journals=not journals)
+    tell = partial(errors.print, highlight=False, soft_wrap=True)
     count = total = 0
     try:
         runs = find_runs(where)
+        if yes:
+            await_restarts(runs, tell)
         for run in runs:
             try:
                 found = spares(run, keep)
             except BusyError as error:
                 if len(runs) == 1:
                     raise
-                errors.print(f"left alone: {error}", highlight=False, soft_wrap=True)
+                tell(f"left alone: {error}")
                 continue
             for spare in found:
                 console.print(f"{run.run_id}  {spare.name}  {_megabytes(spare.bytes)}", highlight=False)
