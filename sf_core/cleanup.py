@@ -11,7 +11,7 @@ import itertools
 from dataclasses import dataclass
 
 from sf_core.config import RunConfig
-from sf_core.run_states import check_idle
+from sf_core.run_states import check_idle, is_finished, is_served
 from storage import files
 from storage.checkpoints import has_checkpoint, remove_checkpoint
 from storage.run_directory import RunDirectory
@@ -49,14 +49,14 @@ class Keep:
 
 def spares(run: RunDirectory, keep: Keep) -> list[Spare]:
     """Oldest first. Raises BusyError, or ValueError with one sentence if it cannot be told."""
-    served = check_idle(run)
-    config = run.read_config(RunConfig)
-    published = _num_committed(run, "publish")
+    finished = is_finished(run, run.read_config(RunConfig).train.iterations)
+    # nobody works on a finished run, whether or not that can be asked
+    if not finished:
+        check_idle(run)
     found = _old_checkpoints(run, _num_committed(run, "train"), keep.checkpoints)
-    found += _old_weights(run, published, keep.weights)
-    finished = published >= config.train.iterations and files.exists(run.path("summary.json"))
+    found += _old_weights(run, _num_committed(run, "publish"), keep.weights)
     # a data plane that still knows the run has the file open
-    if not keep.journals and finished and served == "no":
+    if not keep.journals and finished and is_served(run) == "no":
         found.append(("journal", run.journal_dir))
     sizes = [Spare(run, kind, uri, files.folder_bytes(uri)) for kind, uri in found]
     return [spare for spare in sizes if spare.bytes]

@@ -222,7 +222,7 @@ def _stored_config(run: str, overrides: list[str] | None = None) -> RunConfig:
 
 def _runnable(config: RunConfig, source: str) -> RunConfig:
     """The configuration, if what it names is there."""
-    from sf_core.policy_folders import check_model_folder
+    from sf_core.policy_folders import check_start
     from sf_core.run import load_object
 
     sys.path.insert(0, os.getcwd())
@@ -232,9 +232,8 @@ def _runnable(config: RunConfig, source: str) -> RunConfig:
     except ValueError as error:
         _fail(f"{source}: environment: {error}")
     try:
-        if config.policy.model is not None:
-            check_model_folder(config.policy.model)
-    except ValueError as error:
+        check_start(config)
+    except (ValueError, OSError) as error:
         _fail(f"{source}: {error}")
     return config
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -52,19 +53,22 @@ def gc(
 ) -> None:
     """Remove old checkpoints and weights, never what a resume or the newest policy needs."""
     from sf_core.cleanup import Keep, spares
-    from sf_core.run_states import find_runs
+    from sf_core.run_states import await_restarts, find_runs
 
     keep = Keep(keep_checkpoints, keep_weights, journals=not journals)
+    tell = partial(errors.print, highlight=False, markup=False, soft_wrap=True)
     count = total = 0
     try:
         runs = find_runs(where)
+        if yes:
+            await_restarts(runs, tell)
         for run in runs:
             try:
                 found = spares(run, keep)
             except ValueError as error:
                 if len(runs) == 1:
                     raise
-                errors.print(f"left alone: {error}", highlight=False, markup=False, soft_wrap=True)
+                tell(f"left alone: {error}")
                 continue
             for spare in found:
                 console.print(f"{run.run_id}  {spare.name}  {_megabytes(spare.bytes)}", highlight=False)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sf_core.config import RunConfig
-from sf_core.run_states import check_idle, progress
+from sf_core.run_states import await_restarts, check_idle, progress
 from sf_core.stored_config import read_stored_config, settled_to_measure
 from storage.manifests import Manifest
 from storage.run_directory import RunDirectory
@@ -42,9 +42,9 @@ class Evaluation:
 def open_evaluation(config: RunConfig, tell: Callable[[str], None] = log.warning) -> Evaluation:
     """The evaluation of the run that `config` names; if it is done already, `tell` hears the result.
 
-    Raises ValueError with one sentence if there is no such run, if it is being trained, if it has no policy
-    yet, if it would be measured otherwise than configured, or if the version was measured over another number
-    of tasks than is asked for."""
+    Raises ValueError with one sentence if there is no such run, if it is being trained or that cannot be
+    told, if it has no policy yet, if it would be measured otherwise than configured, or if the version was
+    measured over another number of tasks than is asked for."""
     if config.run_id is None:
         raise ValueError("run_id: say which run to evaluate")
     run = RunDirectory(config.run_dir)
@@ -56,6 +56,7 @@ def open_evaluation(config: RunConfig, tell: Callable[[str], None] = log.warning
             raise ValueError(f"{run.run_id}: has no policy yet to evaluate; `sf resume {run.uri}` makes it")
         # another evaluation that began may have died; this one goes on with it
         if not run.newest_attempt().evaluate_only:
+            await_restarts([run], tell)
             check_idle(run)
     else:
         wanted, num_tasks = settled.evaluate.num_tasks, measured.data["num_tasks"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 import httpx
 from rich.console import Console
 from rich.live import Live
+from rich.text import Text
 
 from sf_core.config import RunConfig
 from sf_core.dataplane.client import DataplaneClient, DataplaneError
@@ -21,13 +21,14 @@ from sf_core.evaluation import open_evaluation
 from sf_core.local_runners import LocalRunners
 from sf_core.local_stack import begin_services, local_stack
 from sf_core.parts import Part
-from sf_core.progress import RunProgress
+from sf_core.progress import HeldOutRewards, RunProgress
 from sf_core.run import new_run_id
+from sf_core.run_states import is_finished
 from sf_core.scheduling.plan import await_plan, find_workers, make_plan, scheduler_of
 from sf_core.settings import dataplane_key, dataplane_url, prefect_api_url
 from sf_core.stored_config import settled
 from sf_core.supervisor import Process, StackError, Supervisor
-from storage.files import absolute, check_writable, exists, is_local, read_bytes
+from storage.files import absolute, check_writable, is_local
 from storage.run_directory import RunDirectory
 
 FLOW_STARTS = 3
@@ -45,10 +46,7 @@ def launch(flow: str, config: RunConfig, console: Console) -> None:
     config = _updated(config, run_id=name, storage={"root": absolute(config.storage.root)})
     directory = RunDirectory(config.run_dir)
     check_writable(config.storage.root)
-    if flow == "train" and exists(directory.path("summary.json")):
-        console.print(f"run {name} is finished")
-        return _print_result(directory, console)
-    tell = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    tell = partial(console.print, highlight=False, soft_wrap=True)
     try:
         if flow == "evaluate":
             evaluation = open_evaluation(config, tell)
@@ -56,16 +54,20 @@ def launch(flow: str, config: RunConfig, console: Console) -> None:
                 return
             config = evaluation.config
         else:
+            # first: it may have been given more iterations than are done
             config = settled(config, tell)
+            if is_finished(directory, config.train.iterations):
+                tell(f"run {name} is finished")
+                return _print_result(directory, console)
         if scheduler := scheduler_of(config):
-            await_plan(scheduler, config, console.print)
+            await_plan(scheduler, config, tell)
         else:
             make_plan(find_workers(config), config)
     except ValueError as error:
         raise LaunchError(str(error)) from None
     local = Path(directory.uri if is_local(directory.uri) else Path.cwd() / "runs" / name)
     local.mkdir(parents=True, exist_ok=True)
-    console.print(f"run [bold]{name}[/bold] in {directory.uri}")
+    console.print(Text.assemble("run ", (name, "bold"), f" in {directory.uri}"), soft_wrap=True)
     paths = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
     env = {"PYTHONPATH": paths, "SF_STARTED_AT": str(started_at)}
     if config.engine.kind == "emulated":
@@ -127,6 +129,8 @@ def _how_to_go_on(flow: str, run_id: str) -> str:
 
 def _run_once(part: Part, stack: Supervisor, watch: Callable[[Process], int]) -> tuple[str, list[str]]:
     """Why the flow failed, empty if it did not, and what ended meanwhile and is started again."""
+    log = stack.logs / f"{part.name}.log"
+    log_bytes = log.stat().st_size if log.exists() else 0
     [process] = stack.start(part)
     before = stack.pids()
     try:
@@ -134,7 +138,7 @@ def _run_once(part: Part, stack: Supervisor, watch: Callable[[Process], int]) ->
     finally:
         # first: it would report the loss of everything else as errors
         stack.remove(process)
-    failure = f"{_reason(process, code)}; log: {process.log}" if code else ""
+    failure = f"{_reason(log, log_bytes, code)}; log: {log}" if code else ""
     return failure, [name for name, pid in stack.pids().items() if before.get(name, pid) != pid]
 
 
@@ -147,34 +151,35 @@ def _watch(
 ) -> int:
     """The code with which the flow ends."""
     client = DataplaneClient(dataplane, str(config.run_id), dataplane_key(), patience_s=0.5)
-    directory = RunDirectory(config.run_dir)
-    held_out: dict[int, float] = {}
-    version = 0
+    held_out = HeldOutRewards(config)
     while (code := process.code()) is None:
         with suppress(httpx.HTTPError, DataplaneError):
             status = client.status()
-            if (manifest := directory.read_manifest(version, "evaluate")) is not None:
-                held_out[version] = manifest.data["reward_mean"]
-                version = min(version + config.evaluate.every, config.train.iterations)
-            progress.update(status, held_out)
+            progress.update(status, held_out.look())
             if runners is not None:
                 runners.adapt(status)
         time.sleep(0.4)
     return code
 
 
-def _reason(process: Process, code: int) -> str:
-    """The last line of the flow's log that states an error."""
-    lines = process.log.read_text(errors="replace").splitlines()
+def _reason(log: Path, begins_at: int, code: int) -> str:
+    """The last line that states an error of what this flow logged: those before it share the file."""
+    logged = log.read_bytes()
+    # shorter than it was, it was rotated since
+    own = logged[begins_at:] if len(logged) >= begins_at else logged
+    lines = own.decode(errors="replace").splitlines()
     stated = [line for line in lines if "Error:" in line and not line.startswith(" ")]
     return stated[-1] if stated else f"the flow ended with code {code}"
 
 
 def _print_result(directory: RunDirectory, console: Console) -> None:
-    summary = json.loads(read_bytes(directory.path("summary.json")))
+    summary = directory.read_summary()
+    assert summary is not None, "a run that ended well has its summary"
     idle = ", ".join(f"{worker} {share:.0%}" for worker, share in summary["idle_fraction"].items())
-    console.print(
-        f"\nheld-out reward  [bold]{summary['reward_before']:.2f} → {summary['reward_after']:.2f}[/bold]"
+    rewards = f"{summary['reward_before']:.2f} → {summary['reward_after']:.2f}"
+    result = Text.assemble(
+        "\nheld-out reward  ",
+        (rewards, "bold"),
         f"  in {summary['iterations']} iterations, {summary['seconds_total']:.0f} s\n"
         f"tokens           {summary['tokens_generated']:,} sampled, "
         f"{summary['tokens_per_second']:,.0f} per second\n"
@@ -186,9 +191,8 @@ def _print_result(directory: RunDirectory, console: Console) -> None:
         f"print(pandas.read_parquet('{directory.path('trajectories')}'))\"\n"
         f"  or             sf inspect {directory.uri}\n"
         f"Prefect UI       prefect server start   (then http://127.0.0.1:4200)",
-        highlight=False,
-        soft_wrap=True,
     )
+    console.print(result, soft_wrap=True)
 
 
 def _updated(config: RunConfig, run_id: str | None = None, **sections: dict[str, object]) -> RunConfig:

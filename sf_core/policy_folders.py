@@ -12,6 +12,7 @@ from sf_core.config import RunConfig
 from sf_core.run import Run
 from sf_core.settings import cache_dir
 from storage.files import copy_folder, exists
+from storage.run_directory import RunDirectory
 from storage.weights import PICKLES, WEIGHT_FILES, load_weights, save_weights
 
 
@@ -25,6 +26,19 @@ def check_model_folder(model: str) -> None:
             f"policy.model: {model} has no *.safetensors file; pickled weights (*.bin, *.pt) are not loaded, "
             "because reading them may run code: save the model with safe_serialization=True"
         )
+
+
+def check_start(config: RunConfig) -> None:
+    """Raises ValueError if a run cannot start from `policy.model`. One that did needs it no more: the copy in
+    its directory is version 0."""
+    model = config.policy.model
+    if model is None:
+        return
+    try:
+        check_model_folder(model)
+    except ValueError:
+        if config.run_id is None or RunDirectory(config.run_dir).read_manifest(None, "start") is None:
+            raise
 
 
 def prepare_start(folder: str, config: RunConfig) -> dict[str, Any]:

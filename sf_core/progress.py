@@ -1,18 +1,26 @@
-"""The live display of a run in the terminal: reads the data plane's status, knows nothing of flows."""
+"""The live display of a run in the terminal: shows the data plane's status and the held-out rewards, knows
+nothing of flows."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from sf_core.config import RunConfig
 from sf_core.waits import clock
+from storage.run_directory import RunDirectory
 
 STRAGGLER_S = 30.0
 """A session that runs longer is shown."""
+
+LOOK_S = 3.0
+"""So often held-out rewards are looked for: in an object store each look is a request."""
 
 
 class RunProgress:
@@ -63,6 +71,34 @@ class RunProgress:
 
     def __rich__(self) -> RenderableType:
         return Group(self._bars, self._line)
+
+
+class HeldOutRewards:
+    """What a run's evaluations have come to, by policy version, read while it goes on."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._directory = RunDirectory(config.run_dir)
+        self._every, self._last = config.evaluate.every, config.train.iterations
+        self._found: dict[int, float] = {}
+        self._next = 0
+        self._looked_at = float("-inf")
+
+    def look(self) -> Mapping[int, float]:
+        """What is known. Reads manifests, and not more often than every `LOOK_S`."""
+        if time.monotonic() - self._looked_at >= LOOK_S:
+            # a storage that fails for a moment delays what is shown; the run has patience of its own
+            with suppress(OSError):
+                self._read()
+            self._looked_at = time.monotonic()
+        return self._found
+
+    def _read(self) -> None:
+        while self._next not in self._found:
+            manifest = self._directory.read_manifest(self._next, "evaluate")
+            if manifest is None:
+                return
+            self._found[self._next] = manifest.data["reward_mean"]
+            self._next = min(self._next + self._every, self._last)
 
 
 def _engine(engine: dict[str, Any]) -> str:

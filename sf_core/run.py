@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import secrets
+import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -144,7 +145,9 @@ def begin_attempt(config: RunConfig, *, evaluate_only: bool = False) -> RunRef:
     directory = RunDirectory(config.run_dir)
     if not evaluate_only:
         directory.write_config(config)
-    attempt = Attempt(dataplane=_without_password(url), evaluate_only=evaluate_only)
+    attempt = Attempt(
+        dataplane=_without_password(url), host=socket.gethostname(), evaluate_only=evaluate_only
+    )
     return RunRef(directory.run_id, directory.uri, url, directory.begin_attempt(attempt))
 
 

@@ -3,30 +3,39 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
+from urllib.parse import urlsplit
 
 import httpx
 
+from sf_core.addresses import is_loopback
 from sf_core.config import RunConfig
 from sf_core.dataplane.client import DataplaneClient, DataplaneError
-from sf_core.settings import dataplane_key, dataplane_url
+from sf_core.settings import command_started_at, dataplane_key, dataplane_url
 from storage import files
 from storage.errors import StorageError
 from storage.run_directory import RunDirectory
 
 STATUS_S = 5.0
-"""A data plane that takes longer is one that nobody works with."""
+"""A data plane that takes longer to answer cannot be asked."""
+
+RESTART_S = 20.0
+"""A data plane that died is started again within this time, also on a busy machine."""
+
+LOOK_S = 1.0
 
 
 State = Literal["finished", "running", "stopped", "unknown", "unreadable"]
-"""unknown: whether anybody works on it cannot be told, for example because the data plane wants another key;
-unreadable: the configuration or a manifest cannot be read."""
+"""unknown: it is not finished, and whether anybody works on it cannot be told; unreadable: the configuration
+or a manifest cannot be read."""
 
 
 class BusyError(ValueError):
-    """The run is being worked on."""
+    """The run is being worked on, or it cannot be told whether it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +77,25 @@ def run_state(run: RunDirectory) -> RunState:
         iterations, reached = run.read_config(RunConfig).train.iterations, progress(run)
     except (ValueError, StorageError) as error:
         return RunState(run.run_id, "unreadable", Progress(0, None, None), None, size, str(error))
-    return RunState(run.run_id, _state(run), reached, iterations, size)
+    return RunState(run.run_id, _state(run, iterations), reached, iterations, size)
 
 
-def _state(run: RunDirectory) -> State:
+def _state(run: RunDirectory, iterations: int) -> State:
     try:
-        if is_served(run) == "running":
-            return "running"
+        if is_finished(run, iterations):
+            return "finished"
+        return "running" if is_served(run) == "running" else "stopped"
     except ValueError:
         return "unknown"
-    return "finished" if files.exists(run.path("summary.json")) else "stopped"
+
+
+def is_finished(run: RunDirectory, iterations: int) -> bool:
+    """Whether so many iterations are committed and summed up: a summary may be from before the run was given
+    more of them. Raises ValueError if a file is broken."""
+    summary = run.read_summary()
+    if summary is None or summary.get("iterations", 0) < iterations:
+        return False
+    return progress(run).published >= iterations
 
 
 def progress(run: RunDirectory) -> Progress:
@@ -95,21 +113,56 @@ def progress(run: RunDirectory) -> Progress:
     return Progress(published, reward, held_out)
 
 
-def check_idle(run: RunDirectory) -> Literal["no", "released"]:
-    """See is_served. Raises BusyError, or ValueError with one sentence if it cannot be told."""
-    if (served := is_served(run)) == "running":
+def await_restarts(runs: Iterable[RunDirectory], tell: Callable[[str], None]) -> None:
+    """Let data planes come back that may be starting again: a run whose data plane is away for a moment would
+    count as idle. Returns at once if all answer, else `tell` hears of it. Finished runs do not matter."""
+    silent = [run for run in runs if _is_silent(run)]
+    # of a flow that a command started, the command has waited already
+    now = time.time()
+    left_s = RESTART_S - max(0.0, now - (command_started_at() or now))
+    if silent and left_s > 0:
+        names = ", ".join(run.run_id for run in silent)
+        tell(f"{names}: no data plane answers; it may be starting again, so {left_s:.0f} s are waited")
+    deadline = time.monotonic() + left_s
+    while silent and time.monotonic() < deadline:
+        time.sleep(min(LOOK_S, left_s))
+        silent = [run for run in silent if _is_silent(run)]
+
+
+def check_idle(run: RunDirectory) -> None:
+    """Raises BusyError unless `is_served` says that nobody works on it, or ValueError if a file is broken."""
+    if is_served(run) == "running":
         raise BusyError(f"{run.run_id}: is being worked on; stop it or wait for its end")
-    return served
 
 
 def is_served(run: RunDirectory) -> Literal["no", "released", "running"]:
-    """What the data plane of the newest attempt says: it does not know the run or does not answer, it knows
-    the run and has released it, or a flow works on it.
+    """What the data plane of the newest attempt says: it does not know the run or is not there, it knows the
+    run and has released it, or a flow works on it.
 
-    Raises ValueError if the data plane does not say, because it wants another key."""
-    url = run.newest_attempt().dataplane or run.read_config(RunConfig).dataplane.url or dataplane_url()
+    Raises BusyError with one sentence if the data plane cannot be asked or does not say."""
+    answer = _ask(run)
+    return "no" if answer == "silent" else answer
+
+
+def _is_silent(run: RunDirectory) -> bool:
+    try:
+        config = run.read_config(RunConfig)
+        return not is_finished(run, config.train.iterations) and _ask(run) == "silent"
+    except ValueError:
+        # whoever asks next raises it
+        return False
+
+
+def _ask(run: RunDirectory) -> Literal["silent", "no", "released", "running"]:
+    """silent: nobody listens at its address, or nobody who speaks HTTP."""
+    attempt = run.newest_attempt()
+    url = attempt.dataplane
     if url is None:
+        url = run.read_config(RunConfig).dataplane.url or dataplane_url()
+    if not url:
         return "no"
+    if attempt.host not in (None, socket.gethostname()) and is_loopback(urlsplit(url).hostname or ""):
+        raise _untold(run, url, f"is on {attempt.host}; ask there")
     client = DataplaneClient(url, run.run_id, dataplane_key(), patience_s=0.0, timeout_s=STATUS_S)
     try:
         status = client.status()
@@ -118,14 +171,34 @@ def is_served(run: RunDirectory) -> Literal["no", "released", "running"]:
         return "released" if status["released"] else "running"
     except DataplaneError as error:
         if error.status in (401, 403):
-            raise ValueError(
-                f"{run.run_id}: its data plane at {url} does not say whether anybody works on it; "
-                f"set SF_DATAPLANE_KEY ({error})"
-            ) from None
+            raise _untold(run, url, f"wants another key ({error}); set SF_DATAPLANE_KEY") from None
+        if error.status >= 500:
+            raise _untold(run, url, f"fails ({error}); try again") from None
         return "no"
+    except (httpx.TimeoutException, httpx.ConnectError) as error:
+        if not _is_refused(error):
+            # it may be busy, or the network is at fault
+            raise _untold(run, url, f"cannot be reached ({error}); try again") from None
+        return "silent"
+    except httpx.TransportError:
+        return "silent"
     except (httpx.HTTPError, ValueError, KeyError):
-        # gone, or something else has its port now
+        # something else has its port now
         return "no"
+
+
+def _is_refused(error: BaseException | None) -> bool:
+    """Whether its machine was reached and nobody listens there."""
+    while error is not None and not isinstance(error, ConnectionRefusedError):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+def _untold(run: RunDirectory, url: str, why: str) -> BusyError:
+    return BusyError(
+        f"{run.run_id}: whether anybody works on it cannot be told: its data plane at {url} {why}, "
+        f'or if it is gone for good, write {{"dataplane": ""}} into {run.newest_attempt_file()}'
+    )
 
 
 def _is_elsewhere(run: RunDirectory, run_dir: str) -> bool:

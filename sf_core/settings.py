@@ -46,7 +46,8 @@ def prefect_password() -> str | None:
 
 
 def command_started_at() -> float | None:
-    """Unix seconds at which `sf train` was called (SF_STARTED_AT), so that the summary counts start-up."""
+    """Unix seconds at which the command was called that started this flow (SF_STARTED_AT), so that start-up
+    counts; None for a deployment."""
     value = os.environ.get("SF_STARTED_AT")
     return float(value) if value else None
 

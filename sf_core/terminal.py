@@ -6,10 +6,11 @@ from typing import NoReturn
 
 import typer
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
-console = Console()
-errors = Console(stderr=True)
+# what is printed holds names and paths of the user: `[v2]` in them is no markup, `:x:` no emoji
+console = Console(markup=False, emoji=False)
+errors = Console(stderr=True, markup=False, emoji=False)
 
 
 def fail(message: str) -> NoReturn:
@@ -19,5 +20,4 @@ def fail(message: str) -> NoReturn:
 
 
 def say_error(message: str) -> None:
-    # what looks like markup in it is the user's
-    errors.print(f"[red]error:[/red] {escape(message)}", highlight=False, soft_wrap=True)
+    errors.print(Text.assemble(("error:", "red"), f" {message}"), soft_wrap=True)

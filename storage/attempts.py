@@ -13,7 +13,9 @@ class Attempt(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     dataplane: str | None = None
-    """URL of the data plane that serves it."""
+    """URL of the data plane that serves it; empty, which only people write, if none does any more."""
+    host: str | None = None
+    """Name of the machine on which it began: elsewhere, a URL on loopback means another data plane."""
     evaluate_only: bool = False
     """It measures a policy version and trains nothing."""
 

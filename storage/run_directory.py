@@ -10,9 +10,9 @@ import json
 import re
 import time
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from storage import files
 from storage.attempts import Attempt, parse_attempt
@@ -101,6 +101,16 @@ class RunDirectory:
 
     def write_summary(self, summary: dict[str, object]) -> FileRef:
         return files.write_atomic(self.path("summary.json"), json.dumps(summary, indent=2).encode())
+
+    def read_summary(self) -> dict[str, Any] | None:
+        """None: there is none yet. Raises ValueError with one sentence if the file is broken."""
+        uri = self.path("summary.json")
+        try:
+            return TypeAdapter(dict[str, Any]).validate_json(files.read_bytes(uri))
+        except FileNotFoundError:
+            return None
+        except ValidationError as error:
+            raise ValueError(f"{uri}: cannot be read: {first_fault(error)}") from None
 
     def write_timeline(self, name: str, until: float, data: bytes) -> FileRef:
         """One part of what `name` did, up to this moment (Unix seconds). A part is written once."""
@@ -200,12 +210,17 @@ class RunDirectory:
 
     def newest_attempt(self) -> Attempt:
         """Raises ValueError if its file is broken."""
+        uri = self.newest_attempt_file()
+        try:
+            return parse_attempt(uri, files.read_bytes(uri))
+        except FileNotFoundError:
+            return Attempt()
+
+    def newest_attempt_file(self) -> str:
+        """That of the first attempt if none has begun."""
         uris = files.list_files(self.path("attempts"))
         numbers = [int(name) for name in (uri.rsplit("/", 1)[-1] for uri in uris) if name.isdecimal()]
-        if not numbers:
-            return Attempt()
-        uri = self._attempt_file(max(numbers))
-        return parse_attempt(uri, files.read_bytes(uri))
+        return self._attempt_file(max(numbers, default=1))
 
     def _attempt_file(self, attempt: int) -> str:
         return self.path("attempts", f"{attempt:05d}")

@@ -68,7 +68,6 @@ def test_a_cleaned_run_goes_on_and_is_replayed_from_further_back(
     run = tmp_path / "runs" / "quickstart"
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["00002"]
 
-    (run / "summary.json").unlink()
     settings = options(run_id="quickstart", rollout__overlap=False) + ["--set", "train.iterations=3"]
     done = sf(tmp_path, "train", CONFIG, *settings, on=cluster.services)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -104,4 +104,4 @@ def pretend(run: RunDirectory, iterations: int, *, finished: bool = True) -> Non
             write_atomic(f"{run.checkpoint_dir(version)}/{name}", b"c" * 100)
     write_atomic(f"{run.journal_dir}/{run.run_id}.journal", b"j" * 10)
     if finished:
-        run.write_summary({})
+        run.write_summary({"iterations": iterations})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,13 +11,14 @@ from pathlib import Path
 import httpx
 import pytest
 
+from sf_core import run_states
 from sf_core.cleanup import Keep, spares
 from sf_core.config import PolicyConfig
 from sf_core.policy import make_policy
 from sf_core.run_states import is_served
 from storage import files
 from storage.attempts import Attempt
-from storage.run_directory import RunDirectory
+from storage.run_directory import STAGES, RunDirectory
 from tests.sf_core.dataplane.stand import Server, running_app
 from tests.sf_core.runs import commit, configure, pretend
 from tests.sf_core.test_cli import sf
@@ -27,22 +29,26 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "runs"
 
 
-def make(root: Path, name: str, iterations: int, *, url: str | None = None) -> RunDirectory:
+def make(
+    root: Path, name: str, iterations: int, *, url: str | None = None, host: str | None = None
+) -> RunDirectory:
     """A run of four iterations; of its data plane, only its attempt knows."""
     run = RunDirectory(str(root / name))
     configure(run, train={"iterations": 4})
-    run.begin_attempt(Attempt(dataplane=url))
+    run.begin_attempt(Attempt(dataplane=url, host=host))
     pretend(run, iterations, finished=iterations == 4)
     return run
 
 
 @contextmanager
-def served(root: Path, name: str, key: str | None = None) -> Iterator[tuple[str, httpx.Client]]:
+def served(
+    root: Path, name: str, key: str | None = None, port: int = 0
+) -> Iterator[tuple[str, httpx.Client]]:
     """A data plane that serves a run of this name."""
     model = root.parent / "model"
     make_policy(str(model), PolicyConfig(hidden_size=32, num_layers=1), seed=0)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    with running_app(key=key) as url, httpx.Client(base_url=url, headers=headers) as http:
+    with running_app(key=key, port=port) as url, httpx.Client(base_url=url, headers=headers) as http:
         Server(url, http, root, str(model)).register(run_id=name, run_dir=str(root / name))
         yield url, http
 
@@ -171,7 +177,68 @@ def test_a_data_plane_that_wants_another_key_is_an_error(root: Path, monkeypatch
         code, output = sf("gc", run.uri)
         assert "a unknown 3/4" in sf("ls", run.uri)[1]
     assert code == 2
-    assert f"a: its data plane at {url} does not say whether anybody works on it; set SF_DATAPLANE" in output
+    assert f"its data plane at {url} wants another key" in output and "set SF_DATAPLANE_KEY" in output
+
+
+def test_on_loopback_of_another_machine_a_data_plane_cannot_be_asked(root: Path) -> None:
+    run = make(root, "a", 3, url="http://127.0.0.1:1", host="elsewhere")
+    make(root, "b", 4, url="http://127.0.0.1:1", host="elsewhere")
+    make(root, "c", 3, url="http://127.0.0.1:1", host=socket.gethostname())
+    shown = sf("ls", str(root))[1]
+    assert all(line in shown for line in ("a unknown 3/4", "b finished 4/4", "c stopped 3/4"))
+    code, output = sf("gc", run.uri)
+    attempt = run.path("attempts", "00001")
+    sentence = (
+        "error: a: whether anybody works on it cannot be told: its data plane at http://127.0.0.1:1 is on "
+        f'elsewhere; ask there, or if it is gone for good, write {{"dataplane": ""}} into {attempt}'
+    )
+    assert (code, output) == (2, sentence)
+    code, output = sf("gc", str(root))
+    assert (code, "left alone: a: whether anybody" in output) == (0, True)
+    assert "b checkpoints/00001" in output and "c checkpoints/00001" in output
+    Path(attempt).write_text('{"dataplane": ""}')
+    assert "a stopped 3/4" in sf("ls", run.uri)[1]
+    assert len(names(run)) == 4
+
+
+def test_a_data_plane_that_does_not_answer_in_time_cannot_be_asked(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_states, "STATUS_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as stalled:
+        run = make(root, "a", 3, url=f"http://127.0.0.1:{stalled.getsockname()[1]}")
+        assert "a unknown 3/4" in sf("ls", run.uri)[1]
+        code, output = sf("gc", run.uri, "--yes")
+    assert (code, "cannot be reached (timed out); try again" in output) == (2, True)
+    # nobody listens there any more
+    assert "a stopped 3/4" in sf("ls", run.uri)[1]
+
+
+def test_before_anything_is_removed_data_planes_that_are_away_may_come_back(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_states, "RESTART_S", 0.05)
+    url = "http://127.0.0.1:1"
+    run = make(root, "a", 3, url=url)
+    assert "may be starting again" not in sf("gc", run.uri)[1]
+    code, output = sf("gc", run.uri, "--yes")
+    assert code == 0
+    assert output.startswith("a: no data plane answers; it may be starting again, so 0 s are waited")
+    assert output.endswith("removed 4 folders, 0.0 MB")
+    assert "may be starting again" not in sf("gc", make(root, "b", 4, url=url).uri, "--yes", "--journals")[1]
+
+
+def test_a_run_that_was_given_more_iterations_is_finished_when_they_are_summed_up(root: Path) -> None:
+    run = make(root, "a", 4)
+    configure(run, train={"iterations": 5})
+    assert "a stopped 4/5" in sf("ls", run.uri)[1]
+    for stage in STAGES:
+        commit(run, 4, stage)
+    assert "a stopped 5/5" in sf("ls", run.uri)[1]
+    assert "journal" not in names(run, journals=False)
+    run.write_summary({"iterations": 5})
+    assert "a finished 5/5" in sf("ls", run.uri)[1]
+    assert "journal" in names(run, journals=False)
 
 
 def test_the_list_shows_state_iterations_rewards_and_size(root: Path) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from sf_core import run_states
 from sf_core.config import RunConfig
 from sf_core.evaluation import Evaluation, open_evaluation
+from sf_core.local_stack import free_port
 from sf_core.stored_config import read_stored_config
 from sf_core.validation import validate_config
 from storage.attempts import Attempt
@@ -66,6 +69,31 @@ def test_a_run_that_is_being_trained_is_refused_and_an_evaluation_that_died_goes
             evaluation(run)
         run.begin_attempt(Attempt(dataplane=url, evaluate_only=True))
         assert evaluation(run).version == 2
+
+
+def test_a_data_plane_that_is_starting_again_is_awaited(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_states, "LOOK_S", 0.01)
+    port = free_port()
+    run.begin_attempt(Attempt(dataplane=f"http://127.0.0.1:{port}"))
+    config = validate_config({"run_id": "r", "storage": {"root": str(tmp_path / "runs")}})
+    with ExitStack() as stack:
+
+        def start(line: str) -> None:
+            assert line.startswith("r: no data plane answers; it may be starting again, so 20 s")
+            stack.enter_context(served(tmp_path / "runs", "r", port=port))
+
+        with pytest.raises(ValueError, match="r: is being worked on"):
+            open_evaluation(config, start)
+
+
+def test_a_command_has_waited_for_the_flow_that_it_starts(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.begin_attempt(Attempt(dataplane="http://127.0.0.1:1"))
+    monkeypatch.setenv("SF_STARTED_AT", "1")
+    assert evaluation(run).version == 2
 
 
 def test_a_run_without_a_policy_cannot_be_measured(tmp_path: Path) -> None:

@@ -1,9 +1,14 @@
 from io import StringIO
+from pathlib import Path
 from typing import Any
 
+import pytest
 from rich.console import Console
 
-from sf_core.progress import RunProgress
+from sf_core import progress
+from sf_core.progress import HeldOutRewards, RunProgress
+from storage.run_directory import RunDirectory
+from tests.sf_core.runs import commit, configure
 
 STATUS: dict[str, Any] = {
     "stage": "train",
@@ -48,3 +53,31 @@ def test_once_every_batch_is_sealed_no_group_is_awaited() -> None:
     text = shown(STATUS | {"groups_accepted": 0, "groups_in_flight": 0}, iterations=3)
     assert "8/8" in text
     assert "in flight" not in text
+
+
+def test_held_out_rewards_appear_as_they_are_committed_whatever_the_storage_does_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "LOOK_S", 0.0)
+    run = RunDirectory(str(tmp_path / "r"))
+    sections = {"train": {"iterations": 3}, "evaluate": {"every": 2}, "storage": {"root": str(tmp_path)}}
+    held_out = HeldOutRewards(configure(run, **sections))
+    assert held_out.look() == {}
+    # what stands where a file should be cannot be read
+    in_the_way = Path(run.manifest_file(0, "evaluate"))
+    in_the_way.mkdir(parents=True)
+    assert held_out.look() == {}
+    in_the_way.rmdir()
+    for version in (0, 2):
+        commit(run, version, "evaluate", data={"reward_mean": version / 10})
+    assert held_out.look() == {0: 0.0, 2: 0.2}
+    commit(run, 3, "evaluate", data={"reward_mean": 0.3})
+    assert held_out.look() == {0: 0.0, 2: 0.2, 3: 0.3}
+
+
+def test_held_out_rewards_are_not_looked_for_at_every_update(tmp_path: Path) -> None:
+    run = RunDirectory(str(tmp_path / "r"))
+    held_out = HeldOutRewards(configure(run, storage={"root": str(tmp_path)}))
+    assert held_out.look() == {}
+    commit(run, 0, "evaluate", data={"reward_mean": 0.5})
+    assert held_out.look() == {}

@@ -1,3 +1,4 @@
+import socket
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ def test_the_data_plane_of_the_environment_is_the_attempts_and_not_the_configura
     assert run.dataplane_url == "http://127.0.0.1:8701"
     directory = RunDirectory(run.uri)
     assert directory.read_config(RunConfig).dataplane.url is None
-    assert directory.newest_attempt() == Attempt(dataplane="http://127.0.0.1:8701")
+    assert directory.newest_attempt() == Attempt(dataplane="http://127.0.0.1:8701", host=socket.gethostname())
 
 
 def test_a_password_in_the_address_is_used_and_not_kept(

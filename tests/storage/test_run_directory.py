@@ -146,6 +146,16 @@ def test_attempts_of_earlier_versions_are_empty_files(run: RunDirectory) -> None
         run.newest_attempt()
 
 
+def test_a_summary_is_read_back_and_a_broken_one_is_named(run: RunDirectory) -> None:
+    assert run.read_summary() is None
+    run.write_summary({"iterations": 3})
+    assert run.read_summary() == {"iterations": 3}
+    for broken in (b"", b"[]", b'{"iterations": '):
+        files.write_atomic(run.path("summary.json"), broken)
+        with pytest.raises(ValueError, match=r"summary\.json: cannot be read: "):
+            run.read_summary()
+
+
 def test_parts_of_attempts_that_never_committed_are_removed_on_commit(run: RunDirectory) -> None:
     output(run, b"half of the rows", "shard-0-attempt-1")
     elsewhere = files.write_atomic(f"{run.partition('trajectories', 1)}/shard-0-attempt-1.parquet", b"next")

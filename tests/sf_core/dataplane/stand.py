@@ -174,11 +174,11 @@ def attended(url: str, folder: Path, model_dir: str) -> Iterator[Server]:
 
 
 @contextlib.contextmanager
-def running_app(heartbeat_s: float = HEARTBEAT_S, **options: Any) -> Iterator[str]:
+def running_app(heartbeat_s: float = HEARTBEAT_S, port: int = 0, **options: Any) -> Iterator[str]:
     """Serve the app from a thread; yields its URL."""
     config = uvicorn.Config(
         make_app(**options),
-        port=0,
+        port=port,
         log_level="warning",
         ws="websockets-sansio",
         ws_ping_interval=heartbeat_s,

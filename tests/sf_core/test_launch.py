@@ -1,0 +1,82 @@
+"""`sf train` and `sf resume` before and after a flow runs: what is finished, and why a flow failed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from sf_core.launch import _run_once
+from sf_core.local_stack import local_stack
+from sf_core.parts import Part
+from sf_core.policy_folders import check_start
+from storage.run_directory import RunDirectory
+from tests.sf_core.runs import commit, configure, pretend
+from tests.sf_core.test_cli import sf
+
+SUMMARY = {
+    "iterations": 2,
+    "reward_before": 0.25,
+    "reward_after": 0.75,
+    "seconds_total": 60.0,
+    "tokens_generated": 1000,
+    "tokens_per_second": 20.0,
+    "idle_fraction": {"r0": 0.5},
+}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    """Finished, on workers of which none could train: to go on with it is refused before anything starts."""
+    run = RunDirectory(str(tmp_path / "[v2]" / "r"))
+    workers = {"r0": {"tags": ["rollout"]}}
+    configure(run, train={"iterations": 2}, cluster={"workers": workers}, storage={"root": str(tmp_path)})
+    pretend(run, 2, finished=False)
+    run.write_summary(SUMMARY)
+    return run
+
+
+def test_a_finished_run_is_shown_and_not_run_again(run: RunDirectory) -> None:
+    code, output = sf("resume", run.uri)
+    assert code == 0, output
+    assert output.startswith("run r is finished held-out reward 0.25 → 0.75 in 2 iterations, 60 s")
+    assert f"policy {run.policy_dir} " in output
+
+
+def test_a_finished_run_goes_on_with_more_iterations(run: RunDirectory, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump({"run_id": "r", "storage": {"root": run.uri.rsplit("/", 1)[0]}}))
+    code, output = sf("train", str(file), "--set", "train.iterations=3")
+    assert "run r: as it was configured, but for train.iterations 3 (was 2)" in output
+    assert (code, "no worker carries" in output) == (1, True), output
+    assert sf("train", str(file), "--set", "train.iterations=1")[0] == 0
+
+
+def test_a_run_whose_summary_is_from_before_it_was_given_more_iterations_is_resumed(
+    run: RunDirectory,
+) -> None:
+    configure(run, train={"iterations": 3}, cluster={"workers": {"r0": {"tags": ["rollout"]}}})
+    commit(run, 2, "publish")
+    code, output = sf("resume", run.uri)
+    assert (code, "no worker carries" in output) == (1, True), output
+
+
+def test_the_model_folder_is_needed_only_until_the_run_has_its_copy(tmp_path: Path) -> None:
+    run = RunDirectory(str(tmp_path / "r"))
+    config = configure(run, policy={"model": "/nowhere"}, storage={"root": str(tmp_path)})
+    with pytest.raises(ValueError, match="/nowhere is not a Hugging Face model folder"):
+        check_start(config)
+    commit(run, None, "start")
+    check_start(config)
+
+
+def test_a_flow_that_is_killed_is_not_explained_by_an_earlier_one(tmp_path: Path) -> None:
+    with local_stack(tmp_path / "logs") as stack:
+
+        def failure(script: str) -> str:
+            part = Part("flow-train", ["sh", "-c", script], {}, once=True)
+            return _run_once(part, stack, lambda process: process.wait(20))[0]
+
+        assert failure("echo ValueError: seed; exit 3").startswith("ValueError: seed; log: ")
+        assert failure("kill -9 $$").startswith("the flow ended with code -1; log: ")
