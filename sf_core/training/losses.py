@@ -63,7 +63,8 @@ def divergence(
     }
 
 
-def entropy(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Entropy [N] in nats of the distributions given by logits [N, V], before top-k and top-p cut them."""
-    logprobs = (logits / (temperature or 1.0)).log_softmax(-1)
+def entropy(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """Entropy [N] in nats of the distributions given by logits [N, V] and temperatures [N], before top-k and
+    top-p cut them."""
+    logprobs = (logits / temperature.where(temperature > 0, 1.0).unsqueeze(1)).log_softmax(-1)
     return -(logprobs.exp() * logprobs).sum(-1)

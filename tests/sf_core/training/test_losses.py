@@ -66,4 +66,4 @@ def test_clipped_marks_the_tokens_without_gradient() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 2.0])
 def test_entropy_of_equal_logits_is_the_log_of_their_number(temperature: float) -> None:
-    assert entropy(torch.zeros(1, 8), temperature).item() == pytest.approx(math.log(8))
+    assert entropy(torch.zeros(1, 8), torch.tensor([temperature])).item() == pytest.approx(math.log(8))
