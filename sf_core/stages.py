@@ -34,7 +34,7 @@ from storage.gangs import GangFiles
 from storage.manifests import Manifest
 from storage.metrics import write_metrics
 from storage.parquet import numpy_rows
-from storage.trajectories import read_trajectories
+from storage.trajectories import first_rows, read_trajectories
 
 if TYPE_CHECKING:
     # torch is loaded only where training runs
@@ -119,7 +119,7 @@ def filter(run: Run, iteration: int) -> Outcome:
     """Map every session's advantage onto its sampled tokens and write the batch."""
     source = _committed(run, iteration, "rollout")
     rows = pa.concat_tables(read_trajectories(run.directory.path(ref.uri)) for ref in source.outputs)
-    rewards = rows["reward"].to_numpy()
+    rewards, first = rows["reward"].to_numpy(), first_rows(rows["session_id"])
     advantages = session_advantages(
         rewards, _codes(rows["group_id"]), _codes(rows["session_id"]), scale=run.config.train.scale_rewards
     )
@@ -140,8 +140,8 @@ def filter(run: Run, iteration: int) -> Outcome:
         outputs=[batch],
         data={
             "rows": len(rows),
-            "reward_mean": float(rewards.mean()),
-            "zero_advantage_share": float(np.mean(advantages == 0)),
+            "reward_mean": float(rewards[first].mean()),
+            "zero_advantage_share": float(np.mean(advantages[first] == 0)),
             "lags": lag_histogram(rows, iteration),
         },
     )

@@ -20,6 +20,7 @@ from sf_core.training.packing import Microbatch, Row, deal, pack, read_rows, spl
 from sf_core.training.ranks import Alone, Ranks
 from storage.checkpoints import load_checkpoint, save_checkpoint
 from storage.files import FileRef
+from storage.trajectories import first_rows
 from storage.weights import save_weights
 
 
@@ -209,8 +210,10 @@ def _mean(parts: list[_Summary]) -> float:
 
 
 def _batch_metrics(batch: pa.Table, rows: list[Row]) -> dict[str, float]:
+    """Rewards and advantages are those of sessions: the branches of one count once."""
     sampled = np.array([row.loss_mask.sum() for row in rows])
-    rewards: Any = batch["reward"].to_numpy()
+    rewards: Any = batch["reward"].to_numpy()[first_rows(batch["session_id"])]
+    sessions, taught = ({r.session for r in some} for some in (rows, [r for r in rows if r.advantages.any()]))
     return {
         "reward_mean": float(rewards.mean()),
         "reward_std": float(rewards.std()),
@@ -220,5 +223,5 @@ def _batch_metrics(batch: pa.Table, rows: list[Row]) -> dict[str, float]:
         "sampled_max": float(sampled.max()),
         "tokens": float(sampled.sum()),
         "rows": float(len(rows)),
-        "zero_advantage_share": float(np.mean([not row.advantages.any() for row in rows])),
+        "zero_advantage_share": len(sessions - taught) / len(sessions),
     }

@@ -1,6 +1,7 @@
 import math
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -94,6 +95,19 @@ def test_metrics_describe_the_batch(folder: str) -> None:
     assert metrics["tokens"] == trained and metrics["rows"] == 16
     assert metrics["lag_mean"] == metrics["lag_max"] == 0
     assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_the_branches_of_a_session_count_once_in_rewards_and_advantages(folder: str) -> None:
+    rows = [([i, i + 1, i + 2], [False, True, True]) for i in range(6)]
+    batch = make_batch(rows, logprob=-4.0, group_size=6, equal=2, branches=2)
+    rewards = [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    batch = batch.set_column(batch.schema.get_field_index("reward"), "reward", [rewards])
+    batch = pa.concat_tables([batch, batch.slice(5)])  # a third branch of the last session
+    metrics = make_trainer(folder).step(batch)
+    assert metrics["reward_mean"] == pytest.approx(1 / 3)
+    assert metrics["reward_std"] == pytest.approx(math.sqrt(2) / 3)
+    assert metrics["zero_advantage_share"] == pytest.approx(1 / 3)
+    assert metrics["rows"] == 7
 
 
 def test_data_of_an_older_version_has_lag_and_says_nothing_about_the_engine(folder: str) -> None:
