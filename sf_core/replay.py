@@ -16,8 +16,8 @@ from sf_core.run import Run, RunRef
 from sf_core.scheduling.worker import worker_threads
 from sf_core.training.ranks import Alone
 from sf_core.training.resident import rebuild_trainer
+from sf_core.training.stored_steps import stored_batch, stored_settings
 from storage import files
-from storage.batches import read_batch
 from storage.manifests import Manifest
 from storage.run_directory import RunDirectory
 from storage.weights import FILE_NAME, load_weights, save_weights
@@ -38,14 +38,15 @@ def replay(uri: str, iteration: int) -> Replay:
     """Raises ValueError with one sentence if there is no such run or iteration, or its batch is damaged."""
     directory = open_run(uri)
     train = _committed(directory, iteration, "train")
-    batch = _committed(directory, iteration, "filter")
-    directory.verify(batch)
+    _committed(directory, iteration, "filter")
     run = Run(RunRef(directory.run_id, directory.uri, dataplane_url="", attempt=0))
+    batch = stored_batch(run, iteration)
     workers = run.config.cluster.workers.values()
     # sums are split among threads: another number of them rounds otherwise
     torch.set_num_threads(next((worker_threads(w) for w in workers if "train" in w.tags), 1))
     trainer = rebuild_trainer(run, iteration, Alone())
-    metrics = trainer.step(read_batch(directory.path(batch.outputs[0].uri)))
+    trainer.config = stored_settings(run, iteration)
+    metrics = trainer.step(batch)
     weights = trainer.weights()
     stored = _stored(directory, trainer.version)
     if stored is None:

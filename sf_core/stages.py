@@ -26,14 +26,15 @@ from sf_core.scheduling.timeline import Timeline
 from sf_core.summary import summarise
 from sf_core.training.advantages import group_advantages
 from sf_core.training.seats import Seat, SupersededError
+from sf_core.training.stored_steps import stored_batch
 from sf_core.waits import collect_waits
-from storage.batches import read_batch, write_batch
+from storage.batches import write_batch
 from storage.files import FileRef
 from storage.gangs import GangFiles
 from storage.manifests import Manifest
 from storage.metrics import write_metrics
 from storage.parquet import numpy_rows
-from storage.trajectories import read_trajectories
+from storage.trajectories import first_rows, read_trajectories
 
 if TYPE_CHECKING:
     # torch is loaded only where training runs
@@ -118,7 +119,7 @@ def filter(run: Run, iteration: int) -> Outcome:
     """Map every session's advantage onto its sampled tokens and write the batch."""
     source = _committed(run, iteration, "rollout")
     rows = pa.concat_tables(read_trajectories(run.directory.path(ref.uri)) for ref in source.outputs)
-    rewards = rows["reward"].to_numpy()
+    rewards, first = rows["reward"].to_numpy(), first_rows(rows["session_id"])
     advantages = session_advantages(
         rewards, _codes(rows["group_id"]), _codes(rows["session_id"]), scale=run.config.train.scale_rewards
     )
@@ -139,8 +140,8 @@ def filter(run: Run, iteration: int) -> Outcome:
         outputs=[batch],
         data={
             "rows": len(rows),
-            "reward_mean": float(rewards.mean()),
-            "zero_advantage_share": float(np.mean(advantages == 0)),
+            "reward_mean": float(rewards[first].mean()),
+            "zero_advantage_share": float(np.mean(advantages[first] == 0)),
             "lags": lag_histogram(rows, iteration),
         },
     )
@@ -205,7 +206,7 @@ def _train(run: Run, iteration: int, trainer_at: TrainerAt, ranks: Ranks, files:
     with Timeline(run.directory, current_worker(), "train", step) as timeline, ExitStack() as stack:
         with timeline.doing("moving", "load trainer", iteration):
             trainer = stack.enter_context(trainer_at(run, iteration, ranks))
-            batch = read_batch(run.directory.path(source.outputs[0].uri))
+            batch = stored_batch(run, iteration)
         switching_of(run).note_training(timeline)
         with timeline.doing("busy", "train", iteration):
             metrics = trainer.step(batch)
@@ -214,7 +215,13 @@ def _train(run: Run, iteration: int, trainer_at: TrainerAt, ranks: Ranks, files:
     return Outcome(
         inputs={ref.uri: ref.sha256 for ref in source.outputs},
         outputs=outputs,
-        data={"version": trainer.version, "ranks": ranks.size, **metrics},
+        data={
+            "version": trainer.version,
+            "ranks": ranks.size,
+            # a later attempt may have others, and this step must be made again as it was
+            "settings": run.config.train.model_dump(mode="json"),
+            **metrics,
+        },
     )
 
 

@@ -24,6 +24,7 @@ __all__ = [
     "Trajectory",
     "TrajectoryKind",
     "TurnSpan",
+    "first_rows",
     "iter_trajectories",
     "read_trajectories",
     "to_rows",
@@ -81,6 +82,12 @@ def iter_trajectories(
     for batch in parquet.iter_batches(uri, max_rows, names, schema):
         # Parquet has its own name for the elements of a list
         yield batch.select(names).cast(schema)
+
+
+def first_rows(session_ids: pa.ChunkedArray) -> np.ndarray:
+    """Index of every session's first row, in order. What its branches repeat, as its reward, counts once."""
+    codes = session_ids.combine_chunks().dictionary_encode().indices.to_numpy()
+    return np.sort(np.unique(codes, return_index=True)[1])
 
 
 def to_table(run_id: str, rows: Sequence[Trajectory]) -> pa.Table:

@@ -42,24 +42,26 @@ def sample(
 
 
 def sampling_logprobs(
-    logits: torch.Tensor, token_ids: torch.Tensor, temperature: float, top_p: float, top_k: int
+    logits: torch.Tensor,
+    token_ids: torch.Tensor,
+    temperature: npt.NDArray[np.float32],
+    top_p: npt.NDArray[np.float32],
+    top_k: npt.NDArray[np.int64],
 ) -> torch.Tensor:
-    """Log-probs [N] of token_ids [N] under the distribution `sample` draws from; differentiable in logits.
+    """Log-probs [N] of token_ids [N] under the distributions `sample` draws from; differentiable in logits.
 
     A token outside the support, as other weights may have sampled it, widens the support down to itself, so
     that its log-prob stays finite and has a gradient.
     """
     logits = logits.float()
-    if temperature == 0:
-        top_p, top_k = 1.0, 0
-    elif temperature != 1:
-        logits = logits / temperature
+    greedy = temperature == 0
+    top_p, top_k = np.where(greedy, 1, top_p), np.where(greedy, 0, top_k)
+    if (temperature != 1).any():
+        logits = logits / _column(np.where(greedy, 1, temperature), logits)
     chosen = logits.gather(1, token_ids.unsqueeze(1))
-    if top_p < 1 or top_k > 0:
-        num_rows = len(logits)
+    if ((top_p < 1) | (top_k > 0)).any():
         with torch.no_grad():
-            cutoff = _cutoff(logits, logits.new_full((num_rows, 1), top_p), np.full(num_rows, top_k))
-            cutoff = torch.minimum(cutoff, chosen)
+            cutoff = torch.minimum(_cutoff(logits, _column(top_p, logits), top_k), chosen)
         logits = logits.masked_fill(logits < cutoff, -torch.inf)
     return (chosen - logits.logsumexp(dim=-1, keepdim=True)).squeeze(1)
 

@@ -73,7 +73,7 @@ class LendingGate:
     """
 
     def __init__(self, max_switches_per_minute: int) -> None:
-        self._max_switches = max_switches_per_minute
+        self.max_switches_per_minute = max_switches_per_minute
         self._to_rollout: deque[float] = deque(maxlen=MEMORY)
         self._to_train: deque[float] = deque(maxlen=MEMORY)
         self._loans: deque[float] = deque()
@@ -117,8 +117,9 @@ class LendingGate:
             return Verdict("nothing is left to roll out", "work")
         while self._loans and self._loans[0] <= now_s - MINUTE_S:
             self._loans.popleft()
-        if SWITCHES_PER_LOAN * (len(self._loans) + 1) > self._max_switches:
-            return Verdict(f"the bound of {self._max_switches} switches per minute is reached", "bound")
+        if SWITCHES_PER_LOAN * (len(self._loans) + 1) > self.max_switches_per_minute:
+            bound = f"the bound of {self.max_switches_per_minute} switches per minute"
+            return Verdict(f"{bound} is reached", "bound")
         if work.seconds_per_unit is None or (cost := self.switch_cost_s) is None:
             return Verdict("what it is worth is not known yet")
         scale = (work.lent + work.dedicated) / work.dedicated

@@ -74,8 +74,10 @@ _current: tuple[str, Switching] | None = None
 
 def switching_of(run: Run) -> Switching:
     global _current
+    bound = run.config.cluster.max_switches_per_minute
     if _current is None or _current[0] != run.ref.uri:
-        _current = (run.ref.uri, Switching(LendingGate(run.config.cluster.max_switches_per_minute)))
+        _current = (run.ref.uri, Switching(LendingGate(bound)))
+    _current[1].gate.max_switches_per_minute = bound  # a later attempt may have changed it
     return _current[1]
 
 

@@ -20,6 +20,7 @@ from sf_core.scheduling.emulated_device import device_model, switch_to
 from sf_core.training.seats import GangError, Seat, SupersededError
 from storage.files import FileRef
 from storage.gangs import GangFiles
+from storage.trajectories import first_rows
 from storage.weights import save_arrays
 
 POLL_S = 0.02
@@ -50,7 +51,7 @@ class EmulatedTrainer:
         return {
             "tokens": float(pc.sum(pc.list_flatten(batch["loss_mask"])).as_py()),
             "rows": float(len(batch)),
-            "reward_mean": float(pc.mean(batch["reward"]).as_py()),
+            "reward_mean": float(pc.mean(batch["reward"].take(first_rows(batch["session_id"]))).as_py()),
             "seconds": seconds,
         }
 

@@ -20,12 +20,17 @@ def policy_gradient_loss(
 
     PPO's clipped surrogate with DAPO's asymmetric clip (Yu et al. 2025). The ratio is to the log-probs
     recorded at sampling, so it corrects for lag and for what the engine computes differently; where it
-    weighs the gradient it is truncated at `importance_cap` (Espeholt et al. 2018).
+    weighs the gradient it is truncated at `importance_cap` (Espeholt et al. 2018):
+
+        ratio * A <= clip(ratio) * A:  -min(ratio, importance_cap) * A, which is its gradient too
+        otherwise:                     -clip(ratio) * A, without gradient
     """
     ratio = importance_ratio(logprobs, behaviour_logprobs)
     truncated = ratio * (importance_cap / ratio.detach()).clamp(max=1.0)
     clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    return -torch.minimum(truncated * advantages, clipped * advantages)
+    # asked of the ratio as it is: a cap below 1 + clip_high would pass for a clip
+    is_clipped = ratio * advantages > clipped * advantages
+    return -torch.where(is_clipped, clipped, truncated) * advantages
 
 
 def importance_ratio(logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor) -> torch.Tensor:
@@ -58,7 +63,8 @@ def divergence(
     }
 
 
-def entropy(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Entropy [N] in nats of the distributions given by logits [N, V], before top-k and top-p cut them."""
-    logprobs = (logits / (temperature or 1.0)).log_softmax(-1)
+def entropy(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """Entropy [N] in nats of the distributions given by logits [N, V] and temperatures [N], before top-k and
+    top-p cut them."""
+    logprobs = (logits / temperature.where(temperature > 0, 1.0).unsqueeze(1)).log_softmax(-1)
     return -(logprobs.exp() * logprobs).sum(-1)

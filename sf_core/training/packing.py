@@ -14,6 +14,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
+SAMPLING = np.dtype([("temperature", "f4"), ("top_p", "f4"), ("top_k", "i8")])
+"""How a token was drawn."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Row:
@@ -24,8 +27,11 @@ class Row:
     logprobs: npt.NDArray[np.float32]
     advantages: npt.NDArray[np.float32]
     policy_versions: npt.NDArray[np.int32]
+    sampling: npt.NDArray[np.void]
+    """Of SAMPLING; zeros where no turn was sampled."""
     weight: float
     group: str
+    session: str
 
     @property
     def length(self) -> int:
@@ -58,9 +64,13 @@ class Microbatch:
     weights: torch.Tensor
     """[M] weight of each token's row."""
     policy_versions: torch.Tensor
+    sampling: npt.NDArray[np.void]
+    """[M] of SAMPLING; on no device."""
 
     def to(self, device: torch.device) -> Microbatch:
-        return replace(self, **{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+        return replace(self, **values | {name: tensor.to(device) for name, tensor in tensors.items()})
 
     @property
     def padded_ids(self) -> torch.Tensor:
@@ -71,7 +81,8 @@ class Microbatch:
 def read_rows(batch: pa.Table) -> list[Row]:
     """The rows of a batch that train.
 
-    Raises ValueError if a row trains its first token, which nothing predicts."""
+    Raises ValueError if a row trains its first token, which nothing predicts, or one that is in no sampled
+    turn."""
     batch = batch.filter(pc.equal(batch["decision"], "train"))
     per_token = [
         _split(batch, "token_ids", np.int32, 0),
@@ -79,11 +90,16 @@ def read_rows(batch: pa.Table) -> list[Row]:
         _split(batch, "logprobs", np.float32, 0.0),
         _split(batch, "advantages", np.float32, 0.0),
         _split(batch, "policy_versions", np.int32, 0),
+        _sampling(batch),
     ]
-    weights, groups = batch["weight"].to_pylist(), batch["group_id"].to_pylist()
-    rows = [Row(*arrays) for arrays in zip(*per_token, weights, groups, strict=True)]
+    per_row = [batch[name].to_pylist() for name in ("weight", "group_id", "session_id")]
+    rows = [Row(*values) for values in zip(*per_token, *per_row, strict=True)]
     if any(row.loss_mask[:1].any() for row in rows):
         raise ValueError("a trajectory's first token is marked as sampled; expected a prompt before it")
+    if any((row.sampling["top_p"][row.loss_mask] == 0).any() for row in rows):
+        raise ValueError(
+            "a trajectory trains a token that is in no sampled turn; expected `turns` to say how it was drawn"
+        )
     return rows
 
 
@@ -149,6 +165,7 @@ def _microbatch(rows: Sequence[Row]) -> Microbatch:
         advantages=gather([row.advantages for row in rows], trained),
         weights=torch.from_numpy(np.repeat([row.weight for row in rows], [i.size for i in trained])).float(),
         policy_versions=gather([row.policy_versions for row in rows], trained),
+        sampling=np.concatenate([row.sampling[i] for row, i in zip(rows, trained, strict=True)]),
     )
 
 
@@ -170,3 +187,18 @@ def _split(batch: pa.Table, name: str, dtype: type, null: object) -> list[npt.ND
     values = pc.fill_null(column.flatten(), null).to_numpy(zero_copy_only=False).astype(dtype, copy=False)
     lengths = pc.list_value_length(column).to_numpy(zero_copy_only=False)
     return np.split(values, np.cumsum(lengths)[:-1]) if len(lengths) else []
+
+
+def _sampling(batch: pa.Table) -> list[npt.NDArray[np.void]]:
+    """What the turns of every row say of its tokens."""
+    turns = batch["turns"].combine_chunks()
+    spans = pa.Table.from_struct_array(turns.flatten()).append_column("row", pc.list_parent_indices(turns))
+    spans = spans.filter(pc.is_valid(spans["temperature"]))
+    ends = np.cumsum(pc.list_value_length(batch["token_ids"]).to_numpy())
+    of_tokens = np.zeros(ends[-1] if len(ends) else 0, SAMPLING)
+    first = np.concatenate([[0], ends])[spans["row"].to_numpy()] + spans["start"].to_numpy()
+    lengths = spans["end"].to_numpy() - spans["start"].to_numpy()
+    tokens = np.repeat(first - np.cumsum(lengths) + lengths, lengths) + np.arange(lengths.sum())
+    for name in SAMPLING.names or ():
+        of_tokens[name][tokens] = np.repeat(spans[name].to_numpy(), lengths)
+    return np.split(of_tokens, ends[:-1]) if len(ends) else []

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from sf_core.engines.torch_engine import local_device
 from sf_core.run import Run
 from sf_core.training.ranks import Ranks
+from sf_core.training.stored_steps import stored_batch, stored_settings
 from sf_core.training.trainer import Trainer
-from storage.batches import read_batch
 from storage.checkpoints import has_checkpoint
 from storage.files import local_folder
 
@@ -24,25 +24,25 @@ def trainer_at(run: Run, version: int, ranks: Ranks) -> Iterator[Trainer]:
     All ranks of a new process group rebuild theirs, so that they replay together."""
     global _resident
     place = (run.ref.uri, ranks.group)
-    trainer = _resident[2] if _resident is not None and _resident[:2] == place else None
-    _resident = None  # a step that fails half-way leaves a trainer nobody may use
-    if trainer is None or trainer.version != version:
+    kept, _resident = _resident, None  # a step that fails half-way leaves a trainer nobody may use
+    trainer = kept[2] if kept is not None and kept[:2] == place and kept[2].version == version else None
+    kept = None  # a device may not hold two
+    if trainer is None:
         trainer = rebuild_trainer(run, version, ranks)
+    trainer.config = run.config.train  # a later attempt may have changed it
     yield trainer
     _resident = (*place, trainer)
 
 
 def rebuild_trainer(run: Run, version: int, ranks: Ranks) -> Trainer:
-    """A trainer that holds this version: from the last checkpoint up to it, and the stored batches since
-    (design 5.6). Nothing is sampled again, nothing is written."""
-    rollout = run.config.rollout
+    """A trainer that holds this version: from the last checkpoint up to it, and the stored batches since,
+    each with the settings of its step (design 5.6). Nothing is sampled again, nothing is written.
+
+    Raises ValueError if the checkpoint or a batch is not as it was written."""
     trainer = Trainer(
         local_folder(run.start_dir),
         run.config.train,
         seed=run.config.seed,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
         ranks=ranks,
         device=local_device(),
     )
@@ -52,7 +52,6 @@ def rebuild_trainer(run: Run, version: int, ranks: Ranks) -> Trainer:
     if checkpoint:
         trainer.load_checkpoint(run.directory.checkpoint_dir(checkpoint))
     while trainer.version < version:
-        manifest = run.directory.read_manifest(trainer.version, "filter")
-        assert manifest is not None
-        trainer.step(read_batch(run.directory.path(manifest.outputs[0].uri)))
+        trainer.config = stored_settings(run, trainer.version)
+        trainer.step(stored_batch(run, trainer.version))
     return trainer

@@ -20,16 +20,19 @@ from sf_core.training.packing import Microbatch, Row, deal, pack, read_rows, spl
 from sf_core.training.ranks import Alone, Ranks
 from storage.checkpoints import load_checkpoint, save_checkpoint
 from storage.files import FileRef
+from storage.trajectories import first_rows
 from storage.weights import save_weights
 
 
 class Trainer:
     """Starts at version 0 with the weights of a Hugging Face folder.
 
-    temperature, top_p and top_k are those of the rollout: the loss compares log-probs under them. With
-    several ranks each computes on its share of every optimiser step's rows; all of them must call `step` with
-    the same batch, and hold the same weights after it.
+    With several ranks each computes on its share of every optimiser step's rows; all of them must call `step`
+    with the same batch and the same settings, and hold the same weights after it.
     """
+
+    config: TrainConfig
+    """The settings of the next step; another one may have others."""
 
     def __init__(
         self,
@@ -37,25 +40,16 @@ class Trainer:
         config: TrainConfig,
         *,
         seed: int,
-        temperature: float,
-        top_p: float,
-        top_k: int,
         ranks: Ranks | None = None,
         device: str = "cpu",
     ) -> None:
         self.version = 0
-        self._config, self._seed = config, seed
+        self.config, self._seed = config, seed
         self._ranks: Ranks = ranks or Alone()
-        self._sampling = (temperature, top_p, top_k)
         self.network = Network(model_dir, device)
         self._model = self.network.model
-        self._optimizer = torch.optim.AdamW(
-            self._model.parameters(),
-            lr=config.learning_rate,
-            betas=config.betas,
-            weight_decay=config.weight_decay,
-            fused=True,
-        )
+        # its settings are those of the step: set there
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), fused=True)
         self._optimizer_steps = self._steps_before = 0
         for parameter in self._model.parameters():
             # a step in which no row teaches anything must be one of gradient zero, not none at all
@@ -71,7 +65,7 @@ class Trainer:
         random = np.random.default_rng((self._seed, self.version))
         per_token: dict[str, list[torch.Tensor]] = defaultdict(list)
         grad_norms = []
-        for part in split_groups(rows, self._config.minibatches, random):
+        for part in split_groups(rows, self.config.minibatches, random):
             grad_norms.append(self._optimise(part, per_token))
         own = _summaries({name: torch.cat(per_token[name]) for name in MEANS if per_token[name]})
         of_ranks = self._ranks.gather((own, time.process_time() - cpu_started))
@@ -87,20 +81,23 @@ class Trainer:
 
     def _optimise(self, rows: list[Row], per_token: dict[str, list[torch.Tensor]]) -> float:
         """One optimiser step on these rows; adds to the metrics of every token, returns the gradient norm."""
+        config = self.config
         total = sum(row.weight * int(row.loss_mask.sum()) for row in rows)
         teaching = [row for row in rows if row.advantages.any()]
-        for microbatch in pack(self._share(teaching), self._config.tokens_per_microbatch):
+        for microbatch in pack(self._share(teaching), config.tokens_per_microbatch):
             loss, metrics = self._loss(microbatch)
             (loss.sum() / total).backward()
             for name, values in metrics.items():
                 per_token[name].append(values)
         self._measure(self._share([row for row in rows if not row.advantages.any()]), per_token)
         self._ranks.add_up(p.grad for p in self._model.parameters() if p.grad is not None)
-        grad_norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._config.max_grad_norm)
+        grad_norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), config.max_grad_norm)
         self._optimizer_steps += 1
-        progress = min(1.0, self._optimizer_steps / (self._config.warmup_steps + 1))
+        progress = min(1.0, self._optimizer_steps / (config.warmup_steps + 1))
         for group in self._optimizer.param_groups:
-            group["lr"] = self._config.learning_rate * progress
+            # all of them: a checkpoint brings those it was written with
+            group["lr"] = config.learning_rate * progress
+            group["betas"], group["weight_decay"] = config.betas, config.weight_decay
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=False)
         return float(grad_norm)
@@ -112,22 +109,25 @@ class Trainer:
     @torch.no_grad()
     def _measure(self, rows: list[Row], per_token: dict[str, list[torch.Tensor]]) -> None:
         """Rows of groups with equal rewards have no gradient: they are only measured, a third of the work."""
-        for microbatch in pack(rows, self._config.tokens_per_microbatch):
+        for microbatch in pack(rows, self.config.tokens_per_microbatch):
             for name, values in self._loss(microbatch)[1].items():
                 per_token[name].append(values)
 
     def _loss(self, microbatch: Microbatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         microbatch = microbatch.to(self._model.device)
         logits = self.network.logits(microbatch)
-        logprobs = sampling_logprobs(logits, microbatch.targets, *self._sampling)
-        config, old = self._config, microbatch.logprobs
+        drawn = microbatch.sampling
+        logprobs = sampling_logprobs(
+            logits, microbatch.targets, drawn["temperature"], drawn["top_p"], drawn["top_k"]
+        )
+        config, old = self.config, microbatch.logprobs
         clip = {"clip_low": config.clip_low, "clip_high": config.clip_high}
         loss = microbatch.weights * policy_gradient_loss(
             logprobs, old, microbatch.advantages, importance_cap=config.importance_cap, **clip
         )
         metrics = divergence(logprobs, old, microbatch.advantages, **clip)
         metrics["loss"] = loss.detach()
-        metrics["entropy"] = entropy(logits.detach(), self._sampling[0])
+        metrics["entropy"] = entropy(logits.detach(), logits.new_tensor(drawn["temperature"]))
         lag = self.version - microbatch.policy_versions
         metrics["lag"] = lag.float()
         # Only where engine and trainer hold the same weights does a difference tell of the engine.
@@ -210,8 +210,10 @@ def _mean(parts: list[_Summary]) -> float:
 
 
 def _batch_metrics(batch: pa.Table, rows: list[Row]) -> dict[str, float]:
+    """Rewards and advantages are those of sessions: the branches of one count once."""
     sampled = np.array([row.loss_mask.sum() for row in rows])
-    rewards: Any = batch["reward"].to_numpy()
+    rewards: Any = batch["reward"].to_numpy()[first_rows(batch["session_id"])]
+    sessions, taught = ({r.session for r in some} for some in (rows, [r for r in rows if r.advantages.any()]))
     return {
         "reward_mean": float(rewards.mean()),
         "reward_std": float(rewards.std()),
@@ -221,5 +223,5 @@ def _batch_metrics(batch: pa.Table, rows: list[Row]) -> dict[str, float]:
         "sampled_max": float(sampled.max()),
         "tokens": float(sampled.sum()),
         "rows": float(len(rows)),
-        "zero_advantage_share": float(np.mean([not row.advantages.any() for row in rows])),
+        "zero_advantage_share": len(sessions - taught) / len(sessions),
     }

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from sf_core.config import WarmstartConfig
 from sf_core.environments.quickstart import Demonstration, demonstrate
 from sf_core.training.network import Network
-from sf_core.training.packing import Row, pack
+from sf_core.training.packing import SAMPLING, Row, pack
 
 BETAS = (0.9, 0.95)
 MAX_GRAD_NORM = 1.0
@@ -92,6 +92,8 @@ def encode(tokenizer: Any, demonstration: Demonstration) -> Row:
         logprobs=nothing,
         advantages=nothing,
         policy_versions=np.zeros(len(ids), dtype=np.int32),
+        sampling=np.zeros(len(ids), SAMPLING),
         weight=1.0,
         group="",
+        session="",
     )

@@ -56,6 +56,8 @@ def check_result(config: RunConfig) -> None:
         assert k - min(rows["min_version"].to_pylist()) <= config.lag_bound
         assert committed[k, "publish"]["data"]["version"] == committed[k, "train"]["data"]["version"] == k + 1
         assert committed[k, "filter"]["data"]["rows"] == rows.num_rows
+        rewards = [committed[k, stage]["data"]["reward_mean"] for stage in ("rollout", "filter", "train")]
+        assert max(rewards) - min(rewards) < 1e-9
     assert len(sessions) == len(set(sessions))
     summary = json.loads(files.read_bytes(directory.path("summary.json")))
     assert summary["iterations"] == config.train.iterations

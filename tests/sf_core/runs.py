@@ -73,15 +73,7 @@ def sample(run: RunDirectory, iteration: int, rows: list[Trajectory]) -> None:
 def train(run: RunDirectory, config: RunConfig, batches: list[pa.Table]) -> None:
     """Commit an iteration per batch, as the stages do; the rollouts are left out."""
     make_policy(run.start_dir, config.policy, config.seed)
-    rollout = config.rollout
-    trainer = Trainer(
-        run.start_dir,
-        config.train,
-        seed=config.seed,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-    )
+    trainer = Trainer(run.start_dir, config.train, seed=config.seed)
     for iteration, batch in enumerate(batches):
         uri = f"{run.partition('batches', iteration)}/batch-1.parquet"
         commit(run, iteration, "filter", outputs=[run.relative(parquet.write_table(uri, batch))])
@@ -89,7 +81,8 @@ def train(run: RunDirectory, config: RunConfig, batches: list[pa.Table]) -> None
         weights = save_weights(run.weights_dir(trainer.version), trainer.weights(), trainer.version)
         if trainer.version % config.train.checkpoint_every == 0:
             trainer.save_checkpoint(run.checkpoint_dir(trainer.version))
-        commit(run, iteration, "train", outputs=[weights], data={"version": trainer.version, **metrics})
+        data = {"version": trainer.version, "settings": config.train.model_dump(mode="json"), **metrics}
+        commit(run, iteration, "train", outputs=[weights], data=data)
         commit(run, iteration, "publish", data={"version": trainer.version})
 
 

@@ -24,6 +24,7 @@ from storage.trajectories import (
     SCHEMA,
     Trajectory,
     TurnSpan,
+    first_rows,
     read_trajectories,
     to_rows,
     to_table,
@@ -289,3 +290,8 @@ def test_a_run_directory_can_be_moved(tmp_path: Path) -> None:
     shutil.move(tmp_path / "a", tmp_path / "b")
     moved = RunDirectory(str(tmp_path / "b" / "run-1"))
     assert len(read_trajectories(moved.path(ref.uri))) == 1
+
+
+def test_the_first_row_of_every_session_is_found_in_order_and_across_chunks() -> None:
+    sessions = pa.chunked_array([["s9", "s9", "s1"], ["s1", "s9", "s4"]])
+    assert first_rows(sessions).tolist() == [0, 2, 5]

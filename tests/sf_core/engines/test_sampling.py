@@ -21,6 +21,19 @@ def draw(
     )
 
 
+def score(
+    logits: torch.Tensor, tokens: np.ndarray, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0
+) -> torch.Tensor:
+    n = len(logits)
+    return sampling_logprobs(
+        logits,
+        torch.from_numpy(tokens),
+        np.full(n, temperature, np.float32),
+        np.full(n, top_p, np.float32),
+        np.full(n, top_k),
+    )
+
+
 def test_uniforms_depend_on_key_and_counter_only() -> None:
     together = uniforms(np.array([3, 2**64 - 1], np.uint64), [5, 9])
     assert together.tolist() == [uniforms(3, 5)[0], uniforms(2**64 - 1, 9)[0]]
@@ -80,6 +93,8 @@ def test_rows_are_drawn_each_with_its_own_settings() -> None:
         alone = sample(logits[i : i + 1], *(s[i : i + 1] for s in settings))
         assert alone[0][0] == together[0][i]
         assert alone[1][0] == pytest.approx(together[1][i], abs=1e-6)
+    scored = sampling_logprobs(logits, torch.from_numpy(together[0]), *settings[:3])
+    np.testing.assert_allclose(scored.numpy(), together[1], atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -90,13 +105,13 @@ def test_the_trainer_scores_sampled_tokens_as_the_engine_did(
 ) -> None:
     logits = torch.randn(500, 30) * 3
     tokens, logprobs = draw(logits, temperature, top_p, top_k)
-    scored = sampling_logprobs(logits, torch.from_numpy(tokens), temperature, top_p, top_k)
+    scored = score(logits, tokens, temperature, top_p, top_k)
     np.testing.assert_allclose(scored.numpy(), logprobs, atol=1e-5)
 
 
 def test_a_token_outside_the_nucleus_has_a_finite_logprob_and_a_gradient() -> None:
     logits = torch.tensor([[5.0, 4.0, 0.0, -1.0]], requires_grad=True)
-    logprob = sampling_logprobs(logits, torch.tensor([2]), 1.0, 0.5, 1)
+    logprob = score(logits, np.array([2]), top_p=0.5, top_k=1)
     logprob.sum().backward()
     assert torch.isfinite(logprob).all()
     assert logits.grad is not None and logits.grad[0, 2] > 0

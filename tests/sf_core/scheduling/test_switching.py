@@ -6,12 +6,14 @@ from pathlib import Path
 import pytest
 
 from sf_core.engines.emulated import EmulatedEngine
+from sf_core.run import Run, RunRef
 from sf_core.scheduling.figures import device_figures
 from sf_core.scheduling.lending import LendingGate, WorkLeft
-from sf_core.scheduling.switching import Switching, work_left
+from sf_core.scheduling.switching import Switching, switching_of, work_left
 from sf_core.scheduling.timeline import Timeline, read_spans
 from sf_core.types import WeightsRef
 from storage.run_directory import RunDirectory
+from tests.sf_core.runs import configure
 
 
 def engine(worker: str, tokens: int, seconds: float, version: int | None = 0) -> dict[str, object]:
@@ -37,6 +39,16 @@ def test_before_a_session_has_finished_the_work_is_unknown() -> None:
     work = work_left({"tokens_left": None, "engines": [engine("r0", 10, 1.0)]}, ("t0",))
     assert work.units > 0
     assert work.seconds_per_unit is None
+
+
+def test_the_bound_is_that_of_the_attempt_and_what_was_measured_stays(tmp_path: Path) -> None:
+    directory = RunDirectory(str(tmp_path / "run"))
+    found = []
+    for attempt in (1, 2):
+        configure(directory, cluster={"max_switches_per_minute": 10 * attempt})
+        found.append(switching_of(Run(RunRef("run", directory.uri, dataplane_url="", attempt=attempt))))
+    assert found[0] is found[1]
+    assert found[1].gate.max_switches_per_minute == 20
 
 
 @pytest.fixture

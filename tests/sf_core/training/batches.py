@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pyarrow as pa
 
+from storage.schema import TURN
+
 
 def make_batch(
     rows: list[tuple[list[int], list[bool]]],
@@ -14,9 +16,12 @@ def make_batch(
     seed: int = 0,
     group_size: int = 2,
     equal: int = 0,
+    sampling: tuple[float, float, int] = (1.0, 1.0, 0),
+    branches: int = 1,
 ) -> pa.Table:
-    """Rows of (token ids, loss mask); neighbours form groups; advantages are drawn from the seed, but zero in
-    the first `equal` rows."""
+    """Rows of (token ids, loss mask), each one turn with these temperature, top-p and top-k; neighbours form
+    sessions of so many branches, and groups; advantages are drawn from the seed, but zero in the first
+    `equal` rows."""
     random = np.random.default_rng(seed)
     advantages = random.normal(size=len(rows))
     advantages[:equal] = 0.0
@@ -36,12 +41,18 @@ def make_batch(
                 [[a] * len(ids) for a, (ids, _) in zip(advantages, rows, strict=True)],
                 pa.list_(pa.float32()),
             ),
+            "turns": pa.array([[_turn(len(ids), *sampling)] for ids, _ in rows], pa.list_(TURN)),
             "weight": pa.array([1.0] * len(rows)),
             "reward": pa.array(advantages),
+            "session_id": [f"s{i // branches}" for i in range(len(rows))],
             "group_id": [f"g{i // group_size}" for i in range(len(rows))],
             "decision": ["train"] * len(rows),
         }
     )
+
+
+def _turn(end: int, temperature: float, top_p: float, top_k: int) -> dict[str, object]:
+    return {"start": 0, "end": end, "temperature": temperature, "top_p": top_p, "top_k": top_k}
 
 
 def grouped_rows(

@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sf_core.training.losses import divergence, entropy, policy_gradient_loss
@@ -10,24 +10,28 @@ from sf_core.training.losses import divergence, entropy, policy_gradient_loss
 CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 CAP = 3.0
 
+caps = st.floats(1, 6)
 tokens = st.tuples(st.floats(-6, -0.01), st.floats(-6, -0.01), st.floats(-2, 2))
 
 
-def naive_gradient(logprob: float, old: float, advantage: float) -> float:
+def naive_gradient(logprob: float, old: float, advantage: float, cap: float) -> float:
     """d loss / d logprob of one token, from the definition."""
     ratio = math.exp(logprob - old)
     if (advantage > 0 and ratio > 1.28) or (advantage < 0 and ratio < 0.8):
         return 0.0
-    return -min(ratio, CAP) * advantage
+    return -min(ratio, cap) * advantage
 
 
-@given(st.lists(tokens, min_size=1, max_size=10))
-def test_the_gradient_agrees_with_a_naive_reference(drawn: list[tuple[float, float, float]]) -> None:
+@given(st.lists(tokens, min_size=1, max_size=10), caps)
+@example([(-1.0, -2.0, -1.0)], 1.0)  # the cap truncates what the clip would spare
+def test_the_gradient_agrees_with_a_naive_reference(
+    drawn: list[tuple[float, float, float]], cap: float
+) -> None:
     columns = [torch.tensor(column, dtype=torch.float64) for column in zip(*drawn, strict=True)]
     logprobs, old, advantages = columns
     logprobs.requires_grad_()
-    policy_gradient_loss(logprobs, old, advantages, importance_cap=CAP, **CLIP).sum().backward()
-    expected = [naive_gradient(*token) for token in drawn]
+    policy_gradient_loss(logprobs, old, advantages, importance_cap=cap, **CLIP).sum().backward()
+    expected = [naive_gradient(*token, cap) for token in drawn]
     assert logprobs.grad is not None
     torch.testing.assert_close(logprobs.grad, torch.tensor(expected, dtype=torch.float64))
 
@@ -62,4 +66,4 @@ def test_clipped_marks_the_tokens_without_gradient() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 2.0])
 def test_entropy_of_equal_logits_is_the_log_of_their_number(temperature: float) -> None:
-    assert entropy(torch.zeros(1, 8), temperature).item() == pytest.approx(math.log(8))
+    assert entropy(torch.zeros(1, 8), torch.tensor([temperature])).item() == pytest.approx(math.log(8))

@@ -1,4 +1,5 @@
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -74,6 +75,30 @@ def test_rows_the_filter_rejected_are_left_out() -> None:
 def test_a_sampled_first_token_is_refused() -> None:
     with pytest.raises(ValueError, match="first token"):
         read_rows(make_batch([([1, 2], [True, True])]))
+
+
+def test_every_trained_token_has_the_sampling_parameters_of_its_turn() -> None:
+    batch = make_batch([([1, 2, 3, 4, 5], [False, True, False, True, True]), ([1, 2], [False, True])])
+    prompt, first, second = (
+        {"start": start, "end": end, "temperature": temperature, "top_p": top_p, "top_k": top_k}
+        for start, end, temperature, top_p, top_k in [
+            (2, 3, None, None, None),
+            (1, 2, 0.5, 0.25, 7),
+            (3, 5, 2.0, 1.0, 0),
+        ]
+    )
+    turns = pa.array([[first, prompt, second], [first]], batch.schema.field("turns").type)
+    rows = read_rows(batch.set_column(batch.schema.get_field_index("turns"), "turns", turns))
+    (microbatch,) = pack(rows, max_tokens=100)
+    assert microbatch.targets.tolist() == [2, 2, 4, 5]
+    assert microbatch.sampling.tolist() == [(0.5, 0.25, 7), (0.5, 0.25, 7), (2.0, 1.0, 0), (2.0, 1.0, 0)]
+
+
+def test_a_trained_token_in_no_sampled_turn_is_refused() -> None:
+    batch = make_batch([([1, 2], [False, True])])
+    turns = pa.array([[]], batch.schema.field("turns").type)
+    with pytest.raises(ValueError, match="no sampled turn"):
+        read_rows(batch.set_column(batch.schema.get_field_index("turns"), "turns", turns))
 
 
 @given(st.integers(1, 6), st.integers(1, 4))

@@ -70,7 +70,7 @@ def stop_on(rank: int, ranks: Ranks) -> tuple[str, list[float]]:
 
 def train(folder: str, steps: int, settings: dict[str, Any], ranks: Ranks) -> Any:
     config = TrainConfig.model_validate({"learning_rate": 1e-3, **settings})
-    trainer = Trainer(folder, config, seed=0, temperature=1.0, top_p=1.0, top_k=0, ranks=ranks)
+    trainer = Trainer(folder, config, seed=0, ranks=ranks)
     metrics = [trainer.step(batch(seed)) for seed in range(steps)]
     return metrics, {name: tensor.numpy() for name, tensor in trainer.weights().items()}
 

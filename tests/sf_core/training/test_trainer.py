@@ -1,6 +1,7 @@
 import math
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -24,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def make_trainer(folder: str, **settings: object) -> Trainer:
     config = TrainConfig.model_validate({"learning_rate": 1e-3, **settings})
-    return Trainer(folder, config, seed=0, temperature=1.0, top_p=1.0, top_k=0)
+    return Trainer(folder, config, seed=0)
 
 
 def test_steps_on_a_fixed_batch_lower_its_loss(folder: str) -> None:
@@ -48,6 +49,23 @@ def test_training_goes_on_bit_for_bit_from_a_checkpoint(folder: str, tmp_path: P
         assert first["loss"] == second["loss"] and first["grad_norm"] == second["grad_norm"]
     expected, weights = straight.weights(), resumed.weights()
     assert all(torch.equal(expected[name], weights[name]) for name in expected)
+
+
+def test_settings_that_changed_count_in_the_next_step_with_and_without_a_checkpoint(
+    folder: str, tmp_path: Path
+) -> None:
+    changes = {"learning_rate": 2e-3, "betas": (0.5, 0.6), "weight_decay": 0.1}
+    straight, resumed, unchanged = make_trainer(folder), make_trainer(folder, **changes), make_trainer(folder)
+    straight.step(BATCH)
+    straight.save_checkpoint(str(tmp_path / "checkpoint"))
+    for trainer in (resumed, unchanged):
+        trainer.load_checkpoint(str(tmp_path / "checkpoint"))
+    straight.config = resumed.config
+    for trainer in (straight, resumed, unchanged):
+        trainer.step(BATCH)
+    expected, weights, others = (trainer.weights() for trainer in (straight, resumed, unchanged))
+    assert all(torch.equal(expected[name], weights[name]) for name in expected)
+    assert not all(torch.equal(expected[name], others[name]) for name in expected)
 
 
 def test_a_step_done_again_is_equal_bit_for_bit(folder: str) -> None:
@@ -79,6 +97,19 @@ def test_metrics_describe_the_batch(folder: str) -> None:
     assert all(math.isfinite(value) for value in metrics.values())
 
 
+def test_the_branches_of_a_session_count_once_in_rewards_and_advantages(folder: str) -> None:
+    rows = [([i, i + 1, i + 2], [False, True, True]) for i in range(6)]
+    batch = make_batch(rows, logprob=-4.0, group_size=6, equal=2, branches=2)
+    rewards = [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    batch = batch.set_column(batch.schema.get_field_index("reward"), "reward", [rewards])
+    batch = pa.concat_tables([batch, batch.slice(5)])  # a third branch of the last session
+    metrics = make_trainer(folder).step(batch)
+    assert metrics["reward_mean"] == pytest.approx(1 / 3)
+    assert metrics["reward_std"] == pytest.approx(math.sqrt(2) / 3)
+    assert metrics["zero_advantage_share"] == pytest.approx(1 / 3)
+    assert metrics["rows"] == 7
+
+
 def test_data_of_an_older_version_has_lag_and_says_nothing_about_the_engine(folder: str) -> None:
     trainer = make_trainer(folder)
     trainer.step(BATCH)
@@ -87,17 +118,21 @@ def test_data_of_an_older_version_has_lag_and_says_nothing_about_the_engine(fold
     assert math.isnan(metrics["engine_difference_mean"])
 
 
-def test_data_sampled_by_the_policy_itself_has_ratio_one_and_no_divergence(folder: str) -> None:
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_data_sampled_by_the_policy_itself_has_ratio_one_and_no_divergence(
+    folder: str, temperature: float
+) -> None:
     trainer = make_trainer(folder)
-    rows = read_rows(BATCH)
+    drawn = make_batch(grouped_rows(num_groups=4, group_size=4), group_size=4, sampling=(temperature, 1.0, 0))
+    rows = read_rows(drawn)
     (microbatch,) = pack(rows, max_tokens=1 << 20)
-    scores = trainer.network.logits(microbatch).log_softmax(-1)
+    scores = (trainer.network.logits(microbatch) / temperature).log_softmax(-1)
     recorded = scores.gather(1, microbatch.targets.unsqueeze(1)).squeeze(1).tolist()
     in_packed_order = sorted(range(len(rows)), key=lambda i: rows[i].token_ids.tolist())
     logprobs: list[list[float | None]] = [[] for _ in rows]
     for i in in_packed_order:
         logprobs[i] = [recorded.pop(0) if sampled else None for sampled in rows[i].loss_mask]
-    batch = BATCH.set_column(BATCH.schema.get_field_index("logprobs"), "logprobs", [logprobs])
+    batch = drawn.set_column(drawn.schema.get_field_index("logprobs"), "logprobs", [logprobs])
     metrics = trainer.step(batch)
     assert metrics["ratio_mean"] == pytest.approx(1.0, abs=1e-4)
     assert metrics["engine_difference_max"] == pytest.approx(0.0, abs=1e-4)

@@ -1,0 +1,47 @@
+"""What a train step is made from, as the run directory keeps it: the batch, and the settings."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+from pydantic import ValidationError
+
+from sf_core.config import TrainConfig
+from sf_core.run import Run
+from storage.batches import read_batch
+from storage.json_files import first_fault
+
+COLUMNS = [
+    "group_id",
+    "session_id",
+    "token_ids",
+    "loss_mask",
+    "logprobs",
+    "policy_versions",
+    "turns",
+    "reward",
+    "advantages",
+    "weight",
+    "decision",
+]
+"""Of a batch that a trainer reads; conversations are for people."""
+
+
+def stored_batch(run: Run, iteration: int) -> pa.Table:
+    """The COLUMNS of a committed batch. Raises ValueError if it is not what the filter wrote."""
+    manifest = run.directory.read_manifest(iteration, "filter")
+    assert manifest is not None, f"filter of iteration {iteration} must be committed first"
+    run.directory.verify(manifest)
+    return read_batch(run.directory.path(manifest.outputs[0].uri), COLUMNS)
+
+
+def stored_settings(run: Run, iteration: int) -> TrainConfig:
+    """What a committed train step was made with. Raises ValueError if its manifest holds something else."""
+    manifest = run.directory.read_manifest(iteration, "train")
+    assert manifest is not None, f"train of iteration {iteration} must be committed first"
+    if "settings" not in manifest.data:
+        return run.config.train  # earlier versions did not keep them
+    try:
+        return TrainConfig.model_validate(manifest.data["settings"])
+    except ValidationError as error:
+        uri = run.directory.manifest_file(iteration, "train")
+        raise ValueError(f"{uri}: no settings of a train step: {first_fault(error)}") from None

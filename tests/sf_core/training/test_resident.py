@@ -1,0 +1,95 @@
+"""The trainer of a worker: kept while it fits, else made again as it was."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sf_core.run import Run, RunRef
+from sf_core.training.ranks import Alone
+from sf_core.training.resident import rebuild_trainer, trainer_at
+from sf_core.training.trainer import Trainer
+from storage import files
+from storage.run_directory import RunDirectory
+from storage.weights import load_weights
+from tests.sf_core.runs import configure, train
+from tests.sf_core.training.batches import grouped_rows, make_batch
+
+BATCHES = [make_batch(grouped_rows(2, 2), logprob=-4.0, seed=seed) for seed in range(3)]
+SETTINGS: dict[str, Any] = {"iterations": 4, "checkpoint_every": 2}
+CHANGED = SETTINGS | {"learning_rate": 1e-2, "weight_decay": 0.5, "clip_high": 0.1, "minibatches": 2}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    run = RunDirectory(str(tmp_path_factory.mktemp("runs") / "trained"))
+    train(run, configure(run, train=SETTINGS), BATCHES)
+    return run
+
+
+@pytest.fixture
+def directory(trained: RunDirectory, tmp_path: Path) -> RunDirectory:
+    shutil.copytree(trained.uri, tmp_path / trained.run_id)
+    return RunDirectory(str(tmp_path / trained.run_id))
+
+
+def attempt(directory: RunDirectory, number: int) -> Run:
+    return Run(RunRef(directory.run_id, directory.uri, dataplane_url="", attempt=number))
+
+
+def holds(trainer: Trainer, directory: RunDirectory, version: int) -> bool:
+    stored, weights = load_weights(directory.weights_dir(version)), trainer.weights()
+    return all(torch.equal(stored[name], weights[name]) for name in stored)
+
+
+def test_a_trainer_stays_and_its_next_step_has_what_a_later_attempt_has_set(directory: RunDirectory) -> None:
+    first = attempt(directory, 1)
+    with trainer_at(first, 2, Alone()) as trainer:
+        assert trainer.config == first.config.train
+    configure(directory, train=CHANGED)
+    with trainer_at(attempt(directory, 2), 2, Alone()) as kept:
+        assert kept is trainer
+        assert kept.config.weight_decay == 0.5
+
+
+def test_settings_that_changed_leave_the_steps_before_as_they_were(directory: RunDirectory) -> None:
+    configure(directory, train=CHANGED)
+    for version in (1, 3):
+        with trainer_at(attempt(directory, 1), version, Alone()) as trainer:
+            assert holds(trainer, directory, version)
+            assert trainer.config.weight_decay == 0.5
+
+
+def test_the_trainer_before_is_gone_when_another_is_made(directory: RunDirectory) -> None:
+    run = attempt(directory, 1)
+    with trainer_at(run, 2, Alone()) as trainer:
+        left = weakref.ref(trainer)
+    alive: list[object] = []
+    weakref.finalize(trainer, lambda: alive.extend(o for o in gc.get_objects() if type(o) is Trainer))
+    del trainer
+    with trainer_at(run, 1, Alone()):
+        assert left() is None
+    assert alive == []
+
+
+def test_a_damaged_batch_is_not_trained_on_again(directory: RunDirectory) -> None:
+    batch = f"{directory.partition('batches', 0)}/batch-1.parquet"
+    files.write_atomic(batch, files.read_bytes(batch) + b" ")
+    with pytest.raises(ValueError, match="filter of iteration 0 wrote"):
+        rebuild_trainer(attempt(directory, 1), 1, Alone())
+
+
+def test_settings_that_are_none_are_named(directory: RunDirectory) -> None:
+    manifest = directory.read_manifest(0, "train")
+    assert manifest is not None
+    broken = manifest.model_copy(update={"data": {"settings": {"learning_rate": -1}}})
+    uri = directory.manifest_file(0, "train")
+    files.write_atomic(uri, broken.model_dump_json().encode())
+    with pytest.raises(ValueError, match=r"train\.json: no settings of a train step: learning_rate: "):
+        rebuild_trainer(attempt(directory, 1), 1, Alone())
