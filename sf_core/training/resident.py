@@ -14,7 +14,7 @@ from storage.checkpoints import has_checkpoint
 from storage.files import local_folder
 
 _resident: tuple[str, str, Trainer] | None = None
-"""The run, the process group, and the trainer that trains with them."""
+"""The nonce of the attempt, the process group, and the trainer that trains with them."""
 
 
 @contextmanager
@@ -23,7 +23,7 @@ def trainer_at(run: Run, version: int, ranks: Ranks) -> Iterator[Trainer]:
 
     All ranks of a new process group rebuild theirs, so that they replay together."""
     global _resident
-    place = (run.ref.uri, ranks.group)
+    place = (run.ref.nonce, ranks.group)
     trainer = _resident[2] if _resident is not None and _resident[:2] == place else None
     _resident = None  # a step that fails half-way leaves a trainer nobody may use
     if trainer is None or trainer.version != version:
