@@ -10,8 +10,11 @@ import asyncio
 import inspect
 import logging
 import math
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from traceback import extract_tb
 from typing import Any, Literal
 
 import httpx
@@ -21,6 +24,12 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, w
 from sf_core.types import Endpoint, Task
 
 log = logging.getLogger(__name__)
+
+MAX_CLAIM = 256
+"""Sessions of one claim: agents that start all at once would keep the first of them waiting."""
+
+BEAT_S = 3.0
+"""How often the data plane is told that the runner lives, and which sessions it works on."""
 
 
 class _RefusedForNowError(Exception):
@@ -48,6 +57,7 @@ class AgentRunner:
     ) -> None:
         """One that works on rewards claims answers only. See `run` for `patience_s`."""
         self._url, self._key, self._run_id, self._runner_id = url, key, run_id, runner_id
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._attempt = attempt
         """Of the flow: when a later one begins, the data plane releases this runner."""
         self._tasks, self._agent, self._reward = tasks, agent, reward
@@ -58,10 +68,13 @@ class AgentRunner:
         # every seed starts elsewhere among the training tasks; the held-out ones are the same for all
         self._first_index = {"train": seed * 0x9E3779B1 % 2**32, "holdout": 0}
         self._running: dict[str, asyncio.Task[None]] = {}
-        """Sessions until they are reported; the data plane takes back those not named in a claim."""
+        """Sessions until they are reported; the data plane takes back those that a claim which names any does
+        not name."""
+        self._named_at = -math.inf
+        """When they were last named; of the monotonic clock."""
         self._reports: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._finished = 0
-        self._logged: set[str] = set()
+        self._logged: set[tuple[str, str, int]] = set()
 
     async def run(self) -> int:
         """Work until the data plane releases the runner; returns the number of sessions finished.
@@ -69,17 +82,16 @@ class AgentRunner:
         A claim that fails is made again, while sessions go on. Raises ConnectionError when claims have failed
         for `patience_s`: the data plane is gone or has forgotten the run. It gives out again what was begun.
         """
-        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         limits = httpx.Limits(max_connections=64, max_keepalive_connections=64)
         timeout = httpx.Timeout(60.0)
-        async with httpx.AsyncClient(
-            base_url=self._url, headers=headers, limits=limits, timeout=timeout
-        ) as http:
+        http = httpx.AsyncClient(base_url=self._url, headers=self._headers, limits=limits, timeout=timeout)
+        async with http:
             self._http = http
             reporter = asyncio.create_task(self._send_reports())
             try:
-                while await self._claim():
-                    pass
+                with self._beating():
+                    while await self._claim():
+                        pass
             finally:
                 tasks = [*self._running.values(), reporter]
                 for task in tasks:
@@ -87,16 +99,39 @@ class AgentRunner:
                 await asyncio.gather(*tasks, return_exceptions=True)
         return self._finished
 
+    @contextmanager
+    def _beating(self) -> Iterator[None]:
+        """Say that the runner lives, from a thread: agents may keep the event loop busy, and a runner that is
+        not heard has lost its sessions."""
+        is_over = threading.Event()
+
+        def beat() -> None:
+            path = f"/runs/{self._run_id}/runners/{self._runner_id}/alive"
+            with httpx.Client(base_url=self._url, headers=self._headers, timeout=BEAT_S) as http:
+                while not is_over.wait(BEAT_S):
+                    # claims tell of a data plane that is away
+                    with suppress(httpx.HTTPError):
+                        http.post(path)
+
+        thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+
     async def _claim(self) -> bool:
-        """Ask for as many sessions as fit; False once released. Doubles as the heartbeat."""
-        room = self._concurrency - len(self._running)
+        """Ask for as many sessions as fit; False once released."""
+        room = min(self._concurrency - len(self._running), MAX_CLAIM)
+        now = time.monotonic()
+        names_sessions = now - self._named_at >= BEAT_S
         body = {
             "runner": self._runner_id,
             "attempt": self._attempt,
             "max": room,
             "work": self._kind,
             "wait_s": 2.0 if room else 0.0,
-            "running": list(self._running),
+            "running": list(self._running) if names_sessions else None,
         }
         try:
             response = await self._http.post(f"/runs/{self._run_id}/claim", content=orjson.dumps(body))
@@ -106,6 +141,8 @@ class AgentRunner:
             await asyncio.sleep(0.5)
             return True
         self._alone_since = None
+        if names_sessions:
+            self._named_at = now
         answer = orjson.loads(response.content)
         self._is_scored_elsewhere = answer["scored_elsewhere"]
         for session_id in answer["ended"]:
@@ -136,8 +173,11 @@ class AgentRunner:
             report = await self._report_on(claim, run_key or self._key or "none")
         except Exception as error:  # the user's code may raise anything; it costs one session
             sentence = f"{type(error).__name__}: {error}"
-            if sentence not in self._logged:
-                self._logged.add(sentence)
+            where = extract_tb(error.__traceback__)[-1]
+            kind = type(error).__name__, where.filename, where.lineno or 0
+            # thousands may fail alike, and their sentences differ by the session
+            if kind not in self._logged:
+                self._logged.add(kind)
                 log.warning("session %s failed: %s", session_id, sentence, exc_info=error)
             report = {"status": "failed", "error": sentence}
         self._reports.put_nowait(report | {"session_id": session_id})

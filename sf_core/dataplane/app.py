@@ -131,6 +131,7 @@ def make_app(
             _post(run + "/resume", routes.recorded(routes.resume)),
             _post(run + "/engines/{engine_id:path}/drain", routes.recorded(routes.drain)),
             _post(run + "/runners/{runner:path}/retire", routes.retire),
+            _post(run + "/runners/{runner:path}/alive", routes.alive),
             _post(run + "/release", routes.recorded(routes.release)),
             _post(run + "/stage", routes.stage),
             _get("/healthz", routes.health),
@@ -232,7 +233,7 @@ class Routes:
                 if (claim := session.claim) is not None
             ],
             # sessions that ran too long, or whose group no longer counts: nobody waits for them
-            "ended": run.ended(body.running),
+            "ended": run.ended(body.running or []),
             "scored_elsewhere": run.is_scored_elsewhere,
             "released": released,
             # the runner may open more than its agents: they get what opens their run and nothing else
@@ -300,6 +301,10 @@ class Routes:
 
     async def retire(self, request: Request) -> Answer:
         self._run(request).retire(request.path_params["runner"])
+        return {}
+
+    async def alive(self, request: Request) -> Answer:
+        self._run(request).runners.hear(request.path_params["runner"])
         return {}
 
     async def release(self, request: Request) -> Answer:

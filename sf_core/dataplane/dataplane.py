@@ -165,7 +165,9 @@ class DataPlane:
         last = time.monotonic()
         while True:
             await asyncio.sleep(SWEEP_S)
-            last, elapsed = time.monotonic(), time.monotonic() - last
+            now = time.monotonic()
+            # for as long as this process stood still it could hear nobody, and nobody could work
+            last, elapsed = now, min(now - last, 2 * SWEEP_S)
             for run in list(self.runs.values()):
                 with suppress(ApiError):
                     await run.journal.attend(run.sweep(elapsed))

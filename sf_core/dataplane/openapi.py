@@ -102,6 +102,7 @@ OPERATIONS = {
         "Let an engine end its turns and go.", refusals=(503,)
     ),
     f"POST {_RUN}/runners/{{runner}}/retire": Operation("Give a runner nothing new."),
+    f"POST {_RUN}/runners/{{runner}}/alive": Operation("A runner lives: its sessions stay its own."),
     f"POST {_RUN}/release": Operation("The flow is over: runners and engines go.", ReleaseBody, (503,)),
     f"POST {_RUN}/stage": Operation("Say what the flow does now.", StageBody),
     "GET /healthz": Operation("Whether it answers."),

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import time
 from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any
@@ -203,7 +202,7 @@ class _Replay:
                 run.forget(session.session_id)
             elif session.runner:
                 # a runner that died meanwhile is missed as any other
-                run.runners.setdefault(session.runner, Runner(run.spec.attempt, time.monotonic()))
+                run.runners.setdefault(session.runner, Runner(run.spec.attempt))
         if self._num_gateways != run.num_gateways:
             self._check_gateways()
             await run.journal.append(run_record(run.spec, run.num_gateways))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -129,11 +128,12 @@ class Run(SessionHost):
         """Sessions for a runner, and whether it is released. Waits for some; is its sign of life too.
         Those with an answer are to be scored."""
         attempt = self.spec.attempt if body.attempt is None else body.attempt
-        runner = self.runners.setdefault(body.runner, Runner(attempt, 0.0, body.work))
-        named = set(body.running)
-        for session in self._sessions_of(body.runner):
-            if session.session_id not in named:
-                self._lose(session)
+        runner = self.runners.setdefault(body.runner, Runner(attempt, work=body.work))
+        if body.running is not None:
+            named = set(body.running)
+            for session in self._sessions_of(body.runner):
+                if session.session_id not in named:
+                    self._lose(session)
         sessions: list[Session] = []
         runner.num_polls += 1
         try:
@@ -143,7 +143,7 @@ class Run(SessionHost):
             )
         finally:
             runner.num_polls -= 1
-            runner.last_heard = time.monotonic()
+            runner.silent_s = 0.0
         if opened := [session for session in sessions if session.answer is None]:
             # refused, the runner does not name them the next time: they are taken back
             await self.journal.attend(self.journal.append(opened_record(opened)))
@@ -341,9 +341,8 @@ class Run(SessionHost):
         # agents that are refused lose no time
         if self.router.is_serving and self.journal.failure is None:
             self.serving_s += elapsed_s
-        deadline = time.monotonic() - RUNNER_SILENCE_S
-        for name in [n for n, r in self.runners.items() if not r.num_polls and r.last_heard < deadline]:
-            del self.runners[name]
+        for name in self.runners.take_silent(elapsed_s, RUNNER_SILENCE_S):
+            log.warning("runner %s is silent: its sessions are given out again", name)
             for session in self._sessions_of(name):
                 self._lose(session)
         for session in [s for s in self.sessions.values() if s.expires_at < self.serving_s]:

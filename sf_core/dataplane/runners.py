@@ -17,7 +17,8 @@ Work = Literal["agent", "reward"]
 class Runner:
     attempt: int
     """Of the flow that started it, or under which it was first heard."""
-    last_heard: float
+    silent_s: float = 0.0
+    """Since it was last heard, as far as the data plane could have heard it."""
     work: Work = "agent"
     num_polls: int = 0
     """Claims it is waiting in."""
@@ -50,6 +51,20 @@ class Runners(dict[str, Runner]):
                 session.runner = name
                 taken.append(session)
         return taken
+
+    def hear(self, name: str) -> None:
+        """It lives."""
+        if name in self:
+            self[name].silent_s = 0.0
+
+    def take_silent(self, elapsed_s: float, bound_s: float) -> list[str]:
+        """So much time has passed: forgets those that were silent for longer than the bound; their names."""
+        for runner in self.values():
+            runner.silent_s = 0.0 if runner.num_polls else runner.silent_s + elapsed_s
+        silent = [name for name, runner in self.items() if runner.silent_s > bound_s]
+        for name in silent:
+            del self[name]
+        return silent
 
     def retire(self, name: str) -> None:
         """Raises ApiError 404."""

@@ -104,8 +104,9 @@ class ClaimBody(Body):
     attempt: int | None = None
     """Of the flow that started the runner; one of an earlier attempt is released. None: the attempt under way
     when it is first heard."""
-    running: list[str] = []
-    """Sessions the runner works on; those it was given and does not name are given out again."""
+    running: list[str] | None = None
+    """Sessions the runner works on; those it was given and does not name are given out again. None: it says
+    nothing of them, because thousands take a while to name."""
 
 
 class ReleaseBody(Body):

@@ -26,6 +26,7 @@ from sf_core.scheduling.roofline import Device, known_device
 from sf_core.scheduling.simulator import Failures, Length, Overheads, Simulated, simulate
 from sf_core.scheduling.timeline import read_spans
 from storage.files import write_atomic
+from storage.manifests import Manifest
 from storage.run_directory import RunDirectory
 from storage.trajectories import read_trajectories
 
@@ -271,6 +272,11 @@ def measured_overheads(run: RunDirectory) -> Overheads:
     def seconds_of(stage: str) -> list[float]:
         return [i[stage].data["finished_at"] - i[stage].data["started_at"] for i in iterations]
 
+    def sealing_s(rollout: Manifest) -> float:
+        waits = rollout.data.get("waits", ())
+        full = max((wait["end"] for wait in waits), default=rollout.data["started_at"])
+        return float(rollout.data["finished_at"] - full)
+
     leases = [
         after.start - before.end
         for spans in by_worker([s for s in read_spans(run) if s.kind == "held"]).values()
@@ -278,8 +284,9 @@ def measured_overheads(run: RunDirectory) -> Overheads:
         if (before.tag, after.tag) == ("train", "rollout")
     ]
     return Overheads(
-        # the shortest rollout stage found its batch full when it began
-        seal=min(seconds_of("rollout")) + mean_s("rollout", "filter") + float(np.mean(seconds_of("filter"))),
+        seal=float(np.mean([sealing_s(stages["rollout"]) for stages in iterations]))
+        + mean_s("rollout", "filter")
+        + float(np.mean(seconds_of("filter"))),
         hand_over=mean_s("filter", "train"),
         lease=float(np.mean(leases)) if leases else 0.0,
         publish=max(0.0, mean_s("train", "publish") + float(np.mean(seconds_of("publish"))) - load_s),

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,12 +10,14 @@ from typing import Any
 import httpx
 import pytest
 
+from sf_core.agents import runner as runner_module
 from sf_core.agents.runner import AgentRunner, _as_reward
+from sf_core.dataplane import run as run_module
 from sf_core.dataplane.rendering import Renderer
 from sf_core.types import Endpoint, Task
 from tests.e2e.echo_package import agent
 from tests.sf_core.dataplane.conftest import model_dir, renderer  # noqa: F401
-from tests.sf_core.dataplane.stand import Server, attended, running_process, say
+from tests.sf_core.dataplane.stand import Server, attended, running_app, running_process, say
 
 
 def test_the_parts_of_a_reward_add_up_to_it() -> None:
@@ -90,3 +94,59 @@ def test_agents_get_the_key_of_their_run_and_nobody_else_gets_in(
     asyncio.run(asyncio.wait_for(work(), 60))
     assert {endpoint.api_key for endpoint in endpoints} == {key or "none"}
     assert server.get("/runs/run")["counters"].get("failed_sessions", 0) == 0
+
+
+def run_until_ready(server: Server, runner: AgentRunner) -> None:
+    """Until batch 0 is full; then the run is released."""
+
+    async def work() -> None:
+        working = asyncio.ensure_future(runner.run())
+        async with httpx.AsyncClient(base_url=server.url, timeout=30) as http:
+            while not (await http.get("/runs/run/batches/0", params={"wait_s": 10})).json()["ready"]:
+                assert not working.done()
+            await http.post("/runs/run/release")
+        await working
+
+    asyncio.run(asyncio.wait_for(work(), 60))
+
+
+def test_a_runner_whose_agents_block_its_event_loop_is_heard_all_the_same(
+    tmp_path: Path,
+    model_dir: str,  # noqa: F811
+    renderer: Renderer,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(run_module, "RUNNER_SILENCE_S", 1.5)
+    monkeypatch.setattr(runner_module, "BEAT_S", 0.2)
+
+    async def blocking_agent(task: Task, endpoint: Endpoint) -> str:
+        answer = await agent(task, endpoint)
+        time.sleep(4.0)
+        return answer
+
+    with running_app() as url, attended(url, tmp_path, model_dir) as server:
+        server.register(group_size=1, groups_per_batch=1, num_batches=1)
+        server.connect(lambda prompt, seed: say(renderer, "42"))
+        run_until_ready(server, make_runner(url, agent=blocking_agent, concurrency=1))
+        assert "retries" not in server.get("/runs/run")["counters"]
+
+
+def test_of_failures_at_the_same_place_one_is_in_the_log(
+    server: Server,
+    renderer: Renderer,  # noqa: F811
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    server.register(group_size=1, groups_per_batch=2, num_batches=1, session_attempts=4)
+    server.connect(lambda prompt, seed: say(renderer, "42"))
+    failed: list[str] = []
+
+    async def failing_agent(task: Task, endpoint: Endpoint) -> str:
+        if len(failed) < 3:
+            failed.append(endpoint.base_url)
+            raise ValueError(f"{endpoint.base_url} is not for me")
+        return await agent(task, endpoint)
+
+    with caplog.at_level(logging.WARNING, "sf_core.agents.runner"):
+        run_until_ready(server, make_runner(server.url, agent=failing_agent))
+    assert len(set(failed)) == 3
+    assert len([record for record in caplog.records if record.exc_info]) == 1

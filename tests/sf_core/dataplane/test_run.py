@@ -397,7 +397,7 @@ def test_a_session_expires_by_the_time_engines_served(tmp_path: Path, renderer: 
     async def scenario() -> None:
         run = make_run(tmp_path, renderer)
         await run.claim(ClaimBody(runner="a0", max=2))
-        await run.sweep(100.0)
+        await run.sweep(14.0)
         assert len(run.sessions) == 2, "no engine served, so no time passed for the sessions"
         run.serving_s = 10.5
         await run.sweep(0.0)
