@@ -6,10 +6,12 @@ import multiprocessing
 import os
 import queue
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import psutil
 import torch
 
 from sf_core.training.ranks import Ranks
@@ -68,6 +70,13 @@ class Member:
     def signal(self, number: signal.Signals) -> None:
         assert self._process.pid is not None
         os.kill(self._process.pid, number)
+
+    def await_stop(self) -> None:
+        """Returns when it has stopped itself, in the midst of its work."""
+        deadline = time.monotonic() + 60.0
+        while psutil.Process(self._process.pid).status() != psutil.STATUS_STOPPED:
+            assert time.monotonic() < deadline, f"{self.worker} does not stop"
+            time.sleep(0.05)
 
     def end(self) -> None:
         self._process.kill()

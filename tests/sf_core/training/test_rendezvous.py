@@ -171,6 +171,7 @@ def test_the_others_end_when_a_rank_dies_and_meet_again_in_the_next_try(
     for member in gang:
         member.sit(one, partial(stop_on, killed))
     left = [member for rank, member in enumerate(gang) if rank != killed]
+    gang[killed].await_stop()
     with pytest.raises(AssertionError):
         left[0].report(1.0)  # it waits for the one that stands still
     gang[killed].signal(signal.SIGKILL)
