@@ -1,4 +1,5 @@
-"""What a run directory can spare: old checkpoints, old weights, the journal of a finished run.
+"""What a run directory can spare: old checkpoints, old weights, what writes that were cut off have left, the
+journal of a finished run.
 
 Owns what must stay: the weights that a resume publishes again, the checkpoint it trains on from, the newest
 policy; and everything newer, which a stage that is not committed yet may have made. Batches always stay: with
@@ -23,7 +24,7 @@ class Spare:
 
     run: RunDirectory
     kind: str
-    """Folder of the run directory: checkpoints, weights, journal."""
+    """checkpoints, weights, unfinished, journal."""
     uri: str
     bytes: int
 
@@ -55,6 +56,7 @@ def spares(run: RunDirectory, keep: Keep) -> list[Spare]:
         check_idle(run)
     found = _old_checkpoints(run, _num_committed(run, "train"), keep.checkpoints)
     found += _old_weights(run, _num_committed(run, "publish"), keep.weights)
+    found += _unfinished(run, [uri for _, uri in found])
     # a data plane that still knows the run has the file open
     if not keep.journals and finished and is_served(run) == "no":
         found.append(("journal", run.journal_dir))
@@ -72,6 +74,12 @@ def _old_checkpoints(run: RunDirectory, trained: int, keep: int) -> list[tuple[s
 def _old_weights(run: RunDirectory, published: int, keep: int) -> list[tuple[str, str]]:
     old = [version for version in _versions(run, "weights") if version <= published]
     return [("weights", run.weights_dir(v)) for v in old[:-keep]]
+
+
+def _unfinished(run: RunDirectory, going: list[str]) -> list[tuple[str, str]]:
+    """Where files are large. A process that is killed while it writes leaves what it has written."""
+    uris = [uri for kind in ("checkpoints", "weights") for uri in files.list_unfinished(run.path(kind))]
+    return [("unfinished", uri) for uri in uris if uri.rsplit("/", 1)[0] not in going]
 
 
 def _versions(run: RunDirectory, kind: str) -> list[int]:

@@ -79,7 +79,7 @@ def gc(
         fail(str(error))
     done = "removed" if yes else "would remove"
     hint = "" if yes or not count else "; nothing is removed without --yes"
-    console.print(f"{done} {count} folders, {_megabytes(total)}{hint}", highlight=False)
+    console.print(f"{done} {count} items, {_megabytes(total)}{hint}", highlight=False)
 
 
 @commands.command()

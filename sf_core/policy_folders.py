@@ -11,7 +11,7 @@ from typing import Any
 from sf_core.config import RunConfig
 from sf_core.run import Run
 from sf_core.settings import cache_dir
-from storage.files import copy_folder, exists
+from storage.files import copy_folder
 from storage.run_directory import RunDirectory
 from storage.weights import PICKLES, WEIGHT_FILES, load_weights, save_weights
 
@@ -92,6 +92,5 @@ def export_policy(run: Run) -> None:
     """Write RUN/policy: the start folder's configuration and tokenizer with the newest weights."""
     version = run.resume_point().version
     folder = run.directory.policy_dir
-    if not exists(f"{folder}/config.json"):
-        copy_folder(run.start_dir, folder, exclude=WEIGHT_FILES)
+    copy_folder(run.start_dir, folder, exclude=WEIGHT_FILES)
     save_weights(folder, load_weights(run.weights(version).uri), version)

@@ -35,6 +35,9 @@ class RunRef:
     dataplane_url: str
     attempt: int
     """Counts the flow attempts on this run directory; older ones are fenced off."""
+    nonce: str = ""
+    """Random. A run directory that was removed and begun again counts from 1 again: processes that outlive it
+    tell its attempts from the old ones by this."""
 
 
 class Run:
@@ -43,7 +46,7 @@ class Run:
     def __init__(self, ref: RunRef) -> None:
         self.ref = ref
         self.directory = RunDirectory(ref.uri)
-        self.config = _read_config(ref.uri, ref.attempt)
+        self.config = _read_config(ref)
 
     @functools.cached_property
     def dataplane(self) -> DataplaneClient:
@@ -148,7 +151,8 @@ def begin_attempt(config: RunConfig, *, evaluate_only: bool = False) -> RunRef:
     attempt = Attempt(
         dataplane=_without_password(url), host=socket.gethostname(), evaluate_only=evaluate_only
     )
-    return RunRef(directory.run_id, directory.uri, url, directory.begin_attempt(attempt))
+    number = directory.begin_attempt(attempt)
+    return RunRef(directory.run_id, directory.uri, url, number, nonce=secrets.token_hex(8))
 
 
 def _without_password(url: str) -> str:
@@ -166,8 +170,8 @@ def open_config(uri: str) -> RunConfig:
 
 
 @functools.lru_cache(maxsize=8)
-def _read_config(uri: str, attempt: int) -> RunConfig:
-    return RunDirectory(uri).read_config(RunConfig)
+def _read_config(ref: RunRef) -> RunConfig:
+    return RunDirectory(ref.uri).read_config(RunConfig)
 
 
 def load_object(reference: str) -> Callable[..., Any]:

@@ -25,11 +25,11 @@ from sf_core.scheduling.switching import switching_of
 from sf_core.scheduling.timeline import Timeline
 from sf_core.summary import summarise
 from sf_core.training.advantages import group_advantages
-from sf_core.training.seats import Seat, SupersededError
+from sf_core.training.seats import Seat, check_counts
 from sf_core.training.stored_steps import stored_batch
 from sf_core.waits import collect_waits
 from storage.batches import write_batch
-from storage.files import FileRef
+from storage.files import FileRef, fenced
 from storage.gangs import GangFiles
 from storage.manifests import Manifest
 from storage.metrics import write_metrics
@@ -72,22 +72,29 @@ def _once(work: Callable[..., Outcome]) -> Stage:
     return stage
 
 
-def _commit(run: Run, iteration: int | None, name: str, work: Callable[[], Outcome]) -> Manifest:
+def _commit(
+    run: Run,
+    iteration: int | None,
+    name: str,
+    work: Callable[[], Outcome],
+    check: Callable[[], None] = lambda: None,
+) -> Manifest:
+    """`check` is called directly before the manifest is written."""
     started = time.time()
     with collect_waits() as waits:
         outcome = work()
     times = {"started_at": started, "finished_at": time.time(), "waits": waits}
-    return run.directory.commit_manifest(
-        Manifest(
-            run_id=run.ref.run_id,
-            iteration=iteration,
-            stage=name,
-            attempt=run.ref.attempt,
-            inputs=outcome.inputs,
-            outputs=outcome.outputs,
-            data=outcome.data | times,
-        )
+    manifest = Manifest(
+        run_id=run.ref.run_id,
+        iteration=iteration,
+        stage=name,
+        attempt=run.ref.attempt,
+        inputs=outcome.inputs,
+        outputs=outcome.outputs,
+        data=outcome.data | times,
     )
+    with fenced(check):
+        return run.directory.commit_manifest(manifest)
 
 
 def _committed(run: Run, iteration: int, name: str) -> Manifest:
@@ -179,10 +186,11 @@ def train(ref: RunRef, iteration: int, seat: Seat) -> dict[str, Any]:
             with switching_of(run).not_counting():
                 patience_s = run.config.train.gang_timeout_s
                 ranks = stack.enter_context(seated(files, seat, current_host(), patience_s))
-            work = partial(_train, run, iteration, trainer_at, ranks, files)
+            check = partial(check_counts, files)
+            work = partial(_train, run, iteration, trainer_at, ranks, check)
             if seat.rank == 0:
                 run.dataplane.report_stage(iteration, "train")
-                _commit(run, iteration, "train", work)
+                _commit(run, iteration, "train", work, check)
             else:
                 work()
     return _committed(run, iteration, "train").data
@@ -200,7 +208,9 @@ def _backend(run: Run) -> tuple[Any, TrainerAt]:
     return seated, trainer_at
 
 
-def _train(run: Run, iteration: int, trainer_at: TrainerAt, ranks: Ranks, files: GangFiles) -> Outcome:
+def _train(
+    run: Run, iteration: int, trainer_at: TrainerAt, ranks: Ranks, check: Callable[[], None]
+) -> Outcome:
     source = _committed(run, iteration, "filter")
     step = f"train-{iteration}.{run.ref.attempt}"
     with Timeline(run.directory, current_worker(), "train", step) as timeline, ExitStack() as stack:
@@ -210,8 +220,9 @@ def _train(run: Run, iteration: int, trainer_at: TrainerAt, ranks: Ranks, files:
         switching_of(run).note_training(timeline)
         with timeline.doing("busy", "train", iteration):
             metrics = trainer.step(batch)
-        with timeline.doing("moving", "save", iteration):
-            outputs = _write(run, iteration, trainer, metrics, files) if ranks.rank == 0 else []
+        # other tries write the same files, and what they wrote may count by now
+        with timeline.doing("moving", "save", iteration), fenced(check):
+            outputs = _write(run, iteration, trainer, metrics) if ranks.rank == 0 else []
     return Outcome(
         inputs={ref.uri: ref.sha256 for ref in source.outputs},
         outputs=outputs,
@@ -225,13 +236,7 @@ def _train(run: Run, iteration: int, trainer_at: TrainerAt, ranks: Ranks, files:
     )
 
 
-def _write(
-    run: Run, iteration: int, trainer: Trainer, metrics: dict[str, float], files: GangFiles
-) -> list[FileRef]:
-    if files.is_over():
-        raise SupersededError(
-            f"train of iteration {iteration}: another try was begun, this one writes nothing"
-        )
+def _write(run: Run, iteration: int, trainer: Trainer, metrics: dict[str, float]) -> list[FileRef]:
     version, config = trainer.version, run.config.train
     weights = trainer.save_weights(run.directory.weights_dir(version))
     if version % config.checkpoint_every == 0 or version == config.iterations:

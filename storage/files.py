@@ -9,10 +9,12 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import re
 import tempfile
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, BinaryIO
@@ -21,6 +23,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from storage.errors import StorageError, storage_errors
+from storage.scratch import scratch_folder
 
 __all__ = ["FileRef", "StorageError"]
 
@@ -30,6 +33,10 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 _PIECE_BYTES = 16 * 2**20
+
+_UNFINISHED = re.compile(r"\..+\.[0-9a-f]{32}\.tmp")
+
+_fence: ContextVar[Callable[[], None]] = ContextVar("fence", default=lambda: None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +116,20 @@ def write_atomic(uri: str, data: bytes, *, create: bool = False) -> FileRef:
             with _local_file(path, create) as file:
                 file.write(data)
         else:
+            _fence.get()()
             fs.pipe_file(path, data, mode="create" if create else "overwrite")
     return FileRef(uri, len(data), hashlib.sha256(data).hexdigest())
+
+
+@contextmanager
+def fenced(check: Callable[[], None]) -> Iterator[None]:
+    """Of what this thread writes in the block, `check` is called directly before each file appears; if it
+    raises, what was there before stays. On an object store it is called before the upload."""
+    token = _fence.set(check)
+    try:
+        yield
+    finally:
+        _fence.reset(token)
 
 
 class HashedFile:
@@ -149,9 +168,10 @@ def writer(uri: str) -> Iterator[HashedFile]:
         with storage_errors(uri), _local_file(path) as file:
             yield HashedFile(file)
         return
-    with tempfile.NamedTemporaryFile(prefix="sf-upload-") as temporary:
-        yield HashedFile(temporary)  # type: ignore[arg-type]
+    with scratch_folder() as folder, open(os.path.join(folder, "upload"), "wb") as temporary:
+        yield HashedFile(temporary)
         temporary.flush()
+        _fence.get()()
         with storage_errors(uri):
             fs.put_file(temporary.name, path)
 
@@ -228,7 +248,7 @@ def local_copy(uri: str) -> Iterator[str]:
     if isinstance(fs, LocalFileSystem):
         yield path
         return
-    with tempfile.TemporaryDirectory() as folder:
+    with scratch_folder() as folder:
         copy = os.path.join(folder, os.path.basename(path))
         with storage_errors(uri):
             fs.get_file(path, copy)
@@ -236,29 +256,44 @@ def local_copy(uri: str) -> Iterator[str]:
 
 
 def local_folder(folder: str, exclude: Sequence[str] = ()) -> str:
-    """The files directly in a folder as a local folder: itself, or a copy that this process makes once and
-    keeps. For folders that never change; `exclude` as in copy_folder. Raises ValueError if it is empty."""
+    """The files directly in a folder as a local folder: itself, or a copy of what is there now, which this
+    process makes once and keeps. `exclude` as in copy_folder. Raises ValueError if it is empty."""
     if is_local(folder):
         return open_fs(folder)[1]
-    return _copied(folder, tuple(exclude)).name
+    # a run directory may have been removed and begun again: what the storage says of its files tells
+    content = repr(sorted(_entries(folder, "file"), key=lambda entry: str(entry["name"])))
+    return _copied(folder, tuple(exclude), hashlib.sha256(content.encode()).hexdigest()).name
 
 
 @functools.lru_cache(maxsize=32)
-def _copied(folder: str, exclude: tuple[str, ...]) -> tempfile.TemporaryDirectory[str]:
-    copy = tempfile.TemporaryDirectory(prefix="sf-folder-")
+def _copied(folder: str, exclude: tuple[str, ...], content: str) -> tempfile.TemporaryDirectory[str]:
+    copy = scratch_folder()
     copy_folder(folder, copy.name, exclude)
     return copy
 
 
+def list_unfinished(folder: str) -> list[str]:
+    """What processes that were killed while they wrote have left in a folder and below. Object stores keep
+    nothing of the kind."""
+    fs, path = open_fs(folder)
+    with storage_errors(folder):
+        found = fs.find(path) if isinstance(fs, LocalFileSystem) else []
+    return sorted(uri for uri in found if _UNFINISHED.fullmatch(os.path.basename(uri)))
+
+
 def _list(folder: str, kind: str) -> list[str]:
+    names = (entry["name"].rstrip("/").rsplit("/", 1)[-1] for entry in _entries(folder, kind))
+    return sorted(join(folder, name) for name in names if not name.startswith("."))
+
+
+def _entries(folder: str, kind: str) -> list[dict[str, Any]]:
+    """What the storage says of the files or folders directly in a folder."""
     fs, path = open_fs(folder)
     try:
         with storage_errors(folder):
-            entries = fs.ls(path, detail=True)
+            return [entry for entry in fs.ls(path, detail=True) if entry["type"] == kind]
     except FileNotFoundError:
         return []
-    names = (entry["name"].rstrip("/").rsplit("/", 1)[-1] for entry in entries if entry["type"] == kind)
-    return sorted(join(folder, name) for name in names if not name.startswith("."))
 
 
 @contextmanager
@@ -275,6 +310,7 @@ def _local_file(path: str, create: bool = False) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
+        _fence.get()()
         if create:
             os.link(temporary, path)
         else:

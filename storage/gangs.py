@@ -1,7 +1,7 @@
 """What the ranks of one try at a train stage tell each other, and the flow, through the run directory.
 
-Owns a folder of small files per try. A try is over for good once the flow has ended it: whoever still works
-on it must touch nothing any more.
+Owns a folder of small files per try. A try is over for good once the flow has ended it or a later attempt at
+the run has begun: whoever still works on it must touch nothing any more.
 """
 
 from __future__ import annotations
@@ -16,8 +16,12 @@ class GangFiles:
     """One try, named by iteration, attempt and epoch (the tries of one attempt count from 0)."""
 
     def __init__(self, directory: RunDirectory, iteration: int, attempt: int, epoch: int) -> None:
-        self._directory, self._iteration = directory, iteration
+        self._directory, self._iteration, self._attempt = directory, iteration, attempt
         self._folder = directory.gang_dir(iteration, attempt, epoch)
+
+    @property
+    def label(self) -> str:
+        return f"train of iteration {self._iteration}"
 
     def take_seat(self, rank: int, *, once: bool) -> bool:
         """Note that this rank has begun. With `once`, False if it had begun before."""
@@ -52,7 +56,8 @@ class GangFiles:
         files.write_atomic(files.join(self._folder, "over"), b"")
 
     def is_over(self) -> bool:
-        return files.exists(files.join(self._folder, "over"))
+        ended = files.exists(files.join(self._folder, "over"))
+        return ended or self._directory.is_superseded(self._attempt)
 
     def is_committed(self) -> bool:
         """Whether the train stage is, by whichever try."""

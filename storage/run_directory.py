@@ -158,7 +158,7 @@ class RunDirectory:
         parse_manifest(uri, text, self.run_id, manifest.iteration, manifest.stage)
         if (kept := self._committed(manifest)) is not None:
             return kept
-        if files.exists(self._attempt_file(manifest.attempt + 1)):
+        if self.is_superseded(manifest.attempt):
             raise ValueError(
                 f"{self.run_id}: attempt {manifest.attempt} was superseded by a later one "
                 f"and must not commit {manifest.label}"
@@ -207,6 +207,10 @@ class RunDirectory:
                 continue
             return number
         raise AssertionError("unreachable")
+
+    def is_superseded(self, attempt: int) -> bool:
+        """Whether a later attempt has begun."""
+        return files.exists(self._attempt_file(attempt + 1))
 
     def newest_attempt(self) -> Attempt:
         """Raises ValueError if its file is broken."""

@@ -20,7 +20,7 @@ from sf_core.engines.decoder import (
 )
 from sf_core.engines.kv_cache import KVCache, Placement
 from sf_core.engines.projections import fastest
-from sf_core.engines.transformers_model import TransformersModel, untied_params
+from sf_core.engines.transformers_model import TransformersModel, saved_params
 
 
 class CachedModel(Protocol):
@@ -53,7 +53,7 @@ def open_model(
     spec = decoder_spec(model.config, context_length)
     if spec is None:
         return TransformersModel(model, num_slots, context_length)
-    return DecoderModel(untied_params(model), spec, num_slots, context_length)
+    return DecoderModel(saved_params(model), spec, num_slots, context_length)
 
 
 class DecoderModel:

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 from transformers import Cache, PreTrainedModel
+from transformers.core_model_loading import convert_and_load_state_dict_in_model, revert_weight_conversion
+from transformers.modeling_utils import LoadStateDictConfig, remove_tied_weights_from_state_dict
 
 from sf_core.engines.decoder import Params
 from sf_core.engines.kv_cache import KVCache, Placement
@@ -17,7 +19,7 @@ class TransformersModel:
         num_heads = config.num_attention_heads
         self._model = model
         self.vocab_size: int = config.vocab_size
-        self.shapes = {name: tensor.shape for name, tensor in untied_params(model).items()}
+        self.shapes = {name: tensor.shape for name, tensor in saved_params(model).items()}
         num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
         shape = num_slots, num_kv_heads, context_length, head_dim
@@ -25,8 +27,13 @@ class TransformersModel:
         self._refuse_if_wrong(min(num_slots, 2), context_length)
 
     def load(self, params: Params) -> None:
-        # Not strict: tied parameters follow the one they are tied to.
-        self._model.load_state_dict(dict(params), strict=False)
+        model = self._model
+        settings = LoadStateDictConfig(
+            device_map={"": model.device}, dtype=model.dtype, weight_mapping=model._weight_conversions
+        )
+        loaded, _ = convert_and_load_state_dict_in_model(model, dict(params), settings)
+        model.tie_weights(missing_keys=loaded.missing_keys, recompute_mapping=False)
+        model.requires_grad_(False)
 
     def fill(self, ids: torch.Tensor, starts: torch.Tensor, slots: torch.Tensor) -> None:
         self._forward(ids, self.cache.place(slots, starts, ids.shape[1]))
@@ -73,12 +80,12 @@ class TransformersModel:
             raise ValueError(f"{kind}: this architecture gives wrong results over a KV cache of slots")
 
 
-def untied_params(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The parameters as save_pretrained writes them."""
-    params = model.state_dict()
-    if model.config.tie_word_embeddings:
-        params.pop("lm_head.weight", None)
-    return params
+def saved_params(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The parameters as save_pretrained writes them: without those that are tied to others, and by the names
+    of the folder the model came from, where transformers keeps others (one tensor for all experts)."""
+    params = remove_tied_weights_from_state_dict(model.state_dict(), model)
+    saved: dict[str, torch.Tensor] = revert_weight_conversion(model, params)
+    return saved
 
 
 class _SlotCache(Cache):

@@ -8,10 +8,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
-from transformers.core_model_loading import revert_weight_conversion
-from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from sf_core.engines.decoder import decoder_spec, fuse, rotations
+from sf_core.engines.transformers_model import saved_params
 from sf_core.training.packing import Microbatch
 
 
@@ -31,9 +30,7 @@ class Network:
         """[M, vocabulary], one row per trained token: the logits that predict it. The microbatch must be on
         the network's device."""
         if self._spec is None:
-            hidden = self.model.base_model(microbatch.padded_ids, use_cache=False).last_hidden_state
-            trained = rows(hidden.flatten(0, 1), microbatch.owners[microbatch.positions])
-            return self.model.get_output_embeddings()(trained)
+            return self._transformers_logits(microbatch)
         decoder = fuse(self._parameters, self._spec)
 
         def attend(_: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -43,11 +40,23 @@ class Network:
         hidden = decoder.hidden(microbatch.token_ids, turns, attend)
         return decoder.head(rows(hidden, microbatch.positions))
 
+    def _transformers_logits(self, microbatch: Microbatch) -> torch.Tensor:
+        """The whole model runs, because some scale or cap what their head gives. But the head sees only the
+        positions of interest: logits of all would take most of the memory."""
+
+        def select(_: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> torch.Tensor:
+            trained = rows(args[0].flatten(0, 1), microbatch.owners[microbatch.positions])
+            return trained.unsqueeze(0)
+
+        with self.model.get_output_embeddings().register_forward_pre_hook(select):
+            logits: torch.Tensor = self.model(microbatch.padded_ids, use_cache=False).logits
+        return logits.squeeze(0)
+
     def weights(self) -> dict[str, torch.Tensor]:
         """Copies of what transformers would save, under the names it would save them."""
-        state = remove_tied_weights_from_state_dict(self.model.state_dict(), self.model)
-        state = revert_weight_conversion(self.model, state)
-        return {name: tensor.detach().clone().contiguous() for name, tensor in state.items()}
+        return {
+            name: tensor.detach().clone().contiguous() for name, tensor in saved_params(self.model).items()
+        }
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, microbatch: Microbatch) -> torch.Tensor:

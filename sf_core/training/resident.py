@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from sf_core.engines.torch_engine import local_device
-from sf_core.run import Run
+from sf_core.run import Run, RunRef
 from sf_core.training.ranks import Ranks
 from sf_core.training.stored_steps import stored_batch, stored_settings
 from sf_core.training.trainer import Trainer
 from storage.checkpoints import has_checkpoint
 from storage.files import local_folder
 
-_resident: tuple[str, str, Trainer] | None = None
-"""The run, the process group, and the trainer that trains with them."""
+_resident: tuple[RunRef, str, Trainer] | None = None
+"""The attempt, the process group, and the trainer that trains with them."""
 
 
 @contextmanager
@@ -23,13 +23,13 @@ def trainer_at(run: Run, version: int, ranks: Ranks) -> Iterator[Trainer]:
 
     All ranks of a new process group rebuild theirs, so that they replay together."""
     global _resident
-    place = (run.ref.uri, ranks.group)
+    place = (run.ref, ranks.group)
     kept, _resident = _resident, None  # a step that fails half-way leaves a trainer nobody may use
     trainer = kept[2] if kept is not None and kept[:2] == place and kept[2].version == version else None
     kept = None  # a device may not hold two
     if trainer is None:
         trainer = rebuild_trainer(run, version, ranks)
-    trainer.config = run.config.train  # a later attempt may have changed it
+    trainer.config = run.config.train  # steps that were made again had those of their attempts
     yield trainer
     _resident = (*place, trainer)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from storage.gangs import GangFiles
+
 
 @dataclass(frozen=True, slots=True)
 class Seat:
@@ -33,3 +35,11 @@ class GangError(RuntimeError):
 
 class SupersededError(RuntimeError):
     """This rank must not work: Dask ran it again after its worker died, or its try is over."""
+
+
+def check_counts(files: GangFiles) -> None:
+    """Raises SupersededError if what this try writes would not count, but might replace what does."""
+    if files.is_over() or files.is_committed():
+        raise SupersededError(
+            f"{files.label}: another try was begun or has committed, this one writes nothing"
+        )

@@ -88,6 +88,18 @@ def test_an_incomplete_checkpoint_counts_as_none(root: Path) -> None:
     assert names(run, weights=9) == []
 
 
+def test_what_killed_writers_left_goes(root: Path) -> None:
+    run = make(root, "a", 3)
+    name = f".model.safetensors.{'a' * 32}.tmp"
+    for folder in (run.weights_dir(1), run.weights_dir(3), run.checkpoint_dir(4)):
+        files.write_atomic(f"{folder}/{name}", b"half")
+    found = names(run)
+    # that of version 1 goes with its folder
+    assert found[4:] == [f"checkpoints/00004/{name}", f"weights/v00003/{name}"]
+    assert "removed 6 items" in sf("gc", run.uri, "--yes")[1]
+    assert names(run) == []
+
+
 def test_the_journal_goes_only_from_a_finished_run(root: Path) -> None:
     assert "journal" not in names(make(root, "a", 3), journals=False)
     finished = make(root, "b", 4)
@@ -100,10 +112,10 @@ def test_nothing_is_removed_without_yes(root: Path) -> None:
     code, output = sf("gc", run.uri)
     assert code == 0
     assert "a checkpoints/00001 0.0 MB" in output
-    assert output.endswith("would remove 6 folders, 0.0 MB; nothing is removed without --yes")
+    assert output.endswith("would remove 6 items, 0.0 MB; nothing is removed without --yes")
     assert len(names(run)) == 6
     code, output = sf("gc", run.uri, "--yes", "--journals")
-    assert (code, output.endswith("removed 7 folders, 0.0 MB")) == (0, True)
+    assert (code, output.endswith("removed 7 items, 0.0 MB")) == (0, True)
     assert names(run, journals=False) == []
     left = {path.relative_to(run.uri).as_posix() for path in Path(run.uri).rglob("*") if path.is_file()}
     assert {name for name in left if name.startswith(("weights", "checkpoints", "journal"))} == {
@@ -112,7 +124,7 @@ def test_nothing_is_removed_without_yes(root: Path) -> None:
         "checkpoints/00004/optimizer.safetensors",
         "checkpoints/00004/state.json",
     }
-    assert sf("gc", run.uri)[1] == "would remove 0 folders, 0.0 MB"
+    assert sf("gc", run.uri)[1] == "would remove 0 items, 0.0 MB"
 
 
 def test_object_stores_are_cleaned_too(tmp_path: Path) -> None:

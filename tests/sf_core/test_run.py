@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 
 from sf_core.config import DataplaneConfig, RunConfig, StorageConfig
-from sf_core.run import begin_attempt, load_object
+from sf_core.run import Run, begin_attempt, load_object
+from storage import files
 from storage.attempts import Attempt
 from storage.run_directory import RunDirectory
 
@@ -42,6 +43,16 @@ def test_an_attempt_that_only_evaluates_leaves_the_configuration(tmp_path: Path)
     directory = RunDirectory(run.uri)
     assert (run.attempt, directory.newest_attempt().evaluate_only) == (2, True)
     assert directory.read_config(RunConfig) == config
+
+
+def test_a_run_that_was_removed_and_begun_again_has_its_new_configuration(tmp_path: Path) -> None:
+    config = configured(tmp_path)
+    old = begin_attempt(config)
+    assert Run(old).config.seed == 7
+    files.remove_folder(old.uri)
+    new = begin_attempt(config.model_copy(update={"seed": 8}))
+    assert (new.uri, new.attempt) == (old.uri, old.attempt)
+    assert Run(new).config.seed == 8
 
 
 def test_without_a_data_plane_nothing_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

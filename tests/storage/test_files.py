@@ -1,5 +1,6 @@
 import os
 import threading
+import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -56,6 +57,41 @@ def test_a_failed_write_leaves_the_old_file_and_no_temporary_one(
         files.write_atomic(str(tmp_path / "x"), b"new")
     assert os.listdir(tmp_path) == ["x"]
     assert (tmp_path / "x").read_bytes() == b"old"
+
+
+def test_what_a_fence_refuses_does_not_appear(run: RunDirectory) -> None:
+    files.write_atomic(run.path("x"), b"what counts")
+
+    def refuse() -> None:
+        raise RuntimeError("too late")
+
+    with files.fenced(refuse):
+        with pytest.raises(RuntimeError, match="too late"):
+            files.write_atomic(run.path("x"), b"late")
+        with pytest.raises(RuntimeError, match="too late"), files.writer(run.path("x")) as file:
+            file.write(b"late")
+    assert files.read_bytes(run.path("x")) == b"what counts"
+    files.write_atomic(run.path("x"), b"next")
+
+
+def test_what_a_killed_writer_left_is_found(run: RunDirectory) -> None:
+    left = run.path("weights", "v00001", f".model.safetensors.{'0' * 32}.tmp")
+    files.write_atomic(left, b"half")
+    files.write_atomic(run.path("weights", "v00001", "model.safetensors"), b"whole")
+    assert files.list_unfinished(run.path("weights")) == ([left] if files.is_local(run.uri) else [])
+    assert files.list_unfinished(run.path("none")) == []
+
+
+def test_a_local_folder_is_what_is_there_now_and_copied_once() -> None:
+    source = f"memory://{uuid.uuid4().hex}"
+    files.write_atomic(f"{source}/config.json", b"old")
+    first = files.local_folder(source)
+    assert files.local_folder(source) == first
+    files.remove_folder(source)
+    files.write_atomic(f"{source}/config.json", b"new")
+    assert (Path(first) / "config.json").read_bytes() == b"old"
+    assert (Path(files.local_folder(source)) / "config.json").read_bytes() == b"new"
+    files.remove_folder(source)
 
 
 def test_listing_sees_files_written_since_and_neither_folders_nor_hidden_ones(run: RunDirectory) -> None:

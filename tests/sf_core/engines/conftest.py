@@ -15,6 +15,7 @@ from transformers import (
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 _SIZE: dict[str, Any] = dict(
@@ -34,6 +35,9 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen2": Qwen2Config(**_SIZE),
     "llama": LlamaConfig(**_SIZE),
     "llama-yarn": LlamaConfig(**_SIZE, rope_parameters=_YARN),
+    "qwen3-moe": Qwen3MoeConfig(
+        **_SIZE, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24
+    ),
     "gpt2": GPT2Config(vocab_size=60, n_embd=32, n_layer=2, n_head=4, n_positions=128, initializer_range=0.3),
 }
 

@@ -15,7 +15,7 @@ from sf_core.types import Chunk, FinishReason, GenerationRequest, Sampling
 
 from .conftest import Folders
 
-KINDS = ["qwen3", "qwen2", "llama", "llama-yarn", "gpt2"]
+KINDS = ["qwen3", "qwen2", "llama", "llama-yarn", "gpt2", "qwen3-moe"]
 GREEDY = Sampling(temperature=0)
 
 
@@ -208,7 +208,7 @@ def test_plain_requests_report_every_16_tokens_and_streamed_ones_each(folders: F
     assert lengths == [("streamed", 1)] * 3 + [("plain", 16), ("plain", 16), ("plain", 5)]
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2", "qwen3-moe"])
 def test_after_new_weights_tokens_are_those_the_new_model_gives(folders: Folders, kind: str) -> None:
     engine = engine_of(folders(kind, 0))
     requests = [request(str(i), p, 25) for i, p in enumerate(prompts(4, 11, 30))]

@@ -5,10 +5,14 @@ import torch
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from sf_core.training.network import Network
@@ -40,7 +44,19 @@ def gpt2() -> GPT2LMHeadModel:
     return GPT2LMHeadModel(config)
 
 
-@pytest.fixture(params=[qwen, llama, gpt2], ids=lambda make: make.__name__)
+def granite() -> GraniteForCausalLM:
+    """Scales its logits behind the head."""
+    return GraniteForCausalLM(GraniteConfig(**COMMON, logits_scaling=4.0))
+
+
+def mixture() -> Qwen3MoeForCausalLM:
+    """transformers keeps its experts under other names than the folder has."""
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**COMMON, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
+    )
+
+
+@pytest.fixture(params=[qwen, llama, gpt2, granite, mixture], ids=lambda make: make.__name__)
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     torch.manual_seed(0)
     request.param().save_pretrained(tmp_path)
