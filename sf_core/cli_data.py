@@ -40,7 +40,7 @@ def list_runs(root: Annotated[str, typer.Argument(help="Folder with run director
         fail(faults[0])
     console.print(table)
     for fault in faults:
-        errors.print(f"unreadable: {fault}", highlight=False, markup=False, soft_wrap=True)
+        errors.print(f"unreadable: {fault}", highlight=False, soft_wrap=True)
 
 
 @commands.command()
@@ -56,7 +56,7 @@ def gc(
     from sf_core.run_states import await_restarts, find_runs
 
     keep = Keep(keep_checkpoints, keep_weights, journals=not journals)
-    tell = partial(errors.print, highlight=False, markup=False, soft_wrap=True)
+    tell = partial(errors.print, highlight=False, soft_wrap=True)
     count = total = 0
     try:
         runs = find_runs(where)

@@ -30,8 +30,8 @@ LOOK_S = 1.0
 
 
 State = Literal["finished", "running", "stopped", "unknown", "unreadable"]
-"""unknown: it is not finished, and whether anybody works on it cannot be told; unreadable: the configuration
-or a manifest cannot be read."""
+"""unknown: it is not finished, and whether anybody works on it cannot be told; unreadable: one of
+its files cannot be read."""
 
 
 class BusyError(ValueError):
@@ -75,17 +75,16 @@ def run_state(run: RunDirectory) -> RunState:
     size = files.folder_bytes(run.uri)
     try:
         iterations, reached = run.read_config(RunConfig).train.iterations, progress(run)
+        state: State = "finished" if is_finished(run, iterations) else _state(run)
     except (ValueError, StorageError) as error:
         return RunState(run.run_id, "unreadable", Progress(0, None, None), None, size, str(error))
-    return RunState(run.run_id, _state(run, iterations), reached, iterations, size)
+    return RunState(run.run_id, state, reached, iterations, size)
 
 
-def _state(run: RunDirectory, iterations: int) -> State:
+def _state(run: RunDirectory) -> Literal["running", "stopped", "unknown"]:
     try:
-        if is_finished(run, iterations):
-            return "finished"
         return "running" if is_served(run) == "running" else "stopped"
-    except ValueError:
+    except BusyError:
         return "unknown"
 
 

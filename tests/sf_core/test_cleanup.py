@@ -251,6 +251,8 @@ def test_a_run_that_was_given_more_iterations_is_finished_when_they_are_summed_u
     run.write_summary({"iterations": 5})
     assert "a finished 5/5" in sf("ls", run.uri)[1]
     assert "journal" in names(run, journals=False)
+    files.write_atomic(run.path("summary.json"), b"{")
+    assert "summary.json: cannot be read" in sf("ls", run.uri)[1]
 
 
 def test_the_list_shows_state_iterations_rewards_and_size(root: Path) -> None:
