@@ -64,7 +64,7 @@ def test_a_cleaned_run_goes_on_and_is_replayed_from_further_back(
     shutil.copytree(folder / "runs", tmp_path / "runs")
     assert "quickstart  finished  2/2" in sf(tmp_path, "ls").stdout
     done = sf(tmp_path, "gc", "runs", "--journals", "--yes")
-    assert "removed 3 folders" in done.stdout, done.stdout + done.stderr
+    assert "removed 3 items" in done.stdout, done.stdout + done.stderr
     run = tmp_path / "runs" / "quickstart"
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["00002"]
 

@@ -236,7 +236,7 @@ def test_before_anything_is_removed_data_planes_that_are_away_may_come_back(
     code, output = sf("gc", run.uri, "--yes")
     assert code == 0
     assert output.startswith("a: no data plane answers; it may be starting again, so 0 s are waited")
-    assert output.endswith("removed 4 folders, 0.0 MB")
+    assert output.endswith("removed 4 items, 0.0 MB")
     assert "may be starting again" not in sf("gc", make(root, "b", 4, url=url).uri, "--yes", "--journals")[1]
 
 
