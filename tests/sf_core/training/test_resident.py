@@ -48,14 +48,19 @@ def holds(trainer: Trainer, directory: RunDirectory, version: int) -> bool:
     return all(torch.equal(stored[name], weights[name]) for name in stored)
 
 
-def test_a_trainer_stays_and_its_next_step_has_what_a_later_attempt_has_set(directory: RunDirectory) -> None:
-    first = attempt(directory, 1)
-    with trainer_at(first, 2, Alone()) as trainer:
-        assert trainer.config == first.config.train
+def test_a_trainer_stays_for_its_attempt_and_the_next_attempt_has_what_was_set_since(
+    directory: RunDirectory,
+) -> None:
+    run = attempt(directory, 1)
+    with trainer_at(run, 2, Alone()) as trainer:
+        assert trainer.config == run.config.train
     configure(directory, train=CHANGED)
-    with trainer_at(attempt(directory, 2), 2, Alone()) as kept:
+    with trainer_at(run, 2, Alone()) as kept:
         assert kept is trainer
-        assert kept.config.weight_decay == 0.5
+        assert kept.config == run.config.train
+    with trainer_at(attempt(directory, 2), 2, Alone()) as other:
+        assert other.config.weight_decay == 0.5
+        assert holds(other, directory, 2)
 
 
 def test_settings_that_changed_leave_the_steps_before_as_they_were(directory: RunDirectory) -> None:
@@ -70,12 +75,16 @@ def test_the_trainer_before_is_gone_when_another_is_made(directory: RunDirectory
     run = attempt(directory, 1)
     with trainer_at(run, 2, Alone()) as trainer:
         left = weakref.ref(trainer)
-    alive: list[object] = []
-    weakref.finalize(trainer, lambda: alive.extend(o for o in gc.get_objects() if type(o) is Trainer))
+    before, when_it_went = num_trainers(), []
+    weakref.finalize(trainer, lambda: when_it_went.append(num_trainers()))
     del trainer
     with trainer_at(run, 1, Alone()):
         assert left() is None
-    assert alive == []
+    assert when_it_went == [before - 1]
+
+
+def num_trainers() -> int:
+    return sum(type(found) is Trainer for found in gc.get_objects())
 
 
 def test_a_damaged_batch_is_not_trained_on_again(directory: RunDirectory) -> None:
