@@ -73,12 +73,16 @@ def test_the_trainer_before_is_gone_when_another_is_made(directory: RunDirectory
     run = attempt(directory, 1)
     with trainer_at(run, 2, Alone()) as trainer:
         left = weakref.ref(trainer)
-    alive: list[object] = []
-    weakref.finalize(trainer, lambda: alive.extend(o for o in gc.get_objects() if type(o) is Trainer))
+    before, when_it_went = num_trainers(), []
+    weakref.finalize(trainer, lambda: when_it_went.append(num_trainers()))
     del trainer
     with trainer_at(run, 1, Alone()):
         assert left() is None
-    assert alive == []
+    assert when_it_went == [before - 1]
+
+
+def num_trainers() -> int:
+    return sum(type(found) is Trainer for found in gc.get_objects())
 
 
 def test_a_damaged_batch_is_not_trained_on_again(directory: RunDirectory) -> None:
