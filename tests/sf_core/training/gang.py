@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import queue
 import signal
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +18,7 @@ from sf_core.training.rendezvous import seated
 from sf_core.training.seats import Seat
 from storage.gangs import GangFiles
 from storage.run_directory import RunDirectory
+from tests.e2e.waiting import wait_until
 
 _SPAWN = multiprocessing.get_context("forkserver")
 _SPAWN.set_forkserver_preload(["tests.sf_core.training.gang", "sf_core.training.trainer"])
@@ -73,10 +73,7 @@ class Member:
 
     def await_stop(self) -> None:
         """Returns when it has stopped itself, in the midst of its work."""
-        deadline = time.monotonic() + 60.0
-        while psutil.Process(self._process.pid).status() != psutil.STATUS_STOPPED:
-            assert time.monotonic() < deadline, f"{self.worker} does not stop"
-            time.sleep(0.05)
+        wait_until(lambda: psutil.Process(self._process.pid).status() == psutil.STATUS_STOPPED, "a stop", 60)
 
     def end(self) -> None:
         self._process.kill()

@@ -14,6 +14,7 @@ from sf_core.config import PolicyConfig, TrainConfig
 from sf_core.policy import make_policy
 from sf_core.training.ranks import Alone, Ranks
 from sf_core.training.trainer import Trainer
+from tests.e2e.waiting import wait_until
 from tests.sf_core.training.batches import grouped_rows, make_batch
 from tests.sf_core.training.gang import Member, Try
 
@@ -132,6 +133,8 @@ def test_a_rank_that_does_not_come_is_named_after_the_bound(members: MakeMembers
     gang = members(3)
     one = Try(str(tmp_path), names(gang), timeout_s=0.5)
     gang[0].sit(one, add_ranks)
+    # its time is over first
+    wait_until(lambda: one.files.is_taken(0), "rank 0", 60, every_s=0.01)
     gang[1].sit(one, add_ranks)
     assert gang[0].report() == "GangError: rank 0 (t0): rank 2 (t2) has not begun within 0.5 s"
     assert "GangError: rank 1 (t1): rank 0 (t0)" in gang[1].report()
