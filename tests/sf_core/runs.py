@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -98,3 +100,15 @@ def pretend(run: RunDirectory, iterations: int, *, finished: bool = True) -> Non
     write_atomic(f"{run.journal_dir}/{run.run_id}.journal", b"j" * 10)
     if finished:
         run.write_summary({"iterations": iterations})
+
+
+def trained_run(folder: Path, settings: dict[str, Any], batches: list[pa.Table]) -> RunDirectory:
+    """A run in the folder that was trained on the batches."""
+    run = RunDirectory(str(folder / "trained"))
+    train(run, configure(run, train=settings), batches)
+    return run
+
+
+def copy_run(run: RunDirectory, folder: Path) -> RunDirectory:
+    """A copy of it in the folder, for a test that changes it."""
+    return RunDirectory(str(shutil.copytree(run.uri, folder / run.run_id)))

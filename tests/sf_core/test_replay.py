@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from sf_core.replay import replay
 from storage import files
 from storage.run_directory import RunDirectory
 from storage.weights import load_weights, save_weights
-from tests.sf_core.runs import configure, train
+from tests.sf_core.runs import configure, copy_run, trained_run
 from tests.sf_core.test_cli import sf
 from tests.sf_core.training.batches import grouped_rows, make_batch
 
@@ -23,16 +22,13 @@ BATCHES = [
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
-    run = RunDirectory(str(tmp_path_factory.mktemp("runs") / "trained"))
     settings = {"iterations": 4, "checkpoint_every": 2, "minibatches": 2, "warmup_steps": 3}
-    train(run, configure(run, train=settings), BATCHES)
-    return run
+    return trained_run(tmp_path_factory.mktemp("runs"), settings, BATCHES)
 
 
 @pytest.fixture
 def copy(trained: RunDirectory, tmp_path: Path) -> RunDirectory:
-    shutil.copytree(trained.uri, tmp_path / trained.run_id)
-    return RunDirectory(str(tmp_path / trained.run_id))
+    return copy_run(trained, tmp_path)
 
 
 @pytest.mark.parametrize("iteration", range(4))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import shutil
 import weakref
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from sf_core.training.trainer import Trainer
 from storage import files
 from storage.run_directory import RunDirectory
 from storage.weights import load_weights
-from tests.sf_core.runs import configure, train
+from tests.sf_core.runs import configure, copy_run, trained_run
 from tests.sf_core.training.batches import grouped_rows, make_batch
 
 BATCHES = [make_batch(grouped_rows(2, 2), logprob=-4.0, seed=seed) for seed in range(3)]
@@ -28,15 +27,12 @@ CHANGED = SETTINGS | {"learning_rate": 1e-2, "weight_decay": 0.5, "clip_high": 0
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
-    run = RunDirectory(str(tmp_path_factory.mktemp("runs") / "trained"))
-    train(run, configure(run, train=SETTINGS), BATCHES)
-    return run
+    return trained_run(tmp_path_factory.mktemp("runs"), SETTINGS, BATCHES)
 
 
 @pytest.fixture
 def directory(trained: RunDirectory, tmp_path: Path) -> RunDirectory:
-    shutil.copytree(trained.uri, tmp_path / trained.run_id)
-    return RunDirectory(str(tmp_path / trained.run_id))
+    return copy_run(trained, tmp_path)
 
 
 def attempt(directory: RunDirectory, number: int) -> Run:
