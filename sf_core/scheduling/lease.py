@@ -72,10 +72,10 @@ def serve_lease(spec: LeaseSpec) -> str:
     }
     make = switching.measured(engine_factory(run))
     with Timeline(run.directory, spec.worker, "rollout", spec.lease_id) as timeline:
-        try:
-            return serve_engine(spec.run.dataplane_url, dataplane_key(), hello, make, timeline)
-        finally:
-            switching.note_lease_over()
+        reason = serve_engine(spec.run.dataplane_url, dataplane_key(), hello, make, timeline)
+        if reason == "revoked":
+            switching.note_revoked()
+    return reason
 
 
 def engine_factory(run: Run) -> Callable[[WeightsRef], Engine]:

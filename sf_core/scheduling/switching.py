@@ -36,6 +36,7 @@ class Switching:
     def measured(self, make_engine: MakeEngine) -> MakeEngine:
         """From the start of a lease until its engine holds its weights: the switch to rollout."""
         started = self._now()
+        self._lease_over_at = None
 
         def make(weights: WeightsRef) -> Engine:
             engine = make_engine(weights)
@@ -44,18 +45,19 @@ class Switching:
 
         return make
 
-    def note_lease_over(self) -> None:
+    def note_revoked(self) -> None:
+        """The lease that began last is over, and training comes next. Any other end of it is no switch: a
+        device that was released or lost its data plane waits for nobody knows what."""
         self._lease_over_at = self._now()
 
     @contextmanager
     def not_counting(self) -> Iterator[None]:
-        """Other ranks are awaited: that is no switch of this device, however long theirs take."""
-        started = self._now()
-        try:
-            yield
-        finally:
-            if self._lease_over_at is not None:
-                self._lease_over_at += self._now() - started
+        """Other ranks are awaited: that is no switch of this device, however long theirs take. If they do not
+        come, the next try begins whenever it can, and tells nothing of the switch."""
+        over_at, self._lease_over_at, started = self._lease_over_at, None, self._now()
+        yield
+        if over_at is not None:
+            self._lease_over_at = over_at + self._now() - started
 
     def note_training(self, timeline: Timeline) -> None:
         """The first work of a train step begins: since the end of the lease before it the device switched, or

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from sf_core.scheduling.figures import device_figures
 from sf_core.scheduling.lending import LendingGate, WorkLeft
 from sf_core.scheduling.switching import Switching, switching_of, work_left
 from sf_core.scheduling.timeline import Timeline, read_spans
+from sf_core.training.seats import GangError
 from sf_core.types import WeightsRef
 from storage.run_directory import RunDirectory
 from tests.sf_core.runs import configure
@@ -71,13 +73,34 @@ def test_both_switches_are_timed_where_they_happen(timeline: Timeline) -> None:
 
     switching.measured(make)(WeightsRef(3, "unused"))
     now[0] += 50.0
-    switching.note_lease_over()
+    switching.note_revoked()
     now[0] += 0.5
     with switching.not_counting():
         now[0] += 180.0  # another rank is late
     now[0] += 0.25
     switching.note_training(timeline)
     assert switching.gate.switch_cost_s == 2.75
+
+
+def test_a_try_that_others_did_not_join_tells_nothing_of_the_switch(timeline: Timeline) -> None:
+    switching = Switching(LendingGate(10))
+    switching.gate.note_to_rollout(1.0)
+    switching.note_revoked()
+    with suppress(GangError), switching.not_counting():
+        raise GangError("rank 1 (t1) did not come")
+    with switching.not_counting():
+        pass
+    switching.note_training(timeline)
+    assert switching.gate.switch_cost_s is None
+
+
+def test_a_loan_that_was_not_revoked_ends_in_no_switch(timeline: Timeline) -> None:
+    switching = Switching(LendingGate(10))
+    switching.note_revoked()
+    # training failed, and the loan that follows loses its data plane
+    switching.measured(lambda weights: EmulatedEngine(0.0, version=weights.version))(WeightsRef(3, "unused"))
+    switching.note_training(timeline)
+    assert switching.gate.switch_cost_s is None
 
 
 def test_training_that_follows_training_is_no_switch(timeline: Timeline) -> None:
