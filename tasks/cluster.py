@@ -19,7 +19,7 @@ from pydantic import PrivateAttr
 
 from sf_core import settings
 from sf_core.config import RunConfig
-from sf_core.run import RunRef
+from sf_core.scheduling.owners import owner_of
 from sf_core.scheduling.plan import scheduler_of
 from sf_core.scheduling.tags import TASK_KINDS
 from sf_core.waits import waiting_for
@@ -71,11 +71,6 @@ def submit(
     owner = owner_of(getattr(args[0], "run", args[0]))
     with dask.annotate(resources=resources, priority=kind.priority, owner=owner):
         return cast(PrefectDaskFuture[Any], task.submit(*args, **options))
-
-
-def owner_of(run: RunRef) -> str:
-    """What tasks are annotated with: whose they are is asked on workers (see tasks/interruption.py)."""
-    return f"{run.run_id}.{run.attempt}"
 
 
 def result_of(future: PrefectFuture[R], what: str, timeout_s: float) -> R:

@@ -16,8 +16,9 @@ from distributed import Future
 from sf_core.dataplane.client import DataplaneClient, DataplaneError
 from sf_core.run import RunRef
 from sf_core.scheduling.force import end_tasks
+from sf_core.scheduling.owners import owner_of
 from sf_core.settings import dataplane_key
-from tasks.cluster import dask_client, owner_of, scheduler_address
+from tasks.cluster import dask_client, scheduler_address
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,10 @@ from sf_core.scheduling.plan import (
     Worker,
     able_to_train,
     find_workers,
+    held_by_others,
     make_plan,
     priority_of,
+    scheduler_of,
     training_order,
 )
 from storage.files import exists
@@ -39,6 +41,9 @@ def explain_plan(
     if unknown and len(able) > len(plan.trainers):
         hint = "device_kind or sf worker --probe would say whether they should train"
         facts.add_row("unknown", Text(f"the devices of {', '.join(unknown)}; {hint}"))
+    address = scheduler or scheduler_of(config)
+    if address and (held := held_by_others(address, config.run_id)):
+        facts.add_row("held", Text(f"{held}, which a run that starts now waits for"))
     return Group(_table(workers, plan, config), Text(), facts)
 
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
 
 from distributed import Client
 
+from sf_core.scheduling.owners import ANSWER_S, running_owners
 from sf_core.scheduling.plan import connected_workers, our_workers
 
 KILL_S = 30.0
 """How long the nanny may take; it asks for 4 s, then kills."""
 
 POLL_S = 0.2
-ANSWER_S = 2.0
-"""A worker that says nothing for so long counts as busy: it hangs, and may hold its device."""
 
 
 def end_by_force(scheduler: str, worker: str) -> bool:
@@ -48,25 +46,12 @@ async def _end_tasks(scheduler: str, owner: str, patience_s: float) -> list[str]
 
 
 async def _busy(client: Client, owner: str) -> dict[str, str]:
-    """Names of the workers that run a task of this owner, by address."""
+    """Names of the workers that run a task of this owner, by address. One that does not say what it runs
+    hangs, and may hold its device: it counts too."""
     workers = our_workers((await client.scheduler.identity(n_workers=-1))["workers"])
-    answers = await asyncio.gather(*(_runs_task(client, address, owner) for address in workers))
+    running = await running_owners(client, workers)
     return {
         address: worker.name
-        for (address, worker), is_busy in zip(workers.items(), answers, strict=True)
-        if is_busy
+        for address, worker in workers.items()
+        if (owners := running[address]) is None or owner in owners
     }
-
-
-async def _runs_task(client: Client, address: str, owner: str) -> bool:
-    asked = client.run(_runs, owner, workers=[address], on_error="ignore")
-    try:
-        return bool((await asyncio.wait_for(asked, ANSWER_S)).get(address))
-    except TimeoutError:
-        return True
-
-
-def _runs(owner: str, dask_worker: Any) -> bool:
-    """Runs on a worker. A task that was given up while it ran is still among its tasks."""
-    tasks = (dask_worker.state.tasks.get(key) for key in dask_worker.active_threads.values())
-    return any(task is not None and (task.annotations or {}).get("owner") == owner for task in tasks)

@@ -10,8 +10,8 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Container
-from contextlib import suppress
+from collections.abc import Callable, Collection, Container, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 from distributed import Client, get_worker
 
 from sf_core.config import RunConfig
+from sf_core.scheduling.owners import run_of, running_owners
 from sf_core.scheduling.pipelines import PIPELINES
 from sf_core.scheduling.roofline import Device, known_device, step_of, train_priority
 from sf_core.scheduling.tags import needed_tags
@@ -36,6 +37,10 @@ ANSWER_S = 30.0
 
 JOIN_S = 120.0
 """How long after a scheduler's start its workers may still join: those of one that died start again."""
+
+GIVEN_BACK_S = 120.0
+"""How long another run may still hold workers: it may be ending, and what its data plane has left alone gives
+its worker back after 60 s."""
 
 LOOK_S = 0.5
 
@@ -86,10 +91,16 @@ def _workers_of(found: dict[str, Any]) -> list[Worker]:
 
 
 def _ask(scheduler: str) -> dict[str, Any]:
+    with _client(scheduler) as client:
+        return dict(client.scheduler_info(n_workers=-1))
+
+
+@contextmanager
+def _client(scheduler: str) -> Iterator[Client]:
     require_certificates(scheduler)
     try:
         with Client(scheduler, set_as_default=False, timeout=ANSWER_S) as client:
-            return dict(client.scheduler_info(n_workers=-1))
+            yield client
     except (OSError, ValueError) as error:  # a ValueError if it is no address
         raise ValueError(f"no Dask scheduler answers at {scheduler}: {error}") from None
 
@@ -190,21 +201,48 @@ def make_plan(workers: list[Worker], config: RunConfig, *, trained: Collection[s
 
 def await_plan(scheduler: str, config: RunConfig, tell: Callable[[str], None] = log.warning) -> Plan:
     """The plan for the workers connected to a scheduler. One that has just started is given time until its
-    workers have joined; `tell` hears what they lack. Raises ValueError as `make_plan` and `read_workers`."""
-    is_told = False
+    workers have joined, another run until it has given them back; `tell` hears what is awaited. Raises
+    ValueError as `make_plan` and `read_workers`, and if the other run does not end."""
+    begun, told = time.monotonic(), ""
     while True:
         found = _ask(scheduler)
-        workers = _workers_of(found)
         try:
-            return make_plan(workers, config)
+            plan = make_plan(_workers_of(found), config)
         except ValueError as error:
-            left_s = JOIN_S - max(0.0, time.time() - found["started"])
-            if left_s <= 0:
-                raise
-            if not is_told:
-                tell(f"{error}; the Dask scheduler has just started: workers are awaited for {left_s:.0f} s")
-                is_told = True
+            fault, left_s = error, JOIN_S - max(0.0, time.time() - found["started"])
+            hope = "the Dask scheduler has just started: workers are awaited"
+        else:
+            if not (held := held_by_others(scheduler, config.run_id)):
+                return plan
+            fault = ValueError(
+                f"{held}, and a cluster serves one run at a time: wait until it has ended, or cancel it; if "
+                "nobody works on it any more, start these workers again"
+            )
+            left_s = GIVEN_BACK_S - (time.monotonic() - begun)
+            hope = "it may be ending, and is awaited"
+        if left_s <= 0:
+            raise fault
+        if hope != told:
+            tell(f"{fault}; {hope} for {left_s:.0f} s")
+            told = hope
         time.sleep(LOOK_S)
+
+
+def held_by_others(scheduler: str, run_id: str | None) -> str:
+    """Which workers run tasks of other runs than this one, in words; empty if none does. One that does not
+    say in time what it runs counts as free. Raises ValueError as `read_workers`."""
+    with _client(scheduler) as client:
+        workers = connected_workers(client)
+        running = client.sync(running_owners, client, workers)
+    held: dict[str, list[str]] = {}
+    for address, worker in workers.items():
+        for other in {run_of(owner) for owner in running[address] or ()} - {run_id}:
+            held.setdefault(other, []).append(worker.name)
+    return ", ".join(
+        f"{'workers' if len(names) > 1 else 'worker'} {', '.join(sorted(names))} "
+        f"{'are' if len(names) > 1 else 'is'} held by run {other}"
+        for other, names in sorted(held.items())
+    )
 
 
 def choose_trainers(

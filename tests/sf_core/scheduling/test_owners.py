@@ -1,0 +1,89 @@
+"""A second run on a cluster, with workers in this process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import dask
+import pytest
+from distributed import Client, Scheduler, SpecCluster, Worker
+from typer.testing import CliRunner
+
+from sf_core.cli import app
+from sf_core.config import RunConfig
+from sf_core.scheduling import plan
+from tests.e2e.conftest import ROOT
+from tests.e2e.waiting import wait_until
+
+TAGS = {"t0": "rollout train cpu", "a0": "agent", "a1": "agent"}
+over = threading.Event()
+
+
+def hold() -> None:
+    """A task. It goes on when Dask does not want it any more."""
+    over.wait(60)
+
+
+@pytest.fixture
+def client() -> Iterator[Client]:
+    workers = {
+        name: {
+            "cls": Worker,
+            "options": {
+                "nthreads": 1,
+                "resources": dict.fromkeys([*tags.split(), f"@{name}"], 1),
+                "dashboard": False,
+            },
+        }
+        for name, tags in TAGS.items()
+    }
+    scheduler = {"cls": Scheduler, "options": {"dashboard": False, "host": "127.0.0.1"}}
+    with SpecCluster(workers, scheduler) as cluster, Client(cluster, set_as_default=False) as client:
+        yield client
+        over.set()
+
+
+def work(client: Client, owner: str, *workers: str) -> None:
+    """Until `over` is set, a task of this owner on each of them."""
+    over.clear()
+    for worker in workers:
+        with dask.annotate(resources={f"@{worker}": 1}, owner=owner):
+            client.submit(hold, key=f"{owner}-{worker}")
+    active = lambda dask_worker: len(dask_worker.active_threads)  # noqa: E731
+    wait_until(lambda: sum(client.run(active).values()) == len(workers), "the tasks")
+
+
+def test_a_second_run_waits_until_the_first_has_given_its_workers_back(client: Client) -> None:
+    scheduler, told = client.scheduler.address, []
+    work(client, "first.1.1", "a0", "t0")
+
+    def hear(sentence: str) -> None:
+        told.append(sentence)
+        over.set()
+
+    found = plan.await_plan(scheduler, RunConfig(run_id="second"), hear)
+    assert (found.trainers, found.agent) == (("t0",), ("a0", "a1"))
+    [sentence] = told
+    assert sentence.startswith(
+        "workers a0, t0 are held by run first.1, and a cluster serves one run at a time: wait until it has "
+        "ended, or cancel it; "
+    )
+    assert sentence.endswith("it may be ending, and is awaited for 120 s")
+
+
+def test_a_second_run_is_refused_by_a_first_that_does_not_end_and_the_first_goes_on(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = client.scheduler.address
+    work(client, "first.1", "a1")
+    monkeypatch.setattr(plan, "GIVEN_BACK_S", 0.0)
+    with pytest.raises(ValueError, match="worker a1 is held by run first, and a cluster serves one run"):
+        plan.await_plan(scheduler, RunConfig(run_id="second"))
+    # what another attempt has left is its own
+    assert plan.await_plan(scheduler, RunConfig(run_id="first")).trainers == ("t0",)
+
+    said = CliRunner().invoke(
+        app, ["plan", str(ROOT / "configs" / "quickstart.yaml"), "--scheduler", scheduler]
+    )
+    assert "worker a1 is held by run first, which a run that starts now" in " ".join(said.output.split())
