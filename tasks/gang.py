@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -61,18 +61,18 @@ class Gang:
         return list(self._ranks.values())
 
     def take_devices(self, lent: Iterable[tuple[str, str]]) -> None:
-        """Revoke the leases (worker, lease id) of this gang. A rank is ahead of the next lease in its
-        worker's queue: the device goes straight to it. A worker whose rank has not begun in time is held by
-        something that does not yield, and is ended by force."""
+        """Revoke the leases (worker, lease id) of this gang, and what has taken their place meanwhile. A rank
+        is ahead of the next lease in its worker's queue: the device goes straight to it. A worker whose rank
+        has not begun in time is held by something that does not yield, and is ended by force."""
         config, is_first = self._run.config, self._epoch == 0
-        held = [(worker, lease_id) for worker, lease_id in lent if worker in self._workers and is_first]
+        known = {(worker, lease_id) for worker, lease_id in lent if worker in self._workers and is_first}
         # what holds a worker that trains instead may be known only once it has begun there
-        workers = [*dict(held)] if is_first else self._workers
+        workers = [*dict(known)] if is_first else self._workers
         bound_s = config.cluster.yield_timeout_s + (0 if is_first else config.train.gang_timeout_s)
         what = f"devices to begin training of iteration {self._iteration}"
         with waiting_for(what, bound_s) as waited:
             holders = _connected()
-            self._revoke(held)
+            self._revoke(known)
             while late := [worker for worker in workers if not self._has_begun(worker)]:
                 connected = _connected()
                 # of one that is away or was started again, nothing holds the device
@@ -85,12 +85,13 @@ class Gang:
                         log.warning("%s did not yield within %g s: its process is ended", worker, bound_s)
                         end_by_force(scheduler_address(), worker)
                     return
-                if not is_first:
-                    engines = self._run.dataplane.status()["engines"]
-                    self._revoke([lease_of(e["id"]) for e in engines if e["worker"] in late])
+                engines = self._run.dataplane.status()["engines"]
+                holding = {lease_of(engine["id"]) for engine in engines if engine["worker"] in late}
+                self._revoke(holding - known)
+                known |= holding
                 time.sleep(0.2)
 
-    def _revoke(self, leases: list[tuple[str, str]]) -> None:
+    def _revoke(self, leases: Collection[tuple[str, str]]) -> None:
         if leases:
             bound_s, dataplane = self._run.config.cluster.yield_timeout_s, self._run.dataplane
             with ThreadPoolExecutor(len(leases)) as pool:
@@ -122,6 +123,11 @@ class Gang:
         self._ranks = {}
         log.warning("train of iteration %d: trying again on %s", self._iteration, ", ".join(self._workers))
         return False
+
+    def has_returned(self) -> bool:
+        """Whether Dask, too, knows of rank 0 that it is through. It may have failed after it committed, or
+        been lost with its worker, and a task that waits for it with it."""
+        return not self._ranks or _error_of(self._ranks[self._workers[0]]) is None
 
     def _await_ranks(self) -> list[str]:
         """Until all ranks are through or, after rank 0 or a failed one was, or one's worker was away for too

@@ -83,9 +83,9 @@ class Leases:
         }
         self._held: dict[tuple[Duty, str], tuple[LeaseSpec, Future]] = {}
         """By worker; the last one."""
-        self._held_since: dict[tuple[Duty, str], float] = {}
-        """When that was, of the monotonic clock."""
         self._lent: list[tuple[LeaseSpec, Future]] = []
+        self._since: dict[str, float] = {}
+        """When a worker got its last lease, of the monotonic clock."""
         self._count = itertools.count()
         self._seen: dict[str, tuple[Worker, float]] = {}
         """Every worker that was ever connected, and when it last was."""
@@ -157,7 +157,8 @@ class Leases:
                 if not queued:
                     # at the start of the run, or again after the gate has turned a loan down
                     self._lend(worker, after=iteration - 1 if iteration else None)
-                if iteration not in queued:
+                # behind the last one there is only an evaluation
+                if iteration not in queued and iteration < self._config.train.iterations:
                     self._lend(worker, after=iteration)
             return [(spec.worker, spec.lease_id) for spec, _ in self._lent if spec.after != iteration]
 
@@ -200,14 +201,29 @@ class Leases:
         """Have workers that join hold a lease at once, and those whose lease was lost hold another."""
         while not self._is_over.wait(LOOK_S):
             with self._changing:
+                connected = self._connected()
+                for spec, loss in self._lost_loans(connected):
+                    log.warning("%s, and %s gets another one", _sentence(spec, loss), spec.worker)
+                    self._lent = [loan for loan in self._lent if loan[0] != spec]
+                    self._lend(spec.worker, spec.after)
                 workers: dict[Duty, list[str]] = {}
-                for name, worker in sorted(self._connected().items()):
+                for name, worker in sorted(connected.items()):
                     if (duty := duty_of(worker, self._plan.trainers)) is not None:
                         workers.setdefault(duty, []).append(name)
                 for duty, names in workers.items():
                     # a data plane that is started again is asked again in the next round
                     with suppress(*UNANSWERED):
                         self._adapt(duty, names)
+
+    def _lost_loans(self, connected: Container[str]) -> list[tuple[LeaseSpec, BaseException]]:
+        """Of trainers that are there and could roll out again before they train. Training takes whatever then
+        holds the worker."""
+        return [
+            (spec, loss)
+            for spec, future in self._lent
+            if self._plan.lent and spec.worker in self._plan.trainers and spec.worker in connected
+            if self._may_have_another(spec.worker) and (loss := _loss(future)) is not None
+        ]
 
     def _adapt(self, duty: Duty, workers: list[str]) -> None:
         """Have all of these workers hold a lease, or as many as the queue wants."""
@@ -245,30 +261,44 @@ class Leases:
         """It was never held, its lease was lost, or it was retired."""
         if (duty, worker) not in self._held:
             return True
-        future = self._held[duty, worker][1]
-        if _loss(future) is not None:
-            return time.monotonic() - self._held_since[duty, worker] > AGAIN_S
+        outcome = _outcome(self._held[duty, worker][1])
+        if isinstance(outcome, LOSSES):
+            return self._may_have_another(worker)
         # one that failed would fail again; what with is raised at the end
-        has_returned = future.wrapped_future.status == "finished"
-        return duty in self._elastic and has_returned and future.wrapped_future.result().is_completed()
+        has_returned = outcome is not None and not isinstance(outcome, BaseException)
+        return duty in self._elastic and has_returned
+
+    def _may_have_another(self, worker: str) -> bool:
+        return time.monotonic() - self._since[worker] > AGAIN_S
 
     def _hold(self, duty: Duty, worker: str) -> None:
         spec = self._spec(worker)
         self._held[duty, worker] = spec, submit(HELD_BY[duty], spec, worker=worker)
-        self._held_since[duty, worker] = time.monotonic()
+        self._since[worker] = time.monotonic()
 
     def _lend(self, worker: str, after: int | None) -> None:
         spec = replace(self._spec(worker), after=after, trainers=self._plan.trainers)
         self._lent.append((spec, submit(lease, spec, worker=worker)))
+        self._since[worker] = time.monotonic()
 
     def _spec(self, worker: str) -> LeaseSpec:
         return LeaseSpec(self._run, worker, f"{worker}-{next(self._count)}.{self._run.attempt}")
 
 
+def _outcome(future: Future) -> Any:
+    """What a lease that is over returned or what ended it; None while that is not known."""
+    if future.wrapped_future.status not in ("finished", "error"):
+        return None
+    try:
+        return future.result(raise_on_failure=False) if is_known(future) else None
+    except Exception as error:
+        # of Dask; what the task itself raised is in the state that it returned
+        return error
+
+
 def _was_revoked(future: Future) -> bool:
     """Its device was taken; an engine that somebody has drained stays away."""
-    is_done = future.wrapped_future.status == "finished" and is_known(future)
-    return is_done and future.result(raise_on_failure=False) == "revoked"
+    return bool(_outcome(future) == "revoked")
 
 
 def _has_ended(spec: LeaseSpec, future: Future, *, is_there: bool) -> bool:
@@ -284,13 +314,8 @@ def _has_ended(spec: LeaseSpec, future: Future, *, is_there: bool) -> bool:
 
 def _loss(future: Future) -> BaseException | None:
     """What ended a lease, if that is one of `LOSSES`."""
-    error = None
-    if future.wrapped_future.status == "error":
-        # of Dask; what the task itself raised is in the state that it returned
-        error = future.wrapped_future.exception()
-    elif future.wrapped_future.status == "finished" and is_known(future):
-        error = future.result(raise_on_failure=False)
-    return error if isinstance(error, LOSSES) else None
+    outcome = _outcome(future)
+    return outcome if isinstance(outcome, LOSSES) else None
 
 
 def _sentence(spec: LeaseSpec, loss: BaseException) -> str:

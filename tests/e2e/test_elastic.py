@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import httpx
 import psutil
@@ -138,6 +140,53 @@ def test_a_trainer_that_is_lost_for_good_is_replaced_by_one_that_joins(cluster: 
     # from the next iteration on it is lent as the first one was
     assert "t1" in holders(config, "rollout")
     assert "trying again on t1" in cluster.log(config)
+
+
+@pytest.mark.nightly
+def test_a_trainer_whose_loan_was_lost_while_it_was_away_rolls_out_again_when_it_is_back(
+    cluster: Cluster,
+) -> None:
+    config = cluster.config("loan-lost", rollout={"overlap": False})
+    url = f"{cluster.services.dataplane}/runs/loan-lost"
+    with restored(cluster), Client(cluster.services.scheduler, set_as_default=False) as client:
+        patience_s = client.run_on_scheduler(give_up_after, 3.0)
+        try:
+            process = cluster.start(config)
+            wait_until(lambda: is_committed(config, 0, "publish") or process.poll() is not None, "0", 180)
+            httpx.post(f"{url}/pause", json={"mode": "freeze"}).raise_for_status()
+            wait_until(lambda: httpx.get(url).json().get("iteration") == 1, "iteration 1")
+            assert not is_committed(config, 1, "rollout")
+            end_worker(cluster, "t0")
+            wait_until(lambda: client.run_on_scheduler(num_unrunnable) > 0, "its loans to wait", every_s=0.2)
+            wait_until(lambda: client.run_on_scheduler(num_unrunnable) == 0, "their loss", every_s=0.2)
+        finally:
+            client.run_on_scheduler(give_up_after, patience_s)
+        back = time.time()
+        start_worker(cluster, "t0", "rollout", "train")
+
+        def serving() -> set[str]:
+            engines = httpx.get(url).json()["engines"]
+            return {engine["worker"] for engine in engines if engine["version"] is not None}
+
+        wait_until(lambda: serving() == {"r0", "t0"} or process.poll() is not None, "t0", 120, 0.2)
+        httpx.post(f"{url}/resume", json={}).raise_for_status()
+        cluster.finish(config, process)
+    check_result(config)
+    assert "and t0 gets another one" in cluster.log(config)
+    assert "did not yield" not in cluster.log(config)
+    [trained] = [span for span in spans(config, "train", "held") if span.lease == "train-1.1"]
+    loans = [span for span in spans(config, "rollout", "held") if span.worker == "t0"]
+    assert any(back < loan.start < loan.end <= trained.start for loan in loans)
+
+
+def give_up_after(seconds: float, dask_scheduler: Any) -> float:
+    """Runs on the scheduler: a task that nobody can run fails so late. Returns what held before."""
+    before, dask_scheduler.no_workers_timeout = dask_scheduler.no_workers_timeout, seconds
+    return float(before)
+
+
+def num_unrunnable(dask_scheduler: Any) -> int:
+    return len(dask_scheduler.unrunnable)
 
 
 @pytest.mark.nightly

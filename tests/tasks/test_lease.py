@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from distributed import Client
-from prefect.states import State, exception_to_failed_state
+from prefect.states import Completed, State, exception_to_failed_state
 from prefect.utilities.asyncutils import run_coro_as_sync
 from prefect_dask.task_runners import PrefectDaskFuture
 
@@ -16,6 +19,7 @@ from sf_core.scheduling.lease import LeaseSpec
 from sf_core.scheduling.plan import Plan
 from storage.run_directory import RunDirectory
 from tasks.lease import AGAIN_S, Future, Leases, _has_ended
+from tests.e2e.waiting import wait_until
 from tests.sf_core.dataplane.conftest import model_dir  # noqa: F401
 from tests.sf_core.dataplane.stand import Server, attended, running_app
 from tests.sf_core.runs import configure
@@ -33,6 +37,11 @@ def failed(client: Client, error: BaseException) -> Future:
     future = client.submit(lambda: state, pure=False)
     future.result()
     return PrefectDaskFuture(uuid.uuid4(), future)
+
+
+def completed(client: Client) -> Future:
+    state: State[int] = Completed(data=7)
+    return PrefectDaskFuture(uuid.uuid4(), client.submit(lambda: state, pure=False))
 
 
 def queued(client: Client) -> Future:
@@ -62,10 +71,44 @@ def test_a_worker_whose_lease_was_lost_is_held_again_but_not_all_the_time(
 ) -> None:
     spec = leases._spec("r0")
     leases._held["rollout", "r0"] = spec, failed(client, lost(spec))
-    leases._held_since["rollout", "r0"] = float("inf")
+    leases._since["r0"] = float("inf")
     assert not leases._is_free("rollout", "r0")
-    leases._held_since["rollout", "r0"] = -AGAIN_S
+    leases._since["r0"] = -AGAIN_S
     assert leases._is_free("rollout", "r0")
+
+
+def test_a_trainer_whose_loan_was_lost_is_lent_again_once_it_is_there(leases: Leases, client: Client) -> None:
+    loan, lost_loan, next_loan = (replace(leases._spec("t0"), after=after) for after in (0, 0, 1))
+    endings = {loan: queued(client), lost_loan: failed(client, lost(lost_loan)), next_loan: queued(client)}
+    leases._lent = list(endings.items())
+    leases._plan = replace(leases._plan, trainers=("t0",), lent=True)
+    leases._since["t0"] = -AGAIN_S
+    assert [spec for spec, _ in leases._lost_loans({"t0", "r0"})] == [lost_loan]
+    assert leases._lost_loans({"r0"}) == []
+    leases._since["t0"] = float("inf")
+    assert leases._lost_loans({"t0"}) == []
+
+
+def test_a_retired_runner_whose_worker_does_not_say_so_is_not_waited_for(
+    leases: Leases, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasks.cluster.STATE_S", 0.05)
+    [worker] = client.cluster.workers.values()
+    answer, may_answer = worker.handlers["get_data"], asyncio.Event()
+
+    async def answer_later(comm: Any, **question: Any) -> Any:
+        await may_answer.wait()
+        return await answer(comm, **question)
+
+    worker.handlers["get_data"] = answer_later
+    retired = completed(client)
+    wait_until(retired.wrapped_future.done, "its end")
+    leases._held["agent", "a0"] = leases._spec("a0"), retired
+    assert not leases._is_free("agent", "a0")
+    worker.handlers["get_data"] = answer
+    assert client.loop is not None
+    client.loop.add_callback(may_answer.set)
+    wait_until(lambda: leases._is_free("agent", "a0"), "its answer")
 
 
 def test_a_lease_that_was_lost_does_not_end_the_run_and_one_that_failed_does(
