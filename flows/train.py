@@ -53,6 +53,8 @@ def train(config: RunConfig) -> dict[str, Any]:
                 iteration(config, run, plan, number, leases.lend_trainers(number))
                 trackers.send(number)
                 page.iteration_is_through(number)
+            # an attempt with nothing left to train has not lent them yet
+            leases.lend_trainers(config.train.iterations)
             last = submit(evaluate, run, config.train.iterations)
             result_of(last, "the last evaluation", config.cluster.stage_timeout_s)
         return result_of(submit(finish, run), "the summary", config.cluster.stage_timeout_s)
@@ -78,6 +80,9 @@ def iteration(config: RunConfig, run: RunRef, plan: Plan, number: int, lent: lis
             result_of(stage, f"batch {number}", config.cluster.stage_timeout_s)
         gang.take_devices(lent)
         trained = gang.has_committed()
+    # it waits for rank 0, which may be lost, with its worker, once it has committed
+    if published and not gang.has_returned():
+        published = [submit(publish, run, number)]
     for stage in published:
         result_of(stage, f"publishing of iteration {number}", config.cluster.stage_timeout_s)
 

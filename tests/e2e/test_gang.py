@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,15 +43,20 @@ def seats(config: RunConfig, iteration: int, epoch: int = 0) -> Path:
     return Path(config.run_dir) / "gangs" / f"{iteration:05d}" / f"1.{epoch}"
 
 
+def await_ranks(process: subprocess.Popen[bytes], config: RunConfig, iteration: int) -> None:
+    """Both have begun this train stage."""
+    folder = seats(config, iteration)
+    wait_until(
+        lambda: all((folder / f"rank-{rank}").exists() for rank in (0, 1)) or process.poll() is not None,
+        f"ranks of iteration {iteration}",
+    )
+
+
 def kill_rank(cluster: Cluster, config: RunConfig, process: subprocess.Popen[bytes], killed: str) -> None:
     """kill -9 of a worker when both ranks of iteration 1 have begun and none is through."""
     wait_until(lambda: is_committed(config, 0, "publish") or process.poll() is not None, "iteration 0")
     workers = {name: cluster.worker_process(name) for name in ("t0", "t1")}
-    folder = seats(config, 1)
-    wait_until(
-        lambda: all((folder / f"rank-{rank}").exists() for rank in (0, 1)) or process.poll() is not None,
-        "ranks of iteration 1",
-    )
+    await_ranks(process, config, 1)
     for worker in workers.values():
         worker.suspend()
     assert (1, "train") not in manifests(config)
@@ -67,10 +73,21 @@ def test_two_lent_trainers_train_together(colocated: Cluster) -> None:
     assert ranks(config) == [2] * 3
 
 
-def test_colocated_devices_sample_and_train_in_turn(colocated: Cluster) -> None:
+def test_colocated_devices_sample_and_train_in_turn_and_measure_what_a_killed_flow_left(
+    colocated: Cluster,
+) -> None:
     config = colocated.config("colocated", "colocated", train={"iterations": 2, "workers": 2})
+    process = colocated.start(config)
+    await_ranks(process, config, 1)
+    # the rest of the iteration goes on without it, but for the evaluation
+    process.send_signal(signal.SIGSTOP)
+    wait_until(lambda: is_committed(config, 1, "publish"), "the last iteration")
+    process.kill()
+    process.wait()
+    assert (2, "evaluate") not in manifests(config)
     colocated.finish(config, colocated.start(config))
     check_result(config)
+    assert manifests(config)[2, "evaluate"]["attempt"] == 2
     assert config.lag_bound == 0
     assert ranks(config) == [2] * 2
     assert holders(config, "rollout") == holders(config, "train") == {"t0", "t1"}
