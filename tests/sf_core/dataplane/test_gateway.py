@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -264,6 +266,19 @@ BAD_REQUESTS: list[tuple[dict[str, Any], int, str]] = [
     ({"response_format": {"type": "json_object"}}, 400, "response_format must be text"),
     ({"messages": [{"role": "user", "content": "a" * 9_000_000}]}, 413, "over the limit"),
 ]
+
+
+def test_messages_that_the_template_fails_on_are_refused_with_what_it_says(
+    server: Server, model_dir: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(model_dir, folder)
+    template = folder / "chat_template.jinja"
+    template.write_text(template.read_text() + "{{ messages[0].name + none }}")
+    server.register(model_dir=str(folder))
+    sentence = "The chat template refuses these messages: TypeError: can only concatenate str"
+    with pytest.raises(openai.BadRequestError, match=sentence):
+        ask(server, messages=[HI[0] | {"name": "me"}])
 
 
 def test_bad_requests_get_a_sentence_in_the_shape_clients_expect(server: Server) -> None:
