@@ -217,7 +217,7 @@ async def read_renderer(model_dir: str) -> Renderer:
         return await asyncio.to_thread(Renderer, model_dir)
     except OSError as error:
         raise ApiError(400, str(error), param="model_dir") from None
-    except Exception as error:  # files of others; of a broken tokenizer.json nothing narrower is raised
+    except Exception as error:  # nothing narrower: a broken tokenizer.json raises just that
         is_ours = type(error) is ValueError
         sentence = f"{model_dir}: tokenizer or template is broken: {type(error).__name__}: {error}"
         raise ApiError(400, str(error) if is_ours else sentence, param="model_dir") from error
