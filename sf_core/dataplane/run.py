@@ -94,6 +94,7 @@ class Run(SessionHost):
         if spec.attempt > self.spec.attempt:
             for session in [s for s in self.sessions.values() if s.claim is not None]:
                 self._lose(session)
+            self.outcomes.forget_failures()
         self.spec, self.released = spec, False
         self.router.limits = spec.limits
         if spec.version > self.router.weights.version:
