@@ -21,6 +21,7 @@ import httpx
 import orjson
 
 from sf_core.agents.reports import Reports
+from sf_core.agents.threads import Threads
 from sf_core.types import Endpoint, Task
 
 log = logging.getLogger(__name__)
@@ -75,6 +76,7 @@ class AgentRunner:
         self._reports = Reports(f"/runs/{run_id}/finished", self._note_reported)
         self._has_reported = asyncio.Event()
         """Since a claim was begun."""
+        self._threads = Threads()
         self._logged: set[tuple[str, str, int]] = set()
 
     async def run(self) -> int:
@@ -130,7 +132,7 @@ class AgentRunner:
     async def _claim(self) -> bool:
         """Ask for as many sessions as fit; False once released."""
         self._has_reported.clear()
-        room = min(self._concurrency - len(self._running), MAX_CLAIM)
+        room = min(self._concurrency - len(self._running) - self._threads.num_excess, MAX_CLAIM)
         now = time.monotonic()
         names_sessions = now - self._named_at >= BEAT_S
         body = {
@@ -217,7 +219,7 @@ class AgentRunner:
         """Call a plain or an async function; plain ones must not block the other sessions."""
         if inspect.iscoroutinefunction(function):
             return await function(*args)
-        return await asyncio.to_thread(function, *args)
+        return await self._threads.call(function, *args)
 
 
 def _sentence(error: Exception) -> str:

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import queue
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -159,6 +161,38 @@ def test_of_failures_at_the_same_place_one_is_in_the_log(
         run_until_ready(server, make_runner(server.url, agent=failing_agent))
     assert len(set(failed)) == 3
     assert len([record for record in caplog.records if record.exc_info]) == 1
+
+
+def test_a_plain_agent_that_hangs_keeps_neither_its_place_nor_its_runner(
+    tmp_path: Path,
+    model_dir: str,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runner_module, "BEAT_S", 0.05)
+    monkeypatch.setattr(runner_module, "LOOK_S", 0.05)
+    begun: queue.Queue[str] = queue.Queue()
+    over, came_to_an_end = threading.Event(), threading.Event()
+
+    def hanging_agent(task: Task, endpoint: Endpoint) -> None:
+        begun.put(endpoint.base_url)
+        over.wait(60)
+        came_to_an_end.set()
+
+    async def work(url: str) -> None:
+        working = asyncio.ensure_future(make_runner(url, agent=hanging_agent, concurrency=1).run())
+        first = await asyncio.to_thread(begun.get, timeout=20)
+        async with httpx.AsyncClient(base_url=url) as http:
+            # the data plane ends it, as one that ran too long
+            await http.post(first.removesuffix("/v1") + "/finish", json={"status": "failed"})
+            assert await asyncio.to_thread(begun.get, timeout=20) != first
+            await http.post("/runs/run/release")
+        await working
+
+    with running_app() as url, attended(url, tmp_path, model_dir) as server:
+        server.register(group_size=1, groups_per_batch=1)
+        asyncio.run(asyncio.wait_for(work(url), 60))
+    assert not came_to_an_end.is_set()
+    over.set()
 
 
 def test_a_runner_that_cannot_report_any_more_ends_with_the_reason() -> None:
