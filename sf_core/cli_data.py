@@ -118,7 +118,7 @@ def export(
         fail(str(error))
     console.print(
         f"{out}: {exported.rows} conversations for {to}; {exported.left_out} left out "
-        "(failed sessions, and what the format cannot hold)",
+        "(branches that the format cannot hold)",
         highlight=False,
         soft_wrap=True,
     )

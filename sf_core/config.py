@@ -102,11 +102,11 @@ class RolloutConfig(Settings):
     on_max_lag: Literal["wait", "drop"] = "wait"
     """wait: a batch waits for sessions that would grow too old. drop: their groups are dropped, counted."""
     temperature: float = Field(1.0, ge=0, le=2)
-    """Sampling temperature of training sessions; overrides what the agent asks for."""
+    """Sampling temperature of the run's sessions, held-out ones too; overrides what the agent asks for."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Nucleus sampling of training sessions."""
+    """Nucleus sampling, likewise."""
     top_k: int = Field(0, ge=0)
-    """Top-k sampling of training sessions; 0 means no limit."""
+    """Top-k sampling, likewise; 0 means no limit."""
     max_tokens: int = Field(64, ge=1)
     """Most tokens per turn."""
     concurrency: int = Field(128, ge=1, le=2**16)

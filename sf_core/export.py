@@ -2,7 +2,7 @@
 
 Owns the three formats. Each holds the conversation as text: exact ids, log-probs and versions are in the
 run's own Parquet only. The definitions of the tools an agent was given are in no trajectory: who needs the
-column `tools` adds it. Left out are failed sessions, and branches that a format cannot hold.
+column `tools` adds it. Left out are branches that a format cannot hold.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def export(run_uri: str, format_name: str, out: str, *, opened: bool = False) ->
 
     def rows() -> Iterator[list[dict[str, Any]]]:
         for part in parts:
-            converted = [None if one is None else kind.convert(one) for one in _conversations(part)]
+            converted = [kind.convert(one) for one in _conversations(part)]
             kept = [row for row in converted if row is not None]
             counts[0] += len(kept)
             counts[1] += len(converted) - len(kept)
@@ -79,8 +79,7 @@ def export(run_uri: str, format_name: str, out: str, *, opened: bool = False) ->
     return Exported(*counts)
 
 
-def _conversations(uri: str) -> Iterator[Conversation | None]:
-    """None for a session that failed."""
+def _conversations(uri: str) -> Iterator[Conversation]:
     for row in read_trajectories(uri, [*FACTS, "messages", "turns"]).to_pylist():
         messages, turns = json.loads(row["messages"]), row["turns"]
         # a prompt that came as ids, or is shared in part, is one turn whatever its messages are
@@ -90,7 +89,7 @@ def _conversations(uri: str) -> Iterator[Conversation | None]:
             for i, message in enumerate(messages)
         ]
         facts = {name: row[name] for name in FACTS}
-        yield None if row["reward"] is None else Conversation(messages, sampled, facts)
+        yield Conversation(messages, sampled, facts)
 
 
 def _trl(conversation: Conversation) -> dict[str, Any] | None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from sf_core.scheduling.plan import await_plan, find_workers, make_plan, schedul
 from sf_core.settings import dataplane_key, dataplane_url, prefect_api_url
 from sf_core.stored_config import settled
 from sf_core.supervisor import Process, StackError, Supervisor
+from storage.errors import StorageError
 from storage.files import absolute, check_writable, is_local
 from storage.run_directory import RunDirectory
 
@@ -72,9 +74,9 @@ def launch(flow: str, config: RunConfig, console: Console) -> None:
     env = {"PYTHONPATH": paths, "SF_STARTED_AT": str(started_at)}
     if config.engine.kind == "emulated":
         env["SF_EMULATED"] = "1"
-    with local_stack(local / "logs", env) as stack:
+    with ExitStack() as ended, local_stack(local / "logs", env) as stack:
         try:
-            _run(flow, config, stack, local, console)
+            _run(flow, config, stack, ended, local, console)
         except StackError as error:
             raise LaunchError(str(error)) from None
         except KeyboardInterrupt:
@@ -86,8 +88,12 @@ def launch(flow: str, config: RunConfig, console: Console) -> None:
         tell(evaluation.describe())
 
 
-def _run(flow: str, config: RunConfig, stack: Supervisor, local: Path, console: Console) -> None:
+def _run(
+    flow: str, config: RunConfig, stack: Supervisor, ended: ExitStack, local: Path, console: Console
+) -> None:
+    """`ended` is left when the stack is gone."""
     progress = RunProgress(console, config.train.iterations)
+    dataplane = config.dataplane.url or dataplane_url()
     with Live(progress, console=console, refresh_per_second=4, transient=not console.is_terminal):
         progress.note("starting Prefect, Dask and the data plane")
         ready = begin_services(
@@ -96,9 +102,11 @@ def _run(flow: str, config: RunConfig, stack: Supervisor, local: Path, console: 
             config.cluster.workers,
             api=prefect_api_url(),
             scheduler=scheduler_of(config),
-            dataplane=config.dataplane.url or dataplane_url(),
+            dataplane=dataplane,
         )
         services = ready()
+        if dataplane is None:
+            ended.callback(_note_end, config, services.dataplane)
         progress.note(f"watch it at {services.api.removesuffix('/api')}")
         file = local / "flow.json"
         file.write_text(config.model_dump_json())
@@ -121,6 +129,12 @@ def _run(flow: str, config: RunConfig, stack: Supervisor, local: Path, console: 
                 break
     if failure:
         raise LaunchError(f"{failure}; {_how_to_go_on(flow, str(config.run_id))}")
+
+
+def _note_end(config: RunConfig, dataplane: str) -> None:
+    """So that nobody waits for the data plane to be started again."""
+    with suppress(ValueError, StorageError):
+        RunDirectory(config.run_dir).end_attempt(dataplane, socket.gethostname())
 
 
 def _how_to_go_on(flow: str, run_id: str) -> str:

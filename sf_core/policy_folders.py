@@ -6,12 +6,11 @@ import hashlib
 import shutil
 import uuid
 from pathlib import Path
-from typing import Any
 
 from sf_core.config import RunConfig
 from sf_core.run import Run
 from sf_core.settings import cache_dir
-from storage.files import copy_folder
+from storage.files import FileRef, copy_folder
 from storage.run_directory import RunDirectory
 from storage.weights import PICKLES, WEIGHT_FILES, load_weights, save_weights
 
@@ -41,8 +40,8 @@ def check_start(config: RunConfig) -> None:
             raise
 
 
-def prepare_start(folder: str, config: RunConfig) -> dict[str, Any]:
-    """Fill `folder` with the policy of version 0 and say where it came from.
+def prepare_start(folder: str, config: RunConfig) -> tuple[list[FileRef], str]:
+    """Fill `folder` with the policy of version 0; returns its files and where they came from.
 
     Raises ValueError if `policy.model` is no Hugging Face folder."""
     model = config.policy.model
@@ -51,8 +50,7 @@ def prepare_start(folder: str, config: RunConfig) -> dict[str, Any]:
         source = Path(model)
     else:
         source = warm_policy(config)
-    copy_folder(str(source), folder, exclude=PICKLES)
-    return {"source": str(source)}
+    return copy_folder(str(source), folder, exclude=PICKLES), str(source)
 
 
 def warm_policy(config: RunConfig) -> Path:

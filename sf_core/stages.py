@@ -104,11 +104,18 @@ def _committed(run: Run, iteration: int, name: str) -> Manifest:
 
 
 def start(ref: RunRef) -> dict[str, Any]:
-    """Put the policy that the run starts from, version 0, into the run directory."""
+    """Put the policy that the run starts from, version 0, into the run directory. Raises ValueError if it is
+    there and is not what was put."""
     run = Run(ref)
-    manifest = run.directory.read_manifest(None, "start") or _commit(
-        run, None, "start", lambda: Outcome(data=prepare_start(run.start_dir, run.config))
-    )
+
+    def work() -> Outcome:
+        copies, source = prepare_start(run.start_dir, run.config)
+        return Outcome(outputs=copies, data={"source": source})
+
+    if (manifest := run.directory.read_manifest(None, "start")) is None:
+        return _commit(run, None, "start", work).data
+    # every version is sampled and trained with its tokenizer and configuration
+    run.directory.verify(manifest)
     return manifest.data
 
 

@@ -1,4 +1,4 @@
-"""What an attempt to work on a run leaves in the run directory when it begins: where it can be asked for."""
+"""What an attempt to work on a run leaves in the run directory: where it can be asked for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Attempt(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     dataplane: str | None = None
-    """URL of the data plane that serves it; empty, which only people write, if none does any more."""
+    """URL of the data plane that serves it; empty if none does any more."""
     host: str | None = None
     """Name of the machine on which it began: elsewhere, a URL on loopback means another data plane."""
     evaluate_only: bool = False

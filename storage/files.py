@@ -10,6 +10,7 @@ import functools
 import hashlib
 import os
 import re
+import shutil
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -201,16 +202,18 @@ def list_folders(folder: str) -> list[str]:
     return _list(folder, "directory")
 
 
-def copy_folder(source: str, target: str, exclude: Sequence[str] = ()) -> None:
-    """Copy the files directly in a folder, each atomically; `exclude` takes name patterns like *.bin.
-    Raises ValueError if there is nothing to copy."""
+def copy_folder(source: str, target: str, exclude: Sequence[str] = ()) -> list[FileRef]:
+    """Copy the files directly in a folder, each atomically and piece by piece; returns the copies. `exclude`
+    takes name patterns like *.bin. Raises ValueError if there is nothing to copy."""
     uris = list_files(source)
     if not uris:
         raise ValueError(f"{source}: no files here")
-    for uri in uris:
-        name = uri.rsplit("/", 1)[-1]
-        if not any(fnmatchcase(name, pattern) for pattern in exclude):
-            write_atomic(join(target, name), read_bytes(uri))
+    names = [uri.rsplit("/", 1)[-1] for uri in uris]
+    return [
+        _copy(join(source, name), join(target, name))
+        for name in names
+        if not any(fnmatchcase(name, pattern) for pattern in exclude)
+    ]
 
 
 def remove(uri: str) -> None:
@@ -279,6 +282,12 @@ def list_unfinished(folder: str) -> list[str]:
     with storage_errors(folder):
         found = fs.find(path) if isinstance(fs, LocalFileSystem) else []
     return sorted(uri for uri in found if _UNFINISHED.fullmatch(os.path.basename(uri)))
+
+
+def _copy(source: str, target: str) -> FileRef:
+    with open_read(source) as read, writer(target) as written:
+        shutil.copyfileobj(read, written, _PIECE_BYTES)
+    return written.ref(target)
 
 
 def _list(folder: str, kind: str) -> list[str]:

@@ -208,6 +208,14 @@ class RunDirectory:
             return number
         raise AssertionError("unreachable")
 
+    def end_attempt(self, dataplane: str, host: str) -> None:
+        """The data plane at this URL on this machine is gone for good. If the newest attempt has named it,
+        nobody need ask there any more. Raises ValueError if the attempt's file is broken."""
+        attempt = self.newest_attempt()
+        if (attempt.dataplane, attempt.host) == (dataplane, host):
+            ended = attempt.model_copy(update={"dataplane": ""})
+            files.write_atomic(self.newest_attempt_file(), ended.model_dump_json().encode())
+
     def is_superseded(self, attempt: int) -> bool:
         """Whether a later attempt has begun."""
         return files.exists(self._attempt_file(attempt + 1))

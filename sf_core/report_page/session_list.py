@@ -83,7 +83,6 @@ def telling(sessions: Sequence[SessionFacts]) -> Iterator[SessionFacts]:
         lambda session: session.tokens,
         lambda session: -np.inf if session.reward is None else session.reward,
         lambda session: -np.inf if session.reward is None else -session.reward,
-        lambda session: session.status == "failed",
     )
     for reason in reasons:
         yield from nlargest(2, sessions, key=reason)

@@ -51,8 +51,14 @@ class SimulatedEngine:
     busy_since: float | None = None
     num_wakes: int = 0
     """An event for an earlier count is out of date."""
-    num_tokens: int = 0
+    num_passed: int = 0
+    """Tokens that it gave to sessions that are no longer on it."""
     serving_since: float = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        """It has sampled so many, those of running sessions among them."""
+        return self.num_passed + sum(self.batch.num_sampled(slot) for _, slot in self.running.values())
 
 
 class Fleet:
@@ -168,7 +174,9 @@ class Fleet:
 
     def _leave(self, engine: SimulatedEngine, session: SimulatedSession) -> None:
         _, slot = engine.running.pop(str(id(session)))
-        session.num_sampled += engine.batch.num_sampled(slot)
+        num_sampled = engine.batch.num_sampled(slot)
+        session.num_sampled += num_sampled
+        engine.num_passed += num_sampled
         engine.batch.leave(slot)
         engine.outstanding -= slot.num_prompt + self._typical
         self._note_room(engine)
@@ -190,7 +198,8 @@ class Fleet:
         self._wake_later(engine)
 
     def _schedule(self) -> None:
-        """Give out what waits, in order of arrival, to the engine with least outstanding (routing.choose)."""
+        """Give out what waits, in order of arrival, to the engine with least outstanding (routing.choose).
+        Here a request counts as when it came until it leaves; the router counts down what it receives."""
         touched: dict[int, SimulatedEngine] = {}
         while self._waiting and (engine := self._roomiest()) is not None:
             _, _, session = heappop(self._waiting)
@@ -232,7 +241,7 @@ class Fleet:
         for slot in engine.batch.advance(self._clock.now - start):
             session, _ = engine.running.pop(slot.name)
             engine.outstanding -= slot.num_prompt + self._typical
-            engine.num_tokens += session.num_wanted - session.num_sampled
+            engine.num_passed += session.num_wanted - session.num_sampled
             session.num_sampled = session.num_wanted
             self._clock.after(0.0, self.on_finished, session)
             self._note_room(engine)

@@ -10,11 +10,14 @@ given (`Overheads`).
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Literal
 
 from sf_core.config import RunConfig
+from sf_core.dataplane.outcomes import NUM_RECENT
 from sf_core.dataplane.rollout_manager import BatchRules, RolloutManager
 from sf_core.scheduling.device_model import DeviceModel
 from sf_core.scheduling.event_clock import EventClock, Process, Signal
@@ -152,7 +155,8 @@ class _Simulation:
         """Tokens of a finished group: sampled, and all of them."""
         self._oldest: dict[int, int] = {}
         """Version of the oldest token of a finished group."""
-        self._recent = 0.0
+        self._recent: deque[int] = deque(maxlen=NUM_RECENT)
+        """Lengths of the last sessions, as the run of a data plane remembers them."""
         """Tokens that a session samples: moving mean."""
         self._work: tuple[float, WorkLeft] | None = None
         """When it was last looked at, and what it was."""
@@ -340,7 +344,7 @@ class _Simulation:
             }
             for engine in self._fleet.engines
         ]
-        tokens_left = self._manager.num_sessions_left() * self._recent if self._recent else None
+        tokens_left = self._manager.num_sessions_left() * fmean(self._recent) if self._recent else None
         return work_left({"tokens_left": tokens_left, "engines": engines}, self._plan.trainers)
 
     # --- sessions
@@ -370,7 +374,7 @@ class _Simulation:
         self._sizes[group] = (sampled + length, total + length + session.num_prompt)
         assert session.min_version is not None
         self._oldest[group] = min(self._oldest.get(group, session.min_version), session.min_version)
-        self._recent += (length - self._recent) / 256 if self._recent else length
+        self._recent.append(length)
         # rewards differ, so that every group counts
         self._manager.finish(session.claim, float(session.claim.place.member), session.min_version)
         if self._manager.groups[group].is_complete:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 from tests.deploy.commands import DEPLOY, check_command, check_variables
 
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
+WORKERS = sorted((DEPLOY / "systemd").glob("worker-*.env"))
 INSTALLED = "/opt/seamlessflow/.venv/bin"
 
 
@@ -22,9 +24,13 @@ def environment(*names: str) -> dict[str, str]:
     return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
 
 
-@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
-def test_a_unit_calls_commands_and_options_that_exist(unit: Path) -> None:
-    env = environment("cluster.env", "worker-r0.env") if "@" in unit.name else environment("cluster.env")
+@pytest.mark.parametrize(
+    ("unit", "worker"),
+    [(unit, worker) for unit in UNITS for worker in (WORKERS if "@" in unit.name else [None])],
+    ids=lambda file: getattr(file, "name", ""),
+)
+def test_a_unit_calls_commands_and_options_that_exist(unit: Path, worker: Path | None) -> None:
+    env = environment("cluster.env", *([worker.name] if worker else []))
     starts = [
         line.partition("=")[2].replace("%i", "r0")
         for line in unit.read_text().splitlines()
@@ -32,7 +38,9 @@ def test_a_unit_calls_commands_and_options_that_exist(unit: Path) -> None:
     ]
     assert starts
     for start in starts:
-        check_command(shlex.split(start.removeprefix(f"{INSTALLED}/")), env)
+        # systemd makes words of a variable without braces
+        words = re.sub(r"\$(\w+)", lambda found: env[found[1]], start.removeprefix(f"{INSTALLED}/"))
+        check_command(shlex.split(words), env)
 
 
 def test_the_examples_set_nothing_that_nobody_reads() -> None:

@@ -65,6 +65,7 @@ def test_ctrl_c_leaves_no_process_and_the_run_is_resumed_as_it_was_configured(tm
     assert "--set run_id=interrupted" in output.decode()
     assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
     before = manifests(config)
+    assert RunDirectory(config.run_dir).newest_attempt().dataplane == ""
 
     resume = [sys.executable, "-m", "sf_core", "resume", config.run_dir]
     with subprocess.Popen(

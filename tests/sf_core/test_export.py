@@ -43,7 +43,7 @@ FOLLOW_UP = [USER, ANSWER, {"role": "user", "content": "sure?"}, THOUGHT]
 def run(tmp_path: Path) -> RunDirectory:
     run = RunDirectory(str(tmp_path / "run-1"))
     configure(run)
-    sample(run, 0, [conversation(TOOL_USE), conversation([USER, ANSWER], reward=None, status="failed")])
+    sample(run, 0, [conversation(TOOL_USE)])
     # the first answer was given, not sampled
     sample(run, 1, [conversation(FOLLOW_UP, given=2, session_id="s1", reward=1.0)])
     return run
@@ -62,7 +62,7 @@ def without_nulls(value: Any) -> Any:
 
 def test_trl_gets_prompts_and_what_the_policy_made_of_them(run: RunDirectory, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
-    assert export(run.uri, "trl", str(out)) == Exported(rows=2, left_out=1)
+    assert export(run.uri, "trl", str(out)) == Exported(rows=2, left_out=0)
     first, second = lines(out)
     calls = {key: value for key, value in CALLS.items() if key != "unparsed_calls"}
     assert (first["prompt"], first["completion"]) == ([SYSTEM, USER], [calls, *RESULTS, ANSWER])
@@ -81,7 +81,7 @@ def test_datasets_reads_trl_rows_as_they_were_written(run: RunDirectory, tmp_pat
 
 def test_verl_gets_messages_with_what_to_train(run: RunDirectory, tmp_path: Path) -> None:
     out = tmp_path / "out.parquet"
-    assert export(run.uri, "verl", str(out)) == Exported(rows=2, left_out=1)
+    assert export(run.uri, "verl", str(out)) == Exported(rows=2, left_out=0)
     # as MultiTurnSFTDataset opens it
     frame = pd.read_parquet(out, dtype_backend="pyarrow")
     first, second = (without_nulls(row) for row in frame["messages"].tolist())
@@ -98,7 +98,7 @@ def test_verl_gets_messages_with_what_to_train(run: RunDirectory, tmp_path: Path
 
 def test_sharegpt_speakers_take_turns(run: RunDirectory, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
-    assert export(run.uri, "sharegpt", str(out)) == Exported(rows=2, left_out=1)
+    assert export(run.uri, "sharegpt", str(out)) == Exported(rows=2, left_out=0)
     first, second = lines(out)
     assert first["system"] == "be brief" and second["system"] == ""
     speakers = [turn["from"] for turn in first["conversations"]]
@@ -135,7 +135,7 @@ def test_sessions_that_agents_opened_are_written_when_asked_for(run: RunDirector
 def test_the_command_says_what_it_wrote(run: RunDirectory, tmp_path: Path) -> None:
     code, output = sf("export", run.uri, "--to", "trl", str(tmp_path / "out.jsonl"))
     assert code == 0
-    assert "out.jsonl: 2 conversations for trl; 1 left out" in output
+    assert "out.jsonl: 2 conversations for trl; 0 left out" in output
 
 
 @pytest.mark.parametrize(

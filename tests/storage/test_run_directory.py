@@ -129,6 +129,18 @@ def test_attempts_count_up_and_only_the_latest_commits(run: RunDirectory) -> Non
     assert run.next_stage() == (0, "filter")
 
 
+def test_of_the_newest_attempt_alone_it_is_noted_that_its_data_plane_is_gone(run: RunDirectory) -> None:
+    run.begin_attempt(Attempt(dataplane="http://127.0.0.1:1", host="here"))
+    run.end_attempt("http://127.0.0.1:1", "elsewhere")
+    assert run.newest_attempt().dataplane == "http://127.0.0.1:1"
+    run.end_attempt("http://127.0.0.1:1", "here")
+    assert run.newest_attempt() == Attempt(dataplane="", host="here")
+    later = Attempt(dataplane="http://127.0.0.1:2", host="here")
+    run.begin_attempt(later)
+    run.end_attempt("http://127.0.0.1:1", "here")
+    assert run.newest_attempt() == later
+
+
 def test_the_newest_attempt_says_which_data_plane_serves_it(run: RunDirectory) -> None:
     assert run.newest_attempt() == Attempt()
     run.begin_attempt(Attempt(dataplane="http://127.0.0.1:1"))
