@@ -57,7 +57,11 @@ def _holds(render: Render) -> Callable[[_Probe], bool]:
             return True  # never to be seen: such a request is refused
         beginning = opening(history)
         assert beginning is not None
-        addition = render_addition(render, beginning, render(beginning, tools), added, tools)
+        try:
+            beginning_text = render(beginning, tools)
+        except jinja2.TemplateError:
+            return False
+        addition = render_addition(render, beginning, beginning_text, added, tools)
         return addition is not None and whole == before + addition
 
     return holds

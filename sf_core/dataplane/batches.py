@@ -85,6 +85,10 @@ class Sealer:
         }
         await run.journal.append(sealed_record(index, batch, answer))
         await run.compact(partial(compaction, run))
+        # last, because all of this may be done again
+        run.count("sealed_groups", len(batch.groups))
+        for dropped in batch.dropped:
+            run.count(f"rejected_groups.{batch.rejected[dropped]}")
         return answer
 
     async def _write_evaluation(self, version: int, attempt: int) -> Sealed:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Container
 
 import orjson
 
@@ -37,12 +38,18 @@ class Conversation:
         self._numbers: dict[int, bytes] = {}
         """The calls of messages whose arguments hold numbers: to Python 1, 1.0 and True are equal."""
 
-    def extend(self, messages: list[Message]) -> None:
+    def extend(self, messages: list[Message], answers: Container[bytes]) -> None:
         for message in messages:
             if "tool_calls" in message and _has_number(calls := _calls(message)):
                 self._numbers[len(self.messages)] = calls
             self.messages.append(message)
-            self.keys.append(extend_chain(self.keys[-1], message))
+            key = extend_chain(self.keys[-1], message)
+            if "name" in message and message["role"] == "assistant":
+                # agents name the answers that they send back; the policy gave them no name
+                unnamed = {field: value for field, value in message.items() if field != "name"}
+                answer = extend_chain(self.keys[-1], unnamed)
+                key = answer if answer in answers else key
+            self.keys.append(key)
 
     def beginning(self, num_messages: int) -> Conversation:
         copy = Conversation(self.keys[0])
@@ -75,8 +82,10 @@ class Conversations:
         texts = sum(sys.getsizeof(conversation.opening_text) for conversation in self._recent)
         return texts + sum(KEY_BYTES * len(conversation.keys) for conversation in self._recent)
 
-    def recall(self, tools: list[Tool], messages: list[Message]) -> Conversation:
-        """The conversation of exactly these messages."""
+    def recall(
+        self, tools: list[Tool], messages: list[Message], answers: Container[bytes] = ()
+    ) -> Conversation:
+        """The conversation of exactly these messages. `answers` are the keys of what was sampled."""
         tools_key = chain_keys(tools, [])[0]
         best, shared = Conversation(tools_key), 0
         for conversation in reversed(self._recent):
@@ -90,7 +99,7 @@ class Conversations:
         elif best in self._recent:
             self._recent.remove(best)
         best.num_known = shared
-        best.extend(messages[shared:])
+        best.extend(messages[shared:], answers)
         self._recent = [*self._recent[-NUM_KEPT + 1 :], best]
         return best
 

@@ -75,8 +75,14 @@ class DataPlane:
                 if reopened is not None:
                     self._serve(*reopened)
                     await reopened[0].announce()
-            except (ApiError, OSError, ValueError) as error:
-                log.warning("%s: the run waits for its flow to register it: %s", path, error)
+            except Exception as error:  # the other runs are served
+                log.warning(
+                    "%s: the run is not served: %s: %s. Mend that, then start its flow again",
+                    path,
+                    type(error).__name__,
+                    error,
+                    exc_info=not isinstance(error, (ApiError, OSError)),
+                )
 
     async def register(self, spec: RunSpec) -> Run:
         """Open a run, or begin another attempt on it."""

@@ -2,7 +2,8 @@
 
 A canonical message holds only what a model can see, in one spelling: absent content is "", arguments of tool
 calls are mappings. Dialects produce it, templates render it, sessions compare it. What a model thought before
-an answer is in the record only: clients send answers back with it or without, and both mean the same.
+an answer is in the record only: clients send answers back with it or without, and both mean the same. So do
+answers that come back with a `name`, as agents give them; other assistant messages keep theirs.
 """
 
 from __future__ import annotations

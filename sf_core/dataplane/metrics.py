@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 from sf_core.dataplane.host import SessionHost
 from sf_core.dataplane.links import LinkState
 from sf_core.dataplane.memory import Memory
+from sf_core.dataplane.outcomes import NUM_RECENT
 from sf_core.dataplane.records import FinishedSession
 from sf_core.dataplane.run import Run
 from sf_core.dataplane.session import Session
@@ -25,7 +26,11 @@ from sf_core.dataplane.session import Session
 _OVERHEAD_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 2.0)
 _ENGINE_S = (0.01, 0.05, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 
-_BRANCH = "branches."
+_BRANCH, _REJECTED = "branches.", "rejected_groups."
+"""What names of a run's counters begin with, before a reason."""
+
+_ENDS = {"finished": "finished_sessions", "failed": "failed_sessions", "lost": "retries"}
+"""The counters of how sessions end that runners were given."""
 
 
 class Metrics:
@@ -105,10 +110,15 @@ class Runs(Collector):
         per_run = ["run"]
         waiting = GaugeMetricFamily("sf_requests_waiting", "Turns that no engine works on.", labels=per_run)
         running = GaugeMetricFamily("sf_requests_running", "Turns that an engine works on.", labels=per_run)
-        sessions = GaugeMetricFamily("sf_sessions_running", "Sessions with a runner.", labels=per_run)
+        sessions = GaugeMetricFamily(
+            "sf_sessions_running", "Open sessions, with a runner or without.", labels=per_run
+        )
         version = GaugeMetricFamily("sf_policy_version", "Last published version.", labels=per_run)
         answers = GaugeMetricFamily(
             "sf_answers_unscored", "Sessions whose answer waits for its reward or gets it.", labels=per_run
+        )
+        reward = GaugeMetricFamily(
+            "sf_reward_recent", f"Mean reward of the last {NUM_RECENT} finished sessions.", labels=per_run
         )
         engines = GaugeMetricFamily("sf_engines", "Connected engines.", labels=["run", "state"])
         tokens = CounterMetricFamily("sf_sampled_tokens", "Tokens engines sampled.", labels=per_run)
@@ -118,7 +128,6 @@ class Runs(Collector):
         moves = CounterMetricFamily(
             "sf_moves", "Turns taken from an engine because its queue was too long.", labels=per_run
         )
-        branches = _branches(self._runs)
         carried = CounterMetricFamily(
             "sf_engine_bytes", "Bytes of frames to and from engines.", labels=["run", "direction"]
         )
@@ -130,6 +139,8 @@ class Runs(Collector):
                 sessions.add_metric([name], len(run.sessions))
                 answers.add_metric([name], sum(s.answer is not None for s in run.sessions.values()))
                 version.add_metric([name], router.weights.version)
+                if (mean := run.outcomes.mean_reward) is not None:
+                    reward.add_metric([name], mean)
                 states = Tally(link.state for link in router.links)
                 # zeros too: an alert on too few engines must see a run that has none
                 for state in get_args(LinkState):
@@ -139,8 +150,9 @@ class Runs(Collector):
             moves.add_metric([name], router.moves)
             carried.add_metric([name, "to_engines"], router.bytes_to_engines)
             carried.add_metric([name, "from_engines"], router.bytes_from_engines)
-        gauges = [waiting, running, sessions, answers, version, engines]
-        return [*gauges, tokens, interruptions, moves, branches, carried, *_journals(self._runs)]
+        gauges = [waiting, running, sessions, answers, version, reward, engines]
+        counters = [*_ends(self._runs), tokens, interruptions, moves, _branches(self._runs), carried]
+        return [*gauges, *counters, *_journals(self._runs)]
 
 
 class Sessions(Collector):
@@ -193,6 +205,22 @@ def _journals(runs: Mapping[str, SessionHost]) -> Iterable[Metric]:
     return [unwritable, failures]
 
 
+def _ends(runs: Mapping[str, Run]) -> list[Metric]:
+    sessions = CounterMetricFamily(
+        "sf_sessions", "Sessions that runners were given, by how they ended.", labels=["run", "end"]
+    )
+    groups = CounterMetricFamily(
+        "sf_groups", "Groups that were sealed in a batch, or why they were rejected.", labels=["run", "end"]
+    )
+    for name, run in list(runs.items()):
+        for end, counter in _ENDS.items():
+            sessions.add_metric([name, end], run.counters[counter])
+        groups.add_metric([name, "sealed"], run.counters["sealed_groups"])
+        for reason, number in _by_reason(run, _REJECTED).items():
+            groups.add_metric([name, reason], number)
+    return [sessions, groups]
+
+
 def _branches(runs: Mapping[str, SessionHost]) -> CounterMetricFamily:
     branches = CounterMetricFamily("sf_branches", "Why branches were opened.", labels=["run", "reason"])
     for name, run in list(runs.items()):
@@ -203,9 +231,13 @@ def _branches(runs: Mapping[str, SessionHost]) -> CounterMetricFamily:
 
 def _branch_reasons(run: SessionHost) -> Tally[str]:
     """Of sessions that are over, which the run counts, and of those that are not."""
-    reasons = Tally(
-        {name.removeprefix(_BRANCH): n for name, n in run.counters.items() if name.startswith(_BRANCH)}
-    )
+    reasons = _by_reason(run, _BRANCH)
     for session in run.sessions.values():
         reasons.update(session.branch_reasons)
     return reasons
+
+
+def _by_reason(run: SessionHost, prefix: str) -> Tally[str]:
+    return Tally(
+        {name.removeprefix(prefix): n for name, n in run.counters.items() if name.startswith(prefix)}
+    )

@@ -59,10 +59,16 @@ class Renderer:
         self._append_only_roles = append_only_roles(self.render)
 
     def render(self, messages: list[Message], tools: list[dict[str, Any]]) -> str:
-        """The prompt text for the next assistant turn. Raises TemplateError if the template refuses."""
-        return self._template.render(
-            messages=messages, tools=tools or None, add_generation_prompt=True, **self._special
-        )
+        """The prompt text for the next assistant turn. Raises TemplateError if the template refuses, or fails
+        on, these messages."""
+        try:
+            return self._template.render(
+                messages=messages, tools=tools or None, add_generation_prompt=True, **self._special
+            )
+        except jinja2.TemplateError:
+            raise
+        except Exception as error:  # a template is a program: it adds a string to nothing, for one
+            raise jinja2.TemplateError(f"{type(error).__name__}: {error}") from error
 
     def is_append_only(self, added: list[Message]) -> bool:
         """Whether these messages, behind an answer, leave the rendering of all earlier ones as it was."""
@@ -209,5 +215,9 @@ async def read_renderer(model_dir: str) -> Renderer:
     """Raises ApiError if the folder cannot be used."""
     try:
         return await asyncio.to_thread(Renderer, model_dir)
-    except (ValueError, OSError) as error:
+    except OSError as error:
         raise ApiError(400, str(error), param="model_dir") from None
+    except Exception as error:  # nothing narrower: a broken tokenizer.json raises just that
+        is_ours = type(error) is ValueError
+        sentence = f"{model_dir}: tokenizer or template is broken: {type(error).__name__}: {error}"
+        raise ApiError(400, str(error) if is_ours else sentence, param="model_dir") from error

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import orjson
 
 from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.json_text import read_json
 from sf_core.dataplane.messages import Message
 from sf_core.dataplane.toolcalls import Tool
 
@@ -53,21 +54,13 @@ class TurnRequest:
 
 
 def parse_json(data: bytes) -> Any:
-    """What orjson can also write again, inside of records and answers."""
+    """A body that can be written again (json_text.py)."""
     try:
-        value = orjson.loads(data)
-        # it reads deeper than it writes; the count tells at almost no cost that most bodies are not deep
-        if data.count(b"{") + data.count(b"[") > _SURELY_WRITABLE:
-            orjson.dumps([[[[[[[[value]]]]]]]])
+        return read_json(data)
     except orjson.JSONDecodeError as error:
         raise ApiError(400, f"The request body is not valid JSON: {error}") from None
     except orjson.JSONEncodeError:
         raise ApiError(400, "The request body is nested too deeply.") from None
-    return value
-
-
-_SURELY_WRITABLE = 200
-"""Levels of nesting; orjson writes 254."""
 
 
 def parse_object(data: bytes) -> Body:
@@ -138,9 +131,11 @@ def join_text(content: Any, where: str, types: tuple[str, ...]) -> str:
 def parse_arguments(arguments: Any, where: str) -> dict[str, Any]:
     """Templates take a mapping; two spellings of the same JSON are the same call."""
     try:
-        arguments = orjson.loads(arguments) if isinstance(arguments, str) else arguments
+        arguments = read_json(arguments) if isinstance(arguments, str) else arguments
     except orjson.JSONDecodeError:
         raise ApiError(400, f"{where}.arguments is not valid JSON", param=where) from None
+    except orjson.JSONEncodeError:
+        raise ApiError(400, f"{where}.arguments is nested too deeply", param=where) from None
     if not isinstance(arguments, dict):
         raise ApiError(400, f"{where}.arguments must be a JSON object, got {kind_of(arguments)}", param=where)
     return arguments

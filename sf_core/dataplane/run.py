@@ -240,6 +240,7 @@ class Run(SessionHost):
         if not result.trajectories and claim.place.split == "train":
             return await self._fail(claim, "the agent finished without an answer from the policy")
         self.outcomes.note_finished(result)
+        self.counters["finished_sessions"] += 1
         await self.journal.append(finished_record(result))
         if self.manager.group_of(claim) is not None:
             self.results.keep(claim.place, self.results.hold(result))

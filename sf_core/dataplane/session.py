@@ -102,7 +102,7 @@ class Session:
         """The prompt this request stands for, new or asked before. Raises jinja2.TemplateError.
 
         `forced` is how the answer must begin: it is encoded behind the prompt and belongs to it."""
-        conversation = self._conversations.recall(tools, messages)
+        conversation = self._conversations.recall(tools, messages, self._answers)
         keys = conversation.keys
         prompt = self._prompts.get((keys[-1], forced))
         if prompt is None:

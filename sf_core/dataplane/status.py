@@ -13,21 +13,17 @@ from sf_core.dataplane.runners import Work
 
 def batch_status(run: Run, batch: int) -> dict[str, Any]:
     readiness = run.manager.readiness(batch)
-    reasons = [readiness.waiting_for] if readiness.waiting_for else []
-    return asdict(readiness) | {
-        "waiting_for": "; ".join(reasons + (_obstacles(run) if reasons else [])),
-        **_workforce(run),
-    }
+    return asdict(readiness) | {"waiting_for": _awaited(run, readiness.waiting_for), **_workforce(run)}
 
 
 def evaluation_status(run: Run, version: int, group: Group) -> dict[str, Any]:
     missing = group.size - group.num_done
-    reasons = [f"{missing} of {group.size} held-out sessions", *_obstacles(run)] if missing else []
+    sessions = f"{missing} of {group.size} held-out sessions" if missing else ""
     return {
         "done": not missing,
         "finished": group.num_done,
         "num_tasks": group.size,
-        "waiting_for": "; ".join(reasons),
+        "waiting_for": _awaited(run, sessions),
         **_workforce(run),
     }
 
@@ -46,7 +42,7 @@ def run_status(run: Run) -> dict[str, Any]:
         "groups_needed": readiness.needed,
         "groups_in_flight": readiness.in_flight,
         "tokens_left": _tokens_left(run),
-        "waiting_for": readiness.waiting_for,
+        "waiting_for": _awaited(run, readiness.waiting_for),
         "sessions_running": len(run.sessions),
         "straggler": straggler(run),
         "work": work_of(run),
@@ -96,7 +92,8 @@ def work_of(run: Run) -> dict[Work, int]:
 
 
 def straggler(run: Run) -> dict[str, Any] | None:
-    """The session that runs longest. It holds back its group, and no other."""
+    """The session that runs longest. It holds back its group. A batch takes other groups instead until that
+    would exceed the lag bound, and without overlap at once; then, with on_max_lag: wait, it waits for it."""
     claimed = [session for session in run.sessions.values() if session.claim is not None]
     if not claimed:
         return None
@@ -126,8 +123,13 @@ def _workforce(run: Run) -> dict[str, Any]:
     }
 
 
+def _awaited(run: Run, what: str) -> str:
+    """One sentence: what is waited for, and all that keeps it from coming; empty if nothing is."""
+    return "; ".join([what, *_obstacles(run)]) if what else ""
+
+
 def _obstacles(run: Run) -> list[str]:
-    """What else keeps sessions from finishing."""
+    """What keeps sessions from finishing."""
     obstacles = [] if run.router.is_serving else [run.router.obstacle()]
     if not num_runners(run):
         obstacles.append("no agent runner is connected")

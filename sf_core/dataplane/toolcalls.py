@@ -1,7 +1,7 @@
 """Tool calls inside sampled text: one parser and renderer per model family.
 
 Owns the formats: where calls stand in an answer, how one is written, and how the text of a forced one begins.
-What does not parse or names an unknown tool stays text and is counted.
+What does not parse, cannot be written again or names an unknown tool stays text and is counted.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import orjson
+
+from sf_core.dataplane.json_text import read_json
 
 CALL_START, CALL_END = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
@@ -84,7 +86,7 @@ class MarkedCalls:
 class LeadingCalls:
     """Calls as JSON objects that are the whole answer, with `;` between them."""
 
-    def __init__(self, parse: Callable[[Any], ToolCall | None]) -> None:
+    def __init__(self, parse: Callable[[str], ToolCall | None]) -> None:
         self._parse = parse
         self._text = ""
         self._is_text = False
@@ -100,10 +102,10 @@ class LeadingCalls:
             if "}" not in text:
                 return parts
             try:
-                value, end = _JSON.raw_decode(self._text, at)
-            except json.JSONDecodeError:
+                _, end = _JSON.raw_decode(self._text, at)
+            except (ValueError, RecursionError):
                 return parts
-            call = self._parse(value)
+            call = self._parse(self._text[at:end])
             self.num_unparsed += call is None
             self._has_calls |= call is not None
             parts.append(self._text[:end] if call is None else call)
@@ -128,7 +130,11 @@ _JSON = json.JSONDecoder()
 _BETWEEN = "; \t\r\n"
 
 
-def _json_call(value: Any, tools: list[Tool], *keys: str) -> ToolCall | None:
+def _json_call(text: str, tools: list[Tool], *keys: str) -> ToolCall | None:
+    try:
+        value = read_json(text)
+    except (orjson.JSONDecodeError, orjson.JSONEncodeError):
+        return None
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     arguments: Any = next((value[key] for key in keys if key in value), {})
@@ -146,13 +152,7 @@ def _open_json(tool: Tool | None, key: str) -> str:
 
 
 def _split_hermes(tools: list[Tool]) -> CallSplitter:
-    def parse(text: str) -> ToolCall | None:
-        try:
-            return _json_call(orjson.loads(text), tools, "arguments")
-        except orjson.JSONDecodeError:
-            return None
-
-    return MarkedCalls(parse)
+    return MarkedCalls(lambda text: _json_call(text, tools, "arguments"))
 
 
 def _split_plain(tools: list[Tool]) -> CallSplitter:
@@ -186,7 +186,7 @@ FORMATS = {
         lambda tool: f"{CALL_START}\n{_open_json(tool, 'arguments')}",
     ),
     "llama3_json": ToolFormat(
-        lambda tools: LeadingCalls(lambda value: _json_call(value, tools, "parameters", "arguments")),
+        lambda tools: LeadingCalls(lambda text: _json_call(text, tools, "parameters", "arguments")),
         lambda call: _render_json(call, "parameters"),
         lambda tool: _open_json(tool, "parameters"),
     ),

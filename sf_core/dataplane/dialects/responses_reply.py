@@ -48,6 +48,8 @@ class ResponsesReply:
         self._items: list[dict[str, Any]] = []
         self._open: str | None = None
         """Type of the last item while it is being sent."""
+        self._logprobs: list[dict[str, Any]] = []
+        """Of tokens since the last text that was sent: one may end inside a character, or begin a call."""
 
     def whole(self, answers: list[Answer]) -> bytes:
         [answer] = answers
@@ -66,7 +68,8 @@ class ResponsesReply:
         )
 
     def piece(self, index: int, pieces: Pieces) -> bytes:
-        data, logprobs = b"", pieces.logprobs
+        data = b""
+        self._logprobs += _logprobs(pieces.logprobs)
         for event in pieces.events:
             if isinstance(event, MadeCall):
                 data += self._end_item() + self._send_call(event)
@@ -74,14 +77,18 @@ class ResponsesReply:
                 data += self._begin_item("reasoning") + self._send_text("reasoning_text", event.text)
             else:
                 data += self._begin_item("message")
-                data += self._send_text("output_text", event, logprobs=_logprobs(logprobs))
-                logprobs = None
+                data += self._send_text("output_text", event, logprobs=self._take_logprobs())
         return data
 
     def turn_ended(self, index: int, answer: Answer) -> bytes:
         # an answer without text is an answer too: its client sends it back
         empty = self._begin_item("message") if not answer.content and not answer.calls else b""
-        return empty + self._end_item()
+        ended = self._end_item()
+        texts = [item["content"][0] for item in self._items if item["type"] == "message"]
+        if texts:
+            # of tokens behind the last text: its item has them when all of the response is sent
+            texts[-1]["logprobs"] += self._take_logprobs()
+        return empty + ended
 
     def ended(self, answers: list[Answer]) -> bytes:
         response = self._finished(answers[0])
@@ -177,13 +184,20 @@ class ResponsesReply:
         part.get("logprobs", []).extend(fields.get("logprobs", []))
         return self._item_event(f"response.{kind}.delta", content_index=0, delta=text, **fields)
 
+    def _take_logprobs(self) -> list[dict[str, Any]]:
+        logprobs, self._logprobs = self._logprobs, []
+        return logprobs
+
     def _end_item(self) -> bytes:
         if self._open is None:
             return b""
         item, kind, self._open = self._items[-1], self._open, None
         item["status"] = "completed"
         part = item["content"][0]
-        logprobs = {"logprobs": part["logprobs"]} if kind == "message" else {}
+        logprobs = {}
+        if kind == "message":
+            part["logprobs"] += self._take_logprobs()
+            logprobs = {"logprobs": part["logprobs"]}
         return b"".join(
             [
                 self._item_event(

@@ -46,6 +46,18 @@ def test_a_template_that_looks_at_the_whole_conversation_is_always_given_it(
     assert not renderer.is_append_only([user("a")])
 
 
+def test_a_template_that_refuses_a_mere_opening_is_always_given_the_whole(tmp_path: Path) -> None:
+    refusal = "{% if messages | length < 3 %}{{ raise_exception('too short') }}{% endif %}"
+    renderer = changed(tmp_path, "{% for", refusal + "{% for")
+    assert not renderer.is_append_only([user("a")])
+
+
+def test_a_template_that_fails_on_a_probe_serves_what_it_can_render(tmp_path: Path) -> None:
+    failure = "{% if messages[-1].role == 'tool' %}{{ 'a' + none }}{% endif %}"
+    renderer = changed(tmp_path, "{% for", failure + "{% for")
+    assert renderer.is_append_only([user("a")])
+
+
 def test_a_template_that_fools_the_probes_is_found_out(tmp_path: Path) -> None:
     # more messages than any probe has
     renderer = changed(tmp_path, "{% for", "{% if messages | length > 100 %}long{% endif %}{% for")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import shutil
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -264,6 +267,48 @@ BAD_REQUESTS: list[tuple[dict[str, Any], int, str]] = [
     ({"response_format": {"type": "json_object"}}, 400, "response_format must be text"),
     ({"messages": [{"role": "user", "content": "a" * 9_000_000}]}, 413, "over the limit"),
 ]
+
+
+@pytest.mark.parametrize("name", [None, "coder"])
+def test_however_a_client_appends_an_answer_its_tokens_are_the_recorded_ones(
+    server: Server, renderer: Renderer, name: str | None
+) -> None:
+    server.register(max_tokens=128)
+    texts = ["so", "Sure. " + tool_call_text(expression="1+1")]
+    said = [answer for text in texts for _ in HOW_APPENDED for answer in (text, "done")]
+    server.connect(answering(renderer, *said))
+    for text, append in itertools.product(texts, HOW_APPENDED):
+        opened = server.post("/sessions", {"run_id": "run"})["session_id"]
+        message = ask(server, opened, tools=[CALC]).choices[0].message
+        results: list[Any] = [
+            {"role": "tool", "tool_call_id": call.id, "content": "2"} for call in message.tool_calls or []
+        ]
+        named = message if name is None else message.model_copy(update={"name": name})
+        first = server.asked[-1].prompt_ids
+        ask(server, opened, [*HI, append(named), *(results or HI)], tools=[CALC])
+        recorded = first + say(renderer, text)
+        assert server.asked[-1].prompt_ids[: len(recorded)] == recorded
+        assert server.get(f"/sessions/{opened}")["branch_reasons"] == {}
+
+
+HOW_APPENDED: list[Any] = [
+    lambda message: message,
+    lambda message: message.model_dump(),
+    lambda message: message.model_dump(exclude_none=True),
+]
+
+
+def test_messages_that_the_template_fails_on_are_refused_with_what_it_says(
+    server: Server, model_dir: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(model_dir, folder)
+    template = folder / "chat_template.jinja"
+    template.write_text(template.read_text() + "{{ messages[0].name + none }}")
+    server.register(model_dir=str(folder))
+    sentence = "The chat template refuses these messages: TypeError: can only concatenate str"
+    with pytest.raises(openai.BadRequestError, match=sentence):
+        ask(server, messages=[HI[0] | {"name": "me"}])
 
 
 def test_bad_requests_get_a_sentence_in_the_shape_clients_expect(server: Server) -> None:

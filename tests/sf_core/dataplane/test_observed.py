@@ -98,6 +98,43 @@ def test_branches_are_counted_by_reason_before_and_after_a_session_ends(
     assert figures(server)["sf_branches_total", "asked_again", "run"] == 2
 
 
+def test_ends_of_sessions_and_groups_are_counted_and_rewards_shown(
+    server: Server, renderer: Renderer
+) -> None:
+    server.register(group_size=1, groups_per_batch=1, session_attempts=1, on_max_lag="drop")
+    server.connect(lambda prompt, seed: say(renderer, "hello"))
+    assert figures(server)["sf_sessions_total", "failed", "run"] == 0
+    assert ("sf_reward_recent", "run") not in figures(server)
+
+    def ask_and_finish(claim: dict[str, Any], **report: Any) -> None:
+        ask(server, f"/sessions/{claim['session_id']}{CHAT}")
+        if report:
+            server.post(f"/sessions/{claim['session_id']}/finish", report)
+
+    failing, old = server.claim(2)
+    ask_and_finish(failing, status="failed", error="x")
+    ask_and_finish(old)
+    running = [old["session_id"]]
+    for batch in range(2):
+        [claim] = server.claim(1, running=running)
+        ask_and_finish(claim, status="finished", reward=0.5 + batch)
+        server.post(f"/runs/run/batches/{batch}/seal", {"attempt": 1})
+        server.post("/runs/run/weights", {"version": batch + 1, "uri": "w"})
+    server.claim(1)
+    server.claim(0)
+    seen = figures(server)
+    ends = {key: number for key, number in seen.items() if key[0] in ("sf_sessions_total", "sf_groups_total")}
+    assert ends == {
+        ("sf_sessions_total", "finished", "run"): 2,
+        ("sf_sessions_total", "failed", "run"): 1,
+        ("sf_sessions_total", "lost", "run"): 1,
+        ("sf_groups_total", "sealed", "run"): 2,
+        ("sf_groups_total", "failed_sessions", "run"): 1,
+        ("sf_groups_total", "max_lag", "run"): 1,
+    }
+    assert seen["sf_reward_recent", "run"] == 1.0
+
+
 class RecordingTracer(trace.Tracer):
     """The API's own interface, as an SDK would implement it."""
 

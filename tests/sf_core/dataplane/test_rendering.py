@@ -1,17 +1,20 @@
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import jinja2
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from sf_core.dataplane.rendering import Renderer, TextStream
+from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.rendering import Renderer, TextStream, read_renderer
 from tests.sf_core.dataplane.stand import CALC
 
 
@@ -70,6 +73,40 @@ def test_a_folder_that_cannot_be_used_is_refused_with_a_sentence(
     change(tmp_path)  # type: ignore[operator]
     with pytest.raises(ValueError, match=sentence):
         Renderer(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "sentence"),
+    [
+        ("tokenizer.json", "{", "Exception: EOF while parsing an object"),
+        ("tokenizer_config.json", "{", "JSONDecodeError: Expecting property name"),
+        ("chat_template.jinja", "{% if %}", "TemplateSyntaxError: Expected an expression"),
+        ("chat_template.jinja", "</think>{{ raise_exception('no') }}", "TemplateError: no"),
+        ("generation_config.json", "[]", "AttributeError: "),
+    ],
+)
+def test_a_folder_with_a_broken_file_is_refused_and_named(
+    model_dir: str, tmp_path: Path, file: str, text: str, sentence: str
+) -> None:
+    shutil.copytree(model_dir, tmp_path, dirs_exist_ok=True)
+    (tmp_path / file).write_text(text)
+    with pytest.raises(ApiError) as refused:
+        asyncio.run(read_renderer(str(tmp_path)))
+    assert refused.value.message.startswith(f"{tmp_path}: tokenizer or template is broken: {sentence}")
+    assert (refused.value.status, refused.value.param) == (400, "model_dir")
+
+
+def test_a_template_that_fails_on_messages_refuses_them_and_serves_others(
+    model_dir: str, tmp_path: Path
+) -> None:
+    shutil.copytree(model_dir, tmp_path, dirs_exist_ok=True)
+    # as templates of reasoning models do with answers that have none
+    shown = "{% for m in messages %}{{ m.content + (m.reasoning_content or none) }}<|im_end|>{% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(shown)
+    renderer = asyncio.run(read_renderer(str(tmp_path)))
+    assert renderer.render([{"role": "user", "content": "a", "reasoning_content": "b"}], []) == "ab<|im_end|>"
+    with pytest.raises(jinja2.TemplateError, match="TypeError: can only concatenate str"):
+        renderer.render([{"role": "user", "content": "a"}], [])
 
 
 def test_the_date_of_a_template_does_not_change_while_sessions_run(model_dir: str, tmp_path: Path) -> None:

@@ -276,7 +276,11 @@ def test_paused_requests_wait_with_their_connection_open(serving: Server) -> Non
     agent = threading.Thread(target=work, args=(serving, claim))
     agent.start()
     serving.wait_for(lambda: serving.get("/runs/run")["requests_waiting"] == 1)
-    assert serving.get("/runs/run")["paused"]
+    status = serving.get("/runs/run")
+    assert status["paused"]
+    # as whoever waits for the batch is told
+    awaited = serving.get("/runs/run/batches/0")["waiting_for"]
+    assert status["waiting_for"] == awaited == "2 of 2 groups; 1 are in flight; the run is paused"
     serving.post("/runs/run/resume")
     agent.join(10)
     assert serving.get("/runs/run")["reward_recent"] == 1.0

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 from copy import deepcopy
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -109,6 +111,27 @@ def test_absent_content_and_other_spellings_of_arguments_are_the_same_message(re
     result = {"role": "tool", "content": [{"type": "text", "text": "4"}], "tool_call_id": sent["id"]}
     messages = Chat().parse({"messages": [user("hi"), echo, result]}, session)[0].messages
     assert session.open_prompt(messages, [CALC], renderer).parent is first
+
+
+def test_an_answer_that_comes_back_with_a_name_is_the_recorded_one(model_dir: str, tmp_path: Path) -> None:
+    shutil.copytree(model_dir, tmp_path, dirs_exist_ok=True)
+    template = tmp_path / "chat_template.jinja"
+    template.write_text(
+        template.read_text().replace("{{ message.role }}", "{{ message.name or message.role }}")
+    )
+    session, renderer = Session("s"), Renderer(str(tmp_path))
+    example = [user("x"), {"role": "assistant", "content": "y", "name": "coder"}]
+    first = sample(session, renderer, [*example, user("a")], say(renderer, "one"))
+    named = first.message | {"name": "coder"}
+    second = sample(session, renderer, [*example, user("a"), named, user("b")], say(renderer, "two"))
+    third = session.open_prompt(
+        [*example, user("a"), named, user("b"), second.message | {"name": "coder"}, user("c")], [], renderer
+    )
+    assert (second.prompt.parent, third.parent, session.branch_reasons.total()) == (first, second, 0)
+    # a message that was not sampled has the name that it was given
+    assert shown(renderer, third.full_ids().tolist()).count("coder") == 1
+    other = session.open_prompt([user("x"), example[1] | {"name": "tester"}, user("a")], [], renderer)
+    assert "tester" in shown(renderer, other.full_ids().tolist())
 
 
 def test_branches_say_why_they_were_opened(renderer: Renderer) -> None:

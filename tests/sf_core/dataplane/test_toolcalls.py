@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sf_core.dataplane.messages import assistant_message
 from sf_core.dataplane.toolcalls import (
     CALL_END,
     CALL_START,
@@ -66,6 +68,32 @@ def test_what_is_no_call_stays_text_and_is_counted(tool_format: str, inside: str
     assert split(tool_format, text) == ([text], 1)
 
 
+# read by one JSON library, and not written by the one that writes records and answers
+UNWRITABLE = [
+    '{"x": "\\ud800"}',
+    '{"x": NaN}',
+    '{"x": -Infinity}',
+    '{"x": ' + "9" * 5000 + "}",
+    '{"x": ' + "[" * 250 + "]" * 250 + "}",
+    '{"x": ' + "[" * 5000 + "]" * 5000 + "}",
+]
+
+
+@pytest.mark.parametrize("arguments", UNWRITABLE, ids=lambda text: text[:20])
+@pytest.mark.parametrize("name", ["hermes", "llama3_json"])
+def test_a_call_that_no_answer_could_hold_stays_text(name: str, arguments: str) -> None:
+    key = "arguments" if name == "hermes" else "parameters"
+    text = f'{{"name": "calc", "{key}": {arguments}}}'
+    whole = f"{CALL_START}{text}{CALL_END}" if name == "hermes" else text
+    assert split(name, whole) == ([whole], 1)
+
+
+def test_an_integer_of_more_than_64_bits_is_a_number_that_an_answer_can_hold() -> None:
+    for name in ("hermes", "llama3_json"):
+        text = FORMATS[name].render(ToolCall("add", {"n": 2**70}))
+        assert split(name, text) == ([ToolCall("add", {"n": float(2**70)})], 0)
+
+
 def test_a_call_that_never_ends_stays_text() -> None:
     for tool_format, text in [("plain", f"so {CALL_START}calc 1"), ("llama3_json", '{"name": "calc", ')]:
         assert split(tool_format, text) == ([text], 1)
@@ -90,17 +118,26 @@ def test_the_family_is_read_from_the_template() -> None:
     assert format_of("{{ messages }}") == "hermes"
 
 
+VALUES = ["1", "NaN", "9" * 25, '"\\ud800"', "[" * 250 + "]" * 250]
 PIECES: dict[str, list[str]] = {
     "plain": [CALL_START, CALL_END, "add 1", " ", "\n", "<", "tool_call>", "</tool", "é", "calc 2*3"],
-    "hermes": [CALL_START, CALL_END, '{"name": "add", ', '"arguments": {"n": 1}}', "{", "<tool"],
-    "llama3_json": ['{"name": "add", ', '"parameters": {"n": 1}}', "; ", "<|py", "thon_tag|>", "}", "so"],
+    "hermes": [CALL_START, CALL_END, '{"name": "add", ', "{", "<tool"]
+    + [f'"arguments": {{"n": {value}}}}}' for value in VALUES],
+    "llama3_json": ['{"name": "add", ', "; ", "<|py", "thon_tag|>", "}", "so"]
+    + [f'"parameters": {{"n": {value}}}}}' for value in VALUES],
 }
 
 
 @pytest.mark.parametrize("name", FORMATS)
 @given(data=st.data())
-def test_however_the_text_arrives_the_split_is_the_same(name: str, data: st.DataObject) -> None:
+def test_however_the_text_arrives_the_split_is_the_same_and_can_be_answered(
+    name: str, data: st.DataObject
+) -> None:
     text = "".join(data.draw(st.lists(st.sampled_from(PIECES[name]), max_size=12)))
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)))))
     pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    assert split(name, *pieces) == split(name, text)
+    parts, num_unparsed = split(name, *pieces)
+    assert (parts, num_unparsed) == split(name, text)
+    calls = [part for part in parts if isinstance(part, ToolCall)]
+    message = assistant_message("", calls, "s.0.0")
+    assert orjson.loads(orjson.dumps(message)) == message

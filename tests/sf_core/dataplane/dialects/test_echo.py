@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sf_core.dataplane.answer import Answer, Event, Pieces, Reasoning
+from sf_core.dataplane.answer import Answer, Event, Pieces, Reasoning, TokenLogprob
 from sf_core.dataplane.dialects.anthropic import Anthropic
 from sf_core.dataplane.dialects.chat import Chat
 from sf_core.dataplane.dialects.protocol import Dialect
@@ -94,14 +95,17 @@ def as_streamed(answer: Answer) -> list[Event]:
     return [*thought, *text, *answer.calls]
 
 
-@given(answers)
-def test_the_last_event_of_a_response_is_the_whole_response(answer: Answer) -> None:
-    session = Session("s")
+@given(answers, st.booleans())
+def test_the_last_event_of_a_response_is_the_whole_response(answer: Answer, has_logprobs: bool) -> None:
+    session, events = Session("s"), as_streamed(answer)
+    # the last token, the end of the turn, comes without text
+    sampled = [TokenLogprob(str(i), -1.0 * i) for i in range(len(events) + 1)]
+    answer = replace(answer, logprobs=sampled if has_logprobs else None)
     whole = orjson.loads(Responses().reply(BODY, "s.0.0", session).whole([answer]))
     reply = Responses().reply(BODY, "s.0.0", session)
     reply.started(3)
-    for event in as_streamed(answer):
-        reply.piece(0, Pieces([event], None))
+    for i, token in enumerate(sampled):
+        reply.piece(0, Pieces(events[i : i + 1], [token] if has_logprobs else None))
     reply.turn_ended(0, answer)
     last = orjson.loads(reply.ended([answer]).split(b"data: ")[1])
     assert last["response"] | {"created_at": 0} == whole | {"created_at": 0}

@@ -135,14 +135,14 @@ def test_an_answer_cut_by_its_budget_is_incomplete(server: Server, renderer: Ren
 
 
 @pytest.mark.parametrize("how", ["whole", "stream"])
-def test_log_probs_are_those_of_the_engine(server: Server, renderer: Renderer, how: str) -> None:
-    server.register()
-    server.connect(answering(renderer, "the quick fox"))
-    answer = ask(server, how=how, include=["message.output_text.logprobs"])
+@pytest.mark.parametrize("text", ["the quick 数学", "fox " + tool_call_text(expression="1+1")])
+def test_log_probs_are_those_of_the_engine(server: Server, renderer: Renderer, how: str, text: str) -> None:
+    server.register(max_tokens=128)
+    server.connect(answering(renderer, text))
+    answer = ask(server, how=how, include=["message.output_text.logprobs"], tools=[TOOL])
     entries = answer.output[0].content[0].logprobs
-    ids = renderer.encode("the quick fox").tolist()
-    expected = [scripted_logprob(token, i, 0) for i, token in enumerate(ids)]
-    assert [entry.logprob for entry in entries][: len(ids)] == expected
+    expected = [scripted_logprob(token, i, 0) for i, token in enumerate(say(renderer, text))]
+    assert [entry.logprob for entry in entries] == expected
 
 
 @pytest.mark.parametrize(
