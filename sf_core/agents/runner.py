@@ -132,7 +132,8 @@ class AgentRunner:
     async def _claim(self) -> bool:
         """Ask for as many sessions as fit; False once released."""
         self._has_reported.clear()
-        room = min(self._concurrency - len(self._running) - self._threads.num_excess, MAX_CLAIM)
+        free = self._concurrency - len(self._running) - self._threads.num_excess
+        room = min(max(0, free), MAX_CLAIM)
         now = time.monotonic()
         names_sessions = now - self._named_at >= BEAT_S
         body = {
