@@ -19,8 +19,9 @@ from typing import Any, Literal
 
 import httpx
 import orjson
-from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_exponential
 
+from sf_core.agents.reports import Reports
+from sf_core.agents.threads import Threads
 from sf_core.types import Endpoint, Task
 
 log = logging.getLogger(__name__)
@@ -31,13 +32,13 @@ MAX_CLAIM = 256
 BEAT_S = 3.0
 """How often the data plane is told that the runner lives, and which sessions it works on."""
 
-
-class _RefusedForNowError(Exception):
-    """The data plane cannot record anything now."""
+LOOK_S = 2.0
+"""How long a runner waits that has no room, or is given nothing, before it hears again what has become of its
+sessions."""
 
 
 class AgentRunner:
-    """Runs up to `concurrency` sessions at once on one event loop; plain functions run in threads."""
+    """Runs up to `concurrency` sessions at once: on one event loop, plain functions in threads."""
 
     def __init__(
         self,
@@ -72,32 +73,40 @@ class AgentRunner:
         not name."""
         self._named_at = -math.inf
         """When they were last named; of the monotonic clock."""
-        self._reports: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        self._finished = 0
+        self._reports = Reports(f"/runs/{run_id}/finished", self._note_reported)
+        self._has_reported = asyncio.Event()
+        """Since a claim was begun."""
+        self._threads = Threads()
         self._logged: set[tuple[str, str, int]] = set()
 
     async def run(self) -> int:
         """Work until the data plane releases the runner; returns the number of sessions finished.
 
-        A claim that fails is made again, while sessions go on. Raises ConnectionError when claims have failed
-        for `patience_s`: the data plane is gone or has forgotten the run. It gives out again what was begun.
+        A claim or a report that fails is sent again, while sessions go on. Raises ConnectionError when claims
+        have failed for `patience_s`: the data plane is gone or has forgotten the run. It gives out again what
+        was begun, and what could not be reported.
         """
         limits = httpx.Limits(max_connections=64, max_keepalive_connections=64)
         timeout = httpx.Timeout(60.0)
         http = httpx.AsyncClient(base_url=self._url, headers=self._headers, limits=limits, timeout=timeout)
         async with http:
             self._http = http
-            reporter = asyncio.create_task(self._send_reports())
+            reporter = asyncio.create_task(self._reports.send(http))
             try:
                 with self._beating():
                     while await self._claim():
-                        pass
+                        if reporter.done():
+                            reporter.result()  # raises what ended it
+            except ConnectionError:
+                if num_lost := sum(task.done() for task in self._running.values()):
+                    log.warning("%d sessions have ended and could not be reported", num_lost)
+                raise
             finally:
                 tasks = [*self._running.values(), reporter]
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
-        return self._finished
+        return self._reports.num_finished
 
     @contextmanager
     def _beating(self) -> Iterator[None]:
@@ -122,7 +131,9 @@ class AgentRunner:
 
     async def _claim(self) -> bool:
         """Ask for as many sessions as fit; False once released."""
-        room = min(self._concurrency - len(self._running), MAX_CLAIM)
+        self._has_reported.clear()
+        free = self._concurrency - len(self._running) - self._threads.num_excess
+        room = min(max(0, free), MAX_CLAIM)
         now = time.monotonic()
         names_sessions = now - self._named_at >= BEAT_S
         body = {
@@ -130,7 +141,7 @@ class AgentRunner:
             "attempt": self._attempt,
             "max": room,
             "work": self._kind,
-            "wait_s": 2.0 if room else 0.0,
+            "wait_s": LOOK_S if room else 0.0,
             "running": list(self._running) if names_sessions else None,
         }
         try:
@@ -151,8 +162,9 @@ class AgentRunner:
                 del self._running[session_id]
         for claim in answer["sessions"]:
             self._running[claim["session_id"]] = asyncio.create_task(self._work(claim, answer["key"]))
-        if room == 0 and self._running:
-            await asyncio.wait(self._running.values(), timeout=2.0, return_when=asyncio.FIRST_COMPLETED)
+        if room == 0:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._has_reported.wait(), LOOK_S)
         # sessions end in bursts: one claim for several is cheaper than one each
         await asyncio.sleep(0.01)
         return not answer["released"]
@@ -170,17 +182,20 @@ class AgentRunner:
     async def _work(self, claim: dict[str, Any], run_key: str | None) -> None:
         session_id = claim["session_id"]
         try:
-            report = await self._report_on(claim, run_key or self._key or "none")
+            self._reports.add(session_id, await self._report_on(claim, run_key or self._key or "none"))
         except Exception as error:  # the user's code may raise anything; it costs one session
-            sentence = f"{type(error).__name__}: {error}"
+            sentence = _sentence(error)
             where = extract_tb(error.__traceback__)[-1]
             kind = type(error).__name__, where.filename, where.lineno or 0
             # thousands may fail alike, and their sentences differ by the session
             if kind not in self._logged:
                 self._logged.add(kind)
                 log.warning("session %s failed: %s", session_id, sentence, exc_info=error)
-            report = {"status": "failed", "error": sentence}
-        self._reports.put_nowait(report | {"session_id": session_id})
+            self._reports.add_failure(session_id, sentence)
+
+    def _note_reported(self, session_id: str) -> None:
+        self._running.pop(session_id, None)
+        self._has_reported.set()
 
     async def _report_on(self, claim: dict[str, Any], key: str) -> dict[str, Any]:
         """Run the agent, or take what another runner's agent answered; score it, or leave that to others."""
@@ -189,10 +204,10 @@ class AgentRunner:
             answer = orjson.loads(claim["answer"])
         else:
             url = f"{self._url}/sessions/{claim['session_id']}/v1"
-            answer = await _call(self._agent, task, Endpoint(url, key, "policy"))
+            answer = await self._call(self._agent, task, Endpoint(url, key, "policy"))
             if self._is_scored_elsewhere:
                 return {"status": "answered", "answer": _as_json(answer)}
-        reward, parts = _as_reward(await _call(self._reward, task, answer))
+        reward, parts = _as_reward(await self._call(self._reward, task, answer))
         return {
             "status": "finished",
             "reward": reward,
@@ -201,41 +216,19 @@ class AgentRunner:
             "environment": task.environment,
         }
 
-    async def _send_reports(self) -> None:
-        """Report what has ended, many sessions in one request. A report that cannot be delivered is dropped:
-        the data plane gives the session out again."""
-        while True:
-            reports = [await self._reports.get()]
-            await asyncio.sleep(0.01)
-            while not self._reports.empty():
-                reports.append(self._reports.get_nowait())
-            body = orjson.dumps({"sessions": reports})
-            async for attempt in AsyncRetrying(
-                retry=retry_if_exception_type((httpx.TransportError, _RefusedForNowError)),
-                stop=stop_after_delay(30.0),
-                wait=wait_exponential(multiplier=0.1, max=5.0),
-                retry_error_callback=lambda _: None,
-            ):
-                with attempt:
-                    response = await self._http.post(f"/runs/{self._run_id}/finished", content=body)
-                    if response.status_code == 503:
-                        raise _RefusedForNowError(response.text)
-                    if response.is_success:
-                        answer = orjson.loads(response.content)
-                        self._finished += len(answer["finished"])
-                        for session_id, reason in answer["refused"].items():
-                            log.warning("the report on session %s was refused: %s", session_id, reason)
-                    else:
-                        log.warning("reports refused: %s", response.text)
-            for report in reports:
-                self._running.pop(report["session_id"], None)
+    async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a plain or an async function; plain ones must not block the other sessions."""
+        if inspect.iscoroutinefunction(function):
+            return await function(*args)
+        return await self._threads.call(function, *args)
 
 
-async def _call(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a plain or an async function; plain ones must not block the other sessions."""
-    if inspect.iscoroutinefunction(function):
-        return await function(*args)
-    return await asyncio.to_thread(function, *args)
+def _sentence(error: Exception) -> str:
+    try:
+        text = str(error)
+    except Exception:  # it is the user's too
+        text = "it cannot say why"
+    return f"{type(error).__name__}: {text}"
 
 
 def _as_json(answer: Any) -> str:

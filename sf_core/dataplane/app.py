@@ -192,6 +192,8 @@ class Routes:
     async def finish_many(self, request: Request) -> Answer:
         body = parse_body(FinishedBody, await read_body(request.receive))
         run = self._run(request)
+        for report in body.sessions:
+            run.closing.check(report.session_id)
         known = [report for report in body.sessions if report.session_id in run.sessions]
         # together, so that they share one write of the journal
         finishing = (run.finish(run.sessions[report.session_id], report) for report in known)
@@ -322,7 +324,11 @@ class Routes:
         return {"runs": len(self._plane.runs)}
 
     def _session(self, request: Request) -> tuple[Run, Session]:
-        return self._plane.sessions.session(request.path_params["session_id"], request.scope["caller"])
+        session_id = request.path_params["session_id"]
+        for run in self._plane.runs.values():
+            if session_id not in run.sessions:
+                run.closing.check(session_id)
+        return self._plane.sessions.session(session_id, request.scope["caller"])
 
     def _run(self, request: Request) -> Run:
         return self._plane.run(request.path_params["run_id"])

@@ -189,14 +189,15 @@ class DataplaneClient:
             with attempt:
                 response = self._http.request(method, path, **request)
                 if response.status_code == 503:
-                    raise _UnavailableError(f"{method} {path}: {_message(response)}", 503)
+                    raise _UnavailableError(f"{method} {path}: {refusal_of(response)}", 503)
         if response.status_code >= 400:
-            raise DataplaneError(f"{method} {path}: {_message(response)}", response.status_code)
+            raise DataplaneError(f"{method} {path}: {refusal_of(response)}", response.status_code)
         answer: dict[str, Any] = orjson.loads(response.content)
         return answer
 
 
-def _message(response: httpx.Response) -> str:
+def refusal_of(response: httpx.Response) -> str:
+    """The sentence of an answer that is none."""
     try:
         return str(response.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):

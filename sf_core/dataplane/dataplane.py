@@ -175,10 +175,14 @@ class DataPlane:
             # for as long as this process stood still it could hear nobody, and nobody could work
             last, elapsed = now, min(now - last, 2 * SWEEP_S)
             for run in list(self.runs.values()):
-                with suppress(ApiError):
-                    await run.journal.attend(run.sweep(elapsed))
-                self.stores[run.spec.run_id].store_soon()
-                await self._let_go_if_over(run, elapsed)
+                try:
+                    with suppress(ApiError):
+                        await run.journal.attend(run.sweep(elapsed))
+                    self.stores[run.spec.run_id].store_soon()
+                    await self._let_go_if_over(run, elapsed)
+                except Exception:
+                    # the next sweep tries again, and the other runs must not go without one
+                    log.exception("run %s could not be looked after", run.spec.run_id)
 
     async def _let_go_if_over(self, run: Run, elapsed_s: float) -> None:
         run_id = run.spec.run_id
@@ -189,9 +193,10 @@ class DataPlane:
             self._over_s[run_id] = over_s
             return
         async with self._registering:
-            del self.runs[run_id], self.sealers[run_id]
+            # first, because it writes: on a full disk the run stays as it is
             if self._open_runs is not None:
                 self._open_runs.remove(run_id)
+            del self.runs[run_id], self.sealers[run_id]
             await self.stores.pop(run_id).close()
             await run.leave()
 

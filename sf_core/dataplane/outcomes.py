@@ -26,6 +26,10 @@ class Outcomes:
         self.failures_in_a_row += 1
         self.last_error = error
 
+    def forget_failures(self) -> None:
+        """What made them fail may have been mended."""
+        self.failures_in_a_row, self.last_error = 0, ""
+
     @property
     def mean_reward(self) -> float | None:
         """None before a session has finished."""

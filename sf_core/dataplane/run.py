@@ -12,6 +12,7 @@ import secrets
 from collections.abc import Callable
 from typing import Any
 
+from sf_core.dataplane.closing import Closing
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.groups import Claim, Place
 from sf_core.dataplane.host import GRACE_S, SessionHost
@@ -70,8 +71,7 @@ class Run(SessionHost):
         super().__init__(spec, renderer, journal, router, grace_s, memory or Memory())
         self.manager = self._new_manager()
         self.results = Results(self.memory, self.spill_dir)
-        self._closing: dict[str, Session] = {}
-        """Over, and not yet in the journal."""
+        self.closing = Closing()
         self.runners = Runners()
         self.revoked_leases: set[str] = set()
         self.lease_epochs: dict[str, int] = {}
@@ -94,6 +94,7 @@ class Run(SessionHost):
         if spec.attempt > self.spec.attempt:
             for session in [s for s in self.sessions.values() if s.claim is not None]:
                 self._lose(session)
+            self.outcomes.forget_failures()
         self.spec, self.released = spec, False
         self.router.limits = spec.limits
         if spec.version > self.router.weights.version:
@@ -192,7 +193,7 @@ class Run(SessionHost):
     @property
     def unfinished(self) -> set[str]:
         """The sessions whose end the journal does not hold."""
-        return self.sessions.keys() | self._closing.keys()
+        return self.sessions.keys() | self.closing.keys()
 
     async def compact(self, choose: Callable[[], Compaction]) -> None:
         """See Journal.compact."""
@@ -216,7 +217,13 @@ class Run(SessionHost):
         await self.journal.append(rewarded_record(session))
 
     async def finish(self, session: Session, body: FinishBody) -> None:
-        """The agent's or its runner's report. Returns when the result is on disk."""
+        """The agent's or its runner's report. Returns when the result is on disk. Raises ApiError 503 while
+        that of an earlier report is not."""
+        with self.closing.holding(session):
+            if self.sessions.get(session.session_id) is session:  # else it ended while this was on its way
+                await self._finish(session, body)
+
+    async def _finish(self, session: Session, body: FinishBody) -> None:
         body = body.or_earlier(session.reward, session.reward_parts)
         if (claim := session.claim) is None:
             return await self._finish_opened(session, body)
@@ -258,12 +265,8 @@ class Run(SessionHost):
         result = await self._close(session, body)
         if not result.trajectories:
             return await self.journal.append(closed_record(session))
-        self._closing[session.session_id] = session
-        try:
-            await self.journal.append(finished_record(result))
-            self.results.opened[result.session_id] = self.results.hold(result)
-        finally:
-            del self._closing[session.session_id]
+        await self.journal.append(finished_record(result))
+        self.results.opened[result.session_id] = self.results.hold(result)
         self.counters["opened_sessions"] += 1
 
     async def _close_or_fail(self, session: Session, claim: Claim, report: FinishBody) -> FinishedSession:

@@ -45,7 +45,7 @@ class HubRun(Run):
 
     def state_for(self, gateway: int) -> list[Any]:
         """What the gateway is told of the run when it or the run begins."""
-        held = {**self.sessions, **self._closing}
+        held = {**self.sessions, **self.closing}
         sessions = [s for name, s in held.items() if self._gateways.owner(name) == gateway]
         opened = opened_record(sessions)["opened"]
         return [run_record(self.spec)["run"], opened, str(self.journal.path), self.released]
@@ -77,15 +77,11 @@ class HubRun(Run):
         self._tell_owner(session, "drop", reason)
 
     async def finish(self, session: Session, body: FinishBody) -> None:
-        if self.sessions.get(session.session_id) is not session:
-            return  # it ended while this report was on its way
-        # until it is in the journal, its gateway must keep it
-        self._closing[session.session_id] = session
         try:
             await super().finish(session, body)
         finally:
-            self._closing.pop(session.session_id, None)
-            if session.session_id not in self.sessions:
+            # until its end is in the journal, its gateway must keep it
+            if session.session_id not in self.sessions and session.session_id not in self.closing:
                 self._tell_owner(session, "forget")
 
     async def tree(self, session: Session) -> dict[str, Any]:

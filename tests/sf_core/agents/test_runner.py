@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import queue
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +13,7 @@ import httpx
 import pytest
 
 from sf_core.agents import runner as runner_module
-from sf_core.agents.runner import AgentRunner, _as_reward
+from sf_core.agents.runner import AgentRunner, _as_reward, _sentence
 from sf_core.dataplane import run as run_module
 from sf_core.dataplane.rendering import Renderer
 from sf_core.types import Endpoint, Task
@@ -29,6 +31,15 @@ def test_the_parts_of_a_reward_add_up_to_it() -> None:
 def test_a_reward_that_is_no_finite_number_fails_its_session(value: object) -> None:
     with pytest.raises(ValueError, match="must be a finite number"):
         _as_reward(value)
+
+
+class _DumbError(Exception):
+    def __str__(self) -> str:
+        raise KeyError("no words")
+
+
+def test_an_error_that_cannot_say_what_it_is_has_a_name_at_least() -> None:
+    assert _sentence(_DumbError()) == "_DumbError: it cannot say why"
 
 
 @pytest.fixture
@@ -143,10 +154,53 @@ def test_of_failures_at_the_same_place_one_is_in_the_log(
     async def failing_agent(task: Task, endpoint: Endpoint) -> str:
         if len(failed) < 3:
             failed.append(endpoint.base_url)
-            raise ValueError(f"{endpoint.base_url} is not for me")
+            raise ValueError(f"{endpoint.base_url} is not for me, nor is \udc80")
         return await agent(task, endpoint)
 
     with caplog.at_level(logging.WARNING, "sf_core.agents.runner"):
         run_until_ready(server, make_runner(server.url, agent=failing_agent))
     assert len(set(failed)) == 3
     assert len([record for record in caplog.records if record.exc_info]) == 1
+
+
+def test_a_plain_agent_that_hangs_keeps_neither_its_place_nor_its_runner(
+    tmp_path: Path,
+    model_dir: str,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runner_module, "BEAT_S", 0.05)
+    monkeypatch.setattr(runner_module, "LOOK_S", 0.05)
+    begun: queue.Queue[str] = queue.Queue()
+    over, came_to_an_end = threading.Event(), threading.Event()
+
+    def hanging_agent(task: Task, endpoint: Endpoint) -> None:
+        begun.put(endpoint.base_url)
+        over.wait(60)
+        came_to_an_end.set()
+
+    async def work(url: str) -> None:
+        working = asyncio.ensure_future(make_runner(url, agent=hanging_agent, concurrency=1).run())
+        first = await asyncio.to_thread(begun.get, timeout=20)
+        async with httpx.AsyncClient(base_url=url) as http:
+            # the data plane ends it, as one that ran too long
+            await http.post(first.removesuffix("/v1") + "/finish", json={"status": "failed"})
+            assert await asyncio.to_thread(begun.get, timeout=20) != first
+            await http.post("/runs/run/release")
+        await working
+
+    with running_app() as url, attended(url, tmp_path, model_dir) as server:
+        server.register(group_size=1, groups_per_batch=1)
+        asyncio.run(asyncio.wait_for(work(url), 60))
+    assert not came_to_an_end.is_set()
+    over.set()
+
+
+def test_a_runner_that_cannot_report_any_more_ends_with_the_reason() -> None:
+    runner = make_runner("http://127.0.0.1:9")
+
+    async def fail(http: httpx.AsyncClient) -> None:
+        raise TypeError("what it could not do")
+
+    runner._reports.send = fail  # type: ignore[method-assign, assignment]
+    with pytest.raises(TypeError, match="what it could not do"):
+        asyncio.run(asyncio.wait_for(runner.run(), 60))

@@ -138,12 +138,20 @@ def test_a_session_that_ends_on_a_full_disk_is_finished_when_there_is_room(
     plane: Restarts, renderer: Renderer
 ) -> None:
     server, claim = plane.server, open_session(plane, renderer)
-    assert server.http.post(path_of(claim), json=BODY).status_code == 200
-    report = {"session_id": claim["session_id"], "status": "finished", "reward": 1.0}
+    opened = server.post("/sessions", {"run_id": "run"})
+    for session in (claim, opened):
+        assert server.http.post(path_of(session), json=BODY).status_code == 200
+    end: dict[str, Any] = {"status": "finished", "reward": 1.0}
+    report = {"session_id": claim["session_id"]} | end
     with full_disk():
+        for _ in range(2):
+            # it is over, and is not said to be until that is recorded
+            ended = server.http.post(f"/sessions/{opened['session_id']}/finish", json=end)
+            assert ended.status_code == 503
         # an answer that its agent never gets is not trained
         assert server.http.post(path_of(claim), json=OTHER).status_code == 503
-        assert server.http.post("/runs/run/finished", json={"sessions": [report]}).status_code == 503
+        for _ in range(2):
+            assert server.http.post("/runs/run/finished", json={"sessions": [report]}).status_code == 503
         assert server.http.post("/runs/run/evaluations/0", json={"num_tasks": 1}).status_code == 503
         batch = server.get("/runs/run/batches/0")
         assert not batch["ready"]

@@ -1,0 +1,125 @@
+"""Reports on sessions that have ended, on their way to the data plane: many in one request, each until it is
+answered."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import httpx
+import orjson
+from tenacity import AsyncRetrying, retry_if_exception_type, wait_exponential
+
+from sf_core.dataplane.client import refusal_of
+
+log = logging.getLogger(__name__)
+
+REQUEST_BYTES = 2**20
+"""Of a request with more than one report: far below what data planes and proxies take."""
+
+GATHER_S = 0.01
+"""Sessions end in bursts: what is reported within this time shares a request."""
+
+MAX_ERROR = 2000
+"""Characters of the reason why a session failed."""
+
+NOT_NOW = (404, 429, 502, 503, 504)
+"""Statuses that say nothing of the reports: the data plane is away, cannot record anything, or does not know
+the run yet."""
+
+Report = tuple[str, bytes]
+"""Session id, JSON."""
+
+
+class _NotNowError(Exception):
+    """Worth another try."""
+
+
+class Reports:
+    def __init__(self, path: str, on_answer: Callable[[str], None]) -> None:
+        """`on_answer` is told the id of each session whose report the data plane has answered."""
+        self._path, self._on_answer = path, on_answer
+        self._waiting: asyncio.Queue[Report] = asyncio.Queue()
+        self.num_finished = 0
+
+    def add(self, session_id: str, report: dict[str, Any]) -> None:
+        """Raises ValueError for one that cannot be sent."""
+        try:
+            self._waiting.put_nowait((session_id, orjson.dumps(report | {"session_id": session_id})))
+        except TypeError as error:
+            raise ValueError(
+                f"what is reported of the session cannot be written as JSON ({error}): task_id, environment "
+                "and the names of the reward's parts must be text"
+            ) from None
+
+    def add_failure(self, session_id: str, reason: str) -> None:
+        self._waiting.put_nowait(_failure(session_id, reason))
+
+    async def send(self, http: httpx.AsyncClient) -> NoReturn:
+        """Send whatever is added, and again until it is answered: whoever claims notices when the data plane
+        is away for too long, and cancels this."""
+        while True:
+            reports = [await self._waiting.get()]
+            await asyncio.sleep(GATHER_S)
+            while not self._waiting.empty():
+                reports.append(self._waiting.get_nowait())
+            for part in _parts(reports):
+                await self._deliver(http, part)
+
+    async def _deliver(self, http: httpx.AsyncClient, reports: list[Report], instead: bool = False) -> None:
+        """`instead`: of a report that was refused."""
+        response = await self._post(http, reports)
+        if response.is_success:
+            answer = orjson.loads(response.content)
+            self.num_finished += len(answer["finished"])
+            for session_id, reason in answer["refused"].items():
+                log.warning("the report on session %s was refused: %s", session_id, reason)
+        elif len(reports) > 1:
+            # one of them may be to blame
+            for report in reports:
+                await self._deliver(http, [report])
+            return
+        else:
+            [(session_id, _)] = reports
+            reason = refusal_of(response)
+            log.warning("the report on session %s was refused: %s", session_id, reason)
+            if not instead:
+                failure = _failure(session_id, f"the report on it was refused: {reason}")
+                return await self._deliver(http, [failure], instead=True)
+        for session_id, _ in reports:
+            self._on_answer(session_id)
+
+    async def _post(self, http: httpx.AsyncClient, reports: list[Report]) -> httpx.Response:
+        body = b'{"sessions":[' + b",".join(report for _, report in reports) + b"]}"
+        async for attempt in AsyncRetrying(
+            retry=retry_if_exception_type((httpx.RequestError, _NotNowError)),
+            wait=wait_exponential(multiplier=0.1, max=5.0),
+        ):
+            with attempt:
+                response = await http.post(self._path, content=body)
+                if response.status_code in NOT_NOW:
+                    raise _NotNowError(refusal_of(response))
+        return response
+
+
+def _failure(session_id: str, reason: str) -> Report:
+    # it may hold anything that the agent has read
+    reason = reason.encode(errors="backslashreplace").decode()
+    if len(reason) > MAX_ERROR:
+        reason = reason[:MAX_ERROR] + " ..."
+    return session_id, orjson.dumps({"session_id": session_id, "status": "failed", "error": reason})
+
+
+def _parts(reports: list[Report]) -> Iterator[list[Report]]:
+    """Each for one request."""
+    part: list[Report] = []
+    num_bytes = 0
+    for report in reports:
+        if part and num_bytes + len(report[1]) > REQUEST_BYTES:
+            yield part
+            part, num_bytes = [], 0
+        part.append(report)
+        num_bytes += len(report[1])
+    yield part

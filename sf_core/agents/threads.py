@@ -1,0 +1,77 @@
+"""Plain functions beside an event loop: each call has a thread of its own.
+
+A pool would do worse: what hangs in it keeps others waiting, and at the end it is waited for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from contextvars import copy_context
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+MAX_LEFT = 256
+"""Calls that may go on unawaited before they take the place of others."""
+
+
+class Threads:
+    """Nobody can stop a thread: a call that nobody waits for any more goes on by itself, at the latest until
+    the process ends."""
+
+    def __init__(self) -> None:
+        self._num_left = 0
+        self._has_told = False
+
+    @property
+    def num_excess(self) -> int:
+        """Calls that go on unawaited and are too many."""
+        return max(0, self._num_left - MAX_LEFT)
+
+    async def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """What the function returns or raises."""
+        loop = asyncio.get_running_loop()
+        outcome: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
+        context = copy_context()
+
+        def settle(value: Any, error: BaseException | None) -> None:
+            if outcome.cancelled():
+                self._num_left -= 1
+            else:
+                # as a value: futures refuse a StopIteration, and who waits would wait for ever
+                outcome.set_result((value, error))
+
+        def work() -> None:
+            value, error = None, None
+            try:
+                value = context.run(function, *args)
+            except BaseException as raised:  # for whoever waits
+                error = raised
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(settle, value, error)
+
+        threading.Thread(target=work, name="plain-function", daemon=True).start()
+        try:
+            value, error = await outcome
+        except asyncio.CancelledError:
+            if outcome.cancelled():
+                self._num_left += 1
+                self._tell_if_too_many(function)
+            raise
+        if error is not None:
+            raise error
+        return value
+
+    def _tell_if_too_many(self, function: Callable[..., Any]) -> None:
+        if self.num_excess and not self._has_told:
+            self._has_told = True
+            log.warning(
+                "%d calls go on although their sessions are over, the last of %s: from now on each keeps "
+                "another session from starting. Give what they wait for a timeout.",
+                self._num_left,
+                getattr(function, "__qualname__", repr(function)),
+            )
