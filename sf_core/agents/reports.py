@@ -104,9 +104,13 @@ class Reports:
         return response
 
 
+def as_text(words: str) -> str:
+    """Words of the user's code, which may hold anything that the agent has read, as what can be written."""
+    return words.encode(errors="backslashreplace").decode()
+
+
 def _failure(session_id: str, reason: str) -> Report:
-    # it may hold anything that the agent has read
-    reason = reason.encode(errors="backslashreplace").decode()
+    reason = as_text(reason)
     if len(reason) > MAX_ERROR:
         reason = reason[:MAX_ERROR] + " ..."
     return session_id, orjson.dumps({"session_id": session_id, "status": "failed", "error": reason})

@@ -14,13 +14,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from traceback import extract_tb
+from traceback import extract_tb, format_exception
 from typing import Any, Literal
 
 import httpx
 import orjson
 
-from sf_core.agents.reports import Reports
+from sf_core.agents.reports import Reports, as_text
 from sf_core.agents.threads import Threads
 from sf_core.types import Endpoint, Task
 
@@ -190,7 +190,8 @@ class AgentRunner:
             # thousands may fail alike, and their sentences differ by the session
             if kind not in self._logged:
                 self._logged.add(kind)
-                log.warning("session %s failed: %s", session_id, sentence, exc_info=error)
+                trace = as_text("".join(format_exception(error)))
+                log.warning("session %s failed: %s\n%s", session_id, as_text(sentence), trace)
             self._reports.add_failure(session_id, sentence)
 
     def _note_reported(self, session_id: str) -> None:
