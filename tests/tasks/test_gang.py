@@ -18,9 +18,9 @@ from storage.run_directory import RunDirectory
 from tasks.cluster import TaggedTaskRunner
 from tasks.gang import Future, Gang
 from tests.sf_core.dataplane.conftest import model_dir  # noqa: F401
-from tests.sf_core.dataplane.stand import Server, attended, running_app
+from tests.sf_core.dataplane.stand import Server
 from tests.sf_core.runs import configure
-from tests.tasks.test_lease import completed, failed, queued
+from tests.tasks.test_lease import completed, failed, queued, server  # noqa: F401
 
 
 @pytest.fixture(scope="module")
@@ -37,13 +37,7 @@ def client() -> Iterator[Client]:
 
 
 @pytest.fixture
-def server(tmp_path: Path, model_dir: str) -> Iterator[Server]:  # noqa: F811
-    with running_app() as url, attended(url, tmp_path, model_dir) as server:
-        yield server
-
-
-@pytest.fixture
-def run(tmp_path: Path, server: Server) -> RunRef:
+def run(tmp_path: Path, server: Server) -> RunRef:  # noqa: F811
     directory = RunDirectory(str(tmp_path / "run"))
     configure(directory)
     server.register()
@@ -58,7 +52,10 @@ def gang_of(run: RunRef, rank: Future) -> Gang:
 
 
 def test_training_takes_a_device_that_was_lent_again_since_the_iteration_began(
-    client: Client, server: Server, run: RunRef, caplog: pytest.LogCaptureFixture
+    client: Client,
+    server: Server,  # noqa: F811
+    run: RunRef,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     loan = LeaseSpec(run, "t0", "t0-1.1")
     server.connect(lambda ids, seed: [1], loan.lease_id, engine_id=loan.holder, worker="t0")
