@@ -33,6 +33,10 @@ from sf_core.waits import Facts, long_waits
 
 log = logging.getLogger(__name__)
 
+BEGIN_S = 1.5
+"""The next iteration gets so long to begin before the page is written. Of two writers at a time a Prefect
+server on SQLite may refuse one (503), and the flow would ask again only 2 s later, with its devices idle."""
+
 RENEW_EVERY_S = 5.0
 """It takes some 0.3 s of the interpreter that turns the iterations, which may be as short as two seconds."""
 
@@ -105,6 +109,8 @@ class Page:
             log.warning("the run's page is not up to date: %s: %s", type(error).__name__, error)
 
     def _renew(self, newest: int, is_last: bool) -> None:
+        if not is_last:
+            self._is_over.wait(BEGIN_S)
         self._page.update(newest)
         self._put("progress", self._page.progress)
         self._put("iterations", json.dumps(self._page.table))
