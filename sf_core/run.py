@@ -62,7 +62,10 @@ class Run:
         return WeightsRef(version, uri)
 
     def pending_stages(self, iteration: int) -> list[str]:
-        """Stages of an iteration without a manifest, in order."""
+        """Stages of an iteration without a manifest, in order.
+
+        Raises ValueError if a later attempt has begun: stages that it commits would count as our own."""
+        self.directory.refuse_superseded(self.ref.attempt, f"go on with iteration {iteration}")
         return [stage for stage in STAGES if self.directory.read_manifest(iteration, stage) is None]
 
     def resume_point(self) -> ResumePoint:

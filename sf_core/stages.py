@@ -278,8 +278,10 @@ def evaluate(run: Run, version: int, num_tasks: int | None = None) -> Outcome:
 
 
 def finish(ref: RunRef) -> dict[str, Any]:
-    """Write the trained policy as a Hugging Face folder, figures, timelines, the summary and its picture."""
+    """Write the trained policy as a Hugging Face folder, figures, timelines, the summary and its picture.
+    Raises ValueError if a later attempt has begun."""
     run = Run(ref)
+    run.directory.refuse_superseded(ref.attempt, "end the run")
     export_policy(run)
     record_figures(run.directory, run.config.train.iterations - 1, is_over=True)
     write_events(run.directory, run.config.train.iterations - 1)

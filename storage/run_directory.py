@@ -158,11 +158,7 @@ class RunDirectory:
         parse_manifest(uri, text, self.run_id, manifest.iteration, manifest.stage)
         if (kept := self._committed(manifest)) is not None:
             return kept
-        if self.is_superseded(manifest.attempt):
-            raise ValueError(
-                f"{self.run_id}: attempt {manifest.attempt} was superseded by a later one "
-                f"and must not commit {manifest.label}"
-            )
+        self.refuse_superseded(manifest.attempt, f"commit {manifest.label}")
         try:
             files.write_atomic(uri, text, create=True)
         except FileExistsError:  # another attempt was faster by less than a write
@@ -219,6 +215,13 @@ class RunDirectory:
     def is_superseded(self, attempt: int) -> bool:
         """Whether a later attempt has begun."""
         return files.exists(self._attempt_file(attempt + 1))
+
+    def refuse_superseded(self, attempt: int, deed: str) -> None:
+        """Raises ValueError that names the deed if a later attempt has begun."""
+        if self.is_superseded(attempt):
+            raise ValueError(
+                f"{self.run_id}: attempt {attempt} was superseded by a later one and must not {deed}"
+            )
 
     def newest_attempt(self) -> Attempt:
         """Raises ValueError if its file is broken."""

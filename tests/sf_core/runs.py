@@ -31,7 +31,8 @@ def configure(run: RunDirectory, **sections: Any) -> RunConfig:
 
 
 def commit(run: RunDirectory, iteration: int, stage: str, **more: Any) -> None:
-    run.commit_manifest(Manifest(run_id=run.run_id, iteration=iteration, stage=stage, attempt=1, **more))
+    known = {"run_id": run.run_id, "iteration": iteration, "stage": stage, "attempt": 1}
+    run.commit_manifest(Manifest(**known | more))
 
 
 def conversation(messages: list[dict[str, Any]], given: int = 1, **changes: Any) -> Trajectory:

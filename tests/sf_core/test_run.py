@@ -5,9 +5,11 @@ import pytest
 
 from sf_core.config import DataplaneConfig, RunConfig, StorageConfig
 from sf_core.run import Run, begin_attempt, load_object
+from sf_core.stages import finish
 from storage import files
 from storage.attempts import Attempt
-from storage.run_directory import RunDirectory
+from storage.run_directory import STAGES, RunDirectory
+from tests.sf_core.runs import commit
 
 
 def configured(folder: Path, url: str | None = "http://127.0.0.1:8700") -> RunConfig:
@@ -43,6 +45,19 @@ def test_an_attempt_that_only_evaluates_leaves_the_configuration(tmp_path: Path)
     directory = RunDirectory(run.uri)
     assert (run.attempt, directory.newest_attempt().evaluate_only) == (2, True)
     assert directory.read_config(RunConfig) == config
+
+
+def test_an_attempt_does_not_count_as_its_own_what_a_later_one_commits(tmp_path: Path) -> None:
+    config = configured(tmp_path)
+    older, newer = begin_attempt(config), begin_attempt(config)
+    for stage in STAGES:
+        commit(RunDirectory(newer.uri), 0, stage, attempt=newer.attempt)
+    refusal = "r: attempt 1 was superseded by a later one and must not "
+    with pytest.raises(ValueError, match=f"{refusal}go on with iteration 0"):
+        Run(older).pending_stages(0)
+    with pytest.raises(ValueError, match=f"{refusal}end the run"):
+        finish(older)
+    assert Run(newer).pending_stages(0) == []
 
 
 def test_a_run_that_was_removed_and_begun_again_has_its_new_configuration(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def test_the_next_stage_is_the_first_gap(run: RunDirectory) -> None:
 
 def test_attempts_count_up_and_only_the_latest_commits(run: RunDirectory) -> None:
     assert [run.begin_attempt(), run.begin_attempt()] == [1, 2]
-    with pytest.raises(ValueError, match="attempt 1 was superseded by a later one"):
+    with pytest.raises(ValueError, match="attempt 1 was superseded by a later one and must not commit"):
         run.commit_manifest(manifest(attempt=1))
     run.commit_manifest(manifest(attempt=2))
     assert run.next_stage() == (0, "filter")
