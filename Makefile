@@ -4,6 +4,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.ready
 
+# containers like to set it; each of the many processes of a stack would then compile our modules anew
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: setup run up down test pytest nightly chaos check audit clean
 
 setup: $(STAMP)

@@ -41,7 +41,8 @@ RENEW_EVERY_S = 5.0
 """It takes some 0.3 s of the interpreter that turns the iterations, which may be as short as two seconds."""
 
 REPORT_EVERY_S = 60.0
-"""The report has pictures, which take half a second to draw; the table and the bar follow every iteration."""
+"""The report has pictures, which take half a second to draw: it is there after a minute, or at the end of a
+shorter run. The table and the bar follow every iteration."""
 
 WAITS_EVERY_S = 30.0
 
@@ -64,7 +65,7 @@ class Page:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="page")
         self._latest: Future[None] | None = None
         self._newest: int | None = None
-        self._renewed_at = self._reported_at = float("-inf")
+        self._renewed_at, self._reported_at = float("-inf"), time.monotonic()
         self._waits_shown: list[Facts] | None = None
         self._is_over = threading.Event()
 

@@ -31,6 +31,8 @@ DEPLOYMENTS = {
     "warmstart": "warmstart/warmstart",
     "evaluate": "evaluate/evaluate",
 }
+LOOKS_OFTEN = {"PREFECT_WORKER_QUERY_SECONDS": "1"}
+"""A process worker looks for runs every 10 s otherwise."""
 
 
 def without_addresses(config: RunConfig) -> RunConfig:
@@ -119,7 +121,8 @@ class Server(PrefectApi):
     @contextmanager
     def worker(self) -> Iterator[Process]:
         """A process worker that takes runs of the pool."""
-        [worker] = self.stack.start(replace(prefect_worker("sf"), env={"PREFECT_API_URL": self.api}))
+        env = {"PREFECT_API_URL": self.api, **LOOKS_OFTEN}
+        [worker] = self.stack.start(replace(prefect_worker("sf"), env=env))
         yield worker
         self.stack.remove(worker)
 

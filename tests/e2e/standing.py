@@ -15,6 +15,7 @@ from sf_core.local_stack import Ports, Services, free_port
 from sf_core.supervised import MARK
 from sf_core.supervisor import call
 from tests.e2e.prefect_home import make_prefect_home
+from tests.e2e.prefect_server import LOOKS_OFTEN
 from tests.e2e.quickstart import ROOT
 
 
@@ -44,7 +45,7 @@ class Stack:
 
     def environment(self) -> dict[str, str]:
         places = {"PREFECT_HOME": self.home, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
-        return os.environ | places | self.env
+        return os.environ | places | LOOKS_OFTEN | self.env
 
     def sf(self, command: str, *options: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

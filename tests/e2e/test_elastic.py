@@ -63,7 +63,7 @@ def test_a_rollout_worker_joins_is_caught_up_and_carries_on_when_the_first_is_lo
     url = f"{cluster.services.dataplane}/runs/elastic"
     with restored(cluster):
         process = cluster.start(config)
-        wait_until(lambda: (1, "publish") in manifests(config) or process.poll() is not None, "2", 180)
+        wait_until(lambda: is_committed(config, 1, "publish") or process.poll() is not None, "2", 180)
         # nothing ends while nothing is sampled: there is time to join
         httpx.post(f"{url}/pause", json={"mode": "freeze"}).raise_for_status()
         start_worker(cluster, "r1", "rollout")
@@ -157,7 +157,7 @@ def test_a_trainer_whose_loan_was_lost_while_it_was_away_rolls_out_again_when_it
             process = cluster.start(config)
             wait_until(lambda: is_committed(config, 0, "publish") or process.poll() is not None, "0", 180)
             httpx.post(f"{url}/pause", json={"mode": "freeze"}).raise_for_status()
-            wait_until(lambda: httpx.get(url).json().get("iteration") == 1, "iteration 1")
+            wait_until(lambda: httpx.get(url).json().get("iteration") == 1, "iteration 1", every_s=0.1)
             assert not is_committed(config, 1, "rollout")
             end_worker(cluster, "t0")
             wait_until(lambda: client.run_on_scheduler(num_unrunnable) > 0, "its loans to wait", every_s=0.2)

@@ -19,9 +19,9 @@ from sf_core.parts import Part
 from sf_core.scheduling.plan import read_workers
 from sf_core.settings import dataplane_key
 from sf_core.supervisor import Supervisor
-from tests.e2e.conftest import ROOT, Cluster, spans
+from tests.e2e.conftest import ROOT, Cluster, is_committed, spans
 from tests.e2e.hosts import Host, hosts
-from tests.e2e.invariants import check_result, manifests
+from tests.e2e.invariants import check_result
 from tests.e2e.prefect_home import make_prefect_home
 from tests.e2e.waiting import wait_until
 
@@ -171,7 +171,7 @@ def test_a_host_that_is_cut_off_costs_nothing_and_is_used_again_when_it_is_back(
     gates, hold = cluster.folder / "gates", cluster.folder / f"{worker}-hold"
     (gates / "0").touch()
     process = cluster.start(config)
-    wait_until(lambda: (0, "publish") in manifests(config) or process.poll() is not None, "iteration 0", 120)
+    wait_until(lambda: is_committed(config, 0, "publish") or process.poll() is not None, "iteration 0", 120)
 
     hold.touch()
     (gates / "1").touch()
@@ -179,7 +179,7 @@ def test_a_host_that_is_cut_off_costs_nothing_and_is_used_again_when_it_is_back(
     lost.cut()
     hold.unlink()
     # as far as the others get
-    wait_until(lambda: (1, without) in manifests(config) or process.poll() is not None, "iteration 1", 120)
+    wait_until(lambda: is_committed(config, 1, without) or process.poll() is not None, "iteration 1", 120)
 
     mended = time.time()
     lost.mend()

@@ -109,7 +109,7 @@ def test_a_run_goes_on_after_its_leases_were_lost_with_a_data_plane_that_was_lon
 
 
 def test_of_two_flows_on_one_run_the_older_is_refused_and_the_newer_finishes(cluster: Cluster) -> None:
-    config = cluster.config("two-flows", train={"iterations": 8})
+    config = cluster.config("two-flows", train={"iterations": 5})
     older = cluster.start(config)
     wait_until(lambda: is_committed(config, 0, "publish") or older.poll() is not None, "an iteration")
     older.send_signal(signal.SIGSTOP)

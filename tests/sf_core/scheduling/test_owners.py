@@ -51,7 +51,7 @@ def work(client: Client, owner: str, *workers: str) -> None:
         with dask.annotate(resources={f"@{worker}": 1}, owner=owner):
             client.submit(hold, key=f"{owner}-{worker}")
     active = lambda dask_worker: len(dask_worker.active_threads)  # noqa: E731
-    wait_until(lambda: sum(client.run(active).values()) == len(workers), "the tasks")
+    wait_until(lambda: sum(client.run(active).values()) == len(workers), "the tasks", every_s=0.05)
 
 
 def test_a_second_run_waits_until_the_first_has_given_its_workers_back(client: Client) -> None:

@@ -57,7 +57,7 @@ class Bench:
             assert process.code() is None, process.tail()
             return next((w for w in read_workers(self.scheduler) if w.name == process.name), None)
 
-        found = wait_until(look, f"worker {process.name}")
+        found = wait_until(look, f"worker {process.name}", every_s=0.2)
         assert isinstance(found, Worker)
         return found
 
@@ -129,7 +129,7 @@ def test_the_device_and_the_settings_outlive_the_death_of_the_workers_process(be
     process = bench.sf_worker("t1", "--tags", "train", "--device-kind", "h100", "--threads", "3")
     before = bench.await_worker(process)
     # before that, a nanny whose process dies ends too
-    wait_until(lambda: "t1" in running_nannies(bench.scheduler), "the nanny to run")
+    wait_until(lambda: "t1" in running_nannies(bench.scheduler), "the nanny to run", every_s=0.2)
     killed = tasks_process(process)
     killed.kill()
     killed.wait(10)
@@ -163,7 +163,8 @@ def test_a_given_up_task_that_goes_on_is_ended_and_that_of_another_owner_is_left
         for name, owner in (("f0", "run.1"), ("f1", "another.1")):
             with dask.annotate(resources={f"@{name}": 1}, owner=owner):
                 futures.append(client.submit(time.sleep, 600, key=f"sleep-{name}"))
-        wait_until(lambda: sorted(running_tasks(client)) == ["sleep-f0", "sleep-f1"], "both to run")
+        both = ["sleep-f0", "sleep-f1"]
+        wait_until(lambda: sorted(running_tasks(client)) == both, "both to run", every_s=0.1)
         futures[0].cancel()
         assert end_tasks(bench.scheduler, "run.1", patience_s=0.2) == ["f0"]
         assert end_tasks(bench.scheduler, "run.1", patience_s=0.2) == []
