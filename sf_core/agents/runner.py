@@ -183,7 +183,11 @@ class AgentRunner:
         session_id = claim["session_id"]
         try:
             self._reports.add(session_id, await self._report_on(claim, run_key or self._key or "none"))
-        except Exception as error:  # the user's code may raise anything; it costs one session
+        # the user's code may raise anything, end its program or cancel itself: it costs one session
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            current = asyncio.current_task()
+            if current is not None and current.cancelling():
+                raise
             sentence = _sentence(error)
             where = extract_tb(error.__traceback__)[-1]
             kind = type(error).__name__, where.filename, where.lineno or 0
@@ -224,7 +228,7 @@ class AgentRunner:
         return await self._threads.call(function, *args)
 
 
-def _sentence(error: Exception) -> str:
+def _sentence(error: BaseException) -> str:
     try:
         text = str(error)
     except Exception:  # it is the user's too

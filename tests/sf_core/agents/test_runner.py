@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import queue
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -162,6 +163,46 @@ def test_of_failures_at_the_same_place_one_is_in_the_log(
     assert len(set(failed)) == 3
     [logged] = [record.getMessage() for record in caplog.records if "Traceback" in record.getMessage()]
     assert "ValueError" in logged and "nor is \\udc80" in logged
+
+
+async def end_the_program(task: Task, endpoint: Endpoint) -> str:
+    sys.exit("no such tool")
+
+
+async def cancel_itself(task: Task, endpoint: Endpoint) -> str:
+    raise asyncio.CancelledError("no such tool")
+
+
+def end_the_program_in_its_thread(task: Task, answer: str) -> float:
+    sys.exit("no such tool")
+
+
+@pytest.mark.parametrize("fault", [end_the_program, cancel_itself, end_the_program_in_its_thread])
+def test_who_ends_the_program_or_cancels_itself_costs_one_session(
+    tmp_path: Path,
+    model_dir: str,  # noqa: F811
+    renderer: Renderer,  # noqa: F811
+    caplog: pytest.LogCaptureFixture,
+    fault: Any,
+) -> None:
+    called: list[Task] = []
+
+    async def faulty_agent(task: Task, endpoint: Endpoint) -> str:
+        called.append(task)
+        return await (fault if len(called) == 1 else agent)(task, endpoint)
+
+    def faulty_reward(task: Task, answer: str) -> float:
+        called.append(task)
+        return fault(task, answer) if len(called) == 1 else 1.0
+
+    changes = {"agent": faulty_agent} if asyncio.iscoroutinefunction(fault) else {"reward": faulty_reward}
+    with running_app() as url, attended(url, tmp_path, model_dir) as server:
+        server.register(group_size=1, groups_per_batch=1, num_batches=1)
+        server.connect(lambda prompt, seed: say(renderer, "42"))
+        run_until_ready(server, make_runner(url, concurrency=1, **changes))
+        assert server.get("/runs/run")["counters"]["failed_sessions"] == 1
+    assert len(called) == 2
+    assert "failed: " in caplog.text and "no such tool" in caplog.text
 
 
 def test_a_plain_agent_that_hangs_keeps_neither_its_place_nor_its_runner(
