@@ -30,6 +30,8 @@ def evaluate(config: RunConfig) -> dict[str, Any]:
     plan = await_plan(scheduler_address(), config)
     run = begin_attempt(config, evaluate_only=True)
     Run(run).register(evaluate_only=True)
+    # before they are lent: trainers are, for what is known to be left
+    Run(run).dataplane.start_evaluation(version, config.evaluate.num_tasks)
     with crashing_without_scheduler(), freeing_workers(run), Leases(run, plan) as leases:
         leases.lend_trainers(version)
         measured = submit(evaluate_task, run, version, config.evaluate.num_tasks)

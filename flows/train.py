@@ -50,9 +50,11 @@ def train(config: RunConfig) -> dict[str, Any]:
         with Leases(run, plan) as leases:
             for number in Run(run).iterations_left():
                 plan = leases.replan()
+                Run(run).begin_evaluation(number)
                 iteration(config, run, plan, number, leases.lend_trainers(number))
                 trackers.send(number)
                 page.iteration_is_through(number)
+            Run(run).begin_evaluation(config.train.iterations)
             # an attempt with nothing left to train has not lent them yet
             leases.lend_trainers(config.train.iterations)
             last = submit(evaluate, run, config.train.iterations)

@@ -88,9 +88,15 @@ class Run:
         return range(first, self.config.train.iterations)
 
     def evaluation_due(self, version: int) -> bool:
-        return version % self.config.evaluate.every == 0 and (
-            self.directory.read_manifest(version, "evaluate") is None
-        )
+        """Every so many versions, and of the last one, unless it is committed."""
+        config = self.config
+        counts = version % config.evaluate.every == 0 or version == config.train.iterations
+        return counts and self.directory.read_manifest(version, "evaluate") is None
+
+    def begin_evaluation(self, version: int) -> None:
+        """Have the held-out tasks given out, if this version is due. Trainers are lent for what is known."""
+        if self.evaluation_due(version):
+            self.dataplane.start_evaluation(version, self.config.evaluate.num_tasks)
 
     def register(self, *, evaluate_only: bool = False) -> ResumePoint:
         """Tell the data plane about this attempt; it keeps the sessions it already has."""

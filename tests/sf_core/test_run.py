@@ -4,12 +4,14 @@ from pathlib import Path
 import pytest
 
 from sf_core.config import DataplaneConfig, RunConfig, StorageConfig
-from sf_core.run import Run, begin_attempt, load_object
+from sf_core.run import Run, RunRef, begin_attempt, load_object
 from sf_core.stages import finish
 from storage import files
 from storage.attempts import Attempt
 from storage.run_directory import STAGES, RunDirectory
-from tests.sf_core.runs import commit
+from tests.sf_core.dataplane.conftest import model_dir  # noqa: F401
+from tests.sf_core.dataplane.stand import attended, running_app
+from tests.sf_core.runs import commit, configure
 
 
 def configured(folder: Path, url: str | None = "http://127.0.0.1:8700") -> RunConfig:
@@ -58,6 +60,23 @@ def test_an_attempt_does_not_count_as_its_own_what_a_later_one_commits(tmp_path:
     with pytest.raises(ValueError, match=f"{refusal}end the run"):
         finish(older)
     assert Run(newer).pending_stages(0) == []
+
+
+def test_held_out_tasks_are_given_out_once_when_their_version_is_due(
+    tmp_path: Path,
+    model_dir: str,  # noqa: F811
+) -> None:
+    directory = RunDirectory(str(tmp_path / "run"))
+    configure(directory, train={"iterations": 5}, evaluate={"every": 2, "num_tasks": 3})
+    commit(directory, 2, "evaluate")
+    with running_app() as url, attended(url, tmp_path, model_dir) as server:
+        run = Run(RunRef("run", directory.uri, url, attempt=1))
+        server.register()
+        for version in (0, 0, 1, 2, 3, 5):
+            run.begin_evaluation(version)
+        given_out = run.dataplane.status()["evaluations"]
+    # the last version is due whatever its number
+    assert given_out == {"0": {"finished": 0, "num_tasks": 3}, "5": {"finished": 0, "num_tasks": 3}}
 
 
 def test_a_run_that_was_removed_and_begun_again_has_its_new_configuration(tmp_path: Path) -> None:
