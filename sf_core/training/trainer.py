@@ -58,7 +58,8 @@ class Trainer:
     def step(self, batch: pa.Table) -> dict[str, float]:
         """Train on a batch of storage.batches; returns the metrics of the step, the same on every rank.
 
-        Raises ExchangeError if another rank is gone; the trainer must not be used after that."""
+        Raises ExchangeError if another rank is gone, or ValueError if the weights would not stay finite;
+        the trainer must not be used after that."""
         started, cpu_started = time.perf_counter(), time.process_time()
         self._steps_before = self._optimizer_steps
         rows = read_rows(batch)
@@ -67,6 +68,8 @@ class Trainer:
         grad_norms = []
         for part in split_groups(rows, self.config.minibatches, random):
             grad_norms.append(self._optimise(part, per_token))
+        if not all(bool(p.isfinite().all()) for p in self._model.parameters()):
+            raise self._divergence("a weight")
         own = _summaries({name: torch.cat(per_token[name]) for name in MEANS if per_token[name]})
         of_ranks = self._ranks.gather((own, time.process_time() - cpu_started))
         self.version += 1
@@ -92,6 +95,8 @@ class Trainer:
         self._measure(self._share([row for row in rows if not row.advantages.any()]), per_token)
         self._ranks.add_up(p.grad for p in self._model.parameters() if p.grad is not None)
         grad_norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), config.max_grad_norm)
+        if not grad_norm.isfinite():
+            raise self._divergence("the gradient")
         self._optimizer_steps += 1
         progress = min(1.0, self._optimizer_steps / (config.warmup_steps + 1))
         for group in self._optimizer.param_groups:
@@ -101,6 +106,12 @@ class Trainer:
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=False)
         return float(grad_norm)
+
+    def _divergence(self, what: str) -> ValueError:
+        return ValueError(
+            f"training diverged on the way to version {self.version + 1}: {what} is not finite; go on from "
+            f"version {self.version} with a lower train.learning_rate, now {self.config.learning_rate:g}"
+        )
 
     def _share(self, rows: list[Row]) -> list[Row]:
         """This rank's part of the rows."""

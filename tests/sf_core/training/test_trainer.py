@@ -77,6 +77,17 @@ def test_a_step_done_again_is_equal_bit_for_bit(folder: str) -> None:
     assert all(torch.equal(first[name], weights[name]) for weights in others for name in first)
 
 
+def test_a_step_that_diverges_is_refused_and_says_what_to_change(folder: str) -> None:
+    index, kind = BATCH.schema.get_field_index("advantages"), BATCH.schema.field("advantages").type
+    advantages = pa.array([[math.inf] * len(ids) for ids in BATCH["token_ids"].to_pylist()], kind)
+    with pytest.raises(ValueError, match="on the way to version 1: the gradient is not finite"):
+        make_trainer(folder).step(BATCH.set_column(index, "advantages", advantages))
+    with pytest.raises(
+        ValueError, match=r"a weight is not finite; .* lower train\.learning_rate, now 1e\+39"
+    ):
+        make_trainer(folder, learning_rate=1e39).step(BATCH)
+
+
 def test_published_weights_load_into_the_auto_class(folder: str, tmp_path: Path) -> None:
     trainer = make_trainer(folder)
     trainer.step(BATCH)
