@@ -14,6 +14,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
+from storage.schema import NOT_SAMPLED
+
 SAMPLING = np.dtype([("temperature", "f4"), ("top_p", "f4"), ("top_k", "i8")])
 """How a token was drawn."""
 
@@ -81,15 +83,15 @@ class Microbatch:
 def read_rows(batch: pa.Table) -> list[Row]:
     """The rows of a batch that train.
 
-    Raises ValueError if a row trains its first token, which nothing predicts, or one that is in no sampled
-    turn."""
+    Raises ValueError if a row trains its first token, which nothing predicts, or one of which it is not known
+    how it was sampled."""
     batch = batch.filter(pc.equal(batch["decision"], "train"))
     per_token = [
         _split(batch, "token_ids", np.int32, 0),
         _split(batch, "loss_mask", np.bool_, False),
-        _split(batch, "logprobs", np.float32, 0.0),
+        _split(batch, "logprobs", np.float32, np.nan),
         _split(batch, "advantages", np.float32, 0.0),
-        _split(batch, "policy_versions", np.int32, 0),
+        _split(batch, "policy_versions", np.int32, NOT_SAMPLED),
         _sampling(batch),
     ]
     per_row = [batch[name].to_pylist() for name in ("weight", "group_id", "session_id")]
@@ -100,6 +102,10 @@ def read_rows(batch: pa.Table) -> list[Row]:
         raise ValueError(
             "a trajectory trains a token that is in no sampled turn; expected `turns` to say how it was drawn"
         )
+    if not all(np.isfinite(row.logprobs[row.loss_mask]).all() for row in rows):
+        raise ValueError("a trajectory trains a token without a log-prob")
+    if any((row.policy_versions[row.loss_mask] == NOT_SAMPLED).any() for row in rows):
+        raise ValueError("a trajectory trains a token without a policy version")
     return rows
 
 

@@ -1,3 +1,5 @@
+import math
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -92,6 +94,23 @@ def test_every_trained_token_has_the_sampling_parameters_of_its_turn() -> None:
     (microbatch,) = pack(rows, max_tokens=100)
     assert microbatch.targets.tolist() == [2, 2, 4, 5]
     assert microbatch.sampling.tolist() == [(0.5, 0.25, 7), (0.5, 0.25, 7), (2.0, 1.0, 0), (2.0, 1.0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "lacks"),
+    [
+        ("logprobs", None, "log-prob"),
+        ("logprobs", math.nan, "log-prob"),
+        ("policy_versions", None, "policy version"),
+    ],
+)
+def test_a_trained_token_of_which_it_is_not_known_how_it_was_sampled_is_refused(
+    column: str, value: float | None, lacks: str
+) -> None:
+    batch = make_batch([([1, 2], [False, True])])
+    index, kind = batch.schema.get_field_index(column), batch.schema.field(column).type
+    with pytest.raises(ValueError, match=f"trains a token without a {lacks}"):
+        read_rows(batch.set_column(index, column, pa.array([[None, value]], kind)))
 
 
 def test_a_trained_token_in_no_sampled_turn_is_refused() -> None:
