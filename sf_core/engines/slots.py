@@ -18,6 +18,7 @@ _ROW = np.dtype(
         ("running", "?"),
         ("length", "i4"),  # tokens known: prompt and sampled
         ("cached", "i4"),  # leading tokens whose KV the slot holds
+        ("mixed", "?"),  # earlier weights had a part in it
         ("prompt", "i4"),  # tokens it started with
         ("limit", "i4"),  # length at which the budget or the context is used up
         ("reported", "i4"),  # length up to which tokens were reported
@@ -74,12 +75,14 @@ class SlotTable:
 
     def longest_prefix(self, prompt: npt.NDArray[np.int64]) -> tuple[int, int]:
         """The slot whose cached tokens agree longest with the prompt, and how long."""
-        if not self.rows["cached"].any():
+        # what earlier weights had a part in stays with its request
+        cached = np.where(self.rows["mixed"], 0, self.rows["cached"])
+        if not cached.any():
             return 0, 0
         # A last column that always differs: argmax then gives the length of a full agreement too.
         differs = np.ones((len(self.rows), len(prompt) + 1), np.bool_)
         np.not_equal(self.tokens[:, : len(prompt)], prompt, out=differs[:, :-1])
-        shared = np.minimum(differs.argmax(axis=1), self.rows["cached"])
+        shared = np.minimum(differs.argmax(axis=1), cached)
         best = int(shared.argmax())
         return best, int(shared[best])
 
@@ -90,7 +93,7 @@ class SlotTable:
         row = self.rows[slot]
         row["running"] = True
         row["length"] = row["prompt"] = row["reported"] = prompt
-        row["cached"] = cached
+        row["cached"], row["mixed"] = cached, False
         row["limit"] = min(prompt + request.max_tokens, self._context_length)
         row["report_every"] = 1 if request.stream else _REPORT_EVERY
         row["position"] = request.position
@@ -169,13 +172,18 @@ class SlotTable:
         self._clock += 1
         self.rows[slot]["running"] = False
         self.rows[slot]["released"] = self._clock
+        if self.rows[slot]["mixed"]:
+            self.rows[slot]["cached"] = 0
         self._requests[slot] = None
         del self._slots[chunk.request_id]
         self.num_running -= 1
         return chunk
 
-    def forget_cached(self) -> None:
-        self.rows["cached"] = 0
+    def note_new_weights(self, *, keep_kv: bool) -> None:
+        """What is cached counts no more, or only for the request that runs on it."""
+        kept = self.rows["running"] & keep_kv
+        self.rows["cached"] *= kept
+        self.rows["mixed"] = kept
 
     def _report(self, slot: int, reason: FinishReason | None) -> Chunk:
         row, request = self.rows[slot], self._requests[slot]

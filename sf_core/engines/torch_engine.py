@@ -113,8 +113,7 @@ class TorchEngine:
         _check_shapes({name: tensor.shape for name, tensor in params.items()}, self._model.shapes)
         self._model.load({name: t.to(self._device, self._dtype) for name, t in params.items()})
         self._version = version
-        if not self._keep_kv:
-            self._table.forget_cached()
+        self._table.note_new_weights(keep_kv=self._keep_kv)
 
     def close(self) -> None:
         del self._model, self._table

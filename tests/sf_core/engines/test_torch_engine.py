@@ -241,6 +241,21 @@ def test_kept_kv_lets_running_requests_go_on_without_recomputation(folders: Fold
     assert collect(a) != collect(b)
 
 
+def test_kept_kv_is_that_of_its_request_and_no_other_one_starts_from_it(folders: Folders) -> None:
+    (prompt,) = prompts(20)
+    engine = engine_of(folders(), kv_on_update="keep")
+    # one has ended, one goes on
+    generate(engine, [request("before", prompt, 2)])
+    engine.submit(request("going on", prompt, 40))
+    engine.step()
+    engine.load_weights(folders(seed=1), 1)
+    new = request("new", prompt, 10)
+    expected = alone(folders(seed=1), new)
+    assert generate(engine, [new])["new"] == expected
+    # the one that went on has ended by now
+    assert generate(engine, [replace(new, request_id="again")])["again"] == expected
+
+
 def test_an_abort_right_after_new_weights_reports_the_version_that_sampled(folders: Folders) -> None:
     engine = engine_of(folders())
     engine.submit(request("r", prompts(5)[0]))
