@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from sf_core.engines.context import BUILT_IN_CONTEXT
 from sf_core.scheduling.pipelines import PIPELINES, PipelineName
 from sf_core.scheduling.roofline import known_device
 from sf_core.scheduling.tags import is_word
@@ -343,6 +344,12 @@ class RunConfig(Settings):
             raise ValueError(
                 f"rollout.max_tokens ({self.rollout.max_tokens}) must be less than "
                 f"engine.context_length ({self.engine.context_length})"
+            )
+        is_built_in = self.policy.model is None and self.engine.kind == "torch"
+        if is_built_in and (length := self.engine.context_length) > BUILT_IN_CONTEXT:
+            raise ValueError(
+                f"engine.context_length ({length}) must not exceed the {BUILT_IN_CONTEXT} positions of the "
+                "built-in policy"
             )
         if self.train.minibatches > self.rollout.groups_per_batch:
             raise ValueError(

@@ -10,8 +10,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from sf_core.config import PolicyConfig
+from sf_core.engines.context import BUILT_IN_CONTEXT
 
-CONTEXT_LENGTH = 2048
 HEAD_DIM = 32
 
 UNKNOWN, PADDING, TURN_START, TURN_END = "<unk>", "<pad>", "<|im_start|>", "<|im_end|>"
@@ -61,7 +61,7 @@ def make_policy(folder: str, config: PolicyConfig, seed: int) -> None:
         num_attention_heads=num_heads,
         num_key_value_heads=num_heads // 2 if num_heads % 2 == 0 else num_heads,
         head_dim=HEAD_DIM,
-        max_position_embeddings=CONTEXT_LENGTH,
+        max_position_embeddings=BUILT_IN_CONTEXT,
         tie_word_embeddings=True,
         initializer_range=config.hidden_size**-0.5,
         bos_token_id=None,
@@ -95,6 +95,6 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         additional_special_tokens=[TURN_START],
         chat_template=CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
-        model_max_length=CONTEXT_LENGTH,
+        model_max_length=BUILT_IN_CONTEXT,
         tool_format="plain",
     )

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 import uuid
 from pathlib import Path
+from typing import Any
 
 from sf_core.config import RunConfig
+from sf_core.engines.context import check_context
 from sf_core.run import Run
 from sf_core.settings import cache_dir
 from storage.files import FileRef, copy_folder
@@ -28,8 +31,8 @@ def check_model_folder(model: str) -> None:
 
 
 def check_start(config: RunConfig) -> None:
-    """Raises ValueError if a run cannot start from `policy.model`. One that did needs it no more: the copy in
-    its directory is version 0."""
+    """Raises ValueError if a run cannot start from `policy.model`, or its sequences are too long for that.
+    One that did start needs it no more: the copy in its directory is version 0."""
     model = config.policy.model
     if model is None:
         return
@@ -38,6 +41,17 @@ def check_start(config: RunConfig) -> None:
     except ValueError:
         if config.run_id is None or RunDirectory(config.run_dir).read_manifest(None, "start") is None:
             raise
+        return
+    if config.engine.kind == "torch":
+        check_context(_read_model_config(model), config.engine.context_length)
+
+
+def _read_model_config(model: str) -> dict[str, Any]:
+    file = Path(model) / "config.json"
+    try:
+        return dict(json.loads(file.read_text()))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"policy.model: {file} cannot be read: {error}") from None
 
 
 def prepare_start(folder: str, config: RunConfig) -> tuple[list[FileRef], str]:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
+from sf_core.engines.context import check_context
 from sf_core.engines.decoder import (
     Attend,
     DecoderSpec,
@@ -45,10 +46,11 @@ class CachedModel(Protocol):
 def open_model(
     model_dir: str, *, num_slots: int, context_length: int, dtype: torch.dtype, device: torch.device
 ) -> CachedModel:
-    """Raises ValueError if the architecture cannot be run correctly over a cache of slots."""
+    """Raises ValueError if the architecture cannot be run correctly over a cache of slots, or not as far."""
     model: Any = AutoModelForCausalLM.from_pretrained(
         model_dir, dtype=dtype, use_safetensors=True, trust_remote_code=False
     )
+    check_context(model.config.to_dict(), context_length)
     model.to(device).eval().requires_grad_(False)
     spec = decoder_spec(model.config, context_length)
     if spec is None:

@@ -71,7 +71,7 @@ class TransformersModel:
             self.fill(ids[:, :2], starts, slots)
             self.fill(ids[:, 2:3], starts + 2, slots)
             got = self.next_logits(ids[:, 3], starts + 3)
-        except (TypeError, RuntimeError, IndexError, AttributeError) as error:
+        except (TypeError, ValueError, RuntimeError, IndexError, AttributeError) as error:
             raise ValueError(
                 f"{kind}: this architecture cannot run over a KV cache of slots: {error}"
             ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,21 @@ def test_the_model_folder_is_needed_only_until_the_run_has_its_copy(tmp_path: Pa
         check_start(config)
     commit(run, None, "start")
     check_start(config)
+
+
+def test_sequences_that_are_too_long_for_the_model_are_refused_before_the_start(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    run = RunDirectory(str(tmp_path / "r"))
+    config = configure(run, policy={"model": str(tmp_path)}, engine={"context_length": 2048})
+    shape = {"model_type": "llama", "max_position_embeddings": 1024}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    with pytest.raises(ValueError, match=r"is 2048, and the model \(llama\) is for at most 1024 tokens"):
+        check_start(config)
+    (tmp_path / "config.json").write_text(json.dumps(shape | {"max_position_embeddings": 2048}))
+    check_start(config)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json cannot be read: "):
+        check_start(config)
 
 
 def test_a_flow_that_is_killed_is_not_explained_by_an_earlier_one(tmp_path: Path) -> None:

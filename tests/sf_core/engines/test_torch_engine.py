@@ -265,6 +265,12 @@ def test_an_abort_right_after_new_weights_reports_the_version_that_sampled(folde
     assert (len(chunk.token_ids), chunk.version) == (1, 0)
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_sequences_longer_than_the_model_is_for_are_refused(folders: Folders, kind: str) -> None:
+    with pytest.raises(ValueError, match=r"is 129, and the model \(.*\) is for at most 128 tokens"):
+        engine_of(folders(kind), context_length=129)
+
+
 def test_wrong_weights_are_refused_and_the_old_ones_stay(folders: Folders, tmp_path: Path) -> None:
     engine = engine_of(folders())
     good = load_file(f"{folders()}/model.safetensors")

@@ -1,0 +1,48 @@
+"""How long a sequence a model is for, by its Hugging Face configuration. Loads no library that computes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+BUILT_IN_CONTEXT = 2048
+"""Of the built-in policy."""
+
+NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+
+
+def check_context(config: Mapping[str, Any], context_length: int) -> None:
+    """Raises ValueError if the model is not for sequences of this many tokens."""
+    longest = longest_context(config)
+    if longest is not None and context_length > longest:
+        raise ValueError(
+            f"engine.context_length is {context_length}, and the model ({config.get('model_type')}) is for "
+            f"at most {longest} tokens: lower it, or give the model a rope scaling that reaches so far"
+        )
+
+
+def longest_context(config: Mapping[str, Any]) -> int | None:
+    """In tokens; None if it does not say. As vLLM derives its max_model_len, but for rotations that change if
+    a sequence grows beyond some length (`dynamic`, `longrope`): cached keys would keep the old one, and one
+    long sequence of a batch would change what the others get. They are for no more than that length."""
+    config = config.get("text_config") or config
+    positions = next((int(config[name]) for name in NAMES if config.get(name)), None)
+    if positions is None:
+        return None
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    # some have one for each kind of layer
+    ropes = [one for one in rope.values() if isinstance(one, Mapping)] or [rope]
+    return min(_reach(one, positions, config.get("original_max_position_embeddings")) for one in ropes)
+
+
+def _reach(rope: Mapping[str, Any], positions: int, original: int | None) -> int:
+    original = rope.get("original_max_position_embeddings") or original or positions
+    match rope.get("rope_type") or rope.get("type"):
+        case "longrope" | "su":
+            return int(original)
+        case "yarn":
+            return int(original * rope.get("factor", 1.0))
+        case "linear":
+            return int(positions * rope.get("factor", 1.0))
+        case _:
+            return positions
