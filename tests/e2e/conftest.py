@@ -96,11 +96,11 @@ class Cluster:
         psutil.Process(pid).kill()
         wait_until(lambda: process.pid() not in (0, pid), "another data plane", every_s=0.1)
 
-    def running_tasks(self) -> list[str]:
+    def running_tasks(self) -> set[str]:
         """Of all workers, those included that Dask has given up."""
         with Client(self.services.scheduler, set_as_default=False) as client:
             active = client.run(lambda dask_worker: list(dask_worker.active_threads.values()))
-            return [key for keys in (*active.values(), *client.processing().values()) for key in keys]
+            return {key for keys in (*active.values(), *client.processing().values()) for key in keys}
 
     def worker_process(self, name: str) -> psutil.Process:
         """The process that runs the worker's tasks; its nanny starts another one when it dies."""
