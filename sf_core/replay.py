@@ -44,7 +44,11 @@ def replay(uri: str, iteration: int) -> Replay:
     workers = run.config.cluster.workers.values()
     # sums are split among threads: another number of them rounds otherwise
     torch.set_num_threads(next((worker_threads(w) for w in workers if "train" in w.tags), 1))
-    trainer = rebuild_trainer(run, iteration, Alone())
+    # earlier versions did not keep it
+    device = train.data.get("device")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"iteration {iteration} was trained on a GPU, which rounds otherwise; here is none")
+    trainer = rebuild_trainer(run, iteration, Alone(), device)
     trainer.config = stored_settings(run, iteration)
     metrics = trainer.step(batch)
     weights = trainer.weights()

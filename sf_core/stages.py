@@ -236,6 +236,7 @@ def _train(
         data={
             "version": trainer.version,
             "ranks": ranks.size,
+            "device": trainer.device,
             # a later attempt may have others, and this step must be made again as it was
             "settings": run.config.train.model_dump(mode="json"),
             **metrics,

@@ -37,6 +37,8 @@ class EmulatedRanks:
 class EmulatedTrainer:
     """One of the ranks that share every batch evenly."""
 
+    device = "emulated"
+
     def __init__(self, model: DeviceModel, version: int, ranks: EmulatedRanks) -> None:
         self.version = version
         self._model, self._ranks = model, ranks

@@ -53,10 +53,9 @@ class Network:
         return logits.squeeze(0)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Copies of what transformers would save, under the names it would save them."""
-        return {
-            name: tensor.detach().clone().contiguous() for name, tensor in saved_params(self.model).items()
-        }
+        """Copies on the CPU of what transformers would save, under the names it would save them."""
+        params = saved_params(self.model)
+        return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in params.items()}
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, microbatch: Microbatch) -> torch.Tensor:

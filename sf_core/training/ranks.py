@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -52,8 +53,10 @@ class Alone:
 class Group:
     """The ranks of torch.distributed's default process group. Its methods raise ExchangeError."""
 
-    def __init__(self, group: str, workers: tuple[str, ...]) -> None:
+    def __init__(self, group: str, workers: tuple[str, ...], timeout_s: float) -> None:
+        """An exchange between GPUs may take so long; the default group has its own bound."""
         self.group, self.workers = group, workers
+        self._timeout_s = timeout_s
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def add_up(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -72,7 +75,7 @@ class Group:
 
     @functools.cached_property
     def _nccl(self) -> Any:
-        return dist.new_group(backend="nccl")
+        return dist.new_group(backend="nccl", timeout=timedelta(seconds=self._timeout_s))
 
 
 @contextmanager

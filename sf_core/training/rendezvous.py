@@ -86,7 +86,7 @@ class _Meeting:
         if _resident is None or _resident.group != group:
             _leave()
             self._make_group(group)
-            _resident = Group(group, self._seat.workers)
+            _resident = Group(group, self._seat.workers, self._timeout_s)
         return _resident
 
     def end(self) -> None:

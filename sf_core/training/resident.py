@@ -34,9 +34,10 @@ def trainer_at(run: Run, version: int, ranks: Ranks) -> Iterator[Trainer]:
     _resident = (*place, trainer)
 
 
-def rebuild_trainer(run: Run, version: int, ranks: Ranks) -> Trainer:
+def rebuild_trainer(run: Run, version: int, ranks: Ranks, device: str | None = None) -> Trainer:
     """A trainer that holds this version: from the last checkpoint up to it, and the stored batches since,
-    each with the settings of its step (design 5.6). Nothing is sampled again, nothing is written.
+    each with the settings of its step (design 5.6). Nothing is sampled again, nothing is written. On this
+    process's own device unless another is named.
 
     Raises ValueError if the checkpoint or a batch is not as it was written."""
     trainer = Trainer(
@@ -44,7 +45,7 @@ def rebuild_trainer(run: Run, version: int, ranks: Ranks) -> Trainer:
         run.config.train,
         seed=run.config.seed,
         ranks=ranks,
-        device=local_device(),
+        device=device or local_device(),
     )
     checkpoint = version
     while checkpoint > 0 and not has_checkpoint(run.directory.checkpoint_dir(checkpoint)):

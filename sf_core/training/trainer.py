@@ -48,6 +48,7 @@ class Trainer:
         self._ranks: Ranks = ranks or Alone()
         self.network = Network(model_dir, device)
         self._model = self.network.model
+        self.device = self._model.device.type
         # its settings are those of the step: set there
         self._optimizer = torch.optim.AdamW(self._model.parameters(), fused=True)
         self._optimizer_steps = self._steps_before = 0

@@ -45,6 +45,18 @@ def test_a_step_has_the_settings_that_it_was_made_with(copy: RunDirectory) -> No
     assert (result.equal, result.metrics) == (True, {})
 
 
+def test_a_step_of_a_gpu_is_not_done_again_where_none_is(
+    copy: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = copy.read_manifest(0, "train")
+    assert manifest is not None
+    changed = manifest.model_copy(update={"data": manifest.data | {"device": "cuda"}})
+    files.write_atomic(copy.manifest_file(0, "train"), changed.model_dump_json().encode())
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    code, output = sf("replay", copy.uri, "--iteration", "0")
+    assert (code, "was trained on a GPU, which rounds otherwise; here is none" in output) == (2, True)
+
+
 def test_nothing_is_written_into_the_run(trained: RunDirectory) -> None:
     def content() -> dict[str, tuple[int, bytes]]:
         paths = [path for path in Path(trained.uri).rglob("*") if path.is_file()]
