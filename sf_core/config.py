@@ -32,6 +32,8 @@ class Settings(BaseModel):
     model_config = ConfigDict(
         extra="forbid",
         frozen=True,
+        # JSON has neither, and config.json, Prefect's API and its forms are JSON
+        allow_inf_nan=False,
         use_attribute_docstrings=True,
         field_title_generator=_key,
         json_schema_extra=_in_order,
@@ -150,7 +152,7 @@ class TrainConfig(Settings):
     weight_decay: float = Field(0.0, ge=0)
     """AdamW's weight decay."""
     max_grad_norm: float = Field(1.0, gt=0)
-    """Gradients are scaled down to this norm."""
+    """Gradients are scaled down to this norm; 1e9 leaves them as they are."""
     clip_low: float = Field(0.2, gt=0, lt=1)
     """The importance ratio is clipped below at 1 - clip_low."""
     clip_high: float = Field(0.28, gt=0)

@@ -1,8 +1,11 @@
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
-from sf_core.config import RunConfig
+from sf_core.config import RunConfig, Settings
 from sf_core.config_file import load_config
 from sf_core.validation import ConfigError
 
@@ -31,6 +34,8 @@ def test_a_resolved_configuration_reads_back_equal(config_file: Path) -> None:
         ("colour=red", "colour: unknown key; allowed here: run_id, seed, pipeline, policy"),
         ("rollout.group_size=1", "rollout.group_size: input should be greater than or equal to 2, got 1"),
         ("train.learning_rate=fast", "train.learning_rate: input should be a valid number"),
+        ("train.max_grad_norm=.inf", "train.max_grad_norm: input should be a finite number, got inf"),
+        ("train.betas=[.nan, 0.9]", "train.betas.0: input should be a finite number, got nan"),
         ("engine.kind=vlm", "engine.kind: input should be 'torch', 'scripted' or 'emulated', got 'vlm'"),
         ("environment.agent=agent", "environment.agent: expected package.module:name, got 'agent'"),
         ("run_id=../etc", "run_id: string should match pattern"),
@@ -93,6 +98,24 @@ def test_overlap_is_the_pipelines_where_the_user_says_nothing(config_file: Path)
         config = load_config(config_file, [f"pipeline={pipeline}", "rollout.max_lag=2"])
         assert (config.overlap, config.lag_bound) == (overlap, lag)
     assert load_config(config_file, ["pipeline=colocated", "rollout.overlap=true"]).overlap
+
+
+FLOATS = [
+    (section, name)
+    for section in Settings.__subclasses__()
+    for name, field in section.model_fields.items()
+    if "float" in str(field.annotation)
+]
+
+
+@pytest.mark.parametrize(("section", "name"), FLOATS, ids=lambda part: getattr(part, "__name__", part))
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, "Infinity"])
+def test_no_setting_takes_what_json_cannot_keep(section: type[Settings], name: str, value: Any) -> None:
+    is_pair = "tuple" in str(section.model_fields[name].annotation)
+    with pytest.raises(ValidationError) as refused:
+        section.model_validate({name: (value, value) if is_pair else value})
+    faults = [error["type"] for error in refused.value.errors() if error["loc"][0] == name]
+    assert set(faults) == {"finite_number"}
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
