@@ -93,6 +93,17 @@ class Run:
         counts = version % config.evaluate.every == 0 or version == config.train.iterations
         return counts and self.directory.read_manifest(version, "evaluate") is None
 
+    def refuse_unserved(self, version: int) -> None:
+        """Raises ValueError unless this is the newest published version, which is what engines serve."""
+        if not self._is_published(version) or self._is_published(version + 1):
+            served = self.resume_point().version
+            raise ValueError(
+                f"{self.ref.run_id}: version {version} cannot be measured: engines serve version {served}"
+            )
+
+    def _is_published(self, version: int) -> bool:
+        return version == 0 or self.directory.read_manifest(version - 1, "publish") is not None
+
     def begin_evaluation(self, version: int) -> None:
         """Have the held-out tasks given out, if this version is due. Trainers are lent for what is known."""
         if self.evaluation_due(version):

@@ -266,7 +266,9 @@ def publish(run: Run, iteration: int) -> Outcome:
 @_once
 def evaluate(run: Run, version: int, num_tasks: int | None = None) -> Outcome:
     """Mean reward of this version on so many held-out tasks, by default as configured; these sessions never
-    train. An evaluation that has begun is ended with the number it began with."""
+    train. An evaluation that has begun is ended with the number it began with. Raises ValueError if engines
+    serve another version."""
+    run.refuse_unserved(version)
     settings = run.config.rollout
     run.dataplane.start_evaluation(version, num_tasks or run.config.evaluate.num_tasks)
     run.dataplane.wait_for_evaluation(version, settings.batch_timeout_s, settings.absence_timeout_s)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from sf_core.config import RunConfig, Settings
+from sf_core.run_states import progress
 from sf_core.shown import shown
 from sf_core.validation import validate_config
 from storage.files import exists
@@ -54,7 +55,7 @@ def read_stored_config(uri: str) -> RunConfig:
 def settled(config: RunConfig, tell: Callable[[str], None] = log.warning) -> RunConfig:
     """What to train with: `config`, or the stored configuration of the run that it names, with its changes.
 
-    Raises ValueError if they would make another run of it."""
+    Raises ValueError if they would make another run of it, or end it before what is published."""
     if not exists(RunDirectory(config.run_dir).path("config.json")):
         return config
     return _merged(config, tell, _refuse_another_run)
@@ -68,15 +69,16 @@ def settled_to_measure(config: RunConfig, tell: Callable[[str], None] = log.warn
 
 
 def _merged(
-    config: RunConfig, tell: Callable[[str], None], check: Callable[[str, _Difference], None]
+    config: RunConfig, tell: Callable[[str], None], check: Callable[[RunDirectory, _Difference], None]
 ) -> RunConfig:
-    stored = RunDirectory(config.run_dir).read_config(RunConfig)
+    run = RunDirectory(config.run_dir)
+    stored = run.read_config(RunConfig)
     data = stored.model_dump() | config.model_dump(include=set(PLACE))
     changed, kept = [], []
     for difference in _differences(stored, config, RunConfig()):
         key, before, given, counts, is_said = difference
         if counts:
-            check(str(config.run_id), difference)
+            check(run, difference)
             _put(data, key, given)
             changed.append(f"{key} {_text(given)} (was {_text(before)})")
         elif is_said:
@@ -104,20 +106,26 @@ def _differences(
             yield _Difference(key, before, now, counts, name in given.model_fields_set)
 
 
-def _refuse_another_run(run_id: str, difference: _Difference) -> None:
+def _refuse_another_run(run: RunDirectory, difference: _Difference) -> None:
     key, before, given, *_ = difference
     if key.split(".")[0] in FIXED:
         raise ValueError(
-            f"run {run_id} was started with {key} {_text(before)}, not {_text(given)}; "
+            f"run {run.run_id} was started with {key} {_text(before)}, not {_text(given)}; "
             f"choose another run_id, or leave {key} out"
+        )
+    # the last version would be measured as, and called, one that it is not
+    if key == "train.iterations" and given < (published := progress(run).published):
+        raise ValueError(
+            f"run {run.run_id} has published version {published} and cannot end at {key} {_text(given)}; "
+            f"give at least {published}, or leave {key} out"
         )
 
 
-def _refuse_another_measure(run_id: str, difference: _Difference) -> None:
+def _refuse_another_measure(run: RunDirectory, difference: _Difference) -> None:
     key, before, given, *_ = difference
     if key not in OF_AN_EVALUATION:
         raise ValueError(
-            f"run {run_id} was configured with {key} {_text(before)}, not {_text(given)}, "
+            f"run {run.run_id} was configured with {key} {_text(before)}, not {_text(given)}, "
             f"and is measured like that; leave {key} out"
         )
 

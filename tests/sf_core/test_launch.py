@@ -51,7 +51,8 @@ def test_a_finished_run_goes_on_with_more_iterations(run: RunDirectory, tmp_path
     code, output = sf("train", str(file), "--set", "train.iterations=3")
     assert "run r: as it was configured, but for train.iterations 3 (was 2)" in output
     assert (code, "no worker carries" in output) == (1, True), output
-    assert sf("train", str(file), "--set", "train.iterations=1")[0] == 0
+    code, output = sf("train", str(file), "--set", "train.iterations=1")
+    assert (code, "run r has published version 2 and cannot end at" in output) == (1, True), output
 
 
 def test_a_run_whose_summary_is_from_before_it_was_given_more_iterations_is_resumed(

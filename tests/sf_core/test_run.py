@@ -1,11 +1,12 @@
 import socket
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 from sf_core.config import DataplaneConfig, RunConfig, StorageConfig
 from sf_core.run import Run, RunRef, begin_attempt, load_object
-from sf_core.stages import finish
+from sf_core.stages import evaluate, finish
 from storage import files
 from storage.attempts import Attempt
 from storage.run_directory import STAGES, RunDirectory
@@ -77,6 +78,24 @@ def test_held_out_tasks_are_given_out_once_when_their_version_is_due(
         given_out = run.dataplane.status()["evaluations"]
     # the last version is due whatever its number
     assert given_out == {"0": {"finished": 0, "num_tasks": 3}, "5": {"finished": 0, "num_tasks": 3}}
+
+
+def test_no_version_is_measured_but_the_one_that_engines_serve(
+    tmp_path: Path,
+    model_dir: str,  # noqa: F811
+) -> None:
+    directory = RunDirectory(str(tmp_path / "run"))
+    configure(directory)
+    for iteration, stage in product(range(3), STAGES):
+        commit(directory, iteration, stage, data={"groups": [], "rejected": {}})
+    with running_app() as url, attended(url, tmp_path, model_dir) as server:
+        ref = RunRef("run", directory.uri, url, attempt=1)
+        server.register()
+        for version in (0, 2, 4):
+            refusal = f"^run: version {version} cannot be measured: engines serve version 3$"
+            with pytest.raises(ValueError, match=refusal):
+                evaluate(ref, version)
+        Run(ref).refuse_unserved(3)
 
 
 def test_a_run_that_was_removed_and_begun_again_has_its_new_configuration(tmp_path: Path) -> None:

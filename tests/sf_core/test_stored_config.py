@@ -11,6 +11,7 @@ from sf_core.config import RunConfig
 from sf_core.stored_config import read_stored_config, settled, settled_to_measure
 from sf_core.validation import validate_config
 from storage.run_directory import RunDirectory
+from tests.sf_core.runs import pretend
 
 STORED = {
     "seed": 7,
@@ -106,6 +107,19 @@ def test_a_run_does_not_go_on_with_another_policy_seed_or_environment(
         said(configured(tmp_path, **change))
     assert f"run r was started with {sentence}" in str(refused.value)
     assert "choose another run_id, or leave " in str(refused.value)
+
+
+def test_a_run_may_end_earlier_but_not_before_what_is_published(tmp_path: Path, stored: RunConfig) -> None:
+    pretend(RunDirectory(stored.run_dir), 3, finished=False)
+    assert said(configured(tmp_path, train={"iterations": 3}))[0].train.iterations == 3
+    lines: list[str] = []
+    with pytest.raises(ValueError) as refused:
+        settled(configured(tmp_path, train={"iterations": 2}), lines.append)
+    assert str(refused.value) == (
+        "run r has published version 3 and cannot end at train.iterations 2; give at least 3, or leave "
+        "train.iterations out"
+    )
+    assert lines == []
 
 
 def test_settings_that_do_not_fit_those_that_are_stored_are_refused(
