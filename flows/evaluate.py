@@ -9,7 +9,7 @@ from prefect import flow
 
 from sf_core.config import RunConfig
 from sf_core.evaluation import open_evaluation
-from sf_core.run import Run, begin_attempt, open_config
+from sf_core.run import Run, begin_attempt, check_held_out, open_config
 from sf_core.scheduling.plan import await_plan
 from tasks.cluster import TaggedTaskRunner, crashing_without_scheduler, result_of, scheduler_address, submit
 from tasks.evaluate import evaluate as evaluate_task
@@ -27,6 +27,7 @@ def evaluate(config: RunConfig) -> dict[str, Any]:
     if evaluation.measured is not None:
         return evaluation.measured.data
     config, version = evaluation.config, evaluation.version
+    check_held_out(config)
     plan = await_plan(scheduler_address(), config)
     run = begin_attempt(config, evaluate_only=True)
     Run(run).register(evaluate_only=True)

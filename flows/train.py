@@ -12,7 +12,7 @@ from prefect import flow
 
 from flows.warmstart import start_policy
 from sf_core.config import RunConfig
-from sf_core.run import Run, RunRef, begin_attempt, open_config
+from sf_core.run import Run, RunRef, begin_attempt, check_held_out, open_config
 from sf_core.scheduling.plan import Plan, await_plan
 from sf_core.stored_config import settled
 from sf_core.trackers import Trackers
@@ -40,6 +40,7 @@ from tasks.rollout import rollout
 def train(config: RunConfig) -> dict[str, Any]:
     """Run all iterations that are not committed yet; returns the summary of the run."""
     config = settled(identified(config))
+    check_held_out(config)
     plan = await_plan(scheduler_address(), config)
     run = begin_attempt(config)
     trackers, page = Trackers(Run(run).directory, config), Page(run)

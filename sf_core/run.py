@@ -211,6 +211,17 @@ def load_object(reference: str) -> Callable[..., Any]:
     return cast(Callable[..., Any], found)
 
 
+def check_held_out(config: RunConfig) -> None:
+    """Raises ValueError with one sentence if the environment has fewer held-out tasks than are asked for:
+    each that is not there would count as one that earned nothing. Asks for the last one only."""
+    tasks, last = load_object(config.environment.tasks), config.evaluate.num_tasks - 1
+    try:
+        tasks("holdout", last)
+    except Exception as error:  # whatever the user's own lines raise
+        asked = f'{config.environment.tasks}("holdout", {last})'
+        raise ValueError(f"evaluate.num_tasks {last + 1}: {asked} raises {_told(error)}") from error
+
+
 def _told(error: Exception) -> str:
     """What an import raised, and the line of the module that it was at; not where in a library."""
     told = " ".join(f"{type(error).__name__}: {error}".split())
