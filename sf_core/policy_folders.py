@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import shutil
 import uuid
@@ -91,13 +92,19 @@ def warm_policy(config: RunConfig) -> Path:
 
 def _recipe_version() -> str:
     """Changes with the code that makes the policy, so that the cache never answers for older code."""
-    import sf_core.environments
-    import sf_core.policy
-    import sf_core.training.warmstart
+    return hashlib.sha256(b"".join(file.read_bytes() for file in _recipe_files())).hexdigest()
 
-    files = [Path(sf_core.policy.__file__), Path(sf_core.training.warmstart.__file__)]
-    files += sorted(Path(sf_core.environments.__path__[0]).glob("*.py"))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+def _recipe_files() -> list[Path]:
+    import sf_core.environments
+    from sf_core import policy
+    from sf_core.agents import tool_loop
+    from sf_core.engines import decoder, projections
+    from sf_core.training import network, packing, warmstart
+
+    modules = (policy, warmstart, network, packing, decoder, projections, tool_loop)
+    environments = Path(sf_core.environments.__path__[0]).glob("*.py")
+    return [*(Path(inspect.getfile(module)) for module in modules), *sorted(environments)]
 
 
 def export_policy(run: Run) -> None:
