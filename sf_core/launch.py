@@ -60,7 +60,7 @@ def launch(flow: str, config: RunConfig, console: Console) -> None:
             config = settled(config, tell)
             if is_finished(directory, config.train.iterations):
                 tell(f"run {name} is finished")
-                return _print_result(directory, console)
+                return _print_result(directory, config, console)
         if scheduler := scheduler_of(config):
             await_plan(scheduler, config, tell)
         else:
@@ -83,7 +83,7 @@ def launch(flow: str, config: RunConfig, console: Console) -> None:
             console.print(f"stopped; {_how_to_go_on(flow, name)}", highlight=False)
             raise
     if flow == "train":
-        _print_result(directory, console)
+        _print_result(directory, config, console)
     else:
         tell(evaluation.describe())
 
@@ -186,10 +186,12 @@ def _reason(log: Path, begins_at: int, code: int) -> str:
     return stated[-1] if stated else f"the flow ended with code {code}"
 
 
-def _print_result(directory: RunDirectory, console: Console) -> None:
+def _print_result(directory: RunDirectory, config: RunConfig, console: Console) -> None:
     summary = directory.read_summary()
     assert summary is not None, "a run that ended well has its summary"
     idle = ", ".join(f"{worker} {share:.0%}" for worker, share in summary["idle_fraction"].items())
+    is_emulated = config.engine.kind == "emulated"
+    policy = "none, because it is emulated" if is_emulated else directory.policy_dir
     rewards = f"{summary['reward_before']:.2f} → {summary['reward_after']:.2f}"
     result = Text.assemble(
         "\nheld-out reward  ",
@@ -199,7 +201,7 @@ def _print_result(directory: RunDirectory, console: Console) -> None:
         f"{summary['tokens_per_second']:,.0f} per second\n"
         f"idle devices     {idle}\n"
         f"picture          {directory.path('summary.png')}\n"
-        f"policy           {directory.policy_dir}\n"
+        f"policy           {policy}\n"
         f"trajectories     {directory.path('trajectories')}\n"
         f'  open them      python -c "import pandas; '
         f"print(pandas.read_parquet('{directory.path('trajectories')}'))\"\n"

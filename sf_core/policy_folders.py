@@ -108,7 +108,10 @@ def _recipe_files() -> list[Path]:
 
 
 def export_policy(run: Run) -> None:
-    """Write RUN/policy: the start folder's configuration and tokenizer with the newest weights."""
+    """Write RUN/policy: the start folder's configuration and tokenizer with the newest weights. An emulated
+    run has none: what it publishes holds no weights."""
+    if run.config.engine.kind == "emulated":
+        return
     version = run.resume_point().version
     folder = run.directory.policy_dir
     copy_folder(run.start_dir, folder, exclude=WEIGHT_FILES)

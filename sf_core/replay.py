@@ -35,11 +35,14 @@ class Replay:
 
 
 def replay(uri: str, iteration: int) -> Replay:
-    """Raises ValueError with one sentence if there is no such run or iteration, or its batch is damaged."""
+    """Raises ValueError with one sentence if there is no such run or iteration, if its batch is damaged, or
+    if the run is emulated."""
     directory = open_run(uri)
     train = _committed(directory, iteration, "train")
     _committed(directory, iteration, "filter")
     run = Run(RunRef(directory.run_id, directory.uri, dataplane_url="", attempt=0))
+    if run.config.engine.kind == "emulated":
+        raise ValueError(f"{directory.run_id}: is emulated, so its trainers slept and computed no weights")
     batch = stored_batch(run, iteration)
     workers = run.config.cluster.workers.values()
     # sums are split among threads: another number of them rounds otherwise

@@ -45,6 +45,12 @@ def test_a_finished_run_is_shown_and_not_run_again(run: RunDirectory) -> None:
     assert f"policy {run.policy_dir} " in output
 
 
+def test_an_emulated_run_is_said_to_have_no_policy(run: RunDirectory, tmp_path: Path) -> None:
+    configure(run, train={"iterations": 2}, engine={"kind": "emulated"}, storage={"root": str(tmp_path)})
+    code, output = sf("resume", run.uri)
+    assert (code, "policy none, because it is emulated trajectories" in output) == (0, True), output
+
+
 def test_a_finished_run_goes_on_with_more_iterations(run: RunDirectory, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump({"run_id": "r", "storage": {"root": run.uri.rsplit("/", 1)[0]}}))

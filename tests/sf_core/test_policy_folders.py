@@ -31,6 +31,14 @@ def test_an_export_that_was_cut_off_is_done_again_as_a_whole(tmp_path: Path) -> 
     assert load_weights(directory.policy_dir)["w"].tolist() == [1.0, 1.0]
 
 
+def test_an_emulated_run_exports_no_policy(tmp_path: Path) -> None:
+    directory = RunDirectory(str(tmp_path / "run"))
+    configure(directory, engine={"kind": "emulated"})
+    save_weights(directory.start_dir, {"w": torch.ones(2)}, 0)
+    export_policy(Run(RunRef("run", directory.uri, dataplane_url="", attempt=1)))
+    assert files.list_files(directory.policy_dir) == []
+
+
 def test_a_run_does_not_go_on_from_a_start_folder_that_was_changed(tmp_path: Path) -> None:
     directory = RunDirectory(str(tmp_path / "run"))
     configure(directory)

@@ -104,3 +104,9 @@ def test_a_damaged_batch_is_named(copy: RunDirectory) -> None:
     files.write_atomic(batch, files.read_bytes(batch)[:-1])
     code, output = sf("replay", copy.uri, "--iteration", "0")
     assert code == 2 and "filter of iteration 0 wrote" in output
+
+
+def test_an_emulated_step_is_not_done_again(copy: RunDirectory) -> None:
+    configure(copy, engine={"kind": "emulated"})
+    code, output = sf("replay", copy.uri, "--iteration", "0")
+    assert (code, "trained: is emulated, so its trainers slept" in output) == (2, True), output
