@@ -48,6 +48,12 @@ class Keep:
     journals: bool = True
 
 
+def check_not_linked(run: RunDirectory, where: str) -> None:
+    """Raises ValueError if the folder holds only a link to the run: it may be kept for somebody else."""
+    if run.uri != files.absolute(where) and not files.lies_in(run.uri, where):
+        raise ValueError(f"{run.uri}: is a link to a run elsewhere; to clean that up, name it")
+
+
 def spares(run: RunDirectory, keep: Keep) -> list[Spare]:
     """Oldest first. Raises BusyError, or ValueError with one sentence if it cannot be told."""
     finished = is_finished(run, run.read_config(RunConfig).train.iterations)
@@ -60,7 +66,9 @@ def spares(run: RunDirectory, keep: Keep) -> list[Spare]:
     # a data plane that still knows the run has the file open
     if not keep.journals and finished and is_served(run) == "no":
         found.append(("journal", run.journal_dir))
-    sizes = [Spare(run, kind, uri, files.folder_bytes(uri)) for kind, uri in found]
+    # what a link leads to may be another run's
+    own = [(kind, uri) for kind, uri in found if files.lies_in(uri, run.uri)]
+    sizes = [Spare(run, kind, uri, files.folder_bytes(uri)) for kind, uri in own]
     return [spare for spare in sizes if spare.bytes]
 
 

@@ -52,7 +52,7 @@ def gc(
     yes: Annotated[bool, typer.Option("--yes", help="Remove; without it, only show.")] = False,
 ) -> None:
     """Remove old checkpoints and weights, never what a resume or the newest policy needs."""
-    from sf_core.cleanup import Keep, spares
+    from sf_core.cleanup import Keep, check_not_linked, spares
     from sf_core.run_states import await_restarts, find_runs
 
     keep = Keep(keep_checkpoints, keep_weights, journals=not journals)
@@ -64,6 +64,7 @@ def gc(
             await_restarts(runs, tell)
         for run in runs:
             try:
+                check_not_linked(run, where)
                 found = spares(run, keep)
             except ValueError as error:
                 if len(runs) == 1:

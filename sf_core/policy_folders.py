@@ -14,7 +14,7 @@ from sf_core.config import RunConfig
 from sf_core.engines.context import check_context
 from sf_core.run import Run
 from sf_core.settings import cache_dir
-from storage.files import FileRef, copy_folder
+from storage.files import FileRef, copy_folder, list_files
 from storage.run_directory import RunDirectory
 from storage.weights import PICKLES, WEIGHT_FILES, load_weights, save_weights
 
@@ -24,7 +24,11 @@ def check_model_folder(model: str) -> None:
     folder = Path(model)
     if not (folder / "config.json").is_file():
         raise ValueError(f"policy.model: {model} is not a Hugging Face model folder (no config.json)")
-    if not any(folder.glob("*.safetensors")):
+    for weights in folder.glob("*.safetensors"):
+        if not weights.exists():
+            raise ValueError(f"policy.model: {weights} is a link to a file that is not there")
+    # what a run copies, which leaves hidden files out
+    if not any(uri.endswith(".safetensors") for uri in list_files(str(folder))):
         raise ValueError(
             f"policy.model: {model} has no *.safetensors file; pickled weights (*.bin, *.pt) are not loaded, "
             "because reading them may run code: save the model with safe_serialization=True"

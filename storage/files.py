@@ -192,8 +192,8 @@ def check_writable(folder: str) -> None:
 
 
 def list_files(folder: str) -> list[str]:
-    """URIs of the files directly in a folder, sorted, without hidden ones; empty if there is no folder.
-    Manifests name the files of a run: list only what no manifest names."""
+    """URIs of the files directly in a folder, sorted, without hidden ones; empty if there is no folder. A
+    link is what it leads to. Manifests name the files of a run: list only what no manifest names."""
     return _list(folder, "file")
 
 
@@ -226,8 +226,15 @@ def remove(uri: str) -> None:
         return
 
 
+def lies_in(uri: str, folder: str) -> bool:
+    """Whether it is there without following a link out of the folder."""
+    if not is_local(folder):
+        return uri.startswith(folder.rstrip("/") + "/")
+    return os.path.realpath(open_fs(uri)[1]).startswith(os.path.realpath(open_fs(folder)[1]) + "/")
+
+
 def remove_folder(folder: str) -> None:
-    """Remove a folder with all that is in it; one that is gone already is no error."""
+    """Remove a folder with all that is in it; one that is gone already is no error. Of a link, the link."""
     fs, path = open_fs(folder)
     try:
         with storage_errors(folder):
@@ -300,9 +307,14 @@ def _entries(folder: str, kind: str) -> list[dict[str, Any]]:
     fs, path = open_fs(folder)
     try:
         with storage_errors(folder):
-            return [entry for entry in fs.ls(path, detail=True) if entry["type"] == kind]
+            entries = fs.ls(path, detail=True)
     except FileNotFoundError:
         return []
+    # fsspec calls every link on a local disk "other", wherever it leads
+    if isinstance(fs, LocalFileSystem):
+        is_kind = os.path.isfile if kind == "file" else os.path.isdir
+        return [entry for entry in entries if is_kind(entry["name"])]
+    return [entry for entry in entries if entry["type"] == kind]
 
 
 @contextmanager

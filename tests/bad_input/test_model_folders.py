@@ -78,6 +78,28 @@ def test_pickles_beside_safe_weights_stay_where_they_are(folder: Path) -> None:
     assert not (folder.parent / "sprung").exists()
 
 
+def test_a_run_starts_from_a_folder_of_links(folder: Path) -> None:
+    make_policy(str(folder), PolicyConfig(hidden_size=32, num_layers=1), seed=0)
+    snapshot, start = folder.parent / "snapshot", folder.parent / "start"
+    snapshot.mkdir()
+    for path in folder.iterdir():
+        (snapshot / path.name).symlink_to(path)
+    prepare_start(str(start), RunConfig(policy=PolicyConfig(model=str(snapshot))))
+    assert not any(path.is_symlink() for path in start.iterdir())
+    Network(str(start))
+
+
+def test_weights_that_are_no_files_are_refused_before_anything_is_copied(folder: Path) -> None:
+    start, config = folder.parent / "start", RunConfig(policy=PolicyConfig(model=str(folder)))
+    (folder / "._model.safetensors").write_bytes(b"what an archive of another system leaves")
+    with pytest.raises(ValueError, match=r"has no \*\.safetensors file"):
+        prepare_start(str(start), config)
+    (folder / "model.safetensors").symlink_to(folder / "blob")
+    with pytest.raises(ValueError, match=r"/model\.safetensors is a link to a file that is not there$"):
+        prepare_start(str(start), config)
+    assert not start.exists()
+
+
 def test_code_in_a_model_folder_is_not_run(folder: Path) -> None:
     make_policy(str(folder), PolicyConfig(hidden_size=32, num_layers=1), seed=0)
     (folder / "modeling.py").write_text(

@@ -100,6 +100,29 @@ def test_what_killed_writers_left_goes(root: Path) -> None:
     assert names(run) == []
 
 
+@pytest.mark.parametrize("linked", ["checkpoints", "checkpoints/00001"])
+def test_what_a_link_out_of_the_run_leads_to_stays(root: Path, linked: str) -> None:
+    run, elsewhere = make(root, "a", 3), root.parent / "elsewhere"
+    Path(run.path(linked)).rename(elsewhere)
+    Path(run.path(linked)).symlink_to(elsewhere)
+    before = sorted(elsewhere.rglob("*"))
+    assert not [name for name in names(run) if name.startswith(linked)]
+    assert sf("gc", run.uri, "--yes")[0] == 0
+    assert sorted(elsewhere.rglob("*")) == before and Path(run.path(linked)).is_symlink()
+
+
+def test_a_run_that_is_only_linked_is_listed_and_cleaned_where_it_is_named(root: Path) -> None:
+    run = make(root.parent / "disk", "a", 3)
+    make(root, "b", 3)
+    (root / "a").symlink_to(run.uri)
+    assert "a stopped 3/4" in sf("ls", str(root))[1]
+    code, output = sf("gc", str(root), "--yes")
+    assert code == 0 and f"left alone: {root / 'a'}: is a link to a run elsewhere" in output
+    assert "removed 4 items" in output and len(names(run)) == 4
+    assert "removed 4 items" in sf("gc", str(root / "a"), "--yes")[1]
+    assert names(run) == []
+
+
 def test_the_journal_goes_only_from_a_finished_run(root: Path) -> None:
     assert "journal" not in names(make(root, "a", 3), journals=False)
     finished = make(root, "b", 4)

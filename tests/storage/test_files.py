@@ -104,6 +104,45 @@ def test_listing_sees_files_written_since_and_neither_folders_nor_hidden_ones(ru
     assert files.list_files(run.path("d")) == [run.path("d", "a"), run.path("d", "b")]
 
 
+def test_a_link_is_listed_as_what_it_leads_to(tmp_path: Path) -> None:
+    (tmp_path / "blob").write_bytes(b"weights")
+    (tmp_path / "d").mkdir()
+    for name, leads_to in (("file", "blob"), ("folder", "."), ("nowhere", "none"), ("circle", "d/circle")):
+        (tmp_path / "d" / name).symlink_to(tmp_path / leads_to)
+    folder = str(tmp_path / "d")
+    assert files.list_files(folder) == [f"{folder}/file"]
+    assert files.list_folders(folder) == [f"{folder}/folder"]
+    assert [ref.uri for ref in files.copy_folder(folder, str(tmp_path / "copy"))] == [f"{tmp_path}/copy/file"]
+    assert not (tmp_path / "copy" / "file").is_symlink()
+
+
+def test_removing_leaves_what_links_lead_to(tmp_path: Path) -> None:
+    blob = tmp_path / "elsewhere" / "blob"
+    files.write_atomic(str(blob), b"another run's")
+    for parent in ("run", "other"):
+        (tmp_path / parent).mkdir()
+        (tmp_path / parent / "file").symlink_to(blob)
+        (tmp_path / parent / "folder").symlink_to(blob.parent)
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    for gone in ("link", "other/file", "other/folder", "run"):
+        files.remove_folder(str(tmp_path / gone))
+    assert {path.name for path in tmp_path.iterdir()} == {"elsewhere", "other"}
+    assert list((tmp_path / "other").iterdir()) == []
+    assert blob.read_bytes() == b"another run's"
+
+
+def test_what_lies_behind_a_link_lies_where_it_leads(run: RunDirectory, tmp_path: Path) -> None:
+    assert files.lies_in(run.path("d", "x"), run.uri)
+    assert not files.lies_in(run.uri + "-2/x", run.uri)
+    if files.is_local(run.uri):
+        (tmp_path / "elsewhere").mkdir()
+        Path(run.uri).mkdir()
+        Path(run.path("d")).symlink_to(tmp_path / "elsewhere")
+        (tmp_path / "linked").symlink_to(run.uri)
+        assert not files.lies_in(run.path("d", "x"), run.uri)
+        assert files.lies_in(str(tmp_path / "linked" / "x"), run.uri)
+
+
 def test_removing_twice_is_no_error(run: RunDirectory) -> None:
     files.write_atomic(run.path("x"), b"")
     files.remove(run.path("x"))
