@@ -24,6 +24,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from storage.errors import StorageError, storage_errors
+from storage.naming import name_new
 from storage.scratch import scratch_folder
 
 __all__ = ["FileRef", "StorageError"]
@@ -178,13 +179,13 @@ def writer(uri: str) -> Iterator[HashedFile]:
 
 
 def check_writable(folder: str) -> None:
-    """Raises StorageError if nothing can be written into the folder."""
+    """Raises StorageError if nothing can be written into the folder, or not so that no other replaces it."""
     fs, path = open_fs(folder)
     probe = join(path, f".{uuid.uuid4().hex}.tmp")
     # not write_atomic: its sentence would name a file that nobody knows
     with storage_errors(folder):
         if isinstance(fs, LocalFileSystem):
-            with _local_file(probe):
+            with _local_file(probe, create=True):
                 pass
         else:
             fs.pipe_file(probe, b"")
@@ -333,7 +334,7 @@ def _local_file(path: str, create: bool = False) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         _fence.get()()
         if create:
-            os.link(temporary, path)
+            name_new(temporary, path)
         else:
             os.replace(temporary, path)
     finally:
