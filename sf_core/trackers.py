@@ -10,6 +10,7 @@ import importlib.util
 import json
 import logging
 import queue
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -188,11 +189,13 @@ class _WandbRun:
     def __init__(self, config: RunConfig, known: str | None) -> None:
         import wandb
 
-        assert config.run_id is not None
-        self.run_id = known or config.run_id
+        # a run directory may have been begun again, or be another's of this name; at most 128 characters
+        self.run_id = known or f"{config.run_id}-{secrets.token_hex(4)}"
         self._run = wandb.init(
             project=config.track.wandb,
             id=self.run_id,
+            # one that it has may have been given another name there
+            name=None if known else config.run_id,
             resume="allow",
             config=config.model_dump(),
             # metrics only: neither the console nor the machine nor anybody's code

@@ -1,12 +1,14 @@
 import logging
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sf_core.config import RunConfig
 from sf_core.trackers import Trackers, _MlflowRun
 from sf_core.validation import ConfigError
+from storage import files
 from storage.metrics import write_metrics
 from storage.run_directory import RunDirectory
 
@@ -89,9 +91,36 @@ def test_wandb_offline_keeps_the_metrics_in_a_file(run: RunDirectory, wandb_at: 
     with Trackers(run, config_of(wandb="agents")):
         pass
     wandb.teardown()  # as at the end of a process: its service writes what it still has
-    [file] = wandb_at.glob("offline-run-*-run-1/*.wandb")
+    [file] = wandb_at.glob("offline-run-*-run-1-*/*.wandb")
     data = file.read_bytes()
     assert b"train/loss" in data and b"devices/idle_r0" in data
+
+
+def test_wandb_goes_on_with_the_run_that_the_run_directory_names_and_begins_another_for_another(
+    run: RunDirectory, wandb_at: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import wandb
+
+    begun: list[tuple[str, str | None]] = []
+    init = wandb.init
+
+    def noted(**options: Any) -> Any:
+        begun.append((options["id"], options["name"]))
+        return init(**options)
+
+    monkeypatch.setattr(wandb, "init", noted)
+    for number in range(2):
+        measure(run, number)
+        with Trackers(run, config_of(wandb="agents")):
+            pass
+    files.remove_folder(run.uri)
+    measure(run, 0)
+    with Trackers(run, config_of(wandb="agents")):
+        pass
+    wandb.teardown()
+    ids, names = zip(*begun, strict=True)
+    assert ids[0] == ids[1] != ids[2]
+    assert names == ("run-1", None, "run-1")
 
 
 def test_a_tracker_that_is_away_costs_a_line_of_the_log_and_gets_it_later(
