@@ -49,6 +49,20 @@ def _is_reference(value: str) -> str:
 Reference = Annotated[str, AfterValidator(_is_reference)]
 """Names Python code as package.module:name; it must be importable on the agent workers."""
 
+
+def _holds_no_password(value: str) -> str:
+    # not shown: this sentence goes into logs
+    if "@" in value:
+        raise ValueError(
+            "a user or password does not belong here, where it would be stored with the run and sent to "
+            "trackers; put the whole address into the environment variable SF_DATAPLANE_URL"
+        )
+    return value
+
+
+PublicAddress = Annotated[str, AfterValidator(_holds_no_password)]
+"""A URL that anybody may read who may read the run."""
+
 Share = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -293,9 +307,9 @@ class ClusterConfig(Settings):
 class DataplaneConfig(Settings):
     """The process that stands between agents and engines."""
 
-    url: str | None = None
+    url: PublicAddress | None = None
     """Address of a running `sf dataplane`. Empty: one is started on loopback. Its key is read from the
-    environment variable SF_DATAPLANE_KEY."""
+    environment variable SF_DATAPLANE_KEY; an address with a password, whole, from SF_DATAPLANE_URL."""
 
 
 class StorageConfig(Settings):
