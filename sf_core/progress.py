@@ -86,8 +86,9 @@ class HeldOutRewards:
     def look(self) -> Mapping[int, float]:
         """What is known. Reads manifests, and not more often than every `LOOK_S`."""
         if time.monotonic() - self._looked_at >= LOOK_S:
-            # a storage that fails for a moment delays what is shown; the run has patience of its own
-            with suppress(OSError):
+            # a storage that fails for a moment or a broken manifest delays what is shown; the run has its own
+            # patience, and its own sentence
+            with suppress(OSError, ValueError):
                 self._read()
             self._looked_at = time.monotonic()
         return self._found

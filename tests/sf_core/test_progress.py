@@ -68,6 +68,9 @@ def test_held_out_rewards_appear_as_they_are_committed_whatever_the_storage_does
     in_the_way.mkdir(parents=True)
     assert held_out.look() == {}
     in_the_way.rmdir()
+    in_the_way.write_text("{")
+    assert held_out.look() == {}
+    in_the_way.unlink()
     for version in (0, 2):
         commit(run, version, "evaluate", data={"reward_mean": version / 10})
     assert held_out.look() == {0: 0.0, 2: 0.2}
