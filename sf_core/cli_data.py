@@ -117,9 +117,10 @@ def export(
         exported = export(run, to, out, opened=opened)
     except (ValueError, OSError) as error:
         fail(str(error))
+    reasons = "".join(f"\n{count} left out: {why}" for why, count in exported.left_out.most_common())
     console.print(
-        f"{out}: {exported.rows} conversations for {to}; {exported.left_out} left out "
-        "(branches that the format cannot hold)",
+        f"{out}: {exported.rows} conversations for {to}; {exported.left_out.total()} left out "
+        f"(branches that the format cannot hold){reasons}",
         highlight=False,
         soft_wrap=True,
     )

@@ -8,6 +8,7 @@ column `tools` adds it. Left out are branches that a format cannot hold.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,22 +29,23 @@ FACTS = ("iteration", "session_id", "branch_id", "group_id", "task_id", "environ
 @dataclass(frozen=True, slots=True)
 class Exported:
     rows: int
-    left_out: int
+    left_out: Counter[str]
+    """Branches, by the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
     messages: list[Message]
-    sampled: list[bool]
-    """Per message: the policy wrote it."""
+    trained: list[bool] | None
+    """Per message: the policy wrote it, and no earlier branch holds it; None if that cannot be told."""
     facts: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
     ending: str
-    convert: Callable[[Conversation], dict[str, Any] | None]
-    """None: the format cannot hold it."""
+    convert: Callable[[Conversation], dict[str, Any] | str]
+    """A row, or why the format cannot hold it."""
     write: Callable[[str, Iterable[list[dict[str, Any]]]], None]
     """(URI, rows of one file after the other)"""
 
@@ -65,62 +67,83 @@ def export(run_uri: str, format_name: str, out: str, *, opened: bool = False) ->
     if not parts:
         what = "opened sessions have finished" if opened else "trajectories are committed"
         raise ValueError(f"{run.run_id}: no {what} yet")
-    counts = [0, 0]
+    num_rows, left_out = 0, Counter[str]()
 
     def rows() -> Iterator[list[dict[str, Any]]]:
+        nonlocal num_rows
         for part in parts:
             converted = [kind.convert(one) for one in _conversations(part)]
-            kept = [row for row in converted if row is not None]
-            counts[0] += len(kept)
-            counts[1] += len(converted) - len(kept)
+            kept = [row for row in converted if not isinstance(row, str)]
+            num_rows += len(kept)
+            left_out.update(reason for reason in converted if isinstance(reason, str))
             yield kept
 
     kind.write(out, rows())
-    return Exported(*counts)
+    return Exported(num_rows, left_out)
 
 
 def _conversations(uri: str) -> Iterator[Conversation]:
-    for row in read_trajectories(uri, [*FACTS, "messages", "turns"]).to_pylist():
-        messages, turns = json.loads(row["messages"]), row["turns"]
-        # a prompt that came as ids, or is shared in part, is one turn whatever its messages are
-        aligned = len(turns) == len(messages)
-        sampled = [
-            message["role"] == "assistant" and (not aligned or turns[i]["engine"] is not None)
-            for i, message in enumerate(messages)
-        ]
+    for row in read_trajectories(uri, [*FACTS, "shared_prefix", "messages", "turns"]).to_pylist():
+        messages = json.loads(row["messages"])
         facts = {name: row[name] for name in FACTS}
-        yield Conversation(messages, sampled, facts)
+        yield Conversation(messages, _trained(messages, row["turns"], row["shared_prefix"]), facts)
 
 
-def _trl(conversation: Conversation) -> dict[str, Any] | None:
-    """TRL's conversational prompt-completion type: messages up to the first that the policy wrote, and from
-    it on; huggingface.co/docs/trl/dataset_formats (docs/source/dataset_formats.md of huggingface/trl)."""
-    first = conversation.sampled.index(True) if True in conversation.sampled else 0
+def _trained(
+    messages: Sequence[Message], turns: Sequence[dict[str, Any]], shared_prefix: int
+) -> list[bool] | None:
+    """A turn may stand for several messages, of tool results that share one end or of a prompt that is shared
+    in part; answers among them were given, or written anew by the template, and are no turn of their own."""
+    places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    written = [turn for turn in turns if turn["role"] == "assistant"]
+    own = [turn["engine"] is not None and turn["end"] > shared_prefix for turn in written]
+    if len(places) != len(written):
+        if sum(own) != 1 or not own[-1]:
+            return None
+        # a branch ends with what was sampled last
+        places, own = places[-1:], own[-1:]
+    trained = [False] * len(messages)
+    for place, is_own in zip(places, own, strict=True):
+        trained[place] = is_own
+    return trained
+
+
+_UNTOLD = "which answers were sampled cannot be told"
+
+
+def _trl(conversation: Conversation) -> dict[str, Any] | str:
+    """TRL's conversational prompt-completion type: messages up to the first that is trained, and from it on;
+    huggingface.co/docs/trl/dataset_formats (docs/source/dataset_formats.md of huggingface/trl)."""
+    if conversation.trained is None:
+        return _UNTOLD
+    first = conversation.trained.index(True) if True in conversation.trained else 0
     if not first:
-        return None
+        return "no prompt before a sampled answer"
     messages = [_without(message, "unparsed_calls") for message in conversation.messages]
     return {"prompt": messages[:first], "completion": messages[first:], **conversation.facts}
 
 
-def _verl(conversation: Conversation) -> dict[str, Any] | None:
+def _verl(conversation: Conversation) -> dict[str, Any] | str:
     """verl's MultiTurnSFTDataset (verl/utils/dataset/multiturn_sft_dataset.py of verl-project/verl): Parquet
     with a list of messages; `trainable` false keeps an assistant message out of the loss. Parquet has one
     type per field: arguments of tool calls are JSON strings, as in OpenAI's API."""
-    if True not in conversation.sampled:
-        return None
+    if conversation.trained is None:
+        return _UNTOLD
+    if True not in conversation.trained:
+        return "no sampled answer"
     messages = [
         {
             **{name: message.get(name) for name in _MESSAGE_TEXTS},
             "tool_calls": [_call_with_text(call) for call in message.get("tool_calls", [])] or None,
-            "trainable": sampled if message["role"] == "assistant" else None,
+            "trainable": trained if message["role"] == "assistant" else None,
         }
-        for message, sampled in zip(conversation.messages, conversation.sampled, strict=True)
+        for message, trained in zip(conversation.messages, conversation.trained, strict=True)
     ]
     facts = conversation.facts
     return {"messages": messages, "data_source": facts["environment"], "extra_info": facts}
 
 
-def _sharegpt(conversation: Conversation) -> dict[str, Any] | None:
+def _sharegpt(conversation: Conversation) -> dict[str, Any] | str:
     """ShareGPT as LLaMA-Factory reads it (SharegptDatasetConverter and OpenAIDatasetConverter of
     src/llamafactory/data/converter.py in hiyouga/LlamaFactory): from human or observation, then from gpt or
     function_call, strictly in turn. Messages of one side that follow each other become one; text beside a
@@ -138,7 +161,7 @@ def _sharegpt(conversation: Conversation) -> dict[str, Any] | None:
             turns.append({"from": speaker, "value": value})
     sides = [turn["from"] in _JOINTS for turn in turns]
     if not turns or len(turns) % 2 or sides != [True, False] * (len(turns) // 2):
-        return None
+        return "speakers do not take turns"
     return {"conversations": turns, "system": "\n".join(system), **conversation.facts}
 
 

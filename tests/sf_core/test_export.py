@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from datasets import load_dataset
 from sf_core.export import Exported, export
 from storage import files
 from storage.run_directory import RunDirectory
+from storage.schema import Trajectory
 from storage.trajectories import write_trajectories
 from tests.sf_core.runs import configure, conversation, sample
 from tests.sf_core.test_cli import sf
@@ -62,7 +65,7 @@ def without_nulls(value: Any) -> Any:
 
 def test_trl_gets_prompts_and_what_the_policy_made_of_them(run: RunDirectory, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
-    assert export(run.uri, "trl", str(out)) == Exported(rows=2, left_out=0)
+    assert export(run.uri, "trl", str(out)) == Exported(rows=2, left_out=Counter())
     first, second = lines(out)
     calls = {key: value for key, value in CALLS.items() if key != "unparsed_calls"}
     assert (first["prompt"], first["completion"]) == ([SYSTEM, USER], [calls, *RESULTS, ANSWER])
@@ -81,7 +84,7 @@ def test_datasets_reads_trl_rows_as_they_were_written(run: RunDirectory, tmp_pat
 
 def test_verl_gets_messages_with_what_to_train(run: RunDirectory, tmp_path: Path) -> None:
     out = tmp_path / "out.parquet"
-    assert export(run.uri, "verl", str(out)) == Exported(rows=2, left_out=0)
+    assert export(run.uri, "verl", str(out)) == Exported(rows=2, left_out=Counter())
     # as MultiTurnSFTDataset opens it
     frame = pd.read_parquet(out, dtype_backend="pyarrow")
     first, second = (without_nulls(row) for row in frame["messages"].tolist())
@@ -98,7 +101,7 @@ def test_verl_gets_messages_with_what_to_train(run: RunDirectory, tmp_path: Path
 
 def test_sharegpt_speakers_take_turns(run: RunDirectory, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
-    assert export(run.uri, "sharegpt", str(out)) == Exported(rows=2, left_out=0)
+    assert export(run.uri, "sharegpt", str(out)) == Exported(rows=2, left_out=Counter())
     first, second = lines(out)
     assert first["system"] == "be brief" and second["system"] == ""
     speakers = [turn["from"] for turn in first["conversations"]]
@@ -116,9 +119,64 @@ def test_what_a_format_cannot_hold_is_left_out_and_counted(tmp_path: Path) -> No
     twice = conversation([USER, ANSWER, ANSWER])
     unprompted = conversation([ANSWER], given=0)
     sample(run, 0, [twice, unprompted])
-    assert export(run.uri, "sharegpt", str(tmp_path / "a.jsonl")) == Exported(rows=0, left_out=2)
-    assert export(run.uri, "trl", str(tmp_path / "b.jsonl")) == Exported(rows=1, left_out=1)
-    assert export(run.uri, "verl", str(tmp_path / "c.parquet")) == Exported(rows=2, left_out=0)
+    assert export(run.uri, "sharegpt", str(tmp_path / "a.jsonl")) == Exported(
+        rows=0, left_out=Counter({"speakers do not take turns": 2})
+    )
+    assert export(run.uri, "trl", str(tmp_path / "b.jsonl")) == Exported(
+        rows=1, left_out=Counter({"no prompt before a sampled answer": 1})
+    )
+    assert export(run.uri, "verl", str(tmp_path / "c.parquet")) == Exported(rows=2, left_out=Counter())
+
+
+EXAMPLE = [{"role": "user", "content": "ex"}, ANSWER | {"content": "given"}]
+
+
+def with_one_turn(row: Trajectory, start: int, end: int) -> Trajectory:
+    """The turns of these messages are one, with the role of the last."""
+    merged = replace(row.turns[end - 1], start=row.turns[start].start)
+    return replace(row, turns=[*row.turns[:start], merged, *row.turns[end:]])
+
+
+def trainable(run: RunDirectory, out: Path) -> list[list[bool]]:
+    """Of the assistant messages of every row."""
+    export(run.uri, "verl", str(out))
+    rows = pd.read_parquet(out)["messages"].tolist()
+    return [[bool(m["trainable"]) for m in row if m["role"] == "assistant"] for row in rows]
+
+
+def test_given_answers_stay_given_where_tool_results_share_an_end(tmp_path: Path) -> None:
+    run = RunDirectory(str(tmp_path / "run-2"))
+    configure(run)
+    messages = [*EXAMPLE, USER, CALLS, *RESULTS, ANSWER]
+    sample(run, 0, [with_one_turn(conversation(messages, given=2), 4, 6)])
+    assert trainable(run, tmp_path / "out.parquet") == [[False, True, True]]
+    export(run.uri, "trl", str(tmp_path / "out.jsonl"))
+    assert lines(tmp_path / "out.jsonl")[0]["prompt"] == [*EXAMPLE, USER]
+
+
+def test_an_answer_is_trained_in_one_branch_only(tmp_path: Path) -> None:
+    run = RunDirectory(str(tmp_path / "run-2"))
+    configure(run)
+    branch = conversation(FOLLOW_UP, branch_id="s0.b1", parent_branch_id="s0.b0", shared_prefix=2)
+    sample(run, 0, [conversation([USER, ANSWER]), branch])
+    assert trainable(run, tmp_path / "out.parquet") == [[True], [False, True]]
+    export(run.uri, "trl", str(tmp_path / "out.jsonl"))
+    assert lines(tmp_path / "out.jsonl")[1]["completion"] == [THOUGHT]
+
+
+def test_a_branch_is_left_out_if_its_sampled_answers_cannot_be_told(tmp_path: Path) -> None:
+    run = RunDirectory(str(tmp_path / "run-2"))
+    configure(run)
+    # a fork inside the prompt: the given answer is in a turn with the messages around it
+    forked = with_one_turn(conversation([*EXAMPLE, USER, CALLS, *RESULTS, ANSWER], given=2), 0, 3)
+    # the only one that was sampled is the last
+    last = with_one_turn(conversation([*EXAMPLE, USER, ANSWER], given=2), 0, 3)
+    sample(run, 0, [forked, last])
+    assert trainable(run, tmp_path / "out.parquet") == [[False, True]]
+    code, output = sf("export", run.uri, "--to", "trl", str(tmp_path / "out.jsonl"))
+    assert (code, "1 left out: which answers were sampled cannot be told" in output) == (0, True)
+    # this format says nothing of it
+    assert export(run.uri, "sharegpt", str(tmp_path / "all.jsonl")).rows == 2
 
 
 def test_sessions_that_agents_opened_are_written_when_asked_for(run: RunDirectory, tmp_path: Path) -> None:
