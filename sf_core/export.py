@@ -7,6 +7,7 @@ column `tools` adds it. Left out are branches that a format cannot hold.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,10 +21,13 @@ import pyarrow.parquet as pq
 from sf_core.dataplane.messages import Message
 from sf_core.report import open_run, parts_of
 from storage import files
-from storage.trajectories import read_trajectories
+from storage.trajectories import iter_trajectories, iteration_of
 
 FACTS = ("iteration", "session_id", "branch_id", "group_id", "task_id", "environment", "reward")
 """Columns that every format carries beside the conversation."""
+
+MAX_ROWS = 256
+"""Held at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +51,7 @@ class Format:
     convert: Callable[[Conversation], dict[str, Any] | str]
     """A row, or why the format cannot hold it."""
     write: Callable[[str, Iterable[list[dict[str, Any]]]], None]
-    """(URI, rows of one file after the other)"""
+    """(URI, some rows after the other)"""
 
 
 def export(run_uri: str, format_name: str, out: str, *, opened: bool = False) -> Exported:
@@ -71,8 +75,8 @@ def export(run_uri: str, format_name: str, out: str, *, opened: bool = False) ->
 
     def rows() -> Iterator[list[dict[str, Any]]]:
         nonlocal num_rows
-        for part in parts:
-            converted = [kind.convert(one) for one in _conversations(part)]
+        for conversations in itertools.chain.from_iterable(map(_conversations, parts)):
+            converted = [kind.convert(one) for one in conversations]
             kept = [row for row in converted if not isinstance(row, str)]
             num_rows += len(kept)
             left_out.update(reason for reason in converted if isinstance(reason, str))
@@ -82,11 +86,18 @@ def export(run_uri: str, format_name: str, out: str, *, opened: bool = False) ->
     return Exported(num_rows, left_out)
 
 
-def _conversations(uri: str) -> Iterator[Conversation]:
-    for row in read_trajectories(uri, [*FACTS, "shared_prefix", "messages", "turns"]).to_pylist():
-        messages = json.loads(row["messages"])
-        facts = {name: row[name] for name in FACTS}
-        yield Conversation(messages, _trained(messages, row["turns"], row["shared_prefix"]), facts)
+def _conversations(uri: str) -> Iterator[list[Conversation]]:
+    iteration = iteration_of(uri)
+    # it is in no file
+    columns = [name for name in FACTS if name != "iteration"] + ["shared_prefix", "messages", "turns"]
+    for batch in iter_trajectories(uri, MAX_ROWS, columns):
+        yield [_conversation(row | {"iteration": iteration}) for row in batch.to_pylist()]
+
+
+def _conversation(row: dict[str, Any]) -> Conversation:
+    messages = json.loads(row["messages"])
+    facts = {name: row[name] for name in FACTS}
+    return Conversation(messages, _trained(messages, row["turns"], row["shared_prefix"]), facts)
 
 
 def _trained(

@@ -26,6 +26,7 @@ __all__ = [
     "TurnSpan",
     "first_rows",
     "iter_trajectories",
+    "iteration_of",
     "read_trajectories",
     "to_rows",
     "to_table",
@@ -61,15 +62,21 @@ def read_trajectories(uri: str, columns: list[str] | None = None, schema: pa.Sch
     Raises ValueError with one sentence if the file is missing, broken, has a column of another type than
     `schema` says, or lies in no such folder.
     """
-    match = re.search(r"/iteration=(\d+)/[^/]*$", uri)
-    if match is None:
-        raise ValueError(f"{uri}: expected a file in a folder iteration=K")
+    number = iteration_of(uri)
     wanted = None if columns is None else [name for name in columns if name != "iteration"]
     table = parquet.read_table(uri, wanted, schema)
     if columns is not None and "iteration" not in columns:
         return table
-    iteration = pa.array(np.full(len(table), int(match[1]), np.int32))
+    iteration = pa.array(np.full(len(table), number, np.int32))
     return table.add_column(min(1, table.num_columns), "iteration", iteration)
+
+
+def iteration_of(uri: str) -> int:
+    """The iteration of a file, from the name of its folder. Raises ValueError if it lies in none."""
+    match = re.search(r"/iteration=(\d+)/[^/]*$", uri)
+    if match is None:
+        raise ValueError(f"{uri}: expected a file in a folder iteration=K")
+    return int(match[1])
 
 
 def iter_trajectories(

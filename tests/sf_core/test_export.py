@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd  # type: ignore[import-untyped]
+import pyarrow.parquet as pq
 import pytest
 from datasets import load_dataset
 
@@ -223,6 +224,22 @@ def test_a_run_without_trajectories_is_named(tmp_path: Path) -> None:
     configure(run)
     code, output = sf("export", run.uri, "--to", "trl", str(tmp_path / "out.jsonl"))
     assert code == 2 and "young: no trajectories are committed yet" in output
+
+
+def test_a_part_is_read_and_written_some_rows_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sf_core.export.MAX_ROWS", 2)
+    run = RunDirectory(str(tmp_path / "run-2"))
+    configure(run)
+    sample(run, 0, [conversation([USER, ANSWER], session_id=f"s{i}") for i in range(5)])
+    sample(run, 1, [conversation([USER, ANSWER], session_id="s5")])
+    out = tmp_path / "out.parquet"
+    assert export(run.uri, "verl", str(out)).rows == 6
+    written = pq.ParquetFile(out)
+    assert [written.read_row_group(i).num_rows for i in range(written.num_row_groups)] == [2, 2, 1, 1]
+    facts = written.read()["extra_info"].to_pylist()
+    assert [(row["iteration"], row["session_id"]) for row in facts] == [(i // 5, f"s{i}") for i in range(6)]
 
 
 def test_a_broken_part_leaves_no_file(run: RunDirectory, tmp_path: Path) -> None:
