@@ -32,6 +32,9 @@ BLOCK_TOKENS = 60_000
 GIVEN, CARRIED, TRAINED = 0, 1, 2
 """State of a token: not sampled; sampled, trained in another branch; sampled and trained here."""
 
+MAX_MISSES = 3
+"""After so many samplings in a row of which nothing fits, older ones are not read: it would be in full."""
+
 NO_LOGPROB = 1
 """No log-prob is positive."""
 
@@ -60,11 +63,13 @@ def embed_sessions(samplings: Sequence[Sampling], budget: int) -> Embedded:
     embedded = Embedded(num_all=sum(len(sessions) for _, sessions in newest_first))
     told = {session.session_id for _, sessions in newest_first for session in telling(sessions)}
     for are_telling in (True, False):
+        misses = 0
         for sampling, sessions in newest_first:
             wanted = [session for session in sessions if (session.session_id in told) == are_telling]
             # a little is left over: blocks do not come in every size
-            if wanted and embedded.num_characters < 0.98 * budget:
-                _embed(embedded, sampling, wanted, budget)
+            if wanted and misses < MAX_MISSES and embedded.num_characters < 0.98 * budget:
+                fits = _embed(embedded, sampling, wanted, budget)
+                misses = 0 if fits else misses + 1
     return embedded
 
 
@@ -72,7 +77,9 @@ def compress(data: bytes) -> str:
     return base64.b64encode(zlib.compress(data)).decode()
 
 
-def _embed(embedded: Embedded, sampling: Sampling, sessions: Sequence[SessionFacts], budget: int) -> None:
+def _embed(embedded: Embedded, sampling: Sampling, sessions: Sequence[SessionFacts], budget: int) -> bool:
+    """Whether any of them fits."""
+    num_before = len(embedded.blocks)
     table = read_sampling(sampling)
     wanted = pa.array([session.session_id for session in sessions])
     rows: dict[str, list[Trajectory]] = {session.session_id: [] for session in sessions}
@@ -88,6 +95,7 @@ def _embed(embedded: Embedded, sampling: Sampling, sessions: Sequence[SessionFac
         embedded.blocks.append(block)
         for row in chain.from_iterable(branches):
             embedded.token_ids.update(np.unique(row.token_ids).tolist())
+    return len(embedded.blocks) > num_before
 
 
 def _parts(sessions: Sequence[SessionFacts]) -> Iterator[list[SessionFacts]]:
