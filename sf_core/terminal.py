@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import NoReturn
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
+WIDE = 500
+"""Columns of what goes into a pipe or a file: there a table would be cut to 80, down to its row numbers."""
+
 # what is printed holds names and paths of the user: `[v2]` in them is no markup, `:x:` no emoji
-console = Console(markup=False, emoji=False)
+console = Console(
+    markup=False,
+    emoji=False,
+    width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDE,
+)
 errors = Console(stderr=True, markup=False, emoji=False)
 
 

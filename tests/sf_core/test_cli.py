@@ -1,3 +1,6 @@
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import dask
@@ -5,6 +8,10 @@ import pytest
 from typer.testing import CliRunner
 
 from sf_core.cli import app
+from sf_core.observe import COLUMNS
+from storage.metrics import write_metrics
+from storage.run_directory import RunDirectory
+from tests.sf_core.runs import commit, configure
 
 
 def sf(*arguments: str) -> tuple[int, str]:
@@ -107,3 +114,18 @@ def test_a_server_to_set_up_must_be_named(monkeypatch: pytest.MonkeyPatch) -> No
     code, output = sf("setup-server")
     assert code == 2
     assert "PREFECT_API_URL is not set" in output
+
+
+def test_a_table_in_a_pipe_is_not_cut(tmp_path: Path) -> None:
+    run = RunDirectory(str(tmp_path / "run-1"))
+    configure(run)
+    figures = {name: 1234.0 for name in COLUMNS} | {f"idle_node-{i}.cluster": 1.0 for i in range(8)}
+    for number in range(11):
+        commit(run, number, "filter", data={"lags": [1]})
+        write_metrics(run, "devices", number, [figures])
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    command = [sys.executable, "-m", "sf_core", "inspect", run.uri]
+    output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    assert "\N{HORIZONTAL ELLIPSIS}" not in output
+    [row] = [line for line in output.splitlines() if line.startswith("10") and "100%" in line]
+    assert row.split()[1:9] == ["100%"] * 8
