@@ -62,9 +62,10 @@ def inspect_session(uri: str, session_id: str) -> RenderableType:
     session = report.find_session(run, session_id)
     decode = _decoder(run)
     row = session.branches[0]
+    task, environment, group = map(_printable, (row.task_id, row.environment, row.group_id or "none"))
     head = Text.assemble(
         (f"session {session_id}, {session.origin}\n", "bold"),
-        f"task {row.task_id}  environment {row.environment}  group {row.group_id or 'none'}\n",
+        f"task {task}  environment {environment}  group {group}\n",
         f"{row.status}  reward {_reward(row)}  {row.finished_at - row.started_at:.2f} s\n",
         ("«sampled and trained»", TRAINED),
         "  ",
@@ -122,10 +123,10 @@ def _branch(row: Trajectory, decode: Decode) -> Table:
         table.add_row("", f"0-{end}", "", "", "", Text(f"as in branch {parent}"), style="dim")
     for turn in own:
         table.add_row(
-            Text(turn.role),
+            Text(_printable(turn.role)),
             f"{turn.start}-{turn.end}",
             turn.finish_reason or "",
-            Text(turn.engine or ""),
+            Text(_printable(turn.engine or "")),
             _range(row.policy_versions[turn.start : turn.end]),
             _turn_text(row, turn, decode),
         )
@@ -150,7 +151,8 @@ def _turn_text(row: Trajectory, turn: TurnSpan, decode: Decode) -> Text:
 
 
 def _printable(text: str) -> str:
-    """A policy may sample anything: line ends are shown, nothing else may steer the terminal."""
+    """A policy may sample anything, and an agent name its tasks so: line ends are shown, nothing else may
+    steer the terminal."""
     shown = text.replace("\n", "↵")
     return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in shown)
 
@@ -166,7 +168,7 @@ def _range(versions: np.ndarray) -> str:
 def _reward(row: Trajectory) -> str:
     if row.reward is None:
         return "none"
-    parts = ", ".join(f"{name} {value:g}" for name, value in row.reward_parts.items())
+    parts = ", ".join(f"{_printable(name)} {value:g}" for name, value in row.reward_parts.items())
     return f"{row.reward:g}" + (f" ({parts})" if parts else "")
 
 

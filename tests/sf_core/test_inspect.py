@@ -177,6 +177,23 @@ def test_sampled_text_cannot_steer_the_terminal(run: RunDirectory) -> None:
         assert "\\x1b[2J [/red] ↵" in text
 
 
+def test_names_that_agents_chose_cannot_steer_the_terminal(run: RunDirectory) -> None:
+    nasty = "\x1b]0;owned\x07"
+    row = trajectory(
+        "run-1.open.1",
+        [0, 0, 0],
+        task_id=nasty,
+        environment=nasty,
+        group_id=nasty,
+        reward_parts={nasty: 1.0},
+        turns=[TurnSpan(nasty, 0, 3, "stop", nasty)],
+    )
+    write_trajectories(run, 0, [row], "part", "opened")
+    text = shown(inspect_session(run.uri, "run-1.open.1"))
+    assert "\x1b" not in text
+    assert text.count("\\x1b]0;owned\\x07") == 6
+
+
 def test_an_unknown_run_is_named_with_runs_like_it(run: RunDirectory) -> None:
     with pytest.raises(ValueError, match=r"run-2: no run here .*; did you mean run-1\?"):
         inspect_run(run.uri.removesuffix("1") + "2")
