@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import math
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.resources import files as package_files
@@ -32,6 +33,8 @@ def write_report(uri: str, target: str | None, max_mb: float) -> str:
     Raises ValueError with one sentence if there is no run, a committed file is missing or broken, or the
     figures alone are larger than that.
     """
+    if not 0 < max_mb < math.inf:
+        raise ValueError(f"a page of at most {max_mb:g} MB: expected a number of megabytes above 0")
     run = report.open_run(uri)
     target = target or run.path("report.html")
     page = render(run, int(max_mb * 1e6))

@@ -9,6 +9,7 @@ from sf_core.config import RunConfig
 from sf_core.report_page.page import write_report
 from storage.run_directory import RunDirectory
 from tests.sf_core.report_page.report_runs import HOSTILE, commit_iteration, opened, talk
+from tests.sf_core.test_cli import sf
 from tests.sf_core.test_inspect import trajectory
 
 LIGHT, DARK = "rgb(246, 247, 249)", "rgb(20, 23, 28)"
@@ -204,3 +205,9 @@ def test_who_may_not_write_into_the_run_gets_its_page_without_new_figures(
 def test_a_size_that_cannot_hold_the_figures_is_refused(run: RunDirectory) -> None:
     with pytest.raises(ValueError, match=r"the figures alone take 0\.1 MB; allow more than 0\.001 MB"):
         write_report(run.uri, None, 0.001)
+
+
+@pytest.mark.parametrize("size", ["inf", "nan", "0", "-1"])
+def test_a_size_that_is_none_is_refused(run: RunDirectory, size: str) -> None:
+    sentence = f"error: a page of at most {size} MB: expected a number of megabytes above 0"
+    assert sf("report", run.uri, f"--max-mb={size}") == (2, sentence)
