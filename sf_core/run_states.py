@@ -92,7 +92,10 @@ def is_finished(run: RunDirectory, iterations: int) -> bool:
     """Whether so many iterations are committed and summed up: a summary may be from before the run was given
     more of them. Raises ValueError if a file is broken."""
     summary = run.read_summary()
-    if summary is None or summary.get("iterations", 0) < iterations:
+    summed_up = 0 if summary is None else summary.get("iterations", 0)
+    if not isinstance(summed_up, int):
+        raise ValueError(f"{run.path('summary.json')}: iterations: expected an integer, got {summed_up!r}")
+    if summed_up < iterations:
         return False
     return progress(run).published >= iterations
 

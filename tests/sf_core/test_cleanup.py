@@ -307,6 +307,18 @@ def test_a_run_that_cannot_be_read_is_named_and_hides_no_other(root: Path) -> No
     assert sf("gc", str(root / "copy"), "--yes")[0] == 2
 
 
+def test_a_summary_that_makes_no_sense_hides_no_other_run(root: Path) -> None:
+    make(root, "a", 4).write_summary({"iterations": None})
+    make(root, "b", 3)
+    fault = f"{root / 'a'}/summary.json: iterations: expected an integer, got None"
+    code, output = sf("ls", str(root))
+    assert code == 0
+    assert "a unreadable 0/? - - 0.0 MB b stopped 3/4" in output
+    assert f"unreadable: {fault}" in output
+    code, output = sf("gc", str(root))
+    assert code == 0 and f"left alone: {fault}" in output
+
+
 @pytest.mark.parametrize("command", ["ls", "gc"])
 def test_a_folder_without_runs_is_named(tmp_path: Path, command: str) -> None:
     code, output = sf(command, str(tmp_path))
