@@ -116,6 +116,8 @@ def test_no_setting_takes_what_json_cannot_keep(section: type[Settings], name: s
         section.model_validate({name: (value, value) if is_pair else value})
     faults = [error["type"] for error in refused.value.errors() if error["loc"][0] == name]
     assert set(faults) == {"finite_number"}
+
+
 def test_an_address_with_a_password_is_refused_and_not_repeated(config_file: Path) -> None:
     with pytest.raises(ConfigError, match=r"dataplane\.url: .* SF_DATAPLANE_URL$") as refused:
         load_config(config_file, ["dataplane.url=https://me:secret@planes.example:8700/a"])
