@@ -92,6 +92,10 @@ class Leases:
         self._changing = threading.RLock()
         """Flow and watcher change leases. Prefect, too, expects one thread to submit: it numbers runs."""
         self._is_over = threading.Event()
+        self._failed: dict[str, BaseException] = {}
+        """By lease; what fails would fail again."""
+        self._nobody_left: BaseException | None = None
+        """Why the run cannot go on."""
 
     def __enter__(self) -> Leases:
         for duty, workers in self._plan.held.items():
@@ -185,6 +189,9 @@ class Leases:
                 future.wrapped_future.cancel()
             elif error is None:
                 _has_ended(spec, future, is_there=spec.worker in connected)
+        if self._nobody_left is not None:
+            # the stage that waited knows only that nobody works on the run any more
+            raise self._nobody_left
 
     def _release(self) -> set[str]:
         """Send home what holds a worker; returns who will hear it."""
@@ -198,7 +205,8 @@ class Leases:
         return {*(engine["id"] for engine in status["engines"]), *status["runners"]}
 
     def _watch(self) -> None:
-        """Have workers that join hold a lease at once, and those whose lease was lost hold another."""
+        """Have workers that join hold a lease at once, and those whose lease was lost hold another. Ends the
+        run if nobody is left to do what it needs."""
         while not self._is_over.wait(LOOK_S):
             with self._changing:
                 connected = self._connected()
@@ -214,6 +222,30 @@ class Leases:
                     # a data plane that is started again is asked again in the next round
                     with suppress(*UNANSWERED):
                         self._adapt(duty, names)
+                self._note_failures()
+                if self._nobody_left is not None:
+                    self._release()
+                    return
+
+    def _note_failures(self) -> None:
+        """Say at once what is otherwise raised at the end. A duty that has failed on all of its workers will
+        be done by nobody, and whoever waits for it would wait as long as for workers that may join."""
+        leases: dict[Duty, list[tuple[LeaseSpec, Future]]] = {"rollout": list(self._lent)}
+        for (duty, _), lease in self._held.items():
+            leases.setdefault(duty, []).append(lease)
+        for duty, of_duty in leases.items():
+            failed = [failure for lease in of_duty if (failure := self._failure_of(*lease)) is not None]
+            if failed and all(future.wrapped_future.done() for _, future in of_duty):
+                log.error("nobody is left for `%s`, and the run ends", duty)
+                self._nobody_left = failed[0]
+
+    def _failure_of(self, spec: LeaseSpec, future: Future) -> BaseException | None:
+        if spec.lease_id not in self._failed:
+            outcome = _outcome(future)
+            if isinstance(outcome, BaseException) and not isinstance(outcome, LOSSES):
+                log.error("lease %s failed: %s: %s", spec.lease_id, type(outcome).__name__, outcome)
+                self._failed[spec.lease_id] = outcome
+        return self._failed.get(spec.lease_id)
 
     def _lost_loans(self, connected: Container[str]) -> list[tuple[LeaseSpec, BaseException]]:
         """Of trainers that are there and could roll out again before they train. Training takes whatever then

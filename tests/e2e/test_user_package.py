@@ -79,3 +79,12 @@ def test_an_agent_that_always_fails_ends_the_run_with_its_own_error(cluster: Clu
     assert cluster.start(config).wait(90) != 0
     assert "every session fails" in cluster.log(config)
     assert "RuntimeError: no such tool: hammer" in cluster.log(config)
+
+
+def test_a_run_ends_with_the_reason_for_which_nobody_can_run_its_agent(cluster: Cluster) -> None:
+    environment = {"agent": "tests.e2e.echo_package:nobody"}
+    config = cluster.config("nobodys-agent", environment=environment)
+    assert cluster.start(config).wait(90) != 0
+    last = cluster.log(config).rstrip().splitlines()[-1]
+    assert last == "ValueError: tests.e2e.echo_package:nobody: module tests.e2e.echo_package has no nobody"
+    assert "nobody is left for `agent`, and the run ends" in cluster.log(config)

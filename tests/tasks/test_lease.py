@@ -122,6 +122,27 @@ def test_a_lease_that_was_lost_does_not_end_the_run_and_one_that_failed_does(
         _has_ended(spec, failed(client, ValueError("no such agent")), is_there=True)
 
 
+def test_a_failed_lease_is_said_at_once_and_the_run_ends_when_nobody_is_left(
+    leases: Leases, client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    failure = ValueError("module my_agent has no agent")
+    leases._held["agent", "a0"] = leases._spec("a0"), failed(client, failure)
+    leases._held["agent", "a1"] = leases._spec("a1"), queued(client)
+    leases._held["rollout", "r0"] = leases._spec("r0"), queued(client)
+    for _ in range(2):
+        leases._note_failures()
+    assert caplog.messages == ["lease a0-0.1 failed: ValueError: module my_agent has no agent"]
+    assert leases._nobody_left is None
+    # one that was lost gets another lease
+    leases._held["rollout", "r0"] = leases._spec("r0"), failed(client, lost(leases._spec("r0")))
+    leases._note_failures()
+    assert leases._nobody_left is None
+    leases._held["agent", "a1"] = leases._spec("a1"), failed(client, failure)
+    leases._note_failures()
+    assert str(leases._nobody_left) == str(failure)
+    assert "nobody is left for `agent`, and the run ends" in caplog.messages
+
+
 def test_a_runner_too_many_is_retired_when_the_data_plane_knows_it(
     leases: Leases, client: Client, server: Server
 ) -> None:
