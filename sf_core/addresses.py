@@ -1,4 +1,4 @@
-"""Who can reach an address."""
+"""Who can reach an address, and who may read it."""
 
 from __future__ import annotations
 
@@ -13,3 +13,14 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def without_user(url: str) -> str:
+    """The URL as it is. Raises ValueError if it names a user or password."""
+    if "@" in url:
+        # not shown: this sentence goes into logs
+        raise ValueError(
+            "a user or password does not belong here, where it would be stored with the run and sent to "
+            "trackers; put the whole address into the environment variable SF_DATAPLANE_URL"
+        )
+    return url

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from sf_core.addresses import without_user
 from sf_core.engines.context import BUILT_IN_CONTEXT
 from sf_core.scheduling.pipelines import PIPELINES, PipelineName
 from sf_core.scheduling.roofline import known_device
@@ -49,18 +50,7 @@ def _is_reference(value: str) -> str:
 Reference = Annotated[str, AfterValidator(_is_reference)]
 """Names Python code as package.module:name; it must be importable on the agent workers."""
 
-
-def _holds_no_password(value: str) -> str:
-    # not shown: this sentence goes into logs
-    if "@" in value:
-        raise ValueError(
-            "a user or password does not belong here, where it would be stored with the run and sent to "
-            "trackers; put the whole address into the environment variable SF_DATAPLANE_URL"
-        )
-    return value
-
-
-PublicAddress = Annotated[str, AfterValidator(_holds_no_password)]
+PublicAddress = Annotated[str, AfterValidator(without_user)]
 """A URL that anybody may read who may read the run."""
 
 Share = Annotated[float, Field(ge=0, lt=1)]

@@ -78,7 +78,7 @@ class Run:
             iteration += 1
         next_batch = iteration
         version = next_batch
-        while version > 0 and self.directory.read_manifest(version - 1, "publish") is None:
+        while not self._is_published(version):
             version -= 1
         return ResumePoint(version=version, next_batch=next_batch, done_groups=sorted(done))
 

@@ -69,6 +69,7 @@ def hosts(num_hosts: int) -> Iterator[list[Host]]:
 
 
 def _make_first(namespace: str) -> None:
+    """Skips where this machine does not allow it, in CI too: no package changes that."""
     if os.geteuid() != 0:
         pytest.skip("network namespaces need root")
     if shutil.which("ip") is None and os.environ.get("CI") != "true":
