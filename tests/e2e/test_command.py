@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -33,8 +34,12 @@ def await_part(command: int, module: str) -> psutil.Process:
     """The process of this module below a command."""
 
     def found() -> psutil.Process | None:
-        children = psutil.Process(command).children(recursive=True)
-        return next((child for child in children if module in child.cmdline()), None)
+        for child in psutil.Process(command).children(recursive=True):
+            # short-lived ones end while they are asked
+            with suppress(psutil.Error):
+                if module in child.cmdline():
+                    return child
+        return None
 
     process: psutil.Process = wait_until(found, module, 120, every_s=0.1)
     return process
