@@ -52,7 +52,7 @@ def train(config: RunConfig) -> dict[str, Any]:
             for number in Run(run).iterations_left():
                 plan = leases.replan()
                 Run(run).begin_evaluation(number)
-                iteration(config, run, plan, number, leases.lend_trainers(number))
+                iteration(run, plan, number, leases.lend_trainers(number))
                 trackers.send(number)
                 page.iteration_is_through(number)
             Run(run).begin_evaluation(config.train.iterations)
@@ -64,10 +64,10 @@ def train(config: RunConfig) -> dict[str, Any]:
 
 
 @flow(name="iteration", flow_run_name="{run.run_id}-{number}", task_runner=TaggedTaskRunner())
-def iteration(config: RunConfig, run: RunRef, plan: Plan, number: int, lent: list[tuple[str, str]]) -> None:
+def iteration(run: RunRef, plan: Plan, number: int, lent: list[tuple[str, str]]) -> None:
     """One iteration. Stages with a manifest are done and are not submitted again."""
     opened = Run(run)
-    todo = opened.pending_stages(number)
+    todo, patience_s = opened.pending_stages(number), opened.config.cluster.stage_timeout_s
     batch = [submit(evaluate, run, number)] if opened.evaluation_due(number) else []
     if "rollout" in todo:
         batch.append(submit(rollout, run, number))
@@ -80,15 +80,18 @@ def iteration(config: RunConfig, run: RunRef, plan: Plan, number: int, lent: lis
         after = [*batch, *ranks[:1]]
         published = [submit(publish, run, number, wait_for=after)] if "publish" in todo else []
         for stage in batch:
-            result_of(stage, f"batch {number}", config.cluster.stage_timeout_s)
+            result_of(stage, f"batch {number}", patience_s)
         gang.take_devices(lent)
         trained = gang.has_committed()
     # it waits for rank 0, which may be lost, with its worker, once it has committed
     if published and not gang.has_returned():
         published = [submit(publish, run, number)]
     for stage in published:
-        result_of(stage, f"publishing of iteration {number}", config.cluster.stage_timeout_s)
+        result_of(stage, f"publishing of iteration {number}", patience_s)
 
 
 if __name__ == "__main__":
-    train(open_config(sys.argv[1]))
+    # by its name: a flow of `__main__` would be sent with every task, code and all
+    from flows.train import train as train_by_name
+
+    train_by_name(open_config(sys.argv[1]))

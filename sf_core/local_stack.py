@@ -103,7 +103,7 @@ def begin_services(
     all workers joined, or did so again."""
     ports = ports or Ports(free_port(), free_port(), free_port())
     if api is None and scheduler is None:
-        stack.env["PREFECT_API_SSL_CERT_FILE"] = parts.one_authority(directory / "authority.pem")
+        stack.env |= parts.client_settings(directory / "authority.pem")
     prefect = dask = gateway = None
     if api is None:
         prefect = start_prefect_server(stack, ports.prefect, for_deployments=for_deployments)

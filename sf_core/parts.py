@@ -15,6 +15,14 @@ from sf_core.dataplane.memory import MEMORY_MB
 from sf_core.scheduling.worker import LOG_SETTINGS, NO_DASHBOARD, worker_command, worker_environment
 
 LOOPBACK = "127.0.0.1"
+
+SERVER_SETTINGS = {
+    # on SQLite the server refuses one of two that write at once, and the flow would ask again only seconds
+    # later: states of tasks and events are written every few seconds, not each by itself (docs/decisions/002)
+    "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "100",
+    "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "2",
+    "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_BATCH_SIZE": "500",
+}
 PREFECT_SETTINGS = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "PREFECT_LOGGING_LEVEL": "WARNING",
@@ -41,8 +49,11 @@ def prefect_server(port: int, *, host: str = LOOPBACK, for_deployments: bool) ->
     """Only a server that is for deployments runs what schedules, finds late runs and acts on events."""
     unused = ("SCHEDULER", "LATE_RUNS", "PAUSE_EXPIRATIONS", "CANCELLATION_CLEANUP", "FOREMAN", "TRIGGERS")
     env = {} if for_deployments else {f"PREFECT_SERVER_SERVICES_{s}_ENABLED": "false" for s in unused}
-    command = _module("prefect", "server", "start", "--host", host, "--port", str(port))
-    return Part("prefect-server", command, {**env, "PREFECT_UI_API_URL": f"http://{host}:{port}/api"})
+    api = f"http://{host}:{port}/api"
+    env |= SERVER_SETTINGS | {"PREFECT_API_URL": api, "PREFECT_UI_API_URL": api}
+    env |= {"PREFECT_SERVER_API_HOST": host, "PREFECT_SERVER_API_PORT": str(port)}
+    app = ("--factory", "tasks.prefect_server:create_app", "--log-level", "warning")
+    return Part("prefect-server", _module("uvicorn", *app, "--host", host, "--port", str(port)), env)
 
 
 def prefect_worker(pool: str) -> Part:
@@ -76,12 +87,12 @@ def dataplane(directory: Path, port: int, *, memory_mb: float = MEMORY_MB, num_g
     return Part("dataplane", _module("sf_core.dataplane", *options))
 
 
-def one_authority(file: Path) -> str:
-    """A file with one certificate authority, for clients of a server that speaks plain HTTP. Every task makes
-    a client, and reading all authorities takes it 20 ms: a quarter of the orchestration of an iteration."""
+def client_settings(authority: Path) -> dict[str, str]:
+    """What spares the clients of a server of ours, which speaks plain HTTP and asks for no CSRF token, work
+    that each task would do again: reading all authorities takes 20 ms. Writes a file with one of them."""
     end = "-----END CERTIFICATE-----\n"
-    file.write_text(certifi.contents().partition(end)[0] + end)
-    return str(file)
+    authority.write_text(certifi.contents().partition(end)[0] + end)
+    return {"PREFECT_API_SSL_CERT_FILE": str(authority), "PREFECT_CLIENT_CSRF_SUPPORT_ENABLED": "false"}
 
 
 def _module(name: str, *arguments: str) -> list[str]:

@@ -30,12 +30,14 @@ from sf_core.run import Run, RunRef
 from sf_core.run_page import RunPage, waits_table
 from sf_core.settings import dataplane_key
 from sf_core.waits import Facts, long_waits
+from tasks.cluster import is_waiting
 
 log = logging.getLogger(__name__)
 
-BEGIN_S = 1.5
-"""The next iteration gets so long to begin before the page is written. Of two writers at a time a Prefect
-server on SQLite may refuse one (503), and the flow would ask again only 2 s later, with its devices idle."""
+QUIET_S = 10.0
+"""The page is written while the flow waits for a task, or after so long. Of two writers at a time a Prefect
+server on SQLite may refuse one (503), and unless the server is ours (tasks/prefect_server.py) the flow would
+ask again only 2 s later, with its devices idle."""
 
 RENEW_EVERY_S = 5.0
 """It takes some 0.3 s of the interpreter that turns the iterations, which may be as short as two seconds."""
@@ -110,8 +112,6 @@ class Page:
             log.warning("the run's page is not up to date: %s: %s", type(error).__name__, error)
 
     def _renew(self, newest: int, is_last: bool) -> None:
-        if not is_last:
-            self._is_over.wait(BEGIN_S)
         self._page.update(newest)
         self._put("progress", self._page.progress)
         self._put("iterations", json.dumps(self._page.table))
@@ -133,6 +133,8 @@ class Page:
             self._waits_shown = waits
 
     def _put(self, key: str, data: Any) -> None:
+        if not self._is_over.is_set():
+            is_waiting.wait(QUIET_S)
         with get_client(sync_client=True) as client:
             if key not in self._artifacts:
                 # a flow run that is retried has them already
