@@ -6,39 +6,18 @@ Owns defaults and bounds. Reads no environment and starts nothing.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from sf_core.addresses import without_user
+from sf_core.config_base import Settings
 from sf_core.engines.context import BUILT_IN_CONTEXT
+from sf_core.failures import FailureRules
 from sf_core.scheduling.pipelines import PIPELINES, PipelineName
 from sf_core.scheduling.roofline import known_device
 from sf_core.scheduling.tags import is_word
 from sf_core.shown import shown
-
-
-def _key(name: str, _: Any) -> str:
-    """A field of the UI form is called what it is called here, in the YAML file and in messages."""
-    return name
-
-
-def _in_order(schema: dict[str, Any]) -> None:
-    """Keep the UI form in the order written here; Prefect sorts fields alphabetically otherwise."""
-    for position, field in enumerate(schema.get("properties", {}).values()):
-        field.setdefault("position", position)
-
-
-class Settings(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        # JSON has neither, and config.json, Prefect's API and its forms are JSON
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-        field_title_generator=_key,
-        json_schema_extra=_in_order,
-    )
 
 
 def _is_reference(value: str) -> str:
@@ -119,12 +98,16 @@ class RolloutConfig(Settings):
     concurrency: int = Field(128, ge=1, le=2**16)
     """Sessions one agent worker runs at once."""
     session_timeout_s: float = Field(120.0, gt=0)
-    """A session that runs longer, pauses not counted, counts as failed."""
+    """A session that runs longer, pauses not counted, ends as `on_failure` says for `timeout`."""
     request_patience_s: float = Field(600.0, gt=0)
     """A request that no engine takes for this long, pauses counted, is refused (503); longer than a training
     step where no worker is left to rollout meanwhile."""
     session_attempts: int = Field(3, ge=1)
-    """Tries before a failing session excludes its group."""
+    """Times that a session is tried whose failure is to be tried again."""
+    on_failure: FailureRules = FailureRules()
+    failed_reward: float = 0.0
+    """Reward of a session that failed and counts; held-out ones that are not tried again earn it in any
+    case."""
     batch_timeout_s: float = Field(1800.0, gt=0)
     """Longest wait for one batch; then the run fails and says what it waited for."""
     absence_timeout_s: float = Field(900.0, gt=0)
@@ -270,17 +253,19 @@ class ClusterConfig(Settings):
 
     scheduler: str | None = None
     """Address of a Dask scheduler whose workers carry tags as resources. Empty: local workers are started."""
-    workers: dict[Word, WorkerConfig] = {
-        "r0": WorkerConfig(tags=("rollout",)),
-        "t0": WorkerConfig(tags=("rollout", "train")),
-        "a0": WorkerConfig(tags=("agent",)),
-        "c0": WorkerConfig(tags=("cpu",)),
-    }
+    workers: dict[Word, WorkerConfig] = Field(
+        {
+            "r0": WorkerConfig(tags=("rollout",)),
+            "t0": WorkerConfig(tags=("rollout", "train")),
+            "a0": WorkerConfig(tags=("agent",)),
+            "c0": WorkerConfig(tags=("cpu",)),
+        }
+    )
     """Local workers by name; not used with `scheduler`."""
-    prefer: dict[Literal["rollout", "train"], tuple[Word, ...]] = {}
+    prefer: dict[Literal["rollout", "train"], tuple[Word, ...]] = Field({})
     """Tags to look for where several workers could train: {"train": ["h800"], "rollout": ["h20"]} has those
     with h800 train first and those with h20 last."""
-    elastic: dict[Literal["agent", "reward"], RunnersConfig] = {}
+    elastic: dict[Literal["agent", "reward"], RunnersConfig] = Field({})
     """Have the number of workers that run agents, or that score, follow the queue: {"agent": {"min": 1,
     "max": 4}}. A tag without bounds: every worker that carries it works throughout the run."""
     max_switches_per_minute: int = Field(120, ge=0)

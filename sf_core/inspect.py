@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sf_core import observe, report
+from sf_core.failures import failures_text, sum_failures
 from sf_core.iterations import read_iterations
 from sf_core.run_tokenizer import open_tokenizer
 from storage.run_directory import STAGES, RunDirectory
@@ -29,7 +30,7 @@ def inspect_run(uri: str) -> RenderableType:
     rows = report.iteration_figures(run)
     held_out = {k: f"{reward:.3f}" for k, reward in report.held_out_rewards(run, len(rows) + 1).items()}
     table = _table(f"run {run.run_id}")
-    for name in ("iteration", "reward", "held-out", "lag mean", "max", "tokens", "sessions"):
+    for name in ("iteration", "reward", "held-out", "lag mean", "max", "tokens", "sessions", "failed"):
         table.add_column(name, justify="right")
     table.add_column("stages")
     if 0 in held_out:
@@ -38,7 +39,14 @@ def inspect_run(uri: str) -> RenderableType:
         stages = " ".join(stage[0].upper() if stage in row.committed else "." for stage in STAGES)
         # what an iteration has made is the next version
         table.add_row(*_figures(row, held_out.get(row.iteration + 1, "")), stages)
-    footer = f"held-out: reward after the iteration; stages committed: {', '.join(STAGES)}"
+    trained = sum_failures(row.rollout.failures for row in rows if row.rollout is not None)
+    measured = report.held_out_failures(run, len(rows) + 1)
+    footer = "".join(
+        f"{what}: {failures_text(failures)}\n"
+        for what, failures in (("failed sessions", trained), ("failed held-out sessions", measured))
+        if failures
+    )
+    footer += f"held-out: reward after the iteration; stages committed: {', '.join(STAGES)}"
     if rows and (rollout := rows[-1].rollout) is not None:
         footer += f"\none session: sf inspect {uri} --session {rollout.example}"
     return Group(table, _devices(run, len(rows)), Text("\n" + footer, style="dim"))
@@ -95,7 +103,7 @@ def _devices(run: RunDirectory, iterations: int) -> RenderableType:
 
 def _figures(row: report.IterationFigures, held_out: str) -> tuple[str, ...]:
     if (figures := row.rollout) is None:
-        return str(row.iteration), "", held_out, "", "", "", ""
+        return str(row.iteration), "", held_out, "", "", "", "", ""
     return (
         str(row.iteration),
         f"{figures.reward_mean:.3f}",
@@ -104,6 +112,7 @@ def _figures(row: report.IterationFigures, held_out: str) -> tuple[str, ...]:
         str(figures.lag_max),
         f"{figures.tokens_sampled:,}",
         str(figures.sessions),
+        str(sum(figures.failures.values())),
     )
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from sf_core.failures import sum_failures
 from storage import files
 from storage.manifests import Manifest
 from storage.run_directory import STAGES, RunDirectory
@@ -35,6 +36,8 @@ class RolloutFigures:
     lag_max: int
     example: str
     """The id of one session."""
+    failures: dict[str, int]
+    """Sessions that failed and count, by the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +94,18 @@ def held_out_rewards(run: RunDirectory, versions: int) -> dict[int, float]:
     """Mean held-out reward by policy version, of those below `versions` that were evaluated."""
     manifests = {version: run.read_manifest(version, "evaluate") for version in range(versions)}
     return {version: m.data["reward_mean"] for version, m in manifests.items() if m is not None}
+
+
+def failures_of(manifest: Manifest) -> dict[str, int]:
+    """Sessions of a rollout or an evaluation that failed and count, by the reason; runs of earlier versions
+    had none."""
+    return dict(manifest.data.get("failures", {}))
+
+
+def held_out_failures(run: RunDirectory, versions: int) -> dict[str, int]:
+    """Of all evaluations of versions below `versions`."""
+    manifests = (run.read_manifest(version, "evaluate") for version in range(versions))
+    return sum_failures(failures_of(manifest) for manifest in manifests if manifest is not None)
 
 
 def find_session(run: RunDirectory, session_id: str) -> SessionRows:
@@ -153,6 +168,7 @@ def _rollout_figures(run: RunDirectory, manifest: Manifest, iteration: int) -> R
         lag_mean=float(lags.mean()) if len(lags) else 0.0,
         lag_max=int(lags.max(initial=0)),
         example=str(ids[0]),
+        failures=failures_of(manifest),
     )
 
 

@@ -132,6 +132,8 @@ class Run:
             context_length=config.engine.context_length,
             session_attempts=rollout.session_attempts,
             session_timeout_s=rollout.session_timeout_s,
+            on_failure=rollout.on_failure.model_dump(),
+            failed_reward=rollout.failed_reward,
             request_patience_s=rollout.request_patience_s,
             num_batches=0 if evaluate_only else config.train.iterations,
             iteration=point.next_batch,

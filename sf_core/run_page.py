@@ -11,9 +11,11 @@ from collections.abc import Sequence
 
 from sf_core.config import RunConfig
 from sf_core.event_files import write_events
+from sf_core.failures import failures_text
 from sf_core.iterations import Iteration, Window, iteration_windows, read_iterations
 from sf_core.observe import markdown_table, read_figures, record_figures, timeline_picture
 from sf_core.picture import draw_curve
+from sf_core.report import failures_of
 from sf_core.waits import Facts, clock
 from storage.run_directory import RunDirectory
 
@@ -21,7 +23,7 @@ NUM_ROWS = 100
 """The page shows so many iterations, the last; `sf inspect` shows all."""
 NUM_DEVICE_ROWS = 20
 
-Row = dict[str, float | None]
+Row = dict[str, float | str | None]
 
 
 class RunPage:
@@ -67,7 +69,7 @@ class RunPage:
     def report(self) -> str:
         """Markdown with the pictures in it, because a server cannot read the run directory."""
         newest = max(self._rows, default=-1)
-        rewards = {number: row["reward"] or 0.0 for number, row in self._rows.items()}
+        rewards = {number: float(row["reward"] or 0.0) for number, row in self._rows.items()}
         devices = read_figures(self._run, range(max(0, newest + 1 - NUM_DEVICE_ROWS), newest + 1))
         parts = [
             f"# Run {self._run.run_id}",
@@ -115,6 +117,7 @@ class RunPage:
             "iteration": number,
             "reward": _rounded(stages["rollout"].data["reward_mean"], 4),
             # what an iteration has made is the next version
+            "failed sessions": failures_text(failures_of(stages["rollout"])),
             "held-out reward": _rounded(self._held_out.get(number + 1), 4),
             "lag": _rounded(sum(lag * count for lag, count in enumerate(lags)) / max(1, sum(lags)), 3),
             "tokens/s": _rounded(iteration.sampled_tokens / (end - start), 1),

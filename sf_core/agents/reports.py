@@ -13,6 +13,7 @@ import orjson
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_exponential
 
 from sf_core.dataplane.client import refusal_of
+from sf_core.failures import Cause
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +55,9 @@ class Reports:
                 "and the names of the reward's parts must be text"
             ) from None
 
-    def add_failure(self, session_id: str, reason: str) -> None:
-        self._waiting.put_nowait(_failure(session_id, reason))
+    def add_failure(self, session_id: str, reason: str, cause: Cause = "agent", **task: str) -> None:
+        """`task` are its id and environment, where they are known."""
+        self._waiting.put_nowait(_failure(session_id, reason, cause, **task))
 
     async def send(self, http: httpx.AsyncClient) -> NoReturn:
         """Send whatever is added, and again until it is answered: whoever claims notices when the data plane
@@ -86,7 +88,7 @@ class Reports:
             reason = refusal_of(response)
             log.warning("the report on session %s was refused: %s", session_id, reason)
             if not instead:
-                failure = _failure(session_id, f"the report on it was refused: {reason}")
+                failure = _failure(session_id, f"the report on it was refused: {reason}", "reward")
                 return await self._deliver(http, [failure], instead=True)
         for session_id, _ in reports:
             self._on_answer(session_id)
@@ -109,11 +111,12 @@ def as_text(words: str) -> str:
     return words.encode(errors="backslashreplace").decode()
 
 
-def _failure(session_id: str, reason: str) -> Report:
+def _failure(session_id: str, reason: str, cause: Cause, **task: str) -> Report:
     reason = as_text(reason)
     if len(reason) > MAX_ERROR:
         reason = reason[:MAX_ERROR] + " ..."
-    return session_id, orjson.dumps({"session_id": session_id, "status": "failed", "error": reason})
+    failure = {"session_id": session_id, "status": "failed", "error": reason, "cause": cause, **task}
+    return session_id, orjson.dumps(failure)
 
 
 def _parts(reports: list[Report]) -> Iterator[list[Report]]:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from traceback import extract_tb, format_exception
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ import orjson
 
 from sf_core.agents.reports import Reports, as_text
 from sf_core.agents.threads import Threads
+from sf_core.failures import Cause
 from sf_core.types import Endpoint, Task
 
 log = logging.getLogger(__name__)
@@ -32,9 +34,21 @@ MAX_CLAIM = 256
 BEAT_S = 3.0
 """How often the data plane is told that the runner lives, and which sessions it works on."""
 
+MAX_NAMES = 4096
+"""Bytes of a task's id and environment that are told before its session ends."""
+
 LOOK_S = 2.0
 """How long a runner waits that has no room, or is given nothing, before it hears again what has become of its
 sessions."""
+
+
+@dataclass
+class _Work:
+    """What a session's failure is reported with."""
+
+    task: dict[str, str] = field(default_factory=dict)
+    """Its id and environment, once there is one."""
+    cause: Cause = "agent"
 
 
 class AgentRunner:
@@ -78,6 +92,8 @@ class AgentRunner:
         """Since a claim was begun."""
         self._threads = Threads()
         self._logged: set[tuple[str, str, int]] = set()
+        self._untold: dict[str, dict[str, str]] = {}
+        """By session: the task of one that has begun, until a claim has told of it."""
 
     async def run(self) -> int:
         """Work until the data plane releases the runner; returns the number of sessions finished.
@@ -134,13 +150,14 @@ class AgentRunner:
         self._has_reported.clear()
         free = self._concurrency - len(self._running) - self._threads.num_excess
         room = min(max(0, free), MAX_CLAIM)
-        now = time.monotonic()
+        now, tasks = time.monotonic(), dict(self._untold)
         names_sessions = now - self._named_at >= BEAT_S
         body = {
             "runner": self._runner_id,
             "attempt": self._attempt,
             "max": room,
             "work": self._kind,
+            "tasks": tasks,
             "wait_s": LOOK_S if room else 0.0,
             "running": list(self._running) if names_sessions else None,
         }
@@ -152,6 +169,8 @@ class AgentRunner:
             await asyncio.sleep(0.5)
             return True
         self._alone_since = None
+        for session_id in tasks:
+            del self._untold[session_id]
         if names_sessions:
             self._named_at = now
         answer = orjson.loads(response.content)
@@ -180,9 +199,9 @@ class AgentRunner:
         log.warning("claim failed, trying again: %s", sentence)
 
     async def _work(self, claim: dict[str, Any], run_key: str | None) -> None:
-        session_id = claim["session_id"]
+        session_id, work = claim["session_id"], _Work()
         try:
-            self._reports.add(session_id, await self._report_on(claim, run_key or self._key or "none"))
+            self._reports.add(session_id, await self._report_on(claim, work, run_key or self._key or "none"))
         # the user's code may raise anything, end its program or cancel itself: it costs one session
         except (Exception, SystemExit, asyncio.CancelledError) as error:
             current = asyncio.current_task()
@@ -196,15 +215,17 @@ class AgentRunner:
                 self._logged.add(kind)
                 trace = as_text("".join(format_exception(error)))
                 log.warning("session %s failed: %s\n%s", session_id, as_text(sentence), trace)
-            self._reports.add_failure(session_id, sentence)
+            self._reports.add_failure(session_id, sentence, work.cause, **work.task)
 
     def _note_reported(self, session_id: str) -> None:
         self._running.pop(session_id, None)
         self._has_reported.set()
 
-    async def _report_on(self, claim: dict[str, Any], key: str) -> dict[str, Any]:
+    async def _report_on(self, claim: dict[str, Any], work: _Work, key: str) -> dict[str, Any]:
         """Run the agent, or take what another runner's agent answered; score it, or leave that to others."""
         task = self._tasks(claim["split"], claim["task_index"] + self._first_index[claim["split"]])
+        if named := _named(task):
+            self._untold[claim["session_id"]] = work.task = named
         if claim["answer"] is not None:
             answer = orjson.loads(claim["answer"])
         else:
@@ -212,6 +233,7 @@ class AgentRunner:
             answer = await self._call(self._agent, task, Endpoint(url, key, "policy"))
             if self._is_scored_elsewhere:
                 return {"status": "answered", "answer": _as_json(answer)}
+        work.cause = "reward"
         reward, parts = _as_reward(await self._call(self._reward, task, answer))
         return {
             "status": "finished",
@@ -226,6 +248,16 @@ class AgentRunner:
         if inspect.iscoroutinefunction(function):
             return await function(*args)
         return await self._threads.call(function, *args)
+
+
+def _named(task: Task) -> dict[str, str]:
+    """Nothing of a task whose names cannot be told: the report on its session will say so."""
+    names = {"task_id": task.task_id, "environment": task.environment}
+    try:
+        is_told = len(orjson.dumps(names)) < MAX_NAMES
+    except TypeError:
+        return {}
+    return names if is_told and all(isinstance(name, str) for name in names.values()) else {}
 
 
 def _sentence(error: BaseException) -> str:

@@ -20,6 +20,7 @@ from sf_core.dataplane.groups import Place
 from sf_core.dataplane.records import FinishedSession, sealed_record
 from sf_core.dataplane.recovery import Answers, compaction
 from sf_core.dataplane.run import Run
+from sf_core.failures import REASONS, count_failures
 from storage.run_directory import RunDirectory
 from storage.trajectories import Trajectory, TrajectoryKind, write_trajectories
 
@@ -81,6 +82,7 @@ class Sealer:
         answer |= {
             "groups": batch.groups,
             "rejected": {str(group): reason for group, reason in batch.rejected.items()},
+            "failures": count_failures(session.status for session in sessions),
             "max_lag": index - min(min_versions, default=index),
         }
         await run.journal.append(sealed_record(index, batch, answer))
@@ -108,13 +110,18 @@ class Sealer:
             run.results.drop(place)
         by_environment: dict[str, list[float]] = defaultdict(list)
         for session in sessions:
-            by_environment[session.environment].append(session.reward)
+            if session.environment or session.status not in REASONS:  # where it failed at once, nobody knows
+                by_environment[session.environment].append(session.reward)
+        failures = count_failures(session.status for session in sessions)
+        # of a task that failed before this version of the journal there is no result
+        num_missing = group.size - len(sessions)
+        earned = sum(session.reward for session in sessions) + num_missing * run.spec.failed_reward
         return answer | {
             "version": version,
             "num_tasks": group.size,
-            "failed": group.size - len(sessions),
-            # a task whose every attempt failed has earned nothing
-            "reward_mean": sum(session.reward for session in sessions) / group.size,
+            "failed": num_missing + sum(failures.values()),
+            "failures": failures,
+            "reward_mean": earned / group.size,
             "by_environment": {name: float(np.mean(rewards)) for name, rewards in by_environment.items()},
         }
 

@@ -16,6 +16,7 @@ import orjson
 from sf_core.dataplane.messages import Message
 from sf_core.dataplane.session import Prompt, Session, Turn
 from sf_core.dataplane.tree import Node, line
+from sf_core.failures import Status
 from storage.schema import NOT_SAMPLED, Trajectory, TurnSpan
 
 _Path = list[tuple[Node, int]]
@@ -32,6 +33,7 @@ def export_session(
     environment: str,
     reward: float,
     reward_parts: Mapping[str, float],
+    status: Status = "finished",
 ) -> list[Trajectory]:
     finished_at = time.time()
     covered = _Covered()
@@ -62,7 +64,7 @@ def export_session(
                 messages=orjson.dumps(_conversation(leaf)).decode(),
                 reward=reward,
                 reward_parts=dict(reward_parts),
-                status="finished",
+                status=status,
                 interruptions=sum(node.interruptions for node, _ in path if isinstance(node, Turn)),
                 started_at=session.started_at,
                 finished_at=finished_at,

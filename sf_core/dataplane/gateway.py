@@ -20,7 +20,7 @@ from sf_core.dataplane.host import SessionHost
 from sf_core.dataplane.inflight import Listener, Ticket, is_known, join_turn
 from sf_core.dataplane.request import TurnRequest, get, parse_object
 from sf_core.dataplane.session import Session
-from sf_core.dataplane.turn import count_tokens, open_request
+from sf_core.dataplane.turn import CONTEXT_OVERFLOW, count_tokens, open_request
 
 MAX_BODY_BYTES = 8 * 2**20
 
@@ -39,7 +39,12 @@ class Turns:
         body = parse_object(data)
         run, session = await self._find_session(scope, get(body, "model", (str,), ""))
         requests = self._dialect.parse(body, session)
-        turns = _join(run, session, requests, Ticket.of(scope["headers"], data))
+        try:
+            turns = _join(run, session, requests, Ticket.of(scope["headers"], data))
+        except ApiError as error:
+            if error.code == CONTEXT_OVERFLOW:
+                await run.note_overflow(session)
+            raise
         reply = self._dialect.reply(body, turns[0].turn_id, session)
         watcher = asyncio.ensure_future(_leave_when_gone(receive, turns))
         try:

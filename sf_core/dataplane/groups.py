@@ -20,10 +20,14 @@ class Place(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """A session given to a runner: its place, and how often the place was given out before."""
+    """A session given to a runner."""
 
     place: Place
     attempt: int
+    """How often the place was given out before."""
+    draw: int = 0
+    """How many of those failed. It is part of what every draw depends on: what the policy may have caused is
+    tried with others, what was lost with the same."""
 
     def session_id(self, run_id: str) -> str:
         letter = "g" if self.place.split == "train" else "e"
@@ -70,7 +74,7 @@ class Group:
             if member.progress is Progress.OPEN:
                 member.progress = Progress.RUNNING
                 member.attempt += 1
-                yield Claim(Place(self.split, self.index, i), member.attempt)
+                yield Claim(Place(self.split, self.index, i), member.attempt, member.num_failures)
 
     def note_started(self, claim: Claim, version: int) -> None:
         """A token of the session may have been sampled by this version or a later one."""
@@ -90,8 +94,15 @@ class Group:
         """It was given out by an earlier process."""
         member = self.members[claim.place.member]
         if claim.attempt > member.attempt:
-            member.progress, member.attempt, member.min_version = Progress.RUNNING, claim.attempt, None
+            self.note_given_out(claim)
+            member.progress, member.min_version = Progress.RUNNING, None
             self._count()
+
+    def note_given_out(self, claim: Claim) -> None:
+        """By an earlier process: neither its number nor its draws come again."""
+        member = self.members[claim.place.member]
+        member.attempt = max(member.attempt, claim.attempt)
+        member.num_failures = max(member.num_failures, claim.draw)
 
     def finish(self, claim: Claim, reward: float | None, min_version: int | None) -> None:
         member = self.members[claim.place.member]

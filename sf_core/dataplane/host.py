@@ -22,6 +22,8 @@ from sf_core.dataplane.records import FinishedSession
 from sf_core.dataplane.rendering import Renderer
 from sf_core.dataplane.session import Session
 from sf_core.dataplane.specs import FinishBody, RunSpec
+from sf_core.dataplane.turn_records import overflowed_record
+from sf_core.failures import Status
 
 GRACE_S = 10.0
 """A turn goes on for this long after its client went away: the client may ask again."""
@@ -96,10 +98,19 @@ class SessionHost(ABC):
         for generation in list(session.running):
             self.router.cancel(generation, reason)
 
+    async def note_overflow(self, session: Session) -> None:
+        """A request of this session did not fit into the context window. Raises ApiError 503 while the
+        journal cannot be written."""
+        if self.sessions.get(session.session_id) is session and not session.has_overflowed:
+            session.has_overflowed = True
+            await self.journal.attend(self.journal.append_chunk(overflowed_record(session.session_id)))
+
     def export(self, session: Session, report: FinishBody) -> FinishedSession:
-        """What a session that was dropped leaves behind, from memory; the report has a reward."""
+        """What a session that was dropped leaves behind, from memory; the report has a reward, also of one
+        that failed."""
         assert report.reward is not None
         self.count("abandoned_turns", session.set_aside_unanswered())
+        status = status_of(session, report)
         trajectories = export_session(
             session,
             policy=self.spec.served_model,
@@ -109,6 +120,7 @@ class SessionHost(ABC):
             environment=report.environment or session.environment,
             reward=report.reward,
             reward_parts={name: part for name, part in report.reward_parts.items() if part is not None},
+            status=status,
         )
         versions = [turn.versions for turn in session.turns if len(turn.versions)]
         session.drop()
@@ -116,10 +128,11 @@ class SessionHost(ABC):
             session.session_id,
             session.claim,
             report.reward,
-            report.environment,
+            report.environment or session.environment,
             min((int(sampled.min()) for sampled in versions), default=None),
             max((int(sampled.max()) for sampled in versions), default=None),
             trajectories,
+            status,
         )
 
     def _group_id(self, session: Session) -> str | None:
@@ -134,6 +147,18 @@ class SessionHost(ABC):
     @abstractmethod
     def note_started(self, claim: Claim, version: int) -> None:
         """Weights of this version may have sampled a token of the session."""
+
+
+def status_of(session: Session, report: FinishBody) -> Status:
+    """How a session ended that is in memory. What the policy may have caused is told by the last thing it was
+    asked: it did not fit, or its answer had a call that could not be parsed."""
+    if report.status == "finished":
+        return "finished_after_overflow" if session.has_overflowed else "finished"
+    if report.cause != "agent":
+        return "timeout" if report.cause == "time" else "agent_error"
+    if session.has_overflowed:
+        return "context_overflow"
+    return "unparsed_call" if session.turns and session.turns[-1].num_unparsed_calls else "agent_error"
 
 
 def spill_dir_of(journal: Journal) -> Path:

@@ -22,6 +22,7 @@ from sf_core.dataplane.outcomes import NUM_RECENT
 from sf_core.dataplane.records import FinishedSession
 from sf_core.dataplane.run import Run
 from sf_core.dataplane.session import Session
+from sf_core.failures import REASONS
 
 _OVERHEAD_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 2.0)
 _ENGINE_S = (0.01, 0.05, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
@@ -212,13 +213,20 @@ def _ends(runs: Mapping[str, Run]) -> list[Metric]:
     groups = CounterMetricFamily(
         "sf_groups", "Groups that were sealed in a batch, or why they were rejected.", labels=["run", "end"]
     )
+    failures = CounterMetricFamily(
+        "sf_failures",
+        "Sessions that failed, whatever became of them, by the reason.",
+        labels=["run", "reason"],
+    )
     for name, run in list(runs.items()):
         for end, counter in _ENDS.items():
             sessions.add_metric([name, end], run.counters[counter])
+        for failed in REASONS:
+            failures.add_metric([name, failed], run.counters[f"failures.{failed}"])
         groups.add_metric([name, "sealed"], run.counters["sealed_groups"])
         for reason, number in _by_reason(run, _REJECTED).items():
             groups.add_metric([name, reason], number)
-    return [sessions, groups]
+    return [sessions, groups, failures]
 
 
 def _branches(runs: Mapping[str, SessionHost]) -> CounterMetricFamily:

@@ -15,10 +15,12 @@ class Outcomes:
         self._tokens: deque[int] = deque(maxlen=NUM_RECENT)
         self.last_error = ""
         self.failures_in_a_row = 0
-        """Sessions that failed since one finished."""
+        """Sessions that failed and are tried again or left out, since one counted."""
 
-    def note_finished(self, result: FinishedSession) -> None:
+    def note_finished(self, result: FinishedSession, error: str = "") -> None:
+        """`error`: it failed so, and counts as it is: that tells of the policy, not of a broken agent."""
         self.failures_in_a_row = 0
+        self.last_error = error or self.last_error
         self._rewards.append(result.reward)
         self._tokens.append(sum(int(row.loss_mask.sum()) for row in result.trajectories))
 

@@ -19,6 +19,7 @@ from sf_core.dataplane.journal import Record, kind_of
 from sf_core.dataplane.rollout_manager import Batch
 from sf_core.dataplane.session import Session
 from sf_core.dataplane.specs import RunSpec
+from sf_core.failures import Reason, Status
 from sf_core.types import WeightsRef
 from storage.schema import Trajectory, TurnSpan
 
@@ -48,6 +49,7 @@ class FinishedSession:
     """Oldest and newest policy version of a sampled token."""
     trajectories: Sequence[Trajectory]
     """Empty while they are on disk."""
+    status: Status = "finished"
 
     is_idle = True
 
@@ -77,6 +79,7 @@ def finished_record(session: FinishedSession) -> Record:
         "reward": session.reward,
         "environment": session.environment,
         "versions": [session.min_version, session.max_version],
+        "status": session.status,
         "trajectories": [_trajectory_value(trajectory) for trajectory in session.trajectories],
     }
 
@@ -91,6 +94,7 @@ def read_finished(record: Record) -> FinishedSession:
         min_version,
         max_version,
         [_read_trajectory(value) for value in record["trajectories"]],
+        record.get("status", "finished"),
     )
 
 
@@ -159,6 +163,11 @@ def rewarded_record(session: Session) -> Record:
     return {"rewarded": session.session_id, "reward": session.reward, "parts": session.reward_parts}
 
 
+def named_record(session: Session) -> Record:
+    """Of a session that goes on: what it works on."""
+    return {"named": session.session_id, "task_id": session.task_id, "environment": session.environment}
+
+
 def answered_record(session: Session) -> Record:
     """Of a session whose agent is through; what it answered is to be scored."""
     return {"answered": session.session_id, "answer": session.answer}
@@ -179,8 +188,8 @@ def lost_record(claim: Claim) -> Record:
     return {"lost": claim_value(claim)}
 
 
-def failed_record(claim: Claim) -> Record:
-    return {"failed": claim_value(claim)}
+def failed_record(claim: Claim, reason: Reason) -> Record:
+    return {"failed": claim_value(claim), "reason": reason}
 
 
 def rejected_record(index: int, reason: str) -> Record:
@@ -188,12 +197,13 @@ def rejected_record(index: int, reason: str) -> Record:
 
 
 def claim_value(claim: Claim) -> list[Any]:
-    return [*claim.place, claim.attempt]
+    return [*claim.place, claim.attempt, claim.draw]
 
 
 def read_claim(value: list[Any]) -> Claim:
-    split, group, member, attempt = value
-    return Claim(Place(split, group, member), attempt)
+    # in journals of earlier versions no claim has a number of its draw
+    split, group, member, attempt, *draw = value
+    return Claim(Place(split, group, member), attempt, *draw)
 
 
 def places(record: Record) -> set[tuple[Literal["train", "holdout"], int]]:

@@ -162,6 +162,9 @@ class _Replay:
             case "rewarded":
                 if (session := run.sessions.get(record["rewarded"])) is not None:
                     session.reward, session.reward_parts = record["reward"], record["parts"]
+            case "named":
+                if (session := run.sessions.get(record["named"])) is not None:
+                    session.task_id, session.environment = record["task_id"], record["environment"]
             case "answered":
                 if (session := run.sessions.get(record["answered"])) is not None:
                     session.answer = record["answer"]
@@ -171,7 +174,7 @@ class _Replay:
             case "lost":
                 manager.lose(self._end(record["lost"]))
             case "failed":
-                manager.fail(self._end(record["failed"]))
+                manager.fail(self._end(record["failed"]), record.get("reason", "agent_error"))
             case "finished":
                 self._finish(run.results.hold(read_finished(record)))
             case "stored":
@@ -284,7 +287,7 @@ def compaction(run: Run) -> Compaction:
                 return bool(record["sealed"] == last)
             case kind if kind in TURN_KINDS:
                 return session_of(record) in sessions
-            case "rewarded" | "answered" as kind:
+            case "rewarded" | "named" | "answered" as kind:
                 return record[kind] in sessions
             case "opened" if any(session[0] in sessions for session in record["opened"]):
                 return True

@@ -12,6 +12,8 @@ from itertools import islice
 from typing import Literal
 
 from sf_core.dataplane.groups import Claim, Group, Progress
+from sf_core.failures import FailureRules, Reason
+from sf_core.rewards import are_equal
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,8 @@ class BatchRules:
     session_attempts: int
     num_batches: int
     """Batches of the whole run: no group is started that none of them needs."""
+    on_failure: FailureRules = field(default_factory=FailureRules)
+    failed_reward: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,14 +97,25 @@ class RolloutManager:
         group.finish(claim, reward, min_version)
         return self._gate(group)
 
-    def fail(self, claim: Claim) -> list[int]:
-        """Returns the groups rejected by this. A held-out task that keeps failing is done, without reward."""
+    def worth(self, claim: Claim, reason: Reason, can_train: bool) -> float | None:
+        """The reward with which a session ends that failed; None: it is to `fail`, because it is tried again
+        or its group is left out. `can_train`: the policy has sampled something in it. A held-out session that
+        would be left out ends with the reward too: a mean over all tasks has no other place for it."""
+        if (group := self.group_of(claim)) is None:
+            return None
+        rule = self.rules.on_failure.rule_for(reason) if can_train else "retry_then_exclude"
+        is_last = group.members[claim.place.member].num_failures + 1 >= self.rules.session_attempts
+        ends = rule == "zero" or (is_last and (rule == "retry_then_zero" or group.split == "holdout"))
+        return self.rules.failed_reward if ends else None
+
+    def fail(self, claim: Claim, reason: Reason) -> list[int]:
+        """Returns the groups rejected by this."""
         if (group := self.group_of(claim)) is None or group.fail(claim) < self.rules.session_attempts:
             return []
         if group.split == "holdout":
             group.finish(claim, None, None)
             return []
-        return self._reject([group.index], "failed_sessions")
+        return self._reject([group.index], reason)
 
     def lose(self, claim: Claim) -> None:
         """The session's runner is gone; it is given out again."""
@@ -175,8 +190,7 @@ class RolloutManager:
     def restore_attempt(self, claim: Claim) -> None:
         """The session was given out before a restart: it is not given out again under the same number."""
         if (group := self._restored_group(claim)) is not None:
-            member = group.members[claim.place.member]
-            member.attempt = max(member.attempt, claim.attempt)
+            group.note_given_out(claim)
 
     def restore_running(self, claim: Claim) -> bool:
         """The session was given out before a restart and may still run; False if its group does not count."""
@@ -262,7 +276,7 @@ class RolloutManager:
         if group.split == "train" and group.is_complete:
             if self._is_expired(group):
                 return self._reject([group.index], "max_lag")
-            if self.rules.gate == "varied" and len(set(group.rewards)) == 1:
+            if self.rules.gate == "varied" and are_equal(min(group.rewards), max(group.rewards)):
                 return self._reject([group.index], "equal_rewards")
         return []
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from sf_core.dataplane.closing import Closing
+from sf_core.dataplane.endings import Endings
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.groups import Claim, Place
 from sf_core.dataplane.host import GRACE_S, SessionHost
@@ -22,12 +23,9 @@ from sf_core.dataplane.meter import TokenMeter
 from sf_core.dataplane.outcomes import Outcomes
 from sf_core.dataplane.records import (
     FinishedSession,
-    answered_record,
-    closed_record,
     evaluation_record,
-    failed_record,
-    finished_record,
     lost_record,
+    named_record,
     opened_record,
     paused_record,
     rejected_record,
@@ -43,15 +41,13 @@ from sf_core.dataplane.runners import Runner, Runners
 from sf_core.dataplane.session import Session
 from sf_core.dataplane.session_tree import session_tree
 from sf_core.dataplane.signals import Signal
-from sf_core.dataplane.specs import ClaimBody, FinishBody, RewardBody, RunSpec, SessionBody
+from sf_core.dataplane.specs import ClaimBody, FinishBody, RewardBody, RunSpec, SessionBody, TaskName
 from sf_core.types import WeightsRef
 
 log = logging.getLogger(__name__)
 
 RUNNER_SILENCE_S = 15.0
 """A runner not heard from for this long has lost its sessions."""
-
-OVER = "the session is over"
 
 
 class Run(SessionHost):
@@ -72,6 +68,7 @@ class Run(SessionHost):
         self.manager = self._new_manager()
         self.results = Results(self.memory, self.spill_dir)
         self.closing = Closing()
+        self.endings = Endings(self)
         self.runners = Runners()
         self.revoked_leases: set[str] = set()
         self.lease_epochs: dict[str, int] = {}
@@ -138,6 +135,7 @@ class Run(SessionHost):
         sessions: list[Session] = []
         runner.num_polls += 1
         try:
+            await self._note_tasks(body.tasks)
             await self.changed.until(
                 lambda: self._is_released(body.runner) or self._give_out(body.runner, body.max, sessions),
                 body.wait_s,
@@ -149,6 +147,17 @@ class Run(SessionHost):
             # refused, the runner does not name them the next time: they are taken back
             await self.journal.attend(self.journal.append(opened_record(opened)))
         return sessions, self._is_released(body.runner)
+
+    async def _note_tasks(self, tasks: Mapping[str, TaskName]) -> None:
+        """What sessions work on: rows of one that its runner does not end need it too."""
+        recording = []
+        for session_id, task in tasks.items():
+            session = self.sessions.get(session_id)
+            if session is not None and session.claim is not None:
+                session.task_id, session.environment = task.task_id, task.environment
+                recording.append(self.journal.append_chunk(named_record(session)))
+        if recording:
+            await self.journal.attend(asyncio.gather(*recording))
 
     def retire(self, name: str) -> None:
         """Release this runner when it is through with what it has. Raises ApiError 404."""
@@ -221,77 +230,17 @@ class Run(SessionHost):
         that of an earlier report is not."""
         with self.closing.holding(session):
             if self.sessions.get(session.session_id) is session:  # else it ended while this was on its way
-                await self._finish(session, body)
+                await self.endings.end(session, body)
 
-    async def _finish(self, session: Session, body: FinishBody) -> None:
-        body = body.or_earlier(session.reward, session.reward_parts)
-        if (claim := session.claim) is None:
-            return await self._finish_opened(session, body)
-        if body.status == "answered":
-            return await self._await_reward(session, body.answer or "null")
-        if body.status == "failed":
-            self.drop(session, OVER)
-            return await self._fail(claim, body.error or "no reason given")
-        if not body.has_reward:
-            self.drop(session, OVER)
-            await self._fail(claim, "the reward is no finite number")
-            raise _no_reward()
-        result = await self._close_or_fail(session, claim, body)
-        if not result.trajectories and claim.place.split == "train":
-            return await self._fail(claim, "the agent finished without an answer from the policy")
-        self.outcomes.note_finished(result)
-        self.counters["finished_sessions"] += 1
-        await self.journal.append(finished_record(result))
-        if self.manager.group_of(claim) is not None:
-            self.results.keep(claim.place, self.results.hold(result))
-            await self._reject(self.manager.finish(claim, result.reward, result.min_version))
-        self.changed.notify()
-
-    async def _await_reward(self, session: Session, answer: str) -> None:
-        if session.answer is None:
-            session.answer = answer
-            await self.journal.append(answered_record(session))
-            self.runners.await_reward(session)
-            self.changed.notify()
-
-    async def _finish_opened(self, session: Session, body: FinishBody) -> None:
-        """One that failed leaves nothing, one without a reward goes on: nobody would do it again."""
-        self.journal.check()
-        if body.status == "failed":
-            self.drop(session, OVER)
-            return await self.journal.append(closed_record(session))
-        if not body.has_reward:
-            raise _no_reward()
-        result = await self._close(session, body)
-        if not result.trajectories:
-            return await self.journal.append(closed_record(session))
-        await self.journal.append(finished_record(result))
-        self.results.opened[result.session_id] = self.results.hold(result)
-        self.counters["opened_sessions"] += 1
-
-    async def _close_or_fail(self, session: Session, claim: Claim, report: FinishBody) -> FinishedSession:
-        try:
-            return await self._close(session, report)
-        except ApiError as error:
-            if error.retry_after_s is None and self.sessions.get(session.session_id) is session:
-                # asked again it would fail again: another runner gets its place
-                self.drop(session, error.message)
-                await self._fail(claim, error.message)
-            raise
-
-    async def _close(self, session: Session, report: FinishBody) -> FinishedSession:
+    async def take_out(self, session: Session, report: FinishBody) -> FinishedSession:
+        """What a session leaves behind that is served no more from here on. Raises ApiError 404 if it ended
+        meanwhile, and whatever goes wrong."""
         await self.bring_back(session)
-        self.drop(session, OVER)
+        self.drop(session, report.parting)
         return self.export(session, report)
 
-    async def _fail(self, claim: Claim, error: str) -> None:
-        self.counters["failed_sessions"] += 1
-        self.outcomes.note_failed(error)
-        await self.journal.append(failed_record(claim))
-        await self._reject(self.manager.fail(claim))
-        self.changed.notify()
-
-    async def _reject(self, indices: list[int]) -> None:
+    async def reject(self, indices: list[int]) -> None:
+        """These groups are rejected by the manager: forget them."""
         reasons = {index: self.manager.rejected[index] for index in indices}
         for index, reason in reasons.items():
             self.counters[f"rejected_groups.{reason}"] += 1
@@ -349,12 +298,13 @@ class Run(SessionHost):
             log.warning("runner %s is silent: its sessions are given out again", name)
             for session in self._sessions_of(name):
                 self._lose(session)
-        for session in [s for s in self.sessions.values() if s.expires_at < self.serving_s]:
-            self.drop(session, "the session ran too long")
-            if session.claim is None:
-                await self.journal.append(closed_record(session))
-            else:
-                await self._fail(session.claim, f"ran longer than {self.spec.session_timeout_s:g} s")
+        expired = [s for s in self.sessions.values() if s.expires_at < self.serving_s]
+        error = f"ran longer than {self.spec.session_timeout_s:g} s"
+        late = FinishBody(status="failed", cause="time", error=error)
+        ending = (self.finish(s, late) for s in expired if s.session_id not in self.closing)
+        for raised in await asyncio.gather(*ending, return_exceptions=True):
+            if raised is not None:
+                log.warning("run %s: a session that %s: %s", self.spec.run_id, error, raised)
 
     async def revoke(self, lease_id: str) -> None:
         """An engine of this lease is not taken any more."""
@@ -392,7 +342,3 @@ class Run(SessionHost):
         if session.claim is not None:
             self.manager.lose(session.claim)
             self.journal.note(lost_record(session.claim))
-
-
-def _no_reward() -> ApiError:
-    return ApiError(400, "A finished session needs a reward that is a finite number.", param="reward")

@@ -34,7 +34,7 @@ from sf_core.dataplane.tree import (
     Tapes,
     TokenTree,
     Turn,
-    line,
+    last_whole_turn,
 )
 from sf_core.types import FinishReason
 
@@ -81,6 +81,8 @@ class Session:
     recorded: list[RecordedTurn] = field(default_factory=list)
     """Other turns whose request may come again: no later one extends them."""
     running: set[Generation] = field(default_factory=set)
+    has_overflowed: bool = False
+    """No turn was begun since a request did not fit into the context window."""
     branch_reasons: Counter[str] = field(default_factory=Counter)
     _tree: TokenTree = field(default_factory=TokenTree)
     _tapes: Tapes = field(default_factory=Tapes)
@@ -132,17 +134,19 @@ class Session:
             place = Place(tip, tip.end if tip else 0)
             place, rest = self._tree.follow(place, array[place.at :])
             encoded = Encoded(place, rest, NO_TEXT, None)
-            continues = _last_whole_turn(place)
+            continues = last_whole_turn(place)
             prompt = self._add_prompt(encoded, continues, [], 0, chain, self._ids_branch_reason(place))
         return prompt
 
     def begin_sample(self, prompt: Prompt, nth: int) -> int:
-        """A turn is begun from this prompt, the `nth` of its request, from 0. Returns its number among the
-        prompt's turns."""
+        """A turn is begun from this prompt, the `nth` of its request, from 0; one that was begun before has a
+        negative one. Returns its number among the prompt's turns."""
         if nth == 0 and prompt.num_samples:
             self.branch_reasons["asked_again"] += 1
         elif nth == 0 and prompt.branch_reason is not None:
             self.branch_reasons[prompt.branch_reason] += 1
+        if nth >= 0:
+            self.has_overflowed = False
         prompt.num_samples += 1
         return prompt.num_samples - 1
 
@@ -388,10 +392,3 @@ def _turn(
         num_unparsed_calls,
         index,
     )
-
-
-def _last_whole_turn(place: Place) -> Turn | None:
-    for node, end in line(place.node, place.at):
-        if isinstance(node, Turn) and end == node.end:
-            return node
-    return None

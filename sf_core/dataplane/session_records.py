@@ -81,6 +81,9 @@ def replay(session: Session, record: Record) -> None:
     kind = kind_of(record)
     if kind == "prompt":
         return session.restore_prompt(read_prompt(record["prompt"], session))
+    if kind == "overflowed":
+        session.has_overflowed = True
+        return None
     key = TurnKey(*record[kind][:3])
     if kind == "begun":
         return _begin_turn(session, record, key)

@@ -13,6 +13,7 @@ from sf_core.dataplane.rollout_manager import BatchRules
 from sf_core.dataplane.router import PauseMode
 from sf_core.dataplane.runners import Work
 from sf_core.dataplane.waiting import Limits
+from sf_core.failures import Cause, FailureRules
 
 MAX_INDEX = 2**31 - 1
 """Of batches, evaluations and versions."""
@@ -46,6 +47,8 @@ class RunSpec(Body):
     context_length: int = Field(ge=2)
     session_attempts: int = Field(3, ge=1)
     session_timeout_s: float = Field(gt=0)
+    on_failure: FailureRules = FailureRules()
+    failed_reward: FiniteFloat = 0.0
     request_patience_s: float = Field(600.0, gt=0)
     """A request that no engine takes for this long is refused (503). Sessions have their own clock too."""
     max_waiting: int = Field(20_000, ge=1)
@@ -88,11 +91,18 @@ class RunSpec(Body):
             self.gate,
             self.session_attempts,
             self.num_batches,
+            self.on_failure,
+            self.failed_reward,
         )
 
     @property
     def limits(self) -> Limits:
         return Limits(self.max_waiting, self.request_patience_s, self.engine_silence_s)
+
+
+class TaskName(Body):
+    task_id: str
+    environment: str
 
 
 class ClaimBody(Body):
@@ -104,6 +114,8 @@ class ClaimBody(Body):
     attempt: int | None = None
     """Of the flow that started the runner; one of an earlier attempt is released. None: the attempt under way
     when it is first heard."""
+    tasks: dict[str, TaskName] = {}
+    """By session: what it works on, of those that have begun since this was told last."""
     running: list[str] | None = None
     """Sessions the runner works on; those it was given and does not name are given out again. None: it says
     nothing of them, because thousands take a while to name."""
@@ -140,6 +152,8 @@ class FinishBody(Body):
     reward: FiniteFloat | None = None
     reward_parts: dict[str, FiniteFloat | None] = {}
     error: str | None = None
+    cause: Cause = "agent"
+    """Of a failure."""
     task_id: str = ""
     environment: str = ""
 
@@ -154,6 +168,16 @@ class FinishBody(Body):
             return self
         parts = {**reward_parts, **self.reward_parts}
         return self.model_copy(update={"reward": reward, "reward_parts": parts})
+
+    @property
+    def parting(self) -> str:
+        """What an agent is told that still waits for a turn."""
+        return "the session ran too long" if self.cause == "time" else "the session is over"
+
+    def of_failure(self, error: str, cause: Cause, reward: float) -> FinishBody:
+        """The same session's, if it failed so and is to count with this reward."""
+        failure = {"status": "failed", "error": error, "cause": cause, "reward": reward, "reward_parts": {}}
+        return self.model_copy(update=failure)
 
 
 class FinishedReport(FinishBody):

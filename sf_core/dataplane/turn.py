@@ -33,6 +33,9 @@ from sf_core.dataplane.toolcalls import FORMATS, ToolCall
 from sf_core.dataplane.turn_records import RecordedTurn, Tokens, TurnKey
 from sf_core.types import FinishReason, Sampling
 
+CONTEXT_OVERFLOW = "context_length_exceeded"
+"""Error code of a request whose prompt leaves no room for an answer."""
+
 _request_numbers = itertools.count()
 
 
@@ -64,7 +67,7 @@ def open_request(run: SessionHost, session: Session, request: TurnRequest) -> Op
             400,
             f"The prompt has {len(prompt_ids)} tokens; the context window holds "
             f"{run.spec.context_length}, at least one of them for the answer.",
-            code="context_length_exceeded",
+            code=CONTEXT_OVERFLOW,
             param="messages" if request.text_or_ids is None else "prompt",
         )
     return OpenRequest(run, session, request, prompt, prompt_ids)
@@ -279,7 +282,7 @@ class TurnService:
         if claim is None:
             seed = secrets.randbits(64) if request.seed is None else (request.seed + nth) % 2**64
             return Sampling(request.temperature, request.top_p, request.top_k, seed)
-        seed = turn_seed(spec.seed, claim.place, self.prompt.index, sample)
+        seed = turn_seed(spec.seed, claim.place, self.prompt.index, sample, claim.draw)
         return Sampling(spec.temperature, spec.top_p, spec.top_k, seed)
 
 
@@ -319,7 +322,11 @@ def _answer_stream(renderer: Renderer, request: TurnRequest, forced: str) -> Ans
     return AnswerStream(splitter, ReasoningSplitter(renderer.opens_thinking))
 
 
-def turn_seed(run_seed: int, place: tuple[str | int, ...], prompt_index: int, sample: int) -> int:
-    """Unsigned 64-bit key of a turn. It leaves out the attempt: given out again, a session draws the same."""
-    text = ".".join(map(str, (run_seed, *place, prompt_index, sample)))
+def turn_seed(
+    run_seed: int, place: tuple[str | int, ...], prompt_index: int, sample: int, draw: int = 0
+) -> int:
+    """Unsigned 64-bit key of a turn. It has the session's `draw` (groups.py) in it, not its attempt: given
+    out again because its runner was lost, a session draws the same."""
+    key = (run_seed, *place, prompt_index, sample, *([draw] if draw else []))
+    text = ".".join(map(str, key))
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")

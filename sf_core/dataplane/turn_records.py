@@ -69,6 +69,11 @@ def unanswered_record(key: TurnKey) -> Record:
     return {"unanswered": list(key)}
 
 
+def overflowed_record(session_id: str) -> Record:
+    """A request of the session did not fit into the context window."""
+    return {"overflowed": [session_id]}
+
+
 class Tokens(NamedTuple):
     """Sampled tokens in order: int32 ids, float32 log-probs, int32 policy versions."""
 

@@ -12,7 +12,7 @@ from sf_core.dataplane.journal import Record, kind_of
 from sf_core.dataplane.session_records import replay
 from sf_core.dataplane.turn_records import Tokens
 
-TURN_KINDS = frozenset({"begun", "chunk", "turn", "delivered"})
+TURN_KINDS = frozenset({"begun", "chunk", "turn", "delivered", "overflowed"})
 
 
 def session_of(record: Record) -> str:

@@ -87,12 +87,13 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> RunDirectory:
     ]
     second = [trajectory("run-1.g2.0.a1", [*GIVEN, 0, 1, 1, 1])]
     held_out = [trajectory("run-1.e1.0.a1", [*GIVEN, 1], group_id=None)]
-    commit(run, 0, "rollout", outputs=[write_trajectories(run, 0, first, "part")])
+    failures = {"failures": {"timeout": 2}}
+    commit(run, 0, "rollout", outputs=[write_trajectories(run, 0, first, "part")], data=failures)
     for stage in ("filter", "train", "publish"):
         commit(run, 0, stage)
     commit(run, 0, "evaluate", data={"reward_mean": 0.25})
     ref = write_trajectories(run, 1, held_out, "part", kind="evaluations")
-    commit(run, 1, "evaluate", outputs=[ref], data={"reward_mean": 0.75})
+    commit(run, 1, "evaluate", outputs=[ref], data={"reward_mean": 0.75, "failures": {"agent_error": 1}})
     commit(run, 1, "rollout", outputs=[write_trajectories(run, 1, second, "part")])
     return run
 
@@ -120,10 +121,11 @@ def test_a_run_is_a_table_of_its_iterations(run: RunDirectory) -> None:
     assert lines[0].strip() == "run run-1"
     assert [line.split() for line in lines[2:5]] == [
         ["start", "0.250"],
-        ["0", "0.500", "0.750", "0.00", "0", "6", "2", "R", "F", "T", "P"],
-        ["1", "1.000", "0.25", "1", "4", "1", "R", ".", ".", "."],
+        ["0", "0.500", "0.750", "0.00", "0", "6", "2", "2", "R", "F", "T", "P"],
+        ["1", "1.000", "0.25", "1", "4", "1", "0", "R", ".", ".", "."],
     ]
     assert "--session run-1.g2.0.a1" in lines[-1]
+    assert lines[-4:-2] == ["failed sessions: timeout 2", "failed held-out sessions: agent_error 1"]
 
 
 def test_a_run_that_has_just_begun_is_shown_empty(tmp_path: Path) -> None:

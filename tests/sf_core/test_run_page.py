@@ -15,7 +15,7 @@ from tests.sf_core.runs import commit, configure
 from tests.sf_core.test_observe import AT, write_spans
 
 DATA: dict[str, dict[str, Any]] = {
-    "rollout": {"reward_mean": 0.25, "sampled_tokens": 500},
+    "rollout": {"reward_mean": 0.25, "sampled_tokens": 500, "failures": {"timeout": 2, "agent_error": 1}},
     "filter": {"lags": [30, 10], "zero_advantage_share": 0.5},
 }
 
@@ -55,6 +55,7 @@ def test_an_iteration_is_a_row_and_the_newest_comes_first(run: RunDirectory) -> 
     row = {
         "iteration": 0,
         "reward": 0.25,
+        "failed sessions": "timeout 2, agent_error 1",
         "held-out reward": None,
         "lag": 0.25,
         "tokens/s": 50.0,

@@ -20,7 +20,6 @@ from sf_core.dataplane.journal import Journal, Record
 from sf_core.dataplane.memory import Memory
 from sf_core.dataplane.records import finished_record
 from sf_core.dataplane.rendering import Renderer
-from sf_core.dataplane.run import OVER
 from sf_core.dataplane.session import Session
 from sf_core.dataplane.specs import FinishBody, RunSpec
 from sf_core.dataplane.turn_recovery import replay_turn, session_of
@@ -71,7 +70,7 @@ class GatewayRun(SessionHost):
     def keep_only(self, session_ids: Iterable[str]) -> None:
         """The others are over."""
         for session_id in self.sessions.keys() - set(session_ids):
-            self.drop(self.sessions[session_id], OVER)
+            self.drop(self.sessions[session_id], "the session is over")
 
     def find(self, session_id: str) -> Session:
         """Raises ApiError 404."""
@@ -87,7 +86,7 @@ class GatewayRun(SessionHost):
             session = self.find(session_id)
             await self.bring_back(session)
             self._closed[session_id] = None
-            self.drop(session, OVER)
+            self.drop(session, report.parting)
             record = self._closed[session_id] = finished_record(self.export(session, report))
         return record
 

@@ -104,8 +104,9 @@ class HubRun(Run):
         for i in range(self.num_gateways):
             self._gateways.tell(i, "compact", self.spec.run_id)
 
-    async def _close(self, session: Session, report: FinishBody) -> FinishedSession:
+    async def take_out(self, session: Session, report: FinishBody) -> FinishedSession:
         """Raises ApiError without an answer of its gateway; the session is open again then."""
+        expires_at = session.expires_at
         self.forget(session.session_id)
         facts = report.model_dump(mode="json", include=set(FinishBody.model_fields))
         try:
@@ -113,6 +114,7 @@ class HubRun(Run):
         except BaseException:
             if session.claim is None or self.manager.group_of(session.claim) is not None:
                 self.open(session)
+                session.expires_at = expires_at
             raise
 
     async def _tell_opened(self, sessions: list[Session]) -> None:

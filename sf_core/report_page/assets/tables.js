@@ -38,6 +38,7 @@ function iterationTable(figures) {
     number("reward", of("reward_mean"), fixed(3)),
     number("held-out after", (row) => heldOut.get(row.iteration + 1), fixed(3)),
     number("sessions", of("sessions"), whole),
+    { name: "failed", text: true, value: (row) => failuresText(row.rollout?.failures) },
     number("tokens", of("tokens_sampled"), whole),
     number("lag mean", of("lag_mean"), fixed(2)),
     number("lag max", of("lag_max"), whole),
@@ -46,6 +47,10 @@ function iterationTable(figures) {
     number("idle", idleShare, percent),
     { name: "stages", text: true, value: (row) => row.stages.join(" ") },
   ]);
+}
+
+function failuresText(failures) {
+  return Object.entries(failures ?? {}).map(([reason, number]) => `${reason} ${number}`).join(", ");
 }
 
 function idleNames(rows) {

@@ -12,12 +12,14 @@ from typing import Any
 
 import httpx
 import pytest
+from openai import AsyncOpenAI
 
 from sf_core.agents import runner as runner_module
 from sf_core.agents.runner import AgentRunner, _as_reward, _sentence
 from sf_core.dataplane import run as run_module
 from sf_core.dataplane.rendering import Renderer
 from sf_core.types import Endpoint, Task
+from storage.trajectories import read_trajectories, to_rows
 from tests.e2e.echo_package import agent
 from tests.sf_core.dataplane.conftest import model_dir, renderer  # noqa: F401
 from tests.sf_core.dataplane.stand import Server, attended, running_app, running_process, say
@@ -163,6 +165,46 @@ def test_of_failures_at_the_same_place_one_is_in_the_log(
     assert len(set(failed)) == 3
     [logged] = [record.getMessage() for record in caplog.records if "Traceback" in record.getMessage()]
     assert "ValueError" in logged and "nor is \\udc80" in logged
+
+
+async def chatting_agent(task: Task, endpoint: Endpoint) -> str:
+    """One that asks until its history fits no more, or for one turn; it raises what its SDK raises."""
+    client = AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)
+    messages: Any = [{"role": "user", "content": task.prompt}]
+    while True:
+        reply = await client.chat.completions.create(model=endpoint.model, messages=messages)
+        answer = reply.choices[0].message.content or ""
+        if task.prompt == "short":
+            return answer
+        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "go on"}]
+
+
+def test_the_session_of_an_agent_that_overflows_its_context_trains_with_its_group(
+    server: Server,
+    renderer: Renderer,  # noqa: F811
+) -> None:
+    server.register(group_size=2, groups_per_batch=1, num_batches=1, context_length=256, failed_reward=-1.0)
+    server.connect(lambda prompt, seed: say(renderer, "42"))
+    prompts = iter(["short", "long"])
+
+    def tasks(split: str, index: int) -> Task:
+        return Task("sum", "addition", next(prompts), "42")
+
+    runner = make_runner(server.url, agent=chatting_agent, tasks=tasks)
+    run_until_ready(server, runner)
+    sealed = server.post("/runs/run/batches/0/seal", {"attempt": 1})
+    assert (sealed["failures"], sealed["rejected"]) == ({"context_overflow": 1}, {})
+    rows = to_rows(read_trajectories(str(Path(server.run_dir, "run", sealed["files"][0]["uri"]))))
+    ended = {row.status: row for row in rows}
+    assert ended["finished"].reward == 1.0
+    failed = ended["context_overflow"]
+    assert (failed.reward, failed.task_id, failed.environment) == (-1.0, "sum", "addition")
+    # every answer up to there is trained: the last of them left no room for another question
+    spans = [span for span in failed.turns if span.role == "assistant"]
+    assert len(spans) > 3
+    assert all(failed.loss_mask[span.start : span.end].all() for span in spans)
+    assert failed.loss_mask.sum() == sum(span.end - span.start for span in spans)
+    assert len(failed.token_ids) <= 256
 
 
 async def end_the_program(task: Task, endpoint: Endpoint) -> str:

@@ -21,6 +21,7 @@ from starlette.types import Message
 from sf_core.dataplane import keepalive, observed
 from sf_core.dataplane.keepalive import KeptAlive
 from sf_core.dataplane.rendering import Renderer
+from sf_core.failures import REASONS
 from tests.sf_core.dataplane.stand import Server, say
 
 HI = [{"role": "user", "content": "hi"}]
@@ -129,10 +130,12 @@ def test_ends_of_sessions_and_groups_are_counted_and_rewards_shown(
         ("sf_sessions_total", "failed", "run"): 1,
         ("sf_sessions_total", "lost", "run"): 1,
         ("sf_groups_total", "sealed", "run"): 2,
-        ("sf_groups_total", "failed_sessions", "run"): 1,
+        ("sf_groups_total", "agent_error", "run"): 1,
         ("sf_groups_total", "max_lag", "run"): 1,
     }
     assert seen["sf_reward_recent", "run"] == 1.0
+    failures = {key[1]: number for key, number in seen.items() if key[0] == "sf_failures_total"}
+    assert failures == dict.fromkeys(REASONS, 0) | {"agent_error": 1}
 
 
 class RecordingTracer(trace.Tracer):

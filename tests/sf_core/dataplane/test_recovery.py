@@ -286,3 +286,34 @@ def test_a_pause_of_the_run_and_one_of_an_engine_outlive_a_restart(plane: Restar
     server.wait_for(lambda: states() == {"r0": "paused", "r1": "serving"})
     server.post("/runs/run/resume", {"engine": "r0"})
     server.wait_for(lambda: states() == {"r0": "serving", "r1": "serving"})
+
+
+def test_how_sessions_failed_and_may_have_failed_outlives_a_restart(plane: Restarts) -> None:
+    server = plane.server
+    server.register(group_size=3, groups_per_batch=1, max_tokens=8, session_attempts=3)
+    server.connect(script)
+    failing, lost, overlong = server.claim(3)
+    for claim in (failing, lost, overlong):
+        post_chat(server, claim)
+    server.post(f"/sessions/{failing['session_id']}/finish", {"status": "failed", "error": "KeyError: x"})
+    path = f"/sessions/{overlong['session_id']}"
+    long = {"model": "policy", "messages": [{"role": "user", "content": "the " * 3000}]}
+    assert server.http.post(path + "/v1/chat/completions", json=long).status_code == 400
+    running = [overlong["session_id"]]
+    named = {overlong["session_id"]: {"task_id": "t7", "environment": "shop"}}
+    server.post("/runs/run/claim", {"runner": "a0", "max": 0, "running": running, "tasks": named})
+
+    plane.restart()
+    server.wait_for(lambda: bool(server.live_engines()))
+    again, found = server.claim(2, running=running)
+    assert [claim["session_id"] for claim in (again, found)] == ["run.g0.0.a1", "run.g0.1.a1"]
+    for claim in (again, found):
+        post_chat(server, claim)
+        finish(server, claim)
+    seeds = [request.sampling.seed for request in server.asked]
+    assert seeds[3:] == [turn_seed(7, ("train", 0, 0), 0, 0, draw=1), seeds[1]]
+    server.post(path + "/finish", {"status": "failed", "error": "the agent raised"})
+    sealed = server.post("/runs/run/batches/0/seal", {"attempt": 1})
+    rows = to_rows(read_trajectories(str(Path(plane.folder, "run", sealed["files"][0]["uri"]))))
+    assert (rows[2].status, rows[2].task_id, rows[2].environment) == ("context_overflow", "t7", "shop")
+    assert sealed["failures"] == {"context_overflow": 1}

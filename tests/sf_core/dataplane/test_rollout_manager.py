@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from sf_core.dataplane.groups import Claim
 from sf_core.dataplane.rollout_manager import BatchRules, RolloutManager
+from sf_core.failures import REASONS, FailureRules, Rule
 
 RULES = BatchRules(
     group_size=2,
@@ -113,11 +115,11 @@ def test_a_batch_that_is_not_ready_cannot_be_sealed() -> None:
 def test_a_failed_session_is_given_out_again_and_then_excludes_its_group() -> None:
     m = manager()
     first, second, *_ = m.claim(4)
-    assert m.fail(first) == []
+    assert m.fail(first, "agent_error") == []
     [again] = m.claim(1)
-    assert again == Claim(first.place, 1)
-    assert m.fail(again) == [0]
-    assert m.rejected == {0: "failed_sessions"}
+    assert again == Claim(first.place, attempt=1, draw=1)
+    assert m.fail(again, "agent_error") == [0]
+    assert m.rejected == {0: "agent_error"}
     assert m.finish(second, 1.0, 0) == []
     assert m.claim(1)[0].place.group == 2
 
@@ -140,6 +142,14 @@ def test_the_varied_gate_rejects_groups_whose_rewards_are_equal() -> None:
     m.finish(claims[2], 1.0, 0)
     m.finish(claims[3], 0.0, 0)
     assert list(m.groups) == [1]
+
+
+def test_rewards_that_differ_by_rounding_only_are_equal() -> None:
+    m = manager(gate="varied")
+    first, second, *_ = m.claim(2)
+    m.finish(first, 0.1 + 0.2 + 0.3, 0)
+    assert m.finish(second, 0.3 + 0.2 + 0.1, 0) == [0]
+    assert m.rejected == {0: "equal_rewards"}
 
 
 def test_with_wait_a_batch_waits_for_groups_that_would_grow_too_old() -> None:
@@ -194,9 +204,74 @@ def test_evaluations_come_first_and_end_also_when_tasks_keep_failing() -> None:
     first, second, train = m.claim(3)
     assert [c.place.split for c in (first, second, train)] == ["holdout", "holdout", "train"]
     m.finish(first, 1.0, 3)
-    m.fail(second)
+    assert m.worth(second, "agent_error", can_train=True) == 0.0
+    m.fail(second, "agent_error")
     assert m.evaluations[3].is_complete
     assert m.evaluations[3].rewards == [1.0]
+
+
+RETRY, EXCLUDE = "retry_then_zero", "retry_then_exclude"
+
+
+@pytest.mark.parametrize("split", ["train", "holdout"])
+@pytest.mark.parametrize(
+    ("rule", "can_train", "ends_at", "ends_held_out_at"),
+    [
+        ("zero", True, 1, 1),
+        (RETRY, True, 3, 3),
+        (EXCLUDE, True, None, 3),
+        ("zero", False, None, 3),
+        (RETRY, False, None, 3),
+        (EXCLUDE, False, None, 3),
+    ],
+)
+def test_a_failure_is_worth_what_its_rule_says_in_training_and_held_out_alike(
+    split: str, rule: Rule, can_train: bool, ends_at: int | None, ends_held_out_at: int
+) -> None:
+    """At which of three attempts it ends with the reward of a failed session; None: its group is left out."""
+    m = manager(session_attempts=3, on_failure=FailureRules(timeout=rule), failed_reward=-1.0)
+    if split == "holdout":
+        m.start_evaluation(0, num_tasks=1)
+    expected = ends_at if split == "train" else ends_held_out_at
+    for attempt in range(1, 4):
+        [claim] = m.claim(1)
+        assert (claim.place.split, claim.attempt) == (split, attempt - 1)
+        worth = m.worth(claim, "timeout", can_train)
+        if attempt == expected:
+            assert worth == -1.0
+            return
+        assert worth is None
+        rejected = m.fail(claim, "timeout")
+    assert expected is None and rejected == [0]
+
+
+def test_what_a_session_that_no_longer_counts_was_worth_changes_nothing() -> None:
+    m = manager()
+    [claim] = m.claim(1)
+    m.lose(claim)
+    assert m.worth(claim, "timeout", can_train=True) is None
+
+
+@pytest.mark.parametrize("rule", ["zero", EXCLUDE])
+def test_overlong_sessions_cost_no_group_of_16_where_they_count(rule: Rule) -> None:
+    """One of 20 sessions runs out of context, every time that it is tried: most groups have one of them."""
+    rules = FailureRules(context_overflow=rule)
+    m = manager(group_size=16, groups_per_batch=100, lag_bound=0, on_failure=rules)
+    places = [(group, member) for group in range(100) for member in range(16)]
+    overlong = set(random.Random(4).sample(places, len(places) // 20))
+    while not m.readiness(0).ready:
+        for claim in m.claim(10_000):
+            is_overlong = (claim.place.group, claim.place.member) in overlong
+            worth = m.worth(claim, "context_overflow", can_train=True) if is_overlong else 1.0
+            if worth is None:
+                m.fail(claim, "context_overflow")
+            else:
+                m.finish(claim, worth, 0)
+    batch, hit = m.seal(0), {group for group, _ in overlong}
+    assert len(hit) > 50
+    assert batch.rejected == ({} if rule == "zero" else dict.fromkeys(sorted(hit), "context_overflow"))
+    assert len(batch.groups) == 100
+    assert hit.issubset(batch.groups) == (rule == "zero")
 
 
 def test_restored_sessions_are_not_given_out_again() -> None:
@@ -206,7 +281,7 @@ def test_restored_sessions_are_not_given_out_again() -> None:
     restored.restore_attempt(lost)
     restored.restore_attempt(kept)
     restored.restore_finished(kept, 1.0, 0)
-    restored.restore_rejected(1, "failed_sessions")
+    restored.restore_rejected(1, "agent_error")
     assert restored.claim(3) == [Claim(lost.place, 1), *manager().claim(6)[4:]]
 
 
@@ -249,8 +324,15 @@ class AnyRun(RuleBasedStateMachine):
     @rule(data=st.data(), failed=st.booleans())
     def fail_or_lose(self, data: st.DataObject, failed: bool) -> None:
         claim = data.draw(st.sampled_from(self.running))
+        if not failed:
+            self.running.remove(claim)
+            return self.manager.lose(claim)
+        reason = data.draw(st.sampled_from(REASONS))
+        worth = self.manager.worth(claim, reason, can_train=claim in self.sampled)
+        if worth is not None:
+            return self.end(claim, worth)
         self.running.remove(claim)
-        (self.manager.fail if failed else self.manager.lose)(claim)
+        self.manager.fail(claim, reason)
 
     @precondition(lambda self: self.manager.version < self.manager.next_batch)
     @rule()

@@ -159,10 +159,11 @@ def test_a_session_that_keeps_failing_excludes_its_group(serving: Server) -> Non
     for claim in claims[2:]:
         work(serving, claim)
     status = serving.get("/runs/run")
-    assert status["counters"]["rejected_groups.failed_sessions"] == 1
+    assert status["counters"]["rejected_groups.agent_error"] == 1
+    assert status["counters"]["failures.agent_error"] == 2
     assert status["last_error"] == "KeyError: x"
     sealed = seal(serving, 0)
-    assert (sealed["groups"], sealed["rejected"]) == ([1, 2], {"0": "failed_sessions"})
+    assert (sealed["groups"], sealed["rejected"]) == ([1, 2], {"0": "agent_error"})
     # its other member was told to stop
     response = serving.http.post(f"/sessions/{claims[1]['session_id']}/finish", json={"status": "failed"})
     assert response.status_code == 404
@@ -188,7 +189,7 @@ def test_a_session_whose_reward_is_no_finite_number_counts_as_failed(serving: Se
         report = {"status": "finished", **reward}
         response = serving.http.post(f"/sessions/{claim['session_id']}/finish", json=report)
         assert (response.status_code, "finite number" in response.text) == (400, True)
-    assert serving.get("/runs/run")["counters"]["rejected_groups.failed_sessions"] == 1
+    assert serving.get("/runs/run")["counters"]["rejected_groups.agent_error"] == 1
 
 
 def test_evaluations_never_train(serving: Server) -> None:
@@ -334,7 +335,7 @@ def test_killed_and_started_again_it_still_has_every_finished_session(
         work(after, claims[0], reward=0.5)
         work(after, claims[1], reward=0.25)
         sealed = seal(after, 0)
-        assert (sealed["groups"], sealed["rejected"]) == ([0, 1], {"2": "failed_sessions"})
+        assert (sealed["groups"], sealed["rejected"]) == ([0, 1], {"2": "agent_error"})
         assert sealed["reward_mean"] == 0.25
         assert after.post("/runs/run/evaluations/0/seal", {"attempt": 1})["reward_mean"] == 0.5
         after.post("/runs/run/release")

@@ -282,8 +282,8 @@ def test_shared_turns_are_trained_in_the_first_branch_only(renderer: Renderer) -
     assert [main.turns[i].end for i in range(3)] == [main.turns[i + 1].start for i in range(3)]
 
 
-def test_the_seed_of_a_turn_depends_on_its_place_only() -> None:
+def test_the_seed_of_a_turn_depends_on_its_place_and_on_what_failed_there() -> None:
     places = (("train", 0, 0), ("train", 0, 1))
-    seeds = {turn_seed(*key) for key in itertools.product((0, 1), places, (0, 1), (0, 1))}
-    assert len(seeds) == 16
+    seeds = {turn_seed(*key) for key in itertools.product((0, 1), places, (0, 1), (0, 1), (0, 1, 2))}
+    assert len(seeds) == 48
     assert all(0 <= seed < 2**64 for seed in seeds)

@@ -1,6 +1,11 @@
 """Sessions, batches and figures with two gateway processes: as with one."""
 
 # ruff: noqa: F401
+from tests.sf_core.dataplane.test_endings import (
+    test_a_session_that_ran_out_of_context_trains_with_the_reward_of_a_failed_one,
+    test_a_session_that_ran_too_long_trains_with_what_was_answered_and_names_its_task,
+    test_what_failed_is_tried_with_other_draws_and_what_was_lost_with_the_same,
+)
 from tests.sf_core.dataplane.test_gateway import (
     test_a_client_that_goes_away_stops_its_generation,
 )
