@@ -51,7 +51,7 @@ class Mutation:
     old: str
     new: str
     tests: tuple[str, ...]
-    """Files of tests, or single ones, of which one must fail."""
+    """Arguments of pytest: files of tests, or single ones, of which one must fail."""
 
     def applied(self, root: Path) -> str:
         """The file's text with the edit. Raises TableError if that is no edit of it."""
@@ -106,20 +106,23 @@ class Runner:
     and for at most `deadline_s`."""
 
     def __init__(self, root: Path, folder: Path, num_workers: int, deadline_s: float) -> None:
-        self._root, self._deadline_s = root, deadline_s
+        # as they are now, whatever somebody edits meanwhile
+        self._sources, self._deadline_s = folder / "sources", deadline_s
+        self._sources.mkdir(parents=True)
+        for name in COPIED:
+            if (source := root / name).is_dir():
+                shutil.copytree(source, self._sources / name)
+            elif source.exists():
+                shutil.copy2(source, self._sources / name)
         self._idle = [folder / f"copy-{worker}" for worker in range(num_workers)]
         for copy in self._idle:
-            for name in COPIED:
-                if (source := root / name).is_dir():
-                    shutil.copytree(source, copy / name)
-                elif source.exists():
-                    shutil.copy2(source, copy / name)
+            shutil.copytree(self._sources, copy)
 
     def check(self, mutations: Sequence[Mutation]) -> None:
         """Raises TableError if the table does not fit the sources, or if tests fail on them as they are: then
         all that is wrong would seem to be caught."""
         for mutation in mutations:
-            mutation.applied(self._root)
+            mutation.applied(self._sources)
         for fork, result in self._run([(None, tests) for tests in dict.fromkeys(m.tests for m in mutations)]):
             if result.verdict != "SURVIVED":
                 raise TableError(f"{' '.join(fork.tests)}: {result.verdict} as it is:\n{result.output}")
@@ -151,7 +154,7 @@ class Runner:
     def _begin(self, mutation: Mutation | None, tests: tuple[str, ...]) -> _Fork:
         copy = self._idle.pop()
         if mutation is not None:
-            (copy / mutation.file).write_text(mutation.applied(self._root))
+            (copy / mutation.file).write_text(mutation.applied(self._sources))
         sys.stdout.flush()
         process = os.fork()
         if process == 0:
@@ -177,7 +180,7 @@ class Runner:
             os.waitpid(fork.process, 0)
         if fork.mutation is not None:
             # with its time of change, by which Python knows that what it has compiled still holds
-            shutil.copy2(self._root / fork.mutation.file, fork.copy / fork.mutation.file)
+            shutil.copy2(self._sources / fork.mutation.file, fork.copy / fork.mutation.file)
         self._idle.append(fork.copy)
 
 
