@@ -277,6 +277,10 @@ def test_shared_turns_are_trained_in_the_first_branch_only(renderer: Renderer) -
     assert (fork.parent_branch_id, fork.shared_prefix) == (main.branch_id, first.end + header)
     assert (retry.parent_branch_id, retry.shared_prefix) == (main.branch_id, first.prompt.end)
     assert not fork.loss_mask[: first.end].any()
+    # every sampled token once, the first behind a fork with the others
+    sampled = [len(say(renderer, text)) for text in ("one", "two", "three", "again")]
+    assert main.loss_mask.sum() == sampled[0] + sampled[1]
+    assert [fork.loss_mask.sum(), retry.loss_mask.sum()] == sampled[2:]
     # a shared token keeps its log-prob and version
     assert np.array_equal(fork.logprobs[: first.end], main.logprobs[: first.end], equal_nan=True)
     assert [span.role for span in main.turns] == ["user", "assistant", "user", "assistant"]
