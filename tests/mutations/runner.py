@@ -149,12 +149,14 @@ class Runner:
                         yield fork, result
         finally:
             for fork in running:
+                os.kill(fork.process, signal.SIGKILL)
                 self._end(fork)
 
     def _begin(self, mutation: Mutation | None, tests: tuple[str, ...]) -> _Fork:
         copy = self._idle.pop()
         if mutation is not None:
             (copy / mutation.file).write_text(mutation.applied(self._sources))
+        (copy / "output").write_text("")
         sys.stdout.flush()
         process = os.fork()
         if process == 0:
@@ -167,6 +169,8 @@ class Runner:
         seconds = time.monotonic() - fork.began
         if not ended and seconds < self._deadline_s:
             return None
+        if not ended:
+            os.kill(fork.process, signal.SIGKILL)
         code = os.waitstatus_to_exitcode(status) if ended else None
         verdicts: dict[int | None, Verdict] = {None: "hung", 0: "SURVIVED", 1: "caught"}
         output = (fork.copy / "output").read_text(errors="replace")[-4000:]

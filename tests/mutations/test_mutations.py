@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -54,39 +56,54 @@ def root(tmp_path: Path) -> Path:
     return root
 
 
-def test_what_no_test_notices_survives(root: Path, tmp_path: Path) -> None:
+def judge(root: Path, mutations: list[Mutation], deadline_s: float = 100.0) -> list[tuple[Mutation, str]]:
+    """By a runner in a process of its own, because this one may have threads, which no fork survives."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(_judge, root, mutations, deadline_s).result()
+
+
+def _judge(root: Path, mutations: list[Mutation], deadline_s: float) -> list[tuple[Mutation, str]]:
+    runner = Runner(root, root.parent / "copies", num_workers=2, deadline_s=deadline_s)
+    if deadline_s > 1:
+        runner.check(mutations)
+    return [(mutation, result.verdict) for mutation, result in runner.run(mutations)]
+
+
+def test_what_no_test_notices_survives(root: Path) -> None:
     caught = mutation("number * 2", "number * 3")
     # 2 * 2 is 2 + 2
     survives = mutation("number * 2", "number + 2")
     cannot_begin = mutation("def double", "def triple")
-    runner = Runner(root, tmp_path / "copies", num_workers=2, deadline_s=100.0)
-    runner.check([caught])
-    found = [(m, result.verdict) for m, result in runner.run([caught, survives, cannot_begin, survives])]
+    found = judge(root, [caught, survives, cannot_begin, survives])
     assert dict(found) == {caught: "caught", survives: "SURVIVED", cannot_begin: "BROKEN"}
     assert len(found) == 4
     assert (root / "sf_core/numbers.py").read_text() == CODE
 
 
-def test_tests_that_hang_have_noticed(root: Path, tmp_path: Path) -> None:
-    runner = Runner(root, tmp_path / "copies", num_workers=1, deadline_s=1.0)
-    [(_, result)] = runner.run([mutation("    return None", "    while True: pass")])
-    assert result.verdict == "hung"
+def test_tests_that_hang_have_noticed(root: Path) -> None:
+    hangs = mutation("    return None", "    while True: pass")
+    assert judge(root, [hangs], deadline_s=1.0) == [(hangs, "hung")]
 
 
-def test_a_table_that_does_not_fit_is_refused(root: Path, tmp_path: Path) -> None:
-    runner = Runner(root, tmp_path / "copies", num_workers=1, deadline_s=100.0)
-    for wrong, sentence in [
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
         (mutation("number / 2", "number"), "numbers.py: wrong: expected its old text once, found it 0 times"),
         (mutation("return", "yield"), "expected its old text once, found it 2 times"),
         (mutation("number * 2", "number *"), "the new text is no Python: invalid syntax"),
-        (mutation("number * 2", "1", tests=("tests/gone.py",)), "tests/gone.py: BROKEN as it is"),
-    ]:
-        with pytest.raises(TableError, match=sentence):
-            runner.check([wrong])
+    ],
+)
+def test_what_is_no_edit_of_the_sources_is_refused(root: Path, wrong: Mutation, sentence: str) -> None:
+    with pytest.raises(TableError, match=sentence):
+        wrong.applied(root)
 
 
-def test_tests_that_fail_without_any_mutation_judge_nothing(root: Path, tmp_path: Path) -> None:
+def test_tests_that_are_not_there_judge_nothing(root: Path) -> None:
+    with pytest.raises(TableError, match=r"tests/gone\.py: BROKEN as it is"):
+        judge(root, [mutation("number * 2", "1", tests=("tests/gone.py",))])
+
+
+def test_tests_that_fail_without_any_mutation_judge_nothing(root: Path) -> None:
     (root / "tests/test_numbers.py").write_text(TESTS.replace("== 4", "== 5"))
-    runner = Runner(root, tmp_path / "copies", num_workers=1, deadline_s=100.0)
     with pytest.raises(TableError, match=r"tests/test_numbers\.py: caught as it is:\n[^$]*assert 4 == 5"):
-        runner.check([mutation("number * 2", "number * 3")])
+        judge(root, [mutation("number * 2", "number * 3")])
