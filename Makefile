@@ -7,7 +7,7 @@ STAMP := .venv/.ready
 # containers like to set it; each of the many processes of a stack would then compile our modules anew
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup run up down test pytest nightly chaos check audit clean
+.PHONY: setup run up down test pytest nightly mutations chaos check audit clean
 
 setup: $(STAMP)
 
@@ -44,9 +44,15 @@ test: setup
 pytest: setup
 	$(BIN)/pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 
-# minutes of kills, retries and emulated fleets; on a machine with nothing else
+# minutes of kills, retries and emulated fleets, then the mutations; on a machine with nothing else
 nightly: check
 	$(BIN)/pytest -m nightly
+	$(MAKE) mutations
+
+# wrong edits on the way of the training signal, each of which the tests of its own module must catch; minutes.
+# for some of them: .venv/bin/python -m tests.mutations WORD ...
+mutations: setup
+	$(BIN)/python -m tests.mutations
 
 # a stack that is killed, stopped, starved of disk and cut off in random order, and what that costs
 SEED ?= 0

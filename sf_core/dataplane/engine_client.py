@@ -6,6 +6,7 @@ revokes; the engine samples.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,8 @@ from websockets.sync.connection import Connection
 from sf_core.dataplane import wire
 from sf_core.engines.base import Engine
 from sf_core.types import Chunk, FinishReason, WeightsRef
+
+log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 20.0
 """Both ends send a ping this often and give up on the other when no answer comes for as long again. Answers
@@ -65,8 +68,9 @@ def serve_engine(
 
     The engine is made once the data plane has said which weights it wants, and is closed before the lease is
     given back. The recorder is told of every span of sampling, loading, yielding and waiting. A connection
-    that breaks is made again; raises ConnectionError once `patience_s` have passed since it broke. What the
-    engine raises ends the lease.
+    that breaks is made again; raises ConnectionError once `patience_s` have passed since it broke, and
+    ValueError if the data plane ended it because of what the engine sent. What the engine raises ends the
+    lease.
     """
     client = _EngineClient(url, key, hello, make_engine, recorder or _Nobody())
 
@@ -113,6 +117,8 @@ class _EngineClient:
             with self._connect() as socket:
                 return self._serve(socket)
         except ConnectionClosed as error:
+            if error.rcvd is not None and error.rcvd.code == wire.BAD_FRAME:
+                raise ValueError(f"the data plane dropped this engine: it {error.rcvd.reason}") from None
             raise ConnectionError(f"data plane at {self._url}: {error}") from error
         finally:
             if self._welcomed:
@@ -196,8 +202,9 @@ class _EngineClient:
                 for request in wire.unpack_requests(value):
                     try:
                         engine.submit(request)
-                    except ValueError:
-                        # no room in this engine's context window: an empty answer, honestly marked
+                    except ValueError as error:
+                        # the data plane refuses the request for it; others may be served
+                        log.error("a request cannot be done here: %s", error)
                         ended = Chunk(request.request_id, [], [], engine.version, FinishReason.LENGTH)
                         self._send_chunks(socket, [ended])
             case "abort":

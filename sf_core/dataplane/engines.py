@@ -12,6 +12,7 @@ both ends answer from outside their work (server.py, engine_client.py).
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 
 from pydantic import ValidationError
@@ -22,13 +23,14 @@ from sf_core.dataplane.links import EngineLink
 from sf_core.dataplane.run import Run
 from sf_core.dataplane.specs import HelloBody
 
-UNKNOWN_RUN = 4404
-"""Close code: the run is not registered yet, or not any more after a restart. The engine tries again."""
-
-BAD_FRAME = 4400
+log = logging.getLogger(__name__)
 
 MAX_OUTBOX_BYTES = 64 * 2**20
 """An engine that reads so much slower than it is given work is dropped; others continue what it had."""
+
+
+MAX_REASON_BYTES = 123
+"""Of a close frame."""
 
 
 class Outbox:
@@ -57,10 +59,10 @@ async def serve_engine_link(socket: WebSocket, find_run: Callable[[str], Run | N
         kind, value = wire.unpack(await socket.receive_bytes())
         hello = HelloBody.model_validate(value if kind == "hello" else None)
     except (WebSocketDisconnect, ValidationError, ValueError):
-        return await socket.close(BAD_FRAME, "expected a hello frame")
+        return await socket.close(wire.BAD_FRAME, "sent no hello frame")
     run = find_run(hello.run_id)
     if run is None:
-        return await socket.close(UNKNOWN_RUN, f"run {hello.run_id} is not registered")
+        return await socket.close(wire.UNKNOWN_RUN, f"run {hello.run_id} is not registered")
     if (reason := _stale(run, hello)) is not None:
         await socket.send_bytes(wire.pack("yield", reason))
         return await socket.close()
@@ -109,8 +111,13 @@ async def _serve(socket: WebSocket, run: Run, hello: HelloBody) -> None:
         run.router.lose(link)
         run.changed.notify()
     unexpected = [r for r in results if isinstance(r, Exception) and not isinstance(r, WebSocketDisconnect)]
-    await _close(socket, BAD_FRAME if unexpected else 1000)
-    if unexpected:
+    if not unexpected:
+        await _close(socket, 1000)
+    elif isinstance(unexpected[0], ValueError):
+        log.error("engine %s is dropped: it %s", link.engine_id, unexpected[0])
+        await _close(socket, wire.BAD_FRAME, str(unexpected[0]))
+    else:
+        await _close(socket, 1011)
         raise unexpected[0]
 
 
@@ -137,13 +144,11 @@ async def _read(socket: WebSocket, run: Run, link: EngineLink) -> None:
             case "yielded":
                 return
             case _:
-                raise ValueError(
-                    f"engine {link.engine_id} sent {kind!r}; expected chunks, updated, paused or yielded"
-                )
+                raise ValueError(f"sent {kind!r}; expected chunks, updated, paused or yielded")
 
 
-async def _close(socket: WebSocket, code: int) -> None:
+async def _close(socket: WebSocket, code: int, reason: str = "") -> None:
     try:
-        await socket.close(code)
+        await socket.close(code, reason.encode()[:MAX_REASON_BYTES].decode(errors="ignore"))
     except (RuntimeError, WebSocketDisconnect):
         return  # the other end was faster

@@ -6,6 +6,7 @@ Owns what was sampled so far and what is left to ask for. Where it runs is the r
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from array import array
 from collections.abc import Callable
@@ -17,6 +18,9 @@ from sf_core.types import Chunk, FinishReason, GenerationRequest, Sampling
 
 asked_by_request: ContextVar[list[Generation] | None] = ContextVar("asked_by_request", default=None)
 """What the HTTP request being served has asked of engines, for its figures; None where nobody wants them."""
+
+ROUNDING = 1e-3
+"""How far above 0 a log-prob may be: it is a difference of rounded numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,8 @@ class Generation:
         self.versions: array[int] = array("i")
         self.engines: list[str] = []
         self.interruptions = 0
+        self.num_faults = 0
+        """How often an engine sent what cannot be taken."""
         self.finish_reason: FinishReason | None = None
         self.cancelled: str | None = None
         """Why nobody waits for it any more."""
@@ -106,6 +112,26 @@ class Generation:
             self.sampling,
             self.stream,
         )
+
+    def fault_of(self, chunk: Chunk, newest: int, num_ids: int) -> str | None:
+        """Why what an engine sent cannot be taken, as the end of a sentence; None if it can.
+
+        `newest` is the version that the engine was last told to hold; ids are below `num_ids`."""
+        ids, logprobs = chunk.token_ids, chunk.logprobs
+        if len(ids) != len(logprobs):
+            return f"sent {len(ids)} tokens with {len(logprobs)} log-probs"
+        if not ids:
+            return None
+        if len(self.token_ids) + len(ids) > self.max_tokens:
+            return f"sent {len(self.token_ids) + len(ids)} tokens where {self.max_tokens} were asked for"
+        if not 0 <= min(ids) <= max(ids) < num_ids:
+            return f"sent a token id that is not from 0 to {num_ids - 1}"
+        # a sum, because comparisons pass over NaN
+        if not math.isfinite(sum(logprobs)) or max(logprobs) > ROUNDING:
+            return "sent a log-prob that is not the logarithm of a probability"
+        if not self.floor <= chunk.version <= newest:
+            return f"sent tokens of version {chunk.version}; expected {self.floor} to {newest}"
+        return None
 
     def absorb(self, chunk: Chunk, engine: str) -> bool:
         """Take newly sampled tokens; True if the turn must go on elsewhere."""

@@ -50,6 +50,8 @@ class Renderer:
         self.thinks = "</think>" in template
         """Answers may begin with reasoning between think tags."""
         self.vocab_size = self._tokenizer.get_vocab_size()
+        self.num_ids = max(self.vocab_size, _num_rows(folder))
+        """Ids that the policy may sample: networks are often padded to more than the tokenizer knows."""
         self._template = _compile(template)
         self._special = {name: _text(config[name]) for name in _SPECIAL if config.get(name)}
         self.stop_texts = self._read_stops(folder)
@@ -166,6 +168,12 @@ class TextStream:
 
 
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+def _num_rows(folder: Path) -> int:
+    """Of the network's last layer, as far as its configuration says; 0 if it does not."""
+    config = _read_json(folder / "config.json")
+    return int(config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size") or 0)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -27,11 +27,20 @@ log = logging.getLogger(__name__)
 
 PauseMode = Literal["freeze", "evacuate"]
 
+MAX_FAULTS = 2
+"""Engines that may be lost over one request: what none of them answers rightly must not end all of them."""
+
+
+class EngineFaultError(ValueError):
+    """An engine sent what no engine may send; the sentence lacks its subject."""
+
 
 class Router:
-    def __init__(self, weights: WeightsRef, limits: Limits) -> None:
+    def __init__(self, weights: WeightsRef, limits: Limits, num_ids: int = 2**31) -> None:
+        """Engines sample ids below `num_ids`."""
         self.weights = weights
         self.limits = limits
+        self._num_ids = num_ids
         self.links: list[EngineLink] = []
         self.waiting = WaitingLine()
         self.paused = False
@@ -81,20 +90,27 @@ class Router:
         self.waiting.leave(generation)
 
     def receive(self, link: EngineLink, chunks: list[Chunk]) -> int:
-        """Take what an engine sampled; returns how many tokens were wanted."""
+        """Take what an engine sampled; returns how many tokens were wanted. Raises EngineFaultError at the
+        first chunk that no engine may send, of which nothing is taken, and the engine is lost."""
         link.heard_at = time.monotonic()
         interrupted: list[Generation] = []
         num_tokens = 0
+        fault: str | None = None
         for chunk in chunks:
             generation = link.in_flight.get(chunk.request_id)
             if generation is None:
                 continue
+            if (fault := generation.fault_of(chunk, link.wanted_version, self._num_ids)) is not None:
+                self._note_fault(link, generation, fault)
+                break
             num_tokens += len(chunk.token_ids)
             if chunk.finish_reason is None:
                 link.progressed(generation, len(chunk.token_ids))
             else:
                 link.drop(chunk.request_id)
-            if generation.absorb(chunk, link.engine_id):
+            if _ends_without_a_token(chunk, generation):
+                generation.refuse(_failed(f"engine {link.engine_id} ended it without a token"))
+            elif generation.absorb(chunk, link.engine_id):
                 interrupted.append(generation)
             elif generation.finish_reason is not None:
                 self._typical.learn(len(generation.token_ids))
@@ -102,6 +118,9 @@ class Router:
                 link.expect_more(generation, self._typical.remaining(generation))
         link.num_tokens += num_tokens
         self._wait_again(interrupted)
+        if fault is not None:
+            self.lose(link)
+            raise EngineFaultError(fault)
         self._settle(link)
         return num_tokens
 
@@ -135,6 +154,12 @@ class Router:
         for link in links:
             if link.moving:
                 link.send(wire.pack("abort", sorted(link.moving)))
+
+    def _note_fault(self, link: EngineLink, generation: Generation, fault: str) -> None:
+        generation.num_faults += 1
+        if generation.num_faults == MAX_FAULTS:
+            link.drop(generation.request_id)
+            generation.refuse(_failed(f"engine {link.engine_id} {fault}, as others did before"))
 
     def _refuse(self, generation: Generation, reason: str) -> None:
         self.stop(generation)
@@ -172,7 +197,11 @@ class Router:
 
     def confirm(self, link: EngineLink, version: int) -> None:
         """The engine now samples with this version. A newcomer that was told of a newer one while it loaded
-        is not routed to before it holds that."""
+        is not routed to before it holds that. Raises EngineFaultError if the engine was not told this
+        version, or was past it."""
+        held = link.version or 0
+        if not (isinstance(version, int) and held <= version <= link.wanted_version):
+            raise EngineFaultError(f"took version {version!r}; expected {held} to {link.wanted_version}")
         link.heard_at = time.monotonic()
         link.is_made = True
         if link.version is None and version < link.wanted_version:
@@ -319,6 +348,15 @@ class Router:
         for link, generations in given.items():
             assert link.version is not None
             link.send(wire.pack_requests([g.remaining_request(link.version) for g in generations]))
+
+
+def _ends_without_a_token(chunk: Chunk, generation: Generation) -> bool:
+    is_end = chunk.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+    return is_end and not chunk.token_ids and not generation.token_ids
+
+
+def _failed(reason: str) -> ApiError:
+    return ApiError(502, f"This request got no answer that counts: {reason}.", code="engine_failed")
 
 
 def _nothing_more(generation: Generation) -> Chunk:

@@ -63,7 +63,7 @@ class Run(SessionHost):
         grace_s: float = GRACE_S,
         memory: Memory | None = None,
     ) -> None:
-        router = Router(WeightsRef(spec.version, spec.weights_uri), spec.limits)
+        router = Router(WeightsRef(spec.version, spec.weights_uri), spec.limits, renderer.num_ids)
         super().__init__(spec, renderer, journal, router, grace_s, memory or Memory())
         self.manager = self._new_manager()
         self.results = Results(self.memory, self.spill_dir)

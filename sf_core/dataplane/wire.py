@@ -16,6 +16,12 @@ import msgpack
 
 from sf_core.types import Chunk, FinishReason, GenerationRequest, Sampling
 
+UNKNOWN_RUN = 4404
+"""Close code: the run is not registered yet, or not any more after a restart. The engine tries again."""
+
+BAD_FRAME = 4400
+"""Close code: the engine sent what no engine may send; the reason says what. It does not try again."""
+
 
 def pack(kind: str, value: Any = True) -> bytes:
     return bytes(msgpack.packb({kind: value}))
@@ -42,7 +48,11 @@ def pack_chunks(chunks: Iterable[Chunk]) -> bytes:
 
 
 def unpack_chunks(value: list[list[Any]]) -> list[Chunk]:
-    return [_chunk_from_wire(chunk) for chunk in value]
+    """Raises ValueError if these are no chunks."""
+    try:
+        return [_chunk_from_wire(chunk) for chunk in value]
+    except TypeError as error:
+        raise ValueError(f"sent no chunks where it said so: {error}") from None
 
 
 def _request_to_wire(request: GenerationRequest) -> list[Any]:
@@ -83,6 +93,8 @@ def _chunk_to_wire(chunk: Chunk) -> list[Any]:
 
 def _chunk_from_wire(value: list[Any]) -> Chunk:
     request_id, token_ids, logprobs, version, finish_reason = value
+    if not isinstance(request_id, str) or not isinstance(version, int):
+        raise TypeError("expected a request id and a version")
     return Chunk(
         request_id,
         unpack_array("i", token_ids).tolist(),

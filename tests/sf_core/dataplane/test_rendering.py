@@ -26,6 +26,24 @@ def test_rendering_and_encoding_are_those_of_transformers(model_dir: str, render
     assert renderer.encode(text).tolist() == theirs.encode(text, add_special_tokens=False)
 
 
+@pytest.mark.parametrize(
+    ("config", "num_ids"),
+    [
+        ({"vocab_size": 2048}, 2048),
+        ({"text_config": {"vocab_size": 4096}}, 4096),
+        ({"vocab_size": 7}, 385),
+        ({}, 385),
+    ],
+)
+def test_a_network_may_sample_ids_that_its_tokenizer_does_not_know(
+    model_dir: str, tmp_path: Path, config: dict[str, object], num_ids: int
+) -> None:
+    folder = shutil.copytree(model_dir, tmp_path / "model")
+    (folder / "config.json").write_text(json.dumps(config))
+    padded = Renderer(str(folder))
+    assert (padded.num_ids, padded.vocab_size) == (num_ids, 385)
+
+
 def test_the_data_plane_imports_neither_torch_nor_what_it_serves() -> None:
     code = "import sf_core.dataplane.server, sys; print([m for m in %r if m in sys.modules])"
     heavy = ["torch", "transformers", "dask", "distributed", "prefect"]

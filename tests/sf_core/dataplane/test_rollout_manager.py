@@ -124,6 +124,35 @@ def test_a_failed_session_is_given_out_again_and_then_excludes_its_group() -> No
     assert m.claim(1)[0].place.group == 2
 
 
+def test_a_session_that_is_given_out_again_is_as_old_as_its_new_attempt() -> None:
+    m = manager()
+    [old] = m.claim(1)
+    m.note_started(old, 0)
+    m.lose(old)
+    assert m.groups[0].min_version is None
+    m.set_version(1)
+    [new] = m.claim(1)
+    m.note_started(new, 1)
+    assert m.groups[0].min_version == 1
+
+
+def test_a_group_is_as_old_as_its_oldest_session() -> None:
+    m = manager()
+    for version, claim in enumerate(m.claim(2)):
+        m.note_started(claim, version)
+    assert m.groups[0].min_version == 0
+
+
+def test_a_group_that_is_too_old_for_the_next_batch_is_rejected() -> None:
+    """As a restart may find it, with other rules or versions."""
+    m = RolloutManager(RULES, next_batch=2, version=2, done_groups=[])
+    claims = m.claim(4)
+    for claim, min_version in zip(claims, (0, 2, 1, 2), strict=True):
+        m.finish(claim, 1.0, min_version)
+    assert m.rejected == {0: "max_lag"}
+    assert list(m.groups) == [1]
+
+
 def test_a_report_of_an_older_attempt_changes_nothing() -> None:
     m = manager()
     [old] = m.claim(1)

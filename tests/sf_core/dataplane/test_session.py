@@ -17,9 +17,10 @@ from sf_core.dataplane.rendering import Renderer
 from sf_core.dataplane.session import Session, Turn
 from sf_core.dataplane.toolcalls import ToolCall
 from sf_core.dataplane.turn import turn_seed
+from sf_core.dataplane.turn_records import RecordedTurn, TurnKey
 from sf_core.engines.scripted import scripted_logprob
 from sf_core.types import Chunk, FinishReason, Sampling
-from storage.schema import Trajectory
+from storage.schema import NOT_SAMPLED, Trajectory
 from tests.sf_core.dataplane.conversations import (
     FIND,
     Record,
@@ -276,10 +277,52 @@ def test_shared_turns_are_trained_in_the_first_branch_only(renderer: Renderer) -
     assert (fork.parent_branch_id, fork.shared_prefix) == (main.branch_id, first.end + header)
     assert (retry.parent_branch_id, retry.shared_prefix) == (main.branch_id, first.prompt.end)
     assert not fork.loss_mask[: first.end].any()
+    # every sampled token once, the first behind a fork with the others
+    sampled = [len(say(renderer, text)) for text in ("one", "two", "three", "again")]
+    assert main.loss_mask.sum() == sampled[0] + sampled[1]
+    assert [fork.loss_mask.sum(), retry.loss_mask.sum()] == sampled[2:]
     # a shared token keeps its log-prob and version
     assert np.array_equal(fork.logprobs[: first.end], main.logprobs[: first.end], equal_nan=True)
     assert [span.role for span in main.turns] == ["user", "assistant", "user", "assistant"]
     assert [main.turns[i].end for i in range(3)] == [main.turns[i + 1].start for i in range(3)]
+
+
+def test_a_row_has_what_was_sampled_where_it_was_sampled(renderer: Renderer) -> None:
+    """A turn that new weights went on with, by value."""
+    session, sampling = Session("s"), Sampling(temperature=0.7, top_p=0.9, top_k=5)
+    prompt = session.open_prompt([user("a")], [], renderer)
+    generation = Generation("r", prompt.full_ids(), sampling, 64, (), stream=False, floor=0)
+    ids = [7, 9, 8, renderer.stop_token_ids[0]]
+    generation.absorb(Chunk("r", ids[:1], [-0.5], 3, FinishReason.ABORT), "e0")
+    generation.absorb(Chunk("r", ids[1:], [-2.5, -0.25, -1.5], 4, FinishReason.STOP), "e1")
+    session.commit(generation, prompt, session.begin_sample(prompt, 0), assistant_message("x", [], "t"), 0)
+    following = session.open_prompt([user("a"), session.turns[0].message, user("b")], [], renderer)
+    assert following.version == 4
+    [row] = export(session, renderer)
+    start, given = prompt.end, prompt.full_ids().tolist()
+    assert row.token_ids.tolist() == given + ids
+    assert row.loss_mask.tolist() == [False] * start + [True] * 4
+    assert row.logprobs[start:].tolist() == [-0.5, -2.5, -0.25, -1.5] and np.isnan(row.logprobs[:start]).all()
+    assert row.policy_versions.tolist() == [NOT_SAMPLED] * start + [3, 4, 4, 4]
+    [_, span] = row.turns
+    assert (span.start, span.end, span.engine) == (start, start + 4, "e0,e1")
+    assert (span.temperature, span.top_p, span.top_k) == (0.7, 0.9, 5)
+
+
+def test_turns_whose_answer_nobody_got_are_not_trained(renderer: Renderer) -> None:
+    session = Session("s")
+    first = sample(session, renderer, [user("a")], say(renderer, "one"))
+    messages = [user("a"), first.message, user("b")]
+    unanswered = sample(session, renderer, messages, say(renderer, "two"))
+    key = TurnKey("s", unanswered.prompt.index, unanswered.sample)
+    session.recorded.append(RecordedTurn(key, b"", unanswered.prompt, turn=unanswered, unanswered=True))
+    cut = Generation("r", unanswered.prompt.full_ids(), Sampling(), 64, (), stream=False, floor=0)
+    cut.absorb(Chunk("r", [7, 8], [-1.0, -1.0], 0, FinishReason.ABORT), "engine")
+    session.abandon(cut, unanswered.prompt, 1, assistant_message("", [], "t"))
+    assert session.set_aside_unanswered() == 1
+    [row] = export(session, renderer)
+    assert row.token_ids.tolist() == [*first.prompt.full_ids(), *first.ids.tolist()]
+    assert [turn.ids.tolist() for turn in session.abandoned] == [[7, 8], unanswered.ids.tolist()]
 
 
 def test_the_seed_of_a_turn_depends_on_its_place_and_on_what_failed_there() -> None:

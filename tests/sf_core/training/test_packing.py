@@ -16,22 +16,43 @@ row = st.lists(st.tuples(st.integers(0, 2), st.booleans()), min_size=1, max_size
 batches = st.lists(row, min_size=1, max_size=12)
 
 
+def told_apart(rows: list[tuple[list[int], list[bool]]]) -> pa.Table:
+    """A batch in which no two tokens have the same values, and no two rows the same weight."""
+    batch = make_batch(rows)
+    numbers = iter(range(10_000))
+    of_tokens = [[next(numbers) for _ in ids] for ids, _ in rows]
+    columns = {
+        "logprobs": [[-0.25 * number for number in row] for row in of_tokens],
+        "advantages": [[0.5 * number + 1 for number in row] for row in of_tokens],
+        "policy_versions": of_tokens,
+        "weight": [row + 1.0 for row in range(len(rows))],
+    }
+    for name, values in columns.items():
+        at = batch.schema.get_field_index(name)
+        batch = batch.set_column(at, name, pa.array(values, batch.schema.field(name).type))
+    return batch
+
+
 @given(batches, st.integers(1, 60))
-def test_every_trained_token_is_packed_once(
+def test_every_trained_token_is_packed_once_with_what_belongs_to_it(
     rows: list[tuple[list[int], list[bool]]], max_tokens: int
 ) -> None:
-    batch = make_batch(rows)
+    batch = told_apart(rows)
     packed = [
-        (token, round(advantage, 4))
-        for microbatch in pack(read_rows(batch), max_tokens)
-        for token, advantage in zip(microbatch.targets.tolist(), microbatch.advantages.tolist(), strict=True)
-    ]
-    expected = [
-        (token, round(advantage, 4))
-        for ids, mask, advantages in zip(
-            *(batch[name].to_pylist() for name in ("token_ids", "loss_mask", "advantages")), strict=True
+        values
+        for m in pack(read_rows(batch), max_tokens)
+        for values in zip(
+            *(t.tolist() for t in (m.targets, m.logprobs, m.advantages, m.policy_versions, m.weights)),
+            strict=True,
         )
-        for token, sampled, advantage in zip(ids, mask, advantages, strict=True)
+    ]
+    per_token = ("token_ids", "logprobs", "advantages", "policy_versions")
+    expected = [
+        (*values, weight)
+        for (_, mask), weight, *columns in zip(
+            rows, batch["weight"].to_pylist(), *(batch[name].to_pylist() for name in per_token), strict=True
+        )
+        for sampled, *values in zip(mask, *columns, strict=True)
         if sampled
     ]
     assert sorted(packed) == sorted(expected)

@@ -1,6 +1,7 @@
 import math
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pytest
 import torch
@@ -8,7 +9,9 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from sf_core.config import PolicyConfig, TrainConfig
+from sf_core.engines.sampling import sampling_logprobs
 from sf_core.policy import make_policy
+from sf_core.training.losses import policy_gradient_loss
 from sf_core.training.packing import pack, read_rows
 from sf_core.training.trainer import Trainer
 from tests.sf_core.training.batches import grouped_rows, make_batch
@@ -129,16 +132,18 @@ def test_data_of_an_older_version_has_lag_and_says_nothing_about_the_engine(fold
     assert math.isnan(metrics["engine_difference_mean"])
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
+@pytest.mark.parametrize("sampling", [(1.0, 1.0, 0), (0.5, 1.0, 0), (1.0, 0.5, 0), (1.0, 1.0, 7)])
 def test_data_sampled_by_the_policy_itself_has_ratio_one_and_no_divergence(
-    folder: str, temperature: float
+    folder: str, sampling: tuple[float, float, int]
 ) -> None:
+    """Whatever the temperature, top-p and top-k."""
     trainer = make_trainer(folder)
-    drawn = make_batch(grouped_rows(num_groups=4, group_size=4), group_size=4, sampling=(temperature, 1.0, 0))
+    drawn = make_batch(grouped_rows(num_groups=4, group_size=4), group_size=4, sampling=sampling)
     rows = read_rows(drawn)
     (microbatch,) = pack(rows, max_tokens=1 << 20)
-    scores = (trainer.network.logits(microbatch) / temperature).log_softmax(-1)
-    recorded = scores.gather(1, microbatch.targets.unsqueeze(1)).squeeze(1).tolist()
+    logits, how = trainer.network.logits(microbatch), microbatch.sampling
+    scores = sampling_logprobs(logits, microbatch.targets, how["temperature"], how["top_p"], how["top_k"])
+    recorded = scores.tolist()
     in_packed_order = sorted(range(len(rows)), key=lambda i: rows[i].token_ids.tolist())
     logprobs: list[list[float | None]] = [[] for _ in rows]
     for i in in_packed_order:
@@ -155,6 +160,49 @@ def test_the_learning_rate_warms_up(folder: str) -> None:
     trainer = make_trainer(folder, warmup_steps=3)
     rates = [trainer.step(BATCH)["learning_rate"] for _ in range(5)]
     assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3])
+
+
+def test_every_part_of_a_batch_is_an_optimiser_step_of_its_own(folder: str) -> None:
+    trainer = make_trainer(folder, warmup_steps=3, minibatches=2)
+    assert [trainer.step(BATCH)["learning_rate"] for _ in range(2)] == pytest.approx([0.5e-3, 1e-3])
+
+
+def test_a_gradient_beyond_the_largest_norm_is_scaled_down_to_it(folder: str) -> None:
+    # so small that Adam's epsilon of 1e-8 outweighs it, and its step with it
+    trainer = make_trainer(folder, max_grad_norm=1e-9)
+    before = trainer.weights()
+    assert trainer.step(BATCH)["grad_norm"] > 0.01, "what is measured is what there was"
+    assert max(float((new - before[name]).abs().max()) for name, new in trainer.weights().items()) < 1e-4
+
+
+def test_the_gradient_is_that_of_the_weighted_mean_over_all_trained_tokens(folder: str) -> None:
+    """Each row by itself, by the definition: whatever is shared, packed or left out makes no difference."""
+    clip = {"clip_low": 0.1, "clip_high": 0.6, "importance_cap": 2.0}
+    trainer = make_trainer(folder, tokens_per_microbatch=64, **clip)
+    batch = make_batch(grouped_rows(4, 4), group_size=4, equal=4, sampling=(0.7, 1.0, 0))
+    random = np.random.default_rng(0)
+    logprobs = [
+        [float(random.uniform(-8, -3)) if sampled else None for sampled in mask]
+        for mask in batch["loss_mask"].to_pylist()
+    ]
+    for name, values in {"logprobs": logprobs, "weight": random.uniform(0.2, 3.0, len(batch))}.items():
+        kind = batch.schema.field(name).type
+        batch = batch.set_column(batch.schema.get_field_index(name), name, pa.array(values, kind))
+    losses, weights = [], []
+    model = make_trainer(folder).network.model
+    for row in read_rows(batch):
+        ids, (trained,) = torch.from_numpy(row.token_ids).long(), np.nonzero(row.loss_mask)
+        scores = (model(ids.unsqueeze(0)).logits[0, trained - 1] / 0.7).log_softmax(-1)
+        new, old, advantages = (
+            scores.gather(1, ids[trained].unsqueeze(1)).squeeze(1),
+            torch.from_numpy(row.logprobs[trained]),
+            torch.from_numpy(row.advantages[trained]),
+        )
+        losses.append(row.weight * policy_gradient_loss(new, old, advantages, **clip))
+        weights += [row.weight] * len(trained)
+    (torch.cat(losses).sum() / sum(weights)).backward()
+    expected = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    assert trainer.step(batch)["grad_norm"] == pytest.approx(float(expected), rel=1e-4)
 
 
 def test_microbatches_do_not_change_the_gradient(folder: str) -> None:

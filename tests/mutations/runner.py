@@ -1,0 +1,228 @@
+"""Runs the tests of a module against wrong edits of it, each in a process of its own.
+
+Tools such as mutmut and cosmic-ray make edits blindly, thousands of them, and start pytest anew for each:
+with torch to import that is days on two cores, and most of what survives is no mistake. Ours are chosen by
+hand, the mistakes that would train on a wrong signal without an error: minutes, and whatever survives is a
+test that is missing.
+
+One process imports what takes seconds and is nobody's subject, and forks for each edit. A fork works in a
+copy of the sources; the working tree is never touched.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import signal
+import sys
+import time
+import tomllib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import pytest
+from hypothesis import Phase, settings
+
+COPIED = ("configs", "flows", "sf_core", "storage", "tasks", "tests", "pyproject.toml")
+
+OWN = ("flows", "sf_core", "storage", "tasks", "tests")
+"""Packages that a fork must find in its copy."""
+
+BROKEN = 9
+"""Exit status of a fork in which no test has judged."""
+
+Verdict = Literal["caught", "hung", "SURVIVED", "BROKEN"]
+
+
+class TableError(ValueError):
+    """The table does not fit the sources, or its tests do not pass on them; one sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mutation:
+    file: str
+    wrong: str
+    """What the edit does, for people."""
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    """Arguments of pytest: files of tests, or single ones, of which one must fail."""
+
+    def applied(self, root: Path) -> str:
+        """The file's text with the edit. Raises TableError if that is no edit of it."""
+        text = (root / self.file).read_text()
+        if (count := text.count(self.old)) != 1:
+            raise TableError(f"{self.file}: {self.wrong}: expected its old text once, found it {count} times")
+        changed = text.replace(self.old, self.new)
+        try:
+            compile(changed, self.file, "exec")
+        except SyntaxError as error:
+            raise TableError(f"{self.file}: {self.wrong}: the new text is no Python: {error}") from None
+        return changed
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    verdict: Verdict
+    seconds: float
+    output: str
+    """The end of what pytest said."""
+
+
+@dataclass(slots=True)
+class _Fork:
+    process: int
+    copy: Path
+    began: float
+    mutation: Mutation | None
+    tests: tuple[str, ...]
+
+
+def read_table(path: Path) -> list[Mutation]:
+    return [
+        Mutation(
+            module["file"], edit["wrong"], edit["old"], edit["new"], tuple(edit.get("tests", module["tests"]))
+        )
+        for module in tomllib.loads(path.read_text())["module"]
+        for edit in module["edit"]
+    ]
+
+
+def preload(modules: Iterable[str]) -> None:
+    """Import what every fork would, pytest's plugins with it. None of it may start a thread."""
+    for name in modules:
+        importlib.import_module(name)
+    for plugin in entry_points(group="pytest11"):
+        plugin.load()
+
+
+class Runner:
+    """Forks for the sources at `root`, at most `num_workers` at once, each with a copy of its own in `folder`
+    and for at most `deadline_s`."""
+
+    def __init__(self, root: Path, folder: Path, num_workers: int, deadline_s: float) -> None:
+        # as they are now, whatever somebody edits meanwhile
+        self._sources, self._deadline_s = folder / "sources", deadline_s
+        self._sources.mkdir(parents=True)
+        for name in COPIED:
+            if (source := root / name).is_dir():
+                shutil.copytree(source, self._sources / name)
+            elif source.exists():
+                shutil.copy2(source, self._sources / name)
+        self._idle = [folder / f"copy-{worker}" for worker in range(num_workers)]
+        for copy in self._idle:
+            shutil.copytree(self._sources, copy)
+
+    def check(self, mutations: Sequence[Mutation]) -> None:
+        """Raises TableError if the table does not fit the sources, or if tests fail on them as they are: then
+        all that is wrong would seem to be caught."""
+        for mutation in mutations:
+            mutation.applied(self._sources)
+        for fork, result in self._run([(None, tests) for tests in dict.fromkeys(m.tests for m in mutations)]):
+            if result.verdict != "SURVIVED":
+                raise TableError(f"{' '.join(fork.tests)}: {result.verdict} as it is:\n{result.output}")
+
+    def run(self, mutations: Sequence[Mutation]) -> Iterator[tuple[Mutation, Result]]:
+        """Each as soon as it is judged."""
+        for fork, result in self._run([(mutation, mutation.tests) for mutation in mutations]):
+            assert fork.mutation is not None
+            yield fork.mutation, result
+
+    def _run(
+        self, wanted: Sequence[tuple[Mutation | None, tuple[str, ...]]]
+    ) -> Iterator[tuple[_Fork, Result]]:
+        waiting, running = list(wanted)[::-1], list[_Fork]()
+        try:
+            while waiting or running:
+                while waiting and self._idle:
+                    running.append(self._begin(*waiting.pop()))
+                time.sleep(0.02)
+                for fork in list(running):
+                    if (result := self._judge(fork)) is not None:
+                        running.remove(fork)
+                        self._end(fork)
+                        yield fork, result
+        finally:
+            for fork in running:
+                os.kill(fork.process, signal.SIGKILL)
+                self._end(fork)
+
+    def _begin(self, mutation: Mutation | None, tests: tuple[str, ...]) -> _Fork:
+        copy = self._idle.pop()
+        if mutation is not None:
+            (copy / mutation.file).write_text(mutation.applied(self._sources))
+        (copy / "output").write_text("")
+        sys.stdout.flush()
+        process = os.fork()
+        if process == 0:
+            _be_the_fork(copy, tests)
+        return _Fork(process, copy, time.monotonic(), mutation, tests)
+
+    def _judge(self, fork: _Fork) -> Result | None:
+        """None while it runs."""
+        ended, status = os.waitpid(fork.process, os.WNOHANG)
+        seconds = time.monotonic() - fork.began
+        if not ended and seconds < self._deadline_s:
+            return None
+        if not ended:
+            os.kill(fork.process, signal.SIGKILL)
+        code = os.waitstatus_to_exitcode(status) if ended else None
+        verdicts: dict[int | None, Verdict] = {None: "hung", 0: "SURVIVED", 1: "caught"}
+        output = (fork.copy / "output").read_text(errors="replace")[-4000:]
+        return Result(verdicts.get(code, "BROKEN"), seconds, output)
+
+    def _end(self, fork: _Fork) -> None:
+        """Of whatever it has started too; its copy is as the sources are again."""
+        with suppress(ProcessLookupError):
+            os.killpg(fork.process, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            os.waitpid(fork.process, 0)
+        if fork.mutation is not None:
+            # with its time of change, by which Python knows that what it has compiled still holds
+            shutil.copy2(self._sources / fork.mutation.file, fork.copy / fork.mutation.file)
+        self._idle.append(fork.copy)
+
+
+class _Judge:
+    """Tells a test that failed from one that could not begin."""
+
+    num_failed = 0
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        self.num_failed += report.failed
+
+
+def _be_the_fork(copy: Path, tests: tuple[str, ...]) -> NoReturn:
+    """Whatever the tests leave behind ends with the process."""
+    status = BROKEN
+    try:
+        os.setsid()
+        output = os.open(copy / "output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        # whoever runs the runner may have put others in their place
+        sys.stdout = sys.stderr = os.fdopen(output, "w")
+        os.chdir(copy)
+        # processes that tests start find the copy too
+        os.environ |= {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+        sys.dont_write_bytecode = True
+        sys.path.insert(0, str(copy))
+        importlib.invalidate_caches()
+        for name in [name for name in sys.modules if name.partition(".")[0] in OWN]:
+            del sys.modules[name]
+        # the first example that fails is enough, and the same ones are tried every time
+        settings.register_profile("first", deadline=None, phases=[Phase.explicit, Phase.generate])
+        options = ["-x", "-q", "--tb=short", "-p", "no:cacheprovider"]
+        options += ["--hypothesis-profile=first", "--hypothesis-seed=0"]
+        judge = _Judge()
+        status = pytest.main([*options, f"--basetemp={copy}.tmp", *tests], plugins=[judge])
+        if status != 0:
+            status = 1 if judge.num_failed else BROKEN
+        sys.stdout.flush()
+    finally:
+        os._exit(status)

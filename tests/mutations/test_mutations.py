@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+
+from tests.mutations.runner import Mutation, Runner, TableError, read_table
+
+ROOT = Path(__file__).parents[2]
+TABLE = Path(__file__).with_name("table.toml")
+
+CODE = """\
+def double(number):
+    return number * 2
+
+
+def wait():
+    return None
+"""
+TESTS = """\
+from sf_core.numbers import double, wait
+
+
+def test_double():
+    assert double(2) == 4
+    wait()
+"""
+
+
+def test_every_mutation_is_an_edit_of_the_sources_as_they_are() -> None:
+    for mutation in read_table(TABLE):
+        mutation.applied(ROOT)
+        files = [test.removeprefix("--deselect=").partition("::")[0] for test in mutation.tests]
+        assert all((ROOT / file).exists() for file in files), mutation
+
+
+def mutation(old: str, new: str, tests: tuple[str, ...] = ("tests/test_numbers.py",)) -> Mutation:
+    return Mutation("sf_core/numbers.py", "wrong", old, new, tests)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Sources of one module."""
+    root = tmp_path / "root"
+    for name, text in {
+        "pyproject.toml": "[tool.pytest.ini_options]\n",
+        "sf_core/__init__.py": "",
+        "sf_core/numbers.py": CODE,
+        "tests/__init__.py": "",
+        "tests/test_numbers.py": TESTS,
+    }.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def judge(root: Path, mutations: list[Mutation], deadline_s: float = 100.0) -> list[tuple[Mutation, str]]:
+    """By a runner in a process of its own, because this one may have threads, which no fork survives."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(_judge, root, mutations, deadline_s).result()
+
+
+def _judge(root: Path, mutations: list[Mutation], deadline_s: float) -> list[tuple[Mutation, str]]:
+    runner = Runner(root, root.parent / "copies", num_workers=2, deadline_s=deadline_s)
+    if deadline_s > 1:
+        runner.check(mutations)
+    return [(mutation, result.verdict) for mutation, result in runner.run(mutations)]
+
+
+def test_what_no_test_notices_survives(root: Path) -> None:
+    caught = mutation("number * 2", "number * 3")
+    # 2 * 2 is 2 + 2
+    survives = mutation("number * 2", "number + 2")
+    cannot_begin = mutation("def double", "def triple")
+    found = judge(root, [caught, survives, cannot_begin, survives])
+    assert dict(found) == {caught: "caught", survives: "SURVIVED", cannot_begin: "BROKEN"}
+    assert len(found) == 4
+    assert (root / "sf_core/numbers.py").read_text() == CODE
+
+
+def test_tests_that_hang_have_noticed(root: Path) -> None:
+    hangs = mutation("    return None", "    while True: pass")
+    assert judge(root, [hangs], deadline_s=1.0) == [(hangs, "hung")]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        (mutation("number / 2", "number"), "numbers.py: wrong: expected its old text once, found it 0 times"),
+        (mutation("return", "yield"), "expected its old text once, found it 2 times"),
+        (mutation("number * 2", "number *"), "the new text is no Python: invalid syntax"),
+    ],
+)
+def test_what_is_no_edit_of_the_sources_is_refused(root: Path, wrong: Mutation, sentence: str) -> None:
+    with pytest.raises(TableError, match=sentence):
+        wrong.applied(root)
+
+
+def test_tests_that_are_not_there_judge_nothing(root: Path) -> None:
+    with pytest.raises(TableError, match=r"tests/gone\.py: BROKEN as it is"):
+        judge(root, [mutation("number * 2", "1", tests=("tests/gone.py",))])
+
+
+def test_tests_that_fail_without_any_mutation_judge_nothing(root: Path) -> None:
+    (root / "tests/test_numbers.py").write_text(TESTS.replace("== 4", "== 5"))
+    with pytest.raises(TableError, match=r"tests/test_numbers\.py: caught as it is:\n[^$]*assert 4 == 5"):
+        judge(root, [mutation("number * 2", "number * 3")])
