@@ -12,8 +12,9 @@ from prefect import flow
 
 from flows.warmstart import start_policy
 from sf_core.config import RunConfig
+from sf_core.policy_folders import check_memory, check_start
 from sf_core.run import Run, RunRef, begin_attempt, check_held_out, open_config
-from sf_core.scheduling.plan import Plan, await_plan
+from sf_core.scheduling.plan import Plan, await_plan, read_workers
 from sf_core.stored_config import settled
 from sf_core.trackers import Trackers
 from tasks.cluster import (
@@ -41,7 +42,9 @@ def train(config: RunConfig) -> dict[str, Any]:
     """Run all iterations that are not committed yet; returns the summary of the run."""
     config = settled(identified(config))
     check_held_out(config)
+    check_start(config, by_a_worker=True)
     plan = await_plan(scheduler_address(), config)
+    check_memory(config, read_workers(scheduler_address()))
     run = begin_attempt(config)
     trackers, page = Trackers(Run(run).directory, config), Page(run)
     # interrupted, it frees the workers first

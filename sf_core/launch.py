@@ -22,6 +22,7 @@ from sf_core.evaluation import open_evaluation
 from sf_core.local_runners import LocalRunners
 from sf_core.local_stack import begin_services, local_stack
 from sf_core.parts import Part
+from sf_core.policy_folders import check_memory
 from sf_core.progress import HeldOutRewards, RunProgress
 from sf_core.run import new_run_id
 from sf_core.run_states import is_finished
@@ -65,6 +66,7 @@ def launch(flow: str, config: RunConfig, console: Console) -> None:
             await_plan(scheduler, config, tell)
         else:
             make_plan(find_workers(config), config)
+        check_memory(config, find_workers(config))
     except ValueError as error:
         raise LaunchError(str(error)) from None
     local = Path(directory.uri if is_local(directory.uri) else Path.cwd() / "runs" / name)
