@@ -25,6 +25,7 @@ from tasks.cluster import (
     scheduler_address,
     submit,
 )
+from tasks.deployed import DeployedConfig
 from tasks.evaluate import evaluate
 from tasks.filter import filter_
 from tasks.finish import finish
@@ -38,7 +39,7 @@ from tasks.rollout import rollout
 
 
 @flow(name="train", flow_run_name=run_name, task_runner=TaggedTaskRunner())
-def train(config: RunConfig) -> dict[str, Any]:
+def train(config: DeployedConfig) -> dict[str, Any]:
     """Run all iterations that are not committed yet; returns the summary of the run."""
     config = settled(identified(config))
     check_held_out(config)

@@ -9,13 +9,14 @@ from sf_core.policy_folders import check_start, start_fault
 from sf_core.run import Run, RunRef, begin_attempt
 from sf_core.stored_config import settled
 from tasks.cluster import TaggedTaskRunner, crashing_without_scheduler, result_of, submit
+from tasks.deployed import DeployedConfig
 from tasks.identity import identified, run_name_with_flow
 from tasks.interruption import freeing_workers
 from tasks.warmstart import warmstart as warmstart_task
 
 
 @flow(name="warmstart", flow_run_name=run_name_with_flow, task_runner=TaggedTaskRunner())
-def warmstart(config: RunConfig) -> str:
+def warmstart(config: DeployedConfig) -> str:
     """Returns the Hugging Face folder that is version 0 of the run's policy."""
     config = settled(identified(config))
     check_start(config, by_a_worker=True)
