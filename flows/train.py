@@ -13,6 +13,7 @@ from prefect import flow
 from flows.warmstart import start_policy
 from sf_core.config import RunConfig
 from sf_core.policy_folders import check_memory, check_start
+from sf_core.progress import tell
 from sf_core.run import Run, RunRef, begin_attempt, check_held_out, open_config
 from sf_core.scheduling.plan import Plan, await_plan, read_workers
 from sf_core.stored_config import settled
@@ -63,7 +64,8 @@ def train(config: DeployedConfig) -> dict[str, Any]:
             # an attempt with nothing left to train has not lent them yet
             leases.lend_trainers(config.train.iterations)
             last = submit(evaluate, run, config.train.iterations)
-            result_of(last, "the last evaluation", config.cluster.stage_timeout_s)
+            measured = result_of(last, "the last evaluation", config.cluster.stage_timeout_s)
+            tell(f"held-out {measured['reward_mean']:.3f} at the end")
         return result_of(submit(finish, run), "the summary", config.cluster.stage_timeout_s)
 
 

@@ -6,6 +6,7 @@ from prefect import flow
 
 from sf_core.config import RunConfig
 from sf_core.policy_folders import check_start, start_fault
+from sf_core.progress import tell
 from sf_core.run import Run, RunRef, begin_attempt
 from sf_core.stored_config import settled
 from tasks.cluster import TaggedTaskRunner, crashing_without_scheduler, result_of, submit
@@ -29,5 +30,7 @@ def start_policy(config: RunConfig, run: RunRef) -> str:
     """The same in an attempt that has begun."""
     directory = Run(run).directory
     if directory.read_manifest(None, "start") is None or start_fault(directory) is not None:
+        tell(f"version 0 is made: {config.policy.model or 'the built-in policy, and its warm start'}")
         result_of(submit(warmstart_task, run), "the warm start", config.cluster.stage_timeout_s)
+        tell("version 0 is there")
     return Run(run).start_dir
