@@ -7,11 +7,11 @@ from typing import Any
 
 from prefect import flow
 
-from sf_core.config import RunConfig
 from sf_core.evaluation import open_evaluation
 from sf_core.run import Run, begin_attempt, check_held_out, open_config
 from sf_core.scheduling.plan import await_plan
 from tasks.cluster import TaggedTaskRunner, crashing_without_scheduler, result_of, scheduler_address, submit
+from tasks.deployed import DeployedConfig
 from tasks.evaluate import evaluate as evaluate_task
 from tasks.identity import run_name_with_flow
 from tasks.interruption import freeing_workers
@@ -19,7 +19,7 @@ from tasks.lease import Leases
 
 
 @flow(name="evaluate", flow_run_name=run_name_with_flow, task_runner=TaggedTaskRunner())
-def evaluate(config: RunConfig) -> dict[str, Any]:
+def evaluate(config: DeployedConfig) -> dict[str, Any]:
     """Measure the newest published version of a stored run, as it was configured; returns mean rewards.
 
     Nothing is trained; of `config` count run_id, storage.root, evaluate.num_tasks and the addresses."""

@@ -12,8 +12,10 @@ from prefect import flow
 
 from flows.warmstart import start_policy
 from sf_core.config import RunConfig
+from sf_core.policy_folders import check_memory, check_start
+from sf_core.progress import tell
 from sf_core.run import Run, RunRef, begin_attempt, check_held_out, open_config
-from sf_core.scheduling.plan import Plan, await_plan
+from sf_core.scheduling.plan import Plan, await_plan, read_workers
 from sf_core.stored_config import settled
 from sf_core.trackers import Trackers
 from tasks.cluster import (
@@ -24,6 +26,7 @@ from tasks.cluster import (
     scheduler_address,
     submit,
 )
+from tasks.deployed import DeployedConfig
 from tasks.evaluate import evaluate
 from tasks.filter import filter_
 from tasks.finish import finish
@@ -37,11 +40,13 @@ from tasks.rollout import rollout
 
 
 @flow(name="train", flow_run_name=run_name, task_runner=TaggedTaskRunner())
-def train(config: RunConfig) -> dict[str, Any]:
+def train(config: DeployedConfig) -> dict[str, Any]:
     """Run all iterations that are not committed yet; returns the summary of the run."""
     config = settled(identified(config))
     check_held_out(config)
+    check_start(config, by_a_worker=True)
     plan = await_plan(scheduler_address(), config)
+    check_memory(config, read_workers(scheduler_address()))
     run = begin_attempt(config)
     trackers, page = Trackers(Run(run).directory, config), Page(run)
     # interrupted, it frees the workers first
@@ -59,7 +64,8 @@ def train(config: RunConfig) -> dict[str, Any]:
             # an attempt with nothing left to train has not lent them yet
             leases.lend_trainers(config.train.iterations)
             last = submit(evaluate, run, config.train.iterations)
-            result_of(last, "the last evaluation", config.cluster.stage_timeout_s)
+            measured = result_of(last, "the last evaluation", config.cluster.stage_timeout_s)
+            tell(f"held-out {measured['reward_mean']:.3f} at the end")
         return result_of(submit(finish, run), "the summary", config.cluster.stage_timeout_s)
 
 

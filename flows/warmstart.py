@@ -5,18 +5,22 @@ from __future__ import annotations
 from prefect import flow
 
 from sf_core.config import RunConfig
+from sf_core.policy_folders import check_start, start_fault
+from sf_core.progress import tell
 from sf_core.run import Run, RunRef, begin_attempt
 from sf_core.stored_config import settled
 from tasks.cluster import TaggedTaskRunner, crashing_without_scheduler, result_of, submit
+from tasks.deployed import DeployedConfig
 from tasks.identity import identified, run_name_with_flow
 from tasks.interruption import freeing_workers
 from tasks.warmstart import warmstart as warmstart_task
 
 
 @flow(name="warmstart", flow_run_name=run_name_with_flow, task_runner=TaggedTaskRunner())
-def warmstart(config: RunConfig) -> str:
+def warmstart(config: DeployedConfig) -> str:
     """Returns the Hugging Face folder that is version 0 of the run's policy."""
     config = settled(identified(config))
+    check_start(config, by_a_worker=True)
     run = begin_attempt(config)
     with crashing_without_scheduler(), freeing_workers(run):
         return start_policy(config, run)
@@ -24,6 +28,9 @@ def warmstart(config: RunConfig) -> str:
 
 def start_policy(config: RunConfig, run: RunRef) -> str:
     """The same in an attempt that has begun."""
-    if Run(run).directory.read_manifest(None, "start") is None:
+    directory = Run(run).directory
+    if directory.read_manifest(None, "start") is None or start_fault(directory) is not None:
+        tell(f"version 0 is made: {config.policy.model or 'the built-in policy, and its warm start'}")
         result_of(submit(warmstart_task, run), "the warm start", config.cluster.stage_timeout_s)
+        tell("version 0 is there")
     return Run(run).start_dir

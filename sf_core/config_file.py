@@ -1,7 +1,9 @@
-"""Reads a configuration as users give it: a YAML file, and `key.path=value` overrides of the command line."""
+"""Reads a configuration as users give it: a YAML file, `key.path=value` overrides of the command line, and
+settings over those of a deployment."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import yaml
 
 from sf_core.config import RunConfig
 from sf_core.shown import shown
-from sf_core.validation import ConfigError, validate_config
+from sf_core.validation import ConfigError, section_of, validate_config
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
@@ -33,6 +35,33 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConf
 def override_config(config: RunConfig, overrides: list[str] | None, source: str) -> RunConfig:
     """Apply `key.path=value` overrides to a configuration that is complete; raises ConfigError likewise."""
     return _overridden(config.model_dump(mode="json"), overrides, source)
+
+
+def merge_sections(base: Mapping[str, Any], given: Mapping[str, Any], within: str = "") -> dict[str, Any]:
+    """Settings in sections, not yet validated: those given, and those of `base` where none is. What is no
+    section, such as a list or a mapping by names of the user, is taken as a whole."""
+    merged = dict(base)
+    for name, value in given.items():
+        key, before = within + name, base.get(name)
+        if isinstance(value, Mapping) and isinstance(before, Mapping) and section_of(key):
+            value = merge_sections(before, value, f"{key}.")
+        merged[name] = value
+    return merged
+
+
+def differences(base: Mapping[str, Any], changed: Mapping[str, Any]) -> list[str]:
+    """Each setting of `changed` that is another than in `base`, the default where that has none, in words."""
+    default = RunConfig().model_dump(mode="json")
+    return list(_differences(merge_sections(default, base), changed, ""))
+
+
+def _differences(base: Mapping[str, Any], changed: Mapping[str, Any], within: str) -> Iterator[str]:
+    for name, value in changed.items():
+        key, before = within + name, base.get(name)
+        if isinstance(value, Mapping) and isinstance(before, Mapping) and section_of(key):
+            yield from _differences(before, value, f"{key}.")
+        elif value != before:
+            yield f"{key} {shown(value)} (deployed: {shown(before)})"
 
 
 def _overridden(data: dict[str, Any], overrides: list[str] | None, source: str) -> RunConfig:

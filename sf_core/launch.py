@@ -6,8 +6,8 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +22,8 @@ from sf_core.evaluation import open_evaluation
 from sf_core.local_runners import LocalRunners
 from sf_core.local_stack import begin_services, local_stack
 from sf_core.parts import Part
-from sf_core.progress import HeldOutRewards, RunProgress
+from sf_core.policy_folders import check_memory
+from sf_core.progress import HeldOutRewards, LineProgress, NewLines, RunProgress
 from sf_core.run import new_run_id
 from sf_core.run_states import is_finished
 from sf_core.scheduling.plan import await_plan, find_workers, make_plan, scheduler_of
@@ -65,6 +66,7 @@ def launch(flow: str, config: RunConfig, console: Console) -> None:
             await_plan(scheduler, config, tell)
         else:
             make_plan(find_workers(config), config)
+        check_memory(config, find_workers(config))
     except ValueError as error:
         raise LaunchError(str(error)) from None
     local = Path(directory.uri if is_local(directory.uri) else Path.cwd() / "runs" / name)
@@ -92,9 +94,8 @@ def _run(
     flow: str, config: RunConfig, stack: Supervisor, ended: ExitStack, local: Path, console: Console
 ) -> None:
     """`ended` is left when the stack is gone."""
-    progress = RunProgress(console, config.train.iterations)
     dataplane = config.dataplane.url or dataplane_url()
-    with Live(progress, console=console, refresh_per_second=4, transient=not console.is_terminal):
+    with _progress(console, config.train.iterations) as progress:
         progress.note("starting Prefect, Dask and the data plane")
         ready = begin_services(
             stack,
@@ -117,7 +118,12 @@ def _run(
         is_ours = scheduler_of(config) is None
         runners = LocalRunners(stack, config, services.scheduler, local) if is_ours else None
         watch = partial(
-            _watch, config=config, dataplane=services.dataplane, progress=progress, runners=runners
+            _watch,
+            config=config,
+            dataplane=services.dataplane,
+            progress=progress,
+            runners=runners,
+            logged=NewLines(stack.logs / f"{part.name}.log"),
         )
         lost: list[str] = []
         for _ in range(FLOW_STARTS):
@@ -129,6 +135,17 @@ def _run(
                 break
     if failure:
         raise LaunchError(f"{failure}; {_how_to_go_on(flow, str(config.run_id))}")
+
+
+@contextmanager
+def _progress(console: Console, iterations: int) -> Iterator[RunProgress | LineProgress]:
+    """Live in a terminal, line by line elsewhere."""
+    if console.is_terminal:
+        live = RunProgress(console, iterations)
+        with Live(live, console=console, refresh_per_second=4):
+            yield live
+    else:
+        yield LineProgress(console)
 
 
 def _note_end(config: RunConfig, dataplane: str) -> None:
@@ -160,20 +177,26 @@ def _watch(
     process: Process,
     config: RunConfig,
     dataplane: str,
-    progress: RunProgress,
+    progress: RunProgress | LineProgress,
     runners: LocalRunners | None,
+    logged: NewLines,
 ) -> int:
     """The code with which the flow ends."""
     client = DataplaneClient(dataplane, str(config.run_id), dataplane_key(), patience_s=0.5)
     held_out = HeldOutRewards(config)
-    while (code := process.code()) is None:
+    while True:
+        # first: what it wrote at its end is read after that
+        code = process.code()
+        for line in logged.read():
+            progress.hear(line)
+        if code is not None:
+            return code
         with suppress(httpx.HTTPError, DataplaneError):
             status = client.status()
             progress.update(status, held_out.look())
             if runners is not None:
                 runners.adapt(status)
         time.sleep(0.4)
-    return code
 
 
 def _reason(log: Path, begins_at: int, code: int) -> str:

@@ -10,9 +10,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from sf_core.config import PolicyConfig
+from sf_core.engines.cache_size import built_in_shape
 from sf_core.engines.context import BUILT_IN_CONTEXT
-
-HEAD_DIM = 32
 
 UNKNOWN, PADDING, TURN_START, TURN_END = "<unk>", "<pad>", "<|im_start|>", "<|im_end|>"
 CALL_START, CALL_END = "<tool_call>", "</tool_call>"
@@ -52,15 +51,11 @@ def make_policy(folder: str, config: PolicyConfig, seed: int) -> None:
     The weights are a function of the configuration and the seed.
     """
     tokenizer = make_tokenizer()
-    num_heads = config.hidden_size // HEAD_DIM
     shape = Qwen3Config(
+        **built_in_shape(config.hidden_size, config.num_layers),
         vocab_size=len(tokenizer),
         hidden_size=config.hidden_size,
         intermediate_size=4 * config.hidden_size,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_heads // 2 if num_heads % 2 == 0 else num_heads,
-        head_dim=HEAD_DIM,
         max_position_embeddings=BUILT_IN_CONTEXT,
         tie_word_embeddings=True,
         initializer_range=config.hidden_size**-0.5,

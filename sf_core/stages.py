@@ -5,6 +5,7 @@ Doing a committed stage again returns its manifest and changes nothing (design 5
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
@@ -18,7 +19,7 @@ import pyarrow.compute as pc
 
 from sf_core.event_files import write_events
 from sf_core.observe import draw_timelines, record_figures
-from sf_core.policy_folders import export_policy, prepare_start
+from sf_core.policy_folders import export_policy, prepare_start, start_fault
 from sf_core.run import Run, RunRef
 from sf_core.scheduling.plan import current_host, current_worker
 from sf_core.scheduling.switching import switching_of
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     # torch is loaded only where training runs
     from sf_core.training.ranks import Ranks
     from sf_core.training.trainer import Trainer
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -104,19 +107,24 @@ def _committed(run: Run, iteration: int, name: str) -> Manifest:
 
 
 def start(ref: RunRef) -> dict[str, Any]:
-    """Put the policy that the run starts from, version 0, into the run directory. Raises ValueError if it is
-    there and is not what was put."""
+    """Put the policy that the run starts from, version 0, into the run directory: once, or again where what
+    was put cannot be used, and so has served nobody. Raises ValueError if it is there and is not what was
+    put."""
     run = Run(ref)
 
     def work() -> Outcome:
         copies, source = prepare_start(run.start_dir, run.config)
         return Outcome(outputs=copies, data={"source": source})
 
-    if (manifest := run.directory.read_manifest(None, "start")) is None:
-        return _commit(run, None, "start", work).data
-    # every version is sampled and trained with its tokenizer and configuration
-    run.directory.verify(manifest)
-    return manifest.data
+    if (manifest := run.directory.read_manifest(None, "start")) is not None:
+        # every version is sampled and trained with its tokenizer and configuration
+        run.directory.verify(manifest)
+        if (fault := start_fault(run.directory)) is None:
+            return manifest.data
+        log.warning("%s; it is made again from policy.model", fault)
+        run.directory.refuse_superseded(ref.attempt, "make the start folder again")
+        run.directory.discard_start()
+    return _commit(run, None, "start", work).data
 
 
 @_once

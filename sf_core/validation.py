@@ -55,8 +55,25 @@ def _fields_at(location: tuple[int | str, ...]) -> list[str]:
     return list(_section(here).model_fields)
 
 
+def section_of(key: str) -> type[BaseModel] | None:
+    """The model of the section with this path of names; None if that is a value or not there."""
+    here: Any = RunConfig
+    for name in key.split("."):
+        field = _section(here).model_fields.get(name)
+        if field is None or get_origin(field.annotation) is dict:
+            return None
+        here = field.annotation
+        if not _sections(here):
+            return None
+    return _section(here)
+
+
 def _section(annotation: Any) -> type[BaseModel]:
     """The model of a section, also of one that may be null."""
-    return next(
+    return _sections(annotation)[0]
+
+
+def _sections(annotation: Any) -> list[type[BaseModel]]:
+    return [
         a for a in (annotation, *get_args(annotation)) if isinstance(a, type) and issubclass(a, BaseModel)
-    )
+    ]

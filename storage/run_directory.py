@@ -181,6 +181,11 @@ class RunDirectory:
             if found.sha256 != ref.sha256:
                 raise ValueError(f"{uri}: content differs from what {manifest.label} wrote")
 
+    def discard_start(self) -> None:
+        """Take back the start stage. Only for a folder that nothing can have begun from."""
+        files.remove(self.manifest_file(None, "start"))
+        files.remove_folder(self.start_dir)
+
     def next_stage(self) -> tuple[int, str]:
         """The first (iteration, stage) that is not committed; iterations count from 0."""
         return next(

@@ -1,4 +1,5 @@
-"""A run's page in Prefect: artifacts of its flow run, changed in place while the run goes on."""
+"""A run's page in Prefect: artifacts of its flow run, changed in place while the run goes on, and a line of
+its log for each iteration."""
 
 from __future__ import annotations
 
@@ -26,6 +27,7 @@ from prefect.client.schemas.filters import (
 from prefect.runtime import flow_run
 
 from sf_core.dataplane.client import DataplaneClient, DataplaneError
+from sf_core.progress import iteration_line, tell
 from sf_core.run import Run, RunRef
 from sf_core.run_page import RunPage, waits_table
 from sf_core.settings import dataplane_key
@@ -75,12 +77,19 @@ class Page:
         watch = partial(copy_context().run, self._watch_waits)
         threading.Thread(target=watch, name="waits", daemon=True).start()
         if first := self._run.iterations_left().start:
-            self.iteration_is_through(first - 1)
+            self._show(first - 1)
         return self
 
     def iteration_is_through(self, number: int) -> None:
-        """Show it soon. If the page is still being renewed, or just was, the next call or the end shows this
-        one too."""
+        """Log a line of it, and show it soon."""
+        self._soon(self._tell, number)
+        self._show(number)
+
+    def _tell(self, number: int) -> None:
+        tell(iteration_line(self._run.directory, number, self._run.config.train.iterations))
+
+    def _show(self, number: int) -> None:
+        """If the page is still being renewed, or just was, the next call or the end shows this one too."""
         self._newest = number
         is_due = time.monotonic() - self._renewed_at > RENEW_EVERY_S
         if is_due and (self._latest is None or self._latest.done()):

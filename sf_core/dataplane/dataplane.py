@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sf_core.dataplane.batches import Sealer
-from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError
 from sf_core.dataplane.host import GRACE_S
 from sf_core.dataplane.journal import Fsync, Journal
 from sf_core.dataplane.keys import Caller
@@ -123,8 +123,15 @@ class DataPlane:
         return run
 
     async def open_session(self, body: SessionBody, caller: Caller) -> Session:
-        """A session beside those the rollout manager gives out."""
-        run = allowed(self.run(body.run_id), caller)
+        """A session beside those the rollout manager gives out. Raises ApiError 503 where no flow works on
+        the run, which may be about to begin, and 404 once the run is complete."""
+        if (run := self.runs.get(body.run_id)) is None:
+            raise _not_served(body.run_id)
+        run = allowed(run, caller)
+        if run.released:
+            # one that only evaluated has no iterations
+            is_complete = 0 < run.spec.num_batches <= run.router.weights.version
+            raise _complete(run) if is_complete else _not_served(body.run_id)
         if body.policy not in (None, run.spec.served_model):
             raise no_model(str(body.policy))
         run.journal.check()
@@ -226,3 +233,16 @@ class DataPlane:
             # remote filesystems do not append; the directory survives the process, which is what it is for
             folder = self._journal_dir or str(Path(tempfile.gettempdir()) / "seamlessflow")
         return Journal(Path(folder) / f"{spec.run_id}.journal", self._fsync)
+
+
+def _not_served(run_id: str) -> ApiError:
+    message = (
+        f"No run named {run_id} is served now: its flow may be starting, and sessions can be opened after "
+        "the warm start; if it is not, check the name and this data plane's address."
+    )
+    return ApiError(503, message, code="run_not_served", param="run_id", retry_after_s=RETRY_AFTER_S)
+
+
+def _complete(run: Run) -> ApiError:
+    message = f"Run {run.spec.run_id} is over: all of its {run.spec.num_batches} iterations are done."
+    return ApiError(404, message, code="run_over", param="run_id")

@@ -38,12 +38,19 @@ class Renderer:
         self.model_dir = model_dir
         folder = Path(local_folder(model_dir, WEIGHT_FILES))
         if not (folder / "tokenizer.json").exists():
-            raise ValueError(f"{model_dir}: no tokenizer.json; save the model with a fast tokenizer")
+            raise ValueError(
+                f"{model_dir}: no tokenizer.json; save the tokenizer there too, as a fast one: "
+                "AutoTokenizer.from_pretrained(...).save_pretrained(folder)"
+            )
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         config = _read_json(folder / "tokenizer_config.json")
-        template = _read_template(folder, config)
+        if not (template := _read_template(folder, config)):
+            raise ValueError(
+                f"{model_dir}: the tokenizer has no chat template; put one there as chat_template.jinja, for "
+                "example that of the model's instruct version"
+            )
         self.tool_format = str(config.get("tool_format") or format_of(template))
         if self.tool_format not in FORMATS:
             raise ValueError(f"{model_dir}: unknown tool_format {self.tool_format!r}; known: {[*FORMATS]}")
@@ -190,9 +197,7 @@ def _read_template(folder: Path, config: dict[str, Any]) -> str:
     template = config.get("chat_template")
     if isinstance(template, list):
         template = {entry["name"]: entry["template"] for entry in template}.get("default")
-    if not template:
-        raise ValueError(f"{folder}: the tokenizer has no chat template")
-    return str(template)
+    return str(template or "")
 
 
 def _compile(source: str) -> jinja2.Template:
@@ -219,13 +224,22 @@ def _refuse(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
+def open_renderer(model_dir: str) -> Renderer:
+    """Raises ValueError with one sentence if the folder cannot be used, OSError if it cannot be read."""
+    try:
+        return Renderer(model_dir)
+    except OSError:
+        raise
+    except Exception as error:  # nothing narrower: a broken tokenizer.json raises just that
+        if type(error) is ValueError:
+            raise
+        told = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"{model_dir}: tokenizer or template is broken: {told}") from error
+
+
 async def read_renderer(model_dir: str) -> Renderer:
     """Raises ApiError if the folder cannot be used."""
     try:
-        return await asyncio.to_thread(Renderer, model_dir)
-    except OSError as error:
-        raise ApiError(400, str(error), param="model_dir") from None
-    except Exception as error:  # nothing narrower: a broken tokenizer.json raises just that
-        is_ours = type(error) is ValueError
-        sentence = f"{model_dir}: tokenizer or template is broken: {type(error).__name__}: {error}"
-        raise ApiError(400, str(error) if is_ours else sentence, param="model_dir") from error
+        return await asyncio.to_thread(open_renderer, model_dir)
+    except (ValueError, OSError) as error:
+        raise ApiError(400, str(error), param="model_dir") from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, SecretStr, ValidationError, field_validator
 
@@ -26,10 +26,13 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
+
+
 class RunSpec(Body):
     """A run as one attempt of its flow registers it. Fields are those of RunConfig unless said otherwise."""
 
-    run_id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
+    run_id: RunName
     run_dir: str
     model_dir: str
     """Folder with tokenizer and chat template."""
@@ -129,7 +132,7 @@ class ReleaseBody(Body):
 class SessionBody(Body):
     """A session that somebody opens for an agent of their own."""
 
-    run_id: str
+    run_id: RunName
     policy: str | None = None
     """As agents name the model. None: the run's."""
     group: str | None = Field(None, min_length=1)

@@ -46,7 +46,8 @@ class CachedModel(Protocol):
 def open_model(
     model_dir: str, *, num_slots: int, context_length: int, dtype: torch.dtype, device: torch.device
 ) -> CachedModel:
-    """Raises ValueError if the architecture cannot be run correctly over a cache of slots, or not as far."""
+    """Raises ValueError if the architecture cannot be run correctly over a cache of slots, or not as far, or
+    the device has no memory for that cache."""
     model: Any = AutoModelForCausalLM.from_pretrained(
         model_dir, dtype=dtype, use_safetensors=True, trust_remote_code=False
     )

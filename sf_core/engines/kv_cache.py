@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-_BLOCK = 16
-"""The capacity grows in steps of this many tokens."""
+from sf_core.engines.cache_size import layer_elements, round_up, too_large
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +39,17 @@ class KVCache:
     def __init__(
         self, num_layers: int, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
     ) -> None:
-        """`shape` is slots, kv_heads, longest sequence, head_dim."""
+        """`shape` is slots, kv_heads, longest sequence, head_dim. Raises ValueError if the device does not
+        have the memory."""
         self._num_slots, self._num_kv_heads, length, self._head_dim = shape
-        self._limit = _round_up(length)
-        size = 2 * self._num_slots * self._num_kv_heads * self._limit * self._head_dim
-        # One piece more than there are layers: a layer is laid out anew from its piece into the spare one.
-        self._memory = [torch.empty(size, dtype=dtype, device=device) for _ in range(num_layers + 1)]
+        size = layer_elements(*shape)
+        try:
+            # One piece more than there are layers: a layer is laid out anew from its own into the spare one.
+            self._memory = [torch.empty(size, dtype=dtype, device=device) for _ in range(num_layers + 1)]
+        except RuntimeError as error:
+            num_bytes = size * dtype.itemsize * (num_layers + 1)
+            given = f"the {device.type} device does not have that much left"
+            raise ValueError(too_large(num_bytes, self._num_slots, length, given)) from error
         self.device = device
         self.capacity = 0
         self._layers = [self._view(memory, 0) for memory in self._memory[:-1]]
@@ -55,7 +59,7 @@ class KVCache:
     def fit(self, length: int) -> None:
         """Make room for sequences of this length; give room back if less than half is needed, as attention is
         fastest where it reads all of the memory."""
-        capacity = _round_up(length)
+        capacity = round_up(length)
         if self.capacity // 2 < capacity <= self.capacity:
             return
         kept = min(capacity, self.capacity)
@@ -111,7 +115,3 @@ class KVCache:
         """Exchange the first `length` positions of slots a[i] and b[i]."""
         for layer in self._layers:
             layer[:, a + b, :, :length] = layer[:, b + a, :, :length]
-
-
-def _round_up(length: int) -> int:
-    return -(-length // _BLOCK) * _BLOCK

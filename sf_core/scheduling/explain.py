@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sf_core.config import RunConfig
+from sf_core.policy_folders import check_memory
 from sf_core.scheduling.bubbles import expected_bubble, measured_work
 from sf_core.scheduling.plan import (
     Plan,
@@ -32,6 +33,7 @@ def explain_plan(
     Raises ValueError, one sentence, if the run could not start or there is no such scheduler or run."""
     workers = find_workers(config, scheduler)
     plan = make_plan(workers, config)
+    check_memory(config, workers)
     facts = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
     facts.add_row("pipeline", Text(_pipeline(plan, config)))
     facts.add_row("lag bound", Text(_lag(config)))

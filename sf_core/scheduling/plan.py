@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
 
 from distributed import Client, get_worker
+from distributed.system import MEMORY_LIMIT
 
 from sf_core.config import RunConfig
 from sf_core.scheduling.owners import run_of, running_owners
@@ -51,6 +52,8 @@ class Worker:
     tags: frozenset[str]
     device: Device | None = None
     """None if nobody said what it is."""
+    memory: int | None = None
+    """Bytes of that device; None if nobody said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +90,11 @@ def read_workers(scheduler: str) -> list[Worker]:
 
 
 def _workers_of(found: dict[str, Any]) -> list[Worker]:
-    return [worker_of(info["resources"], info.get("device")) for info in found["workers"].values()]
+    return [_worker_of(info) for info in found["workers"].values()]
+
+
+def _worker_of(info: dict[str, Any]) -> Worker:
+    return worker_of(info["resources"], info.get("device"), info.get("memory"))
 
 
 def _ask(scheduler: str) -> dict[str, Any]:
@@ -124,7 +131,7 @@ def our_workers(infos: dict[str, Any]) -> dict[str, Worker]:
     found = {}
     for address, info in infos.items():
         with suppress(ValueError):
-            found[address] = worker_of(info["resources"], info.get("device"))
+            found[address] = _worker_of(info)
     return found
 
 
@@ -140,12 +147,20 @@ def find_workers(config: RunConfig, scheduler: str | None = None) -> list[Worker
     if address := scheduler or scheduler_of(config):
         return read_workers(address)
     return [
-        Worker(name, frozenset(worker.tags), known_device(worker.device_kind) if worker.device_kind else None)
+        Worker(
+            name,
+            frozenset(worker.tags),
+            known_device(worker.device_kind) if worker.device_kind else None,
+            # how much a GPU has is told by who uses it
+            int(MEMORY_LIMIT) if worker.device == "cpu" else None,
+        )
         for name, worker in config.cluster.workers.items()
     ]
 
 
-def worker_of(resources: dict[str, float], device: dict[str, Any] | None = None) -> Worker:
+def worker_of(
+    resources: dict[str, float], device: dict[str, Any] | None = None, memory: int | None = None
+) -> Worker:
     """A worker as Dask knows it: its resources, and what it said of its device when it registered."""
     names = [key[1:] for key in resources if key.startswith("@")]
     tags = frozenset(key for key in resources if not key.startswith("@"))
@@ -154,7 +169,7 @@ def worker_of(resources: dict[str, float], device: dict[str, Any] | None = None)
             f"a Dask worker with resources {sorted(resources)} needs exactly one private resource; "
             'start it with --resources "TAG=1 @NAME=1"'
         )
-    return Worker(names[0], tags, Device(**device) if device else None)
+    return Worker(names[0], tags, Device(**device) if device else None, memory)
 
 
 def make_plan(workers: list[Worker], config: RunConfig, *, trained: Collection[str] | None = None) -> Plan:

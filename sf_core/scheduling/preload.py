@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from distributed.system import MEMORY_LIMIT
 
 import sf_core
 from sf_core.scheduling.roofline import Device, known_device
@@ -58,5 +59,20 @@ async def dask_setup(worker: Any, device_kind: Device | None, device: str | None
     async def device_of(worker: Any) -> dict[str, Any] | None:
         return published
 
+    async def memory_of(worker: Any) -> int | None:
+        return memory
+
+    memory = _device_memory() if "rollout" in worker.state.total_resources else None
     # sent with every registration; the scheduler shows it in scheduler_info
-    worker.startup_information["device"] = device_of
+    worker.startup_information |= {"device": device_of, "memory": memory_of}
+
+
+def _device_memory() -> int | None:
+    """Bytes; None where nothing is computed."""
+    if computes_nothing():
+        return None
+    import torch
+
+    if torch.cuda.is_available():
+        return int(torch.cuda.get_device_properties(0).total_memory)
+    return int(MEMORY_LIMIT)

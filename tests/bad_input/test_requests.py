@@ -201,7 +201,7 @@ CONTROL: list[tuple[str, str, Any, int, str]] = [
     ("POST", "/runs", b"\xff", 400, "JSON"),
     ("POST", "/runs", b"[" * 5000, 400, "JSON"),
     ("POST", "/runs", {"run_id": "../x"}, 400, "run_id"),
-    ("POST", "/sessions", {"run_id": "nobody"}, 404, "nobody"),
+    ("POST", "/sessions", {"run_id": "../x"}, 400, "run_id"),
     ("POST", "/sessions", {"run_id": "run", "policy": "x" * 100_000}, 404, "model"),
     ("POST", "/sessions", {"run_id": "run", "typo": 1}, 400, "typo"),
     ("POST", "/sessions", {"run_id": "run", "metadata": []}, 400, "metadata"),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.filters import FlowRunFilter
+from prefect.client.schemas.filters import FlowRunFilter, LogFilter, LogFilterFlowRunId
 from prefect.client.schemas.objects import FlowRun
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Crashed, Pending, Running
@@ -69,6 +69,11 @@ class PrefectApi:
         with self.client() as client:
             found = client.read_deployment_by_name(deployment)
             return client.create_flow_run_from_deployment(found.id, parameters={"config": config})
+
+    def logs(self, run: FlowRun) -> list[str]:
+        with self.client() as client:
+            found = client.read_logs(LogFilter(flow_run_id=LogFilterFlowRunId(any_=[run.id])))
+        return [log.message for log in found]
 
     def crash(self, run: FlowRun) -> None:
         """Tell the server what a worker tells when the process of a run that it started ends."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -68,6 +69,9 @@ def test_ctrl_c_leaves_no_process_and_the_run_is_resumed_as_it_was_configured(tm
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 130, output.decode()
     assert "--set run_id=interrupted" in output.decode()
+    # there is no terminal: each thing that is done is a line
+    for line in ("version 0 is made: the built-in policy", "version 0 is there"):
+        assert output.decode().count(f"  {line}") == 1, output.decode()
     assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
     before = manifests(config)
     assert RunDirectory(config.run_dir).newest_attempt().dataplane == ""
@@ -81,6 +85,9 @@ def test_ctrl_c_leaves_no_process_and_the_run_is_resumed_as_it_was_configured(tm
         resumed, _ = process.communicate(timeout=180)
     assert process.returncode == 0, resumed
     assert "held-out reward" in resumed
+    last = r"iteration 2, 3 of 3: reward \d\.\d{3}, (held-out .*, )?[\d,]+ tokens/s, [\d.]+ s\n"
+    for told in (resumed, Path(config.run_dir, "logs", "flow-train.log").read_text()):
+        assert re.search(rf"{last}(.*\n)*.*held-out \d\.\d{{3}} at the end\n", told), told
     after = manifests(config)
     assert {key: after[key] for key in before} == before
     for picture in ("summary.png", "timeline.png"):

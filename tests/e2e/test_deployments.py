@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from typing import Any
 
 import pytest
 import yaml
+from distributed.system import MEMORY_LIMIT
 from prefect.client.schemas.actions import WorkPoolUpdate
+from prefect.client.schemas.filters import FlowRunFilter
+from prefect.client.schemas.objects import FlowRun
 from prefect.exceptions import PrefectHTTPStatusError
 
 from sf_core.local_stack import free_port
+from sf_core.scheduling.plan import read_workers
+from tests.e2e.conftest import Cluster
 from tests.e2e.prefect_server import DEPLOYMENTS, Server
 from tests.e2e.quickstart import CONFIG, ROOT
+from tests.e2e.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -45,6 +52,50 @@ def test_a_wrong_value_is_refused_before_the_run_by_the_name_of_its_field(
         server.create_run(DEPLOYMENTS["train"], config)
     assert refused.value.response.status_code == 409
     assert field.rsplit(".", 1)[1] in refused.value.response.text, refused.value.response.text
+
+
+def test_what_the_command_line_gives_counts_over_what_is_deployed_and_is_checked_before_the_run_begins(
+    server: Server, cluster: Cluster
+) -> None:
+    memory = {worker.name: worker.memory for worker in read_workers(cluster.services.scheduler)}
+    assert memory == {"r0": int(MEMORY_LIMIT), "t0": int(MEMORY_LIMIT), "a0": None, "c0": None}
+    # alone, without the deployment's 24 for max_tokens, the length would be refused
+    given = {
+        "run_id": "given",
+        "train": {"iterations": 12},
+        "engine": {"max_running": 2 * 10**9, "context_length": 64},
+    }
+    with server.worker() as worker:
+        done = server.call(
+            "prefect", "deployment", "run", DEPLOYMENTS["quickstart"], "-p", f"config={json.dumps(given)}"
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+        def named() -> FlowRun | None:
+            with server.client() as client:
+                found = client.read_flow_runs(flow_run_filter=FlowRunFilter(name={"any_": ["given"]}))
+            return found[0] if found else None
+
+        failed = server.await_state(
+            wait_until(named, "the run to begin", every_s=0.5), "Failed", worker=worker
+        )
+    assert failed.state is not None and failed.state.message is not None
+    refusal = "for engine.max_running 2000000000 requests of engine.context_length 64 tokens, and worker"
+    assert refusal in failed.state.message
+    # it comes with the next of the messages that Prefect sends together
+    said = "as deployed by quickstart, but for "
+    [told] = wait_until(
+        lambda: [line for line in server.logs(failed) if line.startswith(said)],
+        "the differences",
+        every_s=0.5,
+    )
+    assert sorted(told.removeprefix(said).split(", ")) == [
+        "engine.context_length 64 (deployed: 512)",
+        "engine.max_running 2000000000 (deployed: 128)",
+        "run_id 'given' (deployed: None)",
+        "train.iterations 12 (deployed: 40)",
+    ]
+    assert not (server.clone / "runs" / "given").exists()
 
 
 def test_the_server_can_be_set_up_again(server: Server) -> None:

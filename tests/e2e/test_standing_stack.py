@@ -58,6 +58,8 @@ def test_a_deployed_run_of_the_users_package_completes(stack: Stack, tmp_path: P
     config = small_run("deployed", tmp_path, environment=environment)
     run = prefect.create_run(DEPLOYMENTS["quickstart"], config.model_dump(mode="json"))
     assert prefect.await_state(run, "Completed", 150).name == "deployed"
+    last = "iteration 2, 3 of 3: reward "
+    wait_until(lambda: any(line.startswith(last) for line in prefect.logs(run)), "its line", every_s=0.5)
     assert (2, "publish") in manifests(config)
 
 

@@ -6,8 +6,8 @@ import pytest
 from pydantic import ValidationError
 
 from sf_core.config import RunConfig, Settings
-from sf_core.config_file import load_config
-from sf_core.validation import ConfigError
+from sf_core.config_file import differences, load_config, merge_sections
+from sf_core.validation import ConfigError, validate_config
 
 
 @pytest.fixture
@@ -156,3 +156,45 @@ def test_every_setting_is_described_for_the_form() -> None:
 def test_the_shipped_configurations_are_valid() -> None:
     for path in Path("configs").glob("*.yaml"):
         load_config(path)
+
+
+DEPLOYED = {"policy": {"warmstart": {"steps": 250}}, "train": {"iterations": 40, "betas": [0.8, 0.9]}}
+
+
+def test_what_is_given_counts_over_what_is_deployed_setting_by_setting() -> None:
+    given = {"run_id": "r", "train": {"iterations": 12}, "rollout": {"max_tokens": 24}}
+    merged = merge_sections(DEPLOYED, given)
+    assert merged == {
+        "run_id": "r",
+        "policy": {"warmstart": {"steps": 250}},
+        "train": {"iterations": 12, "betas": [0.8, 0.9]},
+        "rollout": {"max_tokens": 24},
+    }
+    assert merge_sections(DEPLOYED, {}) == DEPLOYED
+    assert merge_sections({}, given) == given
+    assert merge_sections(DEPLOYED, {"policy": {"warmstart": None}})["policy"] == {"warmstart": None}
+    assert sorted(differences(DEPLOYED, merged)) == [
+        "rollout.max_tokens 24 (deployed: 64)",
+        "run_id 'r' (deployed: None)",
+        "train.iterations 12 (deployed: 40)",
+    ]
+
+
+def test_a_form_that_sends_all_settings_overrides_all_that_are_deployed() -> None:
+    form = RunConfig().model_dump(mode="json")
+    assert merge_sections(DEPLOYED, form) == form
+    assert sorted(differences(DEPLOYED, form)) == [
+        "policy.warmstart.steps 150 (deployed: 250)",
+        "train.betas [0.9, 0.95] (deployed: [0.8, 0.9])",
+    ]
+    assert differences(form, form) == []
+
+
+def test_what_the_user_names_and_lists_are_given_as_a_whole() -> None:
+    deployed = {"cluster": {"workers": {"r0": {"tags": ["rollout"]}}, "prefer": {"train": ["h800"]}}}
+    given = {"cluster": {"workers": {"w": {"tags": ["train"]}}}}
+    assert merge_sections(deployed, given)["cluster"] == deployed["cluster"] | given["cluster"]
+    wrong = {"trian": {"iterations": 1}, "train": {"rate": 1}}
+    assert merge_sections(DEPLOYED, wrong)["trian"] == {"iterations": 1}
+    with pytest.raises(ConfigError, match=r"train\.rate: unknown key; .*; trian: unknown key"):
+        validate_config(merge_sections(DEPLOYED, wrong))

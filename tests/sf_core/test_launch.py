@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ import yaml
 from sf_core.launch import _run_once
 from sf_core.local_stack import local_stack
 from sf_core.parts import Part
-from sf_core.policy_folders import check_start
 from storage.run_directory import RunDirectory
 from tests.sf_core.runs import commit, configure, pretend
 from tests.sf_core.test_cli import sf
@@ -68,30 +66,6 @@ def test_a_run_whose_summary_is_from_before_it_was_given_more_iterations_is_resu
     commit(run, 2, "publish")
     code, output = sf("resume", run.uri)
     assert (code, "no worker carries" in output) == (1, True), output
-
-
-def test_the_model_folder_is_needed_only_until_the_run_has_its_copy(tmp_path: Path) -> None:
-    run = RunDirectory(str(tmp_path / "r"))
-    config = configure(run, policy={"model": "/nowhere"}, storage={"root": str(tmp_path)})
-    with pytest.raises(ValueError, match="/nowhere is not a Hugging Face model folder"):
-        check_start(config)
-    commit(run, None, "start")
-    check_start(config)
-
-
-def test_sequences_that_are_too_long_for_the_model_are_refused_before_the_start(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").touch()
-    run = RunDirectory(str(tmp_path / "r"))
-    config = configure(run, policy={"model": str(tmp_path)}, engine={"context_length": 2048})
-    shape = {"model_type": "llama", "max_position_embeddings": 1024}
-    (tmp_path / "config.json").write_text(json.dumps(shape))
-    with pytest.raises(ValueError, match=r"is 2048, and the model \(llama\) is for at most 1024 tokens"):
-        check_start(config)
-    (tmp_path / "config.json").write_text(json.dumps(shape | {"max_position_embeddings": 2048}))
-    check_start(config)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"config\.json cannot be read: "):
-        check_start(config)
 
 
 def test_a_flow_that_is_killed_is_not_explained_by_an_earlier_one(tmp_path: Path) -> None:

@@ -1,3 +1,5 @@
+import logging
+from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -6,8 +8,9 @@ import pytest
 from rich.console import Console
 
 from sf_core import progress
-from sf_core.progress import HeldOutRewards, RunProgress
-from storage.run_directory import RunDirectory
+from sf_core.progress import HeldOutRewards, LineProgress, NewLines, RunProgress, iteration_line, tell
+from sf_core.waits import clock
+from storage.run_directory import STAGES, RunDirectory
 from tests.sf_core.runs import commit, configure
 
 STATUS: dict[str, Any] = {
@@ -84,3 +87,76 @@ def test_held_out_rewards_are_not_looked_for_at_every_update(tmp_path: Path) -> 
     assert held_out.look() == {}
     commit(run, 0, "evaluate", data={"reward_mean": 0.5})
     assert held_out.look() == {}
+
+
+def lines() -> tuple[LineProgress, Callable[[], list[str]]]:
+    console = Console(file=StringIO(), width=40, record=True)
+    # each begins with the time of day
+    return LineProgress(console), lambda: [line[10:] for line in console.export_text().splitlines()]
+
+
+def test_without_a_terminal_what_a_flow_logs_of_its_progress_and_waits_is_passed_on() -> None:
+    progress, told = lines()
+    progress.note("watch it at http://127.0.0.1:4200")
+    for line in (
+        "17:00:01.123 | WARNING | sf_core.waits - waiting since 17:00:00, until 18:00:00, for the warm start",
+        "17:00:01.124 | INFO    | sf_core.progress - iteration 0, 1 of 3: reward 0.250, 2.0 s",
+        "17:00:01.125 | WARNING | distributed.core - sf_core.progress - not ours",
+        "Traceback (most recent call last):",
+    ):
+        progress.hear(line)
+    assert told() == [
+        "watch it at http://127.0.0.1:4200",
+        "waiting since 17:00:00, until 18:00:00, for the warm start",
+        "iteration 0, 1 of 3: reward 0.250, 2.0 s",
+    ]
+
+
+def test_without_a_terminal_a_wait_is_told_once_as_the_data_plane_knows_it() -> None:
+    progress, told = lines()
+    wait = {"what": "batch 3: 3 of 8 groups; no agent runner is connected", "since": 0.0, "until": 1800.0}
+    for status in (STATUS, STATUS | {"wait": wait}, STATUS | {"wait": wait}):
+        progress.update(status, {})
+    progress.hear("17:00:01.123 | WARNING | sf_core.waits - waiting since 17:00:00, for batch 3")
+    progress.hear("17:00:01.124 | INFO    | sf_core.progress - iteration 3, 4 of 8: reward 0.250")
+    progress.update(STATUS | {"wait": wait | {"since": 60.0}}, {})
+    assert told() == [
+        f"waiting since {clock(0.0)} for {wait['what']}",
+        "iteration 3, 4 of 8: reward 0.250",
+        f"waiting since {clock(60.0)} for {wait['what']}",
+    ]
+
+
+def test_the_new_lines_of_a_log_are_read_once_and_when_they_are_complete(tmp_path: Path) -> None:
+    file = tmp_path / "flow.log"
+    assert list(NewLines(file).read()) == []
+    file.write_text("old\n")
+    new = NewLines(file)
+    with open(file, "a") as log:
+        for text, expected in (("", []), ("one\ntw", ["one"]), ("o\n\xfc\n", ["two", "\xfc"])):
+            log.write(text)
+            log.flush()
+            assert list(new.read()) == expected
+    file.write_text("rotated\n")
+    assert list(new.read()) == ["rotated"]
+
+
+def test_a_line_of_an_iteration_has_its_reward_evaluation_speed_and_time(tmp_path: Path) -> None:
+    run = RunDirectory(str(tmp_path / "r"))
+    configure(run)
+    for number in range(3):
+        start = 100.0 + 5 * number
+        times = {"started_at": start, "finished_at": start + 5}
+        for stage in STAGES:
+            commit(run, number, stage, data=times | {"reward_mean": number / 4, "sampled_tokens": 1250})
+    commit(run, 2, "evaluate", data={"reward_mean": 0.75, "sampled_tokens": 5000})
+    first = "iteration 0, 1 of 40: reward 0.000, 1,000 tokens/s, 5.0 s"
+    assert iteration_line(run, 0, 40) == first
+    third = "iteration 2, 3 of 40: reward 0.500, held-out 0.750 before it, 2,000 tokens/s, 5.0 s"
+    assert iteration_line(run, 2, 40) == third
+
+
+def test_progress_is_logged_whatever_the_level_of_others(caplog: pytest.LogCaptureFixture) -> None:
+    assert logging.getLogger().getEffectiveLevel() >= logging.WARNING
+    tell("iteration 0: 100% of it")
+    assert [record.getMessage() for record in caplog.records] == ["iteration 0: 100% of it"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import openai
 import pytest
 from openai import OpenAI
 
+from sf_core.dataplane import dataplane
 from sf_core.dataplane.rendering import Renderer
 from tests.sf_core.dataplane.stand import Server, answering, running_app, say
 from tests.sf_core.dataplane.test_opened import stored
@@ -126,9 +128,67 @@ def test_an_opened_session_that_runs_too_long_ends(server: Server, renderer: Ren
     server.wait_for(lambda: server.http.get(path).status_code == 404)
 
 
-def test_a_session_of_an_unknown_run_is_refused(server: Server) -> None:
-    response = server.http.post("/sessions", json={"run_id": "nobody"})
-    assert (response.status_code, response.json()["error"]["code"]) == (404, "run_not_found")
+def open_session(server: Server) -> httpx.Response:
+    return server.http.post("/sessions", json={"run_id": "run"})
+
+
+def check_asked_again(response: httpx.Response) -> None:
+    assert (response.status_code, response.headers["Retry-After"]) == (503, "5")
+    error = response.json()["error"]
+    assert error["code"] == "run_not_served"
+    assert error["message"].startswith("No run named run is served now: its flow may be starting")
+
+
+def test_a_session_of_a_run_that_is_not_served_yet_is_to_be_asked_for_again(server: Server) -> None:
+    check_asked_again(open_session(server))
+    server.register()
+    # no engine has come yet: its requests wait for one
+    assert open_session(server).status_code == 200
+
+
+def test_sdks_ask_again_by_themselves_for_what_a_run_that_starts_will_answer(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dataplane, "RETRY_AFTER_S", 1)
+    asked: list[int] = []
+
+    def note(response: httpx.Response) -> None:
+        asked.append(response.status_code)
+        if len(asked) == 1:
+            server.register()
+
+    with (
+        httpx.Client(event_hooks={"response": [note]}) as http,
+        OpenAI(base_url=server.url, api_key="none", http_client=http) as client,
+    ):
+        opened = client.post("/sessions", body={"run_id": "run"}, cast_to=httpx.Response).json()
+    assert (asked, opened["session_id"].startswith("run.open.")) == ([503, 200], True)
+
+
+def test_a_session_of_a_run_that_stopped_waits_for_it_and_of_one_that_is_complete_does_not(
+    server: Server,
+) -> None:
+    server.register(num_batches=1)
+    server.post("/runs/run/release")
+    check_asked_again(open_session(server))
+    server.register(num_batches=1, attempt=2, version=1, iteration=1)
+    assert open_session(server).status_code == 200
+    server.post("/runs/run/release")
+    response = open_session(server)
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "run_over")
+    assert response.json()["error"]["message"] == "Run run is over: all of its 1 iterations are done."
+
+
+def test_a_paused_run_opens_sessions_whose_requests_wait(server: Server, renderer: Renderer) -> None:
+    server.register()
+    server.connect(answering(renderer, "hello"))
+    server.post("/runs/run/pause", {})
+    opened = server.post("/sessions", {"run_id": "run"})
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(ask, opened["base_url"])
+        server.wait_for(lambda: server.get("/runs/run")["requests_waiting"] == 1)
+        server.post("/runs/run/resume", {})
+        assert answer.result(20).choices[0].message.content == "hello"
 
 
 @pytest.fixture
