@@ -15,6 +15,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import orjson
 
 from sf_core.dataplane.conversations import Conversation, Conversations
 from sf_core.dataplane.encoding import Encoded, encode_request
@@ -34,7 +35,7 @@ from sf_core.dataplane.tree import (
     Tapes,
     TokenTree,
     Turn,
-    line,
+    last_whole_turn,
 )
 from sf_core.types import FinishReason
 
@@ -117,7 +118,8 @@ class Session:
             reason = self._branch_reason(keys, added, matched, encoded.place)
             begins = () if matched else keys[:2]
             prompt = self._add_prompt(
-                encoded, matched, added, len(messages), keys[-1], reason, forced, begins
+                *(encoded, matched, added, len(messages), keys[-1], reason, forced, begins),
+                tools=orjson.dumps(tools) if begins and tools else b"",
             )
         return prompt
 
@@ -132,7 +134,7 @@ class Session:
             place = Place(tip, tip.end if tip else 0)
             place, rest = self._tree.follow(place, array[place.at :])
             encoded = Encoded(place, rest, NO_TEXT, None)
-            continues = _last_whole_turn(place)
+            continues = last_whole_turn(place)
             prompt = self._add_prompt(encoded, continues, [], 0, chain, self._ids_branch_reason(place))
         return prompt
 
@@ -264,6 +266,7 @@ class Session:
         reason: str | None,
         forced: str = "",
         opening: Sequence[bytes] = (),
+        tools: bytes = b"",
     ) -> Prompt:
         place, ids = self._tree.follow(encoded.place, encoded.ids)
         prompt = Prompt(
@@ -280,6 +283,7 @@ class Session:
             reason,
             forced,
             opening,
+            continues.prompt.tools if continues is not None else tools,
             tapes=self._tapes,
         )
         self._take_prompt(prompt)
@@ -290,7 +294,9 @@ class Session:
         self._prompts[prompt.chain, prompt.forced] = prompt
         self._openings.update(prompt.opening)
         self._tree.add(prompt)
-        self._num_bytes += PROMPT_BYTES + prompt.ids.nbytes + sum(map(size_of, prompt.messages))
+        tools = prompt.tools if prompt.continues is None else b""
+        held = prompt.ids.nbytes + len(tools) + sum(map(size_of, prompt.messages))
+        self._num_bytes += PROMPT_BYTES + held
 
     def _longest_match(self, keys: list[bytes]) -> Turn | None:
         """The deepest recorded turn whose conversation begins this one."""
@@ -388,10 +394,3 @@ def _turn(
         num_unparsed_calls,
         index,
     )
-
-
-def _last_whole_turn(place: Place) -> Turn | None:
-    for node, end in line(place.node, place.at):
-        if isinstance(node, Turn) and end == node.end:
-            return node
-    return None

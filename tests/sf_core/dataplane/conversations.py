@@ -185,7 +185,7 @@ def state_of(session: Session) -> dict[str, Any]:
                 _number(prompt.continues),
                 prompt.messages,
                 prompt.num_messages,
-                (prompt.chain, prompt.forced, list(prompt.opening)),
+                (prompt.chain, prompt.forced, list(prompt.opening), prompt.tools),
                 (prompt.text, prompt.seam),
                 prompt.branch_reason,
                 prompt.num_samples,
