@@ -6,39 +6,18 @@ Owns defaults and bounds. Reads no environment and starts nothing.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from sf_core.addresses import without_user
+from sf_core.config_base import Settings
 from sf_core.engines.context import BUILT_IN_CONTEXT
 from sf_core.scheduling.pipelines import PIPELINES, PipelineName
 from sf_core.scheduling.roofline import known_device
 from sf_core.scheduling.tags import is_word
 from sf_core.shown import shown
-
-
-def _key(name: str, _: Any) -> str:
-    """A field of the UI form is called what it is called here, in the YAML file and in messages."""
-    return name
-
-
-def _in_order(schema: dict[str, Any]) -> None:
-    """Keep the UI form in the order written here; Prefect sorts fields alphabetically otherwise."""
-    for position, field in enumerate(schema.get("properties", {}).values()):
-        field.setdefault("position", position)
-
-
-class Settings(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        # JSON has neither, and config.json, Prefect's API and its forms are JSON
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-        field_title_generator=_key,
-        json_schema_extra=_in_order,
-    )
+from sf_core.undone import UndoneField
 
 
 def _is_reference(value: str) -> str:
@@ -116,6 +95,9 @@ class RolloutConfig(Settings):
     """Top-k sampling, likewise; 0 means no limit."""
     max_tokens: int = Field(64, ge=1)
     """Most tokens per turn."""
+    ignored_fields: tuple[UndoneField, ...] = ()
+    """Fields of agents' requests, as `presence_penalty`, that are ignored though they would change an answer:
+    for clients that always send them. All that are not done here are refused otherwise."""
     concurrency: int = Field(128, ge=1, le=2**16)
     """Sessions one agent worker runs at once."""
     session_timeout_s: float = Field(120.0, gt=0)
@@ -195,7 +177,9 @@ class EngineConfig(Settings):
     kv_on_update: Literal["recompute", "keep"] = "recompute"
     """What happens to the KV cache of running requests when weights change."""
     script: Reference | None = None
-    """For the scripted engine: function (prompt_ids, seed) -> token ids."""
+    """For the scripted engine: function (prompt_ids, seed) -> ids of the whole answer, in the vocabulary of
+    `policy.model` or the built-in policy (RUN/start/tokenizer.json), the end-of-turn token included. The
+    beginning of a forced call stands at the end of prompt_ids, and not in the answer."""
 
 
 class EmulationConfig(Settings):
@@ -270,17 +254,19 @@ class ClusterConfig(Settings):
 
     scheduler: str | None = None
     """Address of a Dask scheduler whose workers carry tags as resources. Empty: local workers are started."""
-    workers: dict[Word, WorkerConfig] = {
-        "r0": WorkerConfig(tags=("rollout",)),
-        "t0": WorkerConfig(tags=("rollout", "train")),
-        "a0": WorkerConfig(tags=("agent",)),
-        "c0": WorkerConfig(tags=("cpu",)),
-    }
+    workers: dict[Word, WorkerConfig] = Field(
+        {
+            "r0": WorkerConfig(tags=("rollout",)),
+            "t0": WorkerConfig(tags=("rollout", "train")),
+            "a0": WorkerConfig(tags=("agent",)),
+            "c0": WorkerConfig(tags=("cpu",)),
+        }
+    )
     """Local workers by name; not used with `scheduler`."""
-    prefer: dict[Literal["rollout", "train"], tuple[Word, ...]] = {}
+    prefer: dict[Literal["rollout", "train"], tuple[Word, ...]] = Field({})
     """Tags to look for where several workers could train: {"train": ["h800"], "rollout": ["h20"]} has those
     with h800 train first and those with h20 last."""
-    elastic: dict[Literal["agent", "reward"], RunnersConfig] = {}
+    elastic: dict[Literal["agent", "reward"], RunnersConfig] = Field({})
     """Have the number of workers that run agents, or that score, follow the queue: {"agent": {"min": 1,
     "max": 4}}. A tag without bounds: every worker that carries it works throughout the run."""
     max_switches_per_minute: int = Field(120, ge=0)

@@ -133,7 +133,7 @@ def _branch(row: Trajectory, decode: Decode, fate: str) -> RenderableType:
             _range(row.policy_versions[turn.start : turn.end]),
             _turn_text(row, turn, decode),
         )
-    # as the table's own it would be cut to its width
+    # as the table's own it would be broken at its width
     return Group(Text(title, style="italic"), table)
 
 

@@ -133,6 +133,7 @@ class Run:
             session_attempts=rollout.session_attempts,
             session_timeout_s=rollout.session_timeout_s,
             request_patience_s=rollout.request_patience_s,
+            ignored_fields=rollout.ignored_fields,
             num_batches=0 if evaluate_only else config.train.iterations,
             iteration=point.next_batch,
             version=point.version,

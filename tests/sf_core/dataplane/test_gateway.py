@@ -264,7 +264,7 @@ BAD_REQUESTS: list[tuple[dict[str, Any], int, str]] = [
         400,
         "names the unknown tool 'rm'",
     ),
-    ({"response_format": {"type": "json_object"}}, 400, "response_format must be text"),
+    ({"response_format": {"type": "json_object"}}, 400, "response_format is not supported"),
     ({"messages": [{"role": "user", "content": "a" * 9_000_000}]}, 413, "over the limit"),
 ]
 
