@@ -177,9 +177,9 @@ class EngineConfig(Settings):
     kv_on_update: Literal["recompute", "keep"] = "recompute"
     """What happens to the KV cache of running requests when weights change."""
     script: Reference | None = None
-    """For the scripted engine: function (prompt_ids, seed) -> ids of the whole answer, in the vocabulary of
-    `policy.model` or the built-in policy (RUN/start/tokenizer.json), the end-of-turn token included. The
-    beginning of a forced call stands at the end of prompt_ids, and not in the answer."""
+    """For the scripted engine: function (prompt_ids, seed) -> ids of the answer, in the vocabulary of
+    `policy.model` or the built-in policy (RUN/start/tokenizer.json). The turn ends with the last of them, or
+    at an end-of-turn token. How a forced call begins is at the end of prompt_ids, and not in the answer."""
 
 
 class EmulationConfig(Settings):
