@@ -170,7 +170,8 @@ _UNTOLD = "which answers were sampled cannot be told"
 class _JsonLines:
     ending = ".jsonl"
 
-    def __init__(self, parts: Sequence[str]) -> None: ...
+    def __init__(self, parts: Sequence[str]) -> None:
+        """JSON has no types that depend on what is to be written."""
 
     def rendered(self, conversation: Conversation) -> Rendered:
         messages = [_without(message, "unparsed_calls") for message in conversation.messages]
