@@ -6,6 +6,7 @@ A request that has one of them is refused, unless its value changes nothing or t
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from typing import Annotated, Any
 
 from pydantic import AfterValidator
@@ -70,7 +71,8 @@ UNDONE: dict[str, tuple[Any, ...]] = {
 
 def _is_undone(name: str) -> str:
     if name not in UNDONE:
-        raise ValueError(f"{shown(name)} is none of the fields that are refused: {', '.join(UNDONE)}")
+        near = " or ".join(get_close_matches(name, UNDONE)) or "presence_penalty"
+        raise ValueError(f"{shown(name)} is none of the fields that are refused, as {near} is")
     return name
 
 
