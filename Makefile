@@ -1,4 +1,5 @@
-# make run: set up and train the quickstart policy.   make test: set up and pass the tests.
+# make run: set up and train the quickstart policy, as runs/quickstart; called again it goes on with that run, or
+# shows it once it is finished, and make run RUN=another trains another.   make test: set up and pass the tests.
 # make up: start Prefect, Dask and the data plane to stay, with our deployments.   make down: end them.
 PYTHON ?= python3
 BIN := .venv/bin
@@ -21,8 +22,9 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m compileall -qq -j 0 -x '/tests/|/transformers/models/' .venv/lib || true
 	touch $(STAMP)
 
+RUN = quickstart
 run: setup
-	$(BIN)/sf train configs/quickstart.yaml
+	$(BIN)/sf train configs/quickstart.yaml --set run_id=$(RUN)
 
 up: setup
 	$(BIN)/sf up

@@ -117,13 +117,18 @@ def export(
         exported = export(run, to, out, opened=opened)
     except (ValueError, OSError) as error:
         fail(str(error))
-    reasons = "".join(f"\n{count} left out: {why}" for why, count in exported.left_out.most_common())
-    console.print(
+    lines = [
         f"{out}: {exported.rows} conversations for {to}; {exported.left_out.total()} left out "
-        f"(branches that the format cannot hold){reasons}",
-        highlight=False,
-        soft_wrap=True,
-    )
+        "(branches that the format cannot hold)",
+        *(f"{count} left out: {why}" for why, count in exported.left_out.most_common()),
+    ]
+    if exported.unchecked is not None:
+        lines.append(f"not checked against what the policy saw: {exported.unchecked}")
+    elif exported.unlike:
+        lines.append(
+            f"{exported.unlike} render to something else than the policy saw: as_seen is false there"
+        )
+    console.print("\n".join(lines), highlight=False, soft_wrap=True)
 
 
 @commands.command()

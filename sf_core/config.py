@@ -18,6 +18,7 @@ from sf_core.scheduling.pipelines import PIPELINES, PipelineName
 from sf_core.scheduling.roofline import known_device
 from sf_core.scheduling.tags import is_word
 from sf_core.shown import shown
+from sf_core.undone import UndoneField
 
 
 def _is_reference(value: str) -> str:
@@ -95,6 +96,9 @@ class RolloutConfig(Settings):
     """Top-k sampling, likewise; 0 means no limit."""
     max_tokens: int = Field(64, ge=1)
     """Most tokens per turn."""
+    ignored_fields: tuple[UndoneField, ...] = ()
+    """Fields of agents' requests, as `presence_penalty`, that are ignored though they would change an answer:
+    for clients that always send them. All that are not done here are refused otherwise."""
     concurrency: int = Field(128, ge=1, le=2**16)
     """Sessions one agent worker runs at once."""
     session_timeout_s: float = Field(120.0, gt=0)
@@ -178,7 +182,9 @@ class EngineConfig(Settings):
     kv_on_update: Literal["recompute", "keep"] = "recompute"
     """What happens to the KV cache of running requests when weights change."""
     script: Reference | None = None
-    """For the scripted engine: function (prompt_ids, seed) -> token ids."""
+    """For the scripted engine: function (prompt_ids, seed) -> ids of the answer, in the vocabulary of
+    `policy.model` or the built-in policy (RUN/start/tokenizer.json). The turn ends with the last of them, or
+    at an end-of-turn token. How a forced call begins is at the end of prompt_ids, and not in the answer."""
 
 
 class EmulationConfig(Settings):

@@ -1,8 +1,8 @@
 """Committed trajectories as files that other training tools read: one row per branch.
 
-Owns the three formats. Each holds the conversation as text: exact ids, log-probs and versions are in the
-run's own Parquet only. The definitions of the tools an agent was given are in no trajectory: who needs the
-column `tools` adds it. Left out are branches that a format cannot hold.
+Owns the three formats. Each holds the conversation and its tools as text: exact ids, log-probs and versions
+are in the run's own Parquet only. Left out are branches that a format cannot hold. Every row says whether it
+renders to what the policy saw (rendered.py).
 """
 
 from __future__ import annotations
@@ -10,17 +10,24 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from io import BytesIO
+from typing import Any, Protocol
 
+import numpy as np
 import orjson
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from sf_core.dataplane.messages import Message
+from sf_core.dataplane.toolcalls import Tool
+from sf_core.rendered import Reader
 from sf_core.report import open_run, parts_of
 from storage import files
+from storage.parquet import numpy_rows
+from storage.run_directory import RunDirectory
 from storage.trajectories import iter_trajectories, iteration_of
 
 FACTS = ("iteration", "session_id", "branch_id", "group_id", "task_id", "environment", "reward")
@@ -35,6 +42,10 @@ class Exported:
     rows: int
     left_out: Counter[str]
     """Branches, by the reason."""
+    unlike: int = 0
+    """Rows that render to something else than the policy saw."""
+    unchecked: str | None = None
+    """Why no row was looked at for that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,27 +53,39 @@ class Conversation:
     messages: list[Message]
     trained: list[bool] | None
     """Per message: the policy wrote it, and no earlier branch holds it; None if that cannot be told."""
+    tools: str | None
+    """As JSON; None without any."""
+    seen: np.ndarray
+    """Ids before the last answer."""
     facts: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Format:
+Row = dict[str, Any]
+Rendered = tuple[list[Message], list[Tool]]
+"""Messages and tools as the tool that reads a row gives them to a chat template."""
+
+
+class Format(Protocol):
     ending: str
-    convert: Callable[[Conversation], dict[str, Any] | str]
-    """A row, or why the format cannot hold it."""
-    write: Callable[[str, Iterable[list[dict[str, Any]]]], None]
-    """(URI, some rows after the other)"""
+
+    def rendered(self, conversation: Conversation) -> Rendered: ...
+
+    def convert(self, conversation: Conversation) -> Row | str:
+        """A row, or why the format cannot hold it."""
+
+    def write(self, uri: str, parts: Iterable[list[Row]]) -> None:
+        """Some rows after the other."""
 
 
 def export(run_uri: str, format_name: str, out: str, *, opened: bool = False) -> Exported:
     """What was sampled for iterations, or the sessions that agents opened. Raises ValueError with one
     sentence: no run, nothing there, unknown format, wrong or taken name."""
-    kind = FORMATS.get(format_name)
-    if kind is None:
+    make = FORMATS.get(format_name)
+    if make is None:
         raise ValueError(f"{format_name}: no such format; there are {', '.join(FORMATS)}")
-    if not out.endswith(kind.ending):
+    if not out.endswith(make.ending):
         raise ValueError(
-            f"{out}: {format_name} reads files whose names end in {kind.ending}; choose such a name"
+            f"{out}: {format_name} reads files whose names end in {make.ending}; choose such a name"
         )
     run = open_run(run_uri)
     if files.exists(out):
@@ -71,33 +94,55 @@ def export(run_uri: str, format_name: str, out: str, *, opened: bool = False) ->
     if not parts:
         what = "opened sessions have finished" if opened else "trajectories are committed"
         raise ValueError(f"{run.run_id}: no {what} yet")
-    num_rows, left_out = 0, Counter[str]()
+    num_rows, left_out, unlike = 0, Counter[str](), 0
+    kind: Format = make(parts)
+    reader, unchecked = _open_reader(run)
 
-    def rows() -> Iterator[list[dict[str, Any]]]:
-        nonlocal num_rows
+    def rows() -> Iterator[list[Row]]:
+        nonlocal num_rows, unlike
         for conversations in itertools.chain.from_iterable(map(_conversations, parts)):
-            converted = [kind.convert(one) for one in conversations]
-            kept = [row for row in converted if not isinstance(row, str)]
+            kept = []
+            for conversation in conversations:
+                if reader is not None:
+                    as_seen = reader.is_as_seen(*kind.rendered(conversation), conversation.seen.tolist())
+                    conversation.facts["as_seen"] = as_seen
+                row = kind.convert(conversation)
+                if isinstance(row, str):
+                    left_out[row] += 1
+                else:
+                    unlike += conversation.facts["as_seen"] is False
+                    kept.append(row)
             num_rows += len(kept)
-            left_out.update(reason for reason in converted if isinstance(reason, str))
             yield kept
 
     kind.write(out, rows())
-    return Exported(num_rows, left_out)
+    return Exported(num_rows, left_out, unlike, unchecked)
 
 
 def _conversations(uri: str) -> Iterator[list[Conversation]]:
     iteration = iteration_of(uri)
     # it is in no file
-    columns = [name for name in FACTS if name != "iteration"] + ["shared_prefix", "messages", "turns"]
+    columns = [name for name in FACTS if name != "iteration"]
+    columns += ["shared_prefix", "messages", "tools", "turns", "token_ids"]
     for batch in iter_trajectories(uri, MAX_ROWS, columns):
-        yield [_conversation(row | {"iteration": iteration}) for row in batch.to_pylist()]
+        ids = numpy_rows(pa.chunked_array([batch["token_ids"]]))
+        rows = batch.drop_columns(["token_ids"]).to_pylist()
+        yield [_conversation(row | {"iteration": iteration}, ids[i]) for i, row in enumerate(rows)]
 
 
-def _conversation(row: dict[str, Any]) -> Conversation:
-    messages = json.loads(row["messages"])
-    facts = {name: row[name] for name in FACTS}
-    return Conversation(messages, _trained(messages, row["turns"], row["shared_prefix"]), facts)
+def _conversation(row: dict[str, Any], ids: np.ndarray) -> Conversation:
+    messages, turns = json.loads(row["messages"]), row["turns"]
+    facts = {name: row[name] for name in FACTS} | {"as_seen": None}
+    # a branch ends with an answer
+    seen = ids[: turns[-1]["start"]] if turns else ids
+    return Conversation(messages, _trained(messages, turns, row["shared_prefix"]), row["tools"], seen, facts)
+
+
+def _open_reader(run: RunDirectory) -> tuple[Reader | None, str | None]:
+    try:
+        return Reader(run), None
+    except ValueError as error:
+        return None, str(error)
 
 
 def _trained(
@@ -122,58 +167,124 @@ def _trained(
 _UNTOLD = "which answers were sampled cannot be told"
 
 
-def _trl(conversation: Conversation) -> dict[str, Any] | str:
+class _JsonLines:
+    ending = ".jsonl"
+
+    def __init__(self, parts: Sequence[str]) -> None:
+        """JSON has no types that depend on what is to be written."""
+
+    def rendered(self, conversation: Conversation) -> Rendered:
+        messages = [_without(message, "unparsed_calls") for message in conversation.messages]
+        return messages, json.loads(conversation.tools or "[]")
+
+    def write(self, uri: str, parts: Iterable[list[Row]]) -> None:
+        with files.writer(uri) as file:
+            for rows in parts:
+                file.write(b"".join(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE) for row in rows))
+
+
+class Trl(_JsonLines):
     """TRL's conversational prompt-completion type: messages up to the first that is trained, and from it on;
-    huggingface.co/docs/trl/dataset_formats (docs/source/dataset_formats.md of huggingface/trl)."""
-    if conversation.trained is None:
-        return _UNTOLD
-    first = conversation.trained.index(True) if True in conversation.trained else 0
-    if not first:
-        return "no prompt before a sampled answer"
-    messages = [_without(message, "unparsed_calls") for message in conversation.messages]
-    return {"prompt": messages[:first], "completion": messages[first:], **conversation.facts}
+    huggingface.co/docs/trl/dataset_formats (docs/source/dataset_formats.md of huggingface/trl). Its trainers
+    take `tools` as JSON text too, which `datasets` leaves as it is."""
+
+    def convert(self, conversation: Conversation) -> Row | str:
+        if conversation.trained is None:
+            return _UNTOLD
+        first = conversation.trained.index(True) if True in conversation.trained else 0
+        if not first:
+            return "no prompt before a sampled answer"
+        messages, _ = self.rendered(conversation)
+        facts = {"tools": conversation.tools, **conversation.facts}
+        return {"prompt": messages[:first], "completion": messages[first:], **facts}
 
 
-def _verl(conversation: Conversation) -> dict[str, Any] | str:
+class Verl:
     """verl's MultiTurnSFTDataset (verl/utils/dataset/multiturn_sft_dataset.py of verl-project/verl): Parquet
     with a list of messages; `trainable` false keeps an assistant message out of the loss. Parquet has one
-    type per field: arguments of tool calls are JSON strings, as in OpenAI's API."""
-    if conversation.trained is None:
-        return _UNTOLD
-    if True not in conversation.trained:
-        return "no sampled answer"
-    messages = [
-        {
-            **{name: message.get(name) for name in _MESSAGE_TEXTS},
-            "tool_calls": [_call_with_text(call) for call in message.get("tool_calls", [])] or None,
-            "trainable": trained if message["role"] == "assistant" else None,
-        }
-        for message, trained in zip(conversation.messages, conversation.trained, strict=True)
-    ]
-    facts = conversation.facts
-    return {"messages": messages, "data_source": facts["environment"], "extra_info": facts}
+    type per field: arguments of tool calls are JSON strings, as in OpenAI's API, and what one tool of the
+    file has is null in all others."""
+
+    ending = ".parquet"
+
+    def __init__(self, parts: Sequence[str]) -> None:
+        distinct = {text for uri in parts for text in _distinct_tools(uri)}
+        self._tools, self._type = _in_parquet({text: json.loads(text) for text in sorted(distinct)})
+
+    def rendered(self, conversation: Conversation) -> Rendered:
+        tools = None if conversation.tools is None else self._tools.get(conversation.tools)
+        return self._messages(conversation), tools or []
+
+    def convert(self, conversation: Conversation) -> Row | str:
+        if conversation.trained is None:
+            return _UNTOLD
+        if True not in conversation.trained:
+            return "no sampled answer"
+        tools = conversation.tools
+        if tools is not None and tools not in self._tools:
+            return "its tools have no type in Parquet"
+        messages, facts = self._messages(conversation), conversation.facts
+        columns = {"data_source": facts["environment"], "extra_info": facts}
+        return {"messages": messages, "tools": self._tools[tools] if tools else None, **columns}
+
+    def write(self, uri: str, parts: Iterable[list[Row]]) -> None:
+        schema = _VERL_SCHEMA.append(pa.field("tools", self._type)) if self._tools else _VERL_SCHEMA
+        with files.writer(uri) as file, pq.ParquetWriter(file, schema, compression="zstd") as writer:
+            for rows in parts:
+                writer.write_table(pa.Table.from_pylist(rows, schema))
+
+    def _messages(self, conversation: Conversation) -> list[Message]:
+        trained = conversation.trained or [False] * len(conversation.messages)
+        return [
+            {
+                **{name: message.get(name) for name in _MESSAGE_TEXTS},
+                "tool_calls": [_call_with_text(call) for call in message.get("tool_calls", [])] or None,
+                "trainable": is_trained if message["role"] == "assistant" else None,
+            }
+            for message, is_trained in zip(conversation.messages, trained, strict=True)
+        ]
 
 
-def _sharegpt(conversation: Conversation) -> dict[str, Any] | str:
+def _distinct_tools(uri: str) -> Iterator[str]:
+    for batch in iter_trajectories(uri, MAX_ROWS, ["tools"]):
+        yield from pc.unique(batch["tools"]).drop_null().to_pylist()
+
+
+def _in_parquet(tools: dict[str, list[Tool]]) -> tuple[dict[str, list[Tool]], pa.DataType]:
+    """Every list of tools as it comes back from a column that holds them all, and the type of that; none
+    where there is no such type."""
+    held = BytesIO()
+    try:
+        pq.write_table(pa.table({"tools": pa.array(tools.values())}), held)
+        column = pq.read_table(held)["tools"]
+    except pa.ArrowException:  # one field of two types, or a mapping that is always empty
+        return {}, pa.null()
+    return dict(zip(tools, column.to_pylist(), strict=True)), column.type
+
+
+class ShareGpt(_JsonLines):
     """ShareGPT as LLaMA-Factory reads it (SharegptDatasetConverter and OpenAIDatasetConverter of
     src/llamafactory/data/converter.py in hiyouga/LlamaFactory): from human or observation, then from gpt or
     function_call, strictly in turn. Messages of one side that follow each other become one; text beside a
-    call is left out, as there."""
-    messages = conversation.messages
-    system = [message["content"] for message in messages if message["role"] == "system"]
-    turns: list[dict[str, str]] = []
-    for message in messages:
-        if message["role"] == "system":
-            continue
-        speaker, value = _said(message)
-        if turns and turns[-1]["from"] == speaker and speaker in _JOINTS:
-            turns[-1]["value"] += _JOINTS[speaker] + value
-        else:
-            turns.append({"from": speaker, "value": value})
-    sides = [turn["from"] in _JOINTS for turn in turns]
-    if not turns or len(turns) % 2 or sides != [True, False] * (len(turns) // 2):
-        return "speakers do not take turns"
-    return {"conversations": turns, "system": "\n".join(system), **conversation.facts}
+    call is left out, as there. `tools` is JSON text."""
+
+    def convert(self, conversation: Conversation) -> Row | str:
+        messages = conversation.messages
+        system = [message["content"] for message in messages if message["role"] == "system"]
+        turns: list[dict[str, str]] = []
+        for message in messages:
+            if message["role"] == "system":
+                continue
+            speaker, value = _said(message)
+            if turns and turns[-1]["from"] == speaker and speaker in _JOINTS:
+                turns[-1]["value"] += _JOINTS[speaker] + value
+            else:
+                turns.append({"from": speaker, "value": value})
+        sides = [turn["from"] in _JOINTS for turn in turns]
+        if not turns or len(turns) % 2 or sides != [True, False] * (len(turns) // 2):
+            return "speakers do not take turns"
+        facts = {"tools": conversation.tools or "", **conversation.facts}
+        return {"conversations": turns, "system": "\n".join(system), **facts}
 
 
 _JOINTS = {"human": "\n", "observation": "\n</tool_response>\n<tool_response>\n"}
@@ -202,12 +313,6 @@ def _call_with_text(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "function": {"name": function["name"], "arguments": arguments}}
 
 
-def _write_lines(uri: str, parts: Iterable[Sequence[dict[str, Any]]]) -> None:
-    with files.writer(uri) as file:
-        for rows in parts:
-            file.write(b"".join(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE) for row in rows))
-
-
 _CALL = pa.struct(
     [
         ("id", pa.string()),
@@ -223,24 +328,17 @@ _MESSAGE = pa.struct(
         ("trainable", pa.bool_()),
     ]
 )
-_TYPES = {"iteration": pa.int32(), "reward": pa.float64()}
+_TYPES = {"iteration": pa.int32(), "reward": pa.float64(), "as_seen": pa.bool_()}
 _VERL_SCHEMA = pa.schema(
     [
         ("messages", pa.list_(_MESSAGE)),
         ("data_source", pa.string()),
-        ("extra_info", pa.struct([(name, _TYPES.get(name, pa.string())) for name in FACTS])),
+        (
+            "extra_info",
+            pa.struct([(name, _TYPES.get(name, pa.string())) for name in (*FACTS, "as_seen")]),
+        ),
     ]
 )
 
 
-def _write_verl(uri: str, parts: Iterable[list[dict[str, Any]]]) -> None:
-    with files.writer(uri) as file, pq.ParquetWriter(file, _VERL_SCHEMA, compression="zstd") as writer:
-        for rows in parts:
-            writer.write_table(pa.Table.from_pylist(rows, _VERL_SCHEMA))
-
-
-FORMATS = {
-    "trl": Format(".jsonl", _trl, _write_lines),
-    "verl": Format(".parquet", _verl, _write_verl),
-    "sharegpt": Format(".jsonl", _sharegpt, _write_lines),
-}
+FORMATS: dict[str, type[Trl | Verl | ShareGpt]] = {"trl": Trl, "verl": Verl, "sharegpt": ShareGpt}

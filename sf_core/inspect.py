@@ -5,6 +5,7 @@ Owns how it looks, with marks that survive a pipe. The figures are sf_core/repor
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
 import numpy as np
@@ -75,15 +76,16 @@ def inspect_session(uri: str, session_id: str) -> RenderableType:
         (f"session {session_id}, {session.origin}\n", "bold"),
         f"task {task}  environment {environment}  group {group}\n",
         f"{row.status}  reward {_reward(row)}  {row.finished_at - row.started_at:.2f} s\n",
-        ("«sampled and trained»", TRAINED),
+        (f"«sampled, {session.fate}»", TRAINED),
         "  ",
-        ("«sampled, trained in another branch»", CARRIED),
+        ("«sampled, counted in another branch»", CARRIED),
     )
-    return Group(head, *(_branch(row, decode) for row in session.branches))
+    return Group(head, *(_branch(row, decode, session.fate) for row in session.branches))
 
 
-def _table(title: str) -> Table:
-    return Table(title=Text(title), title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+def _table(title: str = "") -> Table:
+    shown = Text(title) if title else None
+    return Table(title=shown, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
 
 
 def _devices(run: RunDirectory, iterations: int) -> RenderableType:
@@ -116,13 +118,14 @@ def _figures(row: report.IterationFigures, held_out: str) -> tuple[str, ...]:
     )
 
 
-def _branch(row: Trajectory, decode: Decode) -> Table:
+def _branch(row: Trajectory, decode: Decode, fate: str) -> RenderableType:
     sampled = row.policy_versions != NOT_SAMPLED
     branch, parent = _short(row, row.branch_id), _short(row, row.parent_branch_id)
     title = f"\nbranch {branch}" + (f" of {parent}" if parent else "")
-    title += f"  {len(row.token_ids)} tokens, {sampled.sum()} sampled, {row.loss_mask.sum()} trained"
+    title += f"  {len(row.token_ids)} tokens, {sampled.sum()} sampled, {row.loss_mask.sum()} {fate}"
     title += f"  versions {_range(row.policy_versions)}  interruptions {row.interruptions}"
-    table = _table(title)
+    title += f"\ntools: {_tools(row.tools)}" if row.tools is not None else ""
+    table = _table()
     for name in ("role", "tokens", "finish", "engine", "versions"):
         table.add_column(name, no_wrap=True)
     table.add_column("text", overflow="fold")
@@ -139,7 +142,13 @@ def _branch(row: Trajectory, decode: Decode) -> Table:
             _range(row.policy_versions[turn.start : turn.end]),
             _turn_text(row, turn, decode),
         )
-    return table
+    # as the table's own it would be broken at its width
+    return Group(Text(title, style="italic"), table)
+
+
+def _tools(definitions: str) -> str:
+    """Their names."""
+    return _printable(", ".join(tool["function"]["name"] for tool in json.loads(definitions)))
 
 
 def _short(row: Trajectory, branch_id: str | None) -> str:

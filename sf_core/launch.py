@@ -28,6 +28,7 @@ from sf_core.run import new_run_id
 from sf_core.run_states import is_finished
 from sf_core.scheduling.plan import await_plan, find_workers, make_plan, scheduler_of
 from sf_core.settings import dataplane_key, dataplane_url, prefect_api_url
+from sf_core.shown import loading
 from sf_core.stored_config import settled
 from sf_core.supervisor import Process, StackError, Supervisor
 from storage.errors import StorageError
@@ -60,7 +61,7 @@ def launch(flow: str, config: RunConfig, console: Console) -> None:
             # first: it may have been given more iterations than are done
             config = settled(config, tell)
             if is_finished(directory, config.train.iterations):
-                tell(f"run {name} is finished")
+                tell(f"run {name} is finished; with another run_id there is another")
                 return _print_result(directory, config, console)
         if scheduler := scheduler_of(config):
             await_plan(scheduler, config, tell)
@@ -212,7 +213,12 @@ def _reason(log: Path, begins_at: int, code: int) -> str:
 def _print_result(directory: RunDirectory, config: RunConfig, console: Console) -> None:
     summary = directory.read_summary()
     assert summary is not None, "a run that ended well has its summary"
-    idle = ", ".join(f"{worker} {share:.0%}" for worker, share in summary["idle_fraction"].items())
+    # summaries of earlier versions lack it
+    loads = summary.get("loading_fraction", {})
+    idle = ", ".join(
+        f"{worker} {share:.0%}{loading(loads.get(worker, 0.0))}"
+        for worker, share in summary["idle_fraction"].items()
+    )
     is_emulated = config.engine.kind == "emulated"
     policy = "none, because it is emulated" if is_emulated else directory.policy_dir
     rewards = f"{summary['reward_before']:.2f} → {summary['reward_after']:.2f}"

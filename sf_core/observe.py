@@ -15,6 +15,7 @@ from sf_core.picture import draw_timeline
 from sf_core.scheduling.figures import DeviceFigures, device_figures
 from sf_core.scheduling.timeline import MAX_UNWRITTEN_S, Span, read_spans
 from sf_core.scheduling.trace import Bar, chrome_trace
+from sf_core.shown import loading
 from storage import files
 from storage.manifests import Manifest
 from storage.metrics import read_metrics, write_metrics
@@ -95,7 +96,7 @@ def table(figures: Mapping[int, Figures]) -> tuple[list[str], list[list[str]]]:
     devices = sorted({name for row in figures.values() for name in row if name.startswith("idle_")})
     names = {name: f"idle {name.removeprefix('idle_')}" for name in devices[:MAX_DEVICES]} | COLUMNS
     rows = [
-        [str(iteration), *(_cell(name, row.get(name)) for name in names), _lags(row)]
+        [str(iteration), *(_cell(name, row.get(name)) + _loading(name, row) for name in names), _lags(row)]
         for iteration, row in sorted(figures.items())
     ]
     return ["#", *names.values(), "tokens by lag"], rows
@@ -121,6 +122,11 @@ def _cell(name: str, value: float | None) -> str:
     return f"{value:.2f}" if name.endswith("_s") else f"{value:,.0f}"
 
 
+def _loading(name: str, row: Figures) -> str:
+    share = row.get(f"loading_{name.removeprefix('idle_')}", 0.0) if name.startswith("idle_") else 0.0
+    return loading(share)
+
+
 def _lags(row: Figures) -> str:
     return " ".join(f"{number:,.0f}" for name, number in row.items() if name.startswith("lag_"))
 
@@ -128,6 +134,7 @@ def _lags(row: Figures) -> str:
 def _row(figures: DeviceFigures, lags: Sequence[int]) -> Figures:
     row: Figures = {"seconds": figures.seconds}
     row |= {f"idle_{worker}": share for worker, share in figures.idle.items()}
+    row |= {f"loading_{worker}": share for worker, share in figures.loading.items()}
     row |= {
         "utilisation_train": figures.utilisation_train,
         "utilisation_rollout": figures.utilisation_rollout,

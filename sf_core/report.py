@@ -60,10 +60,19 @@ class Sampling:
     number: int
     uris: list[str]
     """Parquet files with the columns of storage.schema.SCHEMA."""
+    is_trained: bool = False
+    """A step has used them."""
 
     @property
     def label(self) -> str:
         return f"{self.kind} {self.number}"
+
+    @property
+    def fate(self) -> str:
+        """What became of the tokens."""
+        if self.kind == "trains iteration":
+            return "trained" if self.is_trained else "not trained yet"
+        return "never trained"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +80,7 @@ class SessionRows:
     session_id: str
     origin: str
     """The iteration that trains it, the policy version that it evaluates, or the newest that sampled it."""
+    fate: str
     branches: list[Trajectory]
 
 
@@ -117,7 +127,7 @@ def find_session(run: RunDirectory, session_id: str) -> SessionRows:
             if session_id in ids:
                 table = read_trajectories(uri, SCHEMA.names)
                 rows = to_rows(table.filter(pc.equal(table["session_id"], session_id)))
-                return SessionRows(session_id, sampling.label, rows)
+                return SessionRows(session_id, sampling.label, sampling.fate, rows)
             seen.extend(ids)
     hint = _did_you_mean(session_id, sorted(set(seen))) if seen else "; none is committed yet"
     raise ValueError(f"{run.run_id}: no session {session_id!r}{hint}")
@@ -131,7 +141,8 @@ def samplings(run: RunDirectory) -> Iterator[Sampling]:
         if evaluate is not None:
             yield Sampling("evaluates version", number, _parts(run, evaluate))
         if rollout is not None:
-            yield Sampling("trains iteration", number, _parts(run, rollout))
+            is_trained = run.read_manifest(number, "train") is not None
+            yield Sampling("trains iteration", number, _parts(run, rollout), is_trained)
         elif evaluate is None:
             break
     for number, uris in run.list_partitions("opened").items():

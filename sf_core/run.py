@@ -135,6 +135,7 @@ class Run:
             on_failure=rollout.on_failure.model_dump(),
             failed_reward=rollout.failed_reward,
             request_patience_s=rollout.request_patience_s,
+            ignored_fields=rollout.ignored_fields,
             num_batches=0 if evaluate_only else config.train.iterations,
             iteration=point.next_batch,
             version=point.version,

@@ -12,7 +12,8 @@ from typing import Any, get_args
 
 import yaml
 
-from sf_core.config import RunConfig, Settings
+from sf_core.config import RunConfig
+from sf_core.config_base import Settings
 
 WIDTH = 110
 

@@ -1,4 +1,4 @@
-"""How a wrong value is shown in the sentence that refuses it."""
+"""How values look in sentences and tables for people."""
 
 from __future__ import annotations
 
@@ -23,3 +23,8 @@ def shown(value: Any) -> str:
     "'xxxxxxxxxxxxxxxxxxxxxxxxxxx...xxxxxxxxxxxxxxxxxxxxxxxxxxxx'"
     """
     return _SHOWN.repr(value)
+
+
+def loading(share: float) -> str:
+    """What stands behind the idle share of a device: how much of the time it loaded, where that is seen."""
+    return f" ({share:.0%} loading)" if share >= 0.005 else ""

@@ -11,7 +11,8 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from sf_core.config import RunConfig, Settings
+from sf_core.config import RunConfig
+from sf_core.config_base import Settings
 from sf_core.run_states import progress
 from sf_core.shown import shown
 from sf_core.validation import validate_config

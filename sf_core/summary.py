@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -11,7 +11,8 @@ from sf_core.config import RunConfig
 from sf_core.iterations import Iteration, iteration_windows, read_iterations
 from sf_core.picture import draw_run
 from sf_core.report import held_out_rewards
-from sf_core.scheduling.timeline import Span, idle_fraction, read_spans
+from sf_core.scheduling.figures import Window, by_worker
+from sf_core.scheduling.timeline import Span, idle_fraction, loading_fraction, read_spans
 from sf_core.settings import command_started_at
 from storage.files import write_atomic
 from storage.run_directory import RunDirectory
@@ -23,7 +24,7 @@ def summarise(directory: RunDirectory, config: RunConfig) -> dict[str, Any]:
     seconds_rl is the time from the first `rollout` to the last `publish`, evaluations included, without the
     time between two attempts and what the first of them did of an iteration that the other one ended;
     tokens_per_second counts what was sampled in it, idle_fraction is the share of it in which a device
-    computed nothing;
+    computed nothing, loading_fraction the part of that in which it loaded;
     orchestration_seconds_per_iteration is what no stage accounts for: Prefect, Dask and manifests.
     """
     iterations = list(islice(read_iterations(directory), config.train.iterations))
@@ -44,10 +45,8 @@ def summarise(directory: RunDirectory, config: RunConfig) -> dict[str, Any]:
         "seconds_rl": round(seconds_rl, 2),
         "tokens_generated": tokens,
         "tokens_per_second": round(sum(i.sampled_tokens for i in iterations) / seconds_rl, 1),
-        "idle_fraction": {
-            worker: _idle([span for span in spans if span.worker == worker], windows)
-            for worker in sorted({span.worker for span in spans})
-        },
+        "idle_fraction": _shares(idle_fraction, spans, windows),
+        "loading_fraction": _shares(loading_fraction, spans, windows),
         "max_lag": max(i.stages["rollout"].data["max_lag"] for i in iterations),
         "orchestration_seconds_per_iteration": round(orchestration_seconds(iterations) / len(iterations), 3),
     }
@@ -73,10 +72,15 @@ def orchestration_seconds(iterations: Sequence[Iteration]) -> float:
     return total
 
 
-def _idle(spans: list[Span], windows: list[tuple[float, float]]) -> float:
+def _shares(
+    share_of: Callable[[list[Span], Window], float], spans: list[Span], windows: list[Window]
+) -> dict[str, float]:
+    """By device: a share of each window as a share of all of them."""
     length = sum(end - start for start, end in windows)
-    idle = sum(idle_fraction(spans, window) * (window[1] - window[0]) for window in windows)
-    return round(idle / length, 4) if length else 0.0
+    return {
+        worker: round(sum(share_of(own, w) * (w[1] - w[0]) for w in windows) / length, 4) if length else 0.0
+        for worker, own in sorted(by_worker(spans).items())
+    }
 
 
 def _started_at(directory: RunDirectory) -> float:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -16,13 +16,14 @@ import pyarrow.parquet as pq
 from storage import files
 from storage.files import FileRef
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Files of this and of every older version are read; tests/data has one folder per version."""
 _VERSION_KEY = b"seamlessflow.schema"
 METADATA = {_VERSION_KEY: str(SCHEMA_VERSION).encode()}
 ROW_GROUP_BYTES = 32 * 2**20
 """About as much of a table is one row group, before compression: what a writer or reader holds at once."""
 _READ_BYTES = 2**20
+_Rows = TypeVar("_Rows", pa.Table, pa.RecordBatch)
 
 
 def write_table(uri: str, table: pa.Table) -> FileRef:
@@ -51,12 +52,12 @@ def write_tables(uri: str, schema: pa.Schema, tables: Iterable[pa.Table]) -> Fil
 
 
 def read_table(uri: str, columns: list[str] | None = None, schema: pa.Schema | None = None) -> pa.Table:
-    """One file; with `columns`, only their bytes are read. Raises ValueError with one sentence if it is
-    missing, broken, lacks a column, has one of another type than `schema` says or is of a newer schema
-    version."""
+    """One file; with `columns`, only their bytes are read. A column of `schema` that its schema version did
+    not have yet is null. Raises ValueError with one sentence if it is missing, broken, lacks a column, has
+    one of another type than `schema` says or is of a newer schema version."""
     with _opened(uri, pre_buffer=True) as reader:
-        _check_columns(uri, reader.schema_arrow, columns, schema)
-        return reader.read(columns)
+        absent = _check_columns(uri, reader.schema_arrow, columns, schema)
+        return _fill_in(reader.read(_stored(columns, absent)), absent, columns, schema)
 
 
 def iter_batches(
@@ -64,8 +65,9 @@ def iter_batches(
 ) -> Iterator[pa.RecordBatch]:
     """One file, `max_rows` at a time, never whole in memory. Raises ValueError like `read_table`."""
     with _opened(uri, pre_buffer=False) as reader:
-        _check_columns(uri, reader.schema_arrow, columns, schema)
-        yield from reader.iter_batches(max_rows, columns=columns)
+        absent = _check_columns(uri, reader.schema_arrow, columns, schema)
+        for batch in reader.iter_batches(max_rows, columns=_stored(columns, absent)):
+            yield _fill_in(batch, absent, columns, schema)
 
 
 def offsets(rows: Sequence[Sized]) -> pa.Int32Array:
@@ -120,17 +122,47 @@ def _complete(uri: str) -> Iterator[None]:
         raise ValueError(f"{uri}: not a complete Parquet file: {reason}") from None
 
 
-def _check_columns(uri: str, found: pa.Schema, columns: list[str] | None, expected: pa.Schema | None) -> None:
-    if unknown := set(columns or ()) - set(found.names):
+def _check_columns(
+    uri: str, found: pa.Schema, columns: list[str] | None, expected: pa.Schema | None
+) -> list[pa.Field]:
+    """The columns asked for that the file's schema version did not have yet."""
+    is_older = int(_version(found)) < SCHEMA_VERSION
+    absent = [
+        field
+        for field in expected or ()
+        if is_older and field.name not in found.names and (columns is None or field.name in columns)
+    ]
+    if unknown := set(columns or ()) - set(found.names) - {field.name for field in absent}:
         raise ValueError(f"{uri}: has no column {', '.join(sorted(unknown))}")
     for field in expected or ():
         if field.name in found.names and found.field(field.name).type != field.type:
             kind = found.field(field.name).type
             raise ValueError(f"{uri}: column {field.name} is of type {kind}, expected {field.type}")
+    return absent
+
+
+def _stored(columns: list[str] | None, absent: Sequence[pa.Field]) -> list[str] | None:
+    names = {field.name for field in absent}
+    return None if columns is None else [name for name in columns if name not in names]
+
+
+def _fill_in(
+    rows: _Rows, absent: Sequence[pa.Field], columns: list[str] | None, schema: pa.Schema | None
+) -> _Rows:
+    if not absent or schema is None:
+        return rows
+    for field in absent:
+        rows = rows.append_column(field, pa.nulls(len(rows), field.type))
+    known = [name for name in columns or schema.names if name in rows.schema.names]
+    return rows.select(known + [name for name in rows.schema.names if name not in known])
+
+
+def _version(schema: pa.Schema) -> str:
+    return str((schema.metadata or {}).get(_VERSION_KEY, b"").decode())
 
 
 def _check_version(uri: str, schema: pa.Schema) -> None:
-    found = (schema.metadata or {}).get(_VERSION_KEY, b"").decode()
+    found = _version(schema)
     if not found.isdecimal():
         raise ValueError(f"{uri}: not written by SeamlessFlow: its metadata has no schema version")
     if int(found) > SCHEMA_VERSION:

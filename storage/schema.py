@@ -46,6 +46,7 @@ SCHEMA = pa.schema(
         ("policy_versions", pa.list_(pa.int32())),
         ("turns", pa.list_(TURN)),
         ("messages", pa.string()),
+        ("tools", pa.string()),
         ("reward", pa.float64()),
         ("reward_parts", pa.map_(pa.string(), pa.float64())),
         ("status", pa.string()),
@@ -106,3 +107,5 @@ class Trajectory:
     started_at: float
     """Unix seconds."""
     finished_at: float
+    tools: str | None = None
+    """The tools that its requests named, as JSON; None without any."""

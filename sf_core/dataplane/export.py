@@ -68,6 +68,7 @@ def export_session(
                 interruptions=sum(node.interruptions for node, _ in path if isinstance(node, Turn)),
                 started_at=session.started_at,
                 finished_at=finished_at,
+                tools=leaf.prompt.tools.decode() or None,
             )
         )
     return trajectories
@@ -111,11 +112,12 @@ def _leaves(turns: list[Turn]) -> list[Turn]:
 
 
 def _whole_parent(turn: Turn) -> Turn | None:
-    """The turn before this one on its line, if the line holds all of it."""
+    """The turn before this one on its line, if the line holds all of it and it was asked with the same tools:
+    a branch has one set of tools, also where the template does not show them."""
     prompt = turn.prompt
     for node, end in line(prompt.parent, prompt.start):
         if isinstance(node, Turn):
-            return node if end == node.end else None
+            return node if end == node.end and node.prompt.tools == prompt.tools else None
     return None
 
 
@@ -166,12 +168,12 @@ def _spans(path: _Path, stop_ids: tuple[int, ...]) -> list[TurnSpan]:
 def _prompt_spans(prompt: Prompt, end: int, stop_ids: tuple[int, ...]) -> list[TurnSpan]:
     """One span per message, as far as end-of-turn tokens tell them apart. What a template puts before the
     first message belongs to that one, the header of the coming answer to the last. A prompt that is shared in
-    part, or that came as ids, is one span."""
+    part, or that came as ids, is one span: `prompt`, unless all its messages are of one role."""
     roles = [message["role"] for message in prompt.messages]
     is_end = np.logical_or.reduce([prompt.ids == stop for stop in stop_ids])
     ends = (np.flatnonzero(is_end) + 1).tolist()[-len(roles) :]
     if len(ends) < len(roles) or end < prompt.end or not roles:
-        return [TurnSpan(roles[-1] if roles else "prompt", prompt.start, end)]
+        return [TurnSpan(roles[0] if len({*roles}) == 1 else "prompt", prompt.start, end)]
     edges = [0, *ends[:-1], len(prompt.ids)]
     return [
         TurnSpan(role, prompt.start + start, prompt.start + stop)

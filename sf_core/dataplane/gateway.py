@@ -18,7 +18,7 @@ from sf_core.dataplane.dialects.protocol import Dialect, Reply
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.host import SessionHost
 from sf_core.dataplane.inflight import Listener, Ticket, is_known, join_turn
-from sf_core.dataplane.request import TurnRequest, get, parse_object
+from sf_core.dataplane.request import TurnRequest, get, parse_object, refuse_undone
 from sf_core.dataplane.session import Session
 from sf_core.dataplane.turn import CONTEXT_OVERFLOW, count_tokens, open_request
 
@@ -38,6 +38,7 @@ class Turns:
         data = await read_body(receive)
         body = parse_object(data)
         run, session = await self._find_session(scope, get(body, "model", (str,), ""))
+        refuse_undone(body, run.spec.ignored_fields)
         requests = self._dialect.parse(body, session)
         try:
             turns = _join(run, session, requests, Ticket.of(scope["headers"], data))
@@ -70,6 +71,7 @@ class TokenCount:
         # no answer is asked for, so its length is not given
         body = {"max_tokens": 1} | parse_object(await read_body(receive))
         run, session = await self._find_session(scope, get(body, "model", (str,), ""))
+        refuse_undone(body, run.spec.ignored_fields)
         [request] = self._dialect.parse(body, session)
         await send_body(send, 200, orjson.dumps({"input_tokens": count_tokens(run, request)}))
 

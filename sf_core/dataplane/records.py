@@ -221,7 +221,8 @@ def places(record: Record) -> set[tuple[Literal["train", "holdout"], int]]:
 def _trajectory_bytes(trajectory: Trajectory) -> int:
     arrays = sum(getattr(trajectory, name).nbytes for name in _ARRAYS)
     objects = TRAJECTORY_BYTES + SPAN_BYTES * len(trajectory.turns)
-    return int(arrays + objects + sys.getsizeof(trajectory.messages))
+    texts = sys.getsizeof(trajectory.messages) + sys.getsizeof(trajectory.tools)
+    return int(arrays + objects + texts)
 
 
 def _trajectory_value(trajectory: Trajectory) -> dict[str, Any]:

@@ -107,6 +107,10 @@ class Renderer:
         """Text without special tokens."""
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
+    def shown(self, ids: list[int]) -> str:
+        """Text with special tokens."""
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+
     def _opens_thinking(self) -> bool:
         prompt = self.render([{"role": "user", "content": "hi"}], [])
         return prompt.rstrip().endswith("<think>")

@@ -5,6 +5,7 @@ Knows nothing of sessions, engines or sockets. Every check raises ApiError with 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.json_text import read_json
 from sf_core.dataplane.messages import Message
 from sf_core.dataplane.toolcalls import Tool
+from sf_core.undone import UNDONE
 
 Body = dict[str, Any]
 
@@ -178,8 +180,30 @@ def get(body: Body, name: str, kinds: tuple[type, ...], default: Any) -> Any:
     return value
 
 
+def refuse_undone(body: Body, ignored: Collection[str] = ()) -> None:
+    """What would change the answer and cannot be done is refused, but for the fields that the run ignores."""
+    for name in sorted(UNDONE.keys() & body.keys() - {*ignored}):
+        neutral = UNDONE[name]
+        instead = "".join(f", or make it {orjson.dumps(value).decode()}" for value in neutral)
+        refuse(
+            body,
+            name,
+            f"{name} is not supported and would change the answer: leave it out{instead}, or name it in the "
+            "run's rollout.ignored_fields to have it ignored.",
+            *neutral,
+        )
+
+
+def top_k(body: Body) -> int:
+    """As vLLM's clients send it: 0 and -1 mean no limit."""
+    value = get(body, "top_k", (int,), 0)
+    if value < -1:
+        raise ApiError(400, f"top_k must be at least -1, got {value}", param="top_k")
+    return max(0, int(value))
+
+
 def refuse(body: Body, name: str, sentence: str, *allowed: Any) -> None:
-    """What would change the answer and cannot be done is refused, never ignored."""
+    """Raises ApiError for a value that is not among those allowed; null is."""
     if (value := body.get(name)) is not None and value not in allowed:
         raise ApiError(400, sentence, param=name)
 

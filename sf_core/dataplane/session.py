@@ -15,6 +15,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import orjson
 
 from sf_core.dataplane.conversations import Conversation, Conversations
 from sf_core.dataplane.encoding import Encoded, encode_request
@@ -119,7 +120,8 @@ class Session:
             reason = self._branch_reason(keys, added, matched, encoded.place)
             begins = () if matched else keys[:2]
             prompt = self._add_prompt(
-                encoded, matched, added, len(messages), keys[-1], reason, forced, begins
+                *(encoded, matched, added, len(messages), keys[-1], reason, forced, begins),
+                tools=orjson.dumps(tools) if begins and tools else b"",
             )
         return prompt
 
@@ -268,6 +270,7 @@ class Session:
         reason: str | None,
         forced: str = "",
         opening: Sequence[bytes] = (),
+        tools: bytes = b"",
     ) -> Prompt:
         place, ids = self._tree.follow(encoded.place, encoded.ids)
         prompt = Prompt(
@@ -284,6 +287,7 @@ class Session:
             reason,
             forced,
             opening,
+            continues.prompt.tools if continues is not None else tools,
             tapes=self._tapes,
         )
         self._take_prompt(prompt)
@@ -294,7 +298,9 @@ class Session:
         self._prompts[prompt.chain, prompt.forced] = prompt
         self._openings.update(prompt.opening)
         self._tree.add(prompt)
-        self._num_bytes += PROMPT_BYTES + prompt.ids.nbytes + sum(map(size_of, prompt.messages))
+        tools = prompt.tools if prompt.continues is None else b""
+        held = prompt.ids.nbytes + len(tools) + sum(map(size_of, prompt.messages))
+        self._num_bytes += PROMPT_BYTES + held
 
     def _longest_match(self, keys: list[bytes]) -> Turn | None:
         """The deepest recorded turn whose conversation begins this one."""

@@ -59,6 +59,7 @@ class RunSpec(Body):
     engine_silence_s: float = Field(600.0, gt=0)
     """An engine that has work and says nothing for this long is dropped: longer than any prefill and any
     loading of weights. A dead process or network is noticed within 40 s by other means."""
+    ignored_fields: tuple[str, ...] = ()
     num_batches: int = Field(ge=0, le=MAX_INDEX)
     """Iterations of the whole run; 0 for evaluation only."""
     iteration: int = Field(ge=0, le=MAX_INDEX)
@@ -136,7 +137,7 @@ class SessionBody(Body):
     policy: str | None = None
     """As agents name the model. None: the run's."""
     group: str | None = Field(None, min_length=1)
-    """Sessions whose rewards are compared name the same."""
+    """Stored with the session; for whoever compares the rewards of sessions that name the same."""
     task_id: str = ""
     environment: str = ""
     metadata: dict[str, Any] = {}

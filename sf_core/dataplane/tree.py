@@ -83,6 +83,8 @@ class Prompt:
     """How its answers begin: text at the end of `ids` that is no part of the rendering."""
     opening: Sequence[bytes] = ()
     """Identities of the tools, and of tools and first message, where its conversation begins here."""
+    tools: bytes = b""
+    """The tools of its conversation as JSON; empty without any."""
     num_samples: int = 0
     """Turns begun from it."""
     tapes: Tapes = field(default_factory=lambda: Tapes())
@@ -233,6 +235,14 @@ def place_at(node: Node | None, at: int) -> Place:
     while node is not None and at <= node.start:
         node = node.parent
     return Place(node, at)
+
+
+def last_whole_turn(place: Place) -> Turn | None:
+    """The last turn before a place whose tokens are all on its line."""
+    for node, end in line(place.node, place.at):
+        if isinstance(node, Turn) and end == node.end:
+            return node
+    return None
 
 
 def common_length(a: Ids, b: Ids) -> int:

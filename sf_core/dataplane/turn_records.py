@@ -161,11 +161,14 @@ class RecordedTurn:
 
 def read_prompt(value: list[Any], session: Session) -> Prompt:
     """As the session so far makes it."""
-    values = dict(zip(_PROMPT_FIELDS, value, strict=True))
+    # journals of earlier versions lack the last fields
+    values = dict(zip(_PROMPT_FIELDS, value, strict=False))
+    continues = None if values["continues"] is None else session.turns[values["continues"]]
     decoded = {
         "parent": _read_node(values["parent"], session),
         "ids": np.frombuffer(values["ids"], dtype=np.int32),
-        "continues": None if values["continues"] is None else session.turns[values["continues"]],
+        "continues": continues,
+        "tools": values.get("tools", b"") if continues is None else continues.prompt.tools,
         "messages": orjson.loads(values["messages"]),
         "text": TextMark(*values["text"]),
         "seam": values["seam"] and Seam(values["seam"][0], TextMark(*values["seam"][1])),
@@ -198,6 +201,7 @@ def _prompt_value(prompt: Prompt) -> list[Any]:
     values["parent"] = _node_value(prompt.parent)
     values["continues"] = None if prompt.continues is None else prompt.continues.index
     values["ids"] = prompt.ids.tobytes()
+    values["tools"] = prompt.tools if prompt.continues is None else b""
     # JSON, because MessagePack has no integers of more than 64 bits
     values["messages"] = orjson.dumps(prompt.messages)
     return list(values.values())

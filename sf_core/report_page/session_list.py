@@ -35,8 +35,9 @@ class SessionFacts:
 
     session_id: str
     kind: str
-    """As in Sampling, as is `number`."""
+    """As in Sampling, as are `number` and `fate`."""
     number: int
+    fate: str
     task_id: str
     environment: str
     group_id: str | None
@@ -95,6 +96,7 @@ def _session(sampling: Sampling, branches: Sequence[dict[str, Any]]) -> SessionF
         **{name: first[name] for name in same},
         kind=sampling.kind,
         number=sampling.number,
+        fate=sampling.fate,
         branches=len(branches),
         **{name: sum(row[name] for row in branches) for name in ("tokens", "sampled", "interruptions")},
         min_version=min((v for row in branches if (v := row["min_version"]) is not None), default=None),

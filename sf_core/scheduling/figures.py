@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Literal, NamedTuple, get_args
 
 from sf_core.scheduling.lending import Refusal, not_lent
-from sf_core.scheduling.timeline import Span, covered_s, idle_fraction
+from sf_core.scheduling.timeline import Span, covered_s, idle_fraction, loading_fraction
 
 Window = tuple[float, float]
 
@@ -38,6 +38,8 @@ class DeviceFigures:
     """Length of the window."""
     idle: dict[str, float]
     """Idle fraction by device."""
+    loading: dict[str, float]
+    """The part of it in which the device loaded."""
     utilisation_train: float
     """Busy train time of the devices that trained, as a share of their time; 0 if none did."""
     utilisation_rollout: float
@@ -75,6 +77,7 @@ def device_figures(spans: Sequence[Span], window: Window) -> DeviceFigures:
     return DeviceFigures(
         seconds=seconds,
         idle={worker: idle_fraction(own, window) for worker, own in inside.items()},
+        loading={worker: loading_fraction(own, window) for worker, own in inside.items()},
         utilisation_train=_utilisation("train", inside, tags, window),
         utilisation_rollout=_utilisation("rollout", inside, tags, window),
         switches=[s for own in devices.values() for s in find_switches(own) if window[0] <= s.at < window[1]],

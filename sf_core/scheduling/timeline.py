@@ -173,6 +173,18 @@ def idle_fraction(spans: Iterable[Span], window: tuple[float, float]) -> float:
     return round(1.0 - covered_s((s for s in spans if s.kind == "busy"), window) / length, 6)
 
 
+def loading_fraction(spans: Iterable[Span], window: tuple[float, float]) -> float:
+    """Share of the window in which the device loaded an engine, weights or the trainer: idle, but not for
+    want of work.
+
+    >>> loading_fraction([Span("r0", "rollout", 0, 4, "moving", "load engine")], (0, 10))
+    0.4
+    """
+    length = window[1] - window[0]
+    loads = (span for span in spans if span.kind == "moving" and span.label.startswith("load "))
+    return round(covered_s(loads, window) / length, 6) if length > 0 else 0.0
+
+
 def gaps(spans: Iterable[Span]) -> list[tuple[str, float]]:
     """Times a device was held by nobody while its active tag changed: (from->to, seconds).
 

@@ -72,7 +72,7 @@ def wrong_values(field: dict[str, Any]) -> Iterator[Any]:
         if part.get("minLength"):
             yield ""
         if part.get("type") == "array":
-            yield []
+            yield [] if part.get("minItems") else ["no such"]
 
 
 WRONG = [(key, value) for key, field in settings(SCHEMA) for value in wrong_values(field)]

@@ -56,6 +56,7 @@ def test_its_conversations_are_exported(folder: Path) -> None:
     done = sf(folder, "export", "runs/quickstart", "--to", "trl", "out.jsonl")
     assert done.returncode == 0, done.stderr
     assert "out.jsonl: 16 conversations for trl; 0 left out" in done.stdout
+    assert "not checked" not in done.stdout and "something else" not in done.stdout
 
 
 def test_a_cleaned_run_goes_on_and_is_replayed_from_further_back(

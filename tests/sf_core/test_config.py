@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from sf_core.config import RunConfig, Settings
+from sf_core.config import RunConfig
+from sf_core.config_base import Settings
 from sf_core.config_file import differences, load_config, merge_sections
 from sf_core.validation import ConfigError, validate_config
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import load_dataset
 
-from sf_core.export import Exported, export
+from sf_core.export import export
 from storage import files
 from storage.run_directory import RunDirectory
 from storage.schema import Trajectory
@@ -53,12 +52,17 @@ def run(tmp_path: Path) -> RunDirectory:
     return run
 
 
+def written(uri: str, to: str, out: str) -> tuple[int, dict[str, int]]:
+    exported = export(uri, to, out)
+    return exported.rows, dict(exported.left_out)
+
+
 def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def without_nulls(value: Any) -> Any:
-    """`datasets` fills every mapping with the keys of all rows."""
+    """Parquet fills every mapping with the keys of all rows."""
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
@@ -66,7 +70,7 @@ def without_nulls(value: Any) -> Any:
 
 def test_trl_gets_prompts_and_what_the_policy_made_of_them(run: RunDirectory, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
-    assert export(run.uri, "trl", str(out)) == Exported(rows=2, left_out=Counter())
+    assert written(run.uri, "trl", str(out)) == (2, {})
     first, second = lines(out)
     calls = {key: value for key, value in CALLS.items() if key != "unparsed_calls"}
     assert (first["prompt"], first["completion"]) == ([SYSTEM, USER], [calls, *RESULTS, ANSWER])
@@ -80,12 +84,12 @@ def test_datasets_reads_trl_rows_as_they_were_written(run: RunDirectory, tmp_pat
     export(run.uri, "trl", str(out))
     loaded = load_dataset("json", data_files=str(out), split="train", cache_dir=str(tmp_path / "cache"))
     assert set(loaded.column_names) >= {"prompt", "completion", "reward"}
-    assert [without_nulls(row) for row in loaded.to_list()] == lines(out)
+    assert loaded.to_list() == lines(out)
 
 
 def test_verl_gets_messages_with_what_to_train(run: RunDirectory, tmp_path: Path) -> None:
     out = tmp_path / "out.parquet"
-    assert export(run.uri, "verl", str(out)) == Exported(rows=2, left_out=Counter())
+    assert written(run.uri, "verl", str(out)) == (2, {})
     # as MultiTurnSFTDataset opens it
     frame = pd.read_parquet(out, dtype_backend="pyarrow")
     first, second = (without_nulls(row) for row in frame["messages"].tolist())
@@ -102,7 +106,7 @@ def test_verl_gets_messages_with_what_to_train(run: RunDirectory, tmp_path: Path
 
 def test_sharegpt_speakers_take_turns(run: RunDirectory, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
-    assert export(run.uri, "sharegpt", str(out)) == Exported(rows=2, left_out=Counter())
+    assert written(run.uri, "sharegpt", str(out)) == (2, {})
     first, second = lines(out)
     assert first["system"] == "be brief" and second["system"] == ""
     speakers = [turn["from"] for turn in first["conversations"]]
@@ -120,13 +124,9 @@ def test_what_a_format_cannot_hold_is_left_out_and_counted(tmp_path: Path) -> No
     twice = conversation([USER, ANSWER, ANSWER])
     unprompted = conversation([ANSWER], given=0)
     sample(run, 0, [twice, unprompted])
-    assert export(run.uri, "sharegpt", str(tmp_path / "a.jsonl")) == Exported(
-        rows=0, left_out=Counter({"speakers do not take turns": 2})
-    )
-    assert export(run.uri, "trl", str(tmp_path / "b.jsonl")) == Exported(
-        rows=1, left_out=Counter({"no prompt before a sampled answer": 1})
-    )
-    assert export(run.uri, "verl", str(tmp_path / "c.parquet")) == Exported(rows=2, left_out=Counter())
+    assert written(run.uri, "sharegpt", str(tmp_path / "a.jsonl")) == (0, {"speakers do not take turns": 2})
+    assert written(run.uri, "trl", str(tmp_path / "b.jsonl")) == (1, {"no prompt before a sampled answer": 1})
+    assert written(run.uri, "verl", str(tmp_path / "c.parquet")) == (2, {})
 
 
 EXAMPLE = [{"role": "user", "content": "ex"}, ANSWER | {"content": "given"}]

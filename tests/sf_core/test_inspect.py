@@ -1,4 +1,6 @@
 import io
+import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -141,7 +143,8 @@ def test_a_session_is_shown_turn_by_turn_with_sampled_tokens_marked(run: RunDire
     text = shown(inspect_session(run.uri, "run-1.g2.0.a1"))
     assert "session run-1.g2.0.a1, trains iteration 1" in text
     assert "reward 1 (answer 1)  1.50 s" in text
-    assert "branch 0  9 tokens, 4 sampled, 4 trained  versions 0-1" in text
+    assert "branch 0  9 tokens, 4 sampled, 4 not trained yet  versions 0-1" in text
+    assert "«sampled, not trained yet»" in text
     assert "what is six times seven" in text
     assert "assistant  5-9     stop    e-r0    0-1       «calc 42 </s> thanks»" in text
 
@@ -164,6 +167,29 @@ def test_held_out_sessions_are_found_too(run: RunDirectory) -> None:
     text = shown(inspect_session(run.uri, "run-1.e1.0.a1"))
     assert "session run-1.e1.0.a1, evaluates version 1" in text
     assert "group none" in text
+
+
+@pytest.mark.parametrize(
+    ("session", "fate"),
+    [
+        ("run-1.g2.0.a1", "trained"),
+        ("run-1.e1.0.a1", "never trained"),
+        ("run-1.open.1", "never trained"),
+    ],
+)
+def test_what_became_of_the_tokens_is_said(run: RunDirectory, session: str, fate: str) -> None:
+    commit(run, 1, "train")
+    write_trajectories(run, 0, [trajectory("run-1.open.1", [*GIVEN, 0])], "part", "opened")
+    text = shown(inspect_session(run.uri, session))
+    assert f"«sampled, {fate}»" in text
+    assert re.search(rf"(\d) sampled, \1 {fate}  versions", text)
+
+
+def test_the_tools_of_a_branch_are_named(run: RunDirectory) -> None:
+    tools = json.dumps([{"type": "function", "function": {"name": name}} for name in ("calc", "\x1b[2J")])
+    write_trajectories(run, 0, [trajectory("run-1.open.1", [*GIVEN, 0], tools=tools)], "part", "opened")
+    assert "tools: calc, \\x1b[2J" in shown(inspect_session(run.uri, "run-1.open.1"))
+    assert "tools:" not in shown(inspect_session(run.uri, "run-1.e1.0.a1"))
 
 
 def test_sampled_text_cannot_steer_the_terminal(run: RunDirectory) -> None:

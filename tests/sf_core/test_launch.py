@@ -21,7 +21,8 @@ SUMMARY = {
     "seconds_total": 60.0,
     "tokens_generated": 1000,
     "tokens_per_second": 20.0,
-    "idle_fraction": {"r0": 0.5},
+    "idle_fraction": {"r0": 0.5, "t0": 0.25},
+    "loading_fraction": {"r0": 0.4, "t0": 0.0},
 }
 
 
@@ -39,8 +40,11 @@ def run(tmp_path: Path) -> RunDirectory:
 def test_a_finished_run_is_shown_and_not_run_again(run: RunDirectory) -> None:
     code, output = sf("resume", run.uri)
     assert code == 0, output
-    assert output.startswith("run r is finished held-out reward 0.25 → 0.75 in 2 iterations, 60 s")
+    assert output.startswith(
+        "run r is finished; with another run_id there is another held-out reward 0.25 → 0.75 in 2 iterations"
+    )
     assert f"policy {run.policy_dir} " in output
+    assert "idle devices r0 50% (40% loading), t0 25% picture" in output
 
 
 def test_an_emulated_run_is_said_to_have_no_policy(run: RunDirectory, tmp_path: Path) -> None:

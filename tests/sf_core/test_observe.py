@@ -50,6 +50,7 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> RunDirectory:
         write_spans(
             run,
             Span("t0", "train", at + 4, at + 9, "held", "", None, f"train-{number}"),
+            Span("t0", "train", at + 4, at + 5, "moving", "load trainer", number, f"train-{number}"),
             Span("t0", "train", at + 5, at + 8, "busy", "train", number, f"train-{number}"),
             Span("t0", "train", at + 8, at + 9, "moving", "save", number, f"train-{number}"),
         )
@@ -60,6 +61,7 @@ def test_figures_of_an_iteration_are_a_row_of_metrics(run: RunDirectory) -> None
     observe.record_figures(run, 2, is_over=True)
     row = observe.read_figures(run, range(3))[1]
     assert (row["iteration"], row["seconds"], row["idle_t0"]) == (1, 10, 0.5)
+    assert row["loading_t0"] == 0.1
     assert (row["utilisation_train"], row["utilisation_rollout"]) == (pytest.approx(0.3), pytest.approx(0.2))
     # from the revoke to the first work; from the end of training, in the iteration before, to the first token
     assert (row["to_train_mean_s"], row["to_rollout_max_s"]) == (2.0, 5.0)
@@ -116,7 +118,21 @@ def test_an_iteration_under_way_is_drawn_as_far_as_it_is(run: RunDirectory) -> N
 def test_devices_are_shown_as_a_table(run: RunDirectory) -> None:
     lines = shown(inspect_timeline(run.uri)).splitlines()
     assert lines[4].split()[:6] == ["#", "t0", "all", "train", "rollout", "switches"]
-    assert lines[6].split() == ["1", "50%", "50%", "30%", "20%", "2", "2.00", "5.00", "0", "100", "30", "10"]
+    assert "50% (10% loading)" in lines[6]
+    assert lines[6].replace(" (10% loading)", "").split() == [
+        "1",
+        "50%",
+        "50%",
+        "30%",
+        "20%",
+        "2",
+        "2.00",
+        "5.00",
+        "0",
+        "100",
+        "30",
+        "10",
+    ]
     assert run.timeline_picture in " ".join(lines)
 
 

@@ -85,6 +85,7 @@ def _row(
         interruptions=1,
         started_at=1.7e9,
         finished_at=1.7e9 + 1.25,
+        tools=None if session == "s1" else json.dumps([{"type": "function", "function": {"name": "calc"}}]),
     )
 
 

@@ -1,15 +1,25 @@
-"""The tables of docs/data.md name every column. That its code runs is shown in tests/e2e/test_data.py."""
+"""The tables of docs/data.md name every column, and its queries show iterations in order. That all its code
+runs is shown in tests/e2e/test_data.py."""
 
 import re
+import subprocess
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
+import pytest
 
-from storage.batches import BATCH_SCHEMA
+from storage.batches import BATCH_SCHEMA, write_batch
+from storage.metrics import write_metrics
 from storage.parquet import SCHEMA_VERSION
+from storage.run_directory import RunDirectory
 from storage.schema import SCHEMA, TURN
+from storage.trajectories import read_trajectories, write_trajectories
+from tests.sf_core.runs import configure, conversation, sample
 
-PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "data.md").read_text()
+SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
 def documented(section: str, header: str) -> dict[str, str]:
@@ -49,3 +59,47 @@ def test_every_field_of_a_turn_is_documented() -> None:
 
 def test_the_schema_version_is_documented() -> None:
     assert f"key `seamlessflow.schema`; it is {SCHEMA_VERSION}." in PAGE
+
+
+def test_make_run_trains_the_run_that_the_page_opens() -> None:
+    shown = subprocess.run(
+        ["make", "--dry-run", "run"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    assert "sf train configs/quickstart.yaml --set run_id=quickstart\n" in shown
+    opened = set(re.findall(r"runs/[^/\"']+(?=[/\"'])", "".join(SNIPPETS)))
+    assert opened == {"runs/quickstart"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a run of twelve iterations, of which only the data is real."""
+    folder = tmp_path_factory.mktemp("page")
+    run = RunDirectory(str(folder / "runs" / "quickstart"))
+    configure(run)
+    messages = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}]
+    for iteration in range(12):
+        rows = [conversation(messages, session_id=f"s{iteration}")]
+        sample(run, iteration, rows)
+        write_trajectories(run, iteration, rows, "evaluation-1", "evaluations")
+        write_metrics(run, "train", iteration, [dict.fromkeys(METRICS, 1.0)])
+        [table] = [read_trajectories(run.partition("trajectories", iteration) + "/rollout-1.parquet")]
+        facts = {"advantages": [np.ones(2, np.float32)], "weights": [1.0], "decisions": ["train"]}
+        write_batch(run, iteration, table, **facts, part="batch-1")  # type: ignore[arg-type]
+    return folder
+
+
+METRICS = ("loss", "entropy", "kl", "grad_norm", "clip_fraction", "lag_mean")
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 4, 5, 8])
+def test_iterations_sort_as_numbers(
+    folder: Path, number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    exec(compile(SNIPPETS[number - 1], f"docs/data.md, query {number}", "exec"), {})
+    table = re.sub(r"[│┆]", " ", capsys.readouterr().out).splitlines()
+    cells = [line.split() for line in table if line.split()]
+    # pandas numbers the rows of the third itself
+    column = 1 if number == 3 else 0
+    found = [int(row[column]) for row in cells if len(row) > 2 and row[column].isdigit()]
+    assert found == sorted(found) and {0, 2, 10} <= {*found}

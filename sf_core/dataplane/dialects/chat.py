@@ -24,8 +24,8 @@ from sf_core.dataplane.request import (
     parse_arguments,
     parse_stop,
     positive,
-    refuse,
     tool_choice,
+    top_k,
 )
 from sf_core.dataplane.session import Session
 from sf_core.dataplane.toolcalls import Tool
@@ -37,10 +37,6 @@ class Chat(OpenAI):
     name = "chat"
 
     def parse(self, body: Body, session: Session) -> list[TurnRequest]:
-        # penalties are not refused: like temperature, they are the run's to decide
-        refuse(body, "top_logprobs", "top_logprobs must be 0; the sampled token's log-prob is given", 0)
-        refuse(body, "response_format", "response_format must be text", {"type": "text"})
-        refuse(body, "functions", "functions are not supported; use tools", [])
         tools = parse_tools(body.get("tools"))
         chosen = body["tool_choice"].get("function") if isinstance(body.get("tool_choice"), dict) else None
         named = chosen.get("name") if isinstance(chosen, dict) else None
@@ -56,6 +52,7 @@ class Chat(OpenAI):
                 max_tokens=positive(body, "max_tokens") if limit is None else limit,
                 temperature=number(body, "temperature", 1.0, 0.0, 2.0),
                 top_p=number(body, "top_p", 1.0, 0.0, 1.0),
+                top_k=top_k(body),
                 seed=get(body, "seed", (int,), None),
                 num_samples=positive(body, "n", MAX_TURNS) or 1,
                 stream=get(body, "stream", (bool,), False),

@@ -12,7 +12,7 @@ from sf_core.dataplane.answer import Answer, Pieces, TokenLogprob
 from sf_core.dataplane.dialects.openai import DONE, OpenAI, usage
 from sf_core.dataplane.dialects.protocol import MAX_TURNS, data_event
 from sf_core.dataplane.errors import ApiError
-from sf_core.dataplane.request import Body, TurnRequest, get, number, parse_stop, positive, refuse
+from sf_core.dataplane.request import Body, TurnRequest, get, number, parse_stop, positive, refuse, top_k
 from sf_core.dataplane.session import Session
 
 DEFAULT_MAX_TOKENS = 16
@@ -23,8 +23,6 @@ class Completions(OpenAI):
     name = "completions"
 
     def parse(self, body: Body, session: Session) -> list[TurnRequest]:
-        refuse(body, "echo", "echo is not supported: the prompt has no log-probs", False)
-        refuse(body, "suffix", "suffix is not supported", "")
         num_samples = positive(body, "n", MAX_TURNS) or 1
         refuse(body, "best_of", "best_of must equal n", num_samples)
         logprobs = get(body, "logprobs", (int,), None)
@@ -41,6 +39,7 @@ class Completions(OpenAI):
                 max_tokens=positive(body, "max_tokens") or DEFAULT_MAX_TOKENS,
                 temperature=number(body, "temperature", 1.0, 0.0, 2.0),
                 top_p=number(body, "top_p", 1.0, 0.0, 1.0),
+                top_k=top_k(body),
                 seed=get(body, "seed", (int,), None),
                 num_samples=num_samples,
                 stream=get(body, "stream", (bool,), False),

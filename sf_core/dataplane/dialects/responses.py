@@ -24,6 +24,7 @@ from sf_core.dataplane.request import (
     positive,
     refuse,
     tool_choice,
+    top_k,
 )
 from sf_core.dataplane.session import Session
 from sf_core.dataplane.toolcalls import Tool
@@ -41,10 +42,7 @@ class Responses(OpenAI):
     name = "responses"
 
     def parse(self, body: Body, session: Session) -> list[TurnRequest]:
-        refuse(body, "background", "background must be false", False)
-        refuse(body, "conversation", "conversation is not supported; use previous_response_id")
         refuse(body, "prompt", "stored prompts are not supported; use instructions")
-        refuse(body, "top_logprobs", "top_logprobs must be 0; the sampled token's log-prob is given", 0)
         text = get(body, "text", (dict,), {})
         refuse(text, "format", "text.format must be text", {"type": "text"})
         tools = _parse_tools(get(body, "tools", (list,), []))
@@ -62,6 +60,7 @@ class Responses(OpenAI):
                 max_tokens=positive(body, "max_output_tokens"),
                 temperature=number(body, "temperature", 1.0, 0.0, 2.0),
                 top_p=number(body, "top_p", 1.0, 0.0, 1.0),
+                top_k=top_k(body),
                 stream=get(body, "stream", (bool,), False),
                 logprobs=LOGPROBS in get(body, "include", (list,), []),
             )

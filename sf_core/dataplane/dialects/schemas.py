@@ -1,6 +1,7 @@
 """What each dialect accepts, as JSON schemas for the OpenAPI document. What it does with it, its module says.
 
-Where a field is not named here it is ignored. Where it is and cannot be done, the one allowed value is given.
+Where a field is not named here it is ignored. Where it is and cannot be done, the values that change nothing
+are given (sf_core/undone.py).
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from sf_core.dataplane.dialects.protocol import MAX_TURNS
+from sf_core.undone import UNDONE
 
 Schema = dict[str, Any]
 
@@ -47,7 +49,13 @@ FUNCTION = fields(("name",), name=STRING, description=STRING, parameters=ANY_OBJ
 NAMED_TOOL = fields(("type", "function"), type={"const": "function"}, function=fields(("name",), name=STRING))
 TOOL_WORDS: Schema = {"enum": ["auto", "none", "required"]}
 
-_SAMPLING = _optional(temperature={"type": "number", "minimum": 0, "maximum": 2}, top_p=SHARE, stream=BOOLEAN)
+_UNDONE: dict[str, Schema] = {name: {"enum": [*neutral, None]} for name, neutral in UNDONE.items()}
+_SAMPLING = _UNDONE | _optional(
+    temperature={"type": "number", "minimum": 0, "maximum": 2},
+    top_p=SHARE,
+    top_k={"type": "integer", "minimum": -1, "maximum": 2**63 - 1},
+    stream=BOOLEAN,
+)
 _OPENAI = _SAMPLING | _optional(seed=INT64, stop=STOP, n=SAMPLES, stream_options=ANY_OBJECT)
 
 CHAT = fields(
@@ -74,14 +82,12 @@ CHAT = fields(
         max_tokens=POSITIVE,
         max_completion_tokens=POSITIVE,
         logprobs=BOOLEAN,
-        top_logprobs={"const": 0},
         tools={
             "type": "array",
             "items": fields(("type", "function"), type={"const": "function"}, function=FUNCTION),
         },
         tool_choice={"anyOf": [TOOL_WORDS, NAMED_TOOL]},
         parallel_tool_calls=BOOLEAN,
-        response_format=fields(("type",), type={"const": "text"}) | {"additionalProperties": False},
     ),
 )
 
@@ -103,8 +109,6 @@ COMPLETIONS = fields(
         max_tokens=POSITIVE,
         best_of=SAMPLES,
         logprobs={"const": 0},
-        echo={"const": False},
-        suffix={"const": ""},
     ),
 )
 
@@ -151,8 +155,6 @@ RESPONSES = fields(
         previous_response_id=STRING,
         include={"type": "array", "items": STRING},
         store=BOOLEAN,
-        background={"const": False},
-        top_logprobs={"const": 0},
         tools={
             "type": "array",
             "items": {**FUNCTION, "required": ["type", "name"]}
@@ -196,6 +198,7 @@ MESSAGES = fields(
             ]
         },
     },
+    **_UNDONE,
     **_optional(
         system=_text("text"),
         temperature=SHARE,

@@ -45,6 +45,7 @@ function iterationTable(figures) {
     number("seconds", (row) => row.seconds, fixed(2)),
     number("tokens/s", speed, whole),
     number("idle", idleShare, percent),
+    number("of it loading", loadingShare, percent),
     { name: "stages", text: true, value: (row) => row.stages.join(" ") },
   ]);
 }
@@ -60,6 +61,12 @@ function idleNames(rows) {
 /* Of all devices, in one iteration; null where it is not recorded. */
 function idleShare(row) {
   const shares = idleNames([row]).map((name) => row.devices[name]);
+  return shares.length ? mean(shares) : null;
+}
+
+/* The part of the idle time in which devices loaded engines, weights or trainers. */
+function loadingShare(row) {
+  const shares = Object.keys(row.devices).filter((name) => name.startsWith("loading_")).map((name) => row.devices[name]);
   return shares.length ? mean(shares) : null;
 }
 

@@ -231,9 +231,9 @@ class Viewer {
     return this.facts.kind.startsWith("trains");
   }
 
-  /* Every sampled token counts in one branch: it is trained there, or belongs to the evaluated answer. */
+  /* Every sampled token counts in one branch: it is trained there, waits for it, or is never trained. */
   countedHere() {
-    return this.isTraining() ? "trained here" : "counted here";
+    return `counted here, ${this.facts.fate}`;
   }
 
   readToken(node) {

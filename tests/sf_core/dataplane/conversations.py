@@ -185,7 +185,7 @@ def state_of(session: Session) -> dict[str, Any]:
                 _number(prompt.continues),
                 prompt.messages,
                 prompt.num_messages,
-                (prompt.chain, prompt.forced, list(prompt.opening)),
+                (prompt.chain, prompt.forced, list(prompt.opening), prompt.tools),
                 (prompt.text, prompt.seam),
                 prompt.branch_reason,
                 prompt.num_samples,
@@ -224,7 +224,7 @@ def shown(renderer: Renderer, ids: list[int]) -> str:
 
 def check(record: Record) -> list[Trajectory]:
     """Invariants 1 to 3: rows hold, bit for bit, what engines were given and gave; every sampled token is
-    trained once, with its log-prob and version; nothing else is trained."""
+    trained once, with its log-prob, version and tools; nothing else is trained."""
     rows = record.export()
     by_id = {row.branch_id: row for row in rows}
     assert len(by_id) == len(rows)
@@ -236,6 +236,9 @@ def check(record: Record) -> list[Trajectory]:
         num_training = sum(bool(row.loss_mask[start:end].any()) for row in holding)
         assert num_training == bool(len(turn.ids)) or _has_equal(record, asked, turn)
         assert not len(turn.ids) or any(row.loss_mask[start:end].all() for row in holding)
+        training = [row for row in holding if row.loss_mask[start:end].any()]
+        tools = turn.prompt.tools.decode() or None
+        assert {row.tools for row in training} <= {tools} or _has_equal(record, asked, turn)
     for row in rows:
         _check_row(row, by_id)
     return rows

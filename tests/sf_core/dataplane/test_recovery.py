@@ -4,6 +4,7 @@ port, under agents that hold an OpenAI client and nothing else."""
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from sf_core.dataplane.turn import turn_seed
 from storage.trajectories import read_trajectories, to_rows
 from tests.sf_core.dataplane.stand import (
     BUDGET,
+    CALC,
     Server,
     converse,
     finish,
@@ -199,7 +201,8 @@ def test_a_session_that_an_agent_opened_survives_a_restart_until_it_is_finished(
     server.connect(script)
     opened = server.post("/sessions", {"run_id": "run", "task_id": "t7", "metadata": {"seed": 3}})
     path = f"/sessions/{opened['session_id']}"
-    body = {"model": "policy", "instructions": "be brief", "input": "hi"}
+    tools = [{"type": "function", **CALC["function"]}]
+    body = {"model": "policy", "instructions": "be brief", "input": "hi", "tools": tools}
     first = server.post(f"{path}/v1/responses", body)
     server.post(path + "/reward", {"reward": 0.5, "reward_parts": {"style": 0.5}})
     tree = server.get(path)
@@ -217,6 +220,7 @@ def test_a_session_that_an_agent_opened_survives_a_restart_until_it_is_finished(
     [(_, row)] = stored(plane.folder / "run")
     assert (row.task_id, row.reward, dict(row.reward_parts)) == ("t7", 0.5, {"style": 0.5})
     assert [span.role for span in row.turns].count("assistant") == 2
+    assert json.loads(row.tools or "") == [CALC]
 
 
 def test_killed_at_random_moments_what_agents_opened_is_stored_once(plane: Restarts) -> None:

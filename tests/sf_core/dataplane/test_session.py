@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import shutil
 from copy import deepcopy
 from pathlib import Path
@@ -29,6 +30,7 @@ from tests.sf_core.dataplane.conversations import (
     family,
     odd_ids,
     shown,
+    spill_and_take_back,
     user,
 )
 from tests.sf_core.dataplane.stand import CALC, say
@@ -330,3 +332,49 @@ def test_the_seed_of_a_turn_depends_on_its_place_and_on_what_failed_there() -> N
     seeds = {turn_seed(*key) for key in itertools.product((0, 1), places, (0, 1), (0, 1), (0, 1, 2))}
     assert len(seeds) == 48
     assert all(0 <= seed < 2**64 for seed in seeds)
+
+
+def test_a_row_has_the_tools_of_its_requests(renderer: Renderer) -> None:
+    session = Session("s")
+    first = sample(session, renderer, [user("a")], say(renderer, "x"), [CALC])
+    sample(session, renderer, [user("a"), first.message, user("b")], say(renderer, "y"), [CALC])
+    sample(session, renderer, [user("c")], say(renderer, "z"))
+    assert [row.tools and json.loads(row.tools) for row in export(session, renderer)] == [[CALC], None]
+
+
+def test_where_the_tools_change_a_branch_begins_though_the_tokens_go_on() -> None:
+    renderer = family("chatml")  # its template shows no tools
+    record = Record(renderer)
+    messages: list[Message] = [user("a")]
+    for tools in ([FIND], [FIND, CALC], []):
+        prompt = record.session.open_prompt(messages, tools, renderer)
+        messages = [*messages, record.answer(prompt, renderer.encode("x").tolist()).message, user("b")]
+    spill_and_take_back(record.session)
+    rows = check(record)
+    assert [json.loads(row.tools or "[]") for row in rows] == [[FIND], [FIND, CALC], []]
+    assert [row.shared_prefix for row in rows] == [0, len(rows[0].token_ids), len(rows[1].token_ids)]
+    assert [int(row.loss_mask.sum()) for row in rows] == [2, 2, 2]
+
+
+def test_prompts_of_a_journal_that_knew_no_tools_are_read(renderer: Renderer) -> None:
+    session = Session("s")
+    sample(session, renderer, [user("a")], say(renderer, "x"), [CALC])
+    prompt, *others = session.records()
+    del prompt["prompt"][-1]
+    older = Session("s")
+    older.take_back([prompt, *others])
+    assert [row.tools for row in export(older, renderer)] == [None]
+    assert [row.token_ids.tolist() for row in export(older, renderer)] == [
+        row.token_ids.tolist() for row in export(session, renderer)
+    ]
+
+
+def test_messages_that_share_a_span_give_it_the_role_they_have_in_common(renderer: Renderer) -> None:
+    session = Session("s")
+    system = {"role": "system", "content": "be brief"}
+    answer = {"role": "assistant", "content": "given"}
+    sample(session, renderer, [system, user("a"), answer, user("b")], say(renderer, "x"))
+    sample(session, renderer, [system, user("a"), answer, user("c")], say(renderer, "y"))
+    whole, forked = export(session, renderer)
+    assert [span.role for span in whole.turns] == ["system", "user", "assistant", "user", "assistant"]
+    assert [span.role for span in forked.turns] == ["prompt", "prompt", "assistant"]

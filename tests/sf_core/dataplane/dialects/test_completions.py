@@ -85,6 +85,7 @@ def test_stop_strings_budget_and_log_probs_hold_here_too(server: Server, rendere
         ({"prompt": [1, "a"]}, "prompt[0] must be"),
         ({"prompt": [1_000_000]}, "Token ids must be from 0 to"),
         ({"echo": True}, "echo is not supported"),
+        ({"top_k": -2}, "top_k must be at least -1"),
         ({"logprobs": 3}, "logprobs must be 0"),
         ({"best_of": 4}, "best_of must equal n"),
         ({"prompt": ["a"] * 100, "n": 2}, "at most 128"),

@@ -156,7 +156,7 @@ def test_log_probs_are_those_of_the_engine(server: Server, renderer: Renderer, h
         ({"previous_response_id": "resp_x"}, 404, "unknown in this session"),
         ({"tools": [{"type": "web_search"}]}, 400, "only functions are supported, not web_search"),
         ({"text": {"format": {"type": "json_object"}}}, 400, "text.format must be text"),
-        ({"background": True}, 400, "background must be false"),
+        ({"background": True}, 400, "background is not supported"),
     ],
 )
 def test_bad_requests_get_a_sentence(
