@@ -15,6 +15,7 @@ from sf_core.dataplane.memory import MEMORY_MB
 from sf_core.scheduling.worker import LOG_SETTINGS, NO_DASHBOARD, worker_command, worker_environment
 
 LOOPBACK = "127.0.0.1"
+PREFECT_WORKER = "prefect-worker"
 PREFECT_SETTINGS = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "PREFECT_LOGGING_LEVEL": "WARNING",
@@ -48,7 +49,8 @@ def prefect_server(port: int, *, host: str = LOOPBACK, for_deployments: bool) ->
 def prefect_worker(pool: str) -> Part:
     """Takes runs of the pool from the server at PREFECT_API_URL and starts a process for each."""
     command = _module("prefect", "worker", "start", "--pool", pool, "--type", "process")
-    return Part("prefect-worker", command)
+    # or what Prefect starts by the path of a program of its own would find the storage.py beside it, not ours
+    return Part(PREFECT_WORKER, command, {"PYTHONSAFEPATH": "1"})
 
 
 def dask_scheduler(port: int, *, host: str = LOOPBACK) -> Part:

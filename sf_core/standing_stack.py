@@ -16,7 +16,9 @@ from pathlib import Path
 from sf_core import parts
 from sf_core.config import WorkerConfig
 from sf_core.local_stack import Ports, Services, stack_environment, start_services
+from sf_core.settings import cache_dir, prefect_home
 from sf_core.supervisor import StackError, Supervisor, end, read_pid
+from sf_core.surroundings import CACHE_DIR, PREFECT_HOME, check_open_files, check_place
 
 STOP_S = 15.0
 """A part has so long to end before it is killed."""
@@ -37,6 +39,9 @@ def up(
         raise StackError(f"{DEPLOYMENTS} is not there: install from a clone (make setup), which has it")
     if read_pid(folder) is not None:
         raise StackError(f"the stack in {folder} is up already; `sf down` ends it")
+    check_open_files()
+    check_place(prefect_home(), *PREFECT_HOME)
+    check_place(cache_dir(), *CACHE_DIR)
     for port in (ports.prefect, ports.scheduler, ports.dataplane):
         _check_free(port)
     environment = stack_environment() | {
