@@ -89,7 +89,8 @@ def down(folder: StackFolder = DEFAULT_STACK) -> None:
     """End what `sf up` started, and nothing else."""
     from sf_core.standing_stack import down as bring_down
 
-    console.print("the stack is down" if bring_down(folder.resolve()) else f"no stack is up in {folder}")
+    was_up = bring_down(folder.resolve(), console.print)
+    console.print("the stack is down" if was_up else f"no stack is up in {folder}")
 
 
 @app.command("setup-server")
