@@ -1,0 +1,7 @@
+"""The flows. Whoever starts them, what they import is ours."""
+
+import sys
+
+from sf_core.surroundings import check_names
+
+check_names(sys.path)

@@ -11,7 +11,6 @@ from typing import Any
 from prefect import flow
 
 from flows.warmstart import start_policy
-from sf_core.config import RunConfig
 from sf_core.policy_folders import check_memory, check_start
 from sf_core.progress import tell
 from sf_core.run import Run, RunRef, begin_attempt, check_held_out, open_config

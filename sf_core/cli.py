@@ -89,7 +89,8 @@ def down(folder: StackFolder = DEFAULT_STACK) -> None:
     """End what `sf up` started, and nothing else."""
     from sf_core.standing_stack import down as bring_down
 
-    console.print("the stack is down" if bring_down(folder.resolve()) else f"no stack is up in {folder}")
+    was_up = bring_down(folder.resolve(), console.print)
+    console.print("the stack is down" if was_up else f"no stack is up in {folder}")
 
 
 @app.command("setup-server")
@@ -258,4 +259,18 @@ def _interrupt(number: int, frame: object) -> None:
 
 
 def main() -> None:
+    from sf_core.settings import dataplane_url, prefect_api_url, reach_directly
+    from sf_core.surroundings import check_names, raise_open_files
+
+    try:
+        # as the processes that a command starts look for them
+        check_names([os.getcwd(), *sys.path])
+    except ImportError as error:
+        say_error(str(error))
+        sys.exit(2)
+    except FileNotFoundError:
+        say_error("the current folder is not there any more: call the command in another one")
+        sys.exit(2)
+    reach_directly(prefect_api_url(), dataplane_url())
+    raise_open_files()
     app()

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from sf_core.command_lock import HeldError, hold
 from sf_core.config import RunConfig
 from sf_core.dataplane.client import DataplaneClient, DataplaneError
 from sf_core.evaluation import open_evaluation
@@ -27,10 +28,11 @@ from sf_core.progress import HeldOutRewards, LineProgress, NewLines, RunProgress
 from sf_core.run import new_run_id
 from sf_core.run_states import is_finished
 from sf_core.scheduling.plan import await_plan, find_workers, make_plan, scheduler_of
-from sf_core.settings import dataplane_key, dataplane_url, prefect_api_url
+from sf_core.settings import cache_dir, dataplane_key, dataplane_url, prefect_api_url, prefect_home
 from sf_core.shown import loading
 from sf_core.stored_config import settled
 from sf_core.supervisor import Process, StackError, Supervisor
+from sf_core.surroundings import CACHE_DIR, PREFECT_HOME, check_open_files, check_place
 from storage.errors import StorageError
 from storage.files import absolute, check_writable, is_local
 from storage.run_directory import RunDirectory
@@ -61,7 +63,8 @@ def launch(flow: str, config: RunConfig, console: Console) -> None:
             # first: it may have been given more iterations than are done
             config = settled(config, tell)
             if is_finished(directory, config.train.iterations):
-                tell(f"run {name} is finished; with another run_id there is another")
+                more = "a larger train.iterations makes it go on, another run_id begins another"
+                tell(f"run {name} is already finished; {more}")
                 return _print_result(directory, config, console)
         if scheduler := scheduler_of(config):
             await_plan(scheduler, config, tell)
@@ -71,13 +74,18 @@ def launch(flow: str, config: RunConfig, console: Console) -> None:
     except ValueError as error:
         raise LaunchError(str(error)) from None
     local = Path(directory.uri if is_local(directory.uri) else Path.cwd() / "runs" / name)
+    _check_surroundings(config)
     local.mkdir(parents=True, exist_ok=True)
+    try:
+        lock = hold(local)
+    except HeldError as error:
+        raise LaunchError(str(error)) from None
     console.print(Text.assemble("run ", (name, "bold"), f" in {directory.uri}"), soft_wrap=True)
     paths = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
     env = {"PYTHONPATH": paths, "SF_STARTED_AT": str(started_at)}
     if config.engine.kind == "emulated":
         env["SF_EMULATED"] = "1"
-    with ExitStack() as ended, local_stack(local / "logs", env) as stack:
+    with lock, ExitStack() as ended, local_stack(local / "logs", env) as stack:
         try:
             _run(flow, config, stack, ended, local, console)
         except StackError as error:
@@ -89,6 +97,15 @@ def launch(flow: str, config: RunConfig, console: Console) -> None:
         _print_result(directory, config, console)
     else:
         tell(evaluation.describe())
+
+
+def _check_surroundings(config: RunConfig) -> None:
+    """Raises OSError, one sentence, if what is started here cannot work here."""
+    check_open_files()
+    if prefect_api_url() is None:
+        check_place(prefect_home(), *PREFECT_HOME)
+    if config.policy.model is None and scheduler_of(config) is None:
+        check_place(cache_dir(), *CACHE_DIR)
 
 
 def _run(

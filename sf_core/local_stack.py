@@ -214,7 +214,8 @@ def _worker(name: str, worker: WorkerConfig, scheduler: str, directory: Path) ->
 
 def _answers(url: str) -> bool:
     with contextlib.suppress(httpx.HTTPError):
-        return httpx.get(url, timeout=2.0).status_code < 500
+        # on loopback: a proxy that the environment names cannot reach it
+        return httpx.get(url, timeout=2.0, trust_env=False).status_code < 500
     return False
 
 

@@ -23,6 +23,7 @@ SERVER_SETTINGS = {
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "2",
     "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_BATCH_SIZE": "500",
 }
+PREFECT_WORKER = "prefect-worker"
 PREFECT_SETTINGS = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "PREFECT_LOGGING_LEVEL": "WARNING",
@@ -59,7 +60,8 @@ def prefect_server(port: int, *, host: str = LOOPBACK, for_deployments: bool) ->
 def prefect_worker(pool: str) -> Part:
     """Takes runs of the pool from the server at PREFECT_API_URL and starts a process for each."""
     command = _module("prefect", "worker", "start", "--pool", pool, "--type", "process")
-    return Part("prefect-worker", command)
+    # or what Prefect starts by the path of a program of its own would find the storage.py beside it, not ours
+    return Part(PREFECT_WORKER, command, {"PYTHONSAFEPATH": "1"})
 
 
 def dask_scheduler(port: int, *, host: str = LOOPBACK) -> Part:

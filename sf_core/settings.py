@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import urllib.request
 from pathlib import Path
+from urllib.parse import urlsplit
 
 
 def dataplane_key() -> str | None:
@@ -21,7 +23,7 @@ def cache_dir() -> Path:
     """Where warm-started policies are kept between runs (SF_CACHE_DIR, else the user's cache folder)."""
     if path := os.environ.get("SF_CACHE_DIR"):
         return Path(path)
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "seamlessflow"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "seamlessflow"
 
 
 def dataplane_url() -> str | None:
@@ -55,6 +57,23 @@ def command_started_at() -> float | None:
 def computes_nothing() -> bool:
     """Whether workers start without the libraries that compute (SF_EMULATED=1): those of emulated runs."""
     return os.environ.get("SF_EMULATED") == "1"
+
+
+def prefect_home() -> Path:
+    """Where Prefect keeps its database (PREFECT_HOME, else ~/.prefect)."""
+    return Path(os.environ.get("PREFECT_HOME") or Path.home() / ".prefect")
+
+
+def reach_directly(*urls: str | None) -> None:
+    """Except this machine and these servers from the proxies that the environment names, for this process and
+    what it starts (NO_PROXY): no proxy reaches them, and most wait long before they say so."""
+    if not urllib.request.getproxies():
+        return
+    hosts = ["127.0.0.1", "localhost", "::1", *(urlsplit(url).hostname or "" for url in urls if url)]
+    named = f"{os.environ.get('NO_PROXY', '')},{os.environ.get('no_proxy', '')}"
+    excepted = ",".join(filter(None, dict.fromkeys([*map(str.strip, named.split(",")), *hosts])))
+    # some libraries read one, some the other
+    os.environ["NO_PROXY"] = os.environ["no_proxy"] = excepted
 
 
 def visible_cuda_devices() -> list[str] | None:

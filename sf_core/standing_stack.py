@@ -11,12 +11,29 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from http.client import HTTPException
 from pathlib import Path
+from xmlrpc.client import Fault
+
+import psutil
 
 from sf_core import parts
 from sf_core.config import WorkerConfig
 from sf_core.local_stack import Ports, Services, stack_environment, start_services
-from sf_core.supervisor import StackError, Supervisor, end, read_pid
+from sf_core.settings import cache_dir, prefect_home
+from sf_core.supervised import carriers, end_marked
+from sf_core.supervisor import StackError, Supervisor, call, end, read_pid
+from sf_core.surroundings import CACHE_DIR, PREFECT_HOME, check_open_files, check_place
+
+POOL = "sf"
+"""Of the server, from which the stack takes its runs."""
+
+RETRIES = 2
+"""A run that crashed, or whose stack or machine did, is started again so often."""
+
+FLOW_RUN = "PREFECT__FLOW_RUN_ID"
+"""Environment variable of the processes that work on a flow run of a deployment."""
 
 STOP_S = 15.0
 """A part has so long to end before it is killed."""
@@ -37,6 +54,11 @@ def up(
         raise StackError(f"{DEPLOYMENTS} is not there: install from a clone (make setup), which has it")
     if read_pid(folder) is not None:
         raise StackError(f"the stack in {folder} is up already; `sf down` ends it")
+    # what a supervisor that was killed has left, such as a flow
+    end_marked(str(folder))
+    check_open_files()
+    check_place(prefect_home(), *PREFECT_HOME)
+    check_place(cache_dir(), *CACHE_DIR)
     for port in (ports.prefect, ports.scheduler, ports.dataplane):
         _check_free(port)
     environment = stack_environment() | {
@@ -49,9 +71,11 @@ def up(
     try:
         tell("waiting for Prefect, Dask and the data plane")
         services = start_services(stack, folder, workers, ports=ports, for_deployments=True)
-        stack.start(parts.prefect_worker("sf"))
         tell("deploying")
-        _call(stack.env, "sf_core", "setup-server")
+        _call(stack.env, "sf_core", "setup-server", "--retries", str(RETRIES))
+        for line in _call(stack.env, "tasks.lost_runs", "up", POOL, str(RETRIES)):
+            tell(line)
+        stack.start(parts.prefect_worker(POOL))
         _call(stack.env, "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(DEPLOYMENTS))
     except BaseException:
         stack.stop()
@@ -59,9 +83,29 @@ def up(
     return services
 
 
-def down(folder: Path) -> bool:
+def down(folder: Path, tell: Callable[[str], None]) -> bool:
     """End everything that the stack started; False if there was nothing."""
+    with suppress(OSError, HTTPException, Fault, psutil.Error, StackError):
+        _end_runs(folder, tell)
     return end(folder, STOP_S)
+
+
+def _end_runs(folder: Path, tell: Callable[[str], None]) -> None:
+    """End the process worker and its flow runs while the server is there to hear it: it would call them
+    Running for ever, and start no other."""
+    worker = psutil.Process(call(folder, "getProcessInfo", parts.PREFECT_WORKER)["pid"])
+    environment, started = worker.environ(), worker.children(recursive=True)
+    runs = {process: run for process, run in carriers(FLOW_RUN) if process in started}
+    if not runs:
+        return
+    # first, or it would start the next one
+    call(folder, "stopProcess", parts.PREFECT_WORKER, patience_s=STOP_S)
+    for process in runs:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(runs, STOP_S)
+    for line in _call(environment, "tasks.lost_runs", "down", *set(runs.values())):
+        tell(line)
 
 
 def _check_writable(folder: Path) -> None:
@@ -85,7 +129,8 @@ def _check_free(port: int) -> None:
             ) from None
 
 
-def _call(environment: dict[str, str], *module: str) -> None:
+def _call(environment: dict[str, str], *module: str) -> list[str]:
+    """The lines that it prints."""
     command = [sys.executable, "-m", *module]
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEPLOY_S)
@@ -94,3 +139,4 @@ def _call(environment: dict[str, str], *module: str) -> None:
     if done.returncode:
         said = (done.stderr or done.stdout).strip().splitlines()
         raise StackError(f"{' '.join(module)} failed: {said[-1] if said else done.returncode}")
+    return done.stdout.splitlines()

@@ -8,6 +8,12 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import psutil
 
 MARK = "SF_STACK"
 """Environment variable of everything that a stack started: the stack's folder."""
@@ -25,15 +31,24 @@ def end_marked(folder: str) -> bool:
     import psutil
 
     found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(MARK) == folder and process.pid != os.getpid():
+    for process, mark in carriers(MARK):
+        if mark == folder and process.pid != os.getpid():
+            with suppress(psutil.Error):
                 process.kill()
                 found.append(process)
-        except psutil.Error:
-            continue
     psutil.wait_procs(found, timeout=5)
     return bool(found)
+
+
+def carriers(variable: str) -> Iterator[tuple[psutil.Process, str]]:
+    """The processes of this machine that have an environment variable, with its value, as far as this one may
+    look."""
+    import psutil
+
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if value := process.environ().get(variable):
+                yield process, value
 
 
 def main() -> None:

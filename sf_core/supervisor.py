@@ -9,6 +9,7 @@ import shlex
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -149,20 +150,23 @@ class Supervisor:
         return self.folder / "supervisord.conf"
 
     def _launch(self) -> None:
-        self._daemon = subprocess.Popen(
-            [sys.executable, "-m", "sf_core.supervised", "-n", "-s", "-c", str(self._configuration)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env={**self.env, MARK: str(self.folder)},
-            start_new_session=True,
-            preexec_fn=None if self.stays else end_with_parent,
-        )
-        deadline = time.monotonic() + ANSWER_S
-        while read_pid(self.folder) != self._daemon.pid:
-            if self._daemon.poll() is not None or time.monotonic() > deadline:
-                raise StackError(f"supervisord does not start; log: {self.logs / 'supervisord.log'}")
-            time.sleep(0.02)
+        # what it says before it has its log
+        with tempfile.TemporaryFile() as said:
+            self._daemon = subprocess.Popen(
+                [sys.executable, "-m", "sf_core.supervised", "-n", "-s", "-c", str(self._configuration)],
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=said,
+                env={**self.env, MARK: str(self.folder)},
+                start_new_session=True,
+                preexec_fn=None if self.stays else end_with_parent,
+            )
+            deadline = time.monotonic() + ANSWER_S
+            while read_pid(self.folder) != self._daemon.pid:
+                if self._daemon.poll() is not None or time.monotonic() > deadline:
+                    said.seek(0)
+                    raise StackError(f"supervisord does not start: {_why(said.read(), self.logs)}")
+                time.sleep(0.02)
 
 
 @dataclass(eq=False)
@@ -276,6 +280,13 @@ class _UnixTransport(Transport):
         # where the base class looks for what it closes
         self._connection = host, self._made
         return self._made
+
+
+def _why(said: bytes, logs: Path) -> str:
+    """The first line of what it said, else where it may have written more."""
+    lines = said.decode(errors="replace").strip().splitlines()
+    log = logs / "supervisord.log"
+    return lines[0] if lines else f"see {log}" if log.exists() else "it says nothing"
 
 
 def _escaped(value: str) -> str:

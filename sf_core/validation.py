@@ -9,6 +9,12 @@ from pydantic import BaseModel, ValidationError
 from sf_core.config import RunConfig, WorkerConfig
 from sf_core.shown import shown
 
+PATTERNS = {
+    "run_id": "expected at most 100 letters, digits, `.`, `_` and `-`, the first a letter or digit",
+    "device": "expected cpu or cuda:N",
+}
+"""What the pattern of a setting says, in words."""
+
 
 class ConfigError(ValueError):
     """A configuration that cannot run; the message is one sentence for the user."""
@@ -39,6 +45,8 @@ def _sentence(error: Any) -> str:
         return f"{location}: unknown key; allowed here: {', '.join(_fields_at(error['loc'][:-1]))}"
     if not location:
         return message
+    if error["type"] == "string_pattern_mismatch":
+        message = PATTERNS[error["loc"][-1]]
     message = message[0].lower() + message[1:]
     return f"{location}: {message}" + (
         "" if error["type"] in ("missing", "value_error") else f", got {shown(error['input'])}"

@@ -13,7 +13,7 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
 from prefect.client.schemas.objects import StateType
 from prefect.events.actions import ChangeFlowRunState
-from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
+from prefect.events.schemas.automations import Automation, AutomationCore, EventTrigger, Posture
 from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 
 TAG = {"prefect.resource.id": "prefect.tag.seamlessflow", "prefect.resource.role": "tag"}
@@ -32,12 +32,12 @@ def setup(client: SyncPrefectClient, pool: str, retries: int, silence_s: float) 
     lines = [_put_pool(client, pool)]
     for wanted in (crash_silent_runs(silence_s), retry_crashed_runs(pool, retries)):
         found = client.read_automations_by_name(wanted.name)
-        if found:
+        if not found:
+            client.create_automation(wanted)
+        elif not _is(found[0], wanted):
             # an update sends what was set, which defaults such as the types of actions were not
             complete = AutomationCore.model_validate(wanted.model_dump(exclude={"owner_resource"}))
             client.update_automation(found[0].id, complete)
-        else:
-            client.create_automation(wanted)
         lines.append(f"automation {wanted.name!r}: {wanted.description}")
     return lines
 
@@ -93,6 +93,13 @@ def retry_crashed_runs(pool: str, retries: int) -> AutomationCore:
             )
         ],
     )
+
+
+def _is(found: Automation, wanted: AutomationCore) -> bool:
+    """Whether it is there as wanted. One that is written again forgets the silences that it had begun to
+    count: a run that was lost by then would never be found."""
+    ours = AutomationCore.model_fields.keys() - {"owner_resource"}
+    return all(getattr(found, name) == getattr(wanted, name) for name in ours)
 
 
 def _put_pool(client: SyncPrefectClient, name: str) -> str:

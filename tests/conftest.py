@@ -9,6 +9,7 @@ import pytest
 from hypothesis import settings
 from playwright.sync_api import Browser, expect, sync_playwright
 
+from tests.proxies import SilentProxy, silent_proxy
 from tests.s3_server import BUCKET, make_bucket, s3_server
 
 # how long an example takes is the machine's matter
@@ -54,6 +55,15 @@ def s3_bucket() -> Iterator[str]:
             patch.setenv(name, value)
         make_bucket(env)
         yield f"s3://{BUCKET}"
+
+
+@pytest.fixture
+def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[SilentProxy]:
+    """Named by the environment of this process. Ask for it last: it is for what the test calls."""
+    with silent_proxy() as proxy:
+        for name, value in proxy.environment.items():
+            monkeypatch.setenv(name, value)
+        yield proxy
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,7 @@ import orjson
 from sf_core.agents.reports import Reports, as_text
 from sf_core.agents.threads import Threads
 from sf_core.failures import Cause
+from sf_core.settings import reach_directly
 from sf_core.types import Endpoint, Task
 
 log = logging.getLogger(__name__)
@@ -104,7 +105,10 @@ class AgentRunner:
         """
         limits = httpx.Limits(max_connections=64, max_keepalive_connections=64)
         timeout = httpx.Timeout(60.0)
-        http = httpx.AsyncClient(base_url=self._url, headers=self._headers, limits=limits, timeout=timeout)
+        # given a transport, it uses no proxy that the environment names; agents' own clients may
+        direct = httpx.AsyncHTTPTransport(limits=limits)
+        reach_directly(self._url)
+        http = httpx.AsyncClient(base_url=self._url, headers=self._headers, timeout=timeout, transport=direct)
         async with http:
             self._http = http
             reporter = asyncio.create_task(self._reports.send(http))
@@ -132,7 +136,10 @@ class AgentRunner:
 
         def beat() -> None:
             path = f"/runs/{self._run_id}/runners/{self._runner_id}/alive"
-            with httpx.Client(base_url=self._url, headers=self._headers, timeout=BEAT_S) as http:
+            direct = httpx.HTTPTransport()
+            with httpx.Client(
+                base_url=self._url, headers=self._headers, timeout=BEAT_S, transport=direct
+            ) as http:
                 while not is_over.wait(BEAT_S):
                     # claims tell of a data plane that is away
                     with suppress(httpx.HTTPError):

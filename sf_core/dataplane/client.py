@@ -66,7 +66,9 @@ class DataplaneClient:
     ) -> None:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         timeout = httpx.Timeout(timeout_s, connect=CONNECT_S)
-        self._http = httpx.Client(base_url=url, headers=headers, timeout=timeout, verify=_tls())
+        # given a transport, it uses no proxy that the environment names
+        direct = httpx.HTTPTransport(verify=_tls())
+        self._http = httpx.Client(base_url=url, headers=headers, timeout=timeout, transport=direct)
         self._run = f"/runs/{run_id}"
         self._patience_s, self._timeout_s = patience_s, timeout_s
         self._stage: dict[str, Any] | None = None

@@ -139,6 +139,7 @@ class _EngineClient:
             return connect(
                 self._url,
                 additional_headers=self._headers,
+                proxy=None,
                 compression=None,
                 max_size=None,
                 # read on while the engine works, or pings would wait behind frames; what is in flight at an

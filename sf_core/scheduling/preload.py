@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import click
 from distributed.system import MEMORY_LIMIT
 
-import sf_core
 from sf_core.scheduling.roofline import Device, known_device
 from sf_core.settings import computes_nothing
+from sf_core.surroundings import check_names
 
 HEAVY = {
     "rollout": ("torch",),
@@ -41,12 +41,8 @@ def _kind(context: click.Context, option: click.Parameter, value: str | None) ->
 @click.option("--device-kind", callback=_kind, help="What the device is; see sf_core/scheduling/roofline.py.")
 @click.option("--device", help="The same as figures: a roofline Device in JSON.")
 async def dask_setup(worker: Any, device_kind: Device | None, device: str | None) -> None:
-    """Raises RuntimeError if another `tasks` or `storage` package shadows ours: the names are common ones."""
-    root = Path(sf_core.__file__).parent.parent
-    for name in ("tasks", "storage"):
-        package = importlib.import_module(name)
-        if Path(package.__file__ or "").parent.parent != root:
-            raise RuntimeError(f"package {name} comes from {package.__file__}, not from {root}")
+    """Raises ImportError if something else has the name of one of our packages."""
+    check_names(sys.path)
     for tag in worker.state.total_resources:
         for module in HEAVY.get(tag, ()):
             if module == "torch" and computes_nothing():

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from sf_core.command_lock import HeldError, hold
 from sf_core.config_file import load_config
 from sf_core.observe import read_figures
 from sf_core.supervised import MARK
@@ -27,6 +29,7 @@ from tests.e2e.invariants import manifests
 from tests.e2e.prefect_home import make_prefect_home
 from tests.e2e.secrets import PLANTED, leaks
 from tests.e2e.waiting import wait_until
+from tests.proxies import SilentProxy, silent_proxy
 
 pytestmark = pytest.mark.slow
 
@@ -46,8 +49,18 @@ def await_part(command: int, module: str) -> psutil.Process:
     return process
 
 
-def test_ctrl_c_leaves_no_process_and_the_run_is_resumed_as_it_was_configured(tmp_path: Path) -> None:
-    """Also when its data plane is killed. Its keys are nowhere in what it leaves."""
+@pytest.fixture
+def proxy() -> Iterator[SilentProxy]:
+    """For commands, not for this process."""
+    with silent_proxy() as proxy:
+        yield proxy
+
+
+def test_ctrl_c_leaves_no_process_and_the_run_is_resumed_as_it_was_configured(
+    tmp_path: Path, proxy: SilentProxy
+) -> None:
+    """Also when its data plane is killed, and where proxies are named that do not reach it. Its keys are
+    nowhere in what it leaves."""
     file = tmp_path / "run.yaml"
     settings = SMALL_RUN | {"run_id": "interrupted", "storage": {"root": str(tmp_path / "runs")}}
     file.write_text(yaml.safe_dump(settings))
@@ -57,6 +70,7 @@ def test_ctrl_c_leaves_no_process_and_the_run_is_resumed_as_it_was_configured(tm
         "SF_CACHE_DIR": str(tmp_path / "cache"),
         "PYTHONPATH": str(ROOT),
         **PLANTED,
+        **proxy.environment,
     }
     env.pop("PREFECT_API_URL", None)
     command = [sys.executable, "-m", "sf_core", "train", str(file)]
@@ -65,6 +79,8 @@ def test_ctrl_c_leaves_no_process_and_the_run_is_resumed_as_it_was_configured(tm
     wait_until(lambda: is_committed(config, 0, "publish") or process.poll() is not None, "an iteration", 120)
     children = psutil.Process(process.pid).children(recursive=True)
     assert len(children) >= 8
+    with pytest.raises(HeldError, match=f"process {process.pid} on "):
+        hold(Path(config.run_dir))
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 130, output.decode()
@@ -100,11 +116,12 @@ def test_ctrl_c_leaves_no_process_and_the_run_is_resumed_as_it_was_configured(tm
 
     again = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     assert again.returncode == 0
-    assert "run interrupted is finished" in again.stdout
+    assert "run interrupted is already finished" in again.stdout
 
     (tmp_path / "output").write_text(output.decode() + resumed + again.stdout)
     assert list(tmp_path.glob("prefect/*.db")) and list(tmp_path.glob("runs/*/logs/*.log"))
     assert leaks(tmp_path, PLANTED) == []
+    assert not proxy.was_asked()
 
 
 @pytest.mark.nightly

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 
 import psutil
 import pytest
+from prefect.states import Cancelling, Pending, Running
 
 from sf_core.parts import Part
+from sf_core.standing_stack import FLOW_RUN
 from tests.e2e.conftest import Cluster, is_committed
 from tests.e2e.invariants import manifests
 from tests.e2e.prefect_server import DEPLOYMENTS, Server, without_addresses
@@ -55,10 +59,42 @@ def test_a_run_whose_process_vanished_is_found(server: Server) -> None:
         assert done.returncode == 0, done.stderr
 
     setup(10)
+    with server.client() as client:
+        before = client.read_automations()
     command = [sys.executable, "-m", "tests.e2e.sleeping_flow"]
     [process] = server.stack.start(Part("vanishing", command, {"PREFECT_API_URL": server.api}, once=True))
     run = server.await_heartbeat("asleep")
     psutil.Process(process.pid()).kill()
+    # as a stack does that begins again
+    setup(10)
+    with server.client() as client:
+        assert client.read_automations() == before
     crashed = server.await_state(run, "Crashed", 90)
     setup(540)
     assert crashed.state and crashed.state.message == "no heartbeat for 10 s: its process is gone"
+
+
+def test_a_stack_that_begins_again_frees_the_places_of_runs_that_nobody_works_on(server: Server) -> None:
+    config = {"run_id": "lost"}
+    runs = [server.create_run(DEPLOYMENTS["train"], config) for _ in range(5)]
+    waiting, running, often, cancelled, alive = runs
+    with server.client() as client:
+        client.set_flow_run_state(waiting.id, Pending(), force=True)
+        for run in (running, often, often, often, cancelled, alive):
+            client.set_flow_run_state(run.id, Pending(), force=True)
+            client.set_flow_run_state(run.id, Running(), force=True)
+        client.set_flow_run_state(cancelled.id, Cancelling(), force=True)
+    with subprocess.Popen(["sleep", "60"], env=os.environ | {FLOW_RUN: str(alive.id)}) as process:
+        done = server.call("tasks.lost_runs", "up", "sf", "2")
+        process.kill()
+    assert done.returncode == 0, done.stderr
+    assert set(done.stdout.splitlines()) == {
+        f"run {waiting.name}: AwaitingRetry, its process is gone; it is started again where it stopped",
+        f"run {running.name}: AwaitingRetry, its process is gone; it is started again where it stopped",
+        f"run {often.name}: Crashed, its process is gone, and it was started 3 times",
+        f"run {cancelled.name}: Cancelled, its process is gone",
+    }
+    assert server.await_state(alive, "Running").run_count == 1
+    with server.client() as client:
+        for run in runs:
+            client.delete_flow_run(run.id)  # or a worker would start it

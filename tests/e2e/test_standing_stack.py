@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -18,7 +19,7 @@ from sf_core.supervised import MARK
 from tests.chaos.faults import Fault, Kill, KillEngine, Stop
 from tests.chaos.runner import run_through, run_undisturbed
 from tests.chaos.training import runs
-from tests.e2e.conftest import small_run
+from tests.e2e.conftest import is_committed, small_run
 from tests.e2e.invariants import manifests
 from tests.e2e.prefect_server import DEPLOYMENTS, PrefectApi
 from tests.e2e.standing import Stack
@@ -51,16 +52,45 @@ def test_every_part_is_up_and_the_runs_can_be_started(stack: Stack) -> None:
     wait_until(lambda: httpx.post(online, json={}).json(), "a process worker", every_s=0.5)
 
 
-def test_a_deployed_run_of_the_users_package_completes(stack: Stack, tmp_path: Path) -> None:
+def test_a_deployed_run_of_the_users_package_goes_on_when_the_stack_was_down(
+    stack: Stack, tmp_path: Path
+) -> None:
     (stack.user_code / "my_agent.py").write_text("from tests.e2e.echo_package import agent, reward, tasks\n")
     prefect = PrefectApi(stack.services.api)
     environment = {part: f"my_agent:{part}" for part in ("tasks", "agent", "reward")}
     config = small_run("deployed", tmp_path, environment=environment)
     run = prefect.create_run(DEPLOYMENTS["quickstart"], config.model_dump(mode="json"))
-    assert prefect.await_state(run, "Completed", 150).name == "deployed"
+    wait_until(lambda: is_committed(config, 0, "publish"), "an iteration", 120, every_s=0.1)
+    down = stack.sf("down")
+    ended = "run deployed: AwaitingRetry, sf down ended it; the next sf up starts it again where it stopped"
+    assert (down.returncode, ended in down.stdout) == (0, True), down.stdout + down.stderr
+    assert stack.processes() == []
+    before = manifests(config)
+    assert stack.up().returncode == 0
+    assert prefect.await_state(run, "Completed", 150).run_count == 2
     last = "iteration 2, 3 of 3: reward "
     wait_until(lambda: any(line.startswith(last) for line in prefect.logs(run)), "its line", every_s=0.5)
-    assert (2, "publish") in manifests(config)
+    after = manifests(config)
+    assert (2, "publish") in after
+    assert {key: after[key] for key in before} == before
+
+
+@pytest.mark.nightly
+def test_a_run_goes_on_when_the_machine_of_its_stack_was_reset(stack: Stack, tmp_path: Path) -> None:
+    prefect = PrefectApi(stack.services.api)
+    config = small_run("reset", tmp_path, train={"iterations": 30})
+    run = prefect.create_run(DEPLOYMENTS["train"], config.model_dump(mode="json"))
+    wait_until(lambda: is_committed(config, 0, "publish"), "an iteration", 120, every_s=0.1)
+    while left := stack.processes():
+        for process in left:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+    started = stack.up()
+    lost = "run reset: AwaitingRetry, its process is gone; it is started again where it stopped"
+    assert (started.returncode, lost in started.stdout) == (0, True), started.stdout + started.stderr
+    assert prefect.await_state(run, "Completed", 180).run_count == 2
+    log = (stack.folder / "logs" / "prefect-worker.log").read_text()
+    assert "Runner failed to retrieve flow" not in log
 
 
 def test_a_part_that_is_killed_comes_back(stack: Stack) -> None:

@@ -39,7 +39,8 @@ def test_a_resolved_configuration_reads_back_equal(config_file: Path) -> None:
         ("train.betas=[.nan, 0.9]", "train.betas.0: input should be a finite number, got nan"),
         ("engine.kind=vlm", "engine.kind: input should be 'torch', 'scripted' or 'emulated', got 'vlm'"),
         ("environment.agent=agent", "environment.agent: expected package.module:name, got 'agent'"),
-        ("run_id=../etc", "run_id: string should match pattern"),
+        ("run_id=../etc", "run_id: expected at most 100 letters, digits, `.`, `_` and `-`, "),
+        ("run_id=größe", "the first a letter or digit, got 'größe'"),
         (
             "rollout.max_tokens=9999",
             "rollout.max_tokens (9999) must be less than engine.context_length (512)",

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import resource
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
+from sf_core.command_lock import hold
 from sf_core.launch import _run_once
 from sf_core.local_stack import local_stack
 from sf_core.parts import Part
@@ -41,10 +46,57 @@ def test_a_finished_run_is_shown_and_not_run_again(run: RunDirectory) -> None:
     code, output = sf("resume", run.uri)
     assert code == 0, output
     assert output.startswith(
-        "run r is finished; with another run_id there is another held-out reward 0.25 → 0.75 in 2 iterations"
+        "run r is already finished; a larger train.iterations makes it go on, another run_id begins another "
+        "held-out reward 0.25 → 0.75 in 2 iterations, 60 s"
     )
     assert f"policy {run.policy_dir} " in output
     assert "idle devices r0 50% (40% loading), t0 25% picture" in output
+
+
+@pytest.fixture
+def stopped(run: RunDirectory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RunDirectory:
+    """It could go on."""
+    configure(run, train={"iterations": 3}, storage={"root": str(tmp_path / "[v2]")})
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect"))
+    monkeypatch.setenv("SF_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    return run
+
+
+def test_a_second_command_on_a_run_is_told_who_works_on_it(stopped: RunDirectory) -> None:
+    program = "import sys, time; from sf_core.command_lock import hold\nfrom pathlib import Path\n"
+    program += "lock = hold(Path(sys.argv[1])); print(flush=True); time.sleep(60)"
+    command = [sys.executable, "-c", program, stopped.uri]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as first:
+        assert first.stdout
+        first.stdout.readline()
+        code, output = sf("resume", stopped.uri)
+        who = f"run r is worked on by another command, process {first.pid} on {socket.gethostname()} since "
+        assert (code, who in output, "end it there with Ctrl-C" in output) == (1, True, True), output
+        assert first.poll() is None
+        first.kill()
+    with hold(Path(stopped.uri)):
+        pass
+
+
+@pytest.mark.parametrize("variable", ["PREFECT_HOME", "SF_CACHE_DIR"])
+def test_a_place_that_cannot_be_written_is_refused_before_anything_starts(
+    stopped: RunDirectory, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv(variable, "/dev/null/x")
+    code, output = sf("resume", stopped.uri)
+    sentence = f"cannot be written (Not a directory): set {variable} to another folder"
+    assert (code, sentence in output) == (2, True), output
+
+
+def test_too_few_open_files_are_refused_before_anything_starts(stopped: RunDirectory) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, limits[1]))
+    try:
+        code, output = sf("resume", stopped.uri)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert (code, "this process may have 512 files open" in output) == (2, True), output
 
 
 def test_an_emulated_run_is_said_to_have_no_policy(run: RunDirectory, tmp_path: Path) -> None:

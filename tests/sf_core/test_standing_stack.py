@@ -43,4 +43,4 @@ def test_a_deployment_that_hangs_is_an_error_of_the_stack(monkeypatch: pytest.Mo
 
 
 def test_where_nothing_is_up_nothing_is_ended(tmp_path: Path) -> None:
-    assert not down(tmp_path)
+    assert not down(tmp_path, print)

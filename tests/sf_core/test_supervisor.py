@@ -6,6 +6,7 @@ import os
 import shlex
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -90,6 +91,18 @@ def test_a_part_that_ends_before_it_is_ready_is_named_with_its_last_words(stack:
     [process] = stack.start(Part("broken", ["sh", "-c", "echo no such model; exit 7"]))
     with pytest.raises(StackError, match=r"broken ended: no such model \(.*broken.log\)"):
         stack.await_ready(process, lambda: False, 20)
+
+
+def test_a_supervisor_that_does_not_start_says_why(tmp_path: Path) -> None:
+    program = (
+        "import resource, sys; from pathlib import Path; from sf_core.supervisor import *\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))\n"
+        "Supervisor(Path(sys.argv[1]), Path(sys.argv[1]), {}).start()\n"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run([sys.executable, "-c", program, folder], capture_output=True, text=True)
+    [last] = done.stderr.strip().splitlines()[-1:]
+    assert "StackError: supervisord does not start: Error: The minimum number of file descriptors" in last
 
 
 def test_parts_end_with_a_supervisor_that_is_killed(stack: Supervisor) -> None:

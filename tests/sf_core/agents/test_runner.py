@@ -21,6 +21,7 @@ from sf_core.dataplane.rendering import Renderer
 from sf_core.types import Endpoint, Task
 from storage.trajectories import read_trajectories, to_rows
 from tests.e2e.echo_package import agent
+from tests.proxies import SilentProxy
 from tests.sf_core.dataplane.conftest import model_dir, renderer  # noqa: F401
 from tests.sf_core.dataplane.stand import Server, attended, running_app, running_process, say
 
@@ -122,6 +123,25 @@ def run_until_ready(server: Server, runner: AgentRunner) -> None:
         await working
 
     asyncio.run(asyncio.wait_for(work(), 60))
+
+
+def test_no_proxy_stands_between_agents_and_their_data_plane(
+    server: Server,
+    renderer: Renderer,  # noqa: F811
+    proxy: SilentProxy,
+) -> None:
+    server.register(group_size=1, groups_per_batch=1, num_batches=1)
+    server.connect(lambda prompt, seed: say(renderer, "42"))
+
+    async def work() -> None:
+        working = asyncio.ensure_future(make_runner(server.url).run())
+        while not (await asyncio.to_thread(server.get, "/runs/run/batches/0?wait_s=10"))["ready"]:
+            assert not working.done()
+        await asyncio.to_thread(server.post, "/runs/run/release")
+        assert await working == 1
+
+    asyncio.run(asyncio.wait_for(work(), 60))
+    assert not proxy.was_asked()
 
 
 def test_a_runner_whose_agents_block_its_event_loop_is_heard_all_the_same(

@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from sf_core.dataplane.client import DataplaneClient, DataplaneError
+from tests.proxies import SilentProxy
 
 
 class Answers(BaseHTTPRequestHandler):
@@ -52,6 +53,12 @@ def test_a_refusal_is_final(url: str) -> None:
     with pytest.raises(DataplaneError, match="starting"):
         DataplaneClient(url, "run", patience_s=10.0).status()
     assert Answers.statuses == [200]
+
+
+def test_no_proxy_stands_between_a_flow_and_its_data_plane(url: str, proxy: SilentProxy) -> None:
+    Answers.statuses = [200]
+    DataplaneClient(url, "run", patience_s=0.0, timeout_s=20).status()
+    assert not proxy.was_asked()
 
 
 def test_a_refusal_is_told_in_another_process_too() -> None:

@@ -28,6 +28,7 @@ from sf_core.dataplane.engines import Outbox
 from sf_core.dataplane.rendering import Renderer
 from sf_core.engines.scripted import ScriptedEngine
 from sf_core.types import WeightsRef
+from tests.proxies import SilentProxy
 from tests.sf_core.dataplane.stand import Server, running_app, say
 
 HELLO = {
@@ -84,6 +85,13 @@ def test_what_is_stale_is_turned_away(server: Server, renderer: Renderer) -> Non
     assert refusal(server, lease_id="other") == "superseded by a later attempt of the flow"
     server.post("/runs/run/release")
     assert refusal(server, lease_id="other", attempt=2) == "released"
+
+
+def test_no_proxy_stands_between_an_engine_and_its_data_plane(server: Server, proxy: SilentProxy) -> None:
+    server.register()
+    server.post("/runs/run/release")
+    assert refusal(server) == "released"
+    assert not proxy.was_asked()
 
 
 def test_a_later_start_of_a_lease_takes_the_place_of_the_earlier(server: Server, renderer: Renderer) -> None:

@@ -204,7 +204,7 @@ def test_a_name_that_is_connected_is_refused(bench: Bench) -> None:
         (["--tags", "a b"], "--tags: 'a b' is no tag or name: use letters, digits, '.', '_' and '-'"),
         (["--tags", "train,"], "--tags: '' is no tag or name: use letters"),
         (["--tags", "train", "--name", "a=b"], "'a=b' is no tag or name: use letters"),
-        (["--tags", "train", "--device", "gpu"], "--device: string should match pattern"),
+        (["--tags", "train", "--device", "gpu"], "--device: expected cpu or cuda:N, got 'gpu'"),
         (["--tags", "train", "--device", "cuda:64"], "device cuda:64 is not there: torch "),
         (["--tags", "train", "--device-kind", "k80"], "--device-kind: device kind 'k80' is not known; "),
         (

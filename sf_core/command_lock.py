@@ -1,0 +1,47 @@
+"""One command at a time works in the folder of a run, and the next one is told which it is."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TextIO
+
+
+class HeldError(ValueError):
+    """Another command works in the folder; the message says which, and what to do."""
+
+
+def hold(folder: Path) -> TextIO:
+    """Keep other commands out of the folder until the returned file is closed or this process ends. Raises
+    HeldError. A filesystem without locks keeps nobody out."""
+    file = open(folder / "command.lock", "a+")  # noqa: SIM115 the caller closes it
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        holder = _holder(file.read())
+        file.close()
+        raise HeldError(
+            f"run {folder.name} is worked on by {holder}: wait for its end, or end it there with Ctrl-C and "
+            "give this command again; --set run_id=NAME begins another run"
+        ) from None
+    except OSError:
+        return file
+    file.truncate(0)
+    json.dump({"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}, file)
+    file.flush()
+    return file
+
+
+def _holder(facts: str) -> str:
+    # it may not have written them yet
+    with suppress(ValueError, KeyError, TypeError):
+        read = json.loads(facts)
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(read["since"]))
+        return f"another command, process {read['pid']} on {read['host']} since {since}"
+    return "another command"

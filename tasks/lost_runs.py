@@ -1,0 +1,87 @@
+"""Flow runs of a stack that is ended or begins again: what becomes of those that nobody works on.
+
+`python -m tasks.lost_runs up POOL RETRIES` before a process worker of the pool starts, `... down RUN...` when
+the one that worked on these has ended. The server is the stack's own: all its processes are on this machine.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from uuid import UUID
+
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import FlowRunFilter, WorkPoolFilter
+from prefect.client.schemas.objects import FlowRun
+from prefect.states import AwaitingRetry, Cancelled, Crashed, State
+
+from sf_core.standing_stack import FLOW_RUN
+from sf_core.supervised import carriers
+
+CLAIMS = ["PENDING", "RUNNING", "CANCELLING"]
+"""Types of the states in which a run takes a place of its pool."""
+
+
+def find_lost(client: SyncPrefectClient, pool: str) -> list[FlowRun]:
+    """Runs of the pool that claim to be on while no process of this machine works on them."""
+    claiming = client.read_flow_runs(
+        flow_run_filter=FlowRunFilter.model_validate({"state": {"type": {"any_": CLAIMS}}}),
+        work_pool_filter=WorkPoolFilter.model_validate({"name": {"any_": [pool]}}),
+    )
+    at_work = {run for _, run in carriers(FLOW_RUN)}
+    return [run for run in claiming if str(run.id) not in at_work]
+
+
+def take_back(client: SyncPrefectClient, pool: str, retries: int) -> list[str]:
+    """Have lost runs started again, those excepted that were so often already; returns a line about each.
+
+    Not by the automation for crashed runs: a server that began again takes an event only after the one before
+    it, and gives up those that it has not seen itself after 15 minutes."""
+    return [_move(client, run, _once_lost(run, retries)) for run in find_lost(client, pool)]
+
+
+def hand_over(client: SyncPrefectClient, runs: Iterable[UUID]) -> list[str]:
+    """Leave runs that were ended with their stack to the next one; returns a line about each."""
+    lines = []
+    for run in map(client.read_flow_run, runs):
+        assert run.state
+        if run.state.type in CLAIMS or run.state.is_crashed():
+            lines.append(_move(client, run, _once_ended(run)))
+        else:
+            lines.append(f"run {run.name}: {run.state.name}")
+    return lines
+
+
+def _once_lost(run: FlowRun, retries: int) -> State:
+    assert run.state
+    if run.state.is_cancelling():
+        return Cancelled(message="its process is gone")
+    if run.run_count > retries:
+        return Crashed(message=f"its process is gone, and it was started {run.run_count} times")
+    return AwaitingRetry(message="its process is gone; it is started again where it stopped")
+
+
+def _once_ended(run: FlowRun) -> State:
+    assert run.state
+    if run.state.is_cancelling():
+        return Cancelled(message="its process was ended")
+    return AwaitingRetry(message="sf down ended it; the next sf up starts it again where it stopped")
+
+
+def _move(client: SyncPrefectClient, run: FlowRun, state: State) -> str:
+    client.set_flow_run_state(run.id, state, force=True)
+    return f"run {run.name}: {state.name}, {state.message}"
+
+
+def main(when: str, *arguments: str) -> None:
+    with get_client(sync_client=True) as client:
+        if when == "up":
+            pool, retries = arguments
+            lines = take_back(client, pool, int(retries))
+        else:
+            lines = hand_over(client, map(UUID, arguments))
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,37 @@
+"""A proxy as a company's network has one, which does not reach what is on this machine."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+VARIABLES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy")
+EXCEPTIONS = ("NO_PROXY", "no_proxy")
+
+
+@dataclass
+class SilentProxy:
+    """Takes connections and never says anything."""
+
+    listening: socket.socket
+
+    @property
+    def environment(self) -> dict[str, str]:
+        url = f"http://127.0.0.1:{self.listening.getsockname()[1]}"
+        return dict.fromkeys(VARIABLES, url) | dict.fromkeys(EXCEPTIONS, "")
+
+    def was_asked(self) -> bool:
+        self.listening.setblocking(False)
+        try:
+            self.listening.accept()[0].close()
+        except BlockingIOError:
+            return False
+        return True
+
+
+@contextmanager
+def silent_proxy() -> Iterator[SilentProxy]:
+    with socket.create_server(("127.0.0.1", 0), backlog=128) as listening:
+        yield SilentProxy(listening)
