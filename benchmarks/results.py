@@ -34,6 +34,7 @@ COMMANDS = {
     "storage": "benchmarks.storage",
     "gateway": "benchmarks.gateway --only throughput --only long",
     "gateway_turns": "benchmarks.gateway --only turns",
+    "streaming": "benchmarks.gateway --only streaming",
     "pipelines": "benchmarks.pipelines",
 }
 """What `python -m` runs for each name."""

@@ -97,6 +97,12 @@ ROWS = (
         "{agentlightning_long_requests_per_second:,.0f}, agent-lightning's",
     ),
     Row(
+        "streaming",
+        "{stream_sessions} agents stream at once, a token each {stream_step_ms:.0f} ms: tokens/s; "
+        "per core of the data plane; ms between events",
+        "{stream_tokens_per_second:,}; {stream_tokens_per_core_second:,}; {stream_gap_ms_p50:.0f}",
+    ),
+    Row(
         "pipelines",
         "{devices} emulated H100, half of them dual: tokens/s, idle",
         "{multiplexed[tokens_per_second]:,.0f}, {multiplexed[idle_fraction]:.1%}: multiplexed",
