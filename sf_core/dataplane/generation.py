@@ -167,7 +167,7 @@ class Generation:
             self._progress.set_result(None)
 
     def _wake_in_time(self) -> None:
-        """There are tokens to be seen: the first ones are told of at once, others in the pace's next round."""
+        """There are tokens to be seen: the first are told of at once, others in the pace's next round."""
         if self.pace is None or not self._num_seen:
             self.wake()
         elif self._progress is not None and not self._is_due:

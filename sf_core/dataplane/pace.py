@@ -1,4 +1,5 @@
-"""When the readers of streams look for new tokens: what a run spends on events is bounded, whatever it samples.
+"""When the readers of streams look for new tokens: how many events a run sends is bounded, however much it
+samples.
 
 An event costs the same for one token as for ten. Few streams get every token as it comes; many get the tokens
 of several steps of their engine in one event.
