@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-EVENT_S = 1e-4
-"""What each event takes of a round: 10,000 events per second at most, for 256 streams one in 26 ms each."""
+EVENT_S = 1 / 8000
+"""What each event takes of a round: 8 streams have an event per millisecond, 256 one in 32 ms each."""
 
 
 class Pace:
