@@ -231,6 +231,7 @@ def measure(kind: Callable[[Capture, float], None], renderer: Renderer, scale: f
     prompts = {turn.prompt for turn in capture.session.turns}
     distinct = sampled + sum(len(prompt.ids) for prompt in prompts)
     row_tokens = sum(len(row.token_ids) for row in rows)
+    record_seconds = sum(capture.turn_seconds) + sum(capture.copy_seconds)
     result: dict[str, Any] = {
         "turns": len(capture.session.turns),
         "tokens": distinct,
@@ -238,8 +239,9 @@ def measure(kind: Callable[[Capture, float], None], renderer: Renderer, scale: f
         "rows": len(rows),
         "trained_fraction": sum(int(row.loss_mask.sum()) for row in rows) / sampled,
         "row_token_ratio": round(row_tokens / distinct, 3),
-        "record_seconds": round(sum(capture.turn_seconds) + sum(capture.copy_seconds), 3),
+        "record_seconds": round(record_seconds, 3),
         "export_seconds": round(export_seconds, 3),
+        "seconds": round(record_seconds + export_seconds, 3),
         "peak_mb": round(_peak_mb(kind, renderer, scale), 2),
         "disk_bytes_per_token": round(_disk_bytes(rows) / row_tokens, 2),
     }

@@ -19,6 +19,8 @@ sessions     sessions open at once, their turns complete, rss_mb of the data pla
 memory       1,000 sessions with answers of 200 tokens, with room for all and below a bound: rss_mb of the
              data plane, what it wrote and read, and what a turn waits for a session that is on disk.
 turns        CPU of the data plane per turn at turn 200 over turn 10, 200 new tokens per turn.
+streaming    every agent streams, in each of the four dialects (gateway_streams.py): tokens per second of wall
+             time, and per second of the data plane's CPU.
 interrupt    64 streams in flight: pause, resume, evacuation of the engine that holds all of them.
 journal      turns written with fsync, and reading back a million tokens.
 """
@@ -43,6 +45,7 @@ from benchmarks.gateway_client import Load, Measured, Target, measure
 from benchmarks.gateway_memory import memory
 from benchmarks.gateway_peers import PEERS, running_peer
 from benchmarks.gateway_stand import Gateway, floor_target, gateway, start_floor
+from benchmarks.gateway_streams import stream_all
 from sf_core.local_stack import local_stack
 from sf_core.supervisor import StackError, Supervisor
 
@@ -63,6 +66,9 @@ class Sizes:
     memory_mb: float
     long_turns: int
     journal_turns: int
+    streams: int = 256
+    stream_tokens: int = 500
+    stream_step_ms: float = 10.0
 
 
 def main(
@@ -77,6 +83,9 @@ def main(
     memory_mb: float = 50.0,
     long_turns: int = 200,
     journal_turns: int = 5000,
+    streams: int = 256,
+    stream_tokens: int = 500,
+    stream_step_ms: float = 10.0,
 ) -> None:
     unknown = set(only or ()) - set(SECTIONS)
     if unknown:
@@ -93,6 +102,9 @@ def main(
         memory_mb,
         long_turns,
         journal_turns,
+        streams,
+        stream_tokens,
+        stream_step_ms,
     )
     line: Line = {"concurrency": concurrency}
     with tempfile.TemporaryDirectory() as temporary:
@@ -222,6 +234,11 @@ def turns_section(stack: Supervisor, folder: Path, sizes: Sizes) -> Line:
         return uvloop.run(lives.long_sessions(ours, sizes.long_turns))
 
 
+def streaming_section(stack: Supervisor, folder: Path, sizes: Sizes) -> Line:
+    with gateway(stack, folder) as ours:
+        return uvloop.run(stream_all(ours, sizes.streams, sizes.stream_tokens, sizes.stream_step_ms))
+
+
 def interrupt_section(stack: Supervisor, folder: Path, sizes: Sizes) -> Line:
     with gateway(stack, folder) as ours:
         return uvloop.run(lives.interruptions(ours, sizes.concurrency))
@@ -237,6 +254,7 @@ SECTIONS: dict[str, Callable[[Supervisor, Path, Sizes], Line]] = {
     "sessions": sessions_section,
     "memory": memory_section,
     "turns": turns_section,
+    "streaming": streaming_section,
     "interrupt": interrupt_section,
     "journal": journal_section,
 }

@@ -1,14 +1,76 @@
-"""An emulated engine as a process that dials out to a data plane: `python -m benchmarks.gateway_engine`."""
+"""An engine that computes nothing, as a process that dials out to a data plane:
+`python -m benchmarks.gateway_engine`."""
 
 from __future__ import annotations
+
+import time
+from collections.abc import Collection
 
 import typer
 
 from sf_core.dataplane.engine_client import serve_engine
-from sf_core.engines.emulated import EmulatedEngine
+from sf_core.engines.base import Engine
+from sf_core.engines.emulated import FIRST_ID, MAX_SLEEP_S, NUM_IDS, EmulatedEngine
+from sf_core.types import Chunk, FinishReason, GenerationRequest
 
 
-def main(url: str, run_id: str, lease: str, token_delay_ms: float, max_running: int = 10_000) -> None:
+class SteppingEngine:
+    """Samples one token for every request at each step, all at the same moment, as a device does, and
+    reports them at once. A step takes `step_s`, or what the reporting takes if that is longer."""
+
+    def __init__(self, step_s: float, version: int) -> None:
+        self.version = version
+        self._step_s = step_s
+        self._next_at = time.monotonic()
+        self._running: dict[str, tuple[int, int]] = {}
+        """Position of the next token in its turn, and of the end."""
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._running)
+
+    def submit(self, request: GenerationRequest) -> None:
+        self._running[request.request_id] = request.position, request.position + request.max_tokens
+
+    def abort(self, request_ids: Collection[str] | None = None) -> list[Chunk]:
+        ended = [name for name in self._running if request_ids is None or name in request_ids]
+        for name in ended:
+            del self._running[name]
+        return [Chunk(name, [], [], self.version, FinishReason.ABORT) for name in ended]
+
+    def step(self) -> list[Chunk]:
+        now = time.monotonic()
+        if now < self._next_at:
+            # new requests are seen meanwhile
+            time.sleep(min(self._next_at - now, MAX_SLEEP_S))
+            return []
+        self._next_at = max(self._next_at + self._step_s, now)
+        return [self._sample(name, at, end) for name, (at, end) in list(self._running.items())]
+
+    def _sample(self, name: str, at: int, end: int) -> Chunk:
+        is_last = at + 1 == end
+        if is_last:
+            del self._running[name]
+        else:
+            self._running[name] = at + 1, end
+        reason = FinishReason.LENGTH if is_last else None
+        return Chunk(name, [FIRST_ID + at % NUM_IDS], [-0.5], self.version, reason)
+
+    def load_weights(self, uri: str, version: int) -> None:
+        self.version = version
+
+    def close(self) -> None:
+        self._running.clear()
+
+
+def main(
+    url: str,
+    run_id: str,
+    lease: str,
+    token_delay_ms: float,
+    max_running: int = 10_000,
+    stepping: bool = False,
+) -> None:
     hello = {
         "run_id": run_id,
         "attempt": 1,
@@ -18,7 +80,13 @@ def main(url: str, run_id: str, lease: str, token_delay_ms: float, max_running: 
         "worker": lease,
         "max_running": max_running,
     }
-    serve_engine(url, None, hello, lambda w: EmulatedEngine(token_delay_ms / 1000, version=w.version))
+
+    def make(version: int) -> Engine:
+        if stepping:
+            return SteppingEngine(token_delay_ms / 1000, version)
+        return EmulatedEngine(token_delay_ms / 1000, version=version)
+
+    serve_engine(url, None, hello, lambda weights: make(weights.version))
 
 
 if __name__ == "__main__":

@@ -66,10 +66,11 @@ class Gateway:
             attempt=1,
         )
 
-    def connect(self, run_id: str, lease: str, token_delay_ms: float) -> None:
-        """Start an emulated engine; returns when the data plane may use it."""
+    def connect(self, run_id: str, lease: str, token_delay_ms: float, *, stepping: bool = False) -> None:
+        """Start an emulated engine, or one that steps; returns when the data plane may use it."""
         module = [sys.executable, "-m", "benchmarks.gateway_engine"]
         command = [*module, str(self.http.base_url), run_id, lease, str(token_delay_ms)]
+        command += ["--stepping"] if stepping else []
         [process] = self.stack.start(Part(f"engine-{run_id}-{lease}", command, once=True))
         self.engines[lease] = process
 

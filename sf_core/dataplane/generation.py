@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.pace import Pace
 from sf_core.types import Chunk, FinishReason, GenerationRequest, Sampling
 
 asked_by_request: ContextVar[list[Generation] | None] = ContextVar("asked_by_request", default=None)
@@ -52,6 +53,8 @@ class Generation:
         self.max_tokens, self.stop_token_ids, self.stream = max_tokens, stop_token_ids, stream
         self.on_start: Callable[[int], None] | None = None
         """Called with the policy version of the first engine that gets it."""
+        self.pace: Pace | None = None
+        """When a stream's reader hears of tokens behind the first ones; None: of each at once."""
         self.floor = floor
         """Only engines with this policy version or a later one may go on: versions never decrease."""
         self.token_ids: array[int] = array("i")
@@ -81,6 +84,9 @@ class Generation:
         self.num_moved_at = 0
         """How many tokens it had when it was last moved from a long queue; 0: never."""
         self._progress: asyncio.Future[None] | None = None
+        self._num_seen = 0
+        self._is_due = False
+        """Its reader is woken in the next round."""
 
     def comes_after(self, engine_id: str, version: int, num_tokens: int) -> None:
         """It extends so many recorded tokens, the last of them sampled by this engine with this version."""
@@ -150,7 +156,7 @@ class Generation:
         elif chunk.finish_reason is not None:
             self.finish(chunk.finish_reason)
         elif self.stream:
-            self.wake()
+            self._wake_in_time()
         return False
 
     def _interrupt(self, engine: str) -> None:
@@ -186,11 +192,33 @@ class Generation:
         if self._progress is not None and not self._progress.done():
             self._progress.set_result(None)
 
+    def _wake_in_time(self) -> None:
+        """There are tokens to be seen: the first are told of at once, others in the pace's next round."""
+        if self.pace is None or not self._num_seen:
+            self.wake()
+        elif self._progress is not None and not self._is_due:
+            self._is_due = True
+            self.pace.soon(self._take_its_round)
+
+    def _take_its_round(self) -> None:
+        self._is_due = False
+        # its reader may have been woken since, by an interruption
+        if self._has_more:
+            self.wake()
+
+    @property
+    def _has_more(self) -> bool:
+        return self.stream and len(self.token_ids) > self._num_seen
+
     async def progress(self, num_seen: int) -> None:
-        """Returns when there are more tokens than those seen (streams) or the turn is over. Raises ApiError
-        if the turn is refused."""
-        if not self.is_over and not (self.stream and len(self.token_ids) > num_seen):
+        """Returns when there are more tokens than those seen (streams; behind the first ones at their pace)
+        or the turn is over. Raises ApiError if the turn is refused."""
+        self._num_seen = num_seen
+        if not self.is_over and not (self._has_more and (self.pace is None or not num_seen)):
             self._progress = asyncio.get_running_loop().create_future()
+            if self._has_more:
+                self._wake_in_time()
             await self._progress
+            self._progress = None
         if self.refusal is not None:
             raise self.refusal

@@ -18,6 +18,7 @@ from sf_core.dataplane.generation import Generation
 from sf_core.dataplane.groups import Claim
 from sf_core.dataplane.journal import Journal
 from sf_core.dataplane.memory import Memory
+from sf_core.dataplane.pace import Pace
 from sf_core.dataplane.records import FinishedSession
 from sf_core.dataplane.rendering import Renderer
 from sf_core.dataplane.session import Session
@@ -60,6 +61,7 @@ class SessionHost(ABC):
         self.router = router
         self.grace_s = grace_s
         self.memory = memory
+        self.pace = Pace()
         self.released = False
         """The run is over, unless another attempt of its flow goes on with it."""
         self.sessions: dict[str, Session] = {}

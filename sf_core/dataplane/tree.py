@@ -249,11 +249,3 @@ def common_length(a: Ids, b: Ids) -> int:
     num = min(len(a), len(b))
     differing = np.flatnonzero(a[:num] != b[:num])
     return int(differing[0]) if len(differing) else num
-
-
-def last_whole_turn(place: Place) -> Turn | None:
-    """The last turn on the line to this place of which the line holds all."""
-    for node, end in line(place.node, place.at):
-        if isinstance(node, Turn) and end == node.end:
-            return node
-    return None

@@ -122,6 +122,7 @@ class TurnService:
             floor=max(prompt.version, session.floor),
         )
         self._generation.session_id = session.session_id
+        self._generation.pace = run.pace
         if (before := prompt.continues) is not None:
             self._generation.comes_after(before.engine.split(",")[-1], prompt.version, prompt.start)
         claim = session.claim

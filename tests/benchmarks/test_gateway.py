@@ -18,6 +18,7 @@ from benchmarks.gateway import Sizes, compare, gateways_section
 from benchmarks.gateway_client import Load, Measured, Target, answer_text, measure, streamed_content
 from benchmarks.gateway_lives import interruptions, journal
 from benchmarks.gateway_stand import gateway
+from benchmarks.gateway_streams import DIALECTS, stream_all
 from sf_core.engines.emulated import EmulatedEngine
 from sf_core.local_stack import local_stack
 from sf_core.policy import make_tokenizer
@@ -137,3 +138,14 @@ def test_interrupted_streams_lose_and_repeat_nothing(tmp_path: Path) -> None:
     with local_stack(tmp_path / "logs") as stack, gateway(stack, tmp_path) as ours:
         line = asyncio.run(interruptions(ours, num_streams=4))
     assert (line["tokens_lost"], line["tokens_repeated"], line["answers_wrong"]) == (0, 0, 0)
+
+
+@pytest.mark.slow
+def test_streams_of_every_dialect_are_read_whole(tmp_path: Path) -> None:
+    with local_stack(tmp_path / "logs") as stack, gateway(stack, tmp_path) as ours:
+        line = asyncio.run(stream_all(ours, count=4, num_tokens=30, step_ms=1.0))
+    for name in DIALECTS:
+        prefix = "stream" if name == "chat" else f"stream_{name}"
+        assert line[f"{prefix}_answers_wrong"] == 0
+        assert line[f"{prefix}_tokens_per_core_second"] > 0
+        assert 0 < line[f"{prefix}_events_per_token"] <= 1

@@ -1,0 +1,162 @@
+"""README's table of what was measured, made from benchmarks/results/: `python -m benchmarks.table`.
+
+A row whose benchmark has no file there is left out.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.results import RESULTS, ROOT
+
+README = ROOT / "README.md"
+BEGIN, END = "<!-- from here: python -m benchmarks.table -->", "<!-- to here -->"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Texts in the format language of `str.format`, whose fields are those of the benchmark's line."""
+
+    result: str
+    """Name of a benchmark in benchmarks/results.py."""
+    what: str
+    ours: str
+    baseline: str = ""
+
+
+ROWS = (
+    Row(
+        "orchestration",
+        "seconds per iteration without work",
+        "{orchestration_seconds_per_iteration:.2f}",
+        "{baseline_plain_prefect_seconds_per_iteration:.2f}, plain Prefect subflows",
+    ),
+    Row("orchestration", "idle seconds of a device per hand-over cycle", "{gap_seconds:.2f}"),
+    Row(
+        "engine",
+        "engine, 1M parameters, samples of different lengths, tokens/s, one thread",
+        "{1m[varied_lengths][ours_tokens_per_second]:,}",
+        "{1m[varied_lengths][transformers_tokens_per_second]:,}, `transformers.generate`",
+    ),
+    Row(
+        "engine",
+        "the same, all of one length",
+        "{1m[equal_lengths][ours_tokens_per_second]:,}",
+        "{1m[equal_lengths][transformers_tokens_per_second]:,}, `transformers.generate`",
+    ),
+    Row(
+        "quickstart_vs_trl",
+        "generation and training together, 1M parameters, tokens/s",
+        "{ours_1m[tokens_per_second]:,.0f}",
+        "{trl_1m[tokens_per_second]:,.0f}, TRL's `GRPOTrainer`",
+    ),
+    Row(
+        "quickstart_vs_trl",
+        "the same, 10M parameters",
+        "{ours_10m[tokens_per_second]:,.0f}",
+        "{trl_10m[tokens_per_second]:,.0f}, TRL's `GRPOTrainer`",
+    ),
+    Row(
+        "capture",
+        "record and export a session of {linear[turns]} turns and {linear[tokens]:,} tokens, s",
+        "{linear[seconds]:.2f}",
+        "{naive[record_seconds]:.1f}, encoding each request anew",
+    ),
+    Row(
+        "storage",
+        "stored trajectories, bytes per token",
+        "{bytes_per_token[parquet]:.1f}",
+        "{bytes_per_token[jsonl]:.1f}, JSONL; {bytes_per_token[jsonl_zstd]:.1f}, JSONL through zstd",
+    ),
+    Row(
+        "storage",
+        "rewards of an iteration of {rows:,} sessions, ms",
+        "{rewards_ms[parquet]:.1f}",
+        "{rewards_ms[jsonl]:.0f}, JSONL",
+    ),
+    Row(
+        "gateway_turns",
+        "CPU of a turn of 200 tokens in the gateway, turn 200 over turn 10",
+        "{turn_cost_ratio}",
+    ),
+    Row(
+        "gateway",
+        "requests/s of the gateway at saturation, answers of 20 tokens, each turn in the journal",
+        "{requests_per_second:,.0f}",
+        "{litellm_requests_per_second:,.0f}, LiteLLM's proxy; "
+        "{agentlightning_requests_per_second:,.0f}, agent-lightning's",
+    ),
+    Row(
+        "gateway",
+        "the same with 4,000-token prompts and 300 sampled tokens with log-probs",
+        "{long_requests_per_second:,.0f}",
+        "{litellm_long_requests_per_second:,.0f}, LiteLLM's proxy; "
+        "{agentlightning_long_requests_per_second:,.0f}, agent-lightning's",
+    ),
+    Row(
+        "streaming",
+        "{stream_sessions} agents stream at once, a token each {stream_step_ms:.0f} ms: tokens/s; "
+        "per core of the data plane; ms between events",
+        "{stream_tokens_per_second:,}; {stream_tokens_per_core_second:,}; {stream_gap_ms_p50:.0f}",
+    ),
+    Row(
+        "pipelines",
+        "{devices} emulated H100, half of them dual: tokens/s, idle",
+        "{multiplexed[tokens_per_second]:,.0f}, {multiplexed[idle_fraction]:.1%}: multiplexed",
+        "{colocated_drained[tokens_per_second]:,.0f}, {colocated_drained[idle_fraction]:.1%}: "
+        "colocated, drained; {async[tokens_per_second]:,.0f}, {async[idle_fraction]:.1%}: async; "
+        "{disaggregated[tokens_per_second]:,.0f}, {disaggregated[idle_fraction]:.1%}: disaggregated",
+    ),
+)
+
+
+def table(folder: Path = RESULTS) -> str:
+    """The table in Markdown, and the machines of its figures."""
+    stored = {
+        row.result: json.loads(file.read_text())
+        for row in ROWS
+        if (file := folder / f"{row.result}.json").exists()
+    }
+    lines = ["| measured | ours | baseline, same run | script | at |", "|---|---|---|---|---|"]
+    lines += [_line(row, stored[row.result]) for row in ROWS if row.result in stored]
+    machines = dict.fromkeys(_machine(result["machine"]) for result in stored.values())
+    return "\n".join([*lines, "", *(f"On {machine}." for machine in machines)])
+
+
+def _line(row: Row, result: dict[str, Any]) -> str:
+    try:
+        what, ours, baseline = (text.format(**result["line"]) for text in (row.what, row.ours, row.baseline))
+    except KeyError as error:
+        raise ValueError(
+            f"benchmarks/results/{row.result}.json has no {error} in its line, which the row {row.what!r} "
+            f"of benchmarks/table.py shows: run python -m benchmarks.results {row.result}"
+        ) from None
+    at = f"{result['date'][:10]}, {result['commit'][:7]}"
+    return f"| {what} | {ours} | {baseline} | `{result['command']}` | {at} |"
+
+
+def _machine(machine: dict[str, Any]) -> str:
+    return (
+        f"{machine['cores']} CPU cores and {machine['memory_gib']} GiB, "
+        f"Python {machine['python']}, torch {machine['torch']}"
+    )
+
+
+def in_readme(readme: str, inside: str) -> str:
+    """The text with this between the marks. Raises ValueError where they are missing."""
+    before, begin, rest = readme.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"README.md has no part between {BEGIN!r} and {END!r} for the table")
+    return f"{before}{BEGIN}\n{inside}\n{END}{after}"
+
+
+def main() -> None:
+    README.write_text(in_readme(README.read_text(), table()))
+
+
+if __name__ == "__main__":
+    main()
