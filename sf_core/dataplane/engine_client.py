@@ -176,8 +176,7 @@ class _EngineClient:
                 self._handle(kind, value, engine, socket)
             started = time.time()
             chunks = engine.step()
-            tokens = sum(len(chunk.token_ids) for chunk in chunks)
-            self._steps.add(started, time.time(), engine.version, tokens)
+            self._steps.add(started, time.time(), engine.version, _num_tokens(chunks))
             self._send_chunks(socket, chunks)
 
     def _next_frame(self, socket: Connection, engine: Engine) -> bytes | None:
@@ -211,7 +210,9 @@ class _EngineClient:
             case "abort":
                 if value is None:
                     self._told_to_stop = time.time()
-                self._send_chunks(socket, engine.abort(value))
+                chunks = engine.abort(value)
+                self._steps.give_back(_num_tokens(chunks), engine.version)
+                self._send_chunks(socket, chunks)
             case "update":
                 self._load_weights(engine, WeightsRef(value["version"], value["uri"]))
                 socket.send(wire.pack("updated", engine.version))
@@ -268,6 +269,12 @@ class _Steps:
             self._has_sampled = True
             self.end()
 
+    def give_back(self, tokens: int, version: int) -> None:
+        """Tokens sampled in earlier steps that no step reported: their requests were aborted before."""
+        if tokens:
+            now = time.time()
+            self.add(now, now, version, tokens)
+
     def end(self) -> None:
         if self._span is not None:
             self._recorder.add("busy", "sample", *self._span, version=self._version, tokens=self._tokens)
@@ -277,6 +284,10 @@ class _Steps:
         assert self._span is not None
         is_close, is_short = start - self._span[1] < BUSY_GAP_S, start - self._span[0] < MAX_SPAN_S
         return is_close and is_short and version == self._version
+
+
+def _num_tokens(chunks: list[Chunk]) -> int:
+    return sum(len(chunk.token_ids) for chunk in chunks)
 
 
 class _Nobody:

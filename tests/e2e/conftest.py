@@ -18,12 +18,14 @@ from distributed import Client
 from sf_core.config import RunConfig, WorkerConfig
 from sf_core.local_stack import Services, local_stack, start_services
 from sf_core.scheduling.timeline import Span, read_spans
+from sf_core.stored_config import read_stored_config
 from sf_core.supervisor import Supervisor
 from sf_core.validation import validate_config
 from storage.run_directory import RunDirectory
 from tests.e2e.postgresql import postgresql
 from tests.e2e.prefect_home import make_prefect_home
 from tests.e2e.prefect_server import Server, prefect_server
+from tests.e2e.quickstart import CONFIG, options, sf
 from tests.e2e.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -114,10 +116,10 @@ def overlap_s(some: Iterable[Span], others: Iterable[Span]) -> float:
     return max(min(a.end, b.end) - max(a.start, b.start) for a, b in product(some, others))
 
 
-def spans(config: RunConfig, tag: str, kind: str = "busy") -> list[Span]:
-    """When the devices of a run were held or busy under this tag."""
+def spans(config: RunConfig, tag: str, kind: str = "busy", on: str | None = None) -> list[Span]:
+    """When the devices of a run, or the one of a worker, were held or busy under this tag."""
     found = read_spans(RunDirectory(config.run_dir))
-    return [span for span in found if (span.tag, span.kind) == (tag, kind)]
+    return [span for span in found if (span.tag, span.kind) == (tag, kind) and on in (None, span.worker)]
 
 
 def holders(config: RunConfig, tag: str) -> set[str]:
@@ -131,21 +133,26 @@ def is_committed(config: RunConfig, iteration: int, stage: str) -> bool:
 
 
 @contextmanager
-def running_cluster(folder: Path, workers: Mapping[str, WorkerConfig]) -> Iterator[Cluster]:
+def running_cluster(folder: Path, cache: Path, workers: Mapping[str, WorkerConfig]) -> Iterator[Cluster]:
     (folder / "user").mkdir()
     env = {
         "PREFECT_HOME": make_prefect_home(folder / "prefect"),
         "PYTHONPATH": f"{ROOT}:{folder / 'user'}",
-        "SF_CACHE_DIR": str(folder / "cache"),
+        "SF_CACHE_DIR": str(cache),
     }
     with local_stack(folder / "logs", env) as stack:
         yield Cluster(stack, folder, start_services(stack, folder, workers))
 
 
 @pytest.fixture(scope="session")
-def cluster(tmp_path_factory: pytest.TempPathFactory, s3_bucket: str) -> Iterator[Cluster]:
-    """Its processes inherit what reaches the bucket."""
-    with running_cluster(tmp_path_factory.mktemp("cluster"), RunConfig().cluster.workers) as cluster:
+def cluster(
+    tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config, s3_bucket: str
+) -> Iterator[Cluster]:
+    """Its processes inherit what reaches the bucket. Warm starts outlast the session: their cache knows them
+    by the code that makes them."""
+    assert pytestconfig.cache is not None
+    cache = pytestconfig.cache.mkdir("warmstarts")
+    with running_cluster(tmp_path_factory.mktemp("cluster"), cache, RunConfig().cluster.workers) as cluster:
         yield cluster
 
 
@@ -163,3 +170,14 @@ def server(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         with prefect_server(tmp_path_factory.mktemp("server"), env) as server:
             server.deploy()
             yield server
+
+
+@pytest.fixture(scope="session")
+def quickstart(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    """The quickstart as it is configured, but for its length: 12 of its iterations, held-out tasks before and
+    after. For all tests that need a run that learned; they only read it."""
+    folder = tmp_path_factory.mktemp("quickstart")
+    settings = options(run_id="quickstart", train__iterations=12, evaluate__every=12)
+    done = sf(folder, "train", CONFIG, *settings, on=cluster.services, timeout_s=540)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return read_stored_config(str(folder / "runs" / "quickstart"))

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from sf_core.config import RunConfig
 from sf_core.dataplane.journal import frames, kind_of, unframe
 from sf_core.dataplane.records import FinishedSession, read_finished
+from sf_core.scheduling.timeline import read_spans
 from storage import files
 from storage.run_directory import STAGES, RunDirectory
 from storage.schema import NOT_SAMPLED, Trajectory
@@ -46,7 +50,7 @@ def check_result(config: RunConfig) -> None:
     assert len(consumed) == len(set(consumed)) == config.train.iterations * config.rollout.groups_per_batch
     sessions: list[str] = []
     for k in range(config.train.iterations):
-        rows = _rows(config, k)
+        rows = trajectories(config, k)
         sessions_per_group = rows.group_by("group_id").aggregate([("session_id", "count_distinct")])
         assert sessions_per_group.num_rows == config.rollout.groups_per_batch
         assert set(sessions_per_group["session_id_count_distinct"].to_pylist()) == {config.rollout.group_size}
@@ -59,6 +63,7 @@ def check_result(config: RunConfig) -> None:
         rewards = [committed[k, stage]["data"]["reward_mean"] for stage in ("rollout", "filter", "train")]
         assert max(rewards) - min(rewards) < 1e-9
     assert len(sessions) == len(set(sessions))
+    check_devices(config)
     summary = json.loads(files.read_bytes(directory.path("summary.json")))
     assert summary["iterations"] == config.train.iterations
 
@@ -70,12 +75,39 @@ def weights(config: RunConfig) -> list[str]:
     return [next(ref["sha256"] for ref in refs if ref["uri"].endswith(FILE_NAME)) for refs in written]
 
 
+def check_devices(config: RunConfig) -> None:
+    """Invariant 6 as recorded: what a device did under a tag it did while the tag held it, and a tag holds it
+    when the one before has released it."""
+    lines = defaultdict(list)
+    for span in read_spans(RunDirectory(config.run_dir)):
+        lines[span.worker].append(span)
+    for spans in lines.values():
+        held = [span for span in spans if span.kind == "held"]
+        assert all(before.end <= after.start for before, after in pairwise(held))
+        for done in spans:
+            if done.kind in ("busy", "moving"):
+                within = [h for h in held if h.start <= done.start and done.end <= h.end]
+                assert [(h.tag, h.lease) for h in within] == [(done.tag, done.lease)], done
+
+
+def check_nothing_lost(config: RunConfig) -> None:
+    """Invariant 7 as stored, of a run without faults: whatever engines sampled is in the Parquet, once, also
+    where the device was taken before a request was through."""
+    sampled = sum(span.tokens for span in read_spans(RunDirectory(config.run_dir)))
+    tables = [trajectories(config, k) for k in range(config.train.iterations)]
+    tables += [_table(config, k, "evaluate") for k, stage in manifests(config) if stage == "evaluate"]
+    assert sampled == sum(pc.sum(pc.list_flatten(rows["loss_mask"])).as_py() for rows in tables)
+
+
 def check_tokens(rows: pa.Table) -> None:
     """Invariants 2 and 3 as stored: sampled tokens, and only they, are trained, each with its log-prob
-    and version; versions never decrease along a branch."""
-    for row in rows.select(
-        ["loss_mask", "logprobs", "policy_versions", "turns", "shared_prefix"]
-    ).to_pylist():
+    and version, in one branch; versions never decrease along a branch."""
+    columns = ["loss_mask", "logprobs", "policy_versions", "turns", "shared_prefix", "parent_branch_id"]
+    columns += ["token_ids", "session_id", "branch_id", "min_version", "max_version"]
+    found = rows.select(columns).to_pylist()
+    by_branch = {_branch(row): row for row in found}
+    assert len(by_branch) == len(found)
+    for row in found:
         sampled = [version is not None for version in row["policy_versions"]]
         assert sampled == [logprob is not None for logprob in row["logprobs"]]
         start = row["shared_prefix"]
@@ -85,6 +117,15 @@ def check_tokens(rows: pa.Table) -> None:
         assert sum(turn["end"] - turn["start"] for turn in spans) == sum(sampled)
         versions = [version for version in row["policy_versions"] if version is not None]
         assert versions == sorted(versions)
+        assert (versions[0], versions[-1]) == (row["min_version"], row["max_version"])
+        assert any(row["loss_mask"]), "a branch that trains nothing"
+        if row["parent_branch_id"] is None:
+            assert start == 0
+            continue
+        # the tokens that both have are those of the parent, which trains what was sampled of them, or its own
+        parent = by_branch[row["session_id"], row["parent_branch_id"]]
+        for column in ("token_ids", "logprobs", "policy_versions"):
+            assert row[column][:start] == parent[column][:start]
 
 
 @dataclass(frozen=True)
@@ -115,7 +156,9 @@ class Snapshot:
             if after.get((k, stage)) != was
         ]
         stored = {
-            _branch(row): row for k in range(config.train.iterations) for row in _rows(config, k).to_pylist()
+            _branch(row): row
+            for k in range(config.train.iterations)
+            for row in trajectories(config, k).to_pylist()
         }
         consumed = set(_consumed(config, after))
         for session in self.finished:
@@ -135,11 +178,17 @@ def _consumed(config: RunConfig, committed: Stages) -> list[int]:
     ]
 
 
-def _rows(config: RunConfig, iteration: int) -> pa.Table:
+def trajectories(config: RunConfig, iteration: int) -> pa.Table:
+    """The rows of a batch as they were sealed."""
+    return _table(config, iteration, "rollout")
+
+
+def _table(config: RunConfig, iteration: int, stage: str) -> pa.Table:
     directory = RunDirectory(config.run_dir)
-    manifest = directory.read_manifest(iteration, "rollout")
+    manifest = directory.read_manifest(iteration, stage)
     assert manifest is not None
-    return pa.concat_tables(read_trajectories(directory.path(ref.uri)) for ref in manifest.outputs)
+    uris = [directory.path(ref.uri) for ref in manifest.outputs if not ref.uri.startswith("metrics/")]
+    return pa.concat_tables(map(read_trajectories, uris))
 
 
 def _branch(row: dict[str, Any]) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""The quickstart in seconds, with a small policy and few sessions, and the command `sf` as users call it."""
+"""The quickstart, and the command `sf` as users call it."""
 
 from __future__ import annotations
 
@@ -8,28 +8,24 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from typer.testing import CliRunner
+
+from sf_core.cli import app
 from sf_core.local_stack import Services
 
 ROOT = Path(__file__).parents[2]
 CONFIG = str(ROOT / "configs" / "quickstart.yaml")
-SMALL = {
-    "policy.hidden_size": 32,
-    "policy.num_layers": 1,
-    "policy.warmstart.steps": 5,
-    "rollout.group_size": 2,
-    "rollout.groups_per_batch": 4,
-    "train.iterations": 2,
-    "evaluate.num_tasks": 4,
-}
 
 
-def options(**more: Any) -> list[str]:
-    """--set of SMALL and of section__key=value."""
-    settings = SMALL | {name.replace("__", "."): value for name, value in more.items()}
-    return [option for key, value in settings.items() for option in ("--set", f"{key}={value}")]
+def options(**settings: Any) -> list[str]:
+    """--set of section__key=value."""
+    named = {name.replace("__", "."): value for name, value in settings.items()}
+    return [option for key, value in named.items() for option in ("--set", f"{key}={value}")]
 
 
-def sf(folder: Path, *arguments: str, on: Services | None = None) -> subprocess.CompletedProcess[str]:
+def sf(
+    folder: Path, *arguments: str, on: Services | None = None, timeout_s: float = 240
+) -> subprocess.CompletedProcess[str]:
     """Run the command in a folder, on these services. Without them, what trains starts its own."""
     env = os.environ | {
         "PREFECT_HOME": str(folder / "prefect"),
@@ -45,5 +41,12 @@ def sf(folder: Path, *arguments: str, on: Services | None = None) -> subprocess.
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=timeout_s,
     )
+
+
+def read(*arguments: str) -> str:
+    """What a command prints that only looks at a run; in this process, which has its libraries loaded."""
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == 0, result.output
+    return result.output

@@ -14,22 +14,19 @@ from sf_core.stages import start
 from storage.run_directory import RunDirectory
 from tests.e2e.conftest import Cluster
 from tests.e2e.invariants import manifests
-from tests.e2e.quickstart import CONFIG, ROOT, options, sf
+from tests.e2e.quickstart import CONFIG, ROOT, options, read, sf
 
-pytestmark = pytest.mark.slow
+# the first of them trains the quickstart, which takes two minutes on a quiet machine
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 PAGE = (ROOT / "docs" / "data.md").read_text()
 SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
 @pytest.fixture(scope="module")
-def folder(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(quickstart: RunConfig) -> Path:
     """Where `sf train` was called, with runs/quickstart in it."""
-    folder = tmp_path_factory.mktemp("data")
-    settings = options(run_id="quickstart", rollout__overlap=False)
-    done = sf(folder, "train", CONFIG, *settings, on=cluster.services)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder
+    return Path(quickstart.run_dir).parents[1]
 
 
 def test_the_page_has_ten_queries() -> None:
@@ -52,27 +49,28 @@ def test_a_training_step_is_done_again_bit_for_bit(folder: Path) -> None:
     assert done.stdout == "iteration 1: the weights came out equal, bit for bit\n"
 
 
-def test_its_conversations_are_exported(folder: Path) -> None:
-    done = sf(folder, "export", "runs/quickstart", "--to", "trl", "out.jsonl")
-    assert done.returncode == 0, done.stderr
-    assert "out.jsonl: 16 conversations for trl; 0 left out" in done.stdout
-    assert "not checked" not in done.stdout and "something else" not in done.stdout
+def test_its_conversations_are_exported(quickstart: RunConfig, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    said = read("export", quickstart.run_dir, "--to", "trl", str(out))
+    assert "out.jsonl: 3072 conversations for trl; 0 left out" in said
+    assert "not checked" not in said and "something else" not in said
+    assert len(out.read_text().splitlines()) == 3072
 
 
 def test_a_cleaned_run_goes_on_and_is_replayed_from_further_back(
     cluster: Cluster, folder: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(folder / "runs", tmp_path / "runs")
-    assert "quickstart  finished  2/2" in sf(tmp_path, "ls").stdout
-    done = sf(tmp_path, "gc", "runs", "--journals", "--yes")
-    assert "removed 3 items" in done.stdout, done.stdout + done.stderr
-    run = tmp_path / "runs" / "quickstart"
-    assert [path.name for path in (run / "checkpoints").iterdir()] == ["00002"]
+    runs = tmp_path / "runs"
+    assert "quickstart  finished  12/12" in read("ls", str(runs))
+    assert "removed 23 items" in read("gc", str(runs), "--journals", "--yes")
+    run = runs / "quickstart"
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["00012"]
 
-    settings = options(run_id="quickstart", rollout__overlap=False) + ["--set", "train.iterations=3"]
+    settings = options(run_id="quickstart", train__iterations=13, evaluate__num_tasks=4)
     done = sf(tmp_path, "train", CONFIG, *settings, on=cluster.services)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert sf(tmp_path, "replay", str(run), "--iteration", "2").returncode == 0
+    assert sf(tmp_path, "replay", str(run), "--iteration", "12").returncode == 0
 
 
 def test_a_stopped_run_is_measured_once_and_keeps_its_configuration(cluster: Cluster, tmp_path: Path) -> None:
@@ -84,6 +82,6 @@ def test_a_stopped_run_is_measured_once_and_keeps_its_configuration(cluster: Clu
     assert done.returncode == 0, done.stdout + done.stderr
     line = re.search(r"held-out reward of version 0: .* over 3 sessions", done.stdout)
     assert line and "run measured: as it was configured, but for evaluate.num_tasks 3 (was 4)" in done.stdout
-    assert sf(tmp_path, *evaluate).stdout == f"{line[0]}, measured before\n"
+    assert read(*evaluate) == f"{line[0]}, measured before\n"
     assert RunDirectory(config.run_dir).read_config(RunConfig) == config
     assert list(manifests(config)) == [(0, "evaluate")]

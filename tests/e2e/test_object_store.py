@@ -1,4 +1,4 @@
-"""The quickstart with its run directory in an object store: trained there and read back."""
+"""A run whose directory is in an object store: trained there and read back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from storage import files
 from storage.run_directory import STAGES, RunDirectory
 from tests.e2e.conftest import Cluster
-from tests.e2e.quickstart import CONFIG, options, sf
+from tests.e2e.quickstart import CONFIG, options, read, sf
 
 pytestmark = pytest.mark.slow
 
@@ -18,27 +18,35 @@ pytestmark = pytest.mark.slow
 def test_the_quickstart_runs_in_a_bucket_and_is_read_back_from_it(
     cluster: Cluster, tmp_path: Path, s3_bucket: str
 ) -> None:
-    settings = options(run_id="small", storage__root=f"{s3_bucket}/runs")
+    """A small policy, an iteration of few sessions."""
+    settings = options(
+        run_id="small",
+        storage__root=f"{s3_bucket}/runs",
+        policy__hidden_size=32,
+        policy__num_layers=1,
+        policy__warmstart__steps=5,
+        rollout__group_size=2,
+        rollout__groups_per_batch=4,
+        train__iterations=1,
+        evaluate__num_tasks=4,
+    )
     done = sf(tmp_path, "train", CONFIG, *settings, on=cluster.services)
     assert done.returncode == 0, done.stdout + done.stderr
 
     run = RunDirectory(f"{s3_bucket}/runs/small")
-    for iteration in range(2):
-        for stage in STAGES:
-            manifest = run.read_manifest(iteration, stage)
-            assert manifest is not None
-            run.verify(manifest)
-    assert json.loads(files.read_bytes(run.path("summary.json")))["iterations"] == 2
+    for stage in STAGES:
+        manifest = run.read_manifest(0, stage)
+        assert manifest is not None
+        run.verify(manifest)
+    assert json.loads(files.read_bytes(run.path("summary.json")))["iterations"] == 1
     assert files.exists(run.policy_dir + "/model.safetensors")
-    assert files.exists(run.events_file("train", 1))
+    assert files.exists(run.events_file("train", 0))
 
-    shown = sf(tmp_path, "inspect", run.uri)
-    assert shown.returncode == 0, shown.stderr
-    assert "run small" in shown.stdout and "RFTP" in shown.stdout.replace(" ", "")
-    session = shown.stdout.rsplit("--session ", 1)[1].split()[0]
-    assert "sampled and trained" in sf(tmp_path, "inspect", run.uri, "--session", session).stdout
-    page = sf(tmp_path, "report", run.uri, "-o", str(tmp_path / "small.html"))
-    assert page.returncode == 0, page.stderr
+    shown = read("inspect", run.uri)
+    assert "run small" in shown and "RFTP" in shown.replace(" ", "")
+    session = shown.rsplit("--session ", 1)[1].split()[0]
+    assert "sampled and trained" in read("inspect", run.uri, "--session", session)
+    read("report", run.uri, "-o", str(tmp_path / "small.html"))
     assert "run small" in (tmp_path / "small.html").read_text()
 
 

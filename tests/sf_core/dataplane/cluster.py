@@ -41,6 +41,10 @@ class ClusterEngine:
         self.router = router
         self.inbox: list[bytes] = []
         self.asked: list[GenerationRequest] = []
+        self.told: list[tuple[str, Any]] = []
+        """Every other frame that the router has sent it."""
+        self.num_sampled = 0
+        """Tokens that it has reported."""
         self.engine: Engine | None = None
         self._make = make
         self._client = _EngineClient("", None, {}, lambda weights: make(weights.version), _Nobody())
@@ -51,6 +55,8 @@ class ClusterEngine:
         kind, value = wire.unpack(frame)
         if kind == "submit":
             self.asked += wire.unpack_requests(value)
+        else:
+            self.told.append((kind, value))
         self.inbox.append(frame)
 
     @property
@@ -80,7 +86,9 @@ class ClusterEngine:
         kind, value = wire.unpack(frame)
         match kind:
             case "chunks":
-                self.router.receive(self.link, wire.unpack_chunks(value))
+                chunks = wire.unpack_chunks(value)
+                self.num_sampled += sum(len(chunk.token_ids) for chunk in chunks)
+                self.router.receive(self.link, chunks)
             case "updated":
                 self.router.confirm(self.link, value)
             case "paused":

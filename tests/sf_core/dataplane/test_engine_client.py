@@ -323,6 +323,19 @@ def test_a_span_of_work_ends_with_its_version_and_is_told_of_before_long() -> No
     assert sum(span[5] for span in recorded.spans) == 800
 
 
+def test_what_an_aborted_request_had_sampled_and_not_reported_counts_as_sampled() -> None:
+    recorded = Recorded()
+    steps = _Steps(recorded)
+    steps.add(time.time(), time.time(), 3, 2)
+    steps.give_back(5, 3)
+    steps.give_back(0, 3)
+    steps.end()
+    assert [(label, version, tokens) for _, label, _, _, version, tokens in recorded.spans] == [
+        ("sample", 3, 2),
+        ("sample", 3, 5),
+    ]
+
+
 def test_loading_sampling_waiting_and_yielding_are_told_apart(server: Server, renderer: Renderer) -> None:
     server.register()
     recorded = Recorded()

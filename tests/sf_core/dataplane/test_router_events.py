@@ -139,6 +139,74 @@ async def test_whatever_happens_every_generation_ends_whole_and_in_order(
     assert all(not engine.link.in_flight and not engine.link.outstanding for engine in cluster.engines)
 
 
+class Training(Events):
+    """A fleet without faults of which some engines are lent: training takes them and gives others."""
+
+    def __init__(self, data: st.DataObject) -> None:
+        super().__init__(data)
+        for _ in range(self.draw(st.integers(1, 3))):
+            self.connect()
+        self.dedicated = list(self.cluster.engines)
+        self.revoked: dict[ClusterEngine, int] = {}
+        """Engines whose devices training wants, and what they had been asked for by then."""
+        self.released: dict[ClusterEngine, int] = {}
+        """Those whose devices train, and how many frames they had been sent when they gave them back."""
+
+    def lent(self) -> list[ClusterEngine]:
+        return [engine for engine in self.living() if engine not in self.dedicated]
+
+    def train(self) -> None:
+        for engine in self.lent():
+            self.later(self.take(engine))
+            self.revoked[engine] = len(engine.asked)
+
+    async def take(self, engine: ClusterEngine) -> None:
+        await self.router.take_away(engine.link, "revoked")
+        self.released[engine] = len(engine.asked) + len(engine.told)
+
+    def check(self) -> None:
+        """Invariants 6 and 7 as the router has a part in them."""
+        for engine, num_asked in self.revoked.items():
+            assert len(engine.asked) == num_asked
+        for engine, num_frames in self.released.items():
+            assert len(engine.asked) + len(engine.told) == num_frames
+            assert not engine.link.in_flight
+        # a request moves when another queue is shorter, one by one, and for no other reason
+        aborts = [ids for engine in self.dedicated for kind, ids in engine.told if kind == "abort"]
+        assert all(aborts) and sum(map(len, aborts)) <= self.router.moves
+        assert not [
+            kind for engine in self.dedicated for kind, _ in engine.told if kind in ("pause", "yield")
+        ]
+        # whatever an engine sampled, lent ones too, is part of an answer
+        assert all(engine.num_sampled == engine.link.num_tokens for engine in self.cluster.engines)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    data=st.data(),
+    events=st.lists(
+        st.sampled_from(["ask"] * 4 + ["act"] * 8 + ["connect"] * 2 + ["sweep", "train", "train", "update"]),
+        min_size=20,
+        max_size=60,
+    ),
+)
+@in_loop
+async def test_training_takes_devices_that_are_lent_and_nothing_from_the_others(
+    data: st.DataObject, events: list[str]
+) -> None:
+    happening = Training(data)
+    for event in events:
+        getattr(happening, event)()
+        await happening.cluster.dispatched()
+        happening.check()
+    await happening.settle()
+    happening.check()
+    generations = happening.cluster.generations
+    assert sum(e.num_sampled for e in happening.cluster.engines) == sum(len(g.token_ids) for g in generations)
+    for generation in generations:
+        check_tokens(generation)
+
+
 def check_dispatch(cluster: Cluster, asked_before: dict[int, int], published: int) -> None:
     router = cluster.router
     waiting = list(router.waiting)

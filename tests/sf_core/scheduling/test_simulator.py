@@ -78,6 +78,44 @@ def test_a_device_does_one_thing_at_a_time(name: str) -> None:
     check_one_thing_at_a_time(simulated(name))
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    name=st.sampled_from(sorted(VARIANTS)),
+    devices=st.builds(Devices, st.integers(1, 3), st.integers(1, 3)),
+    sigma=st.floats(0.0, 2.0),
+    max_running=st.integers(1, 16),
+    utilisation=st.floats(0.001, 1.0),
+    to_rollout_s=st.floats(0.0, 5.0),
+    to_train_s=st.floats(0.0, 5.0),
+)
+def test_whatever_the_fleet_training_has_the_devices_it_was_given_and_no_others(
+    name: str, devices: Devices, sigma: float, max_running: int, utilisation: float, **switch_s: float
+) -> None:
+    """Invariants 6 and 7 in the plan of a run; every session is in a batch."""
+    lengths = Lognormal(prompt=100, median=100.0, sigma=sigma, longest=1000)
+    chosen = config(
+        3,
+        engine={"max_running": max_running},
+        emulation={"utilisation": utilisation, **switch_s},
+        rollout={"groups_per_batch": 4},
+    )
+    run = simulate_variant(chosen, VARIANTS[name], devices, lengths)
+    check_one_thing_at_a_time(run)
+    groups = [[lengths(group, member)[1] for member in range(4)] for group in range(3 * 4)]
+    assert sum(iteration.tokens for iteration in run.iterations) == sum(map(sum, groups))
+    spans = by_worker(run.spans)
+    trained = [span for span in run.spans if (span.tag, span.kind) == ("train", "busy")]
+    if VARIANTS[name].pipeline != "colocated":
+        for number in range(devices.rollout):
+            # it is not taken once, from the first moment to the last
+            [held] = [span for span in spans[f"r{number}"] if span.kind == "held"]
+            assert (held.tag, held.start) == ("rollout", 0.0)
+            assert held.end >= run.iterations[-1].end
+    if not VARIANTS[name].overlap:
+        sampled = [span for span in run.spans if (span.tag, span.kind) == ("rollout", "busy")]
+        assert all(min(a.end, b.end) - max(a.start, b.start) < 1e-9 for a in trained for b in sampled)
+
+
 def test_training_waits_for_an_engine_that_is_still_being_loaded() -> None:
     # the next batch is there before the trainers are engines again
     slow = config(emulation={"to_rollout_s": 4.0, "to_train_s": 0.0})

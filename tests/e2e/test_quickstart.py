@@ -1,0 +1,116 @@
+"""The quickstart learns, and what it leaves behind is exact: the real engine, the real trainer, agents over
+HTTP, tools, a device that is lent."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pytest
+from transformers import AutoTokenizer
+
+from sf_core.config import RunConfig
+from sf_core.environments.quickstart import TOOLS
+from sf_core.stored_config import read_stored_config
+from storage.run_directory import RunDirectory
+from tests.e2e.conftest import Cluster, holders, overlap_s, spans
+from tests.e2e.invariants import check_nothing_lost, check_result, manifests, trajectories
+from tests.e2e.quickstart import CONFIG, options, sf
+from tests.e2e.recomputed import Policies
+
+# the first of them trains the quickstart, which takes two minutes on a quiet machine
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+ROWS_RECOMPUTED = 32
+"""Of every batch."""
+
+
+def held_out(config: RunConfig) -> tuple[float, float]:
+    """Mean reward before the first iteration and after the last one."""
+    committed = manifests(config)
+    first, last = (committed[k, "evaluate"]["data"] for k in (0, config.train.iterations))
+    assert first["num_tasks"] == last["num_tasks"] == config.evaluate.num_tasks
+    assert first["failed"] == last["failed"] == 0
+    return first["reward_mean"], last["reward_mean"]
+
+
+def num_answers(rows: pa.Table) -> list[int]:
+    return [sum(turn["role"] == "assistant" for turn in turns) for turns in rows["turns"].to_pylist()]
+
+
+def test_it_learns(quickstart: RunConfig) -> None:
+    """The standard error of a mean over 256 tasks is at most 0.03, that of a difference 0.045; twelve
+    iterations are worth about 0.35: chance neither makes nor hides a rise of 0.15."""
+    before, after = held_out(quickstart)
+    assert after - before >= 0.15
+
+
+def test_its_batches_are_whole_and_exact(quickstart: RunConfig) -> None:
+    check_result(quickstart)
+    check_nothing_lost(quickstart)
+    rows = pa.concat_tables(trajectories(quickstart, k) for k in range(quickstart.train.iterations))
+    # tools were called, and devices taken with requests on them
+    interrupted = np.array(rows["interruptions"]) > 0
+    tools = np.array(num_answers(rows)) > 1
+    assert (interrupted & tools).any() and (interrupted & ~tools).any()
+    assert (np.array(rows["min_version"]) < np.array(rows["max_version"])).any()
+
+
+def test_every_sampled_token_has_the_log_prob_that_its_policy_version_gives_it(quickstart: RunConfig) -> None:
+    """Recomputed with the published weights from the exported ids: they are those that the engine saw."""
+    policies = Policies(RunDirectory(quickstart.run_dir))
+    for k in range(quickstart.train.iterations):
+        rows = trajectories(quickstart, k)
+        answers = pa.array(num_answers(rows))
+        most_telling = pc.sort_indices(
+            rows.append_column("answers", answers),
+            sort_keys=[
+                ("interruptions", "descending"),
+                ("min_version", "ascending"),
+                ("answers", "descending"),
+            ],
+        )
+        assert policies.largest_difference(rows.take(most_telling[:ROWS_RECOMPUTED])) < 1e-4
+
+
+def test_conversations_rendered_again_give_the_exported_ids(quickstart: RunConfig) -> None:
+    """All but those with special tokens in the middle of an answer, which no text has."""
+    tokenizer = AutoTokenizer.from_pretrained(RunDirectory(quickstart.run_dir).start_dir)
+    rows = trajectories(quickstart, quickstart.train.iterations - 1)
+    equal = []
+    for row in rows.to_pylist():
+        tools = [tool.schema for tool in TOOLS[row["environment"]]]
+        text = tokenizer.apply_chat_template(json.loads(row["messages"]), tools=tools or None, tokenize=False)
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        equal.append(ids[: len(row["token_ids"])] == row["token_ids"])
+    assert np.mean(equal) > 0.8
+    assert any(same for same, answers in zip(equal, num_answers(rows), strict=True) if answers > 1)
+
+
+def test_devices_sample_while_others_train(quickstart: RunConfig) -> None:
+    """Without a pipeline, tags and overlap make it multiplexed."""
+    assert holders(quickstart, "rollout") == {"r0", "t0"}
+    assert holders(quickstart, "train") == {"t0"}
+    steps = spans(quickstart, "train")
+    sampling = spans(quickstart, "rollout", on="r0")
+    assert overlap_s(sampling, steps) > 0
+    # who only samples is held once, throughout: training takes nothing from it
+    [held] = spans(quickstart, "rollout", "held", on="r0")
+    assert held.start < steps[0].start and steps[-1].end < held.end
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", range(3))
+def test_the_whole_of_it_learns_with_any_seed(cluster: Cluster, tmp_path: Path, seed: int) -> None:
+    settings = options(run_id="whole", seed=seed)
+    done = sf(tmp_path, "train", CONFIG, *settings, on=cluster.services, timeout_s=840)
+    assert done.returncode == 0, done.stdout + done.stderr
+    config = read_stored_config(str(tmp_path / "runs" / "whole"))
+    before, after = held_out(config)
+    assert after - before >= 0.35 and after >= 0.80
+    check_result(config)
+    check_nothing_lost(config)
