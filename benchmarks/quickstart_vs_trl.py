@@ -2,6 +2,11 @@
 
 Both sides get the same model, prompts, group size (32 prompts x 16 completions), completion length (up to
 64), dtype (float32) and two cores; warm steps only; ours with gateway, agents and orchestration included.
+The two take turns, and the median pair counts.
+
+With overlap much of a batch is sampled while the one before is trained on. The window therefore ends where an
+iteration does that another one follows: what was sampled before it for its first batch is made up for by what
+is sampled in it for the batch after its last.
 
     python -m benchmarks.quickstart_vs_trl
 """
@@ -38,19 +43,28 @@ PROMPTS, GROUP_SIZE, MAX_TOKENS = 32, 16, 64
 WARMUP = 3
 
 
-def main(sizes: str = "1m,10m", steps: int = 8, trl_steps: int = 5) -> None:
+def main(sizes: str = "1m,10m", steps: int = 9, trl_steps: int = 5, pairs: int = 3) -> None:
+    """`steps` of ours: the first three and the last are not counted."""
     line: dict[str, Any] = {"prompts": PROMPTS, "group_size": GROUP_SIZE, "max_tokens": MAX_TOKENS}
     for size in sizes.split(","):
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
             make_policy(str(folder / "model"), RunConfig().policy.model_copy(update=SIZES[size]), seed=0)
             write_prompts(folder / "model", folder / "prompts.json")
-            trl = run_trl(folder, trl_steps)
-            ours = run_ours(folder, steps)
-        name = "ratio" if size == "10m" else f"ratio_{size}"
-        line[name] = round(ours["tokens_per_second"] / trl["tokens_per_second"], 3)
-        line[f"ours_{size}"], line[f"trl_{size}"] = ours, trl
+            measured = [_pair(folder, number, steps, trl_steps) for number in range(pairs)]
+        measured.sort(key=lambda pair: pair["ratio"])
+        extremes = {"pairs": pairs, "ratio_min": measured[0]["ratio"], "ratio_max": measured[-1]["ratio"]}
+        line[size] = measured[(pairs - 1) // 2] | extremes
     print(json.dumps(line))
+
+
+def _pair(folder: Path, number: int, steps: int, trl_steps: int) -> dict[str, Any]:
+    trl = run_trl(folder, trl_steps)
+    place = folder / str(number)
+    place.mkdir()
+    ours = run_ours(place, folder, steps)
+    ratio = round(ours["tokens_per_second"] / trl["tokens_per_second"], 3)
+    return {"ratio": ratio, "ours": ours, "trl": trl}
 
 
 def write_prompts(model: Path, file: Path) -> None:
@@ -83,46 +97,47 @@ def run_trl(folder: Path, steps: int) -> dict[str, Any]:
     return result
 
 
-def run_ours(folder: Path, steps: int) -> dict[str, Any]:
+def run_ours(folder: Path, given: Path, steps: int) -> dict[str, Any]:
+    """In an empty folder; model and prompts are in `given`."""
     env = {
         "PREFECT_HOME": str(folder / "prefect"),
         "PYTHONPATH": str(Path.cwd()),
-        "SF_BENCHMARK_PROMPTS": str(folder / "prompts.json"),
+        "SF_BENCHMARK_PROMPTS": str(given / "prompts.json"),
     }
     with local_stack(folder / "logs", env) as stack:
         services = start_services(stack, folder, RunConfig().cluster.workers)
-        config = our_config(folder, services, steps)
+        config = our_config(folder, given / "model", services, steps)
         (folder / "flow.json").write_text(config.model_dump_json())
         command = [sys.executable, "-m", "flows.train", str(folder / "flow.json")]
         [flow] = stack.start(Part("flow", command, {"PREFECT_API_URL": services.api}, once=True))
         directory = RunDirectory(config.run_dir)
         before = _wait(flow, directory, WARMUP - 1, stack)
-        after = _wait(flow, directory, steps - 1, stack)
+        after = _wait(flow, directory, steps - 2, stack)
         if flow.wait(120) != 0:
             raise SystemExit(f"our run failed: {flow.tail(20)}")
-    wall = after["time"] - before["time"]
-    rollouts = [directory.read_manifest(number, "rollout") for number in range(WARMUP, steps)]
+    wall, counted = after["time"] - before["time"], range(WARMUP, steps - 1)
+    rollouts = [directory.read_manifest(number, "rollout") for number in counted]
     tokens = sum(manifest.data["sampled_tokens"] for manifest in rollouts if manifest is not None)
-    metrics = [read_metrics(directory.metrics_file("train", number))[0] for number in range(WARMUP, steps)]
+    metrics = [read_metrics(directory.metrics_file("train", number))[0] for number in counted]
     training = sum(step["cpu_seconds"] for step in metrics)
     cpu = {part: round(after[part] - before[part], 2) for part in after if part != "time"}
     devices = cpu.pop("devices")
     return {
         "tokens_per_second": round(tokens / wall, 1),
-        "seconds_per_step": round(wall / (steps - WARMUP), 3),
-        "tokens_per_step": round(tokens / (steps - WARMUP)),
-        "steps": steps - WARMUP,
+        "seconds_per_step": round(wall / len(counted), 3),
+        "tokens_per_step": round(tokens / len(counted)),
+        "steps": len(counted),
         # both run in the trainer's worker
         "cpu_seconds": {"engine": round(devices - training, 2), "trainer": round(training, 2), **cpu},
         "max_lag": max(manifest.data["max_lag"] for manifest in rollouts if manifest is not None),
     }
 
 
-def our_config(folder: Path, services: Services, steps: int) -> RunConfig:
+def our_config(folder: Path, model: Path, services: Services, steps: int) -> RunConfig:
     return validate_config(
         {
             "run_id": "benchmark",
-            "policy": {"model": str(folder / "model")},
+            "policy": {"model": str(model)},
             "environment": {part: f"benchmarks.single_turn:{part}" for part in ("tasks", "agent", "reward")},
             "rollout": {
                 "group_size": GROUP_SIZE,

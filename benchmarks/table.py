@@ -50,14 +50,16 @@ ROWS = (
     Row(
         "quickstart_vs_trl",
         "generation and training together, 1M parameters, tokens/s",
-        "{ours_1m[tokens_per_second]:,.0f}",
-        "{trl_1m[tokens_per_second]:,.0f}, TRL's `GRPOTrainer`",
+        "{1m[ours][tokens_per_second]:,.0f}; {1m[ratio]:.2f} times the baseline, {1m[ratio_min]:.2f} to "
+        "{1m[ratio_max]:.2f} in {1m[pairs]} pairs",
+        "{1m[trl][tokens_per_second]:,.0f}, TRL's `GRPOTrainer`",
     ),
     Row(
         "quickstart_vs_trl",
         "the same, 10M parameters",
-        "{ours_10m[tokens_per_second]:,.0f}",
-        "{trl_10m[tokens_per_second]:,.0f}, TRL's `GRPOTrainer`",
+        "{10m[ours][tokens_per_second]:,.0f}; {10m[ratio]:.2f} times the baseline, {10m[ratio_min]:.2f} to "
+        "{10m[ratio_max]:.2f} in {10m[pairs]} pairs",
+        "{10m[trl][tokens_per_second]:,.0f}, TRL's `GRPOTrainer`",
     ),
     Row(
         "capture",
