@@ -1,25 +1,33 @@
-"""Sessions of one request whose lengths have a heavy tail, the same in every run.
+"""Agents whose sessions have lengths with a heavy tail, the same in every run: several turns, between which
+tools take their time, on emulated devices; one turn on real ones.
 
-An emulated engine samples as many tokens as it is asked for, so the agent draws the length of its answer. The
-torch engine samples at most so many: the policy may stop before.
+An emulated engine samples as many tokens as it is asked for, so the agent draws the length of its answers.
+The torch engine samples at most so many: the policy may stop before. SF_BENCHMARK_TIME_DILATION says how many
+emulated seconds pass in a real one.
 """
 
 from __future__ import annotations
 
-from benchmarks.single_turn import ask
-from sf_core.scheduling.simulations import Lognormal
+import asyncio
+import os
+
+from benchmarks.single_turn import Message, answer, ask
+from sf_core.scheduling.simulations import TOOLS, Lognormal
 from sf_core.types import Endpoint, Task
 
-LENGTHS = Lognormal(prompt=140, median=600.0, sigma=1.2, longest=5000)
-"""About one in twenty-five sessions would be longer, and is cut there as by a token budget."""
+LENGTHS = Lognormal(prompt=140, median=600.0, sigma=1.2, longest=5000, tools=TOOLS)
+"""About one in twenty-five sessions would be longer, and is cut there as by a token budget. Six turns on
+average, 25 at most."""
 
+TEMPLATE_TOKENS = 8
+"""Of a message that follows an answer: marks and roles."""
 
 REAL_LENGTHS = Lognormal(prompt=60, median=60.0, sigma=1.2, longest=440)
 """For the built-in policy on a CPU core."""
 
 
 def tasks(split: str, index: int) -> Task:
-    return Task(f"{split}-{index}", "benchmark", f"{index:06d} " + "x " * 50)
+    return Task(f"{split}-{index}", "benchmark", f"{index:06d} " + "x " * 63 + "x")
 
 
 def real_tasks(split: str, index: int) -> Task:
@@ -27,17 +35,25 @@ def real_tasks(split: str, index: int) -> Task:
 
 
 async def agent(task: Task, endpoint: Endpoint) -> str:
-    return await ask(endpoint, task.prompt, max_tokens=_num_wanted(LENGTHS, endpoint))
+    pace = float(os.environ.get("SF_BENCHMARK_TIME_DILATION", "1"))
+    messages: list[Message] = [{"role": "user", "content": task.prompt}]
+    for turn in LENGTHS(*_place(endpoint)):
+        if len(messages) > 1:
+            messages.append({"role": "user", "content": "y" * (turn.num_new - TEMPLATE_TOKENS)})
+        text = await answer(endpoint, messages, max_tokens=turn.num_wanted)
+        messages.append({"role": "assistant", "content": text})
+        await asyncio.sleep(turn.tool_s / pace)
+    return text
 
 
 async def real_agent(task: Task, endpoint: Endpoint) -> str:
-    return await ask(endpoint, task.prompt, max_tokens=_num_wanted(REAL_LENGTHS, endpoint))
+    return await ask(endpoint, task.prompt, max_tokens=REAL_LENGTHS.length(*_place(endpoint)))
 
 
-def _num_wanted(lengths: Lognormal, endpoint: Endpoint) -> int:
+def _place(endpoint: Endpoint) -> tuple[int, int]:
     # .../sessions/RUN.gGROUP.MEMBER.aATTEMPT/v1
     _, group, member, _ = endpoint.base_url.split("/")[-2].rsplit(".", 3)
-    return lengths(int(group[1:]), int(member))[1]
+    return int(group[1:]), int(member)
 
 
 def reward(task: Task, answer: str) -> float:

@@ -12,6 +12,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Any
 
 import matplotlib.pyplot as plt
@@ -19,8 +20,16 @@ import typer
 
 from benchmarks.heavy_tailed import LENGTHS
 from benchmarks.pipelines import base_config
-from sf_core.config import RunConfig
-from sf_core.scheduling.simulations import VARIANTS, Devices, Lognormal, figures_of, simulate_variant
+from benchmarks.rebalancing import FAST_WEIGHTS
+from sf_core.config import EmulationConfig, RunConfig
+from sf_core.scheduling.simulations import (
+    TOOLS,
+    VARIANTS,
+    Devices,
+    Lognormal,
+    figures_of,
+    simulate_variant,
+)
 
 COLOURS = {
     "colocated": "#7a5195",
@@ -53,50 +62,110 @@ class Panel:
     is_log: bool = False
 
 
-def emulated(**emulation: float) -> RunConfig:
+SHARED_KV, WHOLE_KV = 180_000, 377_000
+"""Tokens that an H100 has room for beside weights and a quarter of a trainer's state, or weights alone."""
+
+TRAIN_SHARE = 0.44
+"""Of the device time that a batch takes, at a cap of 64 (docs/pipelines.md)."""
+
+SECONDS_OF_SAMPLING, WAITS, MEAN_OF_MEDIAN = 11.2, 4.8, 2.05
+"""Of a session: while it samples, at a cap of 64; calls of tools; and their mean over their median."""
+
+
+def emulated(weights: dict[str, Any], **emulation: float) -> RunConfig:
     config = base_config(8, ITERATIONS)
-    return config.model_copy(update={"emulation": config.emulation.model_copy(update=emulation)})
+    return config.model_copy(
+        update={"emulation": config.emulation.model_copy(update=weights | emulation)},
+    )
 
 
-def share_of_training(share: float) -> Point:
-    """A quarter of the device time is training's on the benchmark's devices. Decoding is bound by memory:
-    FLOP/s change what training takes and nearly nothing else."""
-    faster = 0.25 / 0.75 * (1 - share) / share
-    return Point(emulated(peak_flops=989e12 * faster))
+def cap(weights: dict[str, Any], value: float) -> Point:
+    """Above 64 there is no room for a trainer's state: that is taken to be moved elsewhere for nothing."""
+    config = emulated(weights, kv_tokens=SHARED_KV if value <= 64 else WHOLE_KV)
+    engine = config.engine.model_copy(update={"max_running": int(value)})
+    return Point(config.model_copy(update={"engine": engine}))
 
 
-def tail(sigma: float) -> Point:
+def share_of_tools(weights: dict[str, Any], share: float) -> Point:
+    mean_s = SECONDS_OF_SAMPLING * share / (1 - share) / WAITS
+    tools = replace(TOOLS, median_s=mean_s / MEAN_OF_MEDIAN)
+    return Point(emulated(weights), lengths=replace(LENGTHS, tools=tools))
+
+
+def batch(weights: dict[str, Any], sessions: float) -> Point:
+    config = emulated(weights)
+    groups = round(sessions / config.rollout.group_size)
+    rollout = config.rollout.model_copy(update={"groups_per_batch": groups})
+    return Point(config.model_copy(update={"rollout": rollout}))
+
+
+def lag(weights: dict[str, Any], bound: float) -> Point:
+    config = emulated(weights)
+    rollout = config.rollout.model_copy(update={"max_lag": int(bound)})
+    return Point(config.model_copy(update={"rollout": rollout}))
+
+
+def weight_path(factor: float) -> Point:
+    usual = EmulationConfig()
+    bandwidths = {
+        name: factor * getattr(usual, name)
+        for name in ("write_bandwidth", "verify_bandwidth", "load_bandwidth")
+    }
+    return Point(emulated(bandwidths))
+
+
+def share_of_training(weights: dict[str, Any], share: float) -> Point:
+    """Decoding is bound by memory: FLOP/s change what training takes, and prefill, which is little."""
+    faster = TRAIN_SHARE / (1 - TRAIN_SHARE) * (1 - share) / share
+    return Point(emulated(weights, peak_flops=989e12 * faster))
+
+
+def tail(weights: dict[str, Any], sigma: float) -> Point:
     """The mean of what is not cut stays about the same."""
     mean = LENGTHS.median * math.exp(LENGTHS.sigma**2 / 2)
-    return Point(emulated(), lengths=replace(LENGTHS, sigma=sigma, median=mean / math.exp(sigma**2 / 2)))
+    lengths = replace(LENGTHS, sigma=sigma, median=mean / math.exp(sigma**2 / 2))
+    return Point(emulated(weights), lengths=lengths)
 
 
-def switch_cost(seconds: float) -> Point:
-    return Point(emulated(to_rollout_s=seconds / 2, to_train_s=seconds / 2))
-
-
-def size(devices: float) -> Point:
-    num = int(devices)
-    return Point(base_config(num, 5), Devices(num // 2, num - num // 2))
-
+CAPS, TOOL_SHARES, BATCHES = (16, 32, 64, 128, 192), (0.0, 0.25, 0.5, 0.75), (256, 512, 1024, 2048)
 
 PANELS = (
-    Panel("train_share", "training's share of the work", (0.05, 0.1, 0.2, 0.3, 0.4, 0.5), share_of_training),
-    Panel("sigma", "sigma of the lognormal lengths", (0.0, 0.5, 1.0, 1.5), tail),
-    Panel("switch_s", "both switches together, seconds", (0.0, 1.0, 4.0, 8.0, 16.0), switch_cost),
-    Panel("devices", "devices, half of them dual", (4, 8, 32, 128, 512), size, is_log=True),
+    Panel("cap", "in-flight cap", CAPS, partial(cap, {}), is_log=True),
+    Panel("tools", "tools' share of a session", TOOL_SHARES, partial(share_of_tools, {})),
+    Panel("sessions", "sessions per batch", BATCHES, partial(batch, {}), is_log=True),
+    Panel("weight_path", "times the speed of the weight path", (1, 4, 16, 64, 256), weight_path, is_log=True),
+    Panel("lag", "lag bound", (1, 2, 4), partial(lag, {})),
+    Panel("fast_cap", "in-flight cap; fast weights", CAPS, partial(cap, FAST_WEIGHTS), is_log=True),
+    Panel("fast_tools", "tools' share; fast weights", TOOL_SHARES, partial(share_of_tools, FAST_WEIGHTS)),
+    Panel(
+        "fast_sessions",
+        "sessions per batch; fast weights",
+        BATCHES,
+        partial(batch, FAST_WEIGHTS),
+        is_log=True,
+    ),
+    Panel(
+        "fast_train_share",
+        "training's share of the work; fast weights",
+        (0.05, 0.1, 0.2, 0.3, 0.4, 0.5),
+        partial(share_of_training, FAST_WEIGHTS),
+    ),
+    Panel(
+        "fast_sigma", "sigma of the lengths; fast weights", (0.0, 0.5, 1.0, 1.5), partial(tail, FAST_WEIGHTS)
+    ),
 )
 
 
 def main(picture: Annotated[str, typer.Option(help="PNG")] = "docs/pipelines.png") -> None:
-    figure, axes = plt.subplots(1, 4, figsize=(15, 4.2), sharey=True, constrained_layout=True)
-    line: dict[str, Any] = {}
-    for panel, plot in zip(PANELS, axes, strict=True):
+    figure, axes = plt.subplots(2, 5, figsize=(18, 7.5), sharey=True, constrained_layout=True)
+    line: dict[str, Any] = {"benchmark": "pipeline_maps"}
+    for panel, plot in zip(PANELS, axes.flat, strict=True):
         line[panel.key] = points = measure(panel)
         draw(panel, points, plot)
         print(panel.key, json.dumps(points), file=sys.stderr, flush=True)
-    axes[0].set_ylabel("tokens/s, multiplexed = 1")
-    handles, labels = axes[0].get_legend_handles_labels()
+    for row in axes:
+        row[0].set_ylabel("tokens/s, multiplexed = 1")
+    handles, labels = axes.flat[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncol=5, frameon=False)
     figure.savefig(picture, dpi=110)
     print(json.dumps(line))
@@ -113,7 +182,7 @@ def draw(panel: Panel, points: dict[str, list[float]], plot: Any) -> None:
     for name, colour in COLOURS.items():
         shares = [own / best for own, best in zip(points[name], points["multiplexed"], strict=True)]
         plot.plot(points["values"], shares, "o-", color=colour, label=name.replace("_", ", "), markersize=4)
-    plot.set(xlabel=panel.label, ylim=(0, 1.25))
+    plot.set(xlabel=panel.label, ylim=(0, 1.5))
     if panel.is_log:
         plot.set_xscale("log", base=2)
         plot.set_xticks(points["values"], [f"{value:g}" for value in points["values"]])

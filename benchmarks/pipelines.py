@@ -31,6 +31,7 @@ import typer
 
 from benchmarks.heavy_tailed import LENGTHS, REAL_LENGTHS
 from sf_core.config import RunConfig, WorkerConfig
+from sf_core.config_file import override_config
 from sf_core.iterations import iteration_windows, read_iterations
 from sf_core.local_stack import Services, local_stack, start_services
 from sf_core.parts import Part
@@ -50,7 +51,7 @@ from storage.run_directory import RunDirectory
 
 PART = "benchmarks.heavy_tailed"
 SESSIONS_PER_DEVICE = 64
-"""In a batch: four for each place in an engine."""
+"""In a batch."""
 
 
 def main(
@@ -63,21 +64,25 @@ def main(
     real: Annotated[
         bool, typer.Option("--real", help="nothing emulated, on two devices of one core")
     ] = False,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="of what is emulated: emulation.load_bandwidth=5e10")
+    ] = None,
     keep: Annotated[str | None, typer.Option(help="folder that keeps the run directories")] = None,
 ) -> None:
     devices = 2 if real else devices
     names = only or list(VARIANTS)
     cluster = Devices(devices // 2, devices - devices // 2, rollout_kind, dual_kind)
-    config = real_config(iterations) if real else emulated_config(devices, iterations)
+    config = real_config(iterations) if real else emulated_config(devices, iterations, overrides)
     line: dict[str, Any] = {
         "devices": devices,
         "iterations_counted": iterations - WARMUP - 1,
         "in_flight_cap_per_engine": config.engine.max_running,
+        "sessions_per_batch": config.rollout.group_size * config.rollout.groups_per_batch,
         "max_lag_allowed": config.rollout.max_lag,
         "kind": "simulated" if simulated else "real" if real else "emulated",
     }
     if not real:
-        line["time_dilation"] = config.emulation.time_dilation
+        line["emulation"] = config.emulation.model_dump()
     if simulated:
         for name in names:
             line[name] = asdict(figures_of(simulate_variant(config, VARIANTS[name], cluster, LENGTHS)))
@@ -90,7 +95,15 @@ def main(
     print(json.dumps(line))
 
 
+DEADLINES = (
+    ("rollout", "session_timeout_s"),
+    ("train", "gang_timeout_s"),
+    ("cluster", "yield_timeout_s"),
+)
+
+
 def base_config(devices: int, iterations: int) -> RunConfig:
+    """Deadlines have room for weights that take minutes to be stored and loaded."""
     return validate_config(
         {
             "policy": {"hidden_size": 32, "num_layers": 1, "warmstart": None},
@@ -101,23 +114,26 @@ def base_config(devices: int, iterations: int) -> RunConfig:
                 "max_tokens": LENGTHS.longest,
                 # whatever is admitted under a lag of 1 may run
                 "concurrency": 2 * SESSIONS_PER_DEVICE * devices,
+                "session_timeout_s": 3600,
+                "request_patience_s": 3600,
             },
-            "train": {"iterations": iterations, "checkpoint_every": iterations},
+            "train": {"iterations": iterations, "checkpoint_every": iterations, "gang_timeout_s": 3600},
+            "cluster": {"yield_timeout_s": 300},
             "evaluate": {"every": 1_000_000, "num_tasks": 1},
-            "engine": {"kind": "emulated", "max_running": 16, "context_length": 6000},
+            "engine": {"kind": "emulated", "max_running": 64, "context_length": 8192},
             "emulation": {"utilisation": 0.55},
         }
     )
 
 
-def emulated_config(devices: int, iterations: int) -> RunConfig:
+def emulated_config(devices: int, iterations: int, overrides: list[str] | None = None) -> RunConfig:
     """Slowed down where the fleet would sample more than one data plane on two cores can serve: eight devices
-    sample about 15,000 tokens per second. What has a deadline then takes longer too."""
+    sample up to 50,000 tokens per second. What has a deadline then takes longer too."""
     settings = base_config(devices, iterations).model_dump()
     pace = settings["emulation"]["time_dilation"] = min(1.0, 8 / devices)
-    for section, deadline in (("rollout", "session_timeout_s"), ("train", "gang_timeout_s")):
+    for section, deadline in DEADLINES:
         settings[section][deadline] /= pace
-    return validate_config(settings)
+    return override_config(validate_config(settings), overrides, "--set")
 
 
 def real_config(iterations: int) -> RunConfig:
@@ -151,7 +167,7 @@ def run_all(folder: Path, names: list[str], devices: Devices, config: RunConfig)
     """On one stack, one pipeline after the other."""
     results = {}
     workers = worker_configs(names[0], devices)
-    with running_stack(folder, workers) as (stack, services):
+    with running_stack(folder, workers, config.emulation.time_dilation) as (stack, services):
         if config.engine.kind == "torch":
             pin([process for process in stack.processes.values() if is_device(process.name, workers)])
         for name in names:
@@ -161,12 +177,15 @@ def run_all(folder: Path, names: list[str], devices: Devices, config: RunConfig)
 
 
 @contextmanager
-def running_stack(folder: Path, workers: dict[str, WorkerConfig]) -> Iterator[tuple[Supervisor, Services]]:
+def running_stack(
+    folder: Path, workers: dict[str, WorkerConfig], time_dilation: float
+) -> Iterator[tuple[Supervisor, Services]]:
     folder.mkdir(parents=True, exist_ok=True)
     env = {
         "PREFECT_HOME": str(folder / "prefect"),
         "PYTHONPATH": str(Path.cwd()),
         "SF_EMULATED": "1",
+        "SF_BENCHMARK_TIME_DILATION": str(time_dilation),
         "SF_CACHE_DIR": str(folder / "cache"),
     }
     with local_stack(folder / "logs", env) as stack:

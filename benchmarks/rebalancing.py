@@ -22,6 +22,13 @@ DEVICES = Devices(rollout=4, dual=4)
 LENGTHS = Lognormal(prompt=512, median=1500.0, sigma=1.5, longest=32768)
 ITERATIONS = 12
 CAPS = (64, 256)
+FAST_WEIGHTS = {
+    "stored_bytes_per_parameter": 2.0,
+    "write_bandwidth": 50e9,
+    "verify_bandwidth": 50e9,
+    "load_bandwidth": 50e9,
+}
+"""Weights in bfloat16 at the speed of a device's bus."""
 
 
 def configure(cap: int) -> RunConfig:
@@ -34,6 +41,7 @@ def configure(cap: int) -> RunConfig:
                 "max_running": cap,
                 "context_length": LENGTHS.prompt + LENGTHS.longest + 1,
             },
+            "emulation": FAST_WEIGHTS,
         }
     )
 

@@ -17,6 +17,8 @@ from aiohttp import ClientSession, ClientTimeout, TCPConnector
 
 from sf_core.types import Endpoint, Task
 
+Message = dict[str, str]
+
 
 @cache
 def prompts() -> list[str]:
@@ -33,7 +35,12 @@ async def agent(task: Task, endpoint: Endpoint) -> str:
 
 async def ask(endpoint: Endpoint, prompt: str, **options: Any) -> str:
     """The text of one chat completion; options are further fields of the request."""
-    body = {"model": endpoint.model, "messages": [{"role": "user", "content": prompt}], **options}
+    return await answer(endpoint, [{"role": "user", "content": prompt}], **options)
+
+
+async def answer(endpoint: Endpoint, messages: list[Message], **options: Any) -> str:
+    """The same for a conversation."""
+    body = {"model": endpoint.model, "messages": messages, **options}
     headers = {"Authorization": f"Bearer {endpoint.api_key}"}
     http = connections(get_running_loop())
     async with http.post(f"{endpoint.base_url}/chat/completions", json=body, headers=headers) as response:

@@ -106,7 +106,8 @@ ROWS = (
     ),
     Row(
         "pipelines",
-        "{devices} emulated H100, half of them dual: tokens/s, idle",
+        "{devices} emulated H100, half of them dual, cap {in_flight_cap_per_engine}, several turns "
+        "with tools, float32 weights through storage (docs/pipelines.md: other conditions): tokens/s, idle",
         "{multiplexed[tokens_per_second]:,.0f}, {multiplexed[idle_fraction]:.1%}: multiplexed",
         "{colocated_drained[tokens_per_second]:,.0f}, {colocated_drained[idle_fraction]:.1%}: "
         "colocated, drained; {async[tokens_per_second]:,.0f}, {async[idle_fraction]:.1%}: async; "

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -181,6 +182,10 @@ def simulate(
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 140,
     median: Annotated[float, typer.Option(min=1, help="Of the lognormal number of sampled tokens.")] = 600.0,
     sigma: Annotated[float, typer.Option(min=0, help="How heavy their tail is.")] = 1.2,
+    turn: Annotated[int, typer.Option(min=0, help="Tokens of a turn; 0: sessions have one turn.")] = 200,
+    tool_median: Annotated[
+        float, typer.Option(min=0, help="Of the lognormal seconds that tools take after each turn.")
+    ] = 1.0,
     failures_per_hour: Annotated[float, typer.Option(min=0, help="Of one device.")] = 0.0,
     picture: Annotated[
         str | None, typer.Option(help="PNG of the multiplexed timeline.", show_default=False)
@@ -188,7 +193,14 @@ def simulate(
 ) -> None:
     """Compare the pipelines on devices of the configuration's `emulation`, or of given kinds, without running
     anything."""
-    from sf_core.scheduling.simulations import Devices, Lognormal, MeasuredLengths, comparison, lognormal_for
+    from sf_core.scheduling.simulations import (
+        TOOLS,
+        Devices,
+        Lognormal,
+        MeasuredLengths,
+        comparison,
+        lognormal_for,
+    )
     from sf_core.scheduling.simulator import Failures
 
     settings = _config(config, overrides)
@@ -197,7 +209,8 @@ def simulate(
         if lengths is not None:
             drawn: Lognormal | MeasuredLengths = MeasuredLengths(lengths)
         else:
-            drawn = lognormal_for(settings, prompt=prompt, median=median, sigma=sigma)
+            tools = replace(TOOLS, turn=turn, median_s=tool_median) if turn else None
+            drawn = lognormal_for(settings, prompt=prompt, median=median, sigma=sigma, tools=tools)
         devices = Devices(rollout, dual, rollout_kind, dual_kind)
         console.print(comparison(settings, devices, drawn, failures=failures, picture=picture))
     except (ValueError, OSError) as error:

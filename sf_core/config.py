@@ -188,15 +188,12 @@ class EngineConfig(Settings):
 
 
 class EmulationConfig(Settings):
-    """The device that an emulated run pretends to have, and the model on it. By default an H100 (SXM, dense
-    bfloat16; NVIDIA's data sheet) with a policy of the shape of Qwen3-8B."""
+    """An emulated device and its policy: an H100 (SXM, bfloat16; data sheet), one shaped like Qwen3-8B."""
 
     peak_flops: float = Field(989e12, gt=0)
     """FLOP/s of the dtype computed in."""
     memory_bandwidth: float = Field(3.35e12, gt=0)
     """Bytes/s between the device and its memory."""
-    load_bandwidth: float = Field(50e9, gt=0)
-    """Bytes/s at which weights and optimiser state come onto the device."""
     utilisation: float = Field(0.4, gt=0, le=1)
     """Share of `peak_flops` that prefill and training reach."""
     parameters: float = Field(8.2e9, gt=0)
@@ -205,12 +202,20 @@ class EmulationConfig(Settings):
     """Of the weights."""
     kv_bytes_per_token: float = Field(147456.0, ge=0)
     """2 x layers x KV heads x head width x bytes of an element."""
+    kv_tokens: int = Field(180_000, ge=0)
+    """Room for keys and values, in tokens. From what an ended turn leaves there the next one goes on."""
+    stored_bytes_per_parameter: float = Field(4.0, gt=0)
+    """Of the weights in storage, which trainers write in float32."""
+    write_bandwidth: float = Field(0.1e9, gt=0)
+    """Bytes/s at which a trainer stores weights and checkpoints: copies, hashes and writes them."""
+    verify_bandwidth: float = Field(1e9, gt=0)
+    """Bytes/s at which stored weights are read and hashed before they are published."""
+    load_bandwidth: float = Field(0.7e9, gt=0)
+    """Bytes/s at which an engine reads stored weights and takes them over."""
     to_rollout_s: float | None = Field(None, ge=0)
-    """Emulated seconds until a device that trained is an engine. Empty: bytes of the weights over
-    `load_bandwidth`."""
-    to_train_s: float | None = Field(None, ge=0)
-    """Emulated seconds until a device that was an engine can train. Empty: bytes of its share of weights and
-    optimiser state over `load_bandwidth`."""
+    """Emulated seconds until a device is an engine. Empty: it loads the first weights, then the newest."""
+    to_train_s: float = Field(0.0, ge=0)
+    """Emulated seconds until a device that was an engine can train: its trainer stays on it."""
     time_dilation: float = Field(1.0, gt=0)
     """Emulated seconds per real second: every duration is divided by it. Below 1 the run is slower than the
     device would be, so that a fleet's tokens/s fit one data plane."""

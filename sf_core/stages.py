@@ -267,6 +267,10 @@ def publish(run: Run, iteration: int) -> Outcome:
     version = int(source.data["version"])
     # engines believe what they load
     run.directory.verify(source)
+    if run.config.engine.kind == "emulated":
+        from sf_core.scheduling.emulated_device import device_model
+
+        time.sleep(device_model(run.config).verify_s())
     answer = run.dataplane.publish(version, run.weights(version).uri)
     return Outcome(inputs={"weights": source.outputs[0].sha256}, data={"version": version, **answer})
 

@@ -51,6 +51,8 @@ class Slot:
     """Tokens to sample."""
     report_every: int
     """It is due at every multiple of so many tokens, and at its end."""
+    num_cached: int = 0
+    """Tokens of its prompt that need no prefill."""
     started: float | None = None
     """Step at which its prompt was in; None while it waits for its prefill."""
     has_left: bool = False
@@ -69,10 +71,19 @@ class ContinuousBatch:
         self._context = 0.0
         """Tokens of context of those running, at step 0 of each: prompt - started, summed up."""
 
-    def join(self, name: str, num_prompt: int, num_wanted: int, report_every: int | None = None) -> Slot:
-        """A request asks for tokens from now on. By default it is due at its end only."""
-        slot = Slot(name, num_prompt, num_wanted, report_every or num_wanted)
-        self._prefills.append((slot, self._pace.prefill_s(num_prompt)))
+    def join(
+        self,
+        name: str,
+        num_prompt: int,
+        num_wanted: int,
+        report_every: int | None = None,
+        *,
+        num_cached: int = 0,
+    ) -> Slot:
+        """A request asks for tokens from now on; so many of its prompt's are computed already. By default it
+        is due at its end only."""
+        slot = Slot(name, num_prompt, num_wanted, report_every or num_wanted, num_cached)
+        self._prefills.append((slot, self._pace.prefill_s(num_prompt - num_cached)))
         return slot
 
     def leave(self, slot: Slot) -> None:
@@ -84,10 +95,14 @@ class ContinuousBatch:
             self._num_running -= 1
             self._context -= slot.num_prompt - slot.started
 
+    @property
+    def context(self) -> int:
+        """Tokens that those running hold together."""
+        return round(self._context + self._num_running * self._steps)
+
     def recompute(self) -> None:
         """The KV of what runs is computed again, as one more prefill."""
-        held = round(self._context + self._num_running * self._steps)
-        self._prefills.appendleft((None, self._pace.prefill_s(held)))
+        self._prefills.appendleft((None, self._pace.prefill_s(self.context)))
 
     def num_sampled(self, slot: Slot) -> int:
         if slot.started is None:

@@ -6,10 +6,12 @@ Owns no model: a turn's tokens count up, so that a lost or repeated one shows in
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from array import array
+from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
 from sf_core.engines.continuous_batch import ConstantDelay, ContinuousBatch, Pace, Slot
+from sf_core.engines.kept_prefixes import KeptPrefixes
 from sf_core.types import Chunk, FinishReason, GenerationRequest
 
 FIRST_ID, NUM_IDS = 10, 64
@@ -22,8 +24,12 @@ MAX_SLEEP_S = 0.0005
 STALL_S = 0.1
 """Steps further apart are a pause: nothing is sampled between them."""
 
+BLOCK = 16
+"""What is kept is found again in whole blocks of so many tokens, as vLLM's prefix cache has it."""
+
 Value = TypeVar("Value", int, float)
 
+_BLOCK_BYTES = BLOCK * array("i").itemsize
 _REPORT_EVERY = 16
 _IDS = [FIRST_ID + i for i in range(NUM_IDS)]
 _LOGPROBS = [-(1 + i) / NUM_IDS for i in range(NUM_IDS)]
@@ -34,7 +40,8 @@ class EmulatedEngine:
     delay of a token, at 0 the whole answer comes in the next step. Turns end with LENGTH at their budget.
 
     `weight_load_s` is slept when weights are loaded; with `recompute` the KV of what runs is prefilled again.
-    Prompts are prefilled whole: no prefix is remembered between requests.
+    A prompt that begins with the tokens of a turn that ended here goes on from its KV, if `kv_tokens` had
+    room for it and no weights were loaded since; others are prefilled whole.
     """
 
     def __init__(
@@ -45,6 +52,7 @@ class EmulatedEngine:
         report_every: int = _REPORT_EVERY,
         weight_load_s: float = 0.0,
         recompute: bool = False,
+        kv_tokens: int = 0,
         max_sleep_s: float = MAX_SLEEP_S,
         stall_s: float = STALL_S,
         now: Callable[[], float] = time.monotonic,
@@ -57,6 +65,7 @@ class EmulatedEngine:
         self._weight_load_s, self._recompute = weight_load_s, recompute
         self._max_sleep_s, self._stall_s = max_sleep_s, stall_s
         self._now, self._sleep = now, sleep
+        self._kept = KeptPrefixes(kv_tokens) if kv_tokens else None
         self._turns: dict[str, _Turn] = {}
         self._unreported: list[Chunk] = []
         """What was due while no step was asked for."""
@@ -77,14 +86,18 @@ class EmulatedEngine:
         self._tick()
         wanted = request.max_tokens
         every = wanted if self._is_instant else 1 if request.stream else self._report_every
-        slot = self._batch.join(request.request_id, len(request.prompt_ids), wanted, every)
+        slot = self._batch.join(
+            request.request_id, len(request.prompt_ids), wanted, every, num_cached=self._take_kept(request)
+        )
         self._turns[request.request_id] = _Turn(request, slot)
 
     def abort(self, request_ids: Collection[str] | None = None) -> list[Chunk]:
         ended = [r for r in self._turns if request_ids is None or r in request_ids]
         chunks = [self._report(self._turns[r], FinishReason.ABORT) for r in ended]
         for request_id in ended:
-            self._batch.leave(self._turns.pop(request_id).slot)
+            turn = self._turns.pop(request_id)
+            self._batch.leave(turn.slot)
+            self._keep(turn)
         return self._take_unreported() + chunks
 
     def step(self) -> list[Chunk]:
@@ -105,6 +118,8 @@ class EmulatedEngine:
             self._last_tick = self._now()
         if self._recompute:
             self._batch.recompute()
+        if self._kept is not None:
+            self._kept.clear()
         self._version = version
 
     def close(self) -> None:
@@ -132,6 +147,7 @@ class EmulatedEngine:
             finish_reason = finish_reason or FinishReason.LENGTH
         if finish_reason is FinishReason.LENGTH:
             del self._turns[turn.request.request_id]
+            self._keep(turn)
         first = turn.request.position + start
         return Chunk(
             turn.request.request_id,
@@ -141,11 +157,36 @@ class EmulatedEngine:
             finish_reason,
         )
 
+    def _keep(self, turn: _Turn) -> None:
+        """The turn leaves its KV; that of a prompt whose prefill had not ended is lost."""
+        if self._kept is not None and turn.num_reported:
+            sampled = _cycle(_IDS, turn.request.position, turn.num_reported)
+            blocks = _blocks([*turn.request.prompt_ids, *sampled])
+            if blocks:
+                self._kept.keep(blocks[-1], BLOCK * len(blocks), self._batch.context)
+
+    def _take_kept(self, request: GenerationRequest) -> int:
+        if self._kept is None:
+            return 0
+        blocks = _blocks(request.prompt_ids[:-1])  # the first draw needs the logits of the last one
+        longest = next((block for block in reversed(blocks) if block in self._kept), None)
+        return 0 if longest is None else self._kept.take(longest)
+
 
 class _Turn:
     def __init__(self, request: GenerationRequest, slot: Slot) -> None:
         self.request, self.slot = request, slot
         self.num_reported = 0
+
+
+def _blocks(ids: Sequence[int]) -> list[int]:
+    """One number for the ids up to the end of each whole block: equal ids, equal numbers."""
+    numbers, number = [], 0
+    data = array("i", ids).tobytes()
+    for end in range(_BLOCK_BYTES, len(data) + 1, _BLOCK_BYTES):
+        number = hash((number, data[end - _BLOCK_BYTES : end]))
+        numbers.append(number)
+    return numbers
 
 
 def _cycle(values: list[Value], start: int, length: int) -> list[Value]:

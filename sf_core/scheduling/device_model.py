@@ -11,8 +11,8 @@ from functools import cached_property
 from sf_core.config import EmulationConfig
 from sf_core.scheduling.roofline import Device
 
-TRAIN_STATE_BYTES = 12
-"""Per parameter beside the weights: a float32 copy and Adam's two moments (Rajbhandari et al. 2020, ZeRO)."""
+CHECKPOINT_BYTES = 12
+"""Per parameter: a float32 copy and Adam's two moments."""
 
 
 @dataclass(frozen=True)
@@ -33,36 +33,49 @@ class DeviceModel:
         if num_tokens <= 0:
             return 0.0
         compute = 2 * self.settings.parameters * num_tokens / self._flops
-        return self._real(max(compute, self._weight_bytes / self._bandwidth))
+        return self.real_s(max(compute, self._weight_bytes / self._bandwidth))
 
     def decode_s(self, num_running: int, context: float) -> float:
         """One token for each of B requests that hold C tokens of context together:
         max(2NB / (peak x utilisation), (bytes of the weights + C x KV bytes per token) / bandwidth)."""
         compute = 2 * self.settings.parameters * num_running / self._flops
         traffic = self._weight_bytes + context * self.settings.kv_bytes_per_token
-        return self._real(max(compute, traffic / self._bandwidth))
+        return self.real_s(max(compute, traffic / self._bandwidth))
 
     def train_s(self, num_tokens: int, num_ranks: int = 1) -> float:
         """A step on T tokens over W ranks that share them evenly: 6NT / (W x peak x utilisation)."""
-        return self._real(6 * self.settings.parameters * num_tokens / (num_ranks * self._flops))
+        return self.real_s(6 * self.settings.parameters * num_tokens / (num_ranks * self._flops))
+
+    def save_s(self) -> float:
+        """Rank 0 stores the weights, and all ranks wait for it: their bytes / write bandwidth."""
+        return self.real_s(self._stored_bytes / self.settings.write_bandwidth)
+
+    def save_checkpoint_s(self) -> float:
+        """The same for a checkpoint."""
+        return self.real_s(self.settings.parameters * CHECKPOINT_BYTES / self.settings.write_bandwidth)
+
+    def verify_s(self) -> float:
+        """Stored weights are read and hashed before they are published: their bytes / verify bandwidth."""
+        return self.real_s(self._stored_bytes / self.settings.verify_bandwidth)
 
     def weight_load_s(self) -> float:
-        """An engine takes over new weights: their bytes / load bandwidth."""
-        return self._real(self._weight_bytes / self.settings.load_bandwidth)
+        """An engine takes over stored weights: their bytes / load bandwidth."""
+        return self.real_s(self._stored_bytes / self.settings.load_bandwidth)
 
-    def to_rollout_s(self) -> float:
-        """The device becomes an engine: its weights come in."""
+    def to_rollout_s(self, version: int) -> float:
+        """The device becomes an engine with this version: it is made from the policy that the run began with,
+        version 0, and takes over any later one."""
         if self.settings.to_rollout_s is not None:
-            return self._real(self.settings.to_rollout_s)
-        return self.weight_load_s()
+            return self.real_s(self.settings.to_rollout_s)
+        return self.weight_load_s() * (2 if version else 1)
 
-    def to_train_s(self, num_ranks: int = 1) -> float:
-        """The device becomes one of W ranks: its shard of weights and optimiser state comes in."""
-        if self.settings.to_train_s is not None:
-            return self._real(self.settings.to_train_s)
-        per_parameter = self.settings.bytes_per_parameter + TRAIN_STATE_BYTES
-        state = self.settings.parameters * per_parameter / num_ranks
-        return self._real(state / self.settings.load_bandwidth)
+    def to_train_s(self) -> float:
+        """The device becomes a rank: nothing is loaded unless the settings say so."""
+        return self.real_s(self.settings.to_train_s)
+
+    def real_s(self, seconds: float) -> float:
+        """On the clock of the machine; an agent's tools are as slow or fast as the devices."""
+        return seconds / self.settings.time_dilation
 
     @cached_property
     def _flops(self) -> float:
@@ -77,5 +90,6 @@ class DeviceModel:
     def _weight_bytes(self) -> float:
         return self.settings.parameters * self.settings.bytes_per_parameter
 
-    def _real(self, seconds: float) -> float:
-        return seconds / self.settings.time_dilation
+    @cached_property
+    def _stored_bytes(self) -> float:
+        return self.settings.parameters * self.settings.stored_bytes_per_parameter

@@ -39,12 +39,13 @@ def switch_to(tag: str, seconds: float) -> None:
 def emulated_engine(config: RunConfig, version: int) -> EmulatedEngine:
     """The engine of this process's device, once its weights are in."""
     model = device_model(config)
-    switch_to("rollout", model.to_rollout_s())
+    switch_to("rollout", model.to_rollout_s(version))
     return EmulatedEngine(
         model,
         version=version,
         report_every=REPORT_EVERY,
         weight_load_s=model.weight_load_s(),
+        kv_tokens=config.emulation.kv_tokens,
         recompute=config.engine.kv_on_update == "recompute",
         max_sleep_s=MAX_SLEEP_S,
         stall_s=STALL_S,

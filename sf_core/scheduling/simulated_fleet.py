@@ -1,38 +1,65 @@
 """Engines and the sessions on them, on an event clock: what the data plane and its engines do to time.
 
-A session is one request. The pace of engines, continuous batching and the order of requests are those of the
-emulated engine and the router; tokens are only counted.
+A session is turns, one request each, with the time between them that its agent's tools take. The pace of
+engines, continuous batching, what is kept of ended turns and the order of requests are those of the emulated
+engine and the router; tokens are only counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import count
+from typing import NamedTuple
 
 from sf_core.dataplane.dataplane import SWEEP_S
 from sf_core.dataplane.groups import Claim
 from sf_core.dataplane.rebalancing import Queue, Running, find_moves
 from sf_core.dataplane.routing import expected_rest
 from sf_core.engines.continuous_batch import ContinuousBatch, Slot
+from sf_core.engines.kept_prefixes import KeptPrefixes
 from sf_core.scheduling.device_model import DeviceModel
 from sf_core.scheduling.event_clock import EventClock
 from sf_core.scheduling.timeline import Span
 
 
+class Turn(NamedTuple):
+    num_new: int
+    """Tokens that came since the turn before: the task's, or what a tool returned."""
+    num_wanted: int
+    """To sample."""
+    tool_s: float = 0.0
+    """Seconds on the clock of the emulated devices until the next turn."""
+
+
 @dataclass(eq=False, slots=True)
 class SimulatedSession:
     claim: Claim
-    arrived: int
-    """Place in the queue; an interrupted session keeps it."""
-    num_prompt: int
-    num_wanted: int
+    turns: Sequence[Turn]
+    number: int = 0
+    """Of the turn that it is in."""
+    arrived: int = 0
+    """The turn's place in the queue; an interrupted one keeps it."""
+    num_prompt: int = 0
+    """Of the turn: everything before it."""
+    num_wanted: int = 0
     num_sampled: int = 0
-    """Before the engine it is on."""
+    """Of the turn, before the engine it is on."""
     num_moved_at: int = 0
     """Tokens it had when it was last moved from a long queue; 0: never."""
     min_version: int | None = None
+    near: SimulatedEngine | None = None
+    """The engine that sampled last for it."""
+    near_version: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prompt + self.num_sampled
+
+    @property
+    def is_over(self) -> bool:
+        return self.number == len(self.turns)
 
 
 @dataclass(eq=False)
@@ -41,6 +68,7 @@ class SimulatedEngine:
     batch: ContinuousBatch
     version: int
     max_running: int
+    kept: KeptPrefixes
     running: dict[str, tuple[SimulatedSession, Slot]] = field(default_factory=dict)
     outstanding: int = 0
     """Tokens of its requests, prompts included."""
@@ -68,27 +96,32 @@ class Fleet:
         weight_load_s: float,
         max_running: int,
         *,
+        kv_tokens: int,
         recompute: bool,
         typical: float,
         budget: int,
     ) -> None:
-        """Sessions sample `typical` tokens on average, and `budget` at most."""
+        """Turns sample `typical` tokens on average, and `budget` at most."""
         self.engines: list[SimulatedEngine] = []
         self.spans: list[Span] = []
         self.num_moves = 0
         self._looks = False
         """At the balance of the engines, once a second."""
-        self.on_finished: Callable[[SimulatedSession], None] = lambda session: None
+        self.on_answered: Callable[[SimulatedSession], None] = lambda session: None
+        """A turn of it is over, and its tokens are part of it."""
         self.on_started: Callable[[SimulatedSession, int], None] = lambda session, version: None
         self._clock, self._weight_load_s, self._max_running = clock, weight_load_s, max_running
         self._recompute, self._typical, self._budget = recompute, round(typical), budget
+        self._kv_tokens = kv_tokens
+        self._num_arrived = count()
         self._waiting: list[tuple[int, int, SimulatedSession]] = []
         self._roomy: list[tuple[int, int, int, SimulatedEngine]] = []
         """Heap of engines by what is outstanding; entries that do not fit their engine are out of date."""
         self._order = count()
 
     def add_engine(self, worker: str, version: int, model: DeviceModel) -> SimulatedEngine:
-        engine = SimulatedEngine(worker, ContinuousBatch(model), version, self._max_running)
+        kept = KeptPrefixes(self._kv_tokens)
+        engine = SimulatedEngine(worker, ContinuousBatch(model), version, self._max_running, kept)
         engine.ticked_at = engine.serving_since = self._clock.now
         self.engines.append(engine)
         self._note_room(engine)
@@ -122,7 +155,12 @@ class Fleet:
         self._schedule()
 
     def submit(self, sessions: list[SimulatedSession]) -> None:
+        """Each asks for its next turn."""
         for session in sessions:
+            turn = session.turns[session.number]
+            session.arrived = next(self._num_arrived)
+            session.num_prompt += session.num_sampled + turn.num_new
+            session.num_wanted, session.num_sampled, session.num_moved_at = turn.num_wanted, 0, 0
             heappush(self._waiting, (session.arrived, id(session), session))
         self._schedule()
 
@@ -133,6 +171,7 @@ class Fleet:
             self._advance(engine)
             self._end_pause(engine)
             engine.version = version
+            engine.kept.clear()
             engine.paused_since, engine.paused_until = self._clock.now, self._clock.now + seconds
             self._note_busy(engine)
             self._clock.after(seconds, self._go_on, engine)
@@ -151,7 +190,7 @@ class Fleet:
         owners = {self._queue(engine): engine for engine in engines}
         for session, source, target in find_moves(list(owners)):
             self._leave(owners[source], session)
-            session.num_moved_at = session.num_prompt + session.num_sampled
+            session.num_moved_at = session.num_tokens
             self._take(owners[target], session)
             self.num_moves += 1
         for engine in engines:
@@ -169,7 +208,7 @@ class Fleet:
     ) -> Running[SimulatedSession]:
         sampled = session.num_sampled + engine.batch.num_sampled(slot)
         rest = expected_rest(self._typical, sampled, self._budget - sampled)
-        num_prefill = 0 if engine.batch.num_sampled(slot) else slot.num_prompt
+        num_prefill = 0 if engine.batch.num_sampled(slot) else slot.num_prompt - slot.num_cached
         return Running(session, session.num_prompt + sampled, num_prefill + rest, session.num_moved_at)
 
     def _leave(self, engine: SimulatedEngine, session: SimulatedSession) -> None:
@@ -178,7 +217,7 @@ class Fleet:
         session.num_sampled += num_sampled
         engine.num_passed += num_sampled
         engine.batch.leave(slot)
-        engine.outstanding -= slot.num_prompt + self._typical
+        engine.outstanding -= slot.num_prompt - slot.num_cached + self._typical
         self._note_room(engine)
 
     def finish(self) -> None:
@@ -198,11 +237,13 @@ class Fleet:
         self._wake_later(engine)
 
     def _schedule(self) -> None:
-        """Give out what waits, in order of arrival, to the engine with least outstanding (routing.choose).
-        Here a request counts as when it came until it leaves; the router counts down what it receives."""
+        """Give out what waits, in order of arrival, to the engine that would be through with it first
+        (routing.choose). Here a request counts as when it came until it leaves; the router counts down what
+        it receives."""
         touched: dict[int, SimulatedEngine] = {}
-        while self._waiting and (engine := self._roomiest()) is not None:
+        while self._waiting and (roomiest := self._roomiest()) is not None:
             _, _, session = heappop(self._waiting)
+            engine = self._nearest(session, roomiest)
             if id(engine) not in touched:
                 self._advance(engine)
                 touched[id(engine)] = engine
@@ -210,6 +251,15 @@ class Fleet:
         for engine in touched.values():
             self._note_busy(engine)
             self._wake_later(engine)
+
+    def _nearest(self, session: SimulatedSession, roomiest: SimulatedEngine) -> SimulatedEngine:
+        """The engine that probably holds what came before, if that outweighs its longer queue."""
+        near = session.near
+        if near is None or near.is_gone or near.version != session.near_version:
+            return roomiest
+        has_room = len(near.running) < near.max_running
+        num_cached = session.num_tokens - session.turns[session.number].num_new
+        return near if has_room and near.outstanding - num_cached < roomiest.outstanding else roomiest
 
     def _roomiest(self) -> SimulatedEngine | None:
         while self._roomy:
@@ -222,10 +272,11 @@ class Fleet:
 
     def _take(self, engine: SimulatedEngine, session: SimulatedSession) -> None:
         name = str(id(session))
-        num_prompt = session.num_prompt + session.num_sampled
-        slot = engine.batch.join(name, num_prompt, session.num_wanted - session.num_sampled)
+        num_wanted = session.num_wanted - session.num_sampled
+        num_cached = engine.kept.take(name)
+        slot = engine.batch.join(name, session.num_tokens, num_wanted, num_cached=num_cached)
         engine.running[name] = (session, slot)
-        engine.outstanding += num_prompt + self._typical
+        engine.outstanding += slot.num_prompt - slot.num_cached + self._typical
         if not self._looks:
             self._looks = True
             self._clock.after(SWEEP_S, self._look)
@@ -240,10 +291,14 @@ class Fleet:
         engine.ticked_at = self._clock.now
         for slot in engine.batch.advance(self._clock.now - start):
             session, _ = engine.running.pop(slot.name)
-            engine.outstanding -= slot.num_prompt + self._typical
+            engine.outstanding -= slot.num_prompt - slot.num_cached + self._typical
             engine.num_passed += session.num_wanted - session.num_sampled
             session.num_sampled = session.num_wanted
-            self._clock.after(0.0, self.on_finished, session)
+            session.number += 1
+            session.near, session.near_version = engine, engine.version
+            if not session.is_over:
+                engine.kept.keep(slot.name, session.num_tokens, engine.batch.context)
+            self._clock.after(0.0, self.on_answered, session)
             self._note_room(engine)
 
     def _wake(self, engine: SimulatedEngine, wake: int) -> None:

@@ -1,4 +1,4 @@
-"""The pipelines side by side on the same simulated devices, prompts and lengths. Behind `sf simulate`."""
+"""The pipelines side by side on the same simulated devices and sessions. Behind `sf simulate`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 from statistics import NormalDist
 from typing import NamedTuple
 
@@ -15,19 +14,17 @@ import pyarrow.compute as pc
 from rich.table import Table
 
 from sf_core.config import RunConfig
-from sf_core.iterations import read_iterations
+from sf_core.engines.counter import uniforms
 from sf_core.picture import draw_timeline
 from sf_core.report import open_run
-from sf_core.scheduling.device_model import DeviceModel
-from sf_core.scheduling.figures import by_worker, device_figures
+from sf_core.scheduling.figures import device_figures
+from sf_core.scheduling.overheads import Overheads
 from sf_core.scheduling.pipelines import PipelineName
 from sf_core.scheduling.plan import Worker, make_plan
 from sf_core.scheduling.roofline import Device, known_device
-from sf_core.scheduling.simulator import Failures, Length, Overheads, Simulated, simulate
-from sf_core.scheduling.timeline import read_spans
+from sf_core.scheduling.simulated_fleet import Turn
+from sf_core.scheduling.simulator import Failures, Simulated, Turns, simulate
 from storage.files import write_atomic
-from storage.manifests import Manifest
-from storage.run_directory import RunDirectory
 from storage.trajectories import read_trajectories
 
 BLOCK = 16
@@ -81,21 +78,71 @@ def _device(kind: str | None) -> Device | None:
 
 
 @dataclass(frozen=True, slots=True)
+class Tools:
+    """What an agent calls between its turns. The seconds are median x exp(sigma x normal)."""
+
+    turn: int
+    """Tokens that a turn samples; the last of a session samples what is left."""
+    result: int
+    """Tokens that a tool returns."""
+    median_s: float
+    sigma: float
+
+    def num_turns(self, length: int) -> int:
+        return math.ceil(length / self.turn)
+
+    def seconds(self, group: int, member: int, num_turns: int) -> list[float]:
+        """After each turn of a session, the same in every run; nothing after the last."""
+        draws = uniforms(group * 2**16 + member, np.arange(num_turns - 1))
+        normals = (_NORMAL.inv_cdf(max(draw, 2**-53)) for draw in draws.tolist())
+        return [*(self.median_s * math.exp(self.sigma * normal) for normal in normals), 0.0]
+
+
+TOOLS = Tools(turn=200, result=100, median_s=1.0, sigma=1.2)
+"""Most calls read a file or run a command, in tenths of a second; some run tests, for tens of seconds. One in
+twenty takes less than 0.14 s, one in twenty more than 7 s, and the mean is 2 s. With engines that sample a
+hundred tokens per second for each of their requests, half of a session's time is its tools'."""
+
+
+@dataclass(frozen=True, slots=True)
 class Lognormal:
-    """Lengths with a heavy tail, the same in every run: median x exp(sigma x normal), cut at `longest`."""
+    """Sessions whose lengths have a heavy tail, the same in every run: median x exp(sigma x normal) sampled
+    tokens, cut at `longest`."""
 
     prompt: int
     median: float
     sigma: float
     longest: int
+    tools: Tools | None = None
+    """None: a session is one turn."""
 
-    def __call__(self, group: int, member: int) -> tuple[int, int]:
+    def length(self, group: int, member: int) -> int:
+        """Tokens that a session samples in all its turns."""
         length = self.median * math.exp(self.sigma * _NORMAL.inv_cdf(_draw(group, member)))
-        return self.prompt, round(min(max(length, 1), self.longest))
+        return round(min(max(length, 1), self.longest))
+
+    def __call__(self, group: int, member: int) -> list[Turn]:
+        length, tools = self.length(group, member), self.tools
+        if tools is None:
+            return [Turn(self.prompt, length)]
+        num_turns = tools.num_turns(length)
+        last = length - tools.turn * (num_turns - 1)
+        return [
+            Turn(tools.result if i else self.prompt, last if i == num_turns - 1 else tools.turn, seconds)
+            for i, seconds in enumerate(tools.seconds(group, member, num_turns))
+        ]
+
+    @property
+    def longest_context(self) -> int:
+        """Tokens of the longest session, prompt included."""
+        results = self.tools.result * (self.tools.num_turns(self.longest) - 1) if self.tools else 0
+        return self.prompt + self.longest + results
 
 
-def lognormal_for(config: RunConfig, *, prompt: int, median: float, sigma: float) -> Lognormal:
-    """Lengths that the run could have: cut at `rollout.max_tokens`.
+def lognormal_for(
+    config: RunConfig, *, prompt: int, median: float, sigma: float, tools: Tools | None = None
+) -> Lognormal:
+    """Sessions that the run could have: cut at `rollout.max_tokens`, all their turns together.
 
     Raises ValueError, one sentence, if that cuts most sessions to one length, which would compare nothing, or
     if an engine has no room for the longest."""
@@ -105,12 +152,14 @@ def lognormal_for(config: RunConfig, *, prompt: int, median: float, sigma: float
             f"rollout.max_tokens ({budget}) would cut most sessions to one length, as their median is "
             f"{median:g} tokens: set it to several times that, or --median lower"
         )
-    if prompt + budget > room:
+    sessions = Lognormal(prompt, median, sigma, budget, tools)
+    if (longest := sessions.longest_context) > room:
+        results = f", {longest - prompt - budget} from tools" if tools else ""
         raise ValueError(
-            f"engine.context_length ({room}) has no room for a prompt of {prompt} tokens and "
-            f"rollout.max_tokens ({budget}): set it to {prompt + budget} or more, or --prompt lower"
+            f"engine.context_length ({room}) has no room for a prompt of {prompt} tokens{results} and "
+            f"rollout.max_tokens ({budget}): set it to {longest} or more, or --prompt lower"
         )
-    return Lognormal(prompt, median, sigma, budget)
+    return sessions
 
 
 _NORMAL = NormalDist()
@@ -128,7 +177,8 @@ def _draws(group: int, block: int) -> list[float]:
 
 
 class MeasuredLengths:
-    """Drawn from the sessions of a run: prompt tokens and sampled tokens of each, as its Parquet has them.
+    """Drawn from the sessions of a run, each taken as one turn: prompt tokens and sampled tokens, as its
+    Parquet has them.
 
     Raises ValueError if there is no such run, or it has no iteration yet."""
 
@@ -147,8 +197,8 @@ class MeasuredLengths:
             raise ValueError(f"{uri}: no iteration was rolled out, so no lengths were measured")
         self._lengths = [(others[session], max(1, sampled[session])) for session in sorted(sampled)]
 
-    def __call__(self, group: int, member: int) -> tuple[int, int]:
-        return self._lengths[int(_draw(group, member) * len(self._lengths))]
+    def __call__(self, group: int, member: int) -> list[Turn]:
+        return [Turn(*self._lengths[int(_draw(group, member) * len(self._lengths))])]
 
 
 def _lengths_in(uri: str) -> Iterator[tuple[str, int, int]]:
@@ -191,7 +241,7 @@ def simulate_variant(
     config: RunConfig,
     variant: Variant,
     devices: Devices,
-    length: Length,
+    turns: Turns,
     *,
     overheads: Overheads | None = None,
     failures: Failures | None = None,
@@ -201,7 +251,7 @@ def simulate_variant(
     workers = devices.workers_of(variant)
     plan = make_plan(workers, chosen)
     by_name = {worker.name: worker.device for worker in workers if worker.device}
-    return simulate(chosen, plan, length, devices=by_name, overheads=overheads, failures=failures)
+    return simulate(chosen, plan, turns, devices=by_name, overheads=overheads, failures=failures)
 
 
 def figures_of(simulated: Simulated) -> PipelineFigures:
@@ -223,7 +273,7 @@ def figures_of(simulated: Simulated) -> PipelineFigures:
 def comparison(
     config: RunConfig,
     devices: Devices,
-    length: Length,
+    turns: Turns,
     *,
     failures: Failures | None = None,
     picture: str | None = None,
@@ -235,7 +285,7 @@ def comparison(
     for name in ("pipeline", "tokens/s", "s/iteration", "idle", "max lag", "switches"):
         table.add_column(name, justify="left" if name == "pipeline" else "right")
     for name, variant in VARIANTS.items():
-        simulated = simulate_variant(config, variant, devices, length, failures=failures)
+        simulated = simulate_variant(config, variant, devices, turns, failures=failures)
         found = figures_of(simulated)
         table.add_row(
             name.replace("_", ", "),
@@ -253,42 +303,3 @@ def comparison(
             drawn = draw_timeline(title="multiplexed, simulated", spans=spans, iterations=windows)
             write_atomic(picture, drawn)
     return table
-
-
-def measured_overheads(run: RunDirectory) -> Overheads:
-    """What orchestration took in a run, by its manifests and timelines: means over its iterations.
-
-    Raises ValueError for a run without two whole iterations."""
-    iterations = [iteration.stages for iteration in read_iterations(run) if iteration.is_through]
-    if len(iterations) < 2:
-        raise ValueError(f"{run.run_id} has no two whole iterations to measure")
-    load_s = DeviceModel(run.read_config(RunConfig).emulation).weight_load_s()
-
-    def mean_s(before: str, after: str, shift: int = 0) -> float:
-        """From the end of one stage to the beginning of the other, so many iterations later."""
-        pairs = zip(iterations, iterations[shift:], strict=False)
-        return float(np.mean([b[after].data["started_at"] - a[before].data["finished_at"] for a, b in pairs]))
-
-    def seconds_of(stage: str) -> list[float]:
-        return [i[stage].data["finished_at"] - i[stage].data["started_at"] for i in iterations]
-
-    def sealing_s(rollout: Manifest) -> float:
-        waits = rollout.data.get("waits", ())
-        full = max((wait["end"] for wait in waits), default=rollout.data["started_at"])
-        return float(rollout.data["finished_at"] - full)
-
-    leases = [
-        after.start - before.end
-        for spans in by_worker([s for s in read_spans(run) if s.kind == "held"]).values()
-        for before, after in pairwise(spans)
-        if (before.tag, after.tag) == ("train", "rollout")
-    ]
-    return Overheads(
-        seal=float(np.mean([sealing_s(stages["rollout"]) for stages in iterations]))
-        + mean_s("rollout", "filter")
-        + float(np.mean(seconds_of("filter"))),
-        hand_over=mean_s("filter", "train"),
-        lease=float(np.mean(leases)) if leases else 0.0,
-        publish=max(0.0, mean_s("train", "publish") + float(np.mean(seconds_of("publish"))) - load_s),
-        next_iteration=mean_s("publish", "rollout", shift=1),
-    )

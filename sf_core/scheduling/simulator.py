@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Literal
@@ -22,33 +22,18 @@ from sf_core.dataplane.rollout_manager import BatchRules, RolloutManager
 from sf_core.scheduling.device_model import DeviceModel
 from sf_core.scheduling.event_clock import EventClock, Process, Signal
 from sf_core.scheduling.lending import LendingGate, WorkLeft
+from sf_core.scheduling.overheads import Overheads
 from sf_core.scheduling.plan import Plan
 from sf_core.scheduling.roofline import Device
-from sf_core.scheduling.simulated_fleet import Fleet, SimulatedEngine, SimulatedSession
+from sf_core.scheduling.simulated_fleet import Fleet, SimulatedEngine, SimulatedSession, Turn
 from sf_core.scheduling.switching import work_left
 from sf_core.scheduling.timeline import Kind, Span
 
-Length = Callable[[int, int], tuple[int, int]]
-"""Tokens of the prompt and of the answer of a session, by its group and its place there."""
+Turns = Callable[[int, int], Sequence[Turn]]
+"""What a session does, by its group and its place there."""
 
 LOOK_AGAIN_S = 0.25
 """How often a batch that is nearly full is looked at."""
-
-
-@dataclass(frozen=True, slots=True)
-class Overheads:
-    """Seconds of orchestration, on the clock of the machine: no time dilation."""
-
-    seal: float = 0.2
-    """From a full batch to its stored rows, filter included."""
-    hand_over: float = 0.3
-    """From the stored batch until training may begin: revoking, yielding, the start of the ranks."""
-    lease: float = 0.3
-    """From the end of training until the next lease begins to load."""
-    publish: float = 0.3
-    """From the end of training until engines begin to load the new version."""
-    next_iteration: float = 0.5
-    """From one iteration's end until the next one may seal its batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +86,7 @@ class _Device:
 def simulate(
     config: RunConfig,
     plan: Plan,
-    length: Length,
+    turns: Turns,
     *,
     devices: Mapping[str, Device] | None = None,
     overheads: Overheads | None = None,
@@ -109,7 +94,7 @@ def simulate(
 ) -> Simulated:
     """All iterations of that configuration; the same arguments give the same result. `devices` by worker;
     one that is not there is the device of the configuration's `emulation`."""
-    return _Simulation(config, plan, length, devices or {}, overheads or Overheads(), failures).run()
+    return _Simulation(config, plan, turns, devices or {}, overheads or Overheads(), failures).run()
 
 
 class _Simulation:
@@ -117,12 +102,12 @@ class _Simulation:
         self,
         config: RunConfig,
         plan: Plan,
-        length: Length,
+        turns: Turns,
         devices: Mapping[str, Device],
         overheads: Overheads,
         failures: Failures | None,
     ) -> None:
-        self._config, self._plan, self._length = config, plan, length
+        self._config, self._plan, self._turns = config, plan, turns
         self._overheads, self._failures = overheads, failures
         self._random = random.Random(config.seed)
         self._clock = EventClock()
@@ -133,31 +118,28 @@ class _Simulation:
         }
         self._trainers = [self._devices[worker] for worker in plan.trainers]
         self._manager = RolloutManager(rules_of(config), next_batch=0, version=0, done_groups=[])
+        first_group = [turn for member in range(config.rollout.group_size) for turn in turns(0, member)]
         self._fleet = Fleet(
             self._clock,
             self._model.weight_load_s(),
             config.engine.max_running,
+            kv_tokens=config.emulation.kv_tokens,
             recompute=config.engine.kv_on_update == "recompute",
-            typical=sum(length(0, member)[1] for member in range(config.rollout.group_size))
-            / config.rollout.group_size,
+            typical=fmean(turn.num_wanted for turn in first_group),
             budget=config.rollout.max_tokens,
         )
         self._fleet.on_started = lambda session, version: self._manager.note_started(session.claim, version)
-        self._fleet.on_finished = self._finish
-        self._training = False
-        self._has_trained = False
-        self._step_failed = False
+        self._fleet.on_answered = self._go_on
+        self._training = self._has_trained = self._step_failed = False
         self._freed = Signal()
         """A trainer is back, or through with loading an engine that training has no time for."""
         self._num_complete = 0
-        self._arrived = 0
         self._sizes: dict[int, tuple[int, int]] = {}
         """Tokens of a finished group: sampled, and all of them."""
         self._oldest: dict[int, int] = {}
         """Version of the oldest token of a finished group."""
         self._recent: deque[int] = deque(maxlen=NUM_RECENT)
         """Lengths of the last sessions, as the run of a data plane remembers them."""
-        """Tokens that a session samples: moving mean."""
         self._work: tuple[float, WorkLeft] | None = None
         """When it was last looked at, and what it was."""
         self._changed = Signal()
@@ -200,12 +182,13 @@ class _Simulation:
             lag = number - min(self._oldest.pop(group) for group in batch.groups)
             self._claim()
             yield self._overheads.hand_over
-            yield from self._train(sum(total for _, total in sizes))
+            yield from self._train(number + 1, sum(total for _, total in sizes))
             self._lend_trainers()
-            yield self._overheads.publish
-            self._fleet.set_version(number + 1)
+            yield self._overheads.publish + self._model.verify_s()
             self._manager.set_version(number + 1)
-            yield self._model.weight_load_s()
+            if self._fleet.engines:
+                self._fleet.set_version(number + 1)
+                yield self._model.weight_load_s()
             self._claim()
             start, end = end, self._clock.now
             tokens = sum(sampled for sampled, _ in sizes)
@@ -221,9 +204,12 @@ class _Simulation:
             else:
                 return
 
-    def _train(self, num_tokens: int) -> Process:
-        """A step by all trainers together; one that breaks down costs the step."""
+    def _train(self, version: int, num_tokens: int) -> Process:
+        """A step by all trainers together, which makes this version; one that breaks down costs the step."""
         num_ranks = len(self._trainers)
+        save_s = self._model.save_s()
+        if version % self._config.train.checkpoint_every == 0 or version == self._config.train.iterations:
+            save_s += self._model.save_checkpoint_s()
         self._training = True
         for device in self._trainers:
             if device.engine is not None:
@@ -235,23 +221,26 @@ class _Simulation:
             self._step_failed = False
             started, begins, ends = self._clock.now, [], []
             for device in self._trainers:
-                switch = self._switch_to_train(device, num_ranks)
+                switch = self._switch_to_train(device)
                 begins.append(started + switch)
                 ends.append(started + switch + device.model.train_s(num_tokens, num_ranks))
             yield max(ends) - started
+            trained = self._clock.now
+            yield save_s
             if not self._step_failed:
                 break
         end = self._clock.now
         for device, begun in zip(self._trainers, begins, strict=True):
             self._note(device, "train", started, begun, "moving")
             # who has computed its share waits for the others with its gradients
-            self._note(device, "train", begun, end, "busy")
+            self._note(device, "train", begun, trained, "busy")
+            self._note(device, "train", trained, end, "moving")
             self._note(device, "train", started, end, "held")
         self._training, self._has_trained = False, True
 
-    def _switch_to_train(self, device: _Device, num_ranks: int) -> float:
+    def _switch_to_train(self, device: _Device) -> float:
         """Seconds until it can train, from now on; none if it holds what it trained with."""
-        switch = device.model.to_train_s(num_ranks) if device.tag != "train" else 0.0
+        switch = device.model.to_train_s() if device.tag != "train" else 0.0
         if device.tag == "rollout":
             device.gate.note_to_train(switch)
         device.tag = "train"
@@ -279,8 +268,12 @@ class _Simulation:
     def _hold(self, device: _Device) -> Process:
         """A lease, up to the moment from which its engine serves."""
         life, started = device.num_lives, self._clock.now
-        device.leased_at = started
-        yield device.model.to_rollout_s()
+        device.leased_at, version = started, self._manager.version
+        yield device.model.to_rollout_s(version)
+        # one that was told of a newer version meanwhile takes that before it serves
+        while device.num_lives == life and version != self._manager.version:
+            version = self._manager.version
+            yield device.model.weight_load_s()
         if device.num_lives != life:
             return
         device.tag = "rollout"
@@ -351,12 +344,22 @@ class _Simulation:
 
     def _claim(self) -> None:
         """Agents take every session that may run."""
-        sessions = []
-        for claim in self._manager.claim(1 << 30):
-            num_prompt, num_wanted = self._length(claim.place.group, claim.place.member)
-            sessions.append(SimulatedSession(claim, self._arrived, num_prompt, num_wanted))
-            self._arrived += 1
-        self._fleet.submit(sessions)
+        claims = self._manager.claim(1 << 30)
+        self._fleet.submit(
+            [SimulatedSession(claim, self._turns(claim.place.group, claim.place.member)) for claim in claims]
+        )
+
+    def _go_on(self, session: SimulatedSession) -> None:
+        """A turn of it is over: its tools work, or it ends."""
+        if session.is_over:
+            self._finish(session)
+        else:
+            tool_s = session.turns[session.number - 1].tool_s
+            self._clock.after(self._model.real_s(tool_s), self._ask_again, session)
+
+    def _ask_again(self, session: SimulatedSession) -> None:
+        if session.claim.place.group in self._manager.groups:
+            self._fleet.submit([session])
 
     def _drop(self, groups: list[int]) -> None:
         self._fleet.drop(groups)
@@ -370,8 +373,8 @@ class _Simulation:
             # it was dropped in the moment in which this session ended
             return
         sampled, total = self._sizes.get(group, (0, 0))
-        length = session.num_wanted
-        self._sizes[group] = (sampled + length, total + length + session.num_prompt)
+        length = sum(turn.num_wanted for turn in session.turns)
+        self._sizes[group] = (sampled + length, total + session.num_tokens)
         assert session.min_version is not None
         self._oldest[group] = min(self._oldest.get(group, session.min_version), session.min_version)
         self._recent.append(length)

@@ -58,10 +58,12 @@ class EmulatedTrainer:
         }
 
     def save_weights(self, folder: str) -> FileRef:
+        time.sleep(self._model.save_s())
         return save_arrays(folder, {"version": np.array([self.version], dtype=np.int32)}, self.version)
 
     def save_checkpoint(self, folder: str) -> None:
-        """Its version is its whole state, and that of the run."""
+        """Nothing is written: its version is its whole state, and that of the run."""
+        time.sleep(self._model.save_checkpoint_s())
 
 
 @contextmanager
@@ -107,5 +109,5 @@ def _await(
 def trainer_at(run: Run, version: int, ranks: EmulatedRanks) -> Iterator[EmulatedTrainer]:
     """The device of this process, switched to training."""
     model = device_model(run.config)
-    switch_to("train", model.to_train_s(ranks.size))
+    switch_to("train", model.to_train_s())
     yield EmulatedTrainer(model, version, ranks)

@@ -33,6 +33,14 @@ def test_a_prompt_is_prefilled_and_then_its_tokens_cost_what_its_context_says() 
     assert finish(batch) == [("a", pytest.approx(expected, rel=1e-4))]
 
 
+def test_what_is_cached_of_a_prompt_is_context_and_no_prefill() -> None:
+    whole, rest = ContinuousBatch(Linear()), ContinuousBatch(Linear())
+    whole.join("a", num_prompt=1000, num_wanted=10)
+    rest.join("a", num_prompt=1000, num_wanted=10, num_cached=900)
+    (_, cold), (_, warm) = finish(whole)[0], finish(rest)[0]
+    assert cold - warm == pytest.approx(0.9, rel=1e-4)
+
+
 def test_a_prefill_makes_the_others_wait() -> None:
     batch = ContinuousBatch(ConstantDelay(0.01))
     alone = ContinuousBatch(Linear())

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sf_core.engines.base import Engine
-from sf_core.engines.emulated import FIRST_ID, MAX_SLEEP_S, NUM_IDS, STALL_S, EmulatedEngine
+from sf_core.engines.emulated import BLOCK, FIRST_ID, MAX_SLEEP_S, NUM_IDS, STALL_S, EmulatedEngine
 from sf_core.types import Chunk, FinishReason, GenerationRequest, Sampling
 
 DELAY_S = 0.01
@@ -148,6 +149,60 @@ def test_an_aborted_turn_continues_elsewhere_without_a_lost_or_repeated_token(
     if produced < max_tokens:
         second.submit(request(max_tokens=max_tokens - produced, position=produced, stream=stream))
     assert ids(chunks + run(second)) == counted(max_tokens)
+
+
+class Prefills:
+    """A token of a prompt costs a second, sampling nothing to speak of."""
+
+    def prefill_s(self, num_tokens: int) -> float:
+        return float(num_tokens)
+
+    def decode_s(self, num_running: int, context: float) -> float:
+        return 1e-6
+
+
+def seconds_for(engine: EmulatedEngine, clock: Clock, name: str, prompt: list[int]) -> float:
+    """Until it has sampled ten tokens after this prompt."""
+    started = clock.time
+    engine.submit(GenerationRequest(name, prompt, 0, 10, (), Sampling()))
+    assert ids(run(engine)) == counted(10)
+    return clock.time - started
+
+
+def keeping(clock: Clock, kv_tokens: int) -> EmulatedEngine:
+    return EmulatedEngine(
+        Prefills(),
+        kv_tokens=kv_tokens,
+        now=clock.now,
+        sleep=clock.sleep,
+        max_sleep_s=1e9,
+        stall_s=1e9,
+    )
+
+
+FIRST = list(range(100, 150))
+NEXT = [*FIRST, *counted(10), 7, 8, 9]
+"""After the answer to FIRST, and what a tool returned."""
+
+
+def test_the_next_turn_of_a_session_prefills_only_what_is_new() -> None:
+    clock = Clock()
+    engine = keeping(clock, kv_tokens=1000)
+    assert seconds_for(engine, clock, "a", FIRST) == pytest.approx(50, abs=0.1)
+    # 60 tokens were left, of which 48 are whole blocks
+    assert seconds_for(engine, clock, "b", NEXT) == pytest.approx(63 - 3 * BLOCK, abs=0.1)
+
+
+def test_another_prompt_new_weights_and_a_full_memory_leave_nothing_to_go_on_from() -> None:
+    clock = Clock()
+    engine = keeping(clock, kv_tokens=1000)
+    seconds_for(engine, clock, "a", FIRST)
+    assert seconds_for(engine, clock, "b", [1, *NEXT]) == pytest.approx(64, abs=0.1)
+    engine.load_weights("unused", 1)
+    assert seconds_for(engine, clock, "c", NEXT) == pytest.approx(63, abs=0.1)
+    small = keeping(clock, kv_tokens=40)
+    seconds_for(small, clock, "a", FIRST)
+    assert seconds_for(small, clock, "b", NEXT) == pytest.approx(63, abs=0.1)
 
 
 def test_aborted_turns_report_nothing_later_and_others_go_on() -> None:

@@ -15,16 +15,19 @@ from sf_core.config import RunConfig
 from sf_core.dataplane import rebalancing
 from sf_core.scheduling.event_clock import EventClock, Process, Signal
 from sf_core.scheduling.figures import by_worker, find_switches
+from sf_core.scheduling.overheads import Overheads
+from sf_core.scheduling.simulated_fleet import Turn
 from sf_core.scheduling.simulations import (
     VARIANTS,
     Devices,
     Lognormal,
     MeasuredLengths,
+    Tools,
     comparison,
     figures_of,
     simulate_variant,
 )
-from sf_core.scheduling.simulator import Failures, Overheads, Simulated
+from sf_core.scheduling.simulator import Failures, Simulated
 from sf_core.validation import validate_config
 from storage.run_directory import RunDirectory
 from storage.schema import NOT_SAMPLED
@@ -32,6 +35,7 @@ from storage.trajectories import write_trajectories
 from tests.sf_core.test_inspect import GIVEN, commit, trajectory
 
 LENGTHS = Lognormal(prompt=100, median=150.0, sigma=1.0, longest=1000)
+FAST_WEIGHTS = {"write_bandwidth": 1e11, "verify_bandwidth": 1e11, "load_bandwidth": 1e11}
 NOTHING = Overheads(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
@@ -40,6 +44,7 @@ def config(iterations: int = 6, **sections: dict[str, Any]) -> RunConfig:
         "rollout": {"group_size": 4, "groups_per_batch": 16, "max_tokens": 1000},
         "train": {"iterations": iterations},
         "engine": {"kind": "emulated", "max_running": 8, "context_length": 2048},
+        "emulation": FAST_WEIGHTS,
     }
     for name, values in sections.items():
         data[name] = data.get(name, {}) | values
@@ -57,9 +62,68 @@ def simulated(name: str, devices: Devices = Devices(2, 2), **options: Any) -> Si
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_batch_holds_its_sessions_and_no_lag_exceeds_the_bound(name: str) -> None:
     run = simulated(name)
-    groups = [[LENGTHS(group, member)[1] for member in range(4)] for group in range(6 * 16)]
+    groups = [[LENGTHS.length(group, member) for member in range(4)] for group in range(6 * 16)]
     assert sum(iteration.tokens for iteration in run.iterations) == sum(map(sum, groups))
     assert max(iteration.max_lag for iteration in run.iterations) <= VARIANTS[name].overlap
+
+
+@given(group=st.integers(0, 5000), member=st.integers(0, 63), turn=st.integers(1, 2000))
+def test_the_turns_of_a_session_add_up_to_it(group: int, member: int, turn: int) -> None:
+    tools = Tools(turn=turn, result=30, median_s=1.0, sigma=1.2)
+    sessions = replace(LENGTHS, tools=tools)
+    turns = sessions(group, member)
+    assert turns == sessions(group, member)
+    assert sum(turn.num_wanted for turn in turns) == LENGTHS.length(group, member)
+    assert [turn.num_new for turn in turns] == [LENGTHS.prompt, *[tools.result] * (len(turns) - 1)]
+    assert all(turn.tool_s > 0 for turn in turns[:-1]) and turns[-1].tool_s == 0
+    assert sum(turn.num_new + turn.num_wanted for turn in turns) <= sessions.longest_context
+
+
+def test_tools_take_the_time_that_was_drawn_for_them() -> None:
+    tools = Tools(turn=100, result=50, median_s=2.0, sigma=1.0)
+    seconds = [turn.tool_s for group in range(500) for turn in replace(LENGTHS, tools=tools)(group, 0)[:-1]]
+    assert np.median(seconds) == pytest.approx(2.0, rel=0.15)
+    assert np.std(np.log(seconds)) == pytest.approx(1.0, rel=0.1)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_sessions_of_several_turns_lose_no_token_and_wait_for_their_tools(name: str) -> None:
+    tools = Tools(turn=100, result=10, median_s=5.0, sigma=0.0)
+    several = replace(LENGTHS, tools=tools)
+    run = simulate_variant(config(), VARIANTS[name], Devices(2, 2), several)
+    whole = simulate_variant(config(), VARIANTS[name], Devices(2, 2), LENGTHS)
+    assert sum(i.tokens for i in run.iterations) == sum(i.tokens for i in whole.iterations)
+    lengths = [LENGTHS.length(group, member) for group in range(6 * 16) for member in range(4)]
+    assert run.iterations[-1].end > 5.0 * (tools.num_turns(max(lengths)) - 1)
+    check_one_thing_at_a_time(run)
+
+
+def test_a_turn_goes_on_from_what_the_one_before_left_where_there_is_room() -> None:
+    tools = Tools(turn=50, result=10, median_s=0.0, sigma=0.0)
+    several = replace(LENGTHS, prompt=1000, tools=tools)
+    ends = [
+        simulate_variant(
+            config(emulation={"kv_tokens": room, "peak_flops": 1e14}),
+            VARIANTS["disaggregated"],
+            Devices(2, 2),
+            several,
+        )
+        .iterations[-1]
+        .end
+        for room in (0, 1_000_000)
+    ]
+    assert ends[1] < 0.8 * ends[0]
+
+
+def test_storing_checking_and_loading_weights_takes_what_the_bytes_say() -> None:
+    """Nothing overlaps in a disaggregated run: every iteration but the first waits for the whole path."""
+    path = {"parameters": 1e9, "stored_bytes_per_parameter": 4.0}
+    fast = simulated("disaggregated", config=config(emulation=path))
+    slow = path | {"write_bandwidth": 1e9, "verify_bandwidth": 2e9, "load_bandwidth": 4e9}
+    found = simulated("disaggregated", config=config(emulation=slow))
+    more = found.iterations[-2].end - fast.iterations[-2].end
+    # five steps: 4 s to store, 12 s for the checkpoint, 2 s to check, 1 s to load; 1 s for the first engines
+    assert more == pytest.approx(5 * (4 + 12 + 2 + 1) + 1, rel=0.05)
 
 
 def check_one_thing_at_a_time(run: Simulated) -> None:
@@ -198,7 +262,8 @@ def test_a_trainer_that_was_not_lent_trains_without_a_switch_and_is_asked_again(
     dear = config(emulation={"to_rollout_s": 0.0, "to_train_s": 500.0})
     run = simulated("multiplexed", config=dear)
     trained = [span for span in run.spans if (span.worker, span.tag) == ("t0", "train")]
-    assert [span.kind for span in trained if span.kind != "held"] == ["moving", *["busy"] * 6]
+    # what it has computed is stored before the step is over
+    assert [span.kind for span in trained if span.kind != "held"] == ["moving", *["busy", "moving"] * 6]
     # two trainers: after each of six steps, and at the beginning of the five iterations that follow
     assert run.not_lent == 2 * (6 + 5)
 
@@ -218,7 +283,7 @@ def test_lengths_are_drawn_from_a_run(tmp_path: Path) -> None:
     rows = write_trajectories(run, 0, [first, branch, second], "part")
     commit(run, 0, "rollout", outputs=[rows])
     lengths = MeasuredLengths(run.uri)
-    assert {lengths(group, 0) for group in range(50)} == {(6, 5), (5, 1)}
+    assert {tuple(lengths(group, 0)) for group in range(50)} == {(Turn(6, 5),), (Turn(5, 1),)}
     with pytest.raises(ValueError, match="nowhere"):
         MeasuredLengths(str(tmp_path / "nowhere"))
 

@@ -1,0 +1,138 @@
+"""What weights cost on their way from a trainer to the engines, with the code that a run has for it: bytes,
+seconds and bytes per second of every step, in float32, for built-in policies of ten and a hundred million
+parameters. Prints one JSON line.
+
+    python -m benchmarks.weight_path
+
+write: rank 0 copies, serialises, hashes and writes its weights and commits the manifest. checkpoint: the
+same for weights and Adam's moments. verify: `publish` reads the file again and hashes it. load: an engine
+that runs takes it over. loan: a device that is lent makes its engine, from the start folder, and takes it
+over. Each is the best of the repeats, as the machine may do other things too; files are read from the page
+cache, so a slower storage takes longer. `cpu_bytes_per_second` counts the process's CPU seconds alone: what
+the code could do with a storage that costs nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+import typer
+from transformers.utils import logging
+
+from sf_core.config import PolicyConfig, TrainConfig
+from sf_core.engines.torch_engine import TorchEngine
+from sf_core.policy import make_policy
+from sf_core.training.trainer import Trainer
+from storage.batches import BATCH_SCHEMA
+from storage.manifests import Manifest
+from storage.run_directory import RunDirectory
+
+POLICIES = {
+    "10m": PolicyConfig(hidden_size=256, num_layers=10),
+    "100m": PolicyConfig(hidden_size=768, num_layers=12),
+}
+SLOTS, CONTEXT = 8, 512
+TOKENS = 16
+
+
+def main(
+    size: Annotated[list[str] | None, typer.Option(help="10m, 100m; both by default")] = None,
+    repeats: Annotated[int, typer.Option(min=1)] = 5,
+    threads: Annotated[int, typer.Option(min=1, help="Of torch.")] = 1,
+    folder: Annotated[str | None, typer.Option(help="On the storage to be measured.")] = None,
+) -> None:
+    torch.set_num_threads(threads)
+    logging.disable_progress_bar()
+    line: dict[str, Any] = {"benchmark": "weight_path", "repeats": repeats, "threads": threads}
+    for name in size or POLICIES:
+        with tempfile.TemporaryDirectory(dir=folder) as temporary:
+            line[name] = measure(Path(temporary), POLICIES[name], repeats)
+    print(json.dumps(line))
+
+
+def measure(folder: Path, policy: PolicyConfig, repeats: int) -> dict[str, Any]:
+    start = str(folder / "start")
+    make_policy(start, policy, seed=0)
+    trainer = Trainer(start, TrainConfig(), seed=0)
+    trainer.step(_batch())  # Adam has its moments from now on
+    run = RunDirectory(str(folder / "run"))
+    attempt = run.begin_attempt()
+    engine = _engine(start)
+    seconds: dict[str, list[tuple[float, float]]] = {}
+
+    def timed(step: str, work: Callable[[], Any]) -> Any:
+        began, cpu_began = time.perf_counter(), time.process_time()
+        result = work()
+        taken = time.perf_counter() - began, time.process_time() - cpu_began
+        seconds.setdefault(step, []).append(taken)
+        return result
+
+    def write(version: int) -> Manifest:
+        weights = trainer.save_weights(run.weights_dir(version))
+        return run.commit_manifest(
+            Manifest(run_id=run.run_id, iteration=version, stage="train", attempt=attempt, outputs=[weights])
+        )
+
+    def lend(version: int) -> None:
+        _engine(start).load_weights(run.weights_dir(version), version)
+
+    for version in range(1, repeats + 1):
+        manifest = timed("write", lambda: write(version))  # noqa: B023
+        timed("checkpoint", lambda: trainer.save_checkpoint(run.checkpoint_dir(version)))  # noqa: B023
+        timed("verify", lambda: run.verify(manifest))  # noqa: B023
+        timed("load", lambda: engine.load_weights(run.weights_dir(version), version))  # noqa: B023
+        timed("loan", lambda: lend(version))  # noqa: B023
+    sizes = dict.fromkeys(seconds, manifest.outputs[0].bytes)
+    sizes["checkpoint"] = sum(file.stat().st_size for file in Path(run.checkpoint_dir(1)).iterdir())
+    return {"parameters": sum(p.numel() for p in trainer.network.model.parameters())} | {
+        step: figures(sizes[step], *map(min, zip(*taken, strict=True))) for step, taken in seconds.items()
+    }
+
+
+def figures(num_bytes: int, seconds: float, cpu_seconds: float) -> dict[str, float]:
+    return {
+        "bytes": num_bytes,
+        "seconds": round(seconds, 4),
+        "bytes_per_second": round(num_bytes / seconds),
+        "cpu_bytes_per_second": round(num_bytes / cpu_seconds),
+    }
+
+
+def _engine(start: str) -> TorchEngine:
+    return TorchEngine(start, max_running=SLOTS, context_length=CONTEXT)
+
+
+def _batch() -> pa.Table:
+    """Two rows of one group: enough for a whole optimiser step."""
+    mask = [i >= TOKENS // 2 for i in range(TOKENS)]
+    turn = {"role": "assistant", "start": 0, "end": TOKENS, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
+    rows = [
+        {name: None for name in BATCH_SCHEMA.names}
+        | {
+            "group_id": "g0",
+            "session_id": f"s{row}",
+            "token_ids": list(range(row, row + TOKENS)),
+            "loss_mask": mask,
+            "logprobs": [-3.0 if sampled else None for sampled in mask],
+            "policy_versions": [0 if sampled else None for sampled in mask],
+            "turns": [turn],
+            "reward": float(row),
+            "advantages": np.where(mask, 2.0 * row - 1, 0.0).tolist(),
+            "weight": 1.0,
+            "decision": "train",
+        }
+        for row in range(2)
+    ]
+    return pa.Table.from_pylist(rows, BATCH_SCHEMA)
+
+
+if __name__ == "__main__":
+    typer.run(main)
