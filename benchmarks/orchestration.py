@@ -1,5 +1,6 @@
-"""Seconds per iteration spent in Prefect, Dask and manifests when the work is nothing, and the idle gap of a
-device at its hand-overs. Baseline, same run and server: plain Prefect subflows of four no-op tasks.
+"""Seconds per iteration spent in Prefect, Dask and manifests when the work is nothing. Baseline, same run
+and server: plain Prefect subflows of four no-op tasks. Where there is work, and what a hand-over of a device
+takes there, benchmarks/quickstart.py measures.
 
     python -m benchmarks.orchestration
 """
@@ -19,7 +20,6 @@ from sf_core.config import RunConfig
 from sf_core.iterations import read_iterations
 from sf_core.local_stack import Services, local_stack, start_services
 from sf_core.run import Run, RunRef
-from sf_core.scheduling.timeline import gaps, read_spans
 from sf_core.summary import orchestration_seconds
 from sf_core.validation import validate_config
 
@@ -37,26 +37,23 @@ def main(iterations: int = 12, warmup: int = 2) -> None:
                 ]
             )
             config = _config(folder, services, iterations)
-            (folder / "flow.json").write_text(config.model_dump_json())
-            _python(["-m", "flows.train", str(folder / "flow.json")], env)
+            run_flow(config, folder, env)
             line = measure(config, warmup)
     line["baseline_plain_prefect_seconds_per_iteration"] = round(statistics.mean(baseline[warmup:]), 3)
     print(json.dumps(line))
 
 
+def run_flow(config: RunConfig, folder: Path, env: dict[str, str]) -> None:
+    """Train to the end."""
+    (folder / "flow.json").write_text(config.model_dump_json())
+    _python(["-m", "flows.train", str(folder / "flow.json")], env)
+
+
 def measure(config: RunConfig, warmup: int) -> dict[str, object]:
     run = Run(RunRef(str(config.run_id), config.run_dir, str(config.dataplane.url), attempt=1))
     iterations = list(read_iterations(run.directory, warmup))
-    trainer = [span for span in read_spans(run.directory) if span.worker == "t0"]
-    switches = gaps(trainer)[2 * warmup :]
-    to_train = [seconds for switch, seconds in switches if switch == "rollout->train"]
-    to_rollout = [seconds for switch, seconds in switches if switch == "train->rollout"]
-    gap = statistics.mean(to_train) + statistics.mean(to_rollout)
     return {
         "orchestration_seconds_per_iteration": round(orchestration_seconds(iterations) / len(iterations), 3),
-        "gap_seconds": round(gap, 3),
-        "gap_lease_to_train_seconds": round(statistics.mean(to_train), 3),
-        "gap_train_to_lease_seconds": round(statistics.mean(to_rollout), 3),
         "iterations": len(iterations),
     }
 

@@ -28,6 +28,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 COMMANDS = {
     "orchestration": "benchmarks.orchestration",
+    "quickstart": "benchmarks.quickstart",
     "engine": "benchmarks.engine --size 1m",
     "quickstart_vs_trl": "benchmarks.quickstart_vs_trl",
     "capture": "benchmarks.capture",
@@ -35,6 +36,7 @@ COMMANDS = {
     "gateway": "benchmarks.gateway --only throughput --only long",
     "gateway_turns": "benchmarks.gateway --only turns",
     "streaming": "benchmarks.gateway --only streaming",
+    "weight_path": "benchmarks.weight_path",
     "pipelines": "benchmarks.pipelines",
 }
 """What `python -m` runs for each name."""

@@ -34,7 +34,16 @@ ROWS = (
         "{orchestration_seconds_per_iteration:.2f}",
         "{baseline_plain_prefect_seconds_per_iteration:.2f}, plain Prefect subflows",
     ),
-    Row("orchestration", "idle seconds of a device per hand-over cycle", "{gap_seconds:.2f}"),
+    Row(
+        "quickstart",
+        "the real quickstart: seconds of an iteration, those without a stage at work; idle share of devices",
+        "{seconds_per_iteration:.2f}, {seconds_without_a_stage:.2f}; {idle[r0]:.0%}, {idle[t0]:.0%}",
+    ),
+    Row(
+        "quickstart",
+        "its trainer's hand-over, up to the first work done: to training, back to sampling, s",
+        "{to_train_seconds:.2f}, {to_rollout_seconds:.2f}",
+    ),
     Row(
         "engine",
         "engine, 1M parameters, samples of different lengths, tokens/s, one thread",
@@ -103,6 +112,13 @@ ROWS = (
         "{stream_sessions} agents stream at once, a token each {stream_step_ms:.0f} ms: tokens/s; "
         "per core of the data plane; ms between events",
         "{stream_tokens_per_second:,}; {stream_tokens_per_core_second:,}; {stream_gap_ms_p50:.0f}",
+    ),
+    Row(
+        "weight_path",
+        "weights of 100M parameters through the code on local storage, one thread, bytes/s: write, verify, "
+        "load",
+        "{100m[write][bytes_per_second]:.2e}, {100m[verify][bytes_per_second]:.2e}, "
+        "{100m[load][bytes_per_second]:.2e}",
     ),
     Row(
         "pipelines",

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
 from types import TracebackType
 from typing import Literal
 
@@ -183,15 +182,3 @@ def loading_fraction(spans: Iterable[Span], window: tuple[float, float]) -> floa
     length = window[1] - window[0]
     loads = (span for span in spans if span.kind == "moving" and span.label.startswith("load "))
     return round(covered_s(loads, window) / length, 6) if length > 0 else 0.0
-
-
-def gaps(spans: Iterable[Span]) -> list[tuple[str, float]]:
-    """Times a device was held by nobody while its active tag changed: (from->to, seconds).
-
-    The spans are those of one device, sorted by time."""
-    held = [span for span in spans if span.kind == "held"]
-    return [
-        (f"{before.tag}->{after.tag}", after.start - before.end)
-        for before, after in pairwise(held)
-        if before.tag != after.tag
-    ]

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sf_core.scheduling.timeline import Span, Timeline, gaps, idle_fraction, read_spans
+from sf_core.scheduling.timeline import Span, Timeline, idle_fraction, read_spans
 from storage.run_directory import RunDirectory
 
 
@@ -23,17 +23,6 @@ def test_a_device_that_loads_or_waits_is_idle() -> None:
         Span("t0", "rollout", 6, 10, "wait", "requests"),
     ]
     assert idle_fraction(spans, (0, 10)) == 0.8
-
-
-def test_gaps_are_measured_only_where_the_active_tag_changes() -> None:
-    spans = [
-        Span("t0", "rollout", 0, 1, "held"),
-        Span("t0", "rollout", 2, 3, "held"),
-        Span("t0", "rollout", 2.5, 2.75),
-        Span("t0", "train", 3.5, 5, "held"),
-        Span("t0", "rollout", 6, 7, "held"),
-    ]
-    assert gaps(spans) == [("rollout->train", 0.5), ("train->rollout", 1)]
 
 
 def test_spans_of_several_leases_are_read_back_in_order(tmp_path: Path) -> None:

@@ -1,0 +1,92 @@
+"""The iterations of the real quickstart: what they take beside their stages, what the devices idle, and a
+device's hand-over from one tag to the other up to the first work done.
+
+configs/quickstart.yaml as `make run` has it, with fewer iterations; the first two and the last do not count.
+No baseline: other trainers have no such iterations. Aims: 0.5 s without a stage at work, 10 % and 20 % idle.
+
+    python -m benchmarks.quickstart
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+from itertools import pairwise
+from pathlib import Path
+
+import typer
+
+from benchmarks.orchestration import run_flow
+from sf_core.config import RunConfig
+from sf_core.config_file import load_config
+from sf_core.iterations import iteration_windows, read_iterations
+from sf_core.local_stack import local_stack, start_services
+from sf_core.scheduling.figures import DeviceFigures, device_figures
+from sf_core.scheduling.timeline import read_spans
+from sf_core.summary import orchestration_seconds
+from storage.run_directory import RunDirectory
+
+CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
+WARMUP = 2
+
+
+def main(iterations: int = 23) -> None:
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        env = {"PREFECT_HOME": str(folder / "prefect"), "PYTHONPATH": str(Path.cwd())}
+        with local_stack(folder / "logs", env) as stack:
+            services = start_services(stack, folder, RunConfig().cluster.workers)
+            places = {
+                "run_id": "quickstart",
+                "train.iterations": iterations,
+                "cluster.scheduler": services.scheduler,
+                "dataplane.url": services.dataplane,
+                "storage.root": folder,
+            }
+            config = load_config(str(CONFIG), [f"{name}={value}" for name, value in places.items()])
+            run_flow(
+                config, folder, {**stack.env, **services.addresses, "SF_CACHE_DIR": str(folder / "cache")}
+            )
+        print(json.dumps(measure(RunDirectory(config.run_dir))))
+
+
+def measure(run: RunDirectory) -> dict[str, object]:
+    """Of a run that has ended."""
+    iterations, spans = list(read_iterations(run)), read_spans(run)
+    # the last one has nothing left to sample for
+    windows = list(iteration_windows(iterations).values())[WARMUP:-1]
+    counted = iterations[WARMUP : WARMUP + len(windows)]
+    figures = [device_figures(spans, window) for window in windows]
+    without = [orchestration_seconds(iterations[: i.number + 1]) for i in iterations]
+    beside = [after - before for before, after in pairwise(without)]
+    seconds = sum(end - start for start, end in windows)
+    summary = run.read_summary()
+    assert summary is not None
+    return {
+        "iterations": len(counted),
+        "seconds_per_iteration": round(seconds / len(counted), 3),
+        "seconds_without_a_stage": round(statistics.mean(beside[WARMUP - 1 : -1]), 3),
+        "seconds_without_a_stage_median": round(statistics.median(beside[WARMUP - 1 : -1]), 3),
+        "idle": {worker: _idle(figures, worker) for worker in figures[0].idle},
+        "to_train_seconds": _hand_over(figures, "train"),
+        "to_rollout_seconds": _hand_over(figures, "rollout"),
+        "tokens_per_second": round(sum(i.sampled_tokens for i in counted) / seconds, 1),
+        "reward_before": summary["reward_before"],
+        "reward_after": summary["reward_after"],
+    }
+
+
+def _idle(figures: list[DeviceFigures], worker: str) -> float:
+    """As a share of the time of all windows."""
+    idle = sum(figure.idle.get(worker, 1.0) * figure.seconds for figure in figures)
+    return round(idle / sum(figure.seconds for figure in figures), 3)
+
+
+def _hand_over(figures: list[DeviceFigures], to: str) -> float:
+    costs = [switch.seconds for figure in figures for switch in figure.switches if switch.to == to]
+    return round(statistics.mean(cost for cost in costs if cost is not None), 3)
+
+
+if __name__ == "__main__":
+    typer.run(main)
