@@ -20,12 +20,12 @@ settings.load_profile("untimed")
 os.environ.pop("COLUMNS", None)
 
 
+QUICKSTART = ("tests/e2e/test_data.py", "tests/e2e/test_quickstart.py")
+"""Their tests read one run, which takes a minute or two to train."""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The cluster is many processes: all tests on it go to the same worker of pytest-xdist, which begins with
-    them, because no other piece of work is as long."""
-    for item in items:
-        if _is_on_cluster(item):
-            item.add_marker(pytest.mark.xdist_group("cluster"))
+    """The workers of pytest-xdist begin with the tests on the cluster, which take longest."""
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: not _is_on_cluster(item))
 
@@ -36,14 +36,16 @@ def _is_on_cluster(item: pytest.Item) -> bool:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Work is dealt out by groups, and beside them by files, whose tests share fixtures too."""
+    """Work is dealt out by files, whose tests share fixtures. Marks cannot say more: pytest 9.2 and
+    pytest-xdist 3.8 pass over groups without a word."""
     from xdist.scheduler import LoadGroupScheduling
 
-    class ByGroupOrFile(LoadGroupScheduling):
+    class ByFile(LoadGroupScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return super()._split_scope(nodeid).partition("::")[0]
+            file = nodeid.partition("::")[0]
+            return QUICKSTART[0] if file in QUICKSTART else file
 
-    return ByGroupOrFile(config, log)
+    return ByFile(config, log)
 
 
 @pytest.fixture(scope="session")
