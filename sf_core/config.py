@@ -109,7 +109,7 @@ class RolloutConfig(Settings):
     session_attempts: int = Field(3, ge=1)
     """Times that a session is tried whose failure is to be tried again."""
     on_failure: FailureRules = FailureRules()
-    failed_reward: float = 0.0
+    failed_reward: float = Field(0.0, ge=-1e9, le=1e9)
     """Reward of a session that failed and counts; held-out ones that are not tried again earn it in any
     case."""
     batch_timeout_s: float = Field(1800.0, gt=0)

@@ -39,6 +39,7 @@ def check_model_folder(model: str) -> None:
             f"policy.model: {model} has no *.safetensors file; pickled weights (*.bin, *.pt) are not loaded, "
             "because reading them may run code: save the model with safe_serialization=True"
         )
+    _read_model_config(model)
     try:
         open_renderer(model)
     except (ValueError, OSError) as error:

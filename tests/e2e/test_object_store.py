@@ -45,7 +45,7 @@ def test_the_quickstart_runs_in_a_bucket_and_is_read_back_from_it(
     shown = read("inspect", run.uri)
     assert "run small" in shown and "RFTP" in shown.replace(" ", "")
     session = shown.rsplit("--session ", 1)[1].split()[0]
-    assert "sampled and trained" in read("inspect", run.uri, "--session", session)
+    assert "«sampled, trained»" in read("inspect", run.uri, "--session", session)
     read("report", run.uri, "-o", str(tmp_path / "small.html"))
     assert "run small" in (tmp_path / "small.html").read_text()
 

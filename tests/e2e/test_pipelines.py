@@ -20,7 +20,7 @@ PACED = {
     "emulation": {
         "parameters": 1e9,
         "memory_bandwidth": 2e11,
-        "load_bandwidth": 4e10,
+        **dict.fromkeys(("write_bandwidth", "verify_bandwidth", "load_bandwidth"), 4e10),
         "peak_flops": 5e12,
         "utilisation": 0.4,
     },

@@ -36,7 +36,7 @@ def test_a_run_opens_offline_with_its_curves_devices_and_tables(run: RunDirector
         expect(rows.nth(1)).to_contain_text("1.000")
         expect(rows.nth(1)).to_contain_text("70 %")
         # what the manifest says was sampled, in ten seconds
-        expect(rows.nth(1).locator("td").nth(8)).to_have_text("7")
+        expect(rows.nth(1).locator("td").nth(9)).to_have_text("7")
         groups = page.locator("#groups tbody")
         expect(groups).to_contain_text("calculator-1")
         expect(groups).to_contain_text("too old")

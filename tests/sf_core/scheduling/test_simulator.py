@@ -165,7 +165,7 @@ def test_whatever_the_fleet_training_has_the_devices_it_was_given_and_no_others(
     )
     run = simulate_variant(chosen, VARIANTS[name], devices, lengths)
     check_one_thing_at_a_time(run)
-    groups = [[lengths(group, member)[1] for member in range(4)] for group in range(3 * 4)]
+    groups = [[lengths.length(group, member) for member in range(4)] for group in range(3 * 4)]
     assert sum(iteration.tokens for iteration in run.iterations) == sum(map(sum, groups))
     spans = by_worker(run.spans)
     trained = [span for span in run.spans if (span.tag, span.kind) == ("train", "busy")]
