@@ -34,9 +34,9 @@ class Streaming:
 
     path: str
     body: Callable[[int], Line]
-    """From the number of tokens."""
+    """The request, made from the number of tokens."""
     text: Callable[[Line], str]
-    """Of one event."""
+    """The text of one event."""
 
 
 def _of_choices(event: Line, field: Callable[[Line], str | None]) -> str:

@@ -20,7 +20,7 @@ LENGTHS = Lognormal(prompt=140, median=600.0, sigma=1.2, longest=5000, tools=TOO
 average, 25 at most."""
 
 TEMPLATE_TOKENS = 8
-"""Of a message that follows an answer: marks and roles."""
+"""Tokens of marks and roles in a message that follows an answer."""
 
 REAL_LENGTHS = Lognormal(prompt=60, median=60.0, sigma=1.2, longest=440)
 """For the built-in policy on a CPU core."""

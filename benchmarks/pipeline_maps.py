@@ -66,10 +66,10 @@ SHARED_KV, WHOLE_KV = 180_000, 377_000
 """Tokens that an H100 has room for beside weights and a quarter of a trainer's state, or weights alone."""
 
 TRAIN_SHARE = 0.44
-"""Of the device time that a batch takes, at a cap of 64 (docs/pipelines.md)."""
+"""Share of training in the device time of a batch, at a cap of 64 (docs/pipelines.md)."""
 
 SECONDS_OF_SAMPLING, WAITS, MEAN_OF_MEDIAN = 11.2, 4.8, 2.05
-"""Of a session: while it samples, at a cap of 64; calls of tools; and their mean over their median."""
+"""Seconds that a session samples, at a cap of 64; its tool calls; the mean time of a call over the median."""
 
 
 def emulated(weights: dict[str, Any], **emulation: float) -> RunConfig:

@@ -52,7 +52,7 @@ def main(iterations: int = 23) -> None:
 
 
 def measure(run: RunDirectory) -> dict[str, object]:
-    """Of a run that has ended."""
+    """The line of a run that has ended."""
     iterations, spans = list(read_iterations(run)), read_spans(run)
     # the last one has nothing left to sample for
     windows = list(iteration_windows(iterations).values())[WARMUP:-1]

@@ -205,7 +205,7 @@ class EmulationConfig(Settings):
     kv_tokens: int = Field(180_000, ge=0)
     """Room for keys and values, in tokens. From what an ended turn leaves there the next one goes on."""
     stored_bytes_per_parameter: float = Field(4.0, gt=0)
-    """Of the weights in storage, which trainers write in float32."""
+    """Bytes per parameter of stored weights: trainers write float32."""
     write_bandwidth: float = Field(0.1e9, gt=0)
     """Bytes/s at which a trainer stores weights and checkpoints: copies, hashes and writes them."""
     verify_bandwidth: float = Field(1e9, gt=0)

@@ -36,7 +36,7 @@ BEAT_S = 3.0
 """How often the data plane is told that the runner lives, and which sessions it works on."""
 
 MAX_NAMES = 4096
-"""Bytes of a task's id and environment that are told before its session ends."""
+"""Most bytes of a task's id and environment that a claim tells before the session ends."""
 
 LOOK_S = 2.0
 """How long a runner waits that has no room, or is given nothing, before it hears again what has become of its
@@ -94,7 +94,7 @@ class AgentRunner:
         self._threads = Threads()
         self._logged: set[tuple[str, str, int]] = set()
         self._untold: dict[str, dict[str, str]] = {}
-        """By session: the task of one that has begun, until a claim has told of it."""
+        """Tasks of sessions that have begun, by session id, until a claim has told the data plane."""
 
     async def run(self) -> int:
         """Work until the data plane releases the runner; returns the number of sessions finished.
