@@ -9,7 +9,6 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from http.client import HTTPException
@@ -24,7 +23,7 @@ from sf_core.local_stack import Ports, Services, stack_environment, start_servic
 from sf_core.settings import cache_dir, prefect_home
 from sf_core.supervised import carriers, end_marked
 from sf_core.supervisor import StackError, Supervisor, call, end, read_pid
-from sf_core.surroundings import CACHE_DIR, PREFECT_HOME, check_open_files, check_place
+from sf_core.surroundings import CACHE_DIR, PREFECT_HOME, check_open_files, check_place, why_not_writable
 
 POOL = "sf"
 """Of the server, from which the stack takes its runs."""
@@ -109,13 +108,8 @@ def _end_runs(folder: Path, tell: Callable[[str], None]) -> None:
 
 
 def _check_writable(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise StackError(
-            f"{folder}: nothing can be written there ({error.strerror}); choose another --folder"
-        ) from None
+    if reason := why_not_writable(folder):
+        raise StackError(f"{folder}: nothing can be written there ({reason}); choose another --folder")
 
 
 def _check_free(port: int) -> None:

@@ -66,10 +66,15 @@ def check_open_files() -> None:
 def check_place(folder: Path, variable: str, purpose: str) -> None:
     """Raises OSError, one sentence, if nothing can be written into the folder, which the environment variable
     sets."""
+    if reason := why_not_writable(folder):
+        raise OSError(f"{folder}, {purpose}, cannot be written ({reason}): set {variable} to another folder")
+
+
+def why_not_writable(folder: Path) -> str | None:
+    """The system's reason, None if files can be made there; makes the folder."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise OSError(
-            f"{folder}, {purpose}, cannot be written ({error.strerror}): set {variable} to another folder"
-        ) from None
+        return str(error.strerror)
+    return None
