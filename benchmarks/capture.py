@@ -25,11 +25,11 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from sf_core.dataplane.export import export_session
-from sf_core.dataplane.generation import Generation
-from sf_core.dataplane.messages import Message, assistant_message
-from sf_core.dataplane.rendering import Renderer
-from sf_core.dataplane.session import Prompt, Session
+from sf_core.dataplane.chat.messages import Message, assistant_message
+from sf_core.dataplane.chat.renderer import Renderer
+from sf_core.dataplane.routing.generation import Generation
+from sf_core.dataplane.sessions.export import export_session
+from sf_core.dataplane.sessions.session import Prompt, Session
 from sf_core.types import Chunk, FinishReason, Sampling
 from storage.run_directory import RunDirectory
 from storage.schema import Trajectory

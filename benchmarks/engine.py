@@ -22,7 +22,7 @@ import typer
 from transformers import AutoModelForCausalLM, Qwen3Config, StoppingCriteria, StoppingCriteriaList
 from transformers.utils import logging
 
-from sf_core.engines.torch_engine import TorchEngine
+from sf_core.engines.torch.torch_engine import TorchEngine
 from sf_core.types import GenerationRequest, Sampling
 
 VOCAB_SIZE = 152

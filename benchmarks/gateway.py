@@ -46,8 +46,8 @@ from benchmarks.gateway_memory import memory
 from benchmarks.gateway_peers import PEERS, running_peer
 from benchmarks.gateway_stand import Gateway, floor_target, gateway, start_floor
 from benchmarks.gateway_streams import stream_all
-from sf_core.local_stack import local_stack
-from sf_core.supervisor import StackError, Supervisor
+from sf_core.cli.stack.local import local_stack
+from sf_core.cli.stack.supervisor import StackError, Supervisor
 
 TOKEN_DELAY_MS = 10
 NUM_TOKENS = 20

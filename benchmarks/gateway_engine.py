@@ -8,9 +8,9 @@ from collections.abc import Collection
 
 import typer
 
-from sf_core.dataplane.engine_client import serve_engine
-from sf_core.engines.base import Engine
+from sf_core.engines.client import serve_engine
 from sf_core.engines.emulated import FIRST_ID, MAX_SLEEP_S, NUM_IDS, EmulatedEngine
+from sf_core.engines.protocol import Engine
 from sf_core.types import Chunk, FinishReason, GenerationRequest
 
 

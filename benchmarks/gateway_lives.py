@@ -21,15 +21,15 @@ from benchmarks.gateway_client import (
 )
 from benchmarks.gateway_stand import MODEL, Gateway
 from sf_core.config import RunConfig
-from sf_core.dataplane.dataplane import DataPlane
-from sf_core.dataplane.generation import Generation
-from sf_core.dataplane.messages import assistant_message
-from sf_core.dataplane.records import opened_record
-from sf_core.dataplane.run import Run
-from sf_core.dataplane.session import Session
-from sf_core.dataplane.specs import RunSpec
-from sf_core.dataplane.turn_records import TurnKey, begun_record, turn_record
-from sf_core.policy import make_policy
+from sf_core.dataplane.bodies import RunSpec
+from sf_core.dataplane.chat.messages import assistant_message
+from sf_core.dataplane.control.plane import DataPlane
+from sf_core.dataplane.routing.generation import Generation
+from sf_core.dataplane.runs.records import opened_record
+from sf_core.dataplane.runs.run import Run
+from sf_core.dataplane.sessions.session import Session
+from sf_core.dataplane.sessions.turn_records import TurnKey, begun_record, turn_record
+from sf_core.models.builtin import make_policy
 from sf_core.types import Chunk, FinishReason, Sampling
 
 TOKEN_DELAY_MS = 10

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.gateway_client import Connection, Load, chat_body, converse
 from benchmarks.gateway_stand import MODEL, Gateway, gateway
-from sf_core.supervisor import Supervisor
+from sf_core.cli.stack.supervisor import Supervisor
 
 ROOM_MB = 100_000
 TOKENS_PER_TURN = 200

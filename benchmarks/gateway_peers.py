@@ -17,9 +17,9 @@ import httpx
 import yaml
 
 from benchmarks.gateway_client import Target
-from sf_core.local_stack import free_port
-from sf_core.parts import Part
-from sf_core.supervisor import StackError, Supervisor
+from sf_core.cli.stack.local import free_port
+from sf_core.cli.stack.processes import Part
+from sf_core.cli.stack.supervisor import StackError, Supervisor
 
 VENVS = Path(__file__).resolve().parents[1] / ".venvs"
 START_TIMEOUT_S = 120.0

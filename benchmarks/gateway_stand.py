@@ -15,12 +15,12 @@ import httpx
 import psutil
 
 from benchmarks.gateway_client import Target
+from sf_core.cli.stack.local import start_dataplane
+from sf_core.cli.stack.processes import Part
+from sf_core.cli.stack.supervisor import Process, Supervisor
 from sf_core.config import RunConfig
-from sf_core.dataplane.memory import MEMORY_MB
-from sf_core.local_stack import start_dataplane
-from sf_core.parts import Part
-from sf_core.policy import make_policy
-from sf_core.supervisor import Process, Supervisor
+from sf_core.dataplane.journal.memory import MEMORY_MB
+from sf_core.models.builtin import make_policy
 
 MODEL = "policy"
 GROUP_SIZE = 50

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import typer
 
+from sf_core.cli.stack.local import Services, local_stack, start_services
 from sf_core.config import RunConfig
-from sf_core.iterations import read_iterations
-from sf_core.local_stack import Services, local_stack, start_services
-from sf_core.run import Run, RunRef
-from sf_core.summary import orchestration_seconds
-from sf_core.validation import validate_config
+from sf_core.config.validation import validate_config
+from sf_core.reports.iterations import read_iterations
+from sf_core.reports.summary import orchestration_seconds
+from sf_core.stages.run import Run, RunRef
 
 
 def main(iterations: int = 12, warmup: int = 2) -> None:

@@ -22,7 +22,7 @@ from benchmarks.heavy_tailed import LENGTHS
 from benchmarks.pipelines import base_config
 from benchmarks.rebalancing import FAST_WEIGHTS
 from sf_core.config import EmulationConfig, RunConfig
-from sf_core.scheduling.simulations import (
+from sf_core.scheduling.simulation.variants import (
     TOOLS,
     VARIANTS,
     Devices,

@@ -1,6 +1,6 @@
 """The four pipelines on the same devices, prompts and heavy-tailed lengths: tokens/s, idle time and lag.
 
-Half of the emulated devices (H100, a policy of 8.2e9 parameters; sf_core/scheduling/device_model.py) only
+Half of the emulated devices (H100, a policy of 8.2e9 parameters; sf_core/engines/device_model.py) only
 roll out, half can train too; colocated pipelines have as many devices that do both. Everything else is real:
 Prefect server, Dask workers in processes of their own, data plane, journal. Rollout takes about three
 quarters of the device time, as in agentic RL. One JSON line with an object per pipeline.
@@ -30,13 +30,15 @@ import psutil
 import typer
 
 from benchmarks.heavy_tailed import LENGTHS, REAL_LENGTHS
+from sf_core.cli.stack.local import Services, local_stack, start_services
+from sf_core.cli.stack.processes import Part
+from sf_core.cli.stack.supervisor import Process, Supervisor
 from sf_core.config import RunConfig, WorkerConfig
-from sf_core.config_file import override_config
-from sf_core.iterations import iteration_windows, read_iterations
-from sf_core.local_stack import Services, local_stack, start_services
-from sf_core.parts import Part
+from sf_core.config.validation import validate_config
+from sf_core.config.yaml_file import override_config
+from sf_core.reports.iterations import iteration_windows, read_iterations
 from sf_core.scheduling.figures import device_figures
-from sf_core.scheduling.simulations import (
+from sf_core.scheduling.simulation.variants import (
     VARIANTS,
     WARMUP,
     Devices,
@@ -45,8 +47,6 @@ from sf_core.scheduling.simulations import (
     simulate_variant,
 )
 from sf_core.scheduling.timeline import read_spans
-from sf_core.supervisor import Process, Supervisor
-from sf_core.validation import validate_config
 from storage.run_directory import RunDirectory
 
 PART = "benchmarks.heavy_tailed"

@@ -18,13 +18,13 @@ from pathlib import Path
 import typer
 
 from benchmarks.orchestration import run_flow
+from sf_core.cli.stack.local import local_stack, start_services
 from sf_core.config import RunConfig
-from sf_core.config_file import load_config
-from sf_core.iterations import iteration_windows, read_iterations
-from sf_core.local_stack import local_stack, start_services
+from sf_core.config.yaml_file import load_config
+from sf_core.reports.iterations import iteration_windows, read_iterations
+from sf_core.reports.summary import orchestration_seconds
 from sf_core.scheduling.figures import DeviceFigures, device_figures
 from sf_core.scheduling.timeline import read_spans
-from sf_core.summary import orchestration_seconds
 from storage.run_directory import RunDirectory
 
 CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"

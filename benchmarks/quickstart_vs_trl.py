@@ -28,13 +28,13 @@ import typer
 from transformers import AutoTokenizer
 
 from benchmarks import trl_side
+from sf_core.cli.stack.local import Services, local_stack, start_services
+from sf_core.cli.stack.processes import Part
+from sf_core.cli.stack.supervisor import Process, Supervisor
 from sf_core.config import RunConfig
+from sf_core.config.validation import validate_config
 from sf_core.environments.quickstart import tasks
-from sf_core.local_stack import Services, local_stack, start_services
-from sf_core.parts import Part
-from sf_core.policy import make_policy
-from sf_core.supervisor import Process, Supervisor
-from sf_core.validation import validate_config
+from sf_core.models.builtin import make_policy
 from storage.metrics import read_metrics
 from storage.run_directory import RunDirectory
 

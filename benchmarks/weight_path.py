@@ -28,9 +28,9 @@ import typer
 from transformers.utils import logging
 
 from sf_core.config import PolicyConfig, TrainConfig
-from sf_core.engines.torch_engine import TorchEngine
-from sf_core.policy import make_policy
-from sf_core.training.trainer import Trainer
+from sf_core.engines.torch.torch_engine import TorchEngine
+from sf_core.models.builtin import make_policy
+from sf_core.training.torch.trainer import Trainer
 from storage.batches import BATCH_SCHEMA
 from storage.manifests import Manifest
 from storage.run_directory import RunDirectory

@@ -11,12 +11,12 @@ from typing import Any
 from prefect import flow
 
 from flows.warmstart import start_policy
-from sf_core.policy_folders import check_memory, check_start
-from sf_core.progress import tell
-from sf_core.run import Run, RunRef, begin_attempt, check_held_out, open_config
+from sf_core.cli.live import tell
+from sf_core.reports.trackers import Trackers
 from sf_core.scheduling.plan import Plan, await_plan, read_workers
-from sf_core.stored_config import settled
-from sf_core.trackers import Trackers
+from sf_core.stages.policy_folders import check_memory, check_start
+from sf_core.stages.run import Run, RunRef, begin_attempt, check_held_out, open_config
+from sf_core.stages.stored_config import settled
 from tasks.cluster import (
     TaggedTaskRunner,
     crashing_without_scheduler,

@@ -1,5 +1,5 @@
 """`python -m sf_core` is `sf`."""
 
-from sf_core.cli import main
+from sf_core.cli.main import main
 
 main()

@@ -31,12 +31,11 @@ from prefect_dask import DaskTaskRunner
 from prefect_dask.client import PrefectDaskClient
 from prefect_dask.task_runners import PrefectDaskFuture
 
-from sf_core import settings
-from sf_core.config import RunConfig
-from sf_core.run import Run, RunRef
+from sf_core.config import RunConfig, environment
 from sf_core.scheduling.owners import owner_of
 from sf_core.scheduling.plan import scheduler_of
 from sf_core.scheduling.tags import TASK_KINDS
+from sf_core.stages.run import Run, RunRef
 from sf_core.waits import waiting_for
 
 R = TypeVar("R")
@@ -127,7 +126,7 @@ def scheduler_address() -> str:
     run, config = parameters.get("run"), parameters.get("config")
     if isinstance(run, RunRef):
         config = Run(run).config
-    address = scheduler_of(config) if isinstance(config, RunConfig) else settings.scheduler_address()
+    address = scheduler_of(config) if isinstance(config, RunConfig) else environment.scheduler_address()
     if not address:
         raise ValueError("no Dask scheduler: set cluster.scheduler or SF_SCHEDULER, or start with `sf train`")
     return address

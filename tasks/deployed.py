@@ -15,7 +15,7 @@ from prefect.runtime import deployment, flow_run
 from pydantic import BeforeValidator
 
 from sf_core.config import RunConfig
-from sf_core.config_file import differences, merge_sections
+from sf_core.config.yaml_file import differences, merge_sections
 
 log = logging.getLogger(__name__)
 

@@ -14,11 +14,11 @@ from distributed import wait
 from distributed.scheduler import NoValidWorkerError
 from prefect_dask.task_runners import PrefectDaskFuture
 
-from sf_core.run import Run, RunRef
 from sf_core.scheduling.force import end_by_force
-from sf_core.scheduling.lease import lease_of
 from sf_core.scheduling.plan import Worker, choose_trainers, connected_workers
-from sf_core.training.seats import GangError, Seat, SupersededError
+from sf_core.stages.lease import lease_of
+from sf_core.stages.run import Run, RunRef
+from sf_core.training.gang import GangError, Seat, SupersededError
 from sf_core.waits import waiting_for
 from storage.gangs import GangFiles
 from tasks.cluster import dask_client, is_known, scheduler_address, submit

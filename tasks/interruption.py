@@ -13,11 +13,11 @@ from contextlib import contextmanager, suppress
 import httpx
 from distributed import Future
 
-from sf_core.dataplane.client import DataplaneClient, DataplaneError
-from sf_core.run import RunRef
+from sf_core.config.environment import dataplane_key
+from sf_core.dataplane.control.client import DataplaneClient, DataplaneError
 from sf_core.scheduling.force import end_tasks
 from sf_core.scheduling.owners import owner_of
-from sf_core.settings import dataplane_key
+from sf_core.stages.run import RunRef
 from tasks.cluster import dask_client, scheduler_address
 
 log = logging.getLogger(__name__)

@@ -19,11 +19,11 @@ from distributed.scheduler import KilledWorker, NoValidWorkerError
 from prefect import Task, task
 from prefect_dask.task_runners import PrefectDaskFuture
 
-from sf_core.dataplane.client import DataplaneError
-from sf_core.run import Run, RunRef
+from sf_core.dataplane.control.client import DataplaneError
 from sf_core.scheduling.elastic import Elastic
-from sf_core.scheduling.lease import LeaseSpec, run_sessions, serve_lease
 from sf_core.scheduling.plan import Duty, Plan, Worker, connected_workers, duty_of, make_plan
+from sf_core.stages.lease import LeaseSpec, run_sessions, serve_lease
+from sf_core.stages.run import Run, RunRef
 from tasks.cluster import dask_client, is_known, submit
 
 Future = PrefectDaskFuture[Any]

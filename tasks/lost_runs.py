@@ -15,8 +15,8 @@ from prefect.client.schemas.filters import FlowRunFilter, WorkPoolFilter
 from prefect.client.schemas.objects import FlowRun
 from prefect.states import AwaitingRetry, Cancelled, Crashed, State
 
-from sf_core.standing_stack import FLOW_RUN
-from sf_core.supervised import carriers
+from sf_core.cli.stack.standing import FLOW_RUN
+from sf_core.cli.stack.supervisord_child import carriers
 
 CLAIMS = ["PENDING", "RUNNING", "CANCELLING"]
 """Types of the states in which a run takes a place of its pool."""

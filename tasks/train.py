@@ -1,16 +1,16 @@
-"""Train: see sf_core.stages."""
+"""Train: see sf_core.stages.all_stages."""
 
 from typing import Any
 
 from prefect import task
 
-from sf_core import stages
-from sf_core.run import RunRef
-from sf_core.training.seats import Seat
+from sf_core.stages import all_stages
+from sf_core.stages.run import RunRef
+from sf_core.training.gang import Seat
 
 
 @task(name="train", task_run_name="train-{iteration}.{seat.rank}")
 def train(run: RunRef, iteration: int, seat: Seat) -> dict[str, Any]:
     """One rank of the optimiser steps on the batch; rank 0 writes the next weights and a checkpoint. Runs on
     the seat's `train` worker."""
-    return stages.train(run, iteration, seat)
+    return all_stages.train(run, iteration, seat)

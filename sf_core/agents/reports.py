@@ -12,8 +12,8 @@ import httpx
 import orjson
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_exponential
 
-from sf_core.dataplane.client import refusal_of
-from sf_core.failures import Cause
+from sf_core.config.failures import Cause
+from sf_core.dataplane.control.client import refusal_of
 
 log = logging.getLogger(__name__)
 

@@ -23,8 +23,8 @@ import orjson
 
 from sf_core.agents.reports import Reports, as_text
 from sf_core.agents.threads import Threads
-from sf_core.failures import Cause
-from sf_core.settings import reach_directly
+from sf_core.config.environment import reach_directly
+from sf_core.config.failures import Cause
 from sf_core.types import Endpoint, Task
 
 log = logging.getLogger(__name__)

@@ -6,11 +6,11 @@ import argparse
 import sys
 from typing import get_args
 
-from sf_core.dataplane.host import GRACE_S
-from sf_core.dataplane.journal import Fsync
-from sf_core.dataplane.memory import MEMORY_MB
+from sf_core.config.environment import dataplane_key
+from sf_core.dataplane.journal.journal import Fsync
+from sf_core.dataplane.journal.memory import MEMORY_MB
 from sf_core.dataplane.server import serve
-from sf_core.settings import dataplane_key
+from sf_core.dataplane.turns.host import GRACE_S
 
 
 def main() -> None:

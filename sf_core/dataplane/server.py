@@ -8,12 +8,12 @@ from pathlib import Path
 
 import uvicorn
 
-from sf_core.addresses import is_loopback
-from sf_core.dataplane.app import make_app
-from sf_core.dataplane.host import GRACE_S
-from sf_core.dataplane.journal import Fsync
-from sf_core.dataplane.memory import MEMORY_MB
+from sf_core.config.addresses import is_loopback
+from sf_core.dataplane.control.app import make_app
+from sf_core.dataplane.journal.journal import Fsync
+from sf_core.dataplane.journal.memory import MEMORY_MB
 from sf_core.dataplane.serving import server_config, tune_interpreter
+from sf_core.dataplane.turns.host import GRACE_S
 
 
 def serve(
@@ -45,7 +45,7 @@ def serve(
 
     if num_gateways > 1:
         # imported here: one process needs nothing of it
-        from sf_core.dataplane.gateways.hub_server import serve_with_gateways
+        from sf_core.dataplane.sharding.hub_server import serve_with_gateways
 
         return serve_with_gateways(num_gateways, listen, key, journal_dir, fsync, grace_s, memory_mb)
     server = uvicorn.Server(server_config(make_app(key, journal_dir, fsync, grace_s, memory_mb)))

@@ -9,7 +9,7 @@ from pathlib import Path
 import uvicorn
 from starlette.types import ASGIApp
 
-from sf_core.dataplane.engine_client import HEARTBEAT_S
+from sf_core.engines.client import HEARTBEAT_S
 
 SWITCH_S = 0.0005
 """How long the event loop keeps the interpreter while another thread waits for it."""

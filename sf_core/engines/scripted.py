@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 
 import numpy as np
 
-from sf_core.engines.counter import uniforms
+from sf_core.models.counter import uniforms
 from sf_core.types import Chunk, FinishReason, GenerationRequest
 
 Script = Callable[[list[int], int], list[int]]

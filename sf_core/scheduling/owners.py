@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from distributed import Client
 
 if TYPE_CHECKING:
-    from sf_core.run import RunRef
+    from sf_core.stages.run import RunRef
 
 ANSWER_S = 2.0
 """How long a worker may take to say what it runs."""

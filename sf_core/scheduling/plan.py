@@ -20,12 +20,12 @@ from distributed import Client, get_worker
 from distributed.system import MEMORY_LIMIT
 
 from sf_core.config import RunConfig
+from sf_core.config.devices import Device, known_device, step_of, train_priority
+from sf_core.config.environment import scheduler_address
+from sf_core.config.pipelines import PIPELINES
 from sf_core.scheduling.owners import run_of, running_owners
-from sf_core.scheduling.pipelines import PIPELINES
-from sf_core.scheduling.roofline import Device, known_device, step_of, train_priority
 from sf_core.scheduling.tags import needed_tags
 from sf_core.scheduling.tls import require_certificates
-from sf_core.settings import scheduler_address
 
 log = logging.getLogger(__name__)
 

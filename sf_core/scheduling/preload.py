@@ -15,9 +15,9 @@ from typing import Any
 import click
 from distributed.system import MEMORY_LIMIT
 
-from sf_core.scheduling.roofline import Device, known_device
-from sf_core.settings import computes_nothing
-from sf_core.surroundings import check_names
+from sf_core.cli.surroundings import check_names
+from sf_core.config.devices import Device, known_device
+from sf_core.config.environment import computes_nothing
 
 HEAVY = {
     "rollout": ("torch",),
@@ -38,7 +38,7 @@ def _kind(context: click.Context, option: click.Parameter, value: str | None) ->
 
 
 @click.command()
-@click.option("--device-kind", callback=_kind, help="What the device is; see sf_core/scheduling/roofline.py.")
+@click.option("--device-kind", callback=_kind, help="What the device is; see sf_core/config/devices.py.")
 @click.option("--device", help="The same as figures: a roofline Device in JSON.")
 async def dask_setup(worker: Any, device_kind: Device | None, device: str | None) -> None:
     """Raises ImportError if something else has the name of one of our packages."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from sf_core.scheduling.roofline import Device
+from sf_core.config.devices import Device
 
 
 def measure_device(device: str, *, threads: int, seconds: float = 1.0) -> Device:

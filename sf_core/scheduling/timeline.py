@@ -2,7 +2,7 @@
 computed, what it moved and what it waited for. A bubble is time without a computing span.
 
 Owns how spans are recorded and stored. What they amount to is in figures.py, how they look in trace.py and
-sf_core/picture.py.
+sf_core/reports/pictures.py.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from typing import Literal
 
 import dask
 
-from sf_core.addresses import is_loopback
+from sf_core.config.addresses import is_loopback
 
 Role = Literal["scheduler", "worker", "client"]
 

@@ -11,13 +11,13 @@ import sys
 from collections.abc import Iterable
 from dataclasses import asdict
 
-from sf_core.addresses import is_loopback
 from sf_core.config import WorkerConfig
+from sf_core.config.addresses import is_loopback
+from sf_core.config.devices import Device, known_device
+from sf_core.config.environment import visible_cuda_devices
 from sf_core.scheduling.plan import read_workers
-from sf_core.scheduling.roofline import Device, known_device
 from sf_core.scheduling.tags import is_word
 from sf_core.scheduling.tls import require_tls
-from sf_core.settings import visible_cuda_devices
 
 DASK_SETTINGS = {
     # a stage may outlive several kills of its worker; giving up after one would end the run

@@ -14,10 +14,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from sf_core.run import Run
-from sf_core.scheduling.device_model import DeviceModel
-from sf_core.scheduling.emulated_device import device_model, switch_to
-from sf_core.training.seats import GangError, Seat, SupersededError
+from sf_core.engines.device_model import DeviceModel
+from sf_core.engines.emulated_device import device_model, switch_to
+from sf_core.stages.run import Run
+from sf_core.training.gang import GangError, Seat, SupersededError
 from storage.files import FileRef
 from storage.gangs import GangFiles
 from storage.trajectories import first_rows

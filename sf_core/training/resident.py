@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from sf_core.engines.torch_engine import local_device
-from sf_core.run import Run, RunRef
-from sf_core.training.ranks import Ranks
+from sf_core.engines.torch.torch_engine import local_device
+from sf_core.stages.run import Run, RunRef
 from sf_core.training.stored_steps import stored_batch, stored_settings
-from sf_core.training.trainer import Trainer
+from sf_core.training.torch.ranks import Ranks
+from sf_core.training.torch.trainer import Trainer
 from storage.checkpoints import has_checkpoint
 from storage.files import local_folder
 

@@ -6,7 +6,7 @@ import pyarrow as pa
 from pydantic import ValidationError
 
 from sf_core.config import TrainConfig
-from sf_core.run import Run
+from sf_core.stages.run import Run
 from storage.batches import read_batch
 from storage.json_files import first_fault
 

@@ -14,8 +14,8 @@ from transformers import AutoTokenizer
 
 from sf_core.config import WarmstartConfig
 from sf_core.environments.quickstart import Demonstration, demonstrate
-from sf_core.training.network import Network
 from sf_core.training.packing import SAMPLING, Row, pack
+from sf_core.training.torch.network import Network
 
 BETAS = (0.9, 0.95)
 MAX_GRAD_NORM = 1.0

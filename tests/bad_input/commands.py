@@ -7,7 +7,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from sf_core.cli import app
+from sf_core.cli.main import app
 from tests.bad_input.refusals import check_sentence, snapshot
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sf_core.dataplane.rendering import Renderer
+from sf_core.dataplane.chat.renderer import Renderer
 from tests.sf_core.dataplane.conftest import model_dir, renderer
 from tests.sf_core.dataplane.stand import Server, answering, attended, running_app
 

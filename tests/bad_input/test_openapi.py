@@ -16,9 +16,9 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from sf_core.dataplane.app import make_app
-from sf_core.dataplane.openapi import OPERATIONS, document
-from sf_core.dataplane.rendering import Renderer
+from sf_core.dataplane.chat.renderer import Renderer
+from sf_core.dataplane.control.app import make_app
+from sf_core.dataplane.control.openapi import OPERATIONS, document
 from tests.bad_input.refusals import check_sentence
 from tests.sf_core.dataplane.stand import Server, answering, attended, running_app
 

@@ -19,10 +19,10 @@ from benchmarks.gateway_client import Load, Measured, Target, answer_text, measu
 from benchmarks.gateway_lives import interruptions, journal
 from benchmarks.gateway_stand import gateway
 from benchmarks.gateway_streams import DIALECTS, stream_all
+from sf_core.cli.stack.local import local_stack
+from sf_core.cli.stack.supervisor import StackError
 from sf_core.engines.emulated import EmulatedEngine
-from sf_core.local_stack import local_stack
-from sf_core.policy import make_tokenizer
-from sf_core.supervisor import StackError
+from sf_core.models.builtin import make_tokenizer
 from sf_core.types import GenerationRequest, Sampling
 from tests.sf_core.dataplane.stand import Server
 

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 from benchmarks import pipelines
 from benchmarks.heavy_tailed import LENGTHS
 from benchmarks.rebalancing import FAST_WEIGHTS
-from sf_core.scheduling.overheads import measured_overheads
-from sf_core.scheduling.simulations import (
+from sf_core.scheduling.simulation.overheads import measured_overheads
+from sf_core.scheduling.simulation.variants import (
     VARIANTS,
     Devices,
     figures_of,

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import psutil
 
+from sf_core.cli.stack.processes import PREFECT_SETTINGS
 from sf_core.config import RunConfig
-from sf_core.parts import PREFECT_SETTINGS
 from sf_core.scheduling.worker import DASK_SETTINGS
 from storage import files
 from tests.e2e.conftest import small_run

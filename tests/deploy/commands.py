@@ -8,14 +8,14 @@ from collections.abc import Mapping
 import dask
 import typer
 
-from sf_core import parts
-from sf_core.cli import app
+from sf_core.cli.main import app
+from sf_core.cli.stack import processes
 from tests.e2e.conftest import ROOT
 
 DEPLOY = ROOT / "deploy"
 COMMANDS = typer.main.get_group(app).commands
 # that they work, tests/e2e/test_standing_stack.py and test_deployments.py show
-PREFECT = [parts.prefect_worker("sf").command[2:], ["prefect", "--no-prompt", "deploy", "--all"]]
+PREFECT = [processes.prefect_worker("sf").command[2:], ["prefect", "--no-prompt", "deploy", "--all"]]
 
 
 def filled_in(word: str, env: Mapping[str, str]) -> str:
@@ -36,7 +36,7 @@ def check_command(command: list[str], env: Mapping[str, str]) -> None:
 def check_variables(env: Mapping[str, str], used: str) -> None:
     """Every variable is read: by Prefect, by Dask, by our settings or by the text of what uses the file. What
     `sf up` sets for Prefect is set."""
-    assert parts.PREFECT_SETTINGS.items() <= env.items()
+    assert processes.PREFECT_SETTINGS.items() <= env.items()
     readers = used + (ROOT / "sf_core" / "settings.py").read_text() + (ROOT / "prefect.yaml").read_text()
     for name in env:
         if name.startswith("DASK_"):

@@ -15,12 +15,12 @@ import psutil
 import pytest
 from distributed import Client
 
+from sf_core.cli.stack.local import Services, local_stack, start_services
+from sf_core.cli.stack.supervisor import Supervisor
 from sf_core.config import RunConfig, WorkerConfig
-from sf_core.local_stack import Services, local_stack, start_services
+from sf_core.config.validation import validate_config
 from sf_core.scheduling.timeline import Span, read_spans
-from sf_core.stored_config import read_stored_config
-from sf_core.supervisor import Supervisor
-from sf_core.validation import validate_config
+from sf_core.stages.stored_config import read_stored_config
 from storage.run_directory import RunDirectory
 from tests.e2e.postgresql import postgresql
 from tests.e2e.prefect_home import make_prefect_home

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from sf_core.local_stack import free_port
+from sf_core.cli.stack.local import free_port
 
 INSTALLED = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
 

@@ -18,10 +18,10 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Crashed, Pending, Running
 
+from sf_core.cli.stack.local import local_stack, start_prefect_server
+from sf_core.cli.stack.processes import prefect_worker
+from sf_core.cli.stack.supervisor import Process, Supervisor
 from sf_core.config import RunConfig
-from sf_core.local_stack import local_stack, start_prefect_server
-from sf_core.parts import prefect_worker
-from sf_core.supervisor import Process, Supervisor
 from tests.e2e.quickstart import ROOT
 from tests.e2e.waiting import wait_until
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from typer.testing import CliRunner
 
-from sf_core.cli import app
-from sf_core.local_stack import Services
+from sf_core.cli.main import app
+from sf_core.cli.stack.local import Services
 
 ROOT = Path(__file__).parents[2]
 CONFIG = str(ROOT / "configs" / "quickstart.yaml")

@@ -17,11 +17,11 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sf_core.command_lock import HeldError, hold
-from sf_core.config_file import load_config
-from sf_core.observe import read_figures
-from sf_core.supervised import MARK
-from sf_core.supervisor import call
+from sf_core.cli.command_lock import HeldError, hold
+from sf_core.cli.stack.supervisor import call
+from sf_core.cli.stack.supervisord_child import MARK
+from sf_core.config.yaml_file import load_config
+from sf_core.reports.devices import read_figures
 from storage.files import read_bytes
 from storage.run_directory import RunDirectory
 from tests.e2e.conftest import ROOT, SMALL_RUN, is_committed, small_run

@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 from distributed import Client, Event
 
+from sf_core.cli.stack.local import start_dask_worker
 from sf_core.config import RunConfig, WorkerConfig
-from sf_core.local_stack import start_dask_worker
 from sf_core.scheduling.plan import held_by_others, read_workers
 from storage.run_directory import RunDirectory
 from tests.e2e.conftest import Cluster, holders, is_committed, spans

@@ -13,12 +13,12 @@ import dask
 import httpx
 import pytest
 
-from sf_core.dataplane.client import DataplaneClient
-from sf_core.local_stack import Services, local_stack
-from sf_core.parts import Part
+from sf_core.cli.stack.local import Services, local_stack
+from sf_core.cli.stack.processes import Part
+from sf_core.cli.stack.supervisor import Supervisor
+from sf_core.config.environment import dataplane_key
+from sf_core.dataplane.control.client import DataplaneClient
 from sf_core.scheduling.plan import read_workers
-from sf_core.settings import dataplane_key
-from sf_core.supervisor import Supervisor
 from tests.e2e.conftest import ROOT, Cluster, is_committed, spans
 from tests.e2e.hosts import Host, hosts
 from tests.e2e.invariants import check_result

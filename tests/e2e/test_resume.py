@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from sf_core.cli.stack.local import start_dataplane
 from sf_core.config import RunConfig
-from sf_core.local_stack import start_dataplane
 from storage.run_directory import STAGES
 from tests.e2e.conftest import Cluster, is_committed
 from tests.e2e.invariants import check_result, manifests

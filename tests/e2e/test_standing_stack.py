@@ -13,9 +13,9 @@ import httpx
 import psutil
 import pytest
 
+from sf_core.cli.stack.supervisord_child import MARK
 from sf_core.config import RunConfig
 from sf_core.scheduling.plan import read_workers
-from sf_core.supervised import MARK
 from tests.chaos.faults import Fault, Kill, KillEngine, Stop
 from tests.chaos.runner import run_through, run_undisturbed
 from tests.chaos.training import runs

@@ -9,8 +9,8 @@ import pytest
 from flows.evaluate import evaluate
 from flows.train import train
 from sf_core.config import RunConfig
-from sf_core.run import check_held_out
-from sf_core.validation import validate_config
+from sf_core.config.validation import validate_config
+from sf_core.stages.run import check_held_out
 from storage.run_directory import RunDirectory
 from tests.sf_core.runs import commit, configure
 

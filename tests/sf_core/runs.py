@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow as pa
 
 from sf_core.config import RunConfig
-from sf_core.policy import make_policy
-from sf_core.training.trainer import Trainer
+from sf_core.models.builtin import make_policy
+from sf_core.training.torch.trainer import Trainer
 from storage import parquet
 from storage.files import write_atomic
 from storage.manifests import Manifest

@@ -11,8 +11,8 @@ import pytest
 from distributed import Client, LocalCluster
 from prefect.context import FlowRunContext
 
-from sf_core.run import RunRef
-from sf_core.scheduling.lease import LeaseSpec
+from sf_core.stages.lease import LeaseSpec
+from sf_core.stages.run import RunRef
 from storage.gangs import GangFiles
 from storage.run_directory import RunDirectory
 from tasks.cluster import TaggedTaskRunner

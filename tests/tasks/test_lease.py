@@ -14,9 +14,9 @@ from prefect.states import Completed, State, exception_to_failed_state
 from prefect.utilities.asyncutils import run_coro_as_sync
 from prefect_dask.task_runners import PrefectDaskFuture
 
-from sf_core.run import RunRef
-from sf_core.scheduling.lease import LeaseSpec
 from sf_core.scheduling.plan import Plan
+from sf_core.stages.lease import LeaseSpec
+from sf_core.stages.run import RunRef
 from storage.run_directory import RunDirectory
 from tasks.lease import AGAIN_S, Future, Leases, _has_ended
 from tests.e2e.waiting import wait_until

@@ -16,8 +16,8 @@ from openai import AsyncOpenAI
 
 from sf_core.agents import runner as runner_module
 from sf_core.agents.runner import AgentRunner, _as_reward, _sentence
-from sf_core.dataplane import run as run_module
-from sf_core.dataplane.rendering import Renderer
+from sf_core.dataplane.chat.renderer import Renderer
+from sf_core.dataplane.runs import run as run_module
 from sf_core.types import Endpoint, Task
 from storage.trajectories import read_trajectories, to_rows
 from tests.e2e.echo_package import agent

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from sf_core.dataplane import wire
-from sf_core.dataplane.engine_client import _EngineClient, _Nobody
-from sf_core.dataplane.generation import Generation, Near
-from sf_core.dataplane.links import EngineLink
-from sf_core.dataplane.router import Router
-from sf_core.dataplane.waiting import Limits
-from sf_core.engines.base import Engine
+from sf_core.dataplane.routing.connection import EngineLink
+from sf_core.dataplane.routing.generation import Generation, Near
+from sf_core.dataplane.routing.router import Router
+from sf_core.dataplane.routing.wait_queue import Limits
+from sf_core.engines import wire
+from sf_core.engines.client import _EngineClient, _Nobody
+from sf_core.engines.protocol import Engine
 from sf_core.engines.scripted import ScriptedEngine, scripted_logprob
 from sf_core.types import GenerationRequest, Sampling, WeightsRef
 

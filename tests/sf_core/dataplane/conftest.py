@@ -9,7 +9,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from sf_core.dataplane.rendering import Renderer
+from sf_core.dataplane.chat.renderer import Renderer
 from tests.sf_core.dataplane.stand import Server, attended, running_app
 
 TEMPLATE = """\

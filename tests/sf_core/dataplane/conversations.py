@@ -18,14 +18,14 @@ from typing import Any
 import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from sf_core.dataplane.export import export_session
-from sf_core.dataplane.generation import Generation
-from sf_core.dataplane.journal import frame, unframe
-from sf_core.dataplane.messages import Message, assistant_message
-from sf_core.dataplane.rendering import Renderer
-from sf_core.dataplane.session import Prompt, Session, Turn
-from sf_core.dataplane.toolcalls import ToolCall
-from sf_core.dataplane.tree import Node
+from sf_core.dataplane.chat.messages import Message, assistant_message
+from sf_core.dataplane.chat.renderer import Renderer
+from sf_core.dataplane.chat.tool_formats import ToolCall
+from sf_core.dataplane.journal.journal import frame, unframe
+from sf_core.dataplane.routing.generation import Generation
+from sf_core.dataplane.sessions.export import export_session
+from sf_core.dataplane.sessions.session import Prompt, Session, Turn
+from sf_core.dataplane.sessions.tree import Node
 from sf_core.engines.scripted import scripted_logprob
 from sf_core.types import Chunk, FinishReason, Sampling
 from storage.schema import NOT_SAMPLED, Trajectory

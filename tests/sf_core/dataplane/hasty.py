@@ -1,10 +1,10 @@
 """`python -m tests.sf_core.dataplane.hasty`: a data plane that lets runs go as soon as they are over."""
 
-from sf_core.dataplane import dataplane
 from sf_core.dataplane.__main__ import main
+from sf_core.dataplane.control import plane
 
-dataplane.LET_GO_S = 0.2
-dataplane.SWEEP_S = 0.05
+plane.LET_GO_S = 0.2
+plane.SWEEP_S = 0.05
 
 if __name__ == "__main__":
     main()

@@ -18,9 +18,9 @@ import openai
 import uvicorn
 from openai import OpenAI
 
-from sf_core.dataplane.app import make_app
-from sf_core.dataplane.engine_client import HEARTBEAT_S, serve_engine
-from sf_core.dataplane.rendering import Renderer
+from sf_core.dataplane.chat.renderer import Renderer
+from sf_core.dataplane.control.app import make_app
+from sf_core.engines.client import HEARTBEAT_S, serve_engine
 from sf_core.engines.scripted import ScriptedEngine
 from sf_core.types import Chunk, GenerationRequest, WeightsRef
 

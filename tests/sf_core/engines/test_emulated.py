@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sf_core.engines.base import Engine
 from sf_core.engines.emulated import BLOCK, FIRST_ID, MAX_SLEEP_S, NUM_IDS, STALL_S, EmulatedEngine
+from sf_core.engines.protocol import Engine
 from sf_core.types import Chunk, FinishReason, GenerationRequest, Sampling
 
 DELAY_S = 0.01

@@ -1,4 +1,4 @@
-from sf_core.engines.base import Engine
+from sf_core.engines.protocol import Engine
 from sf_core.engines.scripted import ScriptedEngine, scripted_logprob
 from sf_core.types import Chunk, FinishReason, GenerationRequest, Sampling
 

@@ -10,7 +10,7 @@ import pytest
 from distributed import Client, Scheduler, SpecCluster, Worker
 from typer.testing import CliRunner
 
-from sf_core.cli import app
+from sf_core.cli.main import app
 from sf_core.config import RunConfig
 from sf_core.scheduling import plan
 from tests.e2e.conftest import ROOT

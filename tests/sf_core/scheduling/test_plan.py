@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sf_core.config import RunConfig
-from sf_core.scheduling.pipelines import PIPELINES
+from sf_core.config.devices import DEVICES
+from sf_core.config.pipelines import PIPELINES
 from sf_core.scheduling.plan import Plan, Worker, duty_of, make_plan, worker_of
-from sf_core.scheduling.roofline import DEVICES
 
 
 def workers(**tags: str) -> list[Worker]:

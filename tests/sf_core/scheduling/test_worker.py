@@ -14,17 +14,17 @@ import pytest
 from distributed import Client
 from typer.testing import CliRunner
 
-from sf_core.cli import app
+from sf_core.cli.main import app
+from sf_core.cli.stack.local import local_stack, start_dask, start_dask_worker
+from sf_core.cli.stack.processes import Part
+from sf_core.cli.stack.supervisor import Process, StackError, Supervisor
 from sf_core.config import RunConfig, WorkerConfig
-from sf_core.local_stack import local_stack, start_dask, start_dask_worker
-from sf_core.parts import Part
+from sf_core.config.devices import DEVICES
+from sf_core.engines.emulated_device import device_model
 from sf_core.scheduling import plan
-from sf_core.scheduling.emulated_device import device_model
 from sf_core.scheduling.force import end_tasks
 from sf_core.scheduling.plan import Worker, connected_workers, read_workers
-from sf_core.scheduling.roofline import DEVICES
 from sf_core.scheduling.worker import worker_environment
-from sf_core.supervisor import Process, StackError, Supervisor
 from tests.e2e.conftest import ROOT
 from tests.e2e.waiting import wait_until
 

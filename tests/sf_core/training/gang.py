@@ -13,15 +13,15 @@ from typing import Any
 import psutil
 import torch
 
-from sf_core.training.ranks import Ranks
-from sf_core.training.rendezvous import seated
-from sf_core.training.seats import Seat
+from sf_core.training.gang import Seat
+from sf_core.training.torch.ranks import Ranks
+from sf_core.training.torch.rendezvous import seated
 from storage.gangs import GangFiles
 from storage.run_directory import RunDirectory
 from tests.e2e.waiting import wait_until
 
 _SPAWN = multiprocessing.get_context("forkserver")
-_SPAWN.set_forkserver_preload(["tests.sf_core.training.gang", "sf_core.training.trainer"])
+_SPAWN.set_forkserver_preload(["tests.sf_core.training.gang", "sf_core.training.torch.trainer"])
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from sf_core.config import EmulationConfig
-from sf_core.scheduling.device_model import DeviceModel
-from sf_core.scheduling.roofline import known_device
+from sf_core.config.devices import known_device
+from sf_core.engines.device_model import DeviceModel
 from sf_core.training.emulated import EmulatedTrainer, seated
-from sf_core.training.seats import GangError, Seat
+from sf_core.training.gang import GangError, Seat
 from storage.gangs import GangFiles
 from storage.run_directory import RunDirectory
-from tests.sf_core.test_inspect import commit
+from tests.sf_core.reports.test_tables import commit
 from tests.sf_core.training.batches import make_batch
 
 WORKERS = ("h800", "h20")

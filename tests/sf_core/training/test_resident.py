@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from sf_core.run import Run, RunRef
-from sf_core.training.ranks import Alone
+from sf_core.stages.run import Run, RunRef
 from sf_core.training.resident import rebuild_trainer, trainer_at
-from sf_core.training.trainer import Trainer
+from sf_core.training.torch.ranks import Alone
+from sf_core.training.torch.trainer import Trainer
 from storage import files
 from storage.run_directory import RunDirectory
 from storage.weights import load_weights

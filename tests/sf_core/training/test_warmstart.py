@@ -6,9 +6,9 @@ from transformers import AutoTokenizer
 
 from sf_core.config import PolicyConfig, WarmstartConfig
 from sf_core.environments.quickstart import demonstrate
-from sf_core.policy import make_policy, make_tokenizer
-from sf_core.training.network import Network
+from sf_core.models.builtin import make_policy, make_tokenizer
 from sf_core.training.packing import pack
+from sf_core.training.torch.network import Network
 from sf_core.training.warmstart import encode, learning_rate, warmstart
 
 TOKENIZER = make_tokenizer()

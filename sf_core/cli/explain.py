@@ -1,0 +1,141 @@
+"""A plan for people: what would run where, and why. Behind `sf plan`; decides nothing itself."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from sf_core.cli.bubbles import expected_bubble, measured_work
+from sf_core.config import RunConfig
+from sf_core.scheduling.plan import (
+    Plan,
+    Worker,
+    able_to_train,
+    find_workers,
+    held_by_others,
+    make_plan,
+    priority_of,
+    scheduler_of,
+    training_order,
+)
+from sf_core.stages.policy_folders import check_memory
+from storage.files import exists
+from storage.run_directory import RunDirectory
+
+
+def explain_plan(
+    config: RunConfig, *, scheduler: str | None = None, measured: str | None = None
+) -> RenderableType:
+    """The plan of a run on the workers of that scheduler, else on those that it would get; with the times of
+    the run directory `measured`, else of an earlier attempt of this run.
+
+    Raises ValueError, one sentence, if the run could not start or there is no such scheduler or run."""
+    workers = find_workers(config, scheduler)
+    plan = make_plan(workers, config)
+    check_memory(config, workers)
+    facts = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
+    facts.add_row("pipeline", Text(_pipeline(plan, config)))
+    facts.add_row("lag bound", Text(_lag(config)))
+    facts.add_row("bubbles", Text(_bubbles(plan, config, measured)))
+    able = able_to_train(workers, config)
+    unknown = [worker.name for worker in able if worker.device is None]
+    if unknown and len(able) > len(plan.trainers):
+        hint = "device_kind or sf worker --probe would say whether they should train"
+        facts.add_row("unknown", Text(f"the devices of {', '.join(unknown)}; {hint}"))
+    address = scheduler or scheduler_of(config)
+    if address and (held := held_by_others(address, config.run_id)):
+        facts.add_row("held", Text(f"{held}, which a run that starts now waits for"))
+    return Group(_table(workers, plan, config), Text(), facts)
+
+
+def _table(workers: list[Worker], plan: Plan, config: RunConfig) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    known = any(worker.device is not None for worker in workers)
+    for name in ("worker", "tags", *(("device", "train_priority") if known else ())):
+        table.add_column(name, no_wrap=name == "train_priority")
+    table.add_column("duty, and why", overflow="fold")
+    for worker in sorted(workers, key=lambda w: w.name):
+        cells = [worker.name, " ".join(sorted(worker.tags))]
+        if known:
+            cells += _figures(worker, config)
+        cells.append(_duty(worker, workers, plan, config))
+        table.add_row(*(Text(cell) for cell in cells))
+    return table
+
+
+def _figures(worker: Worker, config: RunConfig) -> list[str]:
+    device, priority = worker.device, priority_of(worker, config)
+    if device is None or priority is None:
+        return ["unknown" if {"rollout", "train"} & worker.tags else "", ""]
+    flops, bandwidth = device.peak_flops / 1e12, device.bandwidth / 1e12
+    return [f"{device.kind}: {flops:.3g} TFLOP/s, {bandwidth:.3g} TB/s", f"{priority:.2f}"]
+
+
+def _duty(worker: Worker, workers: list[Worker], plan: Plan, config: RunConfig) -> str:
+    """What a worker does in this plan, and why."""
+    if worker.name in plan.trainers:
+        lent = ", rolls out between steps" if plan.lent else ""
+        return (
+            f"trains as rank {plan.trainers.index(worker.name)}{lent}: {_why_trainer(workers, plan, config)}"
+        )
+    if worker.name in plan.rollout:
+        return "rolls out: " + ("others train first" if "train" in worker.tags else "does not carry train")
+    if worker.name in plan.agent:
+        return "runs agents"
+    if worker.name in plan.reward:
+        return "scores what agents answer"
+    if "cpu" in worker.tags:
+        return "filters, publishes, evaluates"
+    if "train" in worker.tags:
+        return "nothing: not chosen to train, and does not carry rollout"
+    return "nothing: no task needs its tags"
+
+
+def _why_trainer(workers: list[Worker], plan: Plan, config: RunConfig) -> str:
+    able = able_to_train(workers, config)
+    chosen, left = able[: len(plan.trainers)], able[len(plan.trainers) :]
+    if not left:
+        return "no other could"
+    reasons = ("tags of cluster.prefer", "higher train_priority", "does not carry rollout", "first by name")
+    last, next_best = training_order(chosen[-1], config), training_order(left[0], config)
+    return next(reason for reason, a, b in zip(reasons, last, next_best, strict=True) if a != b)
+
+
+def _pipeline(plan: Plan, config: RunConfig) -> str:
+    trainers, others = ", ".join(plan.trainers), ", ".join(plan.rollout)
+    lending = "train steps and rollout in turn" if plan.lent else "train steps only"
+    meanwhile = f"; {others}: rollout{', during train steps too' if config.overlap else ''}" if others else ""
+    named = config.pipeline or f"{_name(plan, config.overlap)} by tags and rollout.overlap"
+    return f"{named}; {trainers}: {lending}{meanwhile}"
+
+
+def _name(plan: Plan, overlap: bool) -> str:
+    if not plan.lent:
+        return "async" if overlap else "disaggregated"
+    if not plan.rollout:
+        return "colocated"
+    return "multiplexed" if overlap else "multiplexed without overlap"
+
+
+def _lag(config: RunConfig) -> str:
+    if config.lag_bound == 0:
+        return "0: every token is trained on by the version that sampled it"
+    older = {
+        "wait": "training waits for sessions that would grow older",
+        "drop": "groups that would grow older are dropped",
+    }
+    return f"{config.lag_bound}: sampling goes on while training; {older[config.rollout.on_max_lag]}"
+
+
+def _bubbles(plan: Plan, config: RunConfig, measured: str | None) -> str:
+    if measured is None and config.run_id is not None and exists(f"{config.run_dir}/config.json"):
+        measured = config.run_dir
+    work = measured_work(measured) if measured else None
+    if measured is None or work is None:
+        return "unknown until an iteration was measured; name a run with --measured"
+    share = expected_bubble(plan, config.overlap, work)
+    return (
+        f"{share:.1%} of device time at least, if an iteration is {work.rollout:.1f} s of rollout and "
+        f"{work.train:.1f} s of training, devices added up, as in {RunDirectory(measured).run_id}"
+    )

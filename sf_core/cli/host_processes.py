@@ -1,0 +1,39 @@
+"""Servers of a cluster of several machines, each of them the process of one command: Prefect's and Dask's.
+
+They never return. What others can reach has a password or TLS, or does not start.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import NoReturn
+
+from sf_core.cli.stack import processes
+from sf_core.cli.stack.processes import Part
+from sf_core.config.addresses import is_loopback
+from sf_core.config.environment import prefect_password
+from sf_core.scheduling.tls import require_tls
+from sf_core.scheduling.worker import DASK_SETTINGS
+
+
+def become_prefect_server(host: str, port: int) -> NoReturn:
+    """Turn this process into a Prefect server for deployments. Raises ValueError for an address that others
+    can reach without a password."""
+    if not is_loopback(host) and prefect_password() is None:
+        raise ValueError(
+            f"{host} can be reached by others: set PREFECT_SERVER_API_AUTH_STRING to USER:PASSWORD, "
+            "or serve on 127.0.0.1"
+        )
+    _become(processes.prefect_server(port, host=host, for_deployments=True))
+
+
+def become_scheduler(host: str, port: int) -> NoReturn:
+    """Turn this process into a Dask scheduler. Raises ValueError for an address that others can reach if
+    Dask's settings name no certificates."""
+    require_tls(host, "scheduler")
+    _become(processes.dask_scheduler(port, host=host))
+
+
+def _become(part: Part) -> NoReturn:
+    environment = {**DASK_SETTINGS, **processes.PREFECT_SETTINGS, **part.env, **os.environ}
+    os.execvpe(part.command[0], part.command, environment)

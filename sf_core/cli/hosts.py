@@ -1,0 +1,105 @@
+"""The commands that are one part of a cluster each, on whichever machine: servers and workers."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from sf_core.cli.terminal import fail
+from sf_core.config.addresses import MAX_PORT
+from sf_core.dataplane.journal.journal import Fsync
+
+commands = typer.Typer()
+
+
+@commands.command()
+def server(
+    host: Annotated[str, typer.Option(help="Address; others than loopback need a password.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=MAX_PORT)] = 4200,
+) -> None:
+    """Be a Prefect server for our deployments. Its USER:PASSWORD is PREFECT_SERVER_API_AUTH_STRING."""
+    from sf_core.cli.host_processes import become_prefect_server
+
+    try:
+        become_prefect_server(host, port)
+    except ValueError as error:
+        fail(str(error))
+
+
+@commands.command()
+def scheduler(
+    host: Annotated[str, typer.Option(help="Address; others than loopback need TLS.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=MAX_PORT)] = 8786,
+) -> None:
+    """Be the Dask scheduler of a cluster."""
+    from sf_core.cli.host_processes import become_scheduler
+
+    try:
+        become_scheduler(host, port)
+    except ValueError as error:
+        fail(str(error))
+
+
+@commands.command()
+def worker(
+    scheduler: Annotated[str, typer.Option(help="Address of the Dask scheduler.", show_default=False)],
+    tags: Annotated[str, typer.Option(help="What it can do, for example rollout,train.", show_default=False)],
+    device: Annotated[str, typer.Option(help="cpu, or cuda:N.")] = "cpu",
+    device_kind: Annotated[
+        str | None, typer.Option(help="What that is, for example h100.", show_default=False)
+    ] = None,
+    probe: Annotated[bool, typer.Option("--probe", help="Measure the device; takes seconds.")] = False,
+    name: Annotated[str | None, typer.Option(help="By default from host and device.")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads of numerical libraries.")] = None,
+    host: Annotated[str, typer.Option(help="Address; others than loopback need TLS.")] = "127.0.0.1",
+) -> None:
+    """Be a Dask worker for one device, until told to stop."""
+    from sf_core.config.validation import worker_config
+    from sf_core.scheduling.worker import become_worker
+
+    words = [tag.strip() for tag in tags.split(",")]
+    try:
+        settings = worker_config(tags=words, device=device, device_kind=device_kind, threads=threads)
+        become_worker(scheduler, settings, name=name, host=host, probe=probe)
+    except ValueError as error:
+        fail(str(error))
+
+
+@commands.command()
+def dataplane(
+    host: Annotated[str, typer.Option(help="Address; others than loopback need a key.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=MAX_PORT, help="Port; 0 picks a free one.")] = 8700,
+    journal_dir: Annotated[
+        str | None, typer.Option(help="Folder of its own; started with it again, it goes on with its runs.")
+    ] = None,
+    fsync: Annotated[
+        Fsync, typer.Option(help="On disk before it is forwarded: turns, chunks of streams too, or grouped.")
+    ] = "turn",
+    grace_s: Annotated[
+        float, typer.Option(min=0, help="A turn goes on for so long without its client.")
+    ] = 10.0,
+    gateways: Annotated[int, typer.Option(min=1, help="Processes that serve turns; 1: all in one.")] = 1,
+    memory_mb: Annotated[
+        float, typer.Option(min=1, help="For sessions and results; over it, those nobody uses wait on disk.")
+    ] = 2048,
+) -> None:
+    """Serve a data plane for many runs. Its key is read from SF_DATAPLANE_KEY."""
+    from sf_core.config.environment import dataplane_key
+    from sf_core.dataplane.server import serve
+
+    try:
+        serve(
+            host,
+            port,
+            key=dataplane_key(),
+            journal_dir=journal_dir,
+            fsync=fsync,
+            grace_s=grace_s,
+            memory_mb=memory_mb,
+            num_gateways=gateways,
+        )
+    except ValueError as error:
+        fail(str(error))
+    except OSError as error:
+        fail(f"{host}:{port} cannot be served: {error}")

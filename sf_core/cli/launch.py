@@ -1,0 +1,262 @@
+"""Runs a flow from the terminal: starts what the configuration does not name, then the flow, and shows it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+import httpx
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from sf_core.cli.command_lock import HeldError, hold
+from sf_core.cli.live import HeldOutRewards, LineProgress, NewLines, RunProgress
+from sf_core.cli.stack.elastic_workers import LocalRunners
+from sf_core.cli.stack.local import begin_services, local_stack
+from sf_core.cli.stack.processes import Part
+from sf_core.cli.stack.supervisor import Process, StackError, Supervisor
+from sf_core.cli.surroundings import CACHE_DIR, PREFECT_HOME, check_open_files, check_place
+from sf_core.config import RunConfig
+from sf_core.config.environment import cache_dir, dataplane_key, dataplane_url, prefect_api_url, prefect_home
+from sf_core.config.words import loading
+from sf_core.dataplane.control.client import DataplaneClient, DataplaneError
+from sf_core.reports.states import is_finished
+from sf_core.scheduling.plan import await_plan, find_workers, make_plan, scheduler_of
+from sf_core.stages.evaluation import open_evaluation
+from sf_core.stages.policy_folders import check_memory
+from sf_core.stages.run import new_run_id
+from sf_core.stages.stored_config import settled
+from storage.errors import StorageError
+from storage.files import absolute, check_writable, is_local
+from storage.run_directory import RunDirectory
+
+FLOW_STARTS = 3
+"""Of a flow that fails after a part that it needs was started again."""
+
+
+class LaunchError(RuntimeError):
+    """The run did not end well; the message says why and how to go on."""
+
+
+def launch(flow: str, config: RunConfig, console: Console) -> None:
+    """Run `flows.<flow>` to its end. Whatever happens, every process started here is gone afterwards."""
+    started_at = time.time()
+    name = config.run_id or new_run_id("run")
+    config = _updated(config, run_id=name, storage={"root": absolute(config.storage.root)})
+    directory = RunDirectory(config.run_dir)
+    check_writable(config.storage.root)
+    tell = partial(console.print, highlight=False, soft_wrap=True)
+    try:
+        if flow == "evaluate":
+            evaluation = open_evaluation(config, tell)
+            if evaluation.measured is not None:
+                return
+            config = evaluation.config
+        else:
+            # first: it may have been given more iterations than are done
+            config = settled(config, tell)
+            if is_finished(directory, config.train.iterations):
+                more = "a larger train.iterations makes it go on, another run_id begins another"
+                tell(f"run {name} is already finished; {more}")
+                return _print_result(directory, config, console)
+        if scheduler := scheduler_of(config):
+            await_plan(scheduler, config, tell)
+        else:
+            make_plan(find_workers(config), config)
+        check_memory(config, find_workers(config))
+    except ValueError as error:
+        raise LaunchError(str(error)) from None
+    local = Path(directory.uri if is_local(directory.uri) else Path.cwd() / "runs" / name)
+    _check_surroundings(config)
+    local.mkdir(parents=True, exist_ok=True)
+    try:
+        lock = hold(local)
+    except HeldError as error:
+        raise LaunchError(str(error)) from None
+    console.print(Text.assemble("run ", (name, "bold"), f" in {directory.uri}"), soft_wrap=True)
+    paths = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
+    env = {"PYTHONPATH": paths, "SF_STARTED_AT": str(started_at)}
+    if config.engine.kind == "emulated":
+        env["SF_EMULATED"] = "1"
+    with lock, ExitStack() as ended, local_stack(local / "logs", env) as stack:
+        try:
+            _run(flow, config, stack, ended, local, console)
+        except StackError as error:
+            raise LaunchError(str(error)) from None
+        except KeyboardInterrupt:
+            console.print(f"stopped; {_how_to_go_on(flow, name)}", highlight=False)
+            raise
+    if flow == "train":
+        _print_result(directory, config, console)
+    else:
+        tell(evaluation.describe())
+
+
+def _check_surroundings(config: RunConfig) -> None:
+    """Raises OSError, one sentence, if what is started here cannot work here."""
+    check_open_files()
+    if prefect_api_url() is None:
+        check_place(prefect_home(), *PREFECT_HOME)
+    if config.policy.model is None and scheduler_of(config) is None:
+        check_place(cache_dir(), *CACHE_DIR)
+
+
+def _run(
+    flow: str, config: RunConfig, stack: Supervisor, ended: ExitStack, local: Path, console: Console
+) -> None:
+    """`ended` is left when the stack is gone."""
+    dataplane = config.dataplane.url or dataplane_url()
+    with _progress(console, config.train.iterations) as progress:
+        progress.note("starting Prefect, Dask and the data plane")
+        ready = begin_services(
+            stack,
+            local,
+            config.cluster.workers,
+            api=prefect_api_url(),
+            scheduler=scheduler_of(config),
+            dataplane=dataplane,
+        )
+        services = ready()
+        if dataplane is None:
+            ended.callback(_note_end, config, services.dataplane)
+        progress.note(f"watch it at {services.api.removesuffix('/api')}")
+        file = local / "flow.json"
+        file.write_text(config.model_dump_json())
+        # addresses are not in the configuration, which is kept: the next attempt may meet others
+        command = [sys.executable, "-m", f"flows.{flow}", str(file)]
+        part = Part(f"flow-{flow}", command, services.addresses, once=True)
+        # workers that were there before are somebody else's to start and end
+        is_ours = scheduler_of(config) is None
+        runners = LocalRunners(stack, config, services.scheduler, local) if is_ours else None
+        watch = partial(
+            _watch,
+            config=config,
+            dataplane=services.dataplane,
+            progress=progress,
+            runners=runners,
+            logged=NewLines(stack.logs / f"{part.name}.log"),
+        )
+        lost: list[str] = []
+        for _ in range(FLOW_STARTS):
+            if lost:
+                progress.note(f"{', '.join(lost)} ended, and the flow with it; both are started again")
+                ready()
+            failure, lost = _run_once(part, stack, watch)
+            if not (failure and lost):
+                break
+    if failure:
+        raise LaunchError(f"{failure}; {_how_to_go_on(flow, str(config.run_id))}")
+
+
+@contextmanager
+def _progress(console: Console, iterations: int) -> Iterator[RunProgress | LineProgress]:
+    """Live in a terminal, line by line elsewhere."""
+    if console.is_terminal:
+        live = RunProgress(console, iterations)
+        with Live(live, console=console, refresh_per_second=4):
+            yield live
+    else:
+        yield LineProgress(console)
+
+
+def _note_end(config: RunConfig, dataplane: str) -> None:
+    """So that nobody waits for the data plane to be started again."""
+    with suppress(ValueError, StorageError):
+        RunDirectory(config.run_dir).end_attempt(dataplane, socket.gethostname())
+
+
+def _how_to_go_on(flow: str, run_id: str) -> str:
+    return "go on with the same command" + (f" and --set run_id={run_id}" if flow == "train" else "")
+
+
+def _run_once(part: Part, stack: Supervisor, watch: Callable[[Process], int]) -> tuple[str, list[str]]:
+    """Why the flow failed, empty if it did not, and what ended meanwhile and is started again."""
+    log = stack.logs / f"{part.name}.log"
+    log_bytes = log.stat().st_size if log.exists() else 0
+    [process] = stack.start(part)
+    before = stack.pids()
+    try:
+        code = watch(process)
+    finally:
+        # first: it would report the loss of everything else as errors
+        stack.remove(process)
+    failure = f"{_reason(log, log_bytes, code)}; log: {log}" if code else ""
+    return failure, [name for name, pid in stack.pids().items() if before.get(name, pid) != pid]
+
+
+def _watch(
+    process: Process,
+    config: RunConfig,
+    dataplane: str,
+    progress: RunProgress | LineProgress,
+    runners: LocalRunners | None,
+    logged: NewLines,
+) -> int:
+    """The code with which the flow ends."""
+    client = DataplaneClient(dataplane, str(config.run_id), dataplane_key(), patience_s=0.5)
+    held_out = HeldOutRewards(config)
+    while True:
+        # first: what it wrote at its end is read after that
+        code = process.code()
+        for line in logged.read():
+            progress.hear(line)
+        if code is not None:
+            return code
+        with suppress(httpx.HTTPError, DataplaneError):
+            status = client.status()
+            progress.update(status, held_out.look())
+            if runners is not None:
+                runners.adapt(status)
+        time.sleep(0.4)
+
+
+def _reason(log: Path, begins_at: int, code: int) -> str:
+    """The last line that states an error of what this flow logged: those before it share the file."""
+    logged = log.read_bytes()
+    # shorter than it was, it was rotated since
+    own = logged[begins_at:] if len(logged) >= begins_at else logged
+    lines = own.decode(errors="replace").splitlines()
+    stated = [line for line in lines if "Error:" in line and not line.startswith(" ")]
+    return stated[-1] if stated else f"the flow ended with code {code}"
+
+
+def _print_result(directory: RunDirectory, config: RunConfig, console: Console) -> None:
+    summary = directory.read_summary()
+    assert summary is not None, "a run that ended well has its summary"
+    # summaries of earlier versions lack it
+    loads = summary.get("loading_fraction", {})
+    idle = ", ".join(
+        f"{worker} {share:.0%}{loading(loads.get(worker, 0.0))}"
+        for worker, share in summary["idle_fraction"].items()
+    )
+    is_emulated = config.engine.kind == "emulated"
+    policy = "none, because it is emulated" if is_emulated else directory.policy_dir
+    rewards = f"{summary['reward_before']:.2f} → {summary['reward_after']:.2f}"
+    result = Text.assemble(
+        "\nheld-out reward  ",
+        (rewards, "bold"),
+        f"  in {summary['iterations']} iterations, {summary['seconds_total']:.0f} s\n"
+        f"tokens           {summary['tokens_generated']:,} sampled, "
+        f"{summary['tokens_per_second']:,.0f} per second\n"
+        f"idle devices     {idle}\n"
+        f"picture          {directory.path('summary.png')}\n"
+        f"policy           {policy}\n"
+        f"trajectories     {directory.path('trajectories')}\n"
+        f'  open them      python -c "import pandas; '
+        f"print(pandas.read_parquet('{directory.path('trajectories')}'))\"\n"
+        f"  or             sf inspect {directory.uri}\n"
+        f"Prefect UI       prefect server start   (then http://127.0.0.1:4200)",
+    )
+    console.print(result, soft_wrap=True)
+
+
+def _updated(config: RunConfig, run_id: str | None = None, **sections: dict[str, object]) -> RunConfig:
+    changes = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
+    return config.model_copy(update=changes | ({"run_id": run_id} if run_id else {}))

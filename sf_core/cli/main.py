@@ -1,0 +1,289 @@
+"""The command `sf`. Parses, starts what is missing, shows progress and prints results; no logic of its."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sf_core.cli.hosts import commands as host_commands
+from sf_core.cli.runs import commands as data_commands
+from sf_core.cli.terminal import console, say_error
+from sf_core.cli.terminal import fail as _fail
+from sf_core.config import RunConfig
+from sf_core.config.addresses import MAX_PORT
+from sf_core.config.validation import ConfigError
+from sf_core.config.yaml_file import load_config, override_config
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.add_typer(host_commands)
+app.add_typer(data_commands)
+
+ConfigFile = Annotated[Path, typer.Argument(help="YAML configuration.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", help="key.path=value, as often as needed.", show_default=False)
+]
+RunDir = Annotated[str, typer.Argument(help="Run directory.", show_default=False)]
+
+
+StackFolder = Annotated[Path, typer.Option(help="Configuration, logs and journals of the stack.")]
+DEFAULT_STACK = Path(".stack")
+
+
+@app.command()
+def train(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Train an agent's policy; the same run_id goes on where it stopped."""
+    _launch("train", _config(config, overrides))
+
+
+@app.command()
+def resume(run: RunDir) -> None:
+    """Go on with a run that stopped, as it was configured."""
+    _launch("train", _stored_config(run))
+
+
+@app.command()
+def evaluate(run: RunDir, overrides: Overrides = None) -> None:
+    """Measure a run's newest policy on the held-out tasks, as the run was configured; trains nothing."""
+    _launch("evaluate", _stored_config(run, overrides))
+
+
+@app.command()
+def up(
+    config: Annotated[
+        Path | None, typer.Argument(help="YAML configuration with cluster.workers.", show_default=False)
+    ] = None,
+    folder: StackFolder = DEFAULT_STACK,
+    prefect_port: Annotated[int, typer.Option(min=1, max=MAX_PORT)] = 4200,
+    scheduler_port: Annotated[int, typer.Option(min=1, max=MAX_PORT)] = 8786,
+    dataplane_port: Annotated[int, typer.Option(min=1, max=MAX_PORT)] = 8700,
+) -> None:
+    """Start a whole stack that stays up, with our deployments; `sf down` ends it."""
+    from sf_core.cli.stack.local import Ports
+    from sf_core.cli.stack.standing import up as bring_up
+    from sf_core.cli.stack.supervisor import StackError
+
+    workers = (_config(config, None) if config else RunConfig()).cluster.workers
+    ports = Ports(prefect_port, scheduler_port, dataplane_port)
+    try:
+        services = bring_up(folder.resolve(), workers, ports, console.print)
+    except (StackError, OSError) as error:
+        _fail(str(error))
+    console.print(
+        f"Prefect UI   {services.api.removesuffix('/api')}\n"
+        f"scheduler    {services.scheduler}\n"
+        f"data plane   {services.dataplane}\n"
+        f"logs         {folder.resolve() / 'logs'}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+@app.command()
+def down(folder: StackFolder = DEFAULT_STACK) -> None:
+    """End what `sf up` started, and nothing else."""
+    from sf_core.cli.stack.standing import down as bring_down
+
+    was_up = bring_down(folder.resolve(), console.print)
+    console.print("the stack is down" if was_up else f"no stack is up in {folder}")
+
+
+@app.command("setup-server")
+def setup_server(
+    pool: Annotated[str, typer.Option(help="Work pool of this cluster.")] = "sf",
+    retries: Annotated[int, typer.Option(min=0, help="A crashed run is started again so often.")] = 2,
+    silence_s: Annotated[
+        float, typer.Option(min=10, help="Without a heartbeat for so long, a run has crashed.")
+    ] = 540,
+) -> None:
+    """Create or update what we need on the Prefect server at PREFECT_API_URL: work pool, automations."""
+    from sf_core.config.environment import prefect_api_url
+
+    if prefect_api_url() is None:
+        _fail("PREFECT_API_URL is not set: name the Prefect server, for example http://127.0.0.1:4200/api")
+    command = [sys.executable, "-m", "tasks.server", pool, str(retries), str(silence_s)]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        _fail(done.stderr.strip())
+
+
+@app.command()
+def inspect(
+    run: RunDir,
+    session: Annotated[str | None, typer.Option(help="Show one session.")] = None,
+    timeline: Annotated[
+        bool, typer.Option("--timeline", help="Show the devices; write timeline.json and .png.")
+    ] = False,
+) -> None:
+    """Show a run's iterations and devices, or one session turn by turn, from the run directory alone."""
+    from sf_core.reports.tables import inspect_run, inspect_session, inspect_timeline
+
+    try:
+        if session is not None:
+            view = inspect_session(run, session)
+        else:
+            view = inspect_timeline(run) if timeline else inspect_run(run)
+        console.print(view)
+    except (ValueError, OSError) as error:
+        _fail(str(error))
+
+
+@app.command()
+def settings() -> None:
+    """Print every setting with its default and what it means, as a configuration file."""
+    from sf_core.config.reference import settings_page
+
+    print(settings_page(), end="")
+
+
+@app.command()
+def plan(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    scheduler: Annotated[
+        str | None,
+        typer.Option(help="By default the configuration's, else that of SF_SCHEDULER.", show_default=False),
+    ] = None,
+    measured: Annotated[
+        str | None, typer.Option(help="Directory of a run whose times are used.", show_default=False)
+    ] = None,
+) -> None:
+    """Say what would run where and why, without starting anything."""
+    from sf_core.cli.explain import explain_plan
+
+    settings = _config(config, overrides)
+    try:
+        console.print(explain_plan(settings, scheduler=scheduler, measured=measured))
+    except (ValueError, OSError) as error:
+        _fail(str(error))
+
+
+@app.command()
+def simulate(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    rollout: Annotated[int, typer.Option(min=0, help="Devices that only roll out.")] = 4,
+    dual: Annotated[int, typer.Option(min=1, help="Devices that can train too.")] = 4,
+    rollout_kind: Annotated[
+        str | None, typer.Option(help="What the former are, such as h20.", show_default=False)
+    ] = None,
+    dual_kind: Annotated[
+        str | None, typer.Option(help="What the latter are, such as h800.", show_default=False)
+    ] = None,
+    lengths: Annotated[
+        str | None, typer.Option(help="Run directory whose sessions' lengths are drawn.", show_default=False)
+    ] = None,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 140,
+    median: Annotated[float, typer.Option(min=1, help="Of the lognormal number of sampled tokens.")] = 600.0,
+    sigma: Annotated[float, typer.Option(min=0, help="How heavy their tail is.")] = 1.2,
+    turn: Annotated[int, typer.Option(min=0, help="Tokens of a turn; 0: sessions have one turn.")] = 200,
+    tool_median: Annotated[
+        float, typer.Option(min=0, help="Of the lognormal seconds that tools take after each turn.")
+    ] = 1.0,
+    failures_per_hour: Annotated[float, typer.Option(min=0, help="Of one device.")] = 0.0,
+    picture: Annotated[
+        str | None, typer.Option(help="PNG of the multiplexed timeline.", show_default=False)
+    ] = None,
+) -> None:
+    """Compare the pipelines on devices of the configuration's `emulation`, or of given kinds, without running
+    anything."""
+    from sf_core.scheduling.simulation.simulator import Failures
+    from sf_core.scheduling.simulation.variants import (
+        TOOLS,
+        Devices,
+        Lognormal,
+        MeasuredLengths,
+        comparison,
+        lognormal_for,
+    )
+
+    settings = _config(config, overrides)
+    failures = Failures(3600 / failures_per_hour, repair_s=60.0) if failures_per_hour else None
+    try:
+        if lengths is not None:
+            drawn: Lognormal | MeasuredLengths = MeasuredLengths(lengths)
+        else:
+            tools = replace(TOOLS, turn=turn, median_s=tool_median) if turn else None
+            drawn = lognormal_for(settings, prompt=prompt, median=median, sigma=sigma, tools=tools)
+        devices = Devices(rollout, dual, rollout_kind, dual_kind)
+        console.print(comparison(settings, devices, drawn, failures=failures, picture=picture))
+    except (ValueError, OSError) as error:
+        _fail(str(error))
+
+
+def _config(path: Path, overrides: list[str] | None) -> RunConfig:
+    try:
+        return _runnable(load_config(path, overrides), str(path))
+    except ConfigError as error:
+        _fail(str(error))
+
+
+def _stored_config(run: str, overrides: list[str] | None = None) -> RunConfig:
+    from sf_core.stages.stored_config import read_stored_config
+
+    try:
+        config = override_config(read_stored_config(run), overrides, run)
+    except (ValueError, OSError) as error:
+        _fail(str(error))
+    return _runnable(config, run)
+
+
+def _runnable(config: RunConfig, source: str) -> RunConfig:
+    """The configuration, if what it names is there."""
+    from sf_core.stages.policy_folders import check_start
+    from sf_core.stages.run import load_object
+
+    sys.path.insert(0, os.getcwd())
+    try:
+        for reference in (config.environment.tasks, config.environment.agent, config.environment.reward):
+            load_object(reference)
+    except ValueError as error:
+        _fail(f"{source}: environment: {error}")
+    try:
+        check_start(config)
+    except (ValueError, OSError) as error:
+        _fail(f"{source}: {error}")
+    return config
+
+
+def _launch(flow: str, config: RunConfig) -> None:
+    from sf_core.cli.launch import LaunchError, launch
+
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        launch(flow, config, console)
+    except LaunchError as error:
+        say_error(str(error))
+        raise typer.Exit(1) from None
+    except OSError as error:
+        _fail(str(error))
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def main() -> None:
+    from sf_core.cli.surroundings import check_names, raise_open_files
+    from sf_core.config.environment import dataplane_url, prefect_api_url, reach_directly
+
+    try:
+        # as the processes that a command starts look for them
+        check_names([os.getcwd(), *sys.path])
+    except ImportError as error:
+        say_error(str(error))
+        sys.exit(2)
+    except FileNotFoundError:
+        say_error("the current folder is not there any more: call the command in another one")
+        sys.exit(2)
+    reach_directly(prefect_api_url(), dataplane_url())
+    raise_open_files()
+    app()

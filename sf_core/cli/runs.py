@@ -1,0 +1,162 @@
+"""The commands `sf ls`, `gc`, `report`, `export` and `replay`: what can be done with run directories."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from sf_core.cli.terminal import console, errors, fail
+
+commands = typer.Typer()
+
+RunDir = Annotated[str, typer.Argument(help="Run directory.", show_default=False)]
+
+
+@commands.command("ls")
+def list_runs(root: Annotated[str, typer.Argument(help="Folder with run directories.")] = "runs") -> None:
+    """List runs: state, iterations, newest reward and size."""
+    from sf_core.reports.states import find_runs, run_state
+
+    table = Table("run", "state", "iterations", "reward", "held out", "size", box=None)
+    try:
+        states = [run_state(run) for run in find_runs(root)]
+        for state in states:
+            progress = state.progress
+            table.add_row(
+                state.name,
+                state.state,
+                f"{progress.published}/{'?' if state.iterations is None else state.iterations}",
+                _reward(progress.reward),
+                _reward(progress.held_out),
+                _megabytes(state.bytes),
+            )
+    except (ValueError, OSError) as error:
+        fail(str(error))
+    faults = [state.fault for state in states if state.fault is not None]
+    if faults and len(states) == 1:
+        fail(faults[0])
+    console.print(table)
+    for fault in faults:
+        errors.print(f"unreadable: {fault}", highlight=False, soft_wrap=True)
+
+
+@commands.command()
+def gc(
+    where: Annotated[str, typer.Argument(help="Run directory, or folder of them.", show_default=False)],
+    keep_checkpoints: Annotated[int, typer.Option(min=1, help="Newest checkpoints that stay.")] = 1,
+    keep_weights: Annotated[int, typer.Option(min=1, help="Newest policy versions that stay.")] = 1,
+    journals: Annotated[bool, typer.Option("--journals", help="Journals of finished runs go too.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Remove; without it, only show.")] = False,
+) -> None:
+    """Remove old checkpoints and weights, never what a resume or the newest policy needs."""
+    from sf_core.reports.cleanup import Keep, check_not_linked, spares
+    from sf_core.reports.states import await_restarts, find_runs
+
+    keep = Keep(keep_checkpoints, keep_weights, journals=not journals)
+    tell = partial(errors.print, highlight=False, soft_wrap=True)
+    count = total = 0
+    try:
+        runs = find_runs(where)
+        if yes:
+            await_restarts(runs, tell)
+        for run in runs:
+            try:
+                check_not_linked(run, where)
+                found = spares(run, keep)
+            except ValueError as error:
+                if len(runs) == 1:
+                    raise
+                tell(f"left alone: {error}")
+                continue
+            for spare in found:
+                console.print(f"{run.run_id}  {spare.name}  {_megabytes(spare.bytes)}", highlight=False)
+                if yes:
+                    spare.remove()
+                count, total = count + 1, total + spare.bytes
+    except (ValueError, OSError) as error:
+        fail(str(error))
+    done = "removed" if yes else "would remove"
+    hint = "" if yes or not count else "; nothing is removed without --yes"
+    console.print(f"{done} {count} items, {_megabytes(total)}{hint}", highlight=False)
+
+
+@commands.command()
+def report(
+    run: RunDir,
+    output: Annotated[
+        str | None, typer.Option("--output", "-o", help="File; RUN/report.html if not given.")
+    ] = None,
+    max_mb: Annotated[
+        float, typer.Option(help="Largest size; sessions that do not fit are left out.")
+    ] = 16.0,
+) -> None:
+    """Write a run as one HTML page that opens offline: curves, devices, groups, every session's tokens."""
+    from sf_core.reports.html.page import write_report
+
+    try:
+        written = write_report(run, output, max_mb)
+    except (ValueError, OSError) as error:
+        fail(str(error))
+    console.print(written, highlight=False, soft_wrap=True)
+
+
+@commands.command()
+def export(
+    run: RunDir,
+    out: Annotated[str, typer.Argument(help="File to write.", show_default=False)],
+    to: Annotated[str, typer.Option(help="trl, verl or sharegpt.", show_default=False)],
+    opened: Annotated[bool, typer.Option("--opened", help="Sessions that agents opened instead.")] = False,
+) -> None:
+    """Write a run's trajectories as another training tool reads them."""
+    from sf_core.reports.export import export
+
+    try:
+        exported = export(run, to, out, opened=opened)
+    except (ValueError, OSError) as error:
+        fail(str(error))
+    lines = [
+        f"{out}: {exported.rows} conversations for {to}; {exported.left_out.total()} left out "
+        "(branches that the format cannot hold)",
+        *(f"{count} left out: {why}" for why, count in exported.left_out.most_common()),
+    ]
+    if exported.unchecked is not None:
+        lines.append(f"not checked against what the policy saw: {exported.unchecked}")
+    elif exported.unlike:
+        lines.append(
+            f"{exported.unlike} render to something else than the policy saw: as_seen is false there"
+        )
+    console.print("\n".join(lines), highlight=False, soft_wrap=True)
+
+
+@commands.command()
+def replay(
+    run: RunDir,
+    iteration: Annotated[int, typer.Option(min=0, help="Iteration to train again.", show_default=False)],
+) -> None:
+    """Train a stored batch again from the checkpoint before it and compare the weights; writes nothing."""
+    from sf_core.stages.retrain import replay
+
+    try:
+        result = replay(run, iteration)
+    except (ValueError, OSError) as error:
+        fail(str(error))
+    if result.equal:
+        console.print(f"iteration {iteration}: the weights came out equal, bit for bit", highlight=False)
+        return
+    difference = result.largest_difference
+    by = "the stored weights are gone" if difference is None else f"by at most {difference:.3g}"
+    console.print(f"iteration {iteration}: the weights came out different, {by}", highlight=False)
+    for name, (now, then) in result.metrics.items():
+        console.print(f"  {name}: {now:.6g}, was {then:.6g}", highlight=False)
+    raise typer.Exit(1)
+
+
+def _reward(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:,.1f} MB"

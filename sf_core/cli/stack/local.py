@@ -1,0 +1,225 @@
+"""What a run needs on one machine, started and awaited: Prefect server, Dask, data plane.
+
+Each answers at an address that is chosen before it starts, and at the same one when it is started again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from sf_core.cli.stack import processes
+from sf_core.cli.stack.processes import PREFECT_SETTINGS, Part
+from sf_core.cli.stack.supervisor import Process, StackError, Supervisor
+from sf_core.config import WorkerConfig
+from sf_core.dataplane.journal.memory import MEMORY_MB
+from sf_core.scheduling.plan import read_workers
+from sf_core.scheduling.worker import DASK_SETTINGS
+
+START_S = 120.0
+"""A part that does not answer within this time does not come up."""
+
+
+@contextlib.contextmanager
+def local_stack(logs: Path, env: Mapping[str, str] | None = None) -> Iterator[Supervisor]:
+    """A supervisor that lives as long as the context, and no longer than this process."""
+    # not beside the logs: the path of a socket is short
+    with tempfile.TemporaryDirectory(prefix="sf-") as folder:
+        stack = Supervisor(Path(folder), logs, {**stack_environment(), **(env or {})})
+        try:
+            yield stack
+        finally:
+            stack.stop()
+
+
+def stack_environment() -> dict[str, str]:
+    return {**os.environ, **DASK_SETTINGS, **PREFECT_SETTINGS}
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """On loopback."""
+
+    prefect: int
+    scheduler: int
+    dataplane: int
+
+    @property
+    def services(self) -> Services:
+        return Services(
+            f"http://127.0.0.1:{self.prefect}/api",
+            f"tcp://127.0.0.1:{self.scheduler}",
+            f"http://127.0.0.1:{self.dataplane}",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """Where the parts of a stack answer."""
+
+    api: str
+    """Prefect API."""
+    scheduler: str
+    dataplane: str
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        """What flows and commands read from the environment."""
+        return {
+            "PREFECT_API_URL": self.api,
+            "SF_SCHEDULER": self.scheduler,
+            "SF_DATAPLANE_URL": self.dataplane,
+        }
+
+
+def start_services(
+    stack: Supervisor, directory: Path, workers: Mapping[str, WorkerConfig], **options: Any
+) -> Services:
+    """Like begin_services, and wait for it."""
+    return begin_services(stack, directory, workers, **options)()
+
+
+def begin_services(
+    stack: Supervisor,
+    directory: Path,
+    workers: Mapping[str, WorkerConfig],
+    *,
+    api: str | None = None,
+    scheduler: str | None = None,
+    dataplane: str | None = None,
+    ports: Ports | None = None,
+    for_deployments: bool = False,
+) -> Callable[[], Services]:
+    """Start, side by side, what has no address yet. The returned function waits until all of it answers and
+    all workers joined, or did so again."""
+    ports = ports or Ports(free_port(), free_port(), free_port())
+    if api is None and scheduler is None:
+        stack.env |= processes.client_settings(directory / "authority.pem")
+    prefect = dask = gateway = None
+    if api is None:
+        prefect = start_prefect_server(stack, ports.prefect, for_deployments=for_deployments)
+    if scheduler is None:
+        dask = start_dask(stack, workers, directory, ports.scheduler)
+    if dataplane is None:
+        gateway = start_dataplane(stack, directory, ports.dataplane)
+    chosen = ports.services
+    services = Services(api or chosen.api, scheduler or chosen.scheduler, dataplane or chosen.dataplane)
+
+    def ready() -> Services:
+        for wait in filter(None, (dask, gateway, prefect)):
+            wait()
+        return services
+
+    return ready
+
+
+def start_prefect_server(
+    stack: Supervisor, port: int | None = None, *, for_deployments: bool = False
+) -> Callable[[], str]:
+    """Start a server; the returned function waits for it and gives its API URL."""
+    port = port or free_port()
+    api = f"http://{processes.LOOPBACK}:{port}/api"
+    [process] = stack.start(processes.prefect_server(port, for_deployments=for_deployments))
+
+    def ready() -> str:
+        stack.await_ready(process, lambda: _answers(f"{api}/health"), START_S)
+        return api
+
+    return ready
+
+
+def start_dask(
+    stack: Supervisor, workers: Mapping[str, WorkerConfig], directory: Path, port: int | None = None
+) -> Callable[[], str]:
+    """Start a scheduler and tagged workers; the returned function waits for all and gives the address."""
+    port = port or free_port()
+    address = f"tcp://{processes.LOOPBACK}:{port}"
+    started = [_worker(name, worker, address, directory) for name, worker in workers.items()]
+    scheduler, *devices = stack.start(processes.dask_scheduler(port), *started)
+
+    def ready() -> str:
+        stack.await_ready(scheduler, lambda: _accepts(port), START_S)
+        await_workers(stack, address, dict(zip(workers, devices, strict=True)))
+        return address
+
+    return ready
+
+
+def start_dask_worker(
+    stack: Supervisor, name: str, worker: WorkerConfig, scheduler: str, directory: Path
+) -> Process:
+    """Raises StackError for a device that is not there."""
+    [process] = stack.start(_worker(name, worker, scheduler, directory))
+    return process
+
+
+def await_workers(stack: Supervisor, scheduler: str, devices: Mapping[str, Process]) -> None:
+    """Return when the workers of these names have joined. Raises StackError for the first that does not."""
+    joined: set[str] = set()
+
+    def look(name: str) -> bool:
+        if name not in joined:
+            # started again, the scheduler may not answer yet
+            with contextlib.suppress(ValueError):
+                joined.update(worker.name for worker in read_workers(scheduler))
+        return name in joined
+
+    for name, process in devices.items():
+        # to ask costs tens of milliseconds of a machine that is starting up
+        stack.await_ready(process, partial(look, name), START_S, every_s=0.3)
+
+
+def start_dataplane(
+    stack: Supervisor,
+    directory: Path,
+    port: int | None = None,
+    memory_mb: float = MEMORY_MB,
+    num_gateways: int = 1,
+) -> Callable[[], str]:
+    """Start a data plane on loopback; the returned function waits and gives its URL. Started again in the
+    same directory, on the same port, it goes on where it was killed."""
+    port = port or free_port()
+    url = f"http://{processes.LOOPBACK}:{port}"
+    part = processes.dataplane(directory, port, memory_mb=memory_mb, num_gateways=num_gateways)
+    [process] = stack.start(part)
+
+    def ready() -> str:
+        stack.await_ready(process, lambda: _answers(f"{url}/metrics"), START_S)
+        return url
+
+    return ready
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((processes.LOOPBACK, 0))
+        return int(probe.getsockname()[1])
+
+
+def _worker(name: str, worker: WorkerConfig, scheduler: str, directory: Path) -> Part:
+    try:
+        return processes.dask_worker(name, worker, [scheduler], directory)
+    except ValueError as error:
+        raise StackError(f"worker {name}: {error}") from None
+
+
+def _answers(url: str) -> bool:
+    with contextlib.suppress(httpx.HTTPError):
+        # on loopback: a proxy that the environment names cannot reach it
+        return httpx.get(url, timeout=2.0, trust_env=False).status_code < 500
+    return False
+
+
+def _accepts(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection((processes.LOOPBACK, port), timeout=2.0):
+        return True
+    return False

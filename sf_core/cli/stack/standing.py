@@ -1,0 +1,136 @@
+"""A whole stack on this machine that stays up without a terminal: `sf up` and `sf down`.
+
+Everything about it is in one folder.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from http.client import HTTPException
+from pathlib import Path
+from xmlrpc.client import Fault
+
+import psutil
+
+from sf_core.cli.stack import processes
+from sf_core.cli.stack.local import Ports, Services, stack_environment, start_services
+from sf_core.cli.stack.supervisor import StackError, Supervisor, call, end, read_pid
+from sf_core.cli.stack.supervisord_child import carriers, end_marked
+from sf_core.cli.surroundings import CACHE_DIR, PREFECT_HOME, check_open_files, check_place, why_not_writable
+from sf_core.config import WorkerConfig
+from sf_core.config.environment import cache_dir, prefect_home
+
+POOL = "sf"
+"""Of the server, from which the stack takes its runs."""
+
+RETRIES = 2
+"""A run that crashed, or whose stack or machine did, is started again so often."""
+
+FLOW_RUN = "PREFECT__FLOW_RUN_ID"
+"""Environment variable of the processes that work on a flow run of a deployment."""
+
+STOP_S = 15.0
+"""A part has so long to end before it is killed."""
+
+DEPLOY_S = 120.0
+"""A command that tells the server what there is has so long."""
+
+DEPLOYMENTS = Path(__file__).parents[3] / "prefect.yaml"
+"""Ours: the folder in which the command is called is the user's, and may have one of its own."""
+
+
+def up(
+    folder: Path, workers: Mapping[str, WorkerConfig], ports: Ports, tell: Callable[[str], None]
+) -> Services:
+    """Start the stack and return when all of it answers. Raises StackError with one sentence; nothing of the
+    stack is left then."""
+    if not DEPLOYMENTS.exists():
+        raise StackError(f"{DEPLOYMENTS} is not there: install from a clone (make setup), which has it")
+    if read_pid(folder) is not None:
+        raise StackError(f"the stack in {folder} is up already; `sf down` ends it")
+    # what a supervisor that was killed has left, such as a flow
+    end_marked(str(folder))
+    check_open_files()
+    check_place(prefect_home(), *PREFECT_HOME)
+    check_place(cache_dir(), *CACHE_DIR)
+    for port in (ports.prefect, ports.scheduler, ports.dataplane):
+        _check_free(port)
+    environment = stack_environment() | {
+        "SF_HOME": os.getcwd(),
+        "PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")])),
+        **ports.services.addresses,
+    }
+    stack = Supervisor(folder, folder / "logs", environment, stays=True, stop_s=STOP_S)
+    _check_writable(folder)
+    try:
+        tell("waiting for Prefect, Dask and the data plane")
+        services = start_services(stack, folder, workers, ports=ports, for_deployments=True)
+        tell("deploying")
+        _call(stack.env, "sf_core", "setup-server", "--retries", str(RETRIES))
+        for line in _call(stack.env, "tasks.lost_runs", "up", POOL, str(RETRIES)):
+            tell(line)
+        stack.start(processes.prefect_worker(POOL))
+        _call(stack.env, "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(DEPLOYMENTS))
+    except BaseException:
+        stack.stop()
+        raise
+    return services
+
+
+def down(folder: Path, tell: Callable[[str], None]) -> bool:
+    """End everything that the stack started; False if there was nothing."""
+    with suppress(OSError, HTTPException, Fault, psutil.Error, StackError):
+        _end_runs(folder, tell)
+    return end(folder, STOP_S)
+
+
+def _end_runs(folder: Path, tell: Callable[[str], None]) -> None:
+    """End the process worker and its flow runs while the server is there to hear it: it would call them
+    Running for ever, and start no other."""
+    worker = psutil.Process(call(folder, "getProcessInfo", processes.PREFECT_WORKER)["pid"])
+    environment, started = worker.environ(), worker.children(recursive=True)
+    runs = {process: run for process, run in carriers(FLOW_RUN) if process in started}
+    if not runs:
+        return
+    # first, or it would start the next one
+    call(folder, "stopProcess", processes.PREFECT_WORKER, patience_s=STOP_S)
+    for process in runs:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(runs, STOP_S)
+    for line in _call(environment, "tasks.lost_runs", "down", *set(runs.values())):
+        tell(line)
+
+
+def _check_writable(folder: Path) -> None:
+    if reason := why_not_writable(folder):
+        raise StackError(f"{folder}: nothing can be written there ({reason}); choose another --folder")
+
+
+def _check_free(port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((processes.LOOPBACK, port))
+        except OSError:
+            raise StackError(
+                f"port {port} is in use: end what listens there, or choose another one"
+            ) from None
+
+
+def _call(environment: dict[str, str], *module: str) -> list[str]:
+    """The lines that it prints."""
+    command = [sys.executable, "-m", *module]
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEPLOY_S)
+    except subprocess.TimeoutExpired:
+        raise StackError(f"{' '.join(module)} did not end within {DEPLOY_S:.0f} s") from None
+    if done.returncode:
+        said = (done.stderr or done.stdout).strip().splitlines()
+        raise StackError(f"{' '.join(module)} failed: {said[-1] if said else done.returncode}")
+    return done.stdout.splitlines()

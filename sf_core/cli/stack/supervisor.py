@@ -1,0 +1,306 @@
+"""Keeps processes of this machine running: writes supervisord's configuration, starts it and speaks to it
+(docs/decisions/012). Every part has its own log file and process group.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+from typing import Any, TypeVar
+from xmlrpc.client import Fault, ServerProxy, Transport
+
+import psutil
+
+from sf_core.cli.stack.processes import Part
+from sf_core.cli.stack.supervisord_child import MARK, end_marked, end_with_parent
+
+T = TypeVar("T")
+
+MAX_SOCKET_PATH = 90
+"""Bytes; Linux allows 107, and supervisord adds its process id while it opens the socket."""
+ANSWER_S = 20.0
+"""supervisord answers within this time and that of the parts that it stops, or is given up."""
+REMOVALS = 3
+"""What has just ended by itself may be started again before it is removed."""
+
+HEAD = """\
+[supervisord]
+logfile={logs}/supervisord.log
+pidfile={folder}/supervisord.pid
+childlogdir={logs}
+[unix_http_server]
+file={folder}/supervisor.sock
+chmod=0700
+[supervisorctl]
+serverurl=unix://{folder}/supervisor.sock
+[rpcinterface:supervisor]
+supervisor.rpcinterface_factory=supervisor.rpcinterface:make_main_rpcinterface
+"""
+PROGRAM = """\
+[program:{name}]
+command={command}
+redirect_stderr=true
+stdout_logfile={logs}/{name}.log
+stopasgroup=true
+killasgroup=true
+stopwaitsecs={stop_s:.0f}
+"""
+KEPT = """\
+autorestart=true
+; gone within 10 s, it is started again after 1 s, then 2 s, then 3 s and so on
+startsecs=10
+startretries=100
+"""
+ONCE = """\
+autorestart=false
+startsecs=0
+"""
+ENDED = ("BACKOFF", "EXITED", "FATAL")
+
+
+class StackError(RuntimeError):
+    """A process of the stack did not come up; the message names it, the reason and its log."""
+
+
+@dataclass
+class Supervisor:
+    """Parts that live and die together. A supervisor that stays outlives the command that started it; any
+    other one ends with it, however that ends, and all parts with the supervisor."""
+
+    folder: Path
+    """Its configuration and socket; another command finds it here."""
+    logs: Path
+    env: dict[str, str]
+    """Of all parts."""
+    stays: bool = False
+    stop_s: float = 2.0
+    """A part has so long to end before it is killed, in whole seconds."""
+    processes: dict[str, Process] = field(default_factory=dict, init=False)
+    _daemon: subprocess.Popen[bytes] | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if len(os.fsencode(_socket(self.folder))) > MAX_SOCKET_PATH:
+            raise StackError(f"{self.folder}: the path is too long for a socket; choose a shorter one")
+
+    def start(self, *parts: Part) -> list[Process]:
+        """Raises StackError if there is no supervisor to be had."""
+        started = [Process(part, self) for part in parts]
+        self.processes |= {part.name: process for part, process in zip(parts, started, strict=True)}
+        self.logs.mkdir(parents=True, exist_ok=True)
+        programs = [process.part for process in self.processes.values()]
+        self._configuration.write_text(configuration(self.folder, self.logs, programs, self.stop_s))
+        if read_pid(self.folder) is None:
+            self._launch()
+        else:
+            call(self.folder, "reloadConfig")
+            for part in parts:
+                call(self.folder, "addProcessGroup", part.name)
+        return started
+
+    def await_ready(
+        self, process: Process, probe: Callable[[], T], timeout_s: float, every_s: float = 0.1
+    ) -> T:
+        """The first thing that the probe finds. Raises StackError after that time, and as soon as a process
+        ends that was never ready: it would again and again."""
+        deadline = time.monotonic() + timeout_s
+        while not (found := probe()):
+            if not process.was_ready and process.code() is not None:
+                raise StackError(f"{process.name} ended: {process.tail()} ({process.log})")
+            if time.monotonic() > deadline:
+                raise StackError(f"{process.name} was not ready after {timeout_s:.0f} s ({process.log})")
+            time.sleep(every_s)
+        process.was_ready = True
+        return found
+
+    def pids(self) -> dict[str, int]:
+        """By name; 0 of what does not run."""
+        return {name: process.pid() for name, process in self.processes.items()}
+
+    def remove(self, process: Process) -> None:
+        """End it for good, with its process group. Raises StackError if it does not."""
+        del self.processes[process.name]
+        with suppress(OSError, HTTPException):  # it has ended with its supervisor
+            for _ in range(REMOVALS):
+                with suppress(Fault):  # it has ended
+                    call(self.folder, "stopProcess", process.name, patience_s=self.stop_s)
+                with suppress(Fault):
+                    call(self.folder, "removeProcessGroup", process.name)
+                    return
+            raise StackError(f"{process.name} does not end ({process.log})")
+
+    def stop(self) -> None:
+        """End everything."""
+        end(self.folder, self.stop_s)
+        if self._daemon is not None:
+            self._daemon.poll()
+        self.processes.clear()
+
+    @property
+    def _configuration(self) -> Path:
+        return self.folder / "supervisord.conf"
+
+    def _launch(self) -> None:
+        # what it says before it has its log
+        with tempfile.TemporaryFile() as said:
+            self._daemon = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "sf_core.cli.stack.supervisord_child",
+                    "-n",
+                    "-s",
+                    "-c",
+                    str(self._configuration),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=said,
+                env={**self.env, MARK: str(self.folder)},
+                start_new_session=True,
+                preexec_fn=None if self.stays else end_with_parent,
+            )
+            deadline = time.monotonic() + ANSWER_S
+            while read_pid(self.folder) != self._daemon.pid:
+                if self._daemon.poll() is not None or time.monotonic() > deadline:
+                    said.seek(0)
+                    raise StackError(f"supervisord does not start: {_why(said.read(), self.logs)}")
+                time.sleep(0.02)
+
+
+@dataclass(eq=False)
+class Process:
+    """A part that a supervisor keeps running, or runs once."""
+
+    part: Part
+    stack: Supervisor = field(repr=False)
+    was_ready: bool = field(default=False, init=False)
+
+    @property
+    def name(self) -> str:
+        return self.part.name
+
+    @property
+    def log(self) -> Path:
+        return self.stack.logs / f"{self.name}.log"
+
+    def pid(self) -> int:
+        """0 while it does not run."""
+        return int(self._info()["pid"])
+
+    def code(self) -> int | None:
+        """With what a part that runs once ended, -1 if by a signal; of one that is kept running no more than
+        that it has ended. None while it runs."""
+        info = self._info()
+        return int(info["exitstatus"]) if info["statename"] in ENDED else None
+
+    def wait(self, timeout_s: float) -> int:
+        """Its code. Raises TimeoutError."""
+        deadline = time.monotonic() + timeout_s
+        while (code := self.code()) is None:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{self.name} still runs after {timeout_s:.0f} s; log: {self.log}")
+            time.sleep(0.1)
+        return code
+
+    def tail(self, lines: int = 5) -> str:
+        text = self.log.read_text(errors="replace").strip().splitlines()
+        return " | ".join(text[-lines:]) or "(empty log)"
+
+    def _info(self) -> dict[str, Any]:
+        try:
+            return dict(call(self.stack.folder, "getProcessInfo", self.name))
+        except (OSError, HTTPException):
+            log = self.stack.logs / "supervisord.log"
+            raise StackError(f"supervisord ended, and {self.name} with it; log: {log}") from None
+
+
+def configuration(folder: Path, logs: Path, programs: Iterable[Part], stop_s: float) -> str:
+    """supervisord.conf of a stack."""
+    places = {"folder": _escaped(str(folder)), "logs": _escaped(str(logs))}
+    sections = [HEAD.format(**places)]
+    for part in programs:
+        # not by supervisord's own `environment`, which cannot hold all values
+        command = ["env", *(f"{key}={value}" for key, value in part.env.items()), *part.command]
+        if part.gives_way:
+            command = ["nice", "-n", "10", *command]
+        line = _escaped(shlex.join(command))
+        sections.append(PROGRAM.format(name=part.name, command=line, stop_s=stop_s, **places))
+        sections.append(ONCE if part.once else KEPT)
+    return "".join(sections)
+
+
+def end(folder: Path, stop_s: float) -> bool:
+    """End the supervisor of the folder and everything that it started; False if there was nothing."""
+    pid = read_pid(folder)
+    if pid is not None:
+        with suppress(OSError, HTTPException, Fault):
+            # all at once; `shutdown` alone stops one after the other
+            call(folder, "stopAllProcesses", patience_s=stop_s)
+            call(folder, "shutdown")
+        with suppress(psutil.NoSuchProcess, psutil.TimeoutExpired):
+            psutil.Process(pid).wait(ANSWER_S)
+    # what a part left behind when it was killed, or a supervisor when it was
+    return end_marked(str(folder)) or pid is not None
+
+
+def call(folder: Path, method: str, *arguments: str, patience_s: float = 0.0) -> Any:
+    """Of the supervisor's XML-RPC interface (supervisord.org/api.html), over a socket of its user alone.
+    Raises OSError or HTTPException if it does not answer, Fault if it cannot do it."""
+    transport = _UnixTransport(_socket(folder), ANSWER_S + patience_s)
+    with ServerProxy("http://localhost", transport=transport) as server:
+        return getattr(server.supervisor, method)(*arguments)
+
+
+def read_pid(folder: Path) -> int | None:
+    """Of the supervisor of the folder, if one runs."""
+    with suppress(OSError, HTTPException):
+        return int(call(folder, "getPID"))
+    return None
+
+
+class _UnixConnection(HTTPConnection):
+    def __init__(self, path: str, timeout_s: float) -> None:
+        super().__init__("localhost", timeout=timeout_s)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+class _UnixTransport(Transport):
+    def __init__(self, path: str, timeout_s: float) -> None:
+        super().__init__()
+        self._made = _UnixConnection(path, timeout_s)
+
+    def make_connection(self, host: Any) -> HTTPConnection:
+        # where the base class looks for what it closes
+        self._connection = host, self._made
+        return self._made
+
+
+def _why(said: bytes, logs: Path) -> str:
+    """The first line of what it said, else where it may have written more."""
+    lines = said.decode(errors="replace").strip().splitlines()
+    log = logs / "supervisord.log"
+    return lines[0] if lines else f"see {log}" if log.exists() else "it says nothing"
+
+
+def _escaped(value: str) -> str:
+    """supervisord expands %(name)s."""
+    return value.replace("%", "%%")
+
+
+def _socket(folder: Path) -> str:
+    return str(folder / "supervisor.sock")

@@ -1,0 +1,104 @@
+"""Reads a configuration as users give it: a YAML file, `key.path=value` overrides of the command line, and
+settings over those of a deployment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from sf_core.config import RunConfig
+from sf_core.config.validation import ConfigError, section_of, validate_config
+from sf_core.config.words import shown
+
+
+def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
+    """Read a YAML file, apply `key.path=value` overrides (values are YAML), validate.
+
+    Raises ConfigError with the path of the key and what is allowed.
+    """
+    try:
+        data = _parse(Path(path).read_text()) or {}
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file; give the path of a YAML configuration") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    except _NoYamlError as error:
+        raise ConfigError(f"{path}: not valid YAML: {error}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: expected a mapping of settings, got {type(data).__name__}")
+    return _overridden(data, overrides, str(path))
+
+
+def override_config(config: RunConfig, overrides: list[str] | None, source: str) -> RunConfig:
+    """Apply `key.path=value` overrides to a configuration that is complete; raises ConfigError likewise."""
+    return _overridden(config.model_dump(mode="json"), overrides, source)
+
+
+def merge_sections(base: Mapping[str, Any], given: Mapping[str, Any], within: str = "") -> dict[str, Any]:
+    """Settings in sections, not yet validated: those given, and those of `base` where none is. What is no
+    section, such as a list or a mapping by names of the user, is taken as a whole."""
+    merged = dict(base)
+    for name, value in given.items():
+        key, before = within + name, base.get(name)
+        if isinstance(value, Mapping) and isinstance(before, Mapping) and section_of(key):
+            value = merge_sections(before, value, f"{key}.")
+        merged[name] = value
+    return merged
+
+
+def differences(base: Mapping[str, Any], changed: Mapping[str, Any]) -> list[str]:
+    """Each setting of `changed` that is another than in `base`, the default where that has none, in words."""
+    default = RunConfig().model_dump(mode="json")
+    return list(_differences(merge_sections(default, base), changed, ""))
+
+
+def _differences(base: Mapping[str, Any], changed: Mapping[str, Any], within: str) -> Iterator[str]:
+    for name, value in changed.items():
+        key, before = within + name, base.get(name)
+        if isinstance(value, Mapping) and isinstance(before, Mapping) and section_of(key):
+            yield from _differences(before, value, f"{key}.")
+        elif value != before:
+            yield f"{key} {shown(value)} (deployed: {shown(before)})"
+
+
+def _overridden(data: dict[str, Any], overrides: list[str] | None, source: str) -> RunConfig:
+    for override in overrides or []:
+        _apply_override(data, override)
+    return validate_config(data, source=source)
+
+
+class _NoYamlError(Exception):
+    """Says why on one line."""
+
+
+def _parse(text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except RecursionError:
+        raise _NoYamlError("it is nested too deeply") from None
+    except (yaml.YAMLError, ValueError) as error:
+        # a plain ValueError: a date that does not exist, a number that is none
+        raise _NoYamlError(" ".join(str(error).split())) from None
+
+
+def _apply_override(data: dict[str, Any], override: str) -> None:
+    path, sep, text = override.partition("=")
+    if not sep or not path:
+        raise ConfigError(f"--set {override}: expected key.path=value")
+    try:
+        value = _parse(text)
+    except _NoYamlError:
+        raise ConfigError(f"--set {path}: {shown(text)} is not a valid YAML value") from None
+    *parents, leaf = path.split(".")
+    node = data
+    for name in parents:
+        child = node.get(name)
+        if child is None:
+            child = node[name] = {}
+        if not isinstance(child, dict):
+            raise ConfigError(f"--set {override}: {name} is a value, not a section")
+        node = child
+    node[leaf] = value

@@ -1,0 +1,149 @@
+"""Sampled text, as it arrives, split into what a reasoning model thinks, content and tool calls; and its end
+at a stop string."""
+
+from __future__ import annotations
+
+from sf_core.dataplane.chat.tool_formats import CallSplitter, ToolCall, overlap
+from sf_core.dataplane.turns.answer import Reasoning
+
+THINK_START, THINK_END = "<think>", "</think>"
+
+AnswerParts = list[str | Reasoning | ToolCall]
+
+
+class AnswerStream:
+    """`push` and `finish` return what became certain, in order. Content that is nothing but white space
+    around reasoning and calls is dropped."""
+
+    def __init__(self, splitter: CallSplitter | None, reasoning: ReasoningSplitter | None = None) -> None:
+        self._splitter, self._reasoning = splitter, reasoning
+        self._blank = ""
+        """White space before content or behind a call: content only if more follows."""
+        self._follows_call = False
+        self.content = ""
+        self.reasoning = ""
+        self.calls: list[ToolCall] = []
+
+    @property
+    def num_unparsed(self) -> int:
+        return self._splitter.num_unparsed if self._splitter else 0
+
+    def push(self, text: str) -> AnswerParts:
+        if self._reasoning is None:
+            return self._push_rest(text)
+        thought, rest = self._reasoning.push(text)
+        return self._think(thought) + self._push_rest(rest)
+
+    def finish(self) -> AnswerParts:
+        parts: AnswerParts = []
+        if self._reasoning is not None:
+            thought, rest = self._reasoning.finish()
+            parts += self._think(thought) + self._push_rest(rest)
+        for part in self._splitter.finish() if self._splitter else ():
+            parts += self._take(part)
+        if self._blank and not self.calls and not self._has_reasoning:
+            self.content = self._blank
+            parts.append(self._blank)
+        return parts
+
+    @property
+    def _has_reasoning(self) -> bool:
+        return self._reasoning is not None and self._reasoning.found
+
+    def _think(self, text: str) -> AnswerParts:
+        self.reasoning += text
+        return [Reasoning(text)] if text else []
+
+    def _push_rest(self, text: str) -> AnswerParts:
+        if self._splitter is None:
+            return self._take(text)
+        return [event for part in self._splitter.push(text) for event in self._take(part)]
+
+    def _take(self, part: str | ToolCall) -> AnswerParts:
+        if isinstance(part, ToolCall):
+            self.calls.append(part)
+            self._follows_call = True
+            return [part]
+        if not self.content or self._follows_call:
+            part, self._blank = self._blank + part, ""
+            if not part.strip():
+                self._blank = part
+                return []
+            self._follows_call = False
+            if not self.content and self._has_reasoning:
+                part = part.lstrip()
+        self.content += part
+        return [part] if part else []
+
+
+class ReasoningSplitter:
+    """Splits off what stands between think tags at the start of an answer. `is_open`: the prompt ends with
+    the opening tag."""
+
+    def __init__(self, is_open: bool) -> None:
+        self.found = is_open
+        """The answer has a reasoning part, if an empty one."""
+        self._is_over = False
+        self._text = ""
+        self._began = False
+
+    def push(self, text: str) -> tuple[str, str]:
+        """(reasoning, rest) that became certain."""
+        if self._is_over:
+            return "", text
+        self._text += text
+        if not self.found:
+            head = self._text.lstrip()
+            if head.startswith(THINK_START):
+                self.found, self._text = True, head[len(THINK_START) :]
+            elif THINK_START.startswith(head):
+                return "", ""
+            else:
+                self._is_over = True
+                return "", self._take(len(self._text))
+        end = self._text.find(THINK_END)
+        if end >= 0:
+            thought = self._trim(self._take(end).rstrip())
+            self._is_over = True
+            return thought, self._take(len(self._text))[len(THINK_END) :]
+        # white space before the closing tag belongs to it
+        certain = len(self._text[: len(self._text) - overlap(self._text, THINK_END)].rstrip())
+        return self._trim(self._take(certain)), ""
+
+    def finish(self) -> tuple[str, str]:
+        rest = self._take(len(self._text))
+        return (self._trim(rest), "") if self.found and not self._is_over else ("", rest)
+
+    def _take(self, length: int) -> str:
+        text, self._text = self._text[:length], self._text[length:]
+        return text
+
+    def _trim(self, text: str) -> str:
+        text = text if self._began else text.lstrip()
+        self._began = self._began or bool(text)
+        return text
+
+
+class StopStrings:
+    """Finds the first stop string in a text that arrives in pieces."""
+
+    def __init__(self, stops: list[str]) -> None:
+        self._stops = stops
+        self._held = ""
+        self.found: str | None = None
+
+    def push(self, text: str) -> str:
+        """Returns the text that certainly precedes any stop string."""
+        text = self._held + text
+        hits = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if hits:
+            at, self.found = min(hits)
+            self._held = ""
+            return text[:at]
+        keep = max((overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def flush(self) -> str:
+        held, self._held = self._held, ""
+        return held

@@ -1,0 +1,64 @@
+"""Messages in canonical form, and their identity.
+
+A canonical message holds only what a model can see, in one spelling: absent content is "", arguments of tool
+calls are mappings. Dialects produce it, templates render it, sessions compare it. What a model thought before
+an answer is in the record only: clients send answers back with it or without, and both mean the same. So do
+answers that come back with a `name`, as agents give them; other assistant messages keep theirs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from hashlib import blake2b
+from typing import Any
+
+import orjson
+
+from sf_core.dataplane.chat.tool_formats import Tool, ToolCall
+
+Message = dict[str, Any]
+
+
+def assistant_message(content: str, calls: list[ToolCall], turn_id: str, reasoning: str = "") -> Message:
+    """A sampled answer. The ids of its calls follow from the turn: equal calls of two turns differ."""
+    message: Message = {"role": "assistant", "content": content}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = [
+            tool_call(call_id(turn_id, i), call.name, call.arguments) for i, call in enumerate(calls)
+        ]
+    return message
+
+
+def call_id(turn_id: str, index: int) -> str:
+    return "call_" + blake2b(f"{turn_id}.{index}".encode(), digest_size=12).hexdigest()
+
+
+def tool_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def chain_keys(tools: list[Tool], messages: list[Message]) -> list[bytes]:
+    """The key of the tools, then one per message: equal keys mean equal tools and equal messages up to it."""
+    keys = [blake2b(orjson.dumps(tools, option=orjson.OPT_SORT_KEYS), digest_size=16).digest()]
+    for message in messages:
+        keys.append(extend_chain(keys[-1], message))
+    return keys
+
+
+def extend_chain(key: bytes, message: Message) -> bytes:
+    if "reasoning_content" in message:
+        message = {name: value for name, value in message.items() if name != "reasoning_content"}
+    return blake2b(key + orjson.dumps(message, option=orjson.OPT_SORT_KEYS), digest_size=16).digest()
+
+
+def size_of(value: Any) -> int:
+    """Bytes of memory that a JSON value takes, about: keys are shared."""
+    inner: Iterable[Any] = ()
+    if isinstance(value, dict):
+        inner = value.values()
+    elif isinstance(value, list):
+        inner = value
+    return sys.getsizeof(value) + sum(map(size_of, inner))

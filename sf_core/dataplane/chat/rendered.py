@@ -1,0 +1,47 @@
+"""Whether a stored conversation, rendered by the run's chat template, is what the policy saw."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import jinja2
+
+from sf_core.dataplane.chat.messages import Message
+from sf_core.dataplane.chat.renderer import Renderer
+from sf_core.dataplane.chat.tool_formats import Tool
+from storage import files
+from storage.run_directory import RunDirectory
+
+
+class Reader:
+    """Reads with the tokenizer and the chat template that the run started from. Raises ValueError with one
+    sentence if it has none."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        if not files.exists(files.join(run.start_dir, "tokenizer.json")):
+            raise ValueError(f"{run.run_id} has no tokenizer")
+        self._renderer = Renderer(run.start_dir)
+
+    def is_as_seen(self, messages: Sequence[Message], tools: list[Tool], seen: Sequence[int]) -> bool:
+        """Whether the messages before the last render to the ids that the policy saw before it wrote that
+        one. The beginning of a call that was forced is seen too; the last message shows it.
+
+        Texts are compared: ids that were sampled may be others than the tokenizer makes of the same text."""
+        if not messages:
+            return False
+        text = self._renderer.shown(list(seen))
+        *before, last = messages
+        try:
+            prompt = self._renderer.render(before, tools)
+            whole = self._renderer.render([*messages], tools) if last.get("tool_calls") else ""
+        except jinja2.TemplateError:
+            return False
+        return any(
+            text.startswith(read) and (text == read or text[len(read) :] in whole)
+            for read in self._readings(prompt)
+        )
+
+    def _readings(self, rendered: str) -> Iterator[str]:
+        """The text, and what is left of it once it is ids: a decoder may leave out or add spaces."""
+        yield rendered
+        yield self._renderer.shown(self._renderer.encode(rendered).tolist())

@@ -1,0 +1,109 @@
+"""Rendering what is new in a conversation without the history.
+
+Most chat templates append: new messages leave the text of all earlier ones as it was. Then the text of an
+answer and of what follows it can be had from a short conversation, the opening and that answer. Which roles a
+template appends is found out by probes; where it rewrites (Qwen3 drops old reasoning when a user speaks),
+only the whole rendering will do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import chain, product
+
+import jinja2
+
+from sf_core.dataplane.chat.messages import Message, tool_call
+from sf_core.dataplane.chat.tool_formats import Tool
+
+Render = Callable[[list[Message], list[Tool]], str]
+
+
+def opening(messages: list[Message]) -> list[Message] | None:
+    """The messages up to the first of a user: what templates treat specially. None if no user speaks."""
+    for i, message in enumerate(messages):
+        if message["role"] == "user":
+            return messages[: i + 1]
+    return None
+
+
+def render_addition(
+    render: Render, beginning: list[Message], beginning_text: str, added: list[Message], tools: list[Tool]
+) -> str | None:
+    """The text of an answer and of what follows it, `added`, wherever in a conversation it stands that begins
+    like this; None if the template shows it only in its place."""
+    try:
+        text = render([*beginning, *added], tools)
+    except jinja2.TemplateError:
+        return None
+    return text[len(beginning_text) :] if text.startswith(beginning_text) else None
+
+
+def append_only_roles(render: Render) -> frozenset[str]:
+    """Roles whose messages, put behind an answer, render the same with and without the history before it."""
+    return frozenset(role for role in ("user", "tool") if all(map(_holds(render), _probes(role))))
+
+
+_Probe = tuple[list[Message], list[Message], list[Tool]]
+"""A history that waits for an answer, that answer with what follows it, and the tools."""
+
+
+def _holds(render: Render) -> Callable[[_Probe], bool]:
+    def holds(probe: _Probe) -> bool:
+        history, added, tools = probe
+        try:
+            whole, before = render([*history, *added], tools), render(history, tools)
+        except jinja2.TemplateError:
+            return True  # never to be seen: such a request is refused
+        beginning = opening(history)
+        assert beginning is not None
+        try:
+            beginning_text = render(beginning, tools)
+        except jinja2.TemplateError:
+            return False
+        addition = render_addition(render, beginning, beginning_text, added, tools)
+        return addition is not None and whole == before + addition
+
+    return holds
+
+
+_USER: Message = {"role": "user", "content": "ask"}
+_RESULT: Message = {"role": "tool", "content": "found", "tool_call_id": "c"}
+_CALLS = [tool_call("c", "find", {"x": 1})]
+_TOOL: Tool = {
+    "type": "function",
+    "function": {"name": "find", "description": "d", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+_ANSWERS: list[Message] = [
+    {"role": "assistant", "content": "said"},
+    {"role": "assistant", "content": "<think>\nwhy\n</think>\n\nsaid"},
+    {"role": "assistant", "content": "said", "reasoning_content": "why"},
+    {"role": "assistant", "content": "", "tool_calls": _CALLS},
+    {"role": "assistant", "content": "<think>\nwhy\n</think>\n\nsaid", "tool_calls": _CALLS},
+    {"role": "assistant", "content": "said", "reasoning_content": "why", "tool_calls": _CALLS},
+    {"role": "assistant", "content": "", "tool_calls": _CALLS * 2},
+]
+
+
+def _probes(role: str) -> Iterator[_Probe]:
+    rounds = [[answer, *_following(answer)] for answer in _ANSWERS]
+    histories = [[], *rounds, *(first + second for first, second in product(rounds, rounds[:5:2]))]
+    rounds_of_role = [messages for messages in rounds if messages[1]["role"] == role]
+    for history, added in product(histories, rounds_of_role):
+        yield _probe(history, added)
+    # growing ones too: some templates count messages
+    for num in range(3, 12):
+        yield _probe(rounds_of_role[0] * num, rounds_of_role[0])
+    yield _probe(list(chain.from_iterable(rounds * 3)), rounds_of_role[0])
+
+
+def _following(answer: Message) -> list[Message]:
+    return [_RESULT] * len(answer.get("tool_calls", [])) or [_USER]
+
+
+def _probe(history: list[Message], added: list[Message]) -> _Probe:
+    has_tools = any("tool_calls" in message for message in [*history, *added])
+    start: list[Message] = [{"role": "system", "content": "be"}, _USER] if len(history) % 3 else [_USER]
+    return [*start, *history], added, [_TOOL] if has_tools else []

@@ -1,0 +1,57 @@
+"""A batch for trainers outside this project: its trajectories as an Arrow IPC stream.
+
+Owns which files a batch is and how they leave: record batch by record batch, so that memory does not grow
+with the batch. Which groups a batch holds is decided in rollout_manager.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator
+from io import BytesIO
+
+import pyarrow as pa
+
+from sf_core.dataplane.runs.run import Run
+from sf_core.dataplane.runs.sealing import Sealer
+from storage.parquet import METADATA
+from storage.run_directory import RunDirectory
+from storage.trajectories import SCHEMA, iter_trajectories
+
+MEDIA_TYPE = "application/vnd.apache.arrow.stream"
+
+MAX_ROWS = 16
+"""Of one record batch. The longest trajectories take half a megabyte each: what a reader makes us hold."""
+
+
+async def batch_files(run: Run, sealer: Sealer, index: int, wait_s: float) -> list[str]:
+    """URIs of the batch's files. A batch that is ready, or is so within `wait_s`, is sealed if it was not.
+
+    Raises ApiError 409 if it is not ready."""
+    directory = RunDirectory(run.spec.run_dir)
+    committed = await asyncio.to_thread(directory.read_manifest, index, "rollout")
+    if committed is not None:
+        return [directory.path(ref.uri) for ref in committed.outputs]
+    await run.changed.until(lambda: run.manager.readiness(index).ready, wait_s)
+    sealed = await sealer.seal_batch(index, run.spec.attempt)
+    return [directory.path(file["uri"]) for file in sealed["files"]]
+
+
+def arrow_stream(uris: Iterable[str]) -> Iterator[bytes]:
+    """The rows of these files in the columns of storage.schema. Blocks while it reads."""
+    sink = BytesIO()
+    # closed only after the last row: a reader of a stream that breaks off must notice
+    writer = pa.ipc.new_stream(sink, SCHEMA.with_metadata(METADATA))
+    for uri in uris:
+        for batch in iter_trajectories(uri, MAX_ROWS):
+            writer.write_batch(batch)
+            yield _drain(sink)
+    writer.close()
+    yield _drain(sink)
+
+
+def _drain(sink: BytesIO) -> bytes:
+    data = sink.getvalue()
+    sink.seek(0)
+    sink.truncate()
+    return data

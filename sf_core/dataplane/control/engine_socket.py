@@ -1,0 +1,154 @@
+"""The data plane's end of an engine's connection.
+
+Owns the handshake, which fences what is stale, and the passing of frames, of which a bounded amount waits.
+Stale is what belongs to an earlier attempt of the flow, a lease that was taken back, and of the starts of a
+lease every one with a lower epoch than another that has said hello. Dask starts a lease again when it takes
+its worker for dead; the scheduler numbers the starts as it makes them, so that the order of hellos does not
+matter. The same epoch is the same start, whose connection broke.
+Routing is in router.py. That a machine or a network has died is noticed by the pings of the WebSocket, which
+both ends answer from outside their work (server.py, engine_client.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from pydantic import ValidationError
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from sf_core.dataplane.bodies import HelloBody
+from sf_core.dataplane.routing.connection import EngineLink
+from sf_core.dataplane.runs.run import Run
+from sf_core.engines import wire
+
+log = logging.getLogger(__name__)
+
+MAX_OUTBOX_BYTES = 64 * 2**20
+"""An engine that reads so much slower than it is given work is dropped; others continue what it had."""
+
+
+MAX_REASON_BYTES = 123
+"""Of a close frame."""
+
+
+class Outbox:
+    """Frames on their way to one engine."""
+
+    def __init__(self, max_bytes: int, on_full: Callable[[], None]) -> None:
+        self._frames: asyncio.Queue[bytes] = asyncio.Queue()
+        self._num_bytes = 0
+        self._max_bytes, self._on_full = max_bytes, on_full
+
+    def put(self, frame: bytes) -> None:
+        if self._num_bytes + len(frame) > self._max_bytes:
+            return self._on_full()
+        self._num_bytes += len(frame)
+        self._frames.put_nowait(frame)
+
+    async def get(self) -> bytes:
+        frame = await self._frames.get()
+        self._num_bytes -= len(frame)
+        return frame
+
+
+async def serve_engine_link(socket: WebSocket, find_run: Callable[[str], Run | None]) -> None:
+    await socket.accept()
+    try:
+        kind, value = wire.unpack(await socket.receive_bytes())
+        hello = HelloBody.model_validate(value if kind == "hello" else None)
+    except (WebSocketDisconnect, ValidationError, ValueError):
+        return await socket.close(wire.BAD_FRAME, "sent no hello frame")
+    run = find_run(hello.run_id)
+    if run is None:
+        return await socket.close(wire.UNKNOWN_RUN, f"run {hello.run_id} is not registered")
+    if (reason := _stale(run, hello)) is not None:
+        await socket.send_bytes(wire.pack("yield", reason))
+        return await socket.close()
+    for former in [link for link in run.router.links if link.lease_id == hello.lease_id]:
+        run.router.lose(former)
+    await _serve(socket, run, hello)
+
+
+def _stale(run: Run, hello: HelloBody) -> str | None:
+    """Why this engine must not serve; None if it may."""
+    if hello.attempt < run.spec.attempt:
+        return "superseded by a later attempt of the flow"
+    if hello.lease_id in run.revoked_leases:
+        return "revoked"
+    if run.released:
+        return "released"
+    latest = run.lease_epochs.get(hello.lease_id, hello.epoch)
+    if hello.epoch < latest:
+        return "superseded by a later start of the same lease"
+    run.lease_epochs[hello.lease_id] = hello.epoch
+    return None
+
+
+async def _serve(socket: WebSocket, run: Run, hello: HelloBody) -> None:
+    gone = asyncio.Event()
+    outbox = Outbox(MAX_OUTBOX_BYTES, gone.set)
+    link = EngineLink(
+        hello.engine_id,
+        hello.lease_id,
+        hello.worker,
+        hello.attempt,
+        hello.max_running,
+        outbox.put,
+        gone=gone,
+    )
+    run.router.add(link)
+    writer = asyncio.ensure_future(_write(socket, run, outbox))
+    reader = asyncio.ensure_future(_read(socket, run, link))
+    fenced = asyncio.ensure_future(link.gone.wait())
+    try:
+        await asyncio.wait([writer, reader, fenced], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in (writer, reader, fenced):
+            task.cancel()
+        results = await asyncio.gather(writer, reader, return_exceptions=True)
+        run.router.lose(link)
+        run.changed.notify()
+    unexpected = [r for r in results if isinstance(r, Exception) and not isinstance(r, WebSocketDisconnect)]
+    if not unexpected:
+        await _close(socket, 1000)
+    elif isinstance(unexpected[0], ValueError):
+        log.error("engine %s is dropped: it %s", link.engine_id, unexpected[0])
+        await _close(socket, wire.BAD_FRAME, str(unexpected[0]))
+    else:
+        await _close(socket, 1011)
+        raise unexpected[0]
+
+
+async def _write(socket: WebSocket, run: Run, outbox: Outbox) -> None:
+    while True:
+        frame = await outbox.get()
+        run.router.bytes_to_engines += len(frame)
+        await socket.send_bytes(frame)
+
+
+async def _read(socket: WebSocket, run: Run, link: EngineLink) -> None:
+    while True:
+        frame = await socket.receive_bytes()
+        run.router.bytes_from_engines += len(frame)
+        kind, value = wire.unpack(frame)
+        match kind:
+            case "chunks":
+                run.meter.add(run.router.receive(link, wire.unpack_chunks(value)))
+            case "updated":
+                run.router.confirm(link, value)
+                run.changed.notify()
+            case "paused":
+                run.router.confirm_pause(link)
+            case "yielded":
+                return
+            case _:
+                raise ValueError(f"sent {kind!r}; expected chunks, updated, paused or yielded")
+
+
+async def _close(socket: WebSocket, code: int, reason: str = "") -> None:
+    try:
+        await socket.close(code, reason.encode()[:MAX_REASON_BYTES].decode(errors="ignore"))
+    except (RuntimeError, WebSocketDisconnect):
+        return  # the other end was faster

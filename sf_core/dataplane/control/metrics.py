@@ -1,0 +1,251 @@
+"""What Prometheus is told. Owns names, labels and meaning of every figure.
+
+What the data plane counts anyway is read when it is asked for (`Runs`, `Sessions`, `MemoryUse`); only what
+nobody else keeps is counted as it happens, once per request.
+"""
+
+from __future__ import annotations
+
+from collections import Counter as Tally
+from collections.abc import Iterable, Mapping
+from typing import get_args
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+from sf_core.config.failures import REASONS
+from sf_core.dataplane.journal.memory import Memory
+from sf_core.dataplane.routing.connection import LinkState
+from sf_core.dataplane.runs.recent import NUM_RECENT
+from sf_core.dataplane.runs.records import FinishedSession
+from sf_core.dataplane.runs.run import Run
+from sf_core.dataplane.sessions.session import Session
+from sf_core.dataplane.turns.host import SessionHost
+
+_OVERHEAD_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 2.0)
+_ENGINE_S = (0.01, 0.05, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
+
+_BRANCH, _REJECTED = "branches.", "rejected_groups."
+"""What names of a run's counters begin with, before a reason."""
+
+_ENDS = {"finished": "finished_sessions", "failed": "failed_sessions", "lost": "retries"}
+"""The counters of how sessions end that runners were given."""
+
+
+class Metrics:
+    """One per process; its registry is its own."""
+
+    def __init__(self, *counted_elsewhere: Collector) -> None:
+        self._registry = registry = CollectorRegistry()
+        self.requests = Counter(
+            "sf_requests",
+            "Requests of agents, by what they were answered.",
+            ["dialect", "status"],
+            registry=registry,
+        )
+        self.agent_bytes = Counter(
+            "sf_agent_bytes", "Bytes of bodies to and from agents.", ["direction"], registry=registry
+        )
+        self.overhead = Histogram(
+            "sf_gateway_overhead_seconds",
+            "Time of a request in which its turns were not with the router: reading, rendering, answering.",
+            buckets=_OVERHEAD_S,
+            registry=registry,
+        )
+        self.waiting = Histogram(
+            "sf_wait_seconds",
+            "Time of a turn until an engine first got it.",
+            buckets=_ENGINE_S,
+            registry=registry,
+        )
+        self.engine = Histogram(
+            "sf_engine_seconds",
+            "Time of a turn from the first engine that got it to its end, interruptions included.",
+            buckets=_ENGINE_S,
+            registry=registry,
+        )
+        self.prompt_tokens = Counter(
+            "sf_prompt_tokens",
+            "Prompt tokens: reused from the record, or encoded anew.",
+            ["origin"],
+            registry=registry,
+        )
+        for collector in counted_elsewhere:
+            registry.register(collector)
+
+    def text(self) -> bytes:
+        """In the text format of Prometheus, version 0.0.4."""
+        return generate_latest(self._registry)
+
+
+def together(figures: Mapping[str, bytes]) -> bytes:
+    """The figures of several processes as one text, each with the label `process`."""
+    families: dict[str, Metric] = {}
+    for process, text in figures.items():
+        for family in text_string_to_metric_families(text.decode()):
+            whole = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            whole.samples += [s._replace(labels={**s.labels, "process": process}) for s in family.samples]
+    registry = CollectorRegistry()
+    registry.register(_Read(list(families.values())))
+    return generate_latest(registry)
+
+
+class _Read(Collector):
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+class Runs(Collector):
+    """All of a data plane's runs. One that was released has no gauges: nothing moves there any more, as if it
+    hung. Its counters stay, or their sums would fall."""
+
+    def __init__(self, runs: Mapping[str, Run]) -> None:
+        self._runs = runs
+
+    def collect(self) -> Iterable[Metric]:
+        per_run = ["run"]
+        waiting = GaugeMetricFamily("sf_requests_waiting", "Turns that no engine works on.", labels=per_run)
+        running = GaugeMetricFamily("sf_requests_running", "Turns that an engine works on.", labels=per_run)
+        sessions = GaugeMetricFamily(
+            "sf_sessions_running", "Open sessions, with a runner or without.", labels=per_run
+        )
+        version = GaugeMetricFamily("sf_policy_version", "Last published version.", labels=per_run)
+        answers = GaugeMetricFamily(
+            "sf_answers_unscored", "Sessions whose answer waits for its reward or gets it.", labels=per_run
+        )
+        reward = GaugeMetricFamily(
+            "sf_reward_recent", f"Mean reward of the last {NUM_RECENT} finished sessions.", labels=per_run
+        )
+        engines = GaugeMetricFamily("sf_engines", "Connected engines.", labels=["run", "state"])
+        tokens = CounterMetricFamily("sf_sampled_tokens", "Tokens engines sampled.", labels=per_run)
+        interruptions = CounterMetricFamily(
+            "sf_interruptions", "Times a turn had to continue on another engine.", labels=per_run
+        )
+        moves = CounterMetricFamily(
+            "sf_moves", "Turns taken from an engine because its queue was too long.", labels=per_run
+        )
+        carried = CounterMetricFamily(
+            "sf_engine_bytes", "Bytes of frames to and from engines.", labels=["run", "direction"]
+        )
+        for name, run in list(self._runs.items()):
+            router = run.router
+            if not run.released:
+                waiting.add_metric([name], len(router.waiting))
+                running.add_metric([name], sum(len(link.in_flight) for link in router.links))
+                sessions.add_metric([name], len(run.sessions))
+                answers.add_metric([name], sum(s.answer is not None for s in run.sessions.values()))
+                version.add_metric([name], router.weights.version)
+                if (mean := run.outcomes.mean_reward) is not None:
+                    reward.add_metric([name], mean)
+                states = Tally(link.state for link in router.links)
+                # zeros too: an alert on too few engines must see a run that has none
+                for state in get_args(LinkState):
+                    engines.add_metric([name, state], states[state])
+            tokens.add_metric([name], run.meter.total)
+            interruptions.add_metric([name], router.interruptions)
+            moves.add_metric([name], router.moves)
+            carried.add_metric([name, "to_engines"], router.bytes_to_engines)
+            carried.add_metric([name, "from_engines"], router.bytes_from_engines)
+        gauges = [waiting, running, sessions, answers, version, reward, engines]
+        counters = [*_ends(self._runs), tokens, interruptions, moves, _branches(self._runs), carried]
+        return [*gauges, *counters, *_journals(self._runs)]
+
+
+class Sessions(Collector):
+    """What a gateway process tells of the sessions that it serves; those that are over, the hub counts."""
+
+    def __init__(self, runs: Mapping[str, SessionHost]) -> None:
+        self._runs = runs
+
+    def collect(self) -> Iterable[Metric]:
+        return [_branches(self._runs), *_journals(self._runs)]
+
+
+class MemoryUse(Collector):
+    """Of one process."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+
+    def collect(self) -> Iterable[Metric]:
+        memory = self._memory
+        held = GaugeMetricFamily(
+            "sf_memory_bytes", "Memory of sessions and results, about.", value=memory.num_bytes
+        )
+        bound = GaugeMetricFamily("sf_memory_bound_bytes", "Its bound.", value=memory.bound_bytes)
+        items = GaugeMetricFamily(
+            "sf_held", "Sessions and results, by where they are.", labels=["kind", "in"]
+        )
+        counts = memory.count()
+        for kind, name in ((Session, "session"), (FinishedSession, "result")):
+            items.add_metric([name, "memory"], counts[kind, False])
+            items.add_metric([name, "disk"], counts[kind, True])
+        spills = CounterMetricFamily(
+            "sf_spills", "Times one of them was put on disk.", value=memory.num_spills
+        )
+        loads = CounterMetricFamily("sf_loads", "Times one of them was read back.", value=memory.num_loads)
+        return [held, bound, items, spills, loads]
+
+
+def _journals(runs: Mapping[str, SessionHost]) -> Iterable[Metric]:
+    unwritable = GaugeMetricFamily(
+        "sf_journal_unwritable", "1 while a journal cannot be written, and why.", labels=["run", "reason"]
+    )
+    failures = CounterMetricFamily(
+        "sf_journal_failures", "Times a journal could not be written any more.", labels=["run"]
+    )
+    for name, run in list(runs.items()):
+        if (failure := run.journal.failure) is not None:
+            unwritable.add_metric([name, failure.strerror or str(failure)], 1)
+        failures.add_metric([name], run.journal.num_failures)
+    return [unwritable, failures]
+
+
+def _ends(runs: Mapping[str, Run]) -> list[Metric]:
+    sessions = CounterMetricFamily(
+        "sf_sessions", "Sessions that runners were given, by how they ended.", labels=["run", "end"]
+    )
+    groups = CounterMetricFamily(
+        "sf_groups", "Groups that were sealed in a batch, or why they were rejected.", labels=["run", "end"]
+    )
+    failures = CounterMetricFamily(
+        "sf_failures",
+        "Sessions that failed, whatever became of them, by the reason.",
+        labels=["run", "reason"],
+    )
+    for name, run in list(runs.items()):
+        for end, counter in _ENDS.items():
+            sessions.add_metric([name, end], run.counters[counter])
+        for failed in REASONS:
+            failures.add_metric([name, failed], run.counters[f"failures.{failed}"])
+        groups.add_metric([name, "sealed"], run.counters["sealed_groups"])
+        for reason, number in _by_reason(run, _REJECTED).items():
+            groups.add_metric([name, reason], number)
+    return [sessions, groups, failures]
+
+
+def _branches(runs: Mapping[str, SessionHost]) -> CounterMetricFamily:
+    branches = CounterMetricFamily("sf_branches", "Why branches were opened.", labels=["run", "reason"])
+    for name, run in list(runs.items()):
+        for reason, number in _branch_reasons(run).items():
+            branches.add_metric([name, reason], number)
+    return branches
+
+
+def _branch_reasons(run: SessionHost) -> Tally[str]:
+    """Of sessions that are over, which the run counts, and of those that are not."""
+    reasons = _by_reason(run, _BRANCH)
+    for session in run.sessions.values():
+        reasons.update(session.branch_reasons)
+    return reasons
+
+
+def _by_reason(run: SessionHost, prefix: str) -> Tally[str]:
+    return Tally(
+        {name.removeprefix(prefix): n for name, n in run.counters.items() if name.startswith(prefix)}
+    )

@@ -1,0 +1,248 @@
+"""All runs of one data plane: registration, and the commands flows give.
+
+Owns the map of runs and the once-a-second sweep. Speaks no HTTP (app.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from sf_core.dataplane.bodies import RunSpec, SessionBody
+from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError
+from sf_core.dataplane.gateway.keys import Caller
+from sf_core.dataplane.gateway.lookup import Lookup, allowed, no_model
+from sf_core.dataplane.journal.journal import Fsync, Journal
+from sf_core.dataplane.journal.memory import MEMORY_MB, Memory
+from sf_core.dataplane.journal.open_runs import OpenRuns
+from sf_core.dataplane.routing.connection import EngineLink
+from sf_core.dataplane.runs.external import OpenedStore
+from sf_core.dataplane.runs.records import released_record, run_record, weights_record
+from sf_core.dataplane.runs.recovery import Answers, MakeRun, begin_attempt, open_run, read_past, reopen_run
+from sf_core.dataplane.runs.run import Run
+from sf_core.dataplane.runs.sealing import Sealer
+from sf_core.dataplane.sessions.session import Session
+from sf_core.dataplane.turns.host import GRACE_S
+from sf_core.types import WeightsRef
+from storage.files import StorageError, is_local
+from storage.run_directory import RunDirectory
+
+log = logging.getLogger(__name__)
+
+SWEEP_S = 1.0
+
+LET_GO_S = 600.0
+"""A released run that nobody has worked on for so long is served no more. Registered again, it is read from
+its journal."""
+
+
+class DataPlane:
+    def __init__(
+        self,
+        journal_dir: str | None = None,
+        fsync: Fsync = "turn",
+        grace_s: float = GRACE_S,
+        memory_mb: float = MEMORY_MB,
+        make_run: MakeRun = Run,
+    ) -> None:
+        """With a journal directory, the runs that were open when the last process there ended are served
+        again from the start. Raises ValueError if another data plane works in that directory."""
+        self.runs: dict[str, Run] = {}
+        self.sealers: dict[str, Sealer] = {}
+        self.stores: dict[str, OpenedStore] = {}
+        self.sessions = Lookup(self.runs)
+        self.memory = Memory(memory_mb)
+        self._journal_dir, self._fsync, self._grace_s = journal_dir, fsync, grace_s
+        self._make_run = make_run
+        self._open_runs = None if journal_dir is None else OpenRuns(Path(journal_dir))
+        self._registering = asyncio.Lock()
+        self._background: set[asyncio.Task[None]] = set()
+        self._over_s: dict[str, float] = {}
+        """By run that is over: for how long."""
+
+    async def reopen(self) -> None:
+        """Serve again what an earlier process served, before anybody asks for it."""
+        for path in self._open_runs.journals if self._open_runs else ():
+            try:
+                reopened = await reopen_run(
+                    Journal(path, self._fsync), self._grace_s, self.memory, self._make_run
+                )
+                if reopened is not None:
+                    self._serve(*reopened)
+                    await reopened[0].announce()
+            except Exception as error:  # the other runs are served
+                log.warning(
+                    "%s: the run is not served: %s: %s. Mend that, then start its flow again",
+                    path,
+                    type(error).__name__,
+                    error,
+                    exc_info=not isinstance(error, (ApiError, OSError)),
+                )
+
+    async def register(self, spec: RunSpec) -> Run:
+        """Open a run, or begin another attempt on it."""
+        async with self._registering:
+            if (run := self.runs.get(spec.run_id)) is None:
+                run = await self._open(spec)
+            else:
+                if begin_attempt(run, spec, await read_past(run, spec)):
+                    self.sealers[spec.run_id].forget()
+                await run.journal.attend(run.journal.append(run_record(spec, run.num_gateways)))
+                stale = [link for link in run.router.links if link.attempt < spec.attempt]
+                self._take_away(stale, run, "superseded by a later attempt of the flow")
+            if self._open_runs is not None:
+                self._open_runs.add(spec.run_id, run.journal.path)
+            await run.announce()
+            return run
+
+    async def _open(self, spec: RunSpec) -> Run:
+        journal = self._open_journal(spec)
+        opening = open_run(spec, journal, self._grace_s, self.memory, self._make_run)
+        try:
+            run, answers = await journal.attend(opening)
+        except ApiError:
+            await journal.close()
+            raise
+        self._serve(run, answers)
+        return run
+
+    def _serve(self, run: Run, answers: Answers) -> None:
+        self.runs[run.spec.run_id] = run
+        self.sealers[run.spec.run_id] = Sealer(run)
+        self.sealers[run.spec.run_id].remember(answers)
+        self.stores[run.spec.run_id] = OpenedStore(run)
+
+    def run(self, run_id: str) -> Run:
+        if (run := self.runs.get(run_id)) is None:
+            raise ApiError(404, f"Run {run_id} is not registered here.", code="run_not_found")
+        return run
+
+    async def open_session(self, body: SessionBody, caller: Caller) -> Session:
+        """A session beside those the rollout manager gives out. Raises ApiError 503 where no flow works on
+        the run, which may be about to begin, and 404 once the run is complete."""
+        if (run := self.runs.get(body.run_id)) is None:
+            raise _not_served(body.run_id)
+        run = allowed(run, caller)
+        if run.released:
+            # one that only evaluated has no iterations
+            is_complete = 0 < run.spec.num_batches <= run.router.weights.version
+            raise _complete(run) if is_complete else _not_served(body.run_id)
+        if body.policy not in (None, run.spec.served_model):
+            raise no_model(str(body.policy))
+        run.journal.check()
+        return await run.journal.attend(run.open_for(body))
+
+    async def publish(self, run: Run, weights: WeightsRef) -> dict[str, Any]:
+        if weights.version < run.router.weights.version:
+            raise ApiError(409, f"Version {run.router.weights.version} is published already.")
+        started = time.monotonic()
+        # before they are recorded: a journal that is compacted meanwhile begins with what the router holds
+        run.router.weights = weights
+        await run.journal.append(weights_record(weights))
+        engines = await run.router.update(weights)
+        run.manager.set_version(weights.version)
+        run.changed.notify()
+        return {"engines": engines, "seconds": time.monotonic() - started}
+
+    async def revoke(self, run: Run, lease_id: str, within_s: float | None = None) -> dict[str, int]:
+        """Returns how many engines left, and how many of them had to be dropped because they had not yielded
+        in time. A lease that has not come yet is turned away when it does."""
+        await run.revoke(lease_id)
+        links = [link for link in run.router.links if link.lease_id == lease_id]
+        leaving = [asyncio.ensure_future(run.router.take_away(link, "revoked")) for link in links]
+        if leaving:
+            await asyncio.wait(leaving, timeout=within_s)
+        late = [link for link in links if not link.gone.is_set()]
+        for link in late:
+            log.warning("engine %s did not yield within %g s: it is dropped", link.engine_id, within_s)
+            run.router.lose(link)
+        run.counters["engines_dropped"] += len(late)
+        await asyncio.gather(*leaving)
+        return {"engines": len(links), "dropped": len(late)}
+
+    async def release(self, run: Run) -> None:
+        run.release()
+        await run.journal.append(released_record())
+        self._take_away(list(run.router.links), run, "released")
+        await self.stores[run.spec.run_id].store_or_try_later()
+        # what could not be written yet is for the next process too
+        if self._open_runs is not None and not run.results.opened:
+            self._open_runs.remove(run.spec.run_id)
+
+    async def sweep(self) -> None:
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            now = time.monotonic()
+            # for as long as this process stood still it could hear nobody, and nobody could work
+            last, elapsed = now, min(now - last, 2 * SWEEP_S)
+            for run in list(self.runs.values()):
+                try:
+                    with suppress(ApiError):
+                        await run.journal.attend(run.sweep(elapsed))
+                    self.stores[run.spec.run_id].store_soon()
+                    await self._let_go_if_over(run, elapsed)
+                except Exception:
+                    # the next sweep tries again, and the other runs must not go without one
+                    log.exception("run %s could not be looked after", run.spec.run_id)
+
+    async def _let_go_if_over(self, run: Run, elapsed_s: float) -> None:
+        run_id = run.spec.run_id
+        over_s = self._over_s.pop(run_id, 0.0) + elapsed_s
+        if not run.is_over:
+            return
+        if over_s <= LET_GO_S or self._registering.locked():
+            self._over_s[run_id] = over_s
+            return
+        async with self._registering:
+            # first, because it writes: on a full disk the run stays as it is
+            if self._open_runs is not None:
+                self._open_runs.remove(run_id)
+            del self.runs[run_id], self.sealers[run_id]
+            await self.stores.pop(run_id).close()
+            await run.leave()
+
+    async def close(self) -> None:
+        for store in self.stores.values():
+            await store.close()
+        for run in self.runs.values():
+            await run.journal.close()
+        await self.memory.close()
+        if self._open_runs is not None:
+            self._open_runs.close()
+
+    def _take_away(self, links: list[EngineLink], run: Run, reason: str) -> None:
+        for link in links:
+            task = asyncio.ensure_future(run.router.take_away(link, reason))
+            self._background.add(task)
+            task.add_done_callback(self._background.discard)
+
+    def _open_journal(self, spec: RunSpec) -> Journal:
+        try:
+            is_here = is_local(spec.run_dir)
+        except StorageError as error:
+            raise ApiError(400, f"run_dir: {error}", param="run_dir") from None
+        if is_here:
+            folder = RunDirectory(spec.run_dir).journal_dir
+        else:
+            # remote filesystems do not append; the directory survives the process, which is what it is for
+            folder = self._journal_dir or str(Path(tempfile.gettempdir()) / "seamlessflow")
+        return Journal(Path(folder) / f"{spec.run_id}.journal", self._fsync)
+
+
+def _not_served(run_id: str) -> ApiError:
+    message = (
+        f"No run named {run_id} is served now: its flow may be starting, and sessions can be opened after "
+        "the warm start; if it is not, check the name and this data plane's address."
+    )
+    return ApiError(503, message, code="run_not_served", param="run_id", retry_after_s=RETRY_AFTER_S)
+
+
+def _complete(run: Run) -> ApiError:
+    message = f"Run {run.spec.run_id} is over: all of its {run.spec.num_batches} iterations are done."
+    return ApiError(404, message, code="run_over", param="run_id")

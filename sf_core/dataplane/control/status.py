@@ -1,0 +1,140 @@
+"""A run as a live display shows it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import Any
+
+from sf_core.dataplane.runs.groups import Group
+from sf_core.dataplane.runs.run import Run
+from sf_core.dataplane.runs.runners import Work
+
+
+def batch_status(run: Run, batch: int) -> dict[str, Any]:
+    readiness = run.manager.readiness(batch)
+    return asdict(readiness) | {"waiting_for": _awaited(run, readiness.waiting_for), **_workforce(run)}
+
+
+def evaluation_status(run: Run, version: int, group: Group) -> dict[str, Any]:
+    missing = group.size - group.num_done
+    sessions = f"{missing} of {group.size} held-out sessions" if missing else ""
+    return {
+        "done": not missing,
+        "finished": group.num_done,
+        "num_tasks": group.size,
+        "waiting_for": _awaited(run, sessions),
+        **_workforce(run),
+    }
+
+
+def run_status(run: Run) -> dict[str, Any]:
+    manager, router = run.manager, run.router
+    readiness = manager.readiness(manager.next_batch)
+    return {
+        "run_id": run.spec.run_id,
+        "run_dir": run.spec.run_dir,
+        "attempt": run.spec.attempt,
+        **run.stage,
+        "version": router.weights.version,
+        "next_batch": manager.next_batch,
+        "groups_accepted": readiness.accepted,
+        "groups_needed": readiness.needed,
+        "groups_in_flight": readiness.in_flight,
+        "tokens_left": _tokens_left(run),
+        "waiting_for": _awaited(run, readiness.waiting_for),
+        "sessions_running": len(run.sessions),
+        "straggler": straggler(run),
+        "work": work_of(run),
+        "runners": {
+            name: {"work": runner.work, "retiring": runner.is_retiring}
+            for name, runner in run.runners.items()
+        },
+        "requests_waiting": len(router.waiting),
+        "paused": router.paused,
+        "released": run.released,
+        "engines": [
+            {
+                "id": link.engine_id,
+                "worker": link.worker,
+                "version": link.version,
+                "state": link.state,
+                "running": len(link.in_flight),
+                "tokens": link.num_tokens,
+                "seconds": time.monotonic() - link.serving_since if link.serving_since else 0.0,
+            }
+            for link in router.links
+        ],
+        "tokens_total": run.meter.total,
+        "tokens_per_second": run.meter.per_second(),
+        "reward_recent": run.outcomes.mean_reward,
+        "evaluations": {
+            str(version): {"finished": group.num_done, "num_tasks": group.size}
+            for version, group in manager.evaluations.items()
+        },
+        "counters": {**run.counters, "interruptions": router.interruptions, "moves": router.moves},
+        "last_error": run.outcomes.last_error,
+    }
+
+
+def _tokens_left(run: Run) -> float | None:
+    """Estimate of what is still to be sampled (num_sessions_left); None before a session has finished."""
+    if (per_session := run.outcomes.mean_tokens) is None:
+        return None
+    return run.manager.num_sessions_left() * per_session
+
+
+def work_of(run: Run) -> dict[Work, int]:
+    """How many sessions there are for runners: those they work on, and those that wait for one."""
+    claimed = [session for session in run.sessions.values() if session.claim is not None]
+    answered = sum(session.answer is not None for session in claimed)
+    return {"agent": len(claimed) - answered + run.manager.num_open_sessions(), "reward": answered}
+
+
+def straggler(run: Run) -> dict[str, Any] | None:
+    """The session that runs longest. It holds back its group. A batch takes other groups instead until that
+    would exceed the lag bound, and without overlap at once; then, with on_max_lag: wait, it waits for it."""
+    claimed = [session for session in run.sessions.values() if session.claim is not None]
+    if not claimed:
+        return None
+    oldest = min(claimed, key=lambda session: session.expires_at)
+    assert oldest.claim is not None
+    place = oldest.claim.place
+    return {
+        "session": oldest.session_id,
+        "group": place.group if place.split == "train" else None,
+        "age_s": round(run.spec.session_timeout_s - (oldest.expires_at - run.serving_s), 1),
+    }
+
+
+def num_runners(run: Run) -> int:
+    """Of agents."""
+    return run.runners.of("agent", run.spec.attempt)
+
+
+def _workforce(run: Run) -> dict[str, Any]:
+    """Whether anybody works on what is waited for."""
+    return {
+        # one that loads works too: making an engine takes as long as it takes
+        "engines": len(run.router.links),
+        "runners": num_runners(run),
+        "failures_in_a_row": run.outcomes.failures_in_a_row,
+        "released": run.released,
+    }
+
+
+def _awaited(run: Run, what: str) -> str:
+    """One sentence: what is waited for, and all that keeps it from coming; empty if nothing is."""
+    return "; ".join([what, *_obstacles(run)]) if what else ""
+
+
+def _obstacles(run: Run) -> list[str]:
+    """What keeps sessions from finishing."""
+    obstacles = [] if run.router.is_serving else [run.router.obstacle()]
+    if not num_runners(run):
+        obstacles.append("no agent runner is connected")
+    if run.journal.failure is not None:
+        obstacles.append(f"the journal cannot be written: {run.journal.failure}")
+    if run.outcomes.last_error:
+        obstacles.append(f"the last failed session: {run.outcomes.last_error}")
+    return obstacles

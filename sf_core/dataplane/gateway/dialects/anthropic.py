@@ -1,0 +1,245 @@
+"""Anthropic Messages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+from sf_core.dataplane.chat.messages import Message, tool_call
+from sf_core.dataplane.chat.tool_formats import Tool
+from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.gateway.dialects.protocol import named_event
+from sf_core.dataplane.gateway.request import (
+    Body,
+    ToolChoice,
+    TurnRequest,
+    check_choice,
+    check_conversation,
+    get,
+    join_text,
+    kind_of,
+    number,
+    parse_arguments,
+    parse_stop,
+    positive,
+)
+from sf_core.dataplane.sessions.session import Session
+from sf_core.dataplane.turns.answer import Answer, MadeCall, Pieces, Reasoning
+
+ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+}
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class Anthropic:
+    name = "messages"
+
+    def parse(self, body: Body, session: Session) -> list[TurnRequest]:
+        max_tokens = positive(body, "max_tokens")
+        if max_tokens is None:
+            raise ApiError(400, "max_tokens is required", param="max_tokens")
+        tools = _parse_tools(get(body, "tools", (list,), []))
+        system = join_text(body.get("system"), "system", ("text",))
+        messages: list[Message] = [{"role": "system", "content": system}] if system else []
+        given = get(body, "messages", (list,), [])
+        if not given:
+            raise ApiError(400, "messages must hold at least one message", param="messages")
+        for i, message in enumerate(given):
+            messages += _parse_message(message, f"messages[{i}]")
+        if messages[-1]["role"] == "assistant":
+            raise ApiError(
+                400, "The last message must be the user's: an answer cannot be begun for the model"
+            )
+        return [
+            TurnRequest(
+                messages=check_conversation(messages, "messages"),
+                tools=tools,
+                tool_choice=check_choice(_parse_choice(body), tools),
+                stop=parse_stop(body, "stop_sequences"),
+                max_tokens=max_tokens,
+                temperature=number(body, "temperature", 1.0, 0.0, 1.0),
+                top_p=number(body, "top_p", 1.0, 0.0, 1.0),
+                top_k=positive(body, "top_k") or 0,
+                stream=get(body, "stream", (bool,), False),
+            )
+        ]
+
+    def reply(self, body: Body, turn_id: str, session: Session) -> AnthropicReply:
+        return AnthropicReply(turn_id, body["model"])
+
+    def error_body(self, error: ApiError) -> dict[str, Any]:
+        kind = ERROR_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+    def model_list(self, models: list[str]) -> dict[str, Any]:
+        entries = [
+            {"type": "model", "id": name, "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
+            for name in models
+        ]
+        first, last = (models[0], models[-1]) if models else (None, None)
+        return {"data": entries, "has_more": False, "first_id": first, "last_id": last}
+
+
+class AnthropicReply:
+    def __init__(self, turn_id: str, model: str) -> None:
+        self._head = {"id": f"msg_{turn_id}", "type": "message", "role": "assistant", "model": model}
+        self._num_blocks = 0
+        self._open: str | None = None
+        """Type of the block that is being sent."""
+
+    def whole(self, answers: list[Answer]) -> bytes:
+        [answer] = answers
+        content: list[dict[str, Any]] = []
+        if answer.reasoning:
+            content.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
+        if answer.content:
+            content.append({"type": "text", "text": answer.content})
+        content += [_tool_use(call, orjson.loads(call.arguments)) for call in answer.calls]
+        usage = _usage(answer.num_prompt_tokens, answer.num_sampled_tokens)
+        return orjson.dumps(self._head | {"content": content, "usage": usage} | _stopped(answer))
+
+    def started(self, num_prompt_tokens: int) -> bytes:
+        unstopped: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
+        message = self._head | unstopped | {"usage": _usage(num_prompt_tokens, 0)}
+        return named_event({"type": "message_start", "message": message})
+
+    def piece(self, index: int, pieces: Pieces) -> bytes:
+        data = b""
+        for event in pieces.events:
+            if isinstance(event, MadeCall):
+                data += self._begin("tool_use", _tool_use(event, {}))
+                data += self._delta({"type": "input_json_delta", "partial_json": event.arguments})
+                data += self._end()
+            elif isinstance(event, Reasoning):
+                data += self._begin("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+                data += self._delta({"type": "thinking_delta", "thinking": event.text})
+            else:
+                data += self._begin("text", {"type": "text", "text": ""})
+                data += self._delta({"type": "text_delta", "text": event})
+        return data
+
+    def turn_ended(self, index: int, answer: Answer) -> bytes:
+        usage = _usage(answer.num_prompt_tokens, answer.num_sampled_tokens)
+        return self._end() + named_event({"type": "message_delta", "delta": _stopped(answer), "usage": usage})
+
+    def ended(self, answers: list[Answer]) -> bytes:
+        return named_event({"type": "message_stop"})
+
+    def failed(self, error: ApiError) -> bytes:
+        return named_event(Anthropic().error_body(error))
+
+    def _begin(self, kind: str, block: dict[str, Any]) -> bytes:
+        if kind == self._open:
+            return b""
+        ended = self._end()
+        self._open = kind
+        start = {"type": "content_block_start", "index": self._num_blocks, "content_block": block}
+        return ended + named_event(start)
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        return named_event({"type": "content_block_delta", "index": self._num_blocks, "delta": delta})
+
+    def _end(self) -> bytes:
+        if self._open is None:
+            return b""
+        self._open = None
+        self._num_blocks += 1
+        return named_event({"type": "content_block_stop", "index": self._num_blocks - 1})
+
+
+def _parse_tools(tools: list[Any]) -> list[Tool]:
+    parsed = []
+    for i, tool in enumerate(tools):
+        where = f"tools[{i}]"
+        if not isinstance(tool, dict) or not isinstance(tool.get("name"), str):
+            raise ApiError(400, f"{where} must be a tool with a name", param=where)
+        if tool.get("type", "custom") != "custom":
+            raise ApiError(400, f"{where}: tools of type {tool['type']} are not supported", param=where)
+        function = {"name": tool["name"], "description": tool.get("description", "")}
+        function["parameters"] = get(tool, "input_schema", (dict,), {"type": "object", "properties": {}})
+        parsed.append({"type": "function", "function": function})
+    return parsed
+
+
+def _parse_choice(body: Body) -> ToolChoice:
+    choice = get(body, "tool_choice", (dict,), {"type": "auto"})
+    parallel = not choice.get("disable_parallel_tool_use")
+    match choice.get("type"):
+        case "auto" | "none" as kind:
+            return ToolChoice(kind, None, parallel)
+        case "any":
+            return ToolChoice("required", None, parallel)
+        case "tool" if isinstance(choice.get("name"), str):
+            return ToolChoice("required", choice["name"], parallel)
+    raise ApiError(400, "tool_choice.type must be auto, any, none, or tool with a name", param="tool_choice")
+
+
+def _parse_message(message: Any, where: str) -> list[Message]:
+    """A user message may hold tool results, which are messages of their own and come first."""
+    role = message.get("role") if isinstance(message, dict) else message
+    if role not in ("user", "assistant"):
+        raise ApiError(400, f"{where}.role must be user or assistant, got {role!r}", param=where)
+    content = message.get("content")
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    if not isinstance(content, list):
+        raise ApiError(400, f"{where}.content must be a string or a list of blocks", param=where)
+    if not content and role == "user":
+        raise ApiError(400, f"{where}.content must hold at least one block", param=where)
+    blocks = [(block, f"{where}.content[{i}]") for i, block in enumerate(content)]
+    text = "".join(_block_text(block, role, at) for block, at in blocks)
+    if role == "user":
+        results = [_tool_result(block, at) for block, at in blocks if block["type"] == "tool_result"]
+        has_text = any(block["type"] == "text" for block, _ in blocks)
+        return [*results, *([{"role": "user", "content": text}] if has_text else [])]
+    calls = [_parse_call(block, at) for block, at in blocks if block["type"] == "tool_use"]
+    return [{"role": role, "content": text} | ({"tool_calls": calls} if calls else {})]
+
+
+def _block_text(block: Any, role: str, where: str) -> str:
+    """Empty for blocks that are no text. What a model thought is not said again (see messages.py)."""
+    kind = block.get("type") if isinstance(block, dict) else kind_of(block)
+    others = ("tool_result",) if role == "user" else ("tool_use", "thinking", "redacted_thinking")
+    if kind in others:
+        return ""
+    if kind != "text":
+        raise ApiError(400, f"{where}: {kind} blocks are not supported for {role}", param=where)
+    return join_text([block], where, ("text",))
+
+
+def _tool_result(block: dict[str, Any], where: str) -> Message:
+    content = join_text(block.get("content"), f"{where}.content", ("text",))
+    return {"role": "tool", "content": content, "tool_call_id": block.get("tool_use_id")}
+
+
+def _parse_call(block: dict[str, Any], where: str) -> dict[str, Any]:
+    if not isinstance(block.get("name"), str):
+        raise ApiError(400, f"{where} must have a name", param=where)
+    return tool_call(str(block.get("id")), block["name"], parse_arguments(block.get("input") or {}, where))
+
+
+def _tool_use(call: MadeCall, given: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call.call_id, "name": call.name, "input": given}
+
+
+def _stopped(answer: Answer) -> dict[str, Any]:
+    reason = STOP_REASONS[answer.finish_reason]
+    if answer.stop is not None and reason == "end_turn":
+        reason = "stop_sequence"
+    return {"stop_reason": reason, "stop_sequence": answer.stop}
+
+
+def _usage(num_prompt_tokens: int, num_sampled_tokens: int) -> dict[str, int]:
+    return {
+        "input_tokens": num_prompt_tokens,
+        "output_tokens": num_sampled_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": 0,
+    }

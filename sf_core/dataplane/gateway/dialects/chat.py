@@ -1,0 +1,212 @@
+"""OpenAI Chat Completions."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import orjson
+
+from sf_core.dataplane.chat.messages import Message, tool_call
+from sf_core.dataplane.chat.tool_formats import Tool
+from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.gateway.dialects.openai import DONE, OpenAI, usage
+from sf_core.dataplane.gateway.dialects.protocol import MAX_TURNS, data_event
+from sf_core.dataplane.gateway.request import (
+    Body,
+    TurnRequest,
+    check_choice,
+    check_conversation,
+    get,
+    join_text,
+    kind_of,
+    number,
+    parse_arguments,
+    parse_stop,
+    positive,
+    tool_choice,
+    top_k,
+)
+from sf_core.dataplane.sessions.session import Session
+from sf_core.dataplane.turns.answer import Answer, MadeCall, Pieces, Reasoning, TokenLogprob
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+class Chat(OpenAI):
+    name = "chat"
+
+    def parse(self, body: Body, session: Session) -> list[TurnRequest]:
+        tools = parse_tools(body.get("tools"))
+        chosen = body["tool_choice"].get("function") if isinstance(body.get("tool_choice"), dict) else None
+        named = chosen.get("name") if isinstance(chosen, dict) else None
+        parallel = get(body, "parallel_tool_calls", (bool,), True)
+        limit = positive(body, "max_completion_tokens")
+        get(body, "stream_options", (dict,), {})
+        return [
+            TurnRequest(
+                messages=check_conversation(_parse_messages(body.get("messages")), "messages"),
+                tools=tools,
+                tool_choice=check_choice(tool_choice(body, named, parallel), tools),
+                stop=parse_stop(body),
+                max_tokens=positive(body, "max_tokens") if limit is None else limit,
+                temperature=number(body, "temperature", 1.0, 0.0, 2.0),
+                top_p=number(body, "top_p", 1.0, 0.0, 1.0),
+                top_k=top_k(body),
+                seed=get(body, "seed", (int,), None),
+                num_samples=positive(body, "n", MAX_TURNS) or 1,
+                stream=get(body, "stream", (bool,), False),
+                logprobs=get(body, "logprobs", (bool,), False),
+            )
+        ]
+
+    def reply(self, body: Body, turn_id: str, session: Session) -> ChatReply:
+        num_choices = body.get("n") or 1
+        return ChatReply(turn_id, body["model"], num_choices, bool(_include_usage(body)))
+
+
+class ChatReply:
+    """All parts of a stream share id and time."""
+
+    def __init__(self, turn_id: str, model: str, num_choices: int, include_usage: bool) -> None:
+        self._head = {"id": f"chatcmpl-{turn_id}", "created": int(time.time()), "model": model}
+        self._num_calls = [0] * num_choices
+        self._include_usage = include_usage
+
+    def whole(self, answers: list[Answer]) -> bytes:
+        choices = [
+            {
+                "index": i,
+                "message": {**_message(answer), "refusal": None},
+                "finish_reason": answer.finish_reason,
+                "logprobs": _logprobs(answer.logprobs),
+            }
+            for i, answer in enumerate(answers)
+        ]
+        body = {"object": "chat.completion", "choices": choices, "usage": _usage(answers)}
+        return orjson.dumps(self._head | body)
+
+    def started(self, num_prompt_tokens: int) -> bytes:
+        first = {"role": "assistant", "content": ""}
+        return b"".join(self._delta(i, first) for i in range(len(self._num_calls)))
+
+    def piece(self, index: int, pieces: Pieces) -> bytes:
+        data, logprobs = b"", pieces.logprobs
+        for event in pieces.events:
+            if isinstance(event, MadeCall):
+                call = {"index": self._num_calls[index], **_call(event)}
+                self._num_calls[index] += 1
+                data += self._delta(index, {"tool_calls": [call]}, logprobs=logprobs)
+            elif isinstance(event, Reasoning):
+                data += self._delta(index, {"reasoning_content": event.text}, logprobs=logprobs)
+            else:
+                data += self._delta(index, {"content": event}, logprobs=logprobs)
+            logprobs = None
+        return data + (self._delta(index, {"content": ""}, logprobs=logprobs) if logprobs else b"")
+
+    def turn_ended(self, index: int, answer: Answer) -> bytes:
+        return self._delta(index, {}, answer.finish_reason)
+
+    def ended(self, answers: list[Answer]) -> bytes:
+        if not self._include_usage:
+            return DONE
+        return self._chunk({"choices": [], "usage": _usage(answers)}) + DONE
+
+    def failed(self, error: ApiError) -> bytes:
+        return data_event(error.body())
+
+    def _delta(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        finish_reason: str | None = None,
+        logprobs: list[TokenLogprob] | None = None,
+    ) -> bytes:
+        choice = {
+            "index": index,
+            "delta": delta,
+            "finish_reason": finish_reason,
+            "logprobs": _logprobs(logprobs),
+        }
+        return self._chunk({"choices": [choice]})
+
+    def _chunk(self, body: dict[str, Any]) -> bytes:
+        return data_event(self._head | {"object": "chat.completion.chunk"} | body)
+
+
+def parse_tools(tools: Any) -> list[Tool]:
+    if not tools:
+        return []
+    if not isinstance(tools, list):
+        raise ApiError(400, f"tools must be a list, got {kind_of(tools)}", param="tools")
+    for i, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ApiError(400, f"tools[{i}] must be a function with a name", param=f"tools[{i}]")
+    return tools
+
+
+def _parse_messages(messages: Any) -> list[Message]:
+    if not isinstance(messages, list):
+        raise ApiError(400, f"messages must be a list, got {kind_of(messages)}", param="messages")
+    return [_parse_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _parse_message(message: Any, where: str) -> Message:
+    """Canonical form: only what a model can see, and equal for messages that mean the same."""
+    if not isinstance(message, dict) or message.get("role") not in ROLES:
+        role = message.get("role") if isinstance(message, dict) else message
+        raise ApiError(400, f"{where}.role must be one of {', '.join(ROLES)}, got {role!r}", param=where)
+    content = join_text(message.get("content"), f"{where}.content", ("text",))
+    parsed: Message = {"role": message["role"], "content": content}
+    if message["role"] == "assistant" and message.get("tool_calls"):
+        calls = message["tool_calls"]
+        if not isinstance(calls, list):
+            raise ApiError(400, f"{where}.tool_calls must be a list, got {kind_of(calls)}", param=where)
+        parsed["tool_calls"] = [_parse_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
+    if message["role"] == "tool":
+        parsed["tool_call_id"] = message.get("tool_call_id")
+    if isinstance(message.get("name"), str):
+        parsed["name"] = message["name"]
+    return parsed
+
+
+def _parse_call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ApiError(400, f"{where} must have an id and a function with a name", param=where)
+    arguments = parse_arguments(function.get("arguments") or "{}", f"{where}.function")
+    return tool_call(str(call.get("id")), function["name"], arguments)
+
+
+def _include_usage(body: Body) -> Any:
+    return (body.get("stream_options") or {}).get("include_usage")
+
+
+def _usage(answers: list[Answer]) -> dict[str, int]:
+    # the samples share one prompt
+    return usage(answers, answers[0].num_prompt_tokens)
+
+
+def _message(answer: Answer) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": answer.content}
+    if answer.reasoning:
+        message["reasoning_content"] = answer.reasoning
+    if calls := answer.calls:
+        message |= {"content": answer.content or None, "tool_calls": [_call(call) for call in calls]}
+    return message
+
+
+def _call(call: MadeCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.call_id, "type": "function", "function": function}
+
+
+def _logprobs(entries: list[TokenLogprob] | None) -> dict[str, Any] | None:
+    if entries is None:
+        return None
+    content = [
+        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+        for text, logprob in entries
+    ]
+    return {"content": content, "refusal": None}

@@ -1,0 +1,148 @@
+"""OpenAI Completions: texts or token ids are continued as they are, without a chat template."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Any
+
+import orjson
+
+from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.gateway.dialects.openai import DONE, OpenAI, usage
+from sf_core.dataplane.gateway.dialects.protocol import MAX_TURNS, data_event
+from sf_core.dataplane.gateway.request import (
+    Body,
+    TurnRequest,
+    get,
+    number,
+    parse_stop,
+    positive,
+    refuse,
+    top_k,
+)
+from sf_core.dataplane.sessions.session import Session
+from sf_core.dataplane.turns.answer import Answer, Pieces, TokenLogprob
+
+DEFAULT_MAX_TOKENS = 16
+"""OpenAI's."""
+
+
+class Completions(OpenAI):
+    name = "completions"
+
+    def parse(self, body: Body, session: Session) -> list[TurnRequest]:
+        num_samples = positive(body, "n", MAX_TURNS) or 1
+        refuse(body, "best_of", "best_of must equal n", num_samples)
+        logprobs = get(body, "logprobs", (int,), None)
+        if logprobs:
+            raise ApiError(400, "logprobs must be 0; the sampled token's log-prob is given", param="logprobs")
+        prompts = _parse_prompts(body.get("prompt"))
+        if len(prompts) * num_samples > MAX_TURNS:
+            raise ApiError(400, f"prompts times n must be at most {MAX_TURNS}", param="prompt")
+        get(body, "stream_options", (dict,), {})
+        return [
+            TurnRequest(
+                text_or_ids=prompt,
+                stop=parse_stop(body),
+                max_tokens=positive(body, "max_tokens") or DEFAULT_MAX_TOKENS,
+                temperature=number(body, "temperature", 1.0, 0.0, 2.0),
+                top_p=number(body, "top_p", 1.0, 0.0, 1.0),
+                top_k=top_k(body),
+                seed=get(body, "seed", (int,), None),
+                num_samples=num_samples,
+                stream=get(body, "stream", (bool,), False),
+                logprobs=logprobs is not None,
+            )
+            for prompt in prompts
+        ]
+
+    def reply(self, body: Body, turn_id: str, session: Session) -> CompletionsReply:
+        include_usage = (body.get("stream_options") or {}).get("include_usage")
+        return CompletionsReply(turn_id, body["model"], body.get("n") or 1, bool(include_usage))
+
+
+class CompletionsReply:
+    def __init__(self, turn_id: str, model: str, num_samples: int, include_usage: bool) -> None:
+        self._head = {
+            "id": f"cmpl-{turn_id}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._num_samples, self._include_usage = num_samples, include_usage
+        self._lengths: dict[int, int] = {}
+        """Characters of the tokens of each choice whose log-probs are sent."""
+
+    def whole(self, answers: list[Answer]) -> bytes:
+        choices = [
+            self._choice(i, answer.content, answer.finish_reason, answer.logprobs)
+            for i, answer in enumerate(answers)
+        ]
+        return orjson.dumps(self._head | {"choices": choices, "usage": self._usage(answers)})
+
+    def started(self, num_prompt_tokens: int) -> bytes:
+        return b""
+
+    def piece(self, index: int, pieces: Pieces) -> bytes:
+        text = "".join(event for event in pieces.events if isinstance(event, str))
+        if not text and not pieces.logprobs:
+            return b""
+        return self._chunk([self._choice(index, text, None, pieces.logprobs)])
+
+    def turn_ended(self, index: int, answer: Answer) -> bytes:
+        return self._chunk([self._choice(index, "", answer.finish_reason, None)])
+
+    def ended(self, answers: list[Answer]) -> bytes:
+        if not self._include_usage:
+            return DONE
+        return self._chunk([], usage=self._usage(answers)) + DONE
+
+    def failed(self, error: ApiError) -> bytes:
+        return data_event(error.body())
+
+    def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        return data_event(self._head | {"choices": choices} | more)
+
+    def _choice(
+        self, index: int, text: str, finish_reason: str | None, logprobs: list[TokenLogprob] | None
+    ) -> dict[str, Any]:
+        return {
+            "index": index,
+            "text": text,
+            "finish_reason": finish_reason,
+            "logprobs": None if logprobs is None else self._logprobs(index, logprobs),
+        }
+
+    def _logprobs(self, index: int, entries: list[TokenLogprob]) -> dict[str, Any]:
+        lengths = [len(entry.text) for entry in entries]
+        *offsets, self._lengths[index] = itertools.accumulate(lengths, initial=self._lengths.get(index, 0))
+        return {
+            "tokens": [entry.text for entry in entries],
+            "token_logprobs": [entry.logprob for entry in entries],
+            "top_logprobs": None,
+            "text_offset": offsets,
+        }
+
+    def _usage(self, answers: list[Answer]) -> dict[str, int]:
+        # the samples of a prompt share it
+        return usage(answers, sum(answer.num_prompt_tokens for answer in answers[:: self._num_samples]))
+
+
+def _parse_prompts(prompt: Any) -> list[str | list[int]]:
+    if isinstance(prompt, str) or _is_ids(prompt):
+        prompt = [prompt]
+    if not isinstance(prompt, list) or not prompt:
+        raise ApiError(
+            400, "prompt must be a text, a list of texts, token ids or a list of them", param="prompt"
+        )
+    for i, one in enumerate(prompt):
+        if not one or not (isinstance(one, str) or _is_ids(one)):
+            raise ApiError(
+                400, f"prompt[{i}] must be a non-empty text or a list of token ids", param="prompt"
+            )
+    return prompt
+
+
+def _is_ids(prompt: Any) -> bool:
+    return isinstance(prompt, list) and bool(prompt) and all(type(token) is int for token in prompt)

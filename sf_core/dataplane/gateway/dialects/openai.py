@@ -1,0 +1,32 @@
+"""What the three OpenAI dialects share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.turns.answer import Answer
+
+DONE = b"data: [DONE]\n\n"
+
+
+class OpenAI:
+    def error_body(self, error: ApiError) -> dict[str, Any]:
+        return error.body()
+
+    def model_list(self, models: list[str]) -> dict[str, Any]:
+        return {
+            "object": "list",
+            "data": [
+                {"id": name, "object": "model", "created": 0, "owned_by": "seamlessflow"} for name in models
+            ],
+        }
+
+
+def usage(answers: list[Answer], num_prompt_tokens: int) -> dict[str, int]:
+    sampled = sum(answer.num_sampled_tokens for answer in answers)
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": sampled,
+        "total_tokens": num_prompt_tokens + sampled,
+    }

@@ -1,0 +1,238 @@
+"""OpenAI Responses, outwards: output items, whole or as the events the `openai` package expects."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import orjson
+
+from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.gateway.dialects.protocol import named_event
+from sf_core.dataplane.gateway.request import Body
+from sf_core.dataplane.turns.answer import Answer, MadeCall, Pieces, Reasoning, TokenLogprob
+
+_ECHOED: dict[str, Any] = {
+    "instructions": None,
+    "max_output_tokens": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "previous_response_id": None,
+    "reasoning": {"effort": None, "summary": None},
+    "store": True,
+    "temperature": 1.0,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+    "top_p": 1.0,
+    "truncation": "disabled",
+}
+"""Fields of a request that its response repeats, and their defaults."""
+
+
+class ResponsesReply:
+    def __init__(self, turn_id: str, body: Body, response_id: str) -> None:
+        self._turn_id = turn_id
+        given = {name: body[name] for name in _ECHOED if body.get(name) is not None}
+        self._head = {
+            "id": response_id,
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": body["model"],
+            "error": None,
+            "incomplete_details": None,
+            **_ECHOED,
+            **given,
+        }
+        self._num_events = 0
+        self._items: list[dict[str, Any]] = []
+        self._open: str | None = None
+        """Type of the last item while it is being sent."""
+        self._logprobs: list[dict[str, Any]] = []
+        """Of tokens since the last text that was sent: one may end inside a character, or begin a call."""
+
+    def whole(self, answers: list[Answer]) -> bytes:
+        [answer] = answers
+        if answer.reasoning:
+            self._add_item(self._text_item("reasoning", answer.reasoning, "completed"))
+        if answer.content or not answer.calls:
+            self._add_item(self._text_item("message", answer.content, "completed", answer.logprobs))
+        for call in answer.calls:
+            self._add_item(self._call_item(call))
+        return orjson.dumps(self._finished(answer))
+
+    def started(self, num_prompt_tokens: int) -> bytes:
+        response = self._head | {"status": "in_progress", "output": [], "usage": None}
+        return b"".join(
+            self._event(kind, response=response) for kind in ("response.created", "response.in_progress")
+        )
+
+    def piece(self, index: int, pieces: Pieces) -> bytes:
+        data = b""
+        self._logprobs += _logprobs(pieces.logprobs)
+        for event in pieces.events:
+            if isinstance(event, MadeCall):
+                data += self._end_item() + self._send_call(event)
+            elif isinstance(event, Reasoning):
+                data += self._begin_item("reasoning") + self._send_text("reasoning_text", event.text)
+            else:
+                data += self._begin_item("message")
+                data += self._send_text("output_text", event, logprobs=self._take_logprobs())
+        return data
+
+    def turn_ended(self, index: int, answer: Answer) -> bytes:
+        # an answer without text is an answer too: its client sends it back
+        empty = self._begin_item("message") if not answer.content and not answer.calls else b""
+        ended = self._end_item()
+        texts = [item["content"][0] for item in self._items if item["type"] == "message"]
+        if texts:
+            # of tokens behind the last text: its item has them when all of the response is sent
+            texts[-1]["logprobs"] += self._take_logprobs()
+        return empty + ended
+
+    def ended(self, answers: list[Answer]) -> bytes:
+        response = self._finished(answers[0])
+        return self._event(f"response.{response['status']}", response=response)
+
+    def failed(self, error: ApiError) -> bytes:
+        return self._event(
+            "error", code=error.code, message=error.message, param=error.param, error=error.body()["error"]
+        )
+
+    def _finished(self, answer: Answer) -> dict[str, Any]:
+        sampled = answer.num_sampled_tokens
+        is_cut = answer.finish_reason == "length"
+        return self._head | {
+            "status": "incomplete" if is_cut else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "output": self._items,
+            "usage": {
+                "input_tokens": answer.num_prompt_tokens,
+                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+                "output_tokens": sampled,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": answer.num_prompt_tokens + sampled,
+            },
+        }
+
+    # --- items
+
+    def _add_item(self, item: dict[str, Any]) -> None:
+        self._items.append(item)
+
+    def _text_item(
+        self, kind: str, text: str, status: str, logprobs: list[TokenLogprob] | None = None
+    ) -> dict[str, Any]:
+        part = _part(kind, text)
+        if logprobs is not None:
+            part["logprobs"] = _logprobs(logprobs)
+        if kind == "reasoning":
+            return {
+                "id": self._item_id("rs"),
+                "type": kind,
+                "summary": [],
+                "content": [part],
+                "status": status,
+            }
+        return {
+            "id": self._item_id("msg"),
+            "type": kind,
+            "role": "assistant",
+            "content": [part],
+            "status": status,
+        }
+
+    def _call_item(self, call: MadeCall) -> dict[str, Any]:
+        return {
+            "id": self._item_id("fc"),
+            "type": "function_call",
+            "call_id": call.call_id,
+            "name": call.name,
+            "arguments": call.arguments,
+            "status": "completed",
+        }
+
+    def _item_id(self, kind: str) -> str:
+        return f"{kind}_{self._turn_id}.{len(self._items)}"
+
+    # --- events
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        self._num_events += 1
+        return named_event({"type": kind, "sequence_number": self._num_events - 1, **fields})
+
+    def _item_event(self, kind: str, **fields: Any) -> bytes:
+        item = self._items[-1]
+        return self._event(kind, item_id=item["id"], output_index=len(self._items) - 1, **fields)
+
+    def _begin_item(self, kind: str) -> bytes:
+        if self._open == kind:
+            return b""
+        ended = self._end_item()
+        self._open = kind
+        item = self._text_item(kind, "", "in_progress")
+        self._add_item(item)
+        added = self._event(
+            "response.output_item.added", output_index=len(self._items) - 1, item=item | {"content": []}
+        )
+        part = self._item_event("response.content_part.added", content_index=0, part=_part(kind, ""))
+        return ended + added + part
+
+    def _send_text(self, kind: str, text: str, **fields: Any) -> bytes:
+        part = self._items[-1]["content"][0]
+        part["text"] += text
+        part.get("logprobs", []).extend(fields.get("logprobs", []))
+        return self._item_event(f"response.{kind}.delta", content_index=0, delta=text, **fields)
+
+    def _take_logprobs(self) -> list[dict[str, Any]]:
+        logprobs, self._logprobs = self._logprobs, []
+        return logprobs
+
+    def _end_item(self) -> bytes:
+        if self._open is None:
+            return b""
+        item, kind, self._open = self._items[-1], self._open, None
+        item["status"] = "completed"
+        part = item["content"][0]
+        logprobs = {}
+        if kind == "message":
+            part["logprobs"] += self._take_logprobs()
+            logprobs = {"logprobs": part["logprobs"]}
+        return b"".join(
+            [
+                self._item_event(
+                    f"response.{part['type']}.done", content_index=0, text=part["text"], **logprobs
+                ),
+                self._item_event("response.content_part.done", content_index=0, part=part),
+                self._event("response.output_item.done", output_index=len(self._items) - 1, item=item),
+            ]
+        )
+
+    def _send_call(self, call: MadeCall) -> bytes:
+        item = self._call_item(call)
+        self._add_item(item)
+        at = len(self._items) - 1
+        begun = item | {"arguments": "", "status": "in_progress"}
+        return b"".join(
+            [
+                self._event("response.output_item.added", output_index=at, item=begun),
+                self._item_event("response.function_call_arguments.delta", delta=call.arguments),
+                self._item_event(
+                    "response.function_call_arguments.done", name=call.name, arguments=call.arguments
+                ),
+                self._event("response.output_item.done", output_index=at, item=item),
+            ]
+        )
+
+
+def _part(kind: str, text: str) -> dict[str, Any]:
+    if kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _logprobs(entries: list[TokenLogprob] | None) -> list[dict[str, Any]]:
+    return [
+        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+        for text, logprob in entries or []
+    ]

@@ -1,0 +1,174 @@
+"""The agents' routes: HTTP in, turns, HTTP out. ASGI endpoints, because they must see clients go away.
+
+Owns reading bodies, forwarding pieces and noticing clients that go away. What a body means, its dialect says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import Any
+
+import orjson
+from starlette.types import Receive, Scope, Send
+
+from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.gateway.dialects.protocol import Dialect, Reply
+from sf_core.dataplane.gateway.request import TurnRequest, get, parse_object, refuse_undone
+from sf_core.dataplane.sessions.session import Session
+from sf_core.dataplane.turns.answer import Answer
+from sf_core.dataplane.turns.host import SessionHost
+from sf_core.dataplane.turns.retries import Listener, Ticket, is_known, join_turn
+from sf_core.dataplane.turns.turn import CONTEXT_OVERFLOW, count_tokens, open_request
+
+MAX_BODY_BYTES = 8 * 2**20
+
+FindSession = Callable[[Scope, str], Awaitable[tuple[SessionHost, Session]]]
+"""(connection scope, model name) -> where the request belongs. Raises ApiError."""
+
+
+class Turns:
+    """The endpoint that answers with turns, in one dialect."""
+
+    def __init__(self, dialect: Dialect, find_session: FindSession) -> None:
+        self._dialect, self._find_session = dialect, find_session
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        data = await read_body(receive)
+        body = parse_object(data)
+        run, session = await self._find_session(scope, get(body, "model", (str,), ""))
+        refuse_undone(body, run.spec.ignored_fields)
+        requests = self._dialect.parse(body, session)
+        try:
+            turns = _join(run, session, requests, Ticket.of(scope["headers"], data))
+        except ApiError as error:
+            if error.code == CONTEXT_OVERFLOW:
+                await run.note_overflow(session)
+            raise
+        reply = self._dialect.reply(body, turns[0].turn_id, session)
+        watcher = asyncio.ensure_future(_leave_when_gone(receive, turns))
+        try:
+            if requests[0].stream:
+                await _stream(turns, reply, send)
+            else:
+                answers = await _together([_answer(turn) for turn in turns])
+                await send_body(send, 200, reply.whole(answers))
+                _set_delivered(turns)
+        finally:
+            watcher.cancel()
+            for turn in turns:
+                turn.leave()
+
+
+class TokenCount:
+    """The endpoint that says how long a prompt is, and makes no turn of it."""
+
+    def __init__(self, dialect: Dialect, find_session: FindSession) -> None:
+        self._dialect, self._find_session = dialect, find_session
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # no answer is asked for, so its length is not given
+        body = {"max_tokens": 1} | parse_object(await read_body(receive))
+        run, session = await self._find_session(scope, get(body, "model", (str,), ""))
+        refuse_undone(body, run.spec.ignored_fields)
+        [request] = self._dialect.parse(body, session)
+        await send_body(send, 200, orjson.dumps({"input_tokens": count_tokens(run, request)}))
+
+
+async def read_body(receive: Receive) -> bytes:
+    """Raises ApiError 413 for a body over the limit."""
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        event = await receive()
+        if event["type"] == "http.disconnect":
+            raise ApiError(400, "The client went away before its request was read.")
+        parts.append(event.get("body", b""))
+        size += len(parts[-1])
+        if size > MAX_BODY_BYTES:
+            raise ApiError(413, f"The request body is over the limit of {MAX_BODY_BYTES} bytes.")
+        if not event.get("more_body"):
+            return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+async def send_body(send: Send, status: int, body: bytes) -> None:
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _join(run: SessionHost, session: Session, requests: list[TurnRequest], ticket: Ticket) -> list[Listener]:
+    """The turns that answer these requests; none is begun if one of the requests is refused."""
+    if not is_known(session, ticket.of_turn(0)):
+        run.router.check_room()
+        run.journal.check()
+    opened = [open_request(run, session, request) for request in requests]
+    begins = [
+        functools.partial(request.begin, nth)
+        for request in opened
+        for nth in range(request.request.num_samples)
+    ]
+    return [join_turn(run, session, ticket.of_turn(i), begin) for i, begin in enumerate(begins)]
+
+
+async def _leave_when_gone(receive: Receive, turns: list[Listener]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    for turn in turns:
+        turn.leave()
+
+
+def _set_delivered(turns: list[Listener]) -> None:
+    for turn in turns:
+        turn.set_delivered()
+
+
+async def _answer(turn: Listener) -> Answer:
+    async for _ in turn.pieces():
+        pass
+    return turn.answer()
+
+
+async def _stream(turns: list[Listener], reply: Reply, send: Send) -> None:
+    for turn in turns:
+        turn.check()
+    headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    async def forward(data: bytes, *, more: bool = True) -> None:
+        await send({"type": "http.response.body", "body": data, "more_body": more})
+
+    await forward(reply.started(turns[0].num_prompt_tokens))
+    try:
+        answers = await _together(
+            [_forward_turn(turn, functools.partial(reply.piece, i), forward) for i, turn in enumerate(turns)]
+        )
+    except ApiError as error:
+        # the status line is sent: only the stream itself can still say what happened
+        return await forward(reply.failed(error), more=False)
+    ends = b"".join(reply.turn_ended(i, answer) for i, answer in enumerate(answers))
+    await forward(ends + reply.ended(answers), more=False)
+    _set_delivered(turns)
+
+
+async def _forward_turn(
+    turn: Listener, piece: Callable[[Any], bytes], forward: Callable[[bytes], Awaitable[None]]
+) -> Answer:
+    async for pieces in turn.pieces():
+        if data := piece(pieces):
+            await forward(data)
+    return turn.answer()
+
+
+async def _together(turns: Iterable[Coroutine[Any, Any, Answer]]) -> list[Answer]:
+    """All answers, or the first error; nobody waits for the others then."""
+    first, *others = turns
+    if not others:
+        return [await first]
+    tasks = [asyncio.ensure_future(turn) for turn in (first, *others)]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()

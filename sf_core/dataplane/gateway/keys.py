@@ -1,0 +1,97 @@
+"""Who sends a request: which key it shows, and which session it names.
+
+A key is given as bearer token or in `x-api-key`. What follows its last colon, if anything, is a session id:
+`KEY:SESSION`, or `session:SESSION` where no key is asked for. The data plane's own key opens every route, a
+run's key the agents' routes of that run.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import orjson
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.gateway.dialects.registry import dialect_of
+from sf_core.dataplane.gateway.endpoint import send_body
+from sf_core.dataplane.turns.host import SessionHost
+
+AGENT_PATHS = ("/v1/", "/sessions")
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    given: bytes = field(repr=False)
+    """All that was given in place of a key."""
+    plane_key: bytes | None = field(repr=False)
+    named_session: str | None
+    """By a header of its own."""
+
+    @classmethod
+    def of(cls, scope: Scope, plane_key: bytes | None) -> Caller:
+        headers = dict(scope["headers"])
+        given = headers.get(b"x-api-key") or headers.get(b"authorization", b"").removeprefix(b"Bearer ")
+        named = headers.get(b"x-session-id")
+        return cls(given, plane_key, None if named is None else named.decode("latin-1"))
+
+    @property
+    def is_operator(self) -> bool:
+        """It may use every route."""
+        return self.plane_key is None or self._shows(self.plane_key)
+
+    def may_use(self, run: SessionHost) -> bool:
+        """It may act as an agent of the run."""
+        key = run.spec.agents_key
+        if self.plane_key is not None and self._shows(self.plane_key):
+            return True
+        return self.plane_key is None if key is None else self._shows(key.encode())
+
+    def session_id(self, scope: Scope) -> str | None:
+        """By the URL, else by header, else by key."""
+        in_path = scope["path_params"].get("session_id")
+        is_whole_key = self.plane_key is not None and hmac.compare_digest(self.given, self.plane_key)
+        first, last = (b"", b"") if is_whole_key else self._halves()
+        return in_path or self.named_session or (last.decode("latin-1") if first else None)
+
+    def _shows(self, key: bytes) -> bool:
+        # both are always compared, so that the time says nothing
+        whole = hmac.compare_digest(self.given, key)
+        first = hmac.compare_digest(self._halves()[0], key)
+        # an empty key is one that nobody has
+        return bool(key) and (whole or first)
+
+    def _halves(self) -> tuple[bytes, bytes]:
+        first, _, last = self.given.rpartition(b":")
+        return first, last
+
+
+class KeyCheck:
+    """Every route, for every client. What it lets through carries its Caller in the scope."""
+
+    def __init__(self, app: ASGIApp, key: str | None, runs: Callable[[], Iterable[SessionHost]]) -> None:
+        self._app = app
+        self._key = None if key is None else key.encode()
+        self._runs = runs
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            return await self._app(scope, receive, send)
+        caller = Caller.of(scope, self._key)
+        if caller.is_operator or self._is_agent(scope, caller):
+            await self._app({**scope, "caller": caller}, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            error = wrong_key()
+            await send_body(send, error.status, orjson.dumps(dialect_of(scope).error_body(error)))
+
+    def _is_agent(self, scope: Scope, caller: Caller) -> bool:
+        is_agents_route = scope["type"] == "http" and scope["path"].startswith(AGENT_PATHS)
+        return is_agents_route and any(caller.may_use(run) for run in self._runs())
+
+
+def wrong_key() -> ApiError:
+    return ApiError(401, "The API key is missing or wrong.", code="invalid_api_key")

@@ -1,0 +1,63 @@
+"""Where a request belongs: its run and its session, by what it names and by whom it is from."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Generic, TypeVar
+
+from starlette.types import Scope
+
+from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.gateway.keys import Caller, wrong_key
+from sf_core.dataplane.sessions.session import Session
+from sf_core.dataplane.turns.host import SessionHost
+
+Host = TypeVar("Host", bound=SessionHost)
+
+
+class Lookup(Generic[Host]):
+    def __init__(self, runs: dict[str, Host], first_ad_hoc: int = 1, ad_hoc_step: int = 1) -> None:
+        """Runs by id, as they are at any time. Ad-hoc sessions get every `ad_hoc_step`-th number, so that
+        no two processes give the same."""
+        self._runs = runs
+        self._ad_hoc_numbers = itertools.count(first_ad_hoc, ad_hoc_step)
+
+    async def find_session(self, scope: Scope, model: str) -> tuple[SessionHost, Session]:
+        """With all its turns. Without a session id a fresh ad-hoc session of the newest run that serves this
+        model, of one that is over only if no other does."""
+        caller: Caller = scope["caller"]
+        session_id = caller.session_id(scope)
+        if session_id is None:
+            newest_first = reversed(self._runs.values())
+            serving = [run for run in newest_first if run.spec.served_model == model and caller.may_use(run)]
+            if not serving:
+                raise no_model(model)
+            run = min(serving, key=lambda run: run.released)
+            return run, Session(f"{run.spec.run_id}.adhoc.{next(self._ad_hoc_numbers)}")
+        run, session = self.session(session_id, caller)
+        if model != run.spec.served_model:
+            raise no_model(model)
+        await run.bring_back(session)
+        return run, session
+
+    def session(self, session_id: str, caller: Caller) -> tuple[Host, Session]:
+        """Its turns may be on disk (SessionHost.bring_back)."""
+        for run in self._runs.values():
+            if (session := run.sessions.get(session_id)) is not None:
+                return allowed(run, caller), session
+        raise ApiError.no_session(session_id)
+
+    def served_models(self, session_id: str | None, caller: Caller) -> list[str]:
+        runs = self._runs.values() if session_id is None else [self.session(session_id, caller)[0]]
+        return sorted({run.spec.served_model for run in runs if caller.may_use(run)})
+
+
+def allowed(run: Host, caller: Caller) -> Host:
+    """The run, if the caller may use it. Raises ApiError 401."""
+    if not caller.may_use(run):
+        raise wrong_key()
+    return run
+
+
+def no_model(model: str) -> ApiError:
+    return ApiError(404, f"The model {model!r} does not exist here.", code="model_not_found", param="model")

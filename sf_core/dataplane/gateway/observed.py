@@ -1,0 +1,118 @@
+"""Every request of an agent, seen from outside: its figures, one trace span per turn, its stream kept alive.
+
+Owns what is noted of an exchange, for every dialect alike. Routes know nothing of it: it wraps the
+application, and learns the turns of a request from the router (`asked_by_request`).
+"""
+
+from __future__ import annotations
+
+import time
+
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.trace import SpanKind
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from sf_core.dataplane.control.metrics import Metrics
+from sf_core.dataplane.gateway.dialects.registry import DIALECTS
+from sf_core.dataplane.gateway.keepalive import KeptAlive
+from sf_core.dataplane.routing.generation import Generation, asked_by_request
+
+CLIENT_GONE = 499
+"""Counted for a client that went away before its answer began."""
+
+_tracer = trace.get_tracer("seamlessflow")
+_propagator = TraceContextTextMapPropagator()
+
+
+class Observed:
+    """ASGI middleware."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app, self._metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_http = scope["type"] == "http"
+        dialect = DIALECTS.get("/v1/" + scope["path"].rpartition("/v1/")[2]) if is_http else None
+        if dialect is None:
+            return await self._app(scope, receive, send)
+        exchange = _Exchange(receive, send)
+        token = asked_by_request.set(exchange.turns)
+        try:
+            await self._app(scope, exchange.receive, exchange.send)
+        finally:
+            asked_by_request.reset(token)
+            exchange.close()
+            self._note(dialect.name, scope, exchange)
+
+    def _note(self, dialect: str, scope: Scope, exchange: _Exchange) -> None:
+        metrics, headers = self._metrics, dict(scope["headers"])
+        metrics.requests.labels(dialect, exchange.status).inc()
+        metrics.agent_bytes.labels("to_agents").inc(exchange.num_bytes)
+        metrics.agent_bytes.labels("from_agents").inc(int(headers.get(b"content-length", 0)))
+        turns = [turn for turn in exchange.turns if turn.is_over]
+        if not turns:
+            return
+        # turns of one request run side by side
+        with_router = max(turn.over_at for turn in turns) - min(turn.submitted_at for turn in turns)
+        metrics.overhead.observe(time.monotonic() - exchange.began_at - with_router)
+        context = _trace_context(headers)
+        for turn in turns:
+            if turn.started_at:
+                metrics.waiting.observe(turn.started_at - turn.submitted_at)
+                metrics.engine.observe(turn.over_at - turn.started_at)
+            metrics.prompt_tokens.labels("reused").inc(turn.num_reused)
+            metrics.prompt_tokens.labels("encoded").inc(len(turn.prompt_ids) - turn.num_reused)
+            _record_span(dialect, turn, context)
+
+
+class _Exchange:
+    def __init__(self, receive: Receive, send: Send) -> None:
+        self.turns: list[Generation] = []
+        self.status = CLIENT_GONE
+        self.num_bytes = 0
+        self.began_at = time.monotonic()
+        self._connection = KeptAlive(receive, send)
+        self.receive = self._connection.receive
+        self.close = self._connection.close
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        else:
+            self.num_bytes += len(message.get("body", b""))
+        await self._connection.send(message)
+
+
+def _trace_context(headers: dict[bytes, bytes]) -> Context:
+    """The agent's, so that its trace shows the turns it caused."""
+    carrier = {
+        name: headers[name.encode()].decode("latin-1")
+        for name in ("traceparent", "tracestate")
+        if name.encode() in headers
+    }
+    return _propagator.extract(carrier, Context()) if carrier else Context()
+
+
+def _record_span(dialect: str, turn: Generation, context: Context) -> None:
+    """Costs nothing that matters while no SDK of OpenTelemetry is configured."""
+    to_unix = time.time() - time.monotonic()
+    span = _tracer.start_span(
+        "turn",
+        context,
+        SpanKind.SERVER,
+        {
+            "sf.dialect": dialect,
+            "sf.session": turn.session_id,
+            "sf.engines": turn.engines,
+            "sf.interruptions": turn.interruptions,
+            "sf.policy_version": turn.versions[-1] if turn.versions else -1,
+            "sf.wait_s": (turn.started_at or turn.over_at) - turn.submitted_at,
+            "sf.finish_reason": turn.finish_reason or "none",
+            "gen_ai.usage.input_tokens": len(turn.prompt_ids),
+            "gen_ai.usage.output_tokens": len(turn.token_ids),
+        },
+        start_time=round((turn.submitted_at + to_unix) * 1e9),
+    )
+    span.end(round((turn.over_at + to_unix) * 1e9))

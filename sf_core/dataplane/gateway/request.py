@@ -1,0 +1,222 @@
+"""What any dialect asks for, in canonical form, and the checks that dialects share.
+
+Knows nothing of sessions, engines or sockets. Every check raises ApiError with status 400 and a sentence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import orjson
+
+from sf_core.config.undone import UNDONE
+from sf_core.dataplane.chat.json_text import read_json
+from sf_core.dataplane.chat.messages import Message
+from sf_core.dataplane.chat.tool_formats import Tool
+from sf_core.dataplane.errors import ApiError
+
+Body = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    kind: Literal["auto", "none", "required"] = "auto"
+    name: str | None = None
+    """The tool that must be called; None with `required`: any of them."""
+    parallel: bool = True
+    """False: the turn ends with its first call."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRequest:
+    """One prompt and how to continue it."""
+
+    messages: list[Message] = field(default_factory=list)
+    text_or_ids: str | list[int] | None = None
+    """In place of messages: a text that is encoded as it is, or token ids."""
+    tools: list[Tool] = field(default_factory=list)
+    """As they are rendered."""
+    tool_choice: ToolChoice = ToolChoice()
+    stop: list[str] = field(default_factory=list)
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    num_samples: int = 1
+    """Turns to make of the prompt."""
+    stream: bool = False
+    logprobs: bool = False
+
+    @property
+    def calls_tools(self) -> bool:
+        return bool(self.tools) and self.tool_choice.kind != "none"
+
+
+def parse_json(data: bytes) -> Any:
+    """A body that can be written again (json_text.py)."""
+    try:
+        return read_json(data)
+    except orjson.JSONDecodeError as error:
+        raise ApiError(400, f"The request body is not valid JSON: {error}") from None
+    except orjson.JSONEncodeError:
+        raise ApiError(400, "The request body is nested too deeply.") from None
+
+
+def parse_object(data: bytes) -> Body:
+    body = parse_json(data)
+    if not isinstance(body, dict):
+        raise ApiError(400, f"The request body must be a JSON object, got {kind_of(body)}")
+    return body
+
+
+def check_conversation(messages: list[Message], where: str) -> list[Message]:
+    """There are some, and every tool result answers a call of the assistant message before it."""
+    if not messages:
+        raise ApiError(400, f"{where} must hold at least one message", param=where)
+    open_calls: set[str] = set()
+    for message in messages:
+        if message["role"] == "tool":
+            call_id = message.get("tool_call_id")
+            if not isinstance(call_id, str) or call_id not in open_calls:
+                raise ApiError(
+                    400,
+                    f"{where}: the tool result for {call_id!r} answers no tool call of the assistant message "
+                    "before it",
+                    param=where,
+                )
+        else:
+            open_calls = {call["id"] for call in message.get("tool_calls", [])}
+    return messages
+
+
+def check_choice(choice: ToolChoice, tools: list[Tool]) -> ToolChoice:
+    if choice.kind == "required" and not tools:
+        raise ApiError(400, "tool_choice asks for a call but there are no tools", param="tool_choice")
+    if choice.name is not None and choice.name not in {tool["function"]["name"] for tool in tools}:
+        raise ApiError(400, f"tool_choice names the unknown tool {choice.name!r}", param="tool_choice")
+    return choice
+
+
+def tool_choice(body: Body, named: str | None, parallel: bool) -> ToolChoice:
+    """The OpenAI spelling. `named`: the function the body names, if its tool_choice is an object."""
+    choice = get(body, "tool_choice", (str, dict), "auto")
+    if isinstance(choice, dict) and isinstance(named, str):
+        return ToolChoice("required", named, parallel)
+    if choice not in ("auto", "none", "required"):
+        raise ApiError(
+            400, 'tool_choice must be "auto", "none", "required" or name a function', param="tool_choice"
+        )
+    return ToolChoice(choice, None, parallel)
+
+
+def join_text(content: Any, where: str, types: tuple[str, ...]) -> str:
+    """The text of a string or a list of text parts of these types; absent content is empty."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ApiError(
+            400, f"{where} must be a string or a list of parts, got {kind_of(content)}", param=where
+        )
+    for part in content:
+        if not isinstance(part, dict) or part.get("type", types[0]) not in types:
+            raise ApiError(400, f"{where} has a part that is not text; only text is supported", param=where)
+        if not isinstance(part.get("text"), str):
+            raise ApiError(400, f"{where} has a part without text", param=where)
+    return "".join(part["text"] for part in content)
+
+
+def parse_arguments(arguments: Any, where: str) -> dict[str, Any]:
+    """Templates take a mapping; two spellings of the same JSON are the same call."""
+    try:
+        arguments = read_json(arguments) if isinstance(arguments, str) else arguments
+    except orjson.JSONDecodeError:
+        raise ApiError(400, f"{where}.arguments is not valid JSON", param=where) from None
+    except orjson.JSONEncodeError:
+        raise ApiError(400, f"{where}.arguments is nested too deeply", param=where) from None
+    if not isinstance(arguments, dict):
+        raise ApiError(400, f"{where}.arguments must be a JSON object, got {kind_of(arguments)}", param=where)
+    return arguments
+
+
+def parse_stop(body: Body, name: str = "stop") -> list[str]:
+    stop = get(body, name, (str, list), [])
+    stop = [stop] if isinstance(stop, str) else stop
+    if not all(isinstance(text, str) and text for text in stop):
+        raise ApiError(400, f"{name} must be a non-empty string or a list of them", param=name)
+    return list(stop)
+
+
+def positive(body: Body, name: str, most: int | None = None) -> int | None:
+    value = get(body, name, (int,), None)
+    if value is not None and value < 1:
+        raise ApiError(400, f"{name} must be at least 1, got {value}", param=name)
+    if value is not None and most is not None and value > most:
+        raise ApiError(400, f"{name} must be at most {most}, got {value}", param=name)
+    return None if value is None else int(value)
+
+
+def number(body: Body, name: str, default: float, low: float, high: float) -> float:
+    value = get(body, name, (int, float), default)
+    if not low <= value <= high:
+        raise ApiError(400, f"{name} must be between {low:g} and {high:g}, got {value}", param=name)
+    return float(value)
+
+
+def get(body: Body, name: str, kinds: tuple[type, ...], default: Any) -> Any:
+    """The field if it is of one of these JSON types, the default if it is absent or null."""
+    value = body.get(name)
+    if value is None:
+        return default
+    # bool is an int in Python but not in JSON
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        raise ApiError(
+            400, f"{name} must be {' or '.join(_NAMES[k] for k in kinds)}, got {kind_of(value)}", param=name
+        )
+    return value
+
+
+def refuse_undone(body: Body, ignored: Collection[str] = ()) -> None:
+    """What would change the answer and cannot be done is refused, but for the fields that the run ignores."""
+    for name in sorted(UNDONE.keys() & body.keys() - {*ignored}):
+        neutral = UNDONE[name]
+        instead = "".join(f", or make it {orjson.dumps(value).decode()}" for value in neutral)
+        refuse(
+            body,
+            name,
+            f"{name} is not supported and would change the answer: leave it out{instead}, or name it in the "
+            "run's rollout.ignored_fields to have it ignored.",
+            *neutral,
+        )
+
+
+def top_k(body: Body) -> int:
+    """As vLLM's clients send it: 0 and -1 mean no limit."""
+    value = get(body, "top_k", (int,), 0)
+    if value < -1:
+        raise ApiError(400, f"top_k must be at least -1, got {value}", param="top_k")
+    return max(0, int(value))
+
+
+def refuse(body: Body, name: str, sentence: str, *allowed: Any) -> None:
+    """Raises ApiError for a value that is not among those allowed; null is."""
+    if (value := body.get(name)) is not None and value not in allowed:
+        raise ApiError(400, sentence, param=name)
+
+
+_NAMES = {
+    str: "a string",
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    list: "a list",
+    dict: "an object",
+}
+
+
+def kind_of(value: Any) -> str:
+    return "null" if value is None else _NAMES[type(value)]

@@ -1,0 +1,372 @@
+"""Which engine works on which generation.
+
+Owns the engines of one run, the waiting generations, and the order in which an engine is paused, drained or
+taken away. Knows nothing of sessions or text; sends frames through the links it is given. How an engine is
+chosen is in routing.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Literal
+
+from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError
+from sf_core.dataplane.routing.choice import TypicalLength, choose, num_cached
+from sf_core.dataplane.routing.connection import EngineLink
+from sf_core.dataplane.routing.generation import Generation, asked_by_request
+from sf_core.dataplane.routing.rebalancing import find_moves
+from sf_core.dataplane.routing.wait_queue import Limits, WaitingLine
+from sf_core.dataplane.signals import Signal
+from sf_core.engines import wire
+from sf_core.types import Chunk, FinishReason, WeightsRef
+
+log = logging.getLogger(__name__)
+
+PauseMode = Literal["freeze", "evacuate"]
+
+MAX_FAULTS = 2
+"""Engines that may be lost over one request: what none of them answers rightly must not end all of them."""
+
+
+class EngineFaultError(ValueError):
+    """An engine sent what no engine may send; the sentence lacks its subject."""
+
+
+class Router:
+    def __init__(self, weights: WeightsRef, limits: Limits, num_ids: int = 2**31) -> None:
+        """Engines sample ids below `num_ids`."""
+        self.weights = weights
+        self.limits = limits
+        self._num_ids = num_ids
+        self.links: list[EngineLink] = []
+        self.waiting = WaitingLine()
+        self.paused = False
+        self.paused_engines: set[str] = set()
+        """Paused on their own, by id: one that reconnects is still paused."""
+        self.interruptions = 0
+        self.moves = 0
+        """Requests taken from an engine because its queue was too long; each is an interruption too."""
+        self.bytes_to_engines = self.bytes_from_engines = 0
+        self._typical = TypicalLength()
+        self._changed = Signal()
+        self._scheduled = False
+
+    # --- generations
+
+    def check_room(self) -> None:
+        """Raises ApiError 429 if the line of waiting requests is full."""
+        if len(self.waiting) >= self.limits.max_waiting:
+            raise ApiError(
+                429,
+                f"{len(self.waiting)} requests wait already, because {self.obstacle()}; try again later.",
+                code="too_many_waiting",
+                retry_after_s=RETRY_AFTER_S,
+            )
+
+    def submit(self, generation: Generation) -> None:
+        generation.submitted_at = time.monotonic()
+        if (asked := asked_by_request.get()) is not None:
+            asked.append(generation)
+        self.waiting.join(generation)
+        self._schedule()
+
+    def cancel(self, generation: Generation, reason: str) -> None:
+        """Nobody waits for it any more. What its engine still reports of it is ignored."""
+        if generation.is_over:
+            return
+        self.stop(generation)
+        generation.cancel(reason)
+
+    def stop(self, generation: Generation) -> None:
+        """Sample no more for it."""
+        for link in self.links:
+            if link.drop(generation.request_id) is not None:
+                link.send(wire.pack("abort", [generation.request_id]))
+                self._settle(link)
+                return
+        self.waiting.leave(generation)
+
+    def receive(self, link: EngineLink, chunks: list[Chunk]) -> int:
+        """Take what an engine sampled; returns how many tokens were wanted. Raises EngineFaultError at the
+        first chunk that no engine may send, of which nothing is taken, and the engine is lost."""
+        link.heard_at = time.monotonic()
+        interrupted: list[Generation] = []
+        num_tokens = 0
+        fault: str | None = None
+        for chunk in chunks:
+            generation = link.in_flight.get(chunk.request_id)
+            if generation is None:
+                continue
+            if (fault := generation.fault_of(chunk, link.wanted_version, self._num_ids)) is not None:
+                self._note_fault(link, generation, fault)
+                break
+            num_tokens += len(chunk.token_ids)
+            if chunk.finish_reason is None:
+                link.progressed(generation, len(chunk.token_ids))
+            else:
+                link.drop(chunk.request_id)
+            if _ends_without_a_token(chunk, generation):
+                generation.refuse(_failed(f"engine {link.engine_id} ended it without a token"))
+            elif generation.absorb(chunk, link.engine_id):
+                interrupted.append(generation)
+            elif generation.finish_reason is not None:
+                self._typical.learn(len(generation.token_ids))
+            elif generation.num_decode == 0:
+                link.expect_more(generation, self._typical.remaining(generation))
+        link.num_tokens += num_tokens
+        self._wait_again(interrupted)
+        if fault is not None:
+            self.lose(link)
+            raise EngineFaultError(fault)
+        self._settle(link)
+        return num_tokens
+
+    def sweep(self) -> None:
+        """Once a second: requests whose patience is over, engines that fell silent."""
+        now = time.monotonic()
+        for generation in self.waiting.waiting_since_before(now - self.limits.patience_s):
+            self._refuse(generation, self.obstacle(generation.floor))
+        for link in self.links:
+            if link.is_still and now - link.heard_at > self.limits.patience_s:
+                for generation in list(link.in_flight.values()):
+                    self._refuse(generation, "its engine is paused")
+        for link in [e for e in self.links if e.silent_for(now) > self.limits.engine_silence_s]:
+            log.warning("engine %s has work and says nothing: it is dropped", link.engine_id)
+            self.lose(link)
+        self._rebalance()
+
+    def _rebalance(self) -> None:
+        """Take running requests from engines whose queues are too long (rebalancing.py). They are dispatched
+        again when they are back. While requests wait, whoever has room gets those; while engines take new
+        weights or what was taken is not back, queues are not what they seem."""
+        links = [link for link in self.links if link.is_routable]
+        versions = {version for link in links for version in (link.version, link.wanted_version)}
+        if self.waiting or any(link.moving for link in links) or len(versions) != 1:
+            return
+        owners = {link.queue(): link for link in links}
+        for generation, source, _ in find_moves(list(owners)):
+            generation.num_moved_at = generation.num_tokens
+            owners[source].moving.add(generation.request_id)
+            self.moves += 1
+        for link in links:
+            if link.moving:
+                link.send(wire.pack("abort", sorted(link.moving)))
+
+    def _note_fault(self, link: EngineLink, generation: Generation, fault: str) -> None:
+        generation.num_faults += 1
+        if generation.num_faults == MAX_FAULTS:
+            link.drop(generation.request_id)
+            generation.refuse(_failed(f"engine {link.engine_id} {fault}, as others did before"))
+
+    def _refuse(self, generation: Generation, reason: str) -> None:
+        self.stop(generation)
+        message = f"No engine sampled for this request for {self.limits.patience_s:g} s: {reason}."
+        generation.refuse(ApiError(503, message, code="no_engine", retry_after_s=RETRY_AFTER_S))
+
+    def obstacle(self, floor: int = 0) -> str:
+        """Why a request that asks for this policy version or a later one waits."""
+        present = [link for link in self.links if link.version is not None and link.leaving is None]
+        if self.paused:
+            return "the run is paused"
+        if not present:
+            is_loading = any(link.version is None for link in self.links)
+            return "no engine is loaded yet" if is_loading else "no engine is connected"
+        if all(link.paused for link in present):
+            return "every engine is paused"
+        if all(link.version is not None and link.version < floor for link in present):
+            return f"no engine holds policy version {floor} or a later one"
+        return "every engine is full"
+
+    # --- engines
+
+    @property
+    def is_serving(self) -> bool:
+        return any(link.version is not None and not link.paused for link in self.links)
+
+    def add(self, link: EngineLink) -> None:
+        """Greet an engine: what to hold, and whether to stand still."""
+        link.wanted_version = self.weights.version
+        link.paused = self._is_paused(link)
+        greeting = {"version": self.weights.version, "uri": self.weights.uri, "paused": link.paused}
+        link.send(wire.pack("welcome", greeting))
+        self.links.append(link)
+        self._changed.notify()
+
+    def confirm(self, link: EngineLink, version: int) -> None:
+        """The engine now samples with this version. A newcomer that was told of a newer one while it loaded
+        is not routed to before it holds that. Raises EngineFaultError if the engine was not told this
+        version, or was past it."""
+        held = link.version or 0
+        if not (isinstance(version, int) and held <= version <= link.wanted_version):
+            raise EngineFaultError(f"took version {version!r}; expected {held} to {link.wanted_version}")
+        link.heard_at = time.monotonic()
+        link.is_made = True
+        if link.version is None and version < link.wanted_version:
+            return
+        link.serving_since = link.serving_since or link.heard_at
+        link.version = version
+        self._schedule()
+        self._changed.notify()
+
+    def confirm_pause(self, link: EngineLink) -> None:
+        """The engine samples nothing until it is resumed."""
+        link.heard_at = time.monotonic()
+        link.num_pauses_open -= 1
+        self._changed.notify()
+
+    def lose(self, link: EngineLink) -> None:
+        """The connection is gone: everything on it continues elsewhere from the last received token."""
+        if link in self.links:
+            self.links.remove(link)
+        lost = [link.drop(request_id) for request_id in list(link.in_flight)]
+        self._wait_again([g for g in lost if g is not None and g.absorb(_nothing_more(g), link.engine_id)])
+        link.gone.set()
+        self._changed.notify()
+
+    def drain(self, link: EngineLink, reason: str) -> None:
+        """Give it nothing new; it yields when it is through with what it has."""
+        link.leaving = reason
+        self._settle(link)
+
+    async def take_away(self, link: EngineLink, reason: str) -> None:
+        """Stop routing, abort, wait for the partial tokens, then have the engine yield (design 5.2)."""
+        link.tell(wire.pack("abort", None))
+        self.drain(link, reason)
+        await link.gone.wait()
+
+    async def update(self, weights: WeightsRef) -> dict[str, int]:
+        """Have every engine hold these weights. Returns once all that hold any do, with the version of each
+        that lives: a newcomer whose first weights are too old would otherwise never be up to date, if
+        iterations are shorter than loading. One that is being made is not waited for; it takes them before
+        it is routed to (`confirm`)."""
+        self.weights = weights
+        for link in self.links:
+            link.tell(wire.pack("update", {"version": weights.version, "uri": weights.uri}))
+            link.wanted_version = weights.version
+        made = [link for link in self.links if link.is_made]
+        await self._until_each(made, _holds_what_it_was_told)
+        return {link.engine_id: weights.version for link in made if not link.gone.is_set()}
+
+    async def pause(self, mode: PauseMode, engine_id: str | None = None) -> int:
+        """Stop sampling, of the run or of one engine; returns how many engines stand still once they do.
+
+        Freeze: engines keep their requests and KV. Evacuate: they give them back, and these continue on
+        engines that are not paused, or wait."""
+        links = [link for link in self.links if engine_id in (None, link.engine_id)]
+        self.note_paused(engine_id)
+        if mode == "evacuate":
+            for link in links:
+                link.tell(wire.pack("abort", None))
+        self._tell_pauses()
+        await self._until_each(links, _stands_still_or_need_not)
+        return sum(link.is_still for link in links)
+
+    def resume(self, engine_id: str | None = None) -> None:
+        """Undo the same pause. An engine goes on when neither it nor the run is paused any more."""
+        if engine_id is None:
+            self.paused = False
+        else:
+            self.paused_engines.discard(engine_id)
+        self._tell_pauses()
+
+    def note_paused(self, engine_id: str | None) -> None:
+        """Of the run, or of one engine: whatever connects from now on stands still."""
+        if engine_id is None:
+            self.paused = True
+        else:
+            self.paused_engines.add(engine_id)
+
+    def find(self, engine_id: str) -> EngineLink:
+        """Raises ApiError 404."""
+        for link in self.links:
+            if link.engine_id == engine_id:
+                return link
+        raise ApiError(404, f"No engine {engine_id} is connected.", code="engine_not_found")
+
+    def _is_paused(self, link: EngineLink) -> bool:
+        return self.paused or link.engine_id in self.paused_engines
+
+    def _tell_pauses(self) -> None:
+        for link in self.links:
+            if link.paused != self._is_paused(link):
+                link.tell(wire.pack("resume" if link.paused else "pause"))
+                link.paused = not link.paused
+                link.num_pauses_open += link.paused
+        self._changed.notify()
+        self._schedule()
+
+    async def _until_each(self, links: list[EngineLink], condition: Callable[[EngineLink], bool]) -> None:
+        await self._changed.until(lambda: all(link.gone.is_set() or condition(link) for link in links))
+
+    def _settle(self, link: EngineLink) -> None:
+        """Something left it: it may have room, or nothing to stay for."""
+        if link.leaving is not None and not link.in_flight and not link.told_to_yield:
+            link.tell(wire.pack("yield", link.leaving))
+            link.told_to_yield = True
+        self._schedule()
+
+    # --- dispatch
+
+    def _wait_again(self, interrupted: list[Generation]) -> None:
+        self.interruptions += len(interrupted)
+        for generation in interrupted:
+            self.waiting.join(generation)
+        self._schedule()
+
+    def _schedule(self) -> None:
+        """Dispatch once per turn of the event loop: what arrives together is sent in one frame."""
+        if not self._scheduled:
+            self._scheduled = True
+            asyncio.get_running_loop().call_soon(self._dispatch)
+
+    def _dispatch(self) -> None:
+        self._scheduled = False
+        if self.paused or not self.waiting:
+            return
+        given: dict[EngineLink, list[Generation]] = {}
+        open_links = [link for link in self.links if link.has_room]
+        passed_over: list[Generation] = []
+        num_seen = 0
+        for generation in self.waiting:
+            if not open_links:
+                break
+            num_seen += 1
+            takers = [link for link in open_links if link.can_take(generation)]
+            if not takers:
+                passed_over.append(generation)
+                continue
+            link = choose(takers, generation)
+            num_prefill = generation.num_tokens - num_cached(link, generation)
+            link.take(generation, num_prefill, self._typical.remaining(generation))
+            given.setdefault(link, []).append(generation)
+            if not link.has_room:
+                open_links.remove(link)
+        self.waiting.keep(passed_over, num_seen)
+        for link, generations in given.items():
+            assert link.version is not None
+            link.send(wire.pack_requests([g.remaining_request(link.version) for g in generations]))
+
+
+def _ends_without_a_token(chunk: Chunk, generation: Generation) -> bool:
+    is_end = chunk.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+    return is_end and not chunk.token_ids and not generation.token_ids
+
+
+def _failed(reason: str) -> ApiError:
+    return ApiError(502, f"This request got no answer that counts: {reason}.", code="engine_failed")
+
+
+def _nothing_more(generation: Generation) -> Chunk:
+    return Chunk(generation.request_id, [], [], 0, FinishReason.ABORT)
+
+
+def _holds_what_it_was_told(link: EngineLink) -> bool:
+    return link.version is not None and link.version >= link.wanted_version
+
+
+def _stands_still_or_need_not(link: EngineLink) -> bool:
+    # an engine that is being made takes notice when it is there; until then it samples nothing
+    return link.is_still or not link.paused or link.version is None

@@ -1,0 +1,63 @@
+"""Generations that no engine works on, in order of their arrival, and how many and how long a run lets wait.
+
+Owns the order: a generation that comes back from an engine stands where it stood before.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from sf_core.dataplane.routing.generation import Generation
+
+
+@dataclass(frozen=True)
+class Limits:
+    max_waiting: int
+    """Requests beyond this many are refused."""
+    patience_s: float
+    """A request that no engine took for this long is refused."""
+    engine_silence_s: float
+    """An engine that says nothing for this long while it has work is dropped."""
+
+
+class WaitingLine:
+    def __init__(self) -> None:
+        self._line: list[Generation] = []
+        self._numbers = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._line)
+
+    def __iter__(self) -> Iterator[Generation]:
+        return iter(self._line)
+
+    def join(self, generation: Generation) -> None:
+        """At the end the first time, at its old place when it comes back."""
+        if generation.arrival is None:
+            generation.arrival = next(self._numbers)
+        generation.waiting_since = time.monotonic()
+        insort(self._line, generation, key=_arrival)
+
+    def leave(self, generation: Generation) -> None:
+        """No effect if it does not wait."""
+        if generation.arrival is None:
+            return
+        place = bisect_left(self._line, generation.arrival, key=_arrival)
+        if place < len(self._line) and self._line[place] is generation:
+            del self._line[place]
+
+    def keep(self, passed_over: list[Generation], num_seen: int) -> None:
+        """Of the first so many, only those passed over go on waiting."""
+        self._line[:num_seen] = passed_over
+
+    def waiting_since_before(self, moment: float) -> list[Generation]:
+        return [generation for generation in self._line if generation.waiting_since < moment]
+
+
+def _arrival(generation: Generation) -> int:
+    assert generation.arrival is not None
+    return generation.arrival

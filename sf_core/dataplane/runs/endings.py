@@ -1,0 +1,165 @@
+"""How the sessions of a run end: a report becomes a result, another try, or a rejected group.
+
+Owns that nobody waits for a session that nobody works on: whatever is raised while one is closed and
+exported, its place is given out again or its group is rejected with the reason. What a failure is worth, the
+rollout manager says."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from sf_core.config.failures import REASONS
+from sf_core.dataplane.bodies import FinishBody
+from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.runs.groups import Claim
+from sf_core.dataplane.runs.records import (
+    FinishedSession,
+    answered_record,
+    closed_record,
+    failed_record,
+    finished_record,
+)
+from sf_core.dataplane.sessions.session import Session
+
+if TYPE_CHECKING:
+    from sf_core.dataplane.runs.run import Run
+
+log = logging.getLogger(__name__)
+
+
+class Endings:
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    async def end(self, session: Session, report: FinishBody) -> None:
+        """Returns when the end is on disk. Raises ApiError, and with `retry_after_s` if nothing has
+        happened."""
+        report = report.or_earlier(session.reward, session.reward_parts)
+        if (claim := session.claim) is None:
+            await self._end_opened(session, report)
+        elif report.status == "answered":
+            await self._await_reward(session, report.answer or "null")
+        elif report.status == "failed":
+            await self._end_given(
+                session, claim, self._failure(session, report, report.error or "no reason given")
+            )
+        elif not report.has_reward:
+            sentence = "the reward is no finite number"
+            scored = report.model_copy(update={"cause": "reward"})
+            await self._end_given(session, claim, self._failure(session, scored, sentence))
+            raise _no_reward()
+        else:
+            await self._end_given(session, claim, report)
+
+    def _failure(self, session: Session, report: FinishBody, error: str) -> FinishBody:
+        cause = report.cause if session.answer is None else "reward"
+        return report.of_failure(error, cause, self._run.spec.failed_reward)
+
+    async def _await_reward(self, session: Session, answer: str) -> None:
+        run = self._run
+        if session.answer is None:
+            session.answer = answer
+            await run.journal.append(answered_record(session))
+            run.runners.await_reward(session)
+            run.changed.notify()
+
+    async def _end_opened(self, session: Session, report: FinishBody) -> None:
+        """One that failed leaves nothing, one without a reward goes on: nobody would do it again."""
+        run = self._run
+        run.journal.check()
+        if report.status == "failed":
+            run.drop(session, report.parting)
+            return await run.journal.append(closed_record(session))
+        if not report.has_reward:
+            raise _no_reward()
+        try:
+            result = await run.take_out(session, report)
+            if not result.trajectories:
+                return await run.journal.append(closed_record(session))
+            await run.journal.append(finished_record(result))
+        except Exception as error:
+            if session.session_id not in run.sessions:
+                await run.journal.append(closed_record(session))
+            raise _refusal(session, error) from error
+        run.results.opened[result.session_id] = run.results.hold(result)
+        run.counters["opened_sessions"] += 1
+
+    async def _end_given(self, session: Session, claim: Claim, report: FinishBody) -> None:
+        """Of a session that a runner was given; the report has a reward, also of a failure."""
+        report = report.model_copy(
+            update={
+                "task_id": report.task_id or session.task_id,
+                "environment": report.environment or session.environment,
+            }
+        )
+        try:
+            return await self._settle(claim, await self._run.take_out(session, report), report.error or "")
+        except Exception as error:  # whatever it is must not cost the place
+            refusal = _refusal(session, error)
+        if refusal.retry_after_s is not None:
+            raise refusal
+        if self._run.manager.group_of(claim) is not None:
+            await self._give_up(session, claim, report, refusal.message)
+        raise refusal
+
+    async def _give_up(self, session: Session, claim: Claim, report: FinishBody, error: str) -> None:
+        """Nothing is left of the session, and nobody else ends it."""
+        run = self._run
+        if run.sessions.get(session.session_id) is session:
+            run.drop(session, error)
+        reward, environment = run.spec.failed_reward, report.environment
+        nothing = FinishedSession(
+            session.session_id, claim, reward, environment, None, None, [], "not_recorded"
+        )
+        await self._settle(claim, nothing, error)
+
+    async def _settle(self, claim: Claim, result: FinishedSession, error: str) -> None:
+        """`error` says why, of one that failed."""
+        if claim.place.split == "train" and not result.trajectories and result.status not in REASONS:
+            has_overflowed = result.status == "finished_after_overflow"
+            result.status = "context_overflow" if has_overflowed else "agent_error"
+            error = "the agent finished without an answer from the policy"
+        if result.status in REASONS:
+            await self._settle_failure(claim, result, error)
+        else:
+            self._run.outcomes.note_finished(result)
+            self._run.counters["finished_sessions"] += 1
+            await self._keep(claim, result)
+        self._run.changed.notify()
+
+    async def _settle_failure(self, claim: Claim, result: FinishedSession, error: str) -> None:
+        run, reason = self._run, result.status
+        assert reason in REASONS
+        run.counters["failed_sessions"] += 1
+        run.counters[f"failures.{reason}"] += 1
+        worth = run.manager.worth(claim, reason, can_train=result.min_version is not None)
+        is_tried_again = run.spec.on_failure.rule_for(reason) == "retry_then_exclude"
+        if worth is None or is_tried_again:
+            run.outcomes.note_failed(error)
+        else:
+            run.outcomes.note_finished(result, error)
+        if worth is not None:
+            return await self._keep(claim, result)
+        await run.journal.append(failed_record(claim, reason))
+        await run.reject(run.manager.fail(claim, reason))
+
+    async def _keep(self, claim: Claim, result: FinishedSession) -> None:
+        run = self._run
+        await run.journal.append(finished_record(result))
+        if run.manager.group_of(claim) is not None:
+            run.results.keep(claim.place, run.results.hold(result))
+            await run.reject(run.manager.finish(claim, result.reward, result.min_version))
+
+
+def _refusal(session: Session, error: Exception) -> ApiError:
+    """What whoever reported the end is told."""
+    if isinstance(error, ApiError):
+        return error
+    log.error("session %s could not be recorded", session.session_id, exc_info=error)
+    told = f"{type(error).__name__}: {error}"
+    return ApiError(500, f"Session {session.session_id} could not be recorded: {told}.")
+
+
+def _no_reward() -> ApiError:
+    return ApiError(400, "A finished session needs a reward that is a finite number.", param="reward")

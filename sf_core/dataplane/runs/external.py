@@ -1,0 +1,97 @@
+"""Sessions that agents opened for themselves: once finished they are rows of the run directory.
+
+Owns which of them share a file, and that each gets there once. Until then they are in the journal
+(records.py), which a restart finds them in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import suppress
+from functools import partial
+from itertools import islice
+
+from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.runs.records import FinishedSession, stored_record
+from sf_core.dataplane.runs.recovery import compaction
+from sf_core.dataplane.runs.run import Run
+from sf_core.dataplane.runs.sealing import write_sessions
+
+log = logging.getLogger(__name__)
+
+MAX_TOGETHER = 256
+"""Sessions of a file."""
+
+RETRY_S = 10.0
+"""After an error of the storage nothing is written for so long."""
+
+SPARE_BYTES = 64 * 2**20
+"""The journal may grow to twice what it held when it was last compacted, and so much more."""
+
+
+class OpenedStore:
+    """Writes those of one run, one file after the other.
+
+    A file is named after the oldest session that is not known to be stored. Killed behind a write that it did
+    not record, the process that comes next begins with that session again, and writes a file of the same name
+    that holds at least the same sessions: each is in exactly one file.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._one_at_a_time = asyncio.Lock()
+        self._storing: asyncio.Task[None] | None = None
+        self._retry_at = 0.0
+        self._compacted_bytes = 0
+
+    def store_soon(self) -> None:
+        """To be called now and then: what has finished meanwhile shares a file."""
+        is_busy = self._storing is not None and not self._storing.done()
+        if self._run.results.opened and not is_busy and time.monotonic() >= self._retry_at:
+            self._storing = asyncio.ensure_future(self.store_or_try_later())
+
+    async def store_or_try_later(self) -> None:
+        try:
+            await self.store()
+        except (ApiError, OSError) as error:
+            self._retry_at = time.monotonic() + RETRY_S
+            num_waiting = len(self._run.results.opened)
+            log.warning("run %s: %d opened sessions wait: %s", self._run.spec.run_id, num_waiting, error)
+
+    async def store(self) -> None:
+        """Write all there are. Raises ApiError or OSError; what is not written stays."""
+        async with self._one_at_a_time:
+            while self._run.results.opened:
+                await self._store_oldest()
+
+    async def close(self) -> None:
+        """Returns when nothing is being written, or can be."""
+        with suppress(ApiError):
+            await self._run.journal.attend(self._end())
+
+    async def _end(self) -> None:
+        async with self._one_at_a_time:
+            if self._storing is not None:
+                self._storing.cancel()
+
+    async def _store_oldest(self) -> None:
+        run = self._run
+        run.journal.check()
+        oldest = next(iter(run.results.opened.values()))
+        version = _version(oldest)
+        alike = (result for result in run.results.opened.values() if _version(result) == version)
+        part = list(islice(alike, MAX_TOGETHER))
+        await write_sessions(run, "opened", version, oldest.session_id, part)
+        session_ids = [result.session_id for result in part]
+        await run.journal.append(stored_record(session_ids))
+        run.results.drop_opened(session_ids)
+        if run.journal.path.stat().st_size > 2 * self._compacted_bytes + SPARE_BYTES:
+            # no batch need ever be sealed where agents open sessions
+            await run.compact(partial(compaction, run))
+            self._compacted_bytes = run.journal.path.stat().st_size
+
+
+def _version(result: FinishedSession) -> int:
+    return result.max_version or 0

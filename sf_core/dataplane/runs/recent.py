@@ -1,0 +1,43 @@
+"""How the sessions of a run ended of late: for who watches it, and for who waits for more of them."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from sf_core.dataplane.runs.records import FinishedSession
+
+NUM_RECENT = 256
+
+
+class Outcomes:
+    def __init__(self) -> None:
+        self._rewards: deque[float] = deque(maxlen=NUM_RECENT)
+        self._tokens: deque[int] = deque(maxlen=NUM_RECENT)
+        self.last_error = ""
+        self.failures_in_a_row = 0
+        """Sessions that failed and are tried again or left out, since one counted."""
+
+    def note_finished(self, result: FinishedSession, error: str = "") -> None:
+        """`error`: it failed so, and counts as it is: that tells of the policy, not of a broken agent."""
+        self.failures_in_a_row = 0
+        self.last_error = error or self.last_error
+        self._rewards.append(result.reward)
+        self._tokens.append(sum(int(row.loss_mask.sum()) for row in result.trajectories))
+
+    def note_failed(self, error: str) -> None:
+        self.failures_in_a_row += 1
+        self.last_error = error
+
+    def forget_failures(self) -> None:
+        """What made them fail may have been mended."""
+        self.failures_in_a_row, self.last_error = 0, ""
+
+    @property
+    def mean_reward(self) -> float | None:
+        """None before a session has finished."""
+        return sum(self._rewards) / len(self._rewards) if self._rewards else None
+
+    @property
+    def mean_tokens(self) -> float | None:
+        """Sampled in a session; None before one has finished."""
+        return sum(self._tokens) / len(self._tokens) if self._tokens else None

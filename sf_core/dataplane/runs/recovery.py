@@ -1,0 +1,305 @@
+"""A run as it was before the data plane died: its journal, replayed.
+
+Owns what every record does to a run (records of turns: turn_recovery.py), and what a compacted journal must
+still hold. A restarted data plane opens by itself the runs that were open (open_runs.py); a run that a flow
+registers is opened from its journal first, and then registered like one that was open all the time. Records
+are in records.py and turn_records.py, framing in journal.py. Memory stays below its bound throughout
+(memory.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Callable
+from contextlib import aclosing
+from typing import Any
+
+from sf_core.dataplane.bodies import RunSpec
+from sf_core.dataplane.chat.renderer import Renderer, read_renderer
+from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.journal.journal import Compaction, Journal, Record, kind_of
+from sf_core.dataplane.journal.memory import Memory
+from sf_core.dataplane.runs.groups import Claim
+from sf_core.dataplane.runs.records import (
+    FinishedSession,
+    gateways_of,
+    paused_record,
+    places,
+    read_claim,
+    read_finished,
+    read_opened,
+    revoked_record,
+    run_record,
+)
+from sf_core.dataplane.runs.rollout_manager import Batch
+from sf_core.dataplane.runs.run import Run
+from sf_core.dataplane.runs.runners import Runner
+from sf_core.dataplane.sessions.session import Session
+from sf_core.dataplane.turns.host import spill_dir_of
+from sf_core.dataplane.turns.recovery import TURN_KINDS, replay_turn, session_of
+from sf_core.types import WeightsRef
+
+Answers = dict[int, dict[str, Any]]
+"""What was said of each sealed batch, to be said again."""
+
+Past = list[Record | FinishedSession]
+
+MakeRun = Callable[[RunSpec, Renderer, Journal, float, Memory], Run]
+
+
+async def open_run(
+    spec: RunSpec, journal: Journal, grace_s: float, memory: Memory, make: MakeRun = Run
+) -> tuple[Run, Answers]:
+    """A registered run, with all that its journal knows of it. Raises ApiError if it cannot be opened."""
+    reopened = await reopen_run(journal, grace_s, memory, make)
+    if reopened is None:
+        run = make(spec, await read_renderer(spec.model_dir), journal, grace_s, memory)
+        answers: Answers = {}
+    else:
+        run, answers = reopened
+        if begin_attempt(run, spec, await read_past(run, spec)):
+            answers.clear()
+    try:
+        await journal.append(run_record(spec, run.num_gateways))
+    except ApiError:
+        run.leave_memory()
+        raise
+    return run, answers
+
+
+async def reopen_run(
+    journal: Journal, grace_s: float, memory: Memory, make: MakeRun = Run
+) -> tuple[Run, Answers] | None:
+    """A run as its journal has it; None if there is nothing in it. Raises ApiError if it cannot be opened."""
+    # what a dead process left on disk is in the journal too
+    await asyncio.to_thread(shutil.rmtree, spill_dir_of(journal), ignore_errors=True)
+    replaying: _Replay | None = None
+    async with aclosing(journal.replay()) as records:
+        async for record in records:
+            if replaying is not None:
+                await replaying.apply(record)
+                await memory.make_room()
+            elif "run" in record:
+                spec = RunSpec.model_validate(record["run"])
+                renderer = await read_renderer(spec.model_dir)
+                replaying = _Replay(make(spec, renderer, journal, grace_s, memory), record)
+            else:
+                break
+    return None if replaying is None else await replaying.finish()
+
+
+async def read_past(run: Run, spec: RunSpec, num_records: int | None = None) -> Past:
+    """What the first records of the journal tell a run that this flow makes start over; nothing, for one that
+    goes on."""
+    past: Past = []
+    if run.knows_batch(spec.iteration) or spec.attempt < run.spec.attempt:
+        return past
+    async with aclosing(run.journal.replay()) as records:
+        async for record in records:
+            if num_records == 0:
+                break
+            num_records = None if num_records is None else num_records - 1
+            match kind_of(record):
+                case "rejected" | "opened":
+                    past.append(record)
+                case "finished" if record["finished"] and record["finished"][0] == "train":
+                    past.append(run.results.hold(read_finished(record)))
+                    await run.memory.make_room()
+    return past
+
+
+def begin_attempt(run: Run, spec: RunSpec, past: Past) -> bool:
+    """An attempt of the flow begins. True if the run starts over from what this flow says is done: then only
+    results are taken from the journal so far."""
+    run.begin_attempt(spec)
+    if run.knows_batch(spec.iteration):
+        run.manager.rules = spec.rules
+        for item in past:
+            if isinstance(item, FinishedSession):
+                run.results.let_go(item)
+        return False
+    run.forget_progress()
+    for item in past:
+        if isinstance(item, FinishedSession):
+            assert item.claim is not None
+            _take_back(run, item.claim, item)
+        elif kind_of(item) == "rejected":
+            run.manager.restore_rejected(*item["rejected"])
+        else:
+            for session in read_opened(item):
+                if session.claim is not None:
+                    run.manager.restore_attempt(session.claim)
+    return True
+
+
+class _Replay:
+    """Brings a new run to where its records end."""
+
+    def __init__(self, run: Run, first: Record) -> None:
+        self._run = run
+        self._answers: Answers = {}
+        self._num_applied = 1
+        """With the first one, which made the run."""
+        self._num_gateways = gateways_of(first)
+        """Of the last process that wrote here."""
+
+    async def apply(self, record: Record) -> None:
+        run, manager = self._run, self._run.manager
+        match kind_of(record):
+            case "run":
+                spec = RunSpec.model_validate(record["run"])
+                if begin_attempt(run, spec, await read_past(run, spec, self._num_applied)):
+                    self._answers.clear()
+                self._num_gateways = gateways_of(record)
+            case "weights":
+                run.router.weights = WeightsRef(*record["weights"])
+                manager.set_version(run.router.weights.version)
+            case "evaluation":
+                manager.start_evaluation(*record["evaluation"])
+            case "opened":
+                self._open(read_opened(record))
+            case "rewarded":
+                if (session := run.sessions.get(record["rewarded"])) is not None:
+                    session.reward, session.reward_parts = record["reward"], record["parts"]
+            case "named":
+                if (session := run.sessions.get(record["named"])) is not None:
+                    session.task_id, session.environment = record["task_id"], record["environment"]
+            case "answered":
+                if (session := run.sessions.get(record["answered"])) is not None:
+                    session.answer = record["answer"]
+                    run.runners.await_reward(session)
+            case "closed":
+                run.forget(record["closed"])
+            case "lost":
+                manager.lose(self._end(record["lost"]))
+            case "failed":
+                manager.fail(self._end(record["failed"]), record.get("reason", "agent_error"))
+            case "finished":
+                self._finish(run.results.hold(read_finished(record)))
+            case "stored":
+                run.results.drop_opened(record["stored"])
+            case "rejected":
+                index, reason = record["rejected"]
+                manager.restore_rejected(index, reason)
+                run.drop_group(index)
+            case "sealed":
+                self._seal(record)
+            case "revoked":
+                run.revoked_leases.add(record["revoked"])
+            case "paused":
+                run.router.note_paused(record["paused"])
+            case "resumed":
+                run.router.resume(record["resumed"])
+            case "released":
+                run.release()
+            case kind if kind in TURN_KINDS:
+                await replay_turn(run, record)
+        self._num_applied += 1
+
+    async def finish(self) -> tuple[Run, Answers]:
+        """Raises ApiError if its open sessions cannot go on here."""
+        run = self._run
+        for session in list(run.sessions.values()):
+            if session.claim is not None and run.manager.group_of(session.claim) is None:
+                run.forget(session.session_id)
+            elif session.runner:
+                # a runner that died meanwhile is missed as any other
+                run.runners.setdefault(session.runner, Runner(run.spec.attempt))
+        if self._num_gateways != run.num_gateways:
+            self._check_gateways()
+            await run.journal.append(run_record(run.spec, run.num_gateways))
+        return run, self._answers
+
+    def _check_gateways(self) -> None:
+        """Each gateway process has the turns of its sessions in a journal of its own: only as many as there
+        were can go on with open sessions."""
+        run, before = self._run, self._num_gateways
+        if run.sessions:
+            run.leave_memory()
+            raise ApiError(
+                409,
+                f"Run {run.spec.run_id} has open sessions, whose turns {before} gateway processes recorded; "
+                f"this data plane has {run.num_gateways}: start it with --gateways {before}.",
+            )
+
+    def _open(self, sessions: list[Session]) -> None:
+        for session in sessions:
+            if session.claim is None or self._run.manager.restore_running(session.claim):
+                self._run.open(session)
+
+    def _end(self, value: list[Any]) -> Claim:
+        claim = read_claim(value)
+        self._run.forget(claim.session_id(self._run.spec.run_id))
+        return claim
+
+    def _finish(self, result: FinishedSession) -> None:
+        self._run.forget(result.session_id)
+        if result.claim is None:
+            self._run.results.opened[result.session_id] = result
+        else:
+            _take_back(self._run, result.claim, result)
+
+    def _seal(self, record: Record) -> None:
+        batch = Batch(**record["batch"])
+        self._run.manager.restore_sealed(record["sealed"], batch)
+        for group in (*batch.groups, *batch.rejected):
+            self._run.drop_group(group)
+        self._answers[record["sealed"]] = record["answer"]
+
+
+def _take_back(run: Run, claim: Claim, finished: FinishedSession) -> None:
+    rejected = run.manager.restore_finished(claim, finished.reward, finished.min_version)
+    if not rejected and run.manager.is_done(claim):
+        run.results.keep(claim.place, finished)
+    else:
+        run.results.let_go(finished)
+
+
+def compaction(run: Run) -> Compaction:
+    """All that a restart could need, as of now. The last sealed batch is among it, because its flow may not
+    have committed it."""
+    manager, weights = run.manager, run.router.weights
+    last = manager.next_batch - 1
+    batch = manager.batches.get(last, Batch([], {}))
+    iteration = last if last in manager.batches else manager.next_batch
+    groups = {*batch.groups, *batch.rejected, *manager.groups, *manager.rejected}
+    newest_evaluation = max(manager.evaluations, default=0)
+    sessions, opened, is_released = run.unfinished, set(run.results.opened), run.released
+    spec = {
+        "iteration": iteration,
+        "version": weights.version,
+        "weights_uri": weights.uri,
+        "done_groups": manager.done_before(iteration),
+    }
+    registered = run_record(run.spec.model_copy(update=spec), run.num_gateways)
+    head = [registered, *map(revoked_record, sorted(run.revoked_leases))]
+    head += [paused_record(None)] if run.router.paused else []
+    head += map(paused_record, sorted(run.router.paused_engines))
+
+    def keep(record: Record) -> bool:
+        match kind_of(record):
+            case "run" | "weights" | "revoked" | "paused" | "resumed" | "closed":
+                return False
+            case "evaluation":
+                return bool(record["evaluation"][0] >= newest_evaluation)
+            case "sealed":
+                return bool(record["sealed"] == last)
+            case kind if kind in TURN_KINDS:
+                return session_of(record) in sessions
+            case "rewarded" | "named" | "answered" as kind:
+                return record[kind] in sessions
+            case "opened" if any(session[0] in sessions for session in record["opened"]):
+                return True
+            case "finished" if record["finished"] is None:
+                return record["session"] in opened or record["session"] in sessions
+            case "stored":
+                return not opened.isdisjoint(record["stored"])
+            case "released":
+                return is_released
+        return any(
+            index in groups if split == "train" else index >= newest_evaluation
+            for split, index in places(record)
+        )
+
+    return head, keep

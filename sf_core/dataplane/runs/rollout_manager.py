@@ -1,0 +1,317 @@
+"""Which sessions are given out, and which groups make a batch. Events in, decisions out: no clock, no IO.
+
+Owns admission under the lag bound, the group rule, the gate and the choice of a batch. A group that cannot
+count is rejected whole, with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Literal
+
+from sf_core.config.failures import FailureRules, Reason
+from sf_core.dataplane.runs.groups import Claim, Group, Progress
+from sf_core.recipes.rewards import are_equal
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRules:
+    group_size: int
+    groups_per_batch: int
+    lag_bound: int
+    on_max_lag: Literal["wait", "drop"]
+    gate: Literal["all", "varied"]
+    session_attempts: int
+    num_batches: int
+    """Batches of the whole run: no group is started that none of them needs."""
+    on_failure: FailureRules = field(default_factory=FailureRules)
+    failed_reward: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Readiness:
+    ready: bool
+    accepted: int
+    needed: int
+    in_flight: int
+    waiting_for: str
+    """One sentence; empty when ready."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    groups: list[int]
+    """In order of (min_version, index)."""
+    rejected: dict[int, str]
+    """Groups rejected since the last batch, and why."""
+    dropped: list[int] = field(default_factory=list)
+    """Those of them that were rejected for this batch to be within the lag bound."""
+
+
+class RolloutManager:
+    """Lag (design 5.5): batch k updates version k, so a group whose oldest token is of version m must be in a
+    batch no later than m + lag_bound, its deadline.
+
+    Two rules hold every group to its deadline. Admission: at version v at most
+    groups_per_batch * (v + 1 + lag_bound) groups are consumed, accepted or in flight, so that a group first
+    sampled at v has a place by v + lag_bound. Earliest deadline first: a batch takes the accepted groups with
+    the earliest deadlines, and is not ready while what it leaves behind could not all be consumed in time.
+    """
+
+    def __init__(self, rules: BatchRules, next_batch: int, version: int, done_groups: list[int]) -> None:
+        self.rules = rules
+        self.next_batch = next_batch
+        self.version = version
+        self.groups: dict[int, Group] = {}
+        """Accepted or in flight, in index order."""
+        self.rejected: dict[int, str] = {}
+        self.evaluations: dict[int, Group] = {}
+        self.batches: dict[int, Batch] = {}
+        self._done = set(done_groups)
+        self._next_group = 0
+
+    # --- sessions
+
+    def claim(self, limit: int) -> list[Claim]:
+        """Sessions to run now: evaluations first, then whole groups in index order."""
+        return list(islice(self._open_sessions(), limit))
+
+    def group_of(self, claim: Claim) -> Group | None:
+        """The group of a session, if it still counts."""
+        groups = self.groups if claim.place.split == "train" else self.evaluations
+        group = groups.get(claim.place.group)
+        running = group is not None and group.members[claim.place.member].is_running(claim.attempt)
+        return group if running else None
+
+    def note_started(self, claim: Claim, version: int) -> None:
+        """An engine of this version may have sampled a token of the session."""
+        if (group := self.group_of(claim)) is not None:
+            group.note_started(claim, version)
+
+    def finish(self, claim: Claim, reward: float, min_version: int | None) -> list[int]:
+        """`min_version` is that of the oldest sampled token. Returns the groups rejected by this."""
+        if (group := self.group_of(claim)) is None:
+            return []
+        group.finish(claim, reward, min_version)
+        return self._gate(group)
+
+    def worth(self, claim: Claim, reason: Reason, can_train: bool) -> float | None:
+        """The reward with which a session ends that failed; None: it is to `fail`, because it is tried again
+        or its group is left out. `can_train`: the policy has sampled something in it. A held-out session that
+        would be left out ends with the reward too: a mean over all tasks has no other place for it."""
+        if (group := self.group_of(claim)) is None:
+            return None
+        rule = self.rules.on_failure.rule_for(reason) if can_train else "retry_then_exclude"
+        is_last = group.members[claim.place.member].num_failures + 1 >= self.rules.session_attempts
+        ends = rule == "zero" or (is_last and (rule == "retry_then_zero" or group.split == "holdout"))
+        return self.rules.failed_reward if ends else None
+
+    def fail(self, claim: Claim, reason: Reason) -> list[int]:
+        """Returns the groups rejected by this."""
+        if (group := self.group_of(claim)) is None or group.fail(claim) < self.rules.session_attempts:
+            return []
+        if group.split == "holdout":
+            group.finish(claim, None, None)
+            return []
+        return self._reject([group.index], reason)
+
+    def lose(self, claim: Claim) -> None:
+        """The session's runner is gone; it is given out again."""
+        if (group := self.group_of(claim)) is not None:
+            group.reopen(claim)
+
+    # --- batches
+
+    def set_version(self, version: int) -> None:
+        self.version = max(self.version, version)
+
+    def readiness(self, batch: int) -> Readiness:
+        needed = self.rules.groups_per_batch
+        accepted = [group for group in self.groups.values() if group.is_complete]
+        in_flight = len(self.groups) - len(accepted)
+        if batch < self.next_batch:
+            return Readiness(True, needed, needed, in_flight, "")
+        waiting_for = ""
+        if batch > self.next_batch:
+            waiting_for = f"batch {self.next_batch}, which comes first"
+        elif len(accepted) < needed:
+            waiting_for = f"{needed - len(accepted)} of {needed} groups; {in_flight} are in flight"
+        elif self.rules.on_max_lag == "wait" and (late := self._late(self._choose(), batch)):
+            waiting_for = f"groups that would exceed the lag bound of {self.rules.lag_bound}: {late}"
+        return Readiness(not waiting_for, len(accepted), needed, in_flight, waiting_for)
+
+    def num_sessions_left(self) -> int:
+        """Sessions still to run for the next batch and for those that the lag bound lets run before it is
+        trained on, and the held-out ones. Of the groups, those count that have come furthest."""
+        rules = self.rules
+        held_out = sum(group.size - group.num_done for group in self.evaluations.values())
+        batches = min(1 + rules.lag_bound, rules.num_batches - self.next_batch)
+        num_groups = rules.groups_per_batch * max(0, batches)
+        missing = sorted(group.size - group.num_done for group in self.groups.values())[:num_groups]
+        return held_out + sum(missing) + rules.group_size * (num_groups - len(missing))
+
+    def num_open_sessions(self) -> int:
+        """Sessions that would be given out now to whoever claims them."""
+        groups = [*self.evaluations.values(), *self.groups.values()]
+        to_admit = max(0, self._num_admissible() - len(self.groups))
+        return sum(group.num_open for group in groups) + self.rules.group_size * to_admit
+
+    def seal(self, batch: int) -> Batch:
+        """Consume the groups of a batch; the same batch again gives the same groups. Raises ValueError if it
+        is not ready."""
+        if batch in self.batches:
+            return self.batches[batch]
+        readiness = self.readiness(batch)
+        if not readiness.ready:
+            raise ValueError(f"batch {batch} is not ready: it waits for {readiness.waiting_for}")
+        if batch < self.next_batch:
+            raise ValueError(f"batch {batch} was sealed before this data plane knew the run")
+        chosen = self._choose()
+        # with `wait` there are none, or the batch would not be ready
+        dropped = self._reject(self._late(chosen, batch), "max_lag")
+        for index in chosen:
+            del self.groups[index]
+        self._done.update(chosen)
+        self.next_batch = batch + 1
+        dropped += self._reject([g.index for g in self.groups.values() if self._is_expired(g)], "max_lag")
+        self.batches[batch] = Batch(chosen, self.rejected, dropped)
+        self.batches.pop(batch - 2, None)
+        self.rejected = {}
+        return self.batches[batch]
+
+    # --- evaluations and recovery
+
+    def start_evaluation(self, version: int, num_tasks: int) -> None:
+        if version not in self.evaluations:
+            self.evaluations[version] = Group("holdout", version, num_tasks)
+
+    def restore_attempt(self, claim: Claim) -> None:
+        """The session was given out before a restart: it is not given out again under the same number."""
+        if (group := self._restored_group(claim)) is not None:
+            group.note_given_out(claim)
+
+    def restore_running(self, claim: Claim) -> bool:
+        """The session was given out before a restart and may still run; False if its group does not count."""
+        if (group := self._restored_group(claim)) is None:
+            return False
+        group.resume(claim)
+        return True
+
+    def restore_sealed(self, index: int, batch: Batch) -> None:
+        """The batch was sealed before a restart."""
+        for group in (*batch.groups, *batch.rejected):
+            self.groups.pop(group, None)
+            self.rejected.pop(group, None)
+            self._done.add(group)
+        self.next_batch = index + 1
+        self.batches[index] = batch
+        self.batches.pop(index - 2, None)
+
+    def is_done(self, claim: Claim) -> bool:
+        """Whether the session's result is one of those a batch or an evaluation waits for."""
+        group = self._group(claim)
+        return group is not None and group.members[claim.place.member].progress is Progress.DONE
+
+    def done_before(self, batch: int) -> list[int]:
+        """Groups that were done before this batch, the last sealed one or the next, was begun."""
+        later = {group for b, sealed in self.batches.items() if b >= batch for group in sealed.groups}
+        later |= {group for b, sealed in self.batches.items() if b >= batch for group in sealed.rejected}
+        return sorted(self._done - later - self.rejected.keys())
+
+    def restore_finished(self, claim: Claim, reward: float | None, min_version: int | None) -> list[int]:
+        """The session finished before a restart. Returns the groups rejected by this."""
+        if (group := self._restored_group(claim)) is None:
+            return []
+        group.finish(claim, reward, min_version)
+        return self._gate(group)
+
+    def restore_rejected(self, index: int, reason: str) -> None:
+        if index not in self._done:
+            self._admit_up_to(index)
+            self._reject([index], reason)
+
+    def _restored_group(self, claim: Claim) -> Group | None:
+        if claim.place.split == "train":
+            self._admit_up_to(claim.place.group)
+        return self._group(claim)
+
+    def _group(self, claim: Claim) -> Group | None:
+        groups = self.groups if claim.place.split == "train" else self.evaluations
+        group = groups.get(claim.place.group)
+        return group if group is not None and claim.place.member < group.size else None
+
+    # --- rules
+
+    def _open_sessions(self) -> Iterator[Claim]:
+        for evaluation in self.evaluations.values():
+            yield from evaluation.claims()
+        for group in list(self.groups.values()):
+            yield from group.claims()
+        while len(self.groups) < self._num_admissible():
+            yield from self._admit().claims()
+
+    def _num_admissible(self) -> int:
+        """Most groups that may be accepted or in flight now."""
+        rules = self.rules
+        batches = min(self.version + 1 + rules.lag_bound, rules.num_batches)
+        return rules.groups_per_batch * (batches - self.next_batch)
+
+    def _admit(self) -> Group:
+        while self._next_group in self._done:
+            self._next_group += 1
+        group = self.groups[self._next_group] = Group("train", self._next_group, self.rules.group_size)
+        self._next_group += 1
+        return group
+
+    def _admit_up_to(self, index: int) -> None:
+        while self._next_group <= index:
+            if self._next_group in self._done:
+                self._next_group += 1
+            else:
+                self._admit()
+
+    def _gate(self, group: Group) -> list[int]:
+        if group.split == "train" and group.is_complete:
+            if self._is_expired(group):
+                return self._reject([group.index], "max_lag")
+            if self.rules.gate == "varied" and are_equal(min(group.rewards), max(group.rewards)):
+                return self._reject([group.index], "equal_rewards")
+        return []
+
+    def _reject(self, indices: list[int], reason: str) -> list[int]:
+        for index in indices:
+            if self.groups.pop(index, None) is not None:
+                self.rejected[index] = reason
+                self._done.add(index)
+        return indices
+
+    def _deadline(self, group: Group) -> int:
+        # a group without tokens yet will be sampled by this version or a later one
+        oldest = self.version if group.min_version is None else group.min_version
+        return oldest + self.rules.lag_bound
+
+    def _is_expired(self, group: Group) -> bool:
+        """Never so within one run of the rules; after a restart with other rules or versions it may be."""
+        return self._deadline(group) < self.next_batch
+
+    def _choose(self) -> list[int]:
+        """Accepted groups for the next batch, earliest deadline first."""
+        accepted = sorted((g for g in self.groups.values() if g.is_complete), key=self._deadline)
+        return [group.index for group in accepted[: self.rules.groups_per_batch]]
+
+    def _late(self, chosen: list[int], batch: int) -> list[int]:
+        """In-flight groups that stand in the way of `batch` being made of `chosen`: were they left behind,
+        the batches up to some deadline could not hold all groups due by then. Fewest, earliest first."""
+        taken = set(chosen)
+        rest = [g for g in self.groups.values() if g.index not in taken and g.min_version is not None]
+        rest.sort(key=lambda group: (self._deadline(group), not group.is_complete))
+        late: list[int] = []
+        fitting = 0
+        for group in rest:
+            if fitting < self.rules.groups_per_batch * (self._deadline(group) - batch):
+                fitting += 1
+            elif not group.is_complete:
+                late.append(group.index)
+        return late

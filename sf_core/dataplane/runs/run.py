@@ -1,0 +1,344 @@
+"""One run in the data plane: its sessions, and how they come and go.
+
+Joins router, rollout manager and journal. Owns which sessions runners and agents work on. What finished ones
+leave is in results.py, what their turns need in host.py. Speaks no HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from sf_core.dataplane.bodies import ClaimBody, FinishBody, RewardBody, RunSpec, SessionBody, TaskName
+from sf_core.dataplane.chat.renderer import Renderer
+from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.journal.journal import Compaction, Journal
+from sf_core.dataplane.journal.memory import Memory
+from sf_core.dataplane.routing.router import PauseMode, Router
+from sf_core.dataplane.runs.closing import Closing
+from sf_core.dataplane.runs.endings import Endings
+from sf_core.dataplane.runs.groups import Claim, Place
+from sf_core.dataplane.runs.meter import TokenMeter
+from sf_core.dataplane.runs.recent import Outcomes
+from sf_core.dataplane.runs.records import (
+    FinishedSession,
+    evaluation_record,
+    lost_record,
+    named_record,
+    opened_record,
+    paused_record,
+    rejected_record,
+    resumed_record,
+    revoked_record,
+    rewarded_record,
+)
+from sf_core.dataplane.runs.results import Results
+from sf_core.dataplane.runs.rollout_manager import RolloutManager
+from sf_core.dataplane.runs.runners import Runner, Runners
+from sf_core.dataplane.sessions.session import Session
+from sf_core.dataplane.sessions.view import session_tree
+from sf_core.dataplane.signals import Signal
+from sf_core.dataplane.turns.host import GRACE_S, SessionHost
+from sf_core.types import WeightsRef
+
+log = logging.getLogger(__name__)
+
+RUNNER_SILENCE_S = 15.0
+"""A runner not heard from for this long has lost its sessions."""
+
+
+class Run(SessionHost):
+    router: Router
+    num_gateways = 1
+    """Processes that serve its sessions."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        renderer: Renderer,
+        journal: Journal,
+        grace_s: float = GRACE_S,
+        memory: Memory | None = None,
+    ) -> None:
+        router = Router(WeightsRef(spec.version, spec.weights_uri), spec.limits, renderer.num_ids)
+        super().__init__(spec, renderer, journal, router, grace_s, memory or Memory())
+        self.manager = self._new_manager()
+        self.results = Results(self.memory, self.spill_dir)
+        self.closing = Closing()
+        self.endings = Endings(self)
+        self.runners = Runners()
+        self.revoked_leases: set[str] = set()
+        self.lease_epochs: dict[str, int] = {}
+        """Of each lease the highest that has said hello: Dask may start one again while it still runs."""
+        self.changed = Signal()
+        """Something a long poll may wait for has happened."""
+        self.stage: dict[str, Any] = {}
+        self.meter = TokenMeter()
+        self.outcomes = Outcomes()
+        self.serving_s = 0.0
+        """Time in which an engine served and turns were recorded; sessions age by it, in no pause."""
+
+    # --- registration
+
+    def begin_attempt(self, spec: RunSpec) -> None:
+        """Another attempt of the flow (or the same again): finished sessions are kept, running ones are given
+        out again, because their runner belongs to the earlier attempt."""
+        if spec.attempt < self.spec.attempt:
+            raise ApiError.superseded(spec.run_id, spec.attempt)
+        if spec.attempt > self.spec.attempt:
+            for session in [s for s in self.sessions.values() if s.claim is not None]:
+                self._lose(session)
+            self.outcomes.forget_failures()
+        self.spec, self.released = spec, False
+        self.router.limits = spec.limits
+        if spec.version > self.router.weights.version:
+            self.router.weights = WeightsRef(spec.version, spec.weights_uri)
+        self.manager.set_version(spec.version)
+        self.changed.notify()
+
+    def forget_progress(self) -> None:
+        """Start over from what the flow says is done."""
+        for session in [s for s in self.sessions.values() if s.claim is not None]:
+            self._take_back(session, "the run starts over")
+        self.router.weights = WeightsRef(self.spec.version, self.spec.weights_uri)
+        evaluations = self.manager.evaluations
+        self.manager = self._new_manager()
+        self.manager.evaluations = {v: group for v, group in evaluations.items() if v <= self.spec.version}
+        for place in [place for place in self.results.by_place if place.split == "train"]:
+            self.results.drop(place)
+
+    def knows_batch(self, batch: int) -> bool:
+        """Whether the groups here fit a flow whose next batch is this one: it may not have heard of the last
+        seal."""
+        manager = self.manager
+        return batch == manager.next_batch or (batch == manager.next_batch - 1 and batch in manager.batches)
+
+    def _new_manager(self) -> RolloutManager:
+        spec = self.spec
+        return RolloutManager(spec.rules, spec.iteration, spec.version, spec.done_groups)
+
+    # --- runners and their sessions
+
+    async def claim(self, body: ClaimBody) -> tuple[list[Session], bool]:
+        """Sessions for a runner, and whether it is released. Waits for some; is its sign of life too.
+        Those with an answer are to be scored."""
+        attempt = self.spec.attempt if body.attempt is None else body.attempt
+        runner = self.runners.setdefault(body.runner, Runner(attempt, work=body.work))
+        if body.running is not None:
+            named = set(body.running)
+            for session in self._sessions_of(body.runner):
+                if session.session_id not in named:
+                    self._lose(session)
+        sessions: list[Session] = []
+        runner.num_polls += 1
+        try:
+            await self._note_tasks(body.tasks)
+            await self.changed.until(
+                lambda: self._is_released(body.runner) or self._give_out(body.runner, body.max, sessions),
+                body.wait_s,
+            )
+        finally:
+            runner.num_polls -= 1
+            runner.silent_s = 0.0
+        if opened := [session for session in sessions if session.answer is None]:
+            # refused, the runner does not name them the next time: they are taken back
+            await self.journal.attend(self.journal.append(opened_record(opened)))
+        return sessions, self._is_released(body.runner)
+
+    async def _note_tasks(self, tasks: Mapping[str, TaskName]) -> None:
+        """What sessions work on: rows of one that its runner does not end need it too."""
+        recording = []
+        for session_id, task in tasks.items():
+            session = self.sessions.get(session_id)
+            if session is not None and session.claim is not None:
+                session.task_id, session.environment = task.task_id, task.environment
+                recording.append(self.journal.append_chunk(named_record(session)))
+        if recording:
+            await self.journal.attend(asyncio.gather(*recording))
+
+    def retire(self, name: str) -> None:
+        """Release this runner when it is through with what it has. Raises ApiError 404."""
+        self.runners.retire(name)
+        self.changed.notify()
+
+    @property
+    def is_scored_elsewhere(self) -> bool:
+        """Whether runners of agents leave the rewards to others."""
+        return self.runners.of("reward", self.spec.attempt) > 0
+
+    def ended(self, session_ids: list[str]) -> list[str]:
+        return [session_id for session_id in session_ids if session_id not in self.sessions]
+
+    def _is_released(self, name: str) -> bool:
+        runner = self.runners[name]
+        is_through = runner.is_retiring and not self._sessions_of(name)
+        return self.released or runner.attempt < self.spec.attempt or is_through
+
+    def _give_out(self, runner: str, limit: int, sessions: list[Session]) -> bool:
+        if self.runners[runner].is_retiring or self.journal.failure is not None:
+            return False
+        work = self.runners[runner].work
+        if work == "reward" or not self.is_scored_elsewhere:
+            sessions += self.runners.take_answers(runner, limit, self.sessions)
+        for claim in self.manager.claim(limit - len(sessions)) if work == "agent" else ():
+            session = Session(claim.session_id(self.spec.run_id), claim, runner=runner)
+            self.open(session)
+            sessions.append(session)
+        return bool(sessions)
+
+    def open(self, session: Session) -> None:
+        session.expires_at = self.serving_s + self.spec.session_timeout_s
+        super().open(session)
+
+    def note_started(self, claim: Claim, version: int) -> None:
+        self.manager.note_started(claim, version)
+
+    async def announce(self) -> None:
+        """Returns when whoever serves its turns knows the run as it is now: in one process at once."""
+
+    @property
+    def unfinished(self) -> set[str]:
+        """The sessions whose end the journal does not hold."""
+        return self.sessions.keys() | self.closing.keys()
+
+    async def compact(self, choose: Callable[[], Compaction]) -> None:
+        """See Journal.compact."""
+        await self.journal.compact(choose)
+
+    async def tree(self, session: Session) -> dict[str, Any]:
+        await self.bring_back(session)
+        return session_tree(self, session)
+
+    async def open_for(self, body: SessionBody) -> Session:
+        """A session that no runner was given."""
+        session_id = f"{self.spec.run_id}.open.{secrets.token_hex(8)}"
+        facts = body.model_dump(include={"group", "task_id", "environment", "metadata"})
+        session = Session(session_id, **facts)
+        self.open(session)
+        await self.journal.append(opened_record([session]))
+        return session
+
+    async def reward(self, session: Session, body: RewardBody) -> None:
+        session.reward, session.reward_parts = body.reward, body.reward_parts
+        await self.journal.append(rewarded_record(session))
+
+    async def finish(self, session: Session, body: FinishBody) -> None:
+        """The agent's or its runner's report. Returns when the result is on disk. Raises ApiError 503 while
+        that of an earlier report is not."""
+        with self.closing.holding(session):
+            if self.sessions.get(session.session_id) is session:  # else it ended while this was on its way
+                await self.endings.end(session, body)
+
+    async def take_out(self, session: Session, report: FinishBody) -> FinishedSession:
+        """What a session leaves behind that is served no more from here on. Raises ApiError 404 if it ended
+        meanwhile, and whatever goes wrong."""
+        await self.bring_back(session)
+        self.drop(session, report.parting)
+        return self.export(session, report)
+
+    async def reject(self, indices: list[int]) -> None:
+        """These groups are rejected by the manager: forget them."""
+        reasons = {index: self.manager.rejected[index] for index in indices}
+        for index, reason in reasons.items():
+            self.counters[f"rejected_groups.{reason}"] += 1
+            self.drop_group(index)
+        for index, reason in reasons.items():
+            await self.journal.append(rejected_record(index, reason))
+
+    def drop_group(self, index: int) -> None:
+        """Forget a group: end its sessions and release its results."""
+        for session in list(self.sessions.values()):
+            if session.claim is not None and session.claim.place[:2] == ("train", index):
+                self.drop(session, "the group of this session no longer counts")
+        for place in self.places_of(index):
+            self.results.drop(place)
+
+    @property
+    def is_over(self) -> bool:
+        """Released, with nothing left that an engine holds or the journal alone."""
+        return self.released and not (self.router.links or self.unfinished or self.results.opened)
+
+    async def leave(self) -> None:
+        """It is served no more; all there is of it is in its journal and its directory."""
+        self.leave_memory()
+        await self.journal.close()
+
+    def leave_memory(self) -> None:
+        """It will not be served."""
+        for session_id in list(self.sessions):
+            self.forget(session_id)
+        self.results.drop_all()
+
+    def places_of(self, group: int) -> list[Place]:
+        return [Place("train", group, member) for member in range(self.spec.group_size)]
+
+    async def start_evaluation(self, version: int, num_tasks: int) -> None:
+        await self.journal.append(evaluation_record(version, num_tasks))
+        self.manager.start_evaluation(version, num_tasks)
+        self.changed.notify()
+
+    def release(self) -> None:
+        """The run is over: runners are sent home, sessions end. Should another attempt of the flow go on with
+        it, what they worked on is given out again."""
+        self.released = True
+        for session in list(self.sessions.values()):
+            self._take_back(session, "the run was released")
+        self.changed.notify()
+
+    async def sweep(self, elapsed_s: float) -> None:
+        """Look after what makes no request: silent runners and sessions that run too long."""
+        self.router.sweep()
+        # agents that are refused lose no time
+        if self.router.is_serving and self.journal.failure is None:
+            self.serving_s += elapsed_s
+        for name in self.runners.take_silent(elapsed_s, RUNNER_SILENCE_S):
+            log.warning("runner %s is silent: its sessions are given out again", name)
+            for session in self._sessions_of(name):
+                self._lose(session)
+        expired = [s for s in self.sessions.values() if s.expires_at < self.serving_s]
+        error = f"ran longer than {self.spec.session_timeout_s:g} s"
+        late = FinishBody(status="failed", cause="time", error=error)
+        ending = (self.finish(s, late) for s in expired if s.session_id not in self.closing)
+        for raised in await asyncio.gather(*ending, return_exceptions=True):
+            if raised is not None:
+                log.warning("run %s: a session that %s: %s", self.spec.run_id, error, raised)
+
+    async def revoke(self, lease_id: str) -> None:
+        """An engine of this lease is not taken any more."""
+        self.revoked_leases.add(lease_id)
+        await self.journal.append(revoked_record(lease_id))
+
+    async def pause(self, mode: PauseMode, engine_id: str | None) -> int:
+        """See Router.pause; it outlives this process. Raises ApiError for an engine that is not connected."""
+        if engine_id is not None:
+            self.router.find(engine_id)
+        recorded = self.journal.append(paused_record(engine_id))
+        _, num_engines = await asyncio.gather(recorded, self.router.pause(mode, engine_id))
+        return num_engines
+
+    async def resume(self, engine_id: str | None) -> None:
+        self.router.resume(engine_id)
+        await self.journal.append(resumed_record(engine_id))
+
+    def _sessions_of(self, runner: str) -> list[Session]:
+        return [s for s in self.sessions.values() if s.claim is not None and s.runner == runner]
+
+    def _lose(self, session: Session) -> None:
+        """Its runner is gone or knows nothing of it: another one gets its place, or its answer."""
+        if session.answer is not None:
+            if session.runner:
+                self.runners.await_reward(session)
+                self.changed.notify()
+            return
+        self._take_back(session, "the session was given to another runner")
+        self.counters["retries"] += 1
+        self.changed.notify()
+
+    def _take_back(self, session: Session, reason: str) -> None:
+        self.drop(session, reason)
+        if session.claim is not None:
+            self.manager.lose(session.claim)
+            self.journal.note(lost_record(session.claim))

@@ -1,0 +1,158 @@
+"""Sealing: finished sessions leave the data plane as trajectory files in the run directory.
+
+A batch is sealed once; asked again, the same answer comes back. The journal keeps the groups of the last
+sealed batch, because its flow may not have committed what it was told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from sf_core.config.failures import REASONS, count_failures
+from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.runs.groups import Place
+from sf_core.dataplane.runs.records import FinishedSession, sealed_record
+from sf_core.dataplane.runs.recovery import Answers, compaction
+from sf_core.dataplane.runs.run import Run
+from storage.run_directory import RunDirectory
+from storage.trajectories import Trajectory, TrajectoryKind, write_trajectories
+
+Sealed = dict[str, Any]
+
+
+class Sealer:
+    """Writes the batches and evaluations of one run."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._sealed: dict[tuple[str, int], asyncio.Task[Sealed]] = {}
+
+    async def seal_batch(self, batch: int, attempt: int) -> Sealed:
+        """Raises ApiError 409 if the batch is not ready or the attempt was superseded."""
+        return await self._once("trajectories", batch, attempt, self._write_batch)
+
+    async def seal_evaluation(self, version: int, attempt: int) -> Sealed:
+        return await self._once("evaluations", version, attempt, self._write_evaluation)
+
+    def remember(self, answers: Answers) -> None:
+        """Batches that were sealed before a restart."""
+        for index, answer in answers.items():
+            self._sealed["trajectories", index] = asyncio.ensure_future(_known(answer))
+
+    def forget(self) -> None:
+        self._sealed.clear()
+
+    async def _once(
+        self, kind: str, index: int, attempt: int, write: Callable[[int, int], Awaitable[Sealed]]
+    ) -> Sealed:
+        if attempt < self._run.spec.attempt:
+            raise ApiError.superseded(self._run.spec.run_id, attempt)
+        task = self._sealed.get((kind, index))
+        if task is None:
+            task = self._sealed[kind, index] = asyncio.ensure_future(write(index, attempt))
+            self._sealed.pop((kind, index - 2), None)
+        try:
+            return await asyncio.shield(task)
+        except Exception:
+            # what failed may work the next time; what was chosen stays chosen
+            self._sealed.pop((kind, index), None)
+            raise
+
+    async def _write_batch(self, index: int, attempt: int) -> Sealed:
+        run = self._run
+        try:
+            batch = run.manager.seal(index)
+        except ValueError as error:
+            raise ApiError(409, str(error)) from None
+        for dropped in batch.dropped:
+            run.drop_group(dropped)
+        run.changed.notify()
+        sessions = [run.results.by_place[place] for group in batch.groups for place in run.places_of(group)]
+        answer = await write_sessions(run, "trajectories", index, f"rollout-{attempt}", sessions)
+        for group in batch.groups:
+            run.drop_group(group)
+        min_versions = [s.min_version for s in sessions if s.min_version is not None]
+        answer |= {
+            "groups": batch.groups,
+            "rejected": {str(group): reason for group, reason in batch.rejected.items()},
+            "failures": count_failures(session.status for session in sessions),
+            "max_lag": index - min(min_versions, default=index),
+        }
+        await run.journal.append(sealed_record(index, batch, answer))
+        await run.compact(partial(compaction, run))
+        # last, because all of this may be done again
+        run.count("sealed_groups", len(batch.groups))
+        for dropped in batch.dropped:
+            run.count(f"rejected_groups.{batch.rejected[dropped]}")
+        return answer
+
+    async def _write_evaluation(self, version: int, attempt: int) -> Sealed:
+        run = self._run
+        group = run.manager.evaluations.get(version)
+        if group is None or not group.is_complete:
+            raise ApiError(409, f"the evaluation of version {version} is not done")
+        places = [Place("holdout", version, task) for task in range(group.size)]
+        sessions = [run.results.by_place[place] for place in places if place in run.results.by_place]
+        answer = await write_sessions(run, "evaluations", version, f"evaluation-{attempt}", sessions)
+        for place in places:
+            run.results.drop(place)
+        for older in [v for v in run.manager.evaluations if v < version]:
+            del run.manager.evaluations[older]
+        # after a restart the journal has given back those of the last sealed evaluation
+        for place in [p for p in run.results.by_place if p.split == "holdout" and p.group < version]:
+            run.results.drop(place)
+        by_environment: dict[str, list[float]] = defaultdict(list)
+        for session in sessions:
+            if session.environment or session.status not in REASONS:  # where it failed at once, nobody knows
+                by_environment[session.environment].append(session.reward)
+        failures = count_failures(session.status for session in sessions)
+        # of a task that failed before this version of the journal there is no result
+        num_missing = group.size - len(sessions)
+        earned = sum(session.reward for session in sessions) + num_missing * run.spec.failed_reward
+        return answer | {
+            "version": version,
+            "num_tasks": group.size,
+            "failed": num_missing + sum(failures.values()),
+            "failures": failures,
+            "reward_mean": earned / group.size,
+            "by_environment": {name: float(np.mean(rewards)) for name, rewards in by_environment.items()},
+        }
+
+
+async def write_sessions(
+    run: Run, kind: TrajectoryKind, index: int, part: str, sessions: Sequence[FinishedSession]
+) -> Sealed:
+    """One file, and what it holds. Raises ApiError 500 if it cannot be written."""
+    directory = RunDirectory(run.spec.run_dir)
+    readers = [run.results.reader_of(session) for session in sessions]
+
+    def write() -> Sealed:
+        rows = [row for read in readers for row in read()]
+        ref = write_trajectories(directory, index, rows, part, kind)
+        return {"files": [asdict(ref)], "branches": len(rows), **_sums(rows)}
+
+    try:
+        written = await asyncio.to_thread(write)
+    except OSError as error:
+        raise ApiError(500, f"{kind} {index} cannot be written: {error}.") from error
+    rewards = [session.reward for session in sessions]
+    mean = float(np.mean(rewards)) if rewards else 0.0
+    return written | {"sessions": len(sessions), "reward_mean": mean}
+
+
+def _sums(rows: Sequence[Trajectory]) -> Sealed:
+    return {
+        "sampled_tokens": sum(int(row.loss_mask.sum()) for row in rows),
+        "interruptions": sum(row.interruptions for row in rows),
+    }
+
+
+async def _known(answer: Sealed) -> Sealed:
+    return answer

@@ -1,0 +1,107 @@
+"""The tokens of a request: recorded ones as far as they say what its rendering says, encoded ones behind.
+
+Owns where encoding begins: always at a special token (docs/architecture.md), never inside what is recorded.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from sf_core.dataplane.chat.renderer import Renderer, shows
+from sf_core.dataplane.chat.template_probes import opening
+from sf_core.dataplane.chat.tool_formats import Tool
+from sf_core.dataplane.sessions.identity import Conversation
+from sf_core.dataplane.sessions.tree import NO_TEXT, Ids, Place, Seam, TextMark, Turn, place_at
+
+
+class Encoded(NamedTuple):
+    place: Place
+    """What is recorded of the request's tokens ends here."""
+    ids: Ids
+    text: TextMark
+    seam: Seam | None
+
+
+def encode_request(
+    conversation: Conversation, matched: Turn | None, tools: list[Tool], renderer: Renderer
+) -> Encoded:
+    """`matched` is the deepest recorded turn whose conversation begins this one. Raises
+    jinja2.TemplateError."""
+    if matched is not None:
+        rest = _render_addition(conversation, matched, tools, renderer)
+        if rest is not None and (extension := _extend(matched, rest, renderer)):
+            return extension
+    messages = list(conversation.messages)
+    for turn in matched.conversation() if matched else ():
+        # agents send answers back without their reasoning; what of it is shown is the template's choice
+        messages[turn.prompt.num_messages] = turn.message
+    text = renderer.render(messages, tools)
+    if matched is None:
+        return _encode_behind(Place(None, 0), NO_TEXT, text, renderer)
+    rest = matched.prompt.text.rest_of(text)
+    if rest is None:
+        renderer.note_rewrite(conversation.messages[matched.prompt.num_messages + 1 :])
+    elif extension := _extend(matched, rest, renderer):
+        return extension
+    place, mark = _last_common_seam(matched, text)
+    return _encode_behind(place, mark, text[mark.length :], renderer)
+
+
+def _render_addition(
+    conversation: Conversation, matched: Turn, tools: list[Tool], renderer: Renderer
+) -> str | None:
+    """What the rendering shows behind that of the matched turn's prompt, made without the history between
+    the opening and that turn; None where only the whole rendering can tell."""
+    before = matched.prompt.num_messages
+    added = conversation.messages[before + 1 :]
+    if before.bit_length() != len(conversation.messages).bit_length():
+        # now and then the whole is rendered, so that a template that fooled the probes is noticed
+        return None
+    if not renderer.is_append_only(added):
+        return None
+    beginning = opening(conversation.messages)
+    if beginning is None or len(beginning) > before:
+        return None
+    if conversation.opening_text is None:
+        conversation.opening_text = renderer.render(beginning, tools)
+    return renderer.render_addition(beginning, conversation.opening_text, [matched.message, *added], tools)
+
+
+def _extend(turn: Turn, rest: str, renderer: Renderer) -> Encoded | None:
+    """A request whose rendering shows `rest` behind the turn's prompt; None if that does not begin with all
+    the turn said and with its end."""
+    if any(stop in str(turn.message) for stop in renderer.stop_texts.values()):
+        # the answer spells an end-of-turn token in ordinary ones: the cut would fall inside it
+        return None
+    suffix = renderer.suffix_after_turn(rest, int(turn.ids[-1]) if len(turn.ids) else None)
+    if suffix is None:
+        return None
+    shown = rest[: len(rest) - len(suffix)]
+    if not shows(shown, turn.message):
+        return None
+    mark = turn.prompt.text.extended(shown)
+    return _encode_behind(Place(turn, turn.end), mark, suffix, renderer)
+
+
+def _encode_behind(place: Place, mark: TextMark, text: str, renderer: Renderer) -> Encoded:
+    ids = renderer.encode(text)
+    last_stop = renderer.last_stop(text, ids)
+    if last_stop is None:
+        return Encoded(place, ids, mark.extended(text), None)
+    at, num_tokens = last_stop
+    seam = Seam(place.at + num_tokens, mark.extended(text[:at]))
+    return Encoded(place, ids, seam.text.extended(text[at:]), seam)
+
+
+def _last_common_seam(matched: Turn, text: str) -> tuple[Place, TextMark]:
+    """The last place of the conversation's recorded tokens up to which they say what this text says."""
+    prompts = [turn.prompt for turn in matched.conversation() if turn.prompt.seam is not None]
+    place, last, mark = Place(None, 0), NO_TEXT, NO_TEXT
+    for prompt in sorted(prompts, key=lambda prompt: prompt.seam.text.length if prompt.seam else 0):
+        assert prompt.seam is not None
+        if prompt.seam.text.length > len(text):
+            break
+        mark = mark.extended(text[mark.length : prompt.seam.text.length])
+        if mark == prompt.seam.text:
+            place, last = place_at(prompt, prompt.seam.num_tokens), mark
+    return place, last

@@ -1,0 +1,181 @@
+"""A finished session's turn tree as trajectories, one per root-to-leaf path.
+
+Every sampled token is trained in exactly one branch, the first that contains it; later branches repeat it
+with mask False. Iterative: trees may be thousands of turns deep.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import orjson
+
+from sf_core.config.failures import Status
+from sf_core.dataplane.chat.messages import Message
+from sf_core.dataplane.sessions.session import Prompt, Session, Turn
+from sf_core.dataplane.sessions.tree import Node, line
+from storage.schema import NOT_SAMPLED, Trajectory, TurnSpan
+
+_Path = list[tuple[Node, int]]
+"""The nodes of a branch from its root on, each with the position where its part of the branch ends."""
+
+
+def export_session(
+    session: Session,
+    *,
+    policy: str,
+    group_id: str | None,
+    stop_ids: tuple[int, ...],
+    task_id: str,
+    environment: str,
+    reward: float,
+    reward_parts: Mapping[str, float],
+    status: Status = "finished",
+) -> list[Trajectory]:
+    finished_at = time.time()
+    covered = _Covered()
+    trajectories = []
+    for branch, leaf in enumerate(_leaves(session.turns)):
+        path = list(line(leaf, leaf.end))[::-1]
+        parent, shared_prefix = covered.shared_with(path)
+        covered.take(path, branch)
+        token_ids, logprobs, versions = _columns(path, leaf.end)
+        mask = versions != NOT_SAMPLED
+        # what an earlier branch holds is trained there
+        mask[:shared_prefix] = False
+        trajectories.append(
+            Trajectory(
+                policy=policy,
+                task_id=task_id,
+                environment=environment,
+                group_id=group_id,
+                session_id=session.session_id,
+                branch_id=f"{session.session_id}.b{branch}",
+                parent_branch_id=None if parent is None else f"{session.session_id}.b{parent}",
+                shared_prefix=shared_prefix,
+                token_ids=token_ids,
+                loss_mask=mask,
+                logprobs=logprobs,
+                policy_versions=versions,
+                turns=_spans(path, stop_ids),
+                messages=orjson.dumps(_conversation(leaf)).decode(),
+                reward=reward,
+                reward_parts=dict(reward_parts),
+                status=status,
+                interruptions=sum(node.interruptions for node, _ in path if isinstance(node, Turn)),
+                started_at=session.started_at,
+                finished_at=finished_at,
+                tools=leaf.prompt.tools.decode() or None,
+            )
+        )
+    return trajectories
+
+
+@dataclass
+class _Covered:
+    """How far into each node the branches so far reach, and the first that reaches as far."""
+
+    reach: dict[Node, tuple[int, int]] = field(default_factory=dict)
+
+    def shared_with(self, path: _Path) -> tuple[int | None, int]:
+        """The branch this path forks from, and how many tokens they share; (None, 0) for a new root."""
+        branch, shared = None, 0
+        for node, end in path:
+            if node not in self.reach:
+                break
+            branch, reach = self.reach[node]
+            shared = min(reach, end)
+            if shared < end:
+                break
+        return branch, shared
+
+    def take(self, path: _Path, branch: int) -> None:
+        for node, end in path:
+            if node not in self.reach or self.reach[node][1] < end:
+                self.reach[node] = (branch, end)
+
+
+def _leaves(turns: list[Turn]) -> list[Turn]:
+    """The ends of the branches, so ordered that the first branch to hold a token of a turn holds the whole
+    turn: each turn's own branch comes before those that later requests forked off inside it."""
+    first_leaf: dict[Turn, Turn] = {}
+    inner = {parent for turn in turns if (parent := _whole_parent(turn)) is not None}
+    for leaf in turns:
+        node: Turn | None = leaf if leaf not in inner else None
+        while node is not None and node not in first_leaf:
+            first_leaf[node] = leaf
+            node = _whole_parent(node)
+    return list(dict.fromkeys(first_leaf[turn] for turn in turns))
+
+
+def _whole_parent(turn: Turn) -> Turn | None:
+    """The turn before this one on its line, if the line holds all of it and it was asked with the same tools:
+    a branch has one set of tools, also where the template does not show them."""
+    prompt = turn.prompt
+    for node, end in line(prompt.parent, prompt.start):
+        if isinstance(node, Turn):
+            return node if end == node.end and node.prompt.tools == prompt.tools else None
+    return None
+
+
+def _columns(path: _Path, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    token_ids = np.empty(length, dtype=np.int32)
+    logprobs = np.full(length, np.nan, dtype=np.float32)
+    versions = np.full(length, NOT_SAMPLED, dtype=np.int32)
+    for node, end in path:
+        part, num = slice(node.start, end), end - node.start
+        token_ids[part] = node.ids[:num]
+        if isinstance(node, Turn):
+            logprobs[part], versions[part] = node.logprobs[:num], node.versions[:num]
+    return token_ids, logprobs, versions
+
+
+def _conversation(leaf: Turn) -> list[Message]:
+    messages: list[Message] = []
+    for turn in list(leaf.conversation())[::-1]:
+        messages += turn.prompt.messages
+        unparsed = {"unparsed_calls": turn.num_unparsed_calls} if turn.num_unparsed_calls else {}
+        messages.append({**turn.message, **unparsed})
+    return messages
+
+
+def _spans(path: _Path, stop_ids: tuple[int, ...]) -> list[TurnSpan]:
+    spans: list[TurnSpan] = []
+    for node, end in path:
+        if isinstance(node, Turn):
+            sampling = node.sampling
+            spans.append(
+                TurnSpan(
+                    "assistant",
+                    node.start,
+                    end,
+                    # of a turn that goes on otherwise here, the row does not have the end
+                    node.finish_reason.value if end == node.end else None,
+                    node.engine,
+                    sampling.temperature,
+                    sampling.top_p,
+                    sampling.top_k,
+                )
+            )
+        elif end > node.start:
+            spans += _prompt_spans(node, end, stop_ids)
+    return spans
+
+
+def _prompt_spans(prompt: Prompt, end: int, stop_ids: tuple[int, ...]) -> list[TurnSpan]:
+    """One span per message, as far as end-of-turn tokens tell them apart. What a template puts before the
+    first message belongs to that one, the header of the coming answer to the last. A prompt that is shared in
+    part, or that came as ids, is one span: `prompt`, unless all its messages are of one role."""
+    roles = [message["role"] for message in prompt.messages]
+    is_end = np.logical_or.reduce([prompt.ids == stop for stop in stop_ids])
+    ends = (np.flatnonzero(is_end) + 1).tolist()[-len(roles) :]
+    if len(ends) < len(roles) or end < prompt.end or not roles:
+        return [TurnSpan(roles[0] if len({*roles}) == 1 else "prompt", prompt.start, end)]
+    edges = [0, *ends[:-1], len(prompt.ids)]
+    return [
+        TurnSpan(role, prompt.start + start, prompt.start + stop)
+        for role, start, stop in zip(roles, edges, edges[1:], strict=False)
+    ]

@@ -1,0 +1,400 @@
+"""One session: which recorded turn a request extends, what it adds, and what was sampled for it.
+
+Owns token truth (design 5.3): recorded ids are reused, only what follows them is rendered and encoded. The
+tokens themselves are in tree.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import orjson
+
+from sf_core.dataplane.chat.messages import Message, extend_chain, size_of
+from sf_core.dataplane.chat.renderer import Renderer
+from sf_core.dataplane.chat.tool_formats import Tool
+from sf_core.dataplane.journal.journal import Record
+from sf_core.dataplane.routing.generation import Generation
+from sf_core.dataplane.runs.groups import Claim
+from sf_core.dataplane.sessions.encoding import Encoded, encode_request
+from sf_core.dataplane.sessions.identity import Conversation, Conversations
+from sf_core.dataplane.sessions.session_records import records_of, replay
+from sf_core.dataplane.sessions.tree import (
+    NO_TEXT,
+    Ids,
+    Node,
+    Place,
+    Prompt,
+    Tapes,
+    TokenTree,
+    Turn,
+    last_whole_turn,
+)
+from sf_core.types import FinishReason
+
+__all__ = ["Prompt", "Session", "Turn"]
+
+NUM_TIPS = 16
+"""Latest turns that a prompt of ids is compared with as a whole."""
+
+SESSION_BYTES, PROMPT_BYTES, TURN_BYTES = 2500, 800, 1200
+"""Memory that objects take beside tokens and texts, as measured."""
+
+if TYPE_CHECKING:
+    from sf_core.dataplane.sessions.turn_records import RecordedTurn
+    from sf_core.dataplane.turns.retries import ServedTurn
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    session_id: str
+    claim: Claim | None = None
+    """None if no runner was given it."""
+    runner: str = ""
+    expires_at: float = float("inf")
+    """On the run's serving clock."""
+    floor: int = 0
+    """Oldest policy version that may answer it."""
+    group: str | None = None
+    task_id: str = ""
+    environment: str = ""
+    metadata: dict[str, Any] = field(default_factory=dict)
+    """Whatever its maker wrote."""
+    answer: str | None = None
+    """What the agent answered, as JSON, from the end of the agent until another runner has scored it."""
+    reward: float | None = None
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    started_at: float = field(default_factory=time.time)
+    prompts: list[Prompt] = field(default_factory=list)
+    """In the order in which they were first asked."""
+    turns: list[Turn] = field(default_factory=list)
+    abandoned: list[Turn] = field(default_factory=list)
+    """Turns whose answer nobody got, as far as they came. Never trained."""
+    served: list[ServedTurn] = field(default_factory=list)
+    """Turns in flight or with a client that still gets its answer."""
+    recorded: list[RecordedTurn] = field(default_factory=list)
+    """Other turns whose request may come again: no later one extends them."""
+    running: set[Generation] = field(default_factory=set)
+    has_overflowed: bool = False
+    """No turn was begun since a request did not fit into the context window."""
+    branch_reasons: Counter[str] = field(default_factory=Counter)
+    _tree: TokenTree = field(default_factory=TokenTree)
+    _tapes: Tapes = field(default_factory=Tapes)
+    _conversations: Conversations = field(default_factory=Conversations)
+    _prompts: dict[tuple[bytes, str], Prompt] = field(default_factory=dict)
+    """By chain and forced text."""
+    _num_recorded: int = 0
+    """Prompts that the journal holds."""
+    _answers: dict[bytes, Turn] = field(default_factory=dict)
+    """By identity of the request extended by the answer."""
+    _openings: set[bytes] = field(default_factory=set)
+    """Identities of tools, and of tools and first message, seen so far."""
+    _num_bytes: int = 0
+    """Of prompts and turns."""
+
+    def open_prompt(
+        self, messages: list[Message], tools: list[Tool], renderer: Renderer, forced: str = ""
+    ) -> Prompt:
+        """The prompt this request stands for, new or asked before. Raises jinja2.TemplateError.
+
+        `forced` is how the answer must begin: it is encoded behind the prompt and belongs to it."""
+        conversation = self._conversations.recall(tools, messages, self._answers)
+        keys = conversation.keys
+        prompt = self._prompts.get((keys[-1], forced))
+        if prompt is None:
+            matched = self._longest_match(keys)
+            num_matched = matched.prompt.num_messages + 1 if matched else 0
+            if matched is not None:
+                _hold_once(conversation, matched)
+            encoded = encode_request(conversation, matched, tools, renderer)
+            if forced:
+                encoded = encoded._replace(ids=np.concatenate([encoded.ids, renderer.encode(forced)]))
+            added = conversation.messages[num_matched:]
+            reason = self._branch_reason(keys, added, matched, encoded.place)
+            begins = () if matched else keys[:2]
+            prompt = self._add_prompt(
+                *(encoded, matched, added, len(messages), keys[-1], reason, forced, begins),
+                tools=orjson.dumps(tools) if begins and tools else b"",
+            )
+        return prompt
+
+    def open_ids(self, ids: list[int]) -> Prompt:
+        """The prompt that consists of these ids, new or asked before. What any recorded line begins with is
+        shared with it, token by token."""
+        array = np.array(ids, dtype=np.int32)
+        chain = blake2b(array.tobytes(), digest_size=16, person=b"ids").digest()
+        prompt = self._prompts.get((chain, ""))
+        if prompt is None:
+            tip = self._repeated_turn(array)
+            place = Place(tip, tip.end if tip else 0)
+            place, rest = self._tree.follow(place, array[place.at :])
+            encoded = Encoded(place, rest, NO_TEXT, None)
+            continues = last_whole_turn(place)
+            prompt = self._add_prompt(encoded, continues, [], 0, chain, self._ids_branch_reason(place))
+        return prompt
+
+    def begin_sample(self, prompt: Prompt, nth: int) -> int:
+        """A turn is begun from this prompt, the `nth` of its request, from 0; one that was begun before has a
+        negative one. Returns its number among the prompt's turns."""
+        if nth == 0 and prompt.num_samples:
+            self.branch_reasons["asked_again"] += 1
+        elif nth == 0 and prompt.branch_reason is not None:
+            self.branch_reasons[prompt.branch_reason] += 1
+        if nth >= 0:
+            self.has_overflowed = False
+        prompt.num_samples += 1
+        return prompt.num_samples - 1
+
+    def turn_id(self, prompt: Prompt, sample: int) -> str:
+        return f"{self.session_id}.{prompt.index}.{sample}"
+
+    def find_turn(self, turn_id: str) -> Turn | None:
+        """A finished turn; late ones are found at once."""
+        return next((t for t in reversed(self.turns) if self.turn_id(t.prompt, t.sample) == turn_id), None)
+
+    def commit(
+        self,
+        generation: Generation,
+        prompt: Prompt,
+        sample: int,
+        message: Message,
+        num_unparsed_calls: int,
+    ) -> Turn:
+        """Record a finished turn; the agent gets its answer after this."""
+        assert generation.finish_reason is not None
+        turn = _turn(
+            generation, prompt, sample, message, generation.finish_reason, num_unparsed_calls, len(self.turns)
+        )
+        self._add_turn(turn)
+        return turn
+
+    def abandon(self, generation: Generation, prompt: Prompt, sample: int, message: Message) -> Turn:
+        """Record what there is of a turn that nobody waits for any more."""
+        turn = _turn(generation, prompt, sample, message, FinishReason.ABORT, 0, len(self.abandoned))
+        self.abandoned.append(turn)
+        self._num_bytes += _turn_bytes(turn)
+        return turn
+
+    def set_aside_unanswered(self) -> int:
+        """Tokens count if their answer was given: a turn that ended after its client had gone for good is an
+        abandoned one. What a restart found is believed to have arrived. For the end of the session; returns
+        how many there were."""
+        known = [*(served.known for served in self.served), *self.recorded]
+        unanswered = {recorded.turn for recorded in known if recorded.is_unanswered}
+        aside = [turn for turn in self.turns if turn in unanswered]
+        self.turns = [turn for turn in self.turns if turn not in unanswered]
+        self.abandoned += aside
+        return len(aside)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Turns that go on if their requests come again; abandoned ones, if the session ends before."""
+        return sum(recorded.turn is None for recorded in self.recorded)
+
+    def take_unrecorded(self) -> list[Prompt]:
+        """Prompts that were opened since the last call, for the journal."""
+        start, self._num_recorded = self._num_recorded, len(self.prompts)
+        return self.prompts[start:]
+
+    def restore_prompt(self, prompt: Prompt) -> None:
+        """Take back a prompt that was recorded."""
+        prompt.tapes = self._tapes
+        self._take_prompt(prompt)
+
+    def restore_turn(self, turn: Turn) -> None:
+        """Take back a turn, finished or abandoned, that was recorded."""
+        if turn.finish_reason is FinishReason.ABORT:
+            self.abandoned.append(turn)
+            self._num_bytes += _turn_bytes(turn)
+        else:
+            self._add_turn(turn)
+
+    # --- as something that memory.py holds
+
+    @property
+    def label(self) -> str:
+        return f"session {self.session_id}"
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self.served or self.running)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of memory, about. Costs no more than what a request looks at anyway."""
+        sampled = sum(12 * len(recorded.tokens.ids) for recorded in self.recorded if recorded.turn is None)
+        kept = self._tapes.num_bytes + self._conversations.num_bytes
+        return SESSION_BYTES + size_of(self.metadata) + self._num_bytes + kept + sampled
+
+    @property
+    def nodes(self) -> list[Node]:
+        """Prompts and finished turns in the order in which they came."""
+        return self._tree.nodes
+
+    def records(self) -> Iterator[Record]:
+        return records_of(self)
+
+    def drop(self) -> None:
+        """Keep the session's facts only, and which of its prompts the journal holds."""
+        self._tapes.clear()
+        blank = Session(self.session_id)
+        for name in _RECORD:
+            setattr(self, name, getattr(blank, name))
+
+    def take_back(self, records: Iterable[Record]) -> None:
+        for record in records:
+            replay(self, record)
+
+    def _add_turn(self, turn: Turn) -> None:
+        self.turns.append(turn)
+        self._tree.add(turn)
+        self._num_bytes += _turn_bytes(turn)
+        self._answers[extend_chain(turn.prompt.chain, turn.message)] = turn
+        if turn.prompt.continues is not None:
+            turn.prompt.continues.has_continuation = True
+
+    def _add_prompt(
+        self,
+        encoded: Encoded,
+        continues: Turn | None,
+        messages: list[Message],
+        num_messages: int,
+        chain: bytes,
+        reason: str | None,
+        forced: str = "",
+        opening: Sequence[bytes] = (),
+        tools: bytes = b"",
+    ) -> Prompt:
+        place, ids = self._tree.follow(encoded.place, encoded.ids)
+        prompt = Prompt(
+            place.node,
+            place.at,
+            ids.copy(),
+            continues,
+            messages,
+            num_messages,
+            chain,
+            len(self.prompts),
+            encoded.text,
+            encoded.seam,
+            reason,
+            forced,
+            opening,
+            continues.prompt.tools if continues is not None else tools,
+            tapes=self._tapes,
+        )
+        self._take_prompt(prompt)
+        return prompt
+
+    def _take_prompt(self, prompt: Prompt) -> None:
+        self.prompts.append(prompt)
+        self._prompts[prompt.chain, prompt.forced] = prompt
+        self._openings.update(prompt.opening)
+        self._tree.add(prompt)
+        tools = prompt.tools if prompt.continues is None else b""
+        held = prompt.ids.nbytes + len(tools) + sum(map(size_of, prompt.messages))
+        self._num_bytes += PROMPT_BYTES + held
+
+    def _longest_match(self, keys: list[bytes]) -> Turn | None:
+        """The deepest recorded turn whose conversation begins this one."""
+        answers = (self._answers.get(keys[i]) for i in range(len(keys) - 1, 0, -1))
+        return next((turn for turn in answers if turn is not None), None)
+
+    def _branch_reason(
+        self, keys: list[bytes], added: list[Message], matched: Turn | None, place: Place
+    ) -> str | None:
+        if not self._prompts:
+            return None
+        if matched is not None and (place.node is not matched or place.at != matched.end):
+            return "template_rewrote"
+        if any(message["role"] == "assistant" for message in added):
+            return "edited_history"
+        if matched is not None:
+            return "forked" if matched.has_continuation else None
+        if keys[0] not in self._openings:
+            return "other_tools"
+        return "new_conversation" if keys[1] in self._openings else "other_system"
+
+    def _ids_branch_reason(self, place: Place) -> str | None:
+        if not self._prompts:
+            return None
+        if place.node is None:
+            return "new_conversation"
+        if not isinstance(place.node, Turn):
+            return "edited_history"
+        if place.at < place.node.end:
+            return "retokenised"
+        return "forked" if place.node.has_continuation else None
+
+    def _repeated_turn(self, ids: Ids) -> Turn | None:
+        """One of the latest turns, if the ids begin with its whole line: most requests do."""
+        for turn in islice(reversed(self.turns), NUM_TIPS):
+            # the turn's own ids first: they tell most lines apart at no cost
+            ends_alike = turn.end <= len(ids) and np.array_equal(turn.ids, ids[turn.start : turn.end])
+            if ends_alike and np.array_equal(self._tapes.read(turn), ids[: turn.end]):
+                return turn
+        return None
+
+
+_RECORD = (
+    "prompts",
+    "turns",
+    "abandoned",
+    "recorded",
+    "_tree",
+    "_tapes",
+    "_conversations",
+    "_prompts",
+    "_answers",
+    "_openings",
+    "_num_bytes",
+)
+
+
+def _turn_bytes(turn: Turn) -> int:
+    return TURN_BYTES + 12 * len(turn.ids) + size_of(turn.message)
+
+
+def _hold_once(conversation: Conversation, matched: Turn) -> None:
+    """Messages of a request that are in the record are held there only."""
+    held = conversation.messages
+    for turn in matched.conversation():
+        at = turn.prompt.num_messages
+        if at < conversation.num_known:
+            break
+        begin = at - len(turn.prompt.messages)
+        for i, message in enumerate([*turn.prompt.messages, turn.message], begin):
+            if held[i] == message:  # reasoning may have been left out
+                held[i] = message
+
+
+def _turn(
+    generation: Generation,
+    prompt: Prompt,
+    sample: int,
+    message: Message,
+    finish_reason: FinishReason,
+    num_unparsed_calls: int,
+    index: int,
+) -> Turn:
+    return Turn(
+        prompt,
+        sample,
+        np.array(generation.token_ids, dtype=np.int32),
+        np.array(generation.logprobs, dtype=np.float32),
+        np.array(generation.versions, dtype=np.int32),
+        message,
+        finish_reason,
+        ",".join(generation.engines),
+        generation.sampling,
+        generation.interruptions,
+        num_unparsed_calls,
+        index,
+    )

@@ -1,0 +1,55 @@
+"""A session's turn tree as JSON, for people and tools that look at one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sf_core.dataplane.sessions.session import Prompt, Session, Turn
+from sf_core.dataplane.turns.host import SessionHost
+
+
+def session_tree(run: SessionHost, session: Session) -> dict[str, Any]:
+    """Prompts and turns refer to each other by their positions in the two lists."""
+    numbers = {turn: i for i, turn in enumerate(session.turns)}
+    claim = session.claim
+    return {
+        "session_id": session.session_id,
+        "run_id": run.spec.run_id,
+        "policy": run.spec.served_model,
+        "split": None if claim is None else claim.place.split,
+        "group": session.group if claim is None else claim.place.group,
+        "task_id": session.task_id,
+        "environment": session.environment,
+        "metadata": session.metadata,
+        "reward": session.reward,
+        "reward_parts": session.reward_parts,
+        "started_at": session.started_at,
+        "turns_running": len(session.running),
+        "branch_reasons": dict(session.branch_reasons),
+        "prompts": [_prompt(prompt, numbers) for prompt in session.prompts],
+        "turns": [_turn(turn) for turn in session.turns],
+    }
+
+
+def _prompt(prompt: Prompt, numbers: dict[Turn, int]) -> dict[str, Any]:
+    return {
+        "parent_turn": None if prompt.continues is None else numbers[prompt.continues],
+        "num_tokens": prompt.end,
+        "num_new_tokens": len(prompt.ids),
+        "messages": prompt.messages,
+        "branch_reason": prompt.branch_reason,
+    }
+
+
+def _turn(turn: Turn) -> dict[str, Any]:
+    versions = turn.versions
+    return {
+        "prompt": turn.prompt.index,
+        "message": turn.message,
+        "num_tokens": len(turn.ids),
+        "versions": [int(versions.min()), int(versions.max())] if len(versions) else None,
+        "finish_reason": turn.finish_reason.value,
+        "engine": turn.engine,
+        "interruptions": turn.interruptions,
+        "unparsed_calls": turn.num_unparsed_calls,
+    }

@@ -1,0 +1,110 @@
+"""The sessions of one run that a gateway process owns.
+
+Owns their turns, the journal of these and what becomes of them at the end. Which sessions are open, the hub
+says (hub_run.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Iterable
+from contextlib import aclosing
+
+from sf_core.dataplane.bodies import FinishBody, RunSpec
+from sf_core.dataplane.chat.renderer import Renderer
+from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.journal.journal import Journal, Record
+from sf_core.dataplane.journal.memory import Memory
+from sf_core.dataplane.runs.groups import Claim
+from sf_core.dataplane.runs.records import finished_record
+from sf_core.dataplane.sessions.session import Session
+from sf_core.dataplane.sharding.peer import Peer
+from sf_core.dataplane.sharding.relay import UplinkRouter
+from sf_core.dataplane.turns.host import SessionHost
+from sf_core.dataplane.turns.recovery import replay_turn, session_of
+
+
+class GatewayRun(SessionHost):
+    def __init__(
+        self,
+        spec: RunSpec,
+        renderer: Renderer,
+        journal: Journal,
+        router: UplinkRouter,
+        grace_s: float,
+        memory: Memory,
+        hub: Peer,
+    ) -> None:
+        super().__init__(spec, renderer, journal, router, grace_s, memory)
+        self._hub = hub
+        self.oldest: dict[str, int] = {}
+        """By session: the oldest version in what the journal had of it."""
+        self._closed: dict[str, Record | None] = {}
+        """What sessions left behind that is not yet in the journal of the hub; None: it is being exported."""
+
+    def count(self, name: str, number: int = 1) -> None:
+        if number:
+            self._hub.tell("counted", [self.spec.run_id, name, number])
+
+    def note_started(self, claim: Claim, version: int) -> None:
+        name = claim.session_id(self.spec.run_id)
+        self.oldest[name] = min(version, self.oldest.get(name, version))
+
+    async def restore(self, sessions: Iterable[Session]) -> None:
+        """Open these sessions, with the turns that a process before this one recorded. Raises ApiError 503
+        while the journal cannot be written."""
+        # what a dead process left on disk is in the journal too
+        await asyncio.to_thread(shutil.rmtree, self.spill_dir, ignore_errors=True)
+        self.open_new(sessions)
+        async with aclosing(self.journal.replay()) as records:
+            async for record in records:
+                await replay_turn(self, record)
+                await self.memory.make_room()
+
+    def open_new(self, sessions: Iterable[Session]) -> None:
+        for session in sessions:
+            if session.session_id not in self.sessions and session.session_id not in self._closed:
+                self.open(session)
+
+    def keep_only(self, session_ids: Iterable[str]) -> None:
+        """The others are over."""
+        for session_id in self.sessions.keys() - set(session_ids):
+            self.drop(self.sessions[session_id], "the session is over")
+
+    def find(self, session_id: str) -> Session:
+        """Raises ApiError 404."""
+        if (session := self.sessions.get(session_id)) is None:
+            raise ApiError.no_session(session_id)
+        return session
+
+    async def close(self, session_id: str, report: FinishBody) -> Record:
+        """What the session leaves behind. Asked again it is the same, until `forget_closed`. Raises ApiError
+        404, and 500 if its turns cannot be read back."""
+        record = self._closed.get(session_id)
+        if record is None:
+            session = self.find(session_id)
+            await self.bring_back(session)
+            self._closed[session_id] = None
+            self.drop(session, report.parting)
+            record = self._closed[session_id] = finished_record(self.export(session, report))
+        return record
+
+    def forget_closed(self, session_id: str) -> None:
+        """The hub has what it left behind."""
+        self._closed.pop(session_id, None)
+
+    async def leave(self) -> None:
+        """It will not be served."""
+        for session_id in list(self.sessions):
+            self.forget(session_id)
+        await self.journal.close()
+
+    async def compact(self) -> None:
+        """Of sessions that are over nothing is asked any more."""
+        await self.journal.compact(lambda: ([], self._is_held))
+
+    def _is_held(self, record: Record) -> bool:
+        session_id = session_of(record)
+        # in this order: a session is in both for a moment when it is closed
+        return session_id in self.sessions or session_id in self._closed

@@ -1,0 +1,95 @@
+"""The runs that the hub has named to a gateway process, and requests that come before theirs is open there: a
+process that was started again first reads its journals.
+
+Owns their order and the waiting. Opening them is in process.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.sharding.forwarding import RESTART_S, absent, refuse
+from sf_core.dataplane.sharding.gateway_run import GatewayRun
+from sf_core.dataplane.sharding.owners import session_of
+from sf_core.dataplane.signals import Signal
+
+
+class NamedRuns:
+    def __init__(self) -> None:
+        self.open: dict[str, GatewayRun] = {}
+        """By id, in the order in which the hub has them: a request that names no session is of the last."""
+        self._names: list[str] = []
+        self._missing: dict[str, str | None] = {}
+        """Those that are not open, and why they could not be opened; None: they were not tried yet."""
+        self._is_told = False
+        self._changed = Signal()
+
+    def name(self, run_ids: Iterable[str]) -> None:
+        """The hub has these."""
+        for run_id in run_ids:
+            if run_id not in self._names:
+                self._names.append(run_id)
+                self._missing[run_id] = None
+        self._is_told = True
+        self._changed.notify()
+
+    def add(self, run: GatewayRun) -> None:
+        """It is open."""
+        self.open[run.spec.run_id] = run
+        for run_id in self._names:
+            if run_id in self.open:
+                self.open[run_id] = self.open.pop(run_id)
+        self._missing.pop(run.spec.run_id, None)
+        self._changed.notify()
+
+    def remove(self, run_id: str) -> GatewayRun | None:
+        """The hub has it no more. Returns it, if it was open."""
+        if run_id in self._names:
+            self._names.remove(run_id)
+        self._missing.pop(run_id, None)
+        self._changed.notify()
+        return self.open.pop(run_id, None)
+
+    def note_failure(self, run_id: str, reason: str) -> None:
+        """It could not be opened; the hub asks again."""
+        if run_id in self._missing:
+            self._missing[run_id] = reason
+            self._changed.notify()
+
+    @property
+    def are_open(self) -> bool:
+        """All of them."""
+        return self._is_told and not self._missing
+
+    async def wait_for(self, session_id: str | None) -> None:
+        """Returns when the run of this session is open, or the hub has none that it could be of; without a
+        session, when every run was tried. Raises ApiError 503 if that takes too long."""
+        if await self._changed.until(lambda: self._is_told and not self._awaited(session_id), RESTART_S):
+            return
+        reasons = [reason for reason in self._awaited(session_id).values() if reason is not None]
+        raise absent(f"has not opened it within {RESTART_S:g} s{': ' if reasons else ''}{' '.join(reasons)}")
+
+    def _awaited(self, session_id: str | None) -> dict[str, str | None]:
+        """Of those that are not open."""
+        if session_id is None:
+            return {run_id: reason for run_id, reason in self._missing.items() if reason is None}
+        return {name: reason for name, reason in self._missing.items() if session_id.startswith(f"{name}.")}
+
+
+class Opening:
+    """ASGI middleware: a request is answered when its run is open."""
+
+    def __init__(self, app: ASGIApp, runs: NamedRuns, key: str | None) -> None:
+        self._app, self._runs = app, runs
+        self._key = None if key is None else key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not self._runs.are_open:
+            try:
+                await self._runs.wait_for(session_of(scope, self._key))
+            except ApiError as error:
+                return await refuse(scope, send, error)
+        await self._app(scope, receive, send)

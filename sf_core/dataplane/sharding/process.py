@@ -1,0 +1,301 @@
+"""`python -m sf_core.dataplane.sharding.process`: a gateway process, started by the hub.
+
+Serves the turns of the sessions it owns and keeps a journal of them. Which sessions are open, the hub says;
+every token comes from there. It ends with its hub.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import orjson
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+
+from sf_core.dataplane.bodies import FinishBody, RunSpec
+from sf_core.dataplane.chat.renderer import read_renderer
+from sf_core.dataplane.control.metrics import MemoryUse, Metrics, Sessions
+from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.gateway.agent_routes import REFUSALS, agent_routes
+from sf_core.dataplane.gateway.keys import KeyCheck
+from sf_core.dataplane.gateway.lookup import Lookup
+from sf_core.dataplane.gateway.observed import Observed
+from sf_core.dataplane.journal.journal import Fsync, Journal
+from sf_core.dataplane.journal.memory import Memory
+from sf_core.dataplane.runs.records import read_opened
+from sf_core.dataplane.serving import server_config, tune_interpreter
+from sf_core.dataplane.sessions.session import Session
+from sf_core.dataplane.sessions.view import session_tree
+from sf_core.dataplane.sharding.background import Background
+from sf_core.dataplane.sharding.forwarding import Forwarding, Siblings, socket_path
+from sf_core.dataplane.sharding.gateway_run import GatewayRun
+from sf_core.dataplane.sharding.named_runs import NamedRuns, Opening
+from sf_core.dataplane.sharding.peer import Peer
+from sf_core.dataplane.sharding.port import AdoptingServer, Channel
+from sf_core.dataplane.sharding.relay import Uplink, UplinkRouter
+
+log = logging.getLogger(__name__)
+
+LOCK_S = 30.0
+"""How long the process waits for one before it to leave its journal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the hub says on standard input, as JSON."""
+
+    index: int
+    num_gateways: int
+    folder: str
+    """For sockets."""
+    key: str | None
+    fsync: Fsync
+    grace_s: float
+    memory_mb: float
+    frames_fd: int = -1
+    channel_fd: int = -1
+    """Descriptors that the process inherits: to the hub, and for the connections it is given."""
+
+
+class GatewayProcess:
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self.named = NamedRuns()
+        self.runs = self.named.open
+        self.memory = Memory(settings.memory_mb)
+        self.metrics = Metrics(Sessions(self.runs), MemoryUse(self.memory))
+        self.siblings = Siblings(Path(settings.folder))
+        self._peer = Peer(self._take, self._hub_is_gone)
+        self._uplink = Uplink(self._peer)
+        self._in_order: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """By run: orders are carried out one after the other, as they were given."""
+        self._background = Background()
+        self._locks: dict[Path, int] = {}
+        """File descriptors of the journals' locks, held until the process ends."""
+        self.server: AdoptingServer | None = None
+
+    @contextlib.asynccontextmanager
+    async def serving(self, _: Starlette) -> AsyncIterator[None]:
+        frames = socket.socket(fileno=self._settings.frames_fd)
+        await asyncio.get_running_loop().create_unix_connection(lambda: self._peer, sock=frames)
+        yield
+        self._background.cancel()
+        for run in self.runs.values():
+            await run.journal.close()
+        await self.memory.close()
+        await self.siblings.close()
+
+    def _take(self, kind: str, value: Any) -> None:
+        if not self._uplink.take(kind, value):
+            self._background.start(self._obey(kind, value))
+
+    def _hub_is_gone(self) -> None:
+        if self.server is None or not self.server.should_exit:
+            shutil.rmtree(self._settings.folder, ignore_errors=True)
+            # nothing more is written: another process may take over these journals
+            os._exit(1)
+
+    async def _obey(self, kind: str, value: Any) -> None:
+        run_id = _run_of(kind, value)
+        async with contextlib.nullcontext() if run_id is None else self._in_order[run_id]:
+            await self._carry_out(kind, value)
+
+    async def _carry_out(self, kind: str, value: Any) -> None:
+        match kind:
+            case "ask":
+                await self._answer(*value)
+            case "drop":
+                run_id, session_id, reason = value
+                run = self.runs.get(run_id)
+                if run is not None and (session := run.sessions.get(session_id)) is not None:
+                    run.drop(session, reason)
+            case "forget":
+                run_id, session_id = value
+                if run_id in self.runs:
+                    self.runs[run_id].forget_closed(session_id)
+            case "compact" if value in self.runs:
+                self._background.start(self.runs[value].compact())
+            case "released" if value in self.runs:
+                self.runs[value].released = True
+            case "left":
+                await self._leave_run(value)
+            case "end":
+                for earlier in list(self._in_order.values()):
+                    async with earlier:
+                        pass  # what was asked before is answered
+                assert self.server is not None
+                self.server.should_exit = True
+
+    async def _answer(self, number: int, kind: str, value: Any) -> None:
+        try:
+            return self._peer.answer(number, await self._reply(kind, value))
+        except ApiError as error:
+            refusal = error
+        except Exception as error:  # the hub tells whoever asked
+            log.exception("%s failed", kind)
+            refusal = ApiError(500, f"The data plane failed: {type(error).__name__}.")
+        if kind == "run":
+            self.named.note_failure(value[0]["run_id"], refusal.message)
+        self._peer.refuse(number, refusal)
+
+    async def _reply(self, kind: str, value: Any) -> Any:
+        match kind:
+            case "runs":
+                self.named.name(value)
+            case "run":
+                return await self._open_run(*value)
+            case "opened":
+                run_id, opened = value
+                self._run(run_id).open_new(read_opened({"opened": opened}))
+            case "close":
+                run_id, session_id, report = value
+                return await self._run(run_id).close(session_id, FinishBody.model_validate(report))
+            case "tree":
+                run_id, session_id = value
+                return await self._tree(self._run(run_id), session_id)
+            case "figures":
+                return self.metrics.text()
+        return None
+
+    def _run(self, run_id: str) -> GatewayRun:
+        if (run := self.runs.get(run_id)) is None:
+            raise ApiError(503, f"Run {run_id} could not be opened in a gateway process.", retry_after_s=5)
+        return run
+
+    async def _tree(self, run: GatewayRun, session_id: str) -> bytes:
+        session = run.find(session_id)
+        await run.bring_back(session)
+        # JSON, because MessagePack has no integers of more than 64 bits
+        return orjson.dumps(session_tree(run, session))
+
+    async def _open_run(
+        self, spec: dict[str, Any], opened: list[Any], journal: str, released: bool
+    ) -> dict[str, int]:
+        """The run as the hub has it; returns the oldest version of each session that has one."""
+        told = RunSpec.model_validate(spec)
+        sessions = {session.session_id: session for session in read_opened({"opened": opened})}
+        self.named.name([told.run_id])
+        if (run := self.runs.get(told.run_id)) is None:
+            run = await self._restore_run(told, sessions, Path(journal))
+        run.spec, run.released = told, released
+        run.keep_only(sessions)
+        run.open_new(sessions.values())
+        self.named.add(run)
+        return run.oldest
+
+    async def _restore_run(self, spec: RunSpec, sessions: dict[str, Session], hubs: Path) -> GatewayRun:
+        """With the turns that a process before this one recorded."""
+        path = hubs.with_suffix(".gateways") / f"{self._settings.index}.journal"
+        await self._lock(path)
+        renderer = await read_renderer(spec.model_dir)
+        journal = Journal(path, self._settings.fsync)
+        router = UplinkRouter(spec.run_id, self._uplink)
+        run = GatewayRun(spec, renderer, journal, router, self._settings.grace_s, self.memory, self._peer)
+        try:
+            await run.restore(sessions.values())
+        except Exception:
+            # it is tried again from the start
+            await run.leave()
+            raise
+        return run
+
+    async def _leave_run(self, run_id: str) -> None:
+        if (run := self.named.remove(run_id)) is not None:
+            await run.leave()
+            os.close(self._locks.pop(run.journal.path))
+
+    async def _lock(self, path: Path) -> None:
+        """Raises ApiError if another process keeps this journal."""
+        if path in self._locks:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = os.open(path.with_suffix(".lock"), os.O_CREAT | os.O_RDWR, 0o600)
+        try:
+            async with asyncio.timeout(LOCK_S):
+                while not _is_locked(lock):
+                    await asyncio.sleep(0.05)
+        except TimeoutError:
+            os.close(lock)
+            raise ApiError(503, f"Another gateway process works in {path}.", retry_after_s=5) from None
+        self._locks[path] = lock
+
+
+def _run_of(kind: str, value: Any) -> str | None:
+    """The run that an order is about; None: it is about none, or about all."""
+    if kind == "ask":
+        _, kind, value = value
+    match kind:
+        case "run":
+            return str(value[0]["run_id"])
+        case "opened" | "close" | "tree" | "drop" | "forget":
+            return str(value[0])
+        case "compact" | "released" | "left":
+            return str(value)
+    return None
+
+
+def _is_locked(lock: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def make_gateway_app(process: GatewayProcess, settings: Settings) -> Starlette:
+    sessions = Lookup(process.runs, settings.index + 1, settings.num_gateways)
+    return Starlette(
+        routes=[*agent_routes(sessions)],
+        middleware=[
+            Middleware(
+                Forwarding,
+                here=settings.index,
+                siblings=process.siblings,
+                key=settings.key,
+                num_gateways=settings.num_gateways,
+            ),
+            Middleware(Opening, runs=process.named, key=settings.key),
+            Middleware(Observed, metrics=process.metrics),
+            Middleware(KeyCheck, key=settings.key, runs=process.runs.values),
+        ],
+        exception_handlers=REFUSALS,
+        lifespan=process.serving,
+    )
+
+
+def main() -> None:
+    settings = Settings(**json.load(sys.stdin))
+    assert settings.fsync in get_args(Fsync)
+    # a terminal sends it to every process of the hub's group; the hub says when it is over
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    process = GatewayProcess(settings)
+    config = server_config(
+        make_gateway_app(process, settings), socket_path(Path(settings.folder), settings.index)
+    )
+    process.server = _GatewayServer(config, Channel(socket.socket(fileno=settings.channel_fd)))
+    tune_interpreter()
+    process.server.run()
+
+
+class _GatewayServer(AdoptingServer):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""What was sampled for a turn, as dialects get it: piece by piece while it comes, and whole at its end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import orjson
+
+from sf_core.dataplane.chat.messages import Message
+
+
+class Reasoning(NamedTuple):
+    """A piece of what a reasoning model thinks before it answers."""
+
+    text: str
+
+
+class MadeCall(NamedTuple):
+    """A tool call of an answer."""
+
+    call_id: str
+    name: str
+    arguments: str
+    """A JSON object."""
+
+
+class TokenLogprob(NamedTuple):
+    text: str
+    logprob: float
+    """Natural log."""
+
+
+Event = str | Reasoning | MadeCall
+"""A piece of content, of reasoning, or a whole call."""
+
+
+class Pieces(NamedTuple):
+    """What became certain of an answer since the last pieces."""
+
+    events: list[Event]
+    logprobs: list[TokenLogprob] | None
+    """Of the tokens sampled since; None if the request did not ask."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A finished turn."""
+
+    turn_id: str
+    message: Message
+    finish_reason: str
+    """`stop`, `length` or `tool_calls`."""
+    stop: str | None
+    """The stop string that ended it."""
+    num_prompt_tokens: int
+    num_sampled_tokens: int
+    logprobs: list[TokenLogprob] | None
+
+    @property
+    def reasoning(self) -> str:
+        return str(self.message.get("reasoning_content", ""))
+
+    @property
+    def content(self) -> str:
+        return str(self.message["content"])
+
+    @property
+    def calls(self) -> list[MadeCall]:
+        return [
+            MadeCall(call["id"], call["function"]["name"], encode_arguments(call["function"]["arguments"]))
+            for call in self.message.get("tool_calls", [])
+        ]
+
+
+def encode_arguments(arguments: dict[str, object]) -> str:
+    return orjson.dumps(arguments).decode()

@@ -1,0 +1,168 @@
+"""The sessions of one run where their turns are served.
+
+Owns which sessions a request may name and what becomes of them there: turns while they are open, trajectories
+when they end. Knows nothing of groups, runners and engines: where one process does everything it is the run
+itself (run.py), a gateway process has one for each run (gateways/process.py).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from pathlib import Path
+from typing import Protocol
+
+from sf_core.config.failures import Status
+from sf_core.dataplane.bodies import FinishBody, RunSpec
+from sf_core.dataplane.chat.renderer import Renderer
+from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.journal.journal import Journal
+from sf_core.dataplane.journal.memory import Memory
+from sf_core.dataplane.routing.generation import Generation
+from sf_core.dataplane.routing.pace import Pace
+from sf_core.dataplane.runs.groups import Claim
+from sf_core.dataplane.runs.records import FinishedSession
+from sf_core.dataplane.sessions.export import export_session
+from sf_core.dataplane.sessions.session import Session
+from sf_core.dataplane.sessions.turn_records import overflowed_record
+
+GRACE_S = 10.0
+"""A turn goes on for this long after its client went away: the client may ask again."""
+
+
+class TurnRouter(Protocol):
+    """What a turn asks of whatever finds an engine for it."""
+
+    def check_room(self) -> None:
+        """Raises ApiError 429 if too many wait already."""
+
+    def submit(self, generation: Generation) -> None: ...
+
+    def cancel(self, generation: Generation, reason: str) -> None:
+        """Nobody waits for it any more."""
+
+    def stop(self, generation: Generation) -> None:
+        """Sample no more for it."""
+
+
+class SessionHost(ABC):
+    def __init__(
+        self,
+        spec: RunSpec,
+        renderer: Renderer,
+        journal: Journal,
+        router: TurnRouter,
+        grace_s: float,
+        memory: Memory,
+    ) -> None:
+        self.spec = spec
+        self.renderer = renderer
+        self.journal = journal
+        self.router = router
+        self.grace_s = grace_s
+        self.memory = memory
+        self.pace = Pace()
+        self.released = False
+        """The run is over, unless another attempt of its flow goes on with it."""
+        self.sessions: dict[str, Session] = {}
+        self.counters: Counter[str] = Counter()
+
+    def open(self, session: Session) -> None:
+        """Serve this session from now on."""
+        if session.claim is not None and session.claim.place.split == "holdout":
+            session.floor = session.claim.place.group
+        self.sessions[session.session_id] = session
+        self.memory.add(session, self.spill_dir)
+
+    @property
+    def spill_dir(self) -> Path:
+        return spill_dir_of(self.journal)
+
+    async def bring_back(self, session: Session) -> None:
+        """Returns with all of a session in memory, where it stays as long as the caller awaits nothing else
+        or has a turn in flight. Raises ApiError 404 if it ends meanwhile, 500 if it cannot be read."""
+        while self.memory.is_on_disk(session):
+            await self.memory.load(session)
+        if self.sessions.get(session.session_id) is not session:
+            raise ApiError.no_session(session.session_id)
+        self.memory.use(session)
+
+    def forget(self, session_id: str) -> None:
+        if (session := self.sessions.pop(session_id, None)) is not None:
+            self.memory.remove(session)
+
+    def drop(self, session: Session, reason: str) -> None:
+        """Serve it no more; whoever still waits for a turn of it is told the reason."""
+        self.forget(session.session_id)
+        for name, number in session.branch_reasons.items():
+            self.count(f"branches.{name}", number)
+        self.count("abandoned_turns", session.num_unfinished)
+        for generation in list(session.running):
+            self.router.cancel(generation, reason)
+
+    async def note_overflow(self, session: Session) -> None:
+        """A request of this session did not fit into the context window. Raises ApiError 503 while the
+        journal cannot be written."""
+        if self.sessions.get(session.session_id) is session and not session.has_overflowed:
+            session.has_overflowed = True
+            await self.journal.attend(self.journal.append_chunk(overflowed_record(session.session_id)))
+
+    def export(self, session: Session, report: FinishBody) -> FinishedSession:
+        """What a session that was dropped leaves behind, from memory; the report has a reward, also of one
+        that failed."""
+        assert report.reward is not None
+        self.count("abandoned_turns", session.set_aside_unanswered())
+        status = status_of(session, report)
+        trajectories = export_session(
+            session,
+            policy=self.spec.served_model,
+            group_id=self._group_id(session),
+            stop_ids=self.renderer.stop_token_ids,
+            task_id=report.task_id or session.task_id,
+            environment=report.environment or session.environment,
+            reward=report.reward,
+            reward_parts={name: part for name, part in report.reward_parts.items() if part is not None},
+            status=status,
+        )
+        versions = [turn.versions for turn in session.turns if len(turn.versions)]
+        session.drop()
+        return FinishedSession(
+            session.session_id,
+            session.claim,
+            report.reward,
+            report.environment or session.environment,
+            min((int(sampled.min()) for sampled in versions), default=None),
+            max((int(sampled.max()) for sampled in versions), default=None),
+            trajectories,
+            status,
+        )
+
+    def _group_id(self, session: Session) -> str | None:
+        if (claim := session.claim) is None:
+            return session.group
+        return f"{self.spec.run_id}.g{claim.place.group}" if claim.place.split == "train" else None
+
+    def count(self, name: str, number: int = 1) -> None:
+        """For the run's counters."""
+        self.counters[name] += number
+
+    @abstractmethod
+    def note_started(self, claim: Claim, version: int) -> None:
+        """Weights of this version may have sampled a token of the session."""
+
+
+def status_of(session: Session, report: FinishBody) -> Status:
+    """How a session ended that is in memory. What the policy may have caused is told by the last thing it was
+    asked: it did not fit, or its answer had a call that could not be parsed."""
+    if report.status == "finished":
+        return "finished_after_overflow" if session.has_overflowed else "finished"
+    if report.cause != "agent":
+        return "timeout" if report.cause == "time" else "agent_error"
+    if session.has_overflowed:
+        return "context_overflow"
+    return "unparsed_call" if session.turns and session.turns[-1].num_unparsed_calls else "agent_error"
+
+
+def spill_dir_of(journal: Journal) -> Path:
+    """Where sessions and results of the journal's run are while memory has no room for them."""
+    return journal.path.with_suffix(".spill")

@@ -1,0 +1,300 @@
+"""Turns and the requests that wait for them: a request sent again joins its turn instead of sampling another.
+
+Owns which request belongs to which turn, how long a turn outlives its last client, and that nothing is
+forwarded before it is in the journal. What a turn samples is in turn.py.
+
+Clients tell a retry by `Idempotency-Key` (any HTTP client may send one) or by `X-Stainless-Retry-Count` (the
+OpenAI and Anthropic SDKs always do). Neither tells of an agent that asks again by itself after its stream
+broke; that one is known by the same body while the turn has no client or its answer was not delivered. Two
+clients that wait for equal bodies at the same time are two samples of one prompt, not a retry.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+
+from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.journal.journal import Journal, Record
+from sf_core.dataplane.sessions.session import Session
+from sf_core.dataplane.sessions.turn_records import (
+    RecordedTurn,
+    begun_record,
+    chunk_record,
+    delivered_record,
+    turn_record,
+)
+from sf_core.dataplane.signals import Signal
+from sf_core.dataplane.turns.answer import Answer, Pieces
+from sf_core.dataplane.turns.host import SessionHost
+from sf_core.dataplane.turns.turn import TurnService
+from sf_core.types import FinishReason
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """By what a request is known when it comes again."""
+
+    identity: bytes
+    """Of the key that the client gave it, else of its body; and of which turn of the request it is for."""
+    insists: bool
+    """It says that it is a retry or has a key: an answer that was delivered is given once more."""
+
+    @classmethod
+    def of(cls, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> Ticket:
+        """Headers as ASGI has them: lower-case names."""
+        found = dict(headers)
+        key = found.get(b"idempotency-key")
+        retries = found.get(b"x-stainless-retry-count", b"0")
+        identity = _digest(body, b"body") if key is None else _digest(key, b"key")
+        return cls(identity, key is not None or retries not in (b"", b"0"))
+
+    def of_turn(self, number: int) -> Ticket:
+        """For one of the turns that the request asks for."""
+        return replace(self, identity=_digest(self.identity + number.to_bytes(4, "little"), b"turn"))
+
+
+def _digest(data: bytes, kind: bytes) -> bytes:
+    return blake2b(data, digest_size=16, person=kind).digest()
+
+
+def is_known(session: Session, ticket: Ticket) -> bool:
+    """Whether the turn that this request waits for was begun already."""
+    return _find_served(session, ticket) is not None or _find_recorded(session, ticket) is not None
+
+
+def join_turn(
+    run: SessionHost, session: Session, ticket: Ticket, begin: Callable[[RecordedTurn | None], TurnService]
+) -> Listener:
+    """The turn this request waits for: one in flight, or what `begin` makes: a recorded one that is given
+    again or goes on, or a new one. Raises what `begin` raises."""
+    if (known := _find_served(session, ticket)) is not None:
+        return Listener(known)
+    if (recorded := _find_recorded(session, ticket)) is not None:
+        session.recorded.remove(recorded)
+    turn = begin(recorded)
+    asked = turn.prompt, ticket.identity
+    session.served = [other for other in session.served if other.known.may_be_asked_again(*asked)]
+    session.recorded = [known for known in session.recorded if known.may_be_asked_again(*asked)]
+    served = ServedTurn(run, session, turn, ticket, recorded)
+    session.served.append(served)
+    return Listener(served)
+
+
+def _find_served(session: Session, ticket: Ticket) -> ServedTurn | None:
+    return next((served for served in reversed(session.served) if served.is_answer_to(ticket)), None)
+
+
+def _find_recorded(session: Session, ticket: Ticket) -> RecordedTurn | None:
+    for recorded in reversed(session.recorded):
+        # an agent that has the answer asks for another one
+        if recorded.identity == ticket.identity and (ticket.insists or not recorded.delivered):
+            return recorded
+    return None
+
+
+class ServedTurn:
+    """A turn on its way, with all it has given so far. It goes on for `run.grace_s` without a client; over,
+    and with nobody left who gets its answer, it is a recorded turn like those that a restart finds. So is one
+    that was refused for now, as far as it came."""
+
+    def __init__(
+        self,
+        run: SessionHost,
+        session: Session,
+        turn: TurnService,
+        ticket: Ticket,
+        recorded: RecordedTurn | None,
+    ) -> None:
+        self.turn = turn
+        self.known = recorded or RecordedTurn(turn.key, ticket.identity, turn.prompt)
+        """What will be left of it."""
+        self.pieces: list[Pieces] = []
+        self.is_over = False
+        self.error: Exception | None = None
+        self.changed = Signal()
+        self._run, self._session = run, session
+        self._num_recorded = len(recorded.tokens.ids) if recorded else 0
+        self._is_recording = False
+        self._is_recorded = self.known.turn is not None
+        self.known.chunks = []  # the turn has taken them over
+        self._listeners: set[Listener] = set()
+        self._grace: asyncio.TimerHandle | None = None
+        # a session that no request can name again has nothing to find, and no second client to wait for
+        is_known = run.sessions.get(session.session_id) is session
+        self._journal = run.journal if is_known else None
+        self._grace_s = run.grace_s if is_known else 0.0
+        if self._journal is not None and recorded is None:
+            prompts = session.take_unrecorded()
+            self._journal.note(begun_record(turn.key, turn.nth, ticket.identity, prompts))
+        self._serving = asyncio.ensure_future(self._serve())
+
+    def is_answer_to(self, ticket: Ticket) -> bool:
+        if self.error is not None or self.turn.is_cancelled or ticket.identity != self.known.identity:
+            return False
+        if ticket.insists:
+            return True
+        return not self.known.delivered if self.is_over else not self._listeners
+
+    def join(self, listener: Listener) -> None:
+        self._listeners.add(listener)
+        if self._grace is not None:
+            self._grace.cancel()
+            self._grace = None
+
+    def leave(self, listener: Listener) -> None:
+        self._listeners.discard(listener)
+        if self.is_over:
+            self._settle()
+        elif not self._listeners and self._grace is None:
+            self._grace = asyncio.get_running_loop().call_later(self._grace_s, self.turn.cancel)
+
+    def check(self) -> None:
+        """Raises ApiError 503 while the turn waits for a journal that cannot be written. It goes on once that
+        can; asked again, it is joined."""
+        if self._journal is not None and self._is_recording:
+            self._journal.check()
+
+    def set_delivered(self) -> None:
+        if self.is_over and self.error is None and not self.known.delivered:
+            self.known.delivered, self.known.unanswered = True, False
+            if self._journal is not None:
+                self._journal.note(delivered_record(self.turn.key))
+
+    async def _serve(self) -> None:
+        last: Pieces | None = None
+        try:
+            async for pieces in self.turn.pieces():
+                if self.turn.is_over:
+                    last = pieces
+                else:
+                    await self._record_chunk()
+                    self._publish(pieces)
+            await self._record_turn()
+            assert last is not None
+            self._publish(last)
+        except Exception as error:  # those who wait for the turn raise it
+            self.error = error
+            self._note_unfinished()
+            if not isinstance(error, ApiError):
+                log.exception("turn %s failed", self.turn.turn_id)
+        finally:
+            self.is_over = True
+            self.known.turn, self.known.unanswered = self.turn.turn, not self.known.delivered
+            if self._grace is not None:
+                self._grace.cancel()
+            self.changed.notify()
+            self._settle()
+
+    def _settle(self) -> None:
+        """Once it is over and nobody is left who gets its answer, or it was put off."""
+        session, is_put_off = self._session, self.turn.is_put_off
+        if (is_put_off or not self._listeners) and self in session.served:
+            session.served.remove(self)
+            if is_put_off or self.error is None:
+                session.recorded.append(self.known)
+        self._run.memory.use(session)
+
+    def _publish(self, pieces: Pieces) -> None:
+        self.pieces.append(pieces)
+        self.changed.notify()
+
+    async def _record_chunk(self) -> None:
+        if self._journal is not None and (record := self._next_chunk()) is not None:
+            await self._until_recorded(self._journal, self._journal.append_chunk(record))
+
+    def _next_chunk(self) -> Record | None:
+        turn, start = self.turn, self._num_recorded
+        if turn.num_read <= start:
+            return None
+        self._num_recorded = turn.num_read
+        return chunk_record(turn.key, turn.tokens_since(start), turn.engines)
+
+    async def _record_turn(self) -> None:
+        if self._journal is not None and not self._is_recorded:
+            assert self.turn.turn is not None
+            # a session that ends before nobody has its answer, which is not trained then
+            self.known.turn, self.known.unanswered = self.turn.turn, True
+            record = turn_record(self.turn.key, self.turn.turn, self._num_recorded)
+            await self._until_recorded(self._journal, self._journal.append(record))
+
+    async def _until_recorded(self, journal: Journal, appending: Awaitable[None]) -> None:
+        journal.watchers.add(self.changed)
+        self._is_recording = True
+        if journal.failure is not None:
+            self.changed.notify()
+        try:
+            await appending
+        finally:
+            self._is_recording = False
+            journal.watchers.discard(self.changed)
+
+    def _note_unfinished(self) -> None:
+        turn = self.turn.turn
+        record: Record | None = None
+        if self.turn.is_put_off:
+            self.known.chunks, self.known.engines = [self.turn.tokens_since(0)], self.turn.engines
+            record = self._next_chunk()
+        elif turn is not None and turn.finish_reason is FinishReason.ABORT:
+            record = turn_record(self.turn.key, turn, self._num_recorded)
+        if self._journal is not None and record is not None:
+            self._journal.note(record)
+
+
+class Listener:
+    """One request that waits for a turn, from its first piece on."""
+
+    def __init__(self, served: ServedTurn) -> None:
+        self._served = served
+        self._is_gone = False
+        served.join(self)
+
+    @property
+    def turn_id(self) -> str:
+        return self._served.turn.turn_id
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self._served.turn.num_prompt_tokens
+
+    async def pieces(self) -> AsyncIterator[Pieces]:
+        """All pieces of the turn's answer. Raises what the turn raised."""
+        served, num_seen = self._served, 0
+        while True:
+            while num_seen < len(served.pieces):
+                num_seen += 1
+                yield served.pieces[num_seen - 1]
+            if self._is_gone:
+                raise ApiError(400, "The client went away before its answer was complete.")
+            if served.error is not None:
+                raise served.error
+            if served.is_over:
+                return
+            served.check()
+            await served.changed.wait()
+
+    def check(self) -> None:
+        """Raises ApiError 503 while the turn cannot go on; see ServedTurn.check."""
+        self._served.check()
+
+    def answer(self) -> Answer:
+        """The whole answer, once there are no more pieces."""
+        return self._served.turn.answer()
+
+    def leave(self) -> None:
+        """The client is gone or has what it came for. A turn that is not over goes on for a while: it may
+        be asked for again."""
+        if not self._is_gone:
+            self._is_gone = True
+            self._served.leave(self)
+            self._served.changed.notify()
+
+    def set_delivered(self) -> None:
+        """All of the answer has been sent."""
+        if not self._is_gone:
+            self._served.set_delivered()

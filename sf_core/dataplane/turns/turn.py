@@ -1,0 +1,333 @@
+"""Serving one turn: a canonical request becomes a generation, its tokens become an answer piece by piece.
+
+Owns what the agent sees of a turn and when the turn is recorded: before its end is forwarded. Knows no HTTP.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from array import array
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import jinja2
+
+from sf_core.dataplane.chat.answer_parser import (
+    THINK_END,
+    AnswerParts,
+    AnswerStream,
+    ReasoningSplitter,
+    StopStrings,
+)
+from sf_core.dataplane.chat.messages import Message, assistant_message, call_id
+from sf_core.dataplane.chat.renderer import Renderer, TextStream
+from sf_core.dataplane.chat.tool_formats import FORMATS, ToolCall
+from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.gateway.request import TurnRequest
+from sf_core.dataplane.routing.generation import Generation
+from sf_core.dataplane.sessions.session import Prompt, Session, Turn
+from sf_core.dataplane.sessions.turn_records import RecordedTurn, Tokens, TurnKey
+from sf_core.dataplane.turns.answer import Answer, Event, MadeCall, Pieces, TokenLogprob, encode_arguments
+from sf_core.dataplane.turns.host import SessionHost
+from sf_core.types import FinishReason, Sampling
+
+CONTEXT_OVERFLOW = "context_length_exceeded"
+"""Error code of a request whose prompt leaves no room for an answer."""
+
+_request_numbers = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRequest:
+    """A request whose prompt is in the session; its turns can be begun."""
+
+    run: SessionHost
+    session: Session
+    request: TurnRequest
+    prompt: Prompt
+    prompt_ids: array[int]
+
+    def begin(self, nth: int, recorded: RecordedTurn | None) -> TurnService:
+        """Its `nth` sample, or what is left of the one that was recorded."""
+        if recorded is None or recorded.prompt is self.prompt:
+            prompt, prompt_ids = self.prompt, self.prompt_ids
+        else:  # its key says that it is the same request
+            prompt, prompt_ids = recorded.prompt, recorded.prompt.full_ids()
+        return TurnService(self.run, self.session, self.request, prompt, prompt_ids, nth, recorded)
+
+
+def open_request(run: SessionHost, session: Session, request: TurnRequest) -> OpenRequest:
+    """Raises ApiError if the request cannot become a turn."""
+    prompt = _open_prompt(run, session, request, _forced_text(request, run.renderer))
+    prompt_ids = prompt.full_ids()
+    if len(prompt_ids) >= run.spec.context_length:
+        raise ApiError(
+            400,
+            f"The prompt has {len(prompt_ids)} tokens; the context window holds "
+            f"{run.spec.context_length}, at least one of them for the answer.",
+            code=CONTEXT_OVERFLOW,
+            param="messages" if request.text_or_ids is None else "prompt",
+        )
+    return OpenRequest(run, session, request, prompt, prompt_ids)
+
+
+def count_tokens(run: SessionHost, request: TurnRequest) -> int:
+    """Of the prompt as it is rendered, when no turn of it is recorded. Raises ApiError."""
+    return len(_open_prompt(run, Session("count"), request, _forced_text(request, run.renderer)).ids)
+
+
+class TurnService:
+    """One sample of a request. `recorded` is what an earlier process recorded of it: the turn goes on from
+    there."""
+
+    def __init__(
+        self,
+        run: SessionHost,
+        session: Session,
+        request: TurnRequest,
+        prompt: Prompt,
+        prompt_ids: array[int],
+        nth: int,
+        recorded: RecordedTurn | None = None,
+    ) -> None:
+        """`nth` counts the request's samples."""
+        self._run, self._session, self._request = run, session, request
+        self.prompt, self.nth = prompt, nth
+        self.turn: Turn | None = recorded.turn if recorded else None
+        """As it is in the session, once it is over."""
+        self.is_put_off = False
+        """It was refused for now, and its request may come again: then it goes on."""
+        sample = recorded.key.sample if recorded else session.begin_sample(prompt, nth)
+        self.key = TurnKey(session.session_id, prompt.index, sample)
+        self.turn_id = session.turn_id(prompt, sample)
+        self._text = TextStream(run.renderer)
+        self._stops = StopStrings(request.stop)
+        self._answer = _answer_stream(run.renderer, request, prompt.forced)
+        self._num_calls = 0
+        self._forced: AnswerParts = self._answer.push(prompt.forced.removeprefix(_AFTER_THINKING))
+        self._num_read = 0
+        self._logprobs: list[TokenLogprob] | None = [] if request.logprobs else None
+        """Of the tokens read."""
+        self._ends_early = bool(request.stop) or (request.calls_tools and not request.tool_choice.parallel)
+        """The turn may end before the engine ends it: tokens are looked at one by one."""
+        self._generation = Generation(
+            f"{next(_request_numbers)}",
+            prompt_ids,
+            self._sampling(sample, nth),
+            min(run.spec.context_length - len(prompt_ids), self._budget()),
+            run.renderer.stop_token_ids,
+            stream=request.stream or self._ends_early,
+            floor=max(prompt.version, session.floor),
+        )
+        self._generation.session_id = session.session_id
+        self._generation.pace = run.pace
+        if (before := prompt.continues) is not None:
+            self._generation.comes_after(before.engine.split(",")[-1], prompt.version, prompt.start)
+        claim = session.claim
+        if claim is not None:
+            self._generation.on_start = lambda version: run.note_started(claim, version)
+        if recorded is not None:
+            recorded.restore(self._generation)
+
+    @property
+    def is_over(self) -> bool:
+        return self._generation.finish_reason is not None
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self._generation.cancelled is not None
+
+    @property
+    def num_read(self) -> int:
+        """Tokens that `pieces` has told of so far."""
+        return self._num_read
+
+    @property
+    def engines(self) -> str:
+        return ",".join(self._generation.engines)
+
+    def tokens_since(self, start: int) -> Tokens:
+        """Those that `pieces` has told of."""
+        generation, end = self._generation, self._num_read
+        return Tokens.of(
+            generation.token_ids[start:end], generation.logprobs[start:end], generation.versions[start:end]
+        )
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self._generation.prompt_ids)
+
+    async def pieces(self) -> AsyncIterator[Pieces]:
+        """What becomes certain of the answer, as it does. After the last piece the turn is recorded."""
+        generation = self._generation
+        self._session.running.add(generation)
+        if generation.finish_reason is None:
+            self._run.router.submit(generation)
+        try:
+            is_last = False
+            while not is_last:
+                await generation.progress(self._num_read)
+                if generation.cancelled is not None:
+                    raise ApiError(
+                        410, f"This request was ended: {generation.cancelled}.", code="session_over"
+                    )
+                pieces, is_last = self._read(), generation.finish_reason is not None
+                yield pieces
+        finally:
+            self._session.running.discard(generation)
+            if generation.finish_reason is None and not self._put_off():
+                self._abandon()
+        if self.turn is None:
+            unparsed = self._answer.num_unparsed
+            self.turn = self._session.commit(
+                generation, self.prompt, self.key.sample, self._message(), unparsed
+            )
+            self._run.count("unparsed_calls", unparsed)
+
+    def answer(self) -> Answer:
+        """The whole answer, once there are no more pieces."""
+        generation = self._generation
+        assert generation.finish_reason is not None and self.turn is not None
+        called = bool(self._answer.calls) and generation.finish_reason is FinishReason.STOP
+        return Answer(
+            self.turn_id,
+            self.turn.message,
+            "tool_calls" if called else generation.finish_reason.value,
+            self._stops.found,
+            len(generation.prompt_ids),
+            len(generation.token_ids),
+            self._logprobs,
+        )
+
+    def cancel(self) -> None:
+        """The client went away: stop sampling. What was sampled so far is not trained on."""
+        self._run.router.cancel(self._generation, "the client went away")
+
+    def _read(self) -> Pieces:
+        """Take in new tokens; at a stop string, or behind the only call wanted, the turn ends with the token
+        that completes it."""
+        generation, start = self._generation, self._num_read
+        new = generation.token_ids[start:].tolist()
+        parts, self._forced = self._forced, []
+        if not self._ends_early:
+            self._num_read += len(new)
+            parts += self._answer.push(self._text.push(self._visible(new)))
+        for token in new if self._ends_early else ():
+            self._num_read += 1
+            parts += self._answer.push(self._stops.push(self._text.push(self._visible([token]))))
+            if self._is_at_end():
+                self._run.router.stop(generation)
+                generation.end_at(self._num_read)
+                break
+        if generation.finish_reason is not None:
+            if not self._stops.found:
+                rest = self._stops.push(self._text.flush())
+                parts += self._answer.push(rest + self._stops.flush())
+            parts += self._answer.finish()
+        return Pieces([self._event(part) for part in parts], self._read_logprobs(start))
+
+    def _is_at_end(self) -> bool:
+        one_call = not self._request.tool_choice.parallel and len(self._answer.calls) > 0
+        return self._stops.found is not None or one_call
+
+    def _event(self, part: str | ToolCall | Event) -> Event:
+        if not isinstance(part, ToolCall):
+            return part
+        self._num_calls += 1
+        made = call_id(self.turn_id, self._num_calls - 1)
+        return MadeCall(made, part.name, encode_arguments(part.arguments))
+
+    def _visible(self, ids: list[int]) -> list[int]:
+        stops = self._run.renderer.stop_texts
+        return ids if stops.keys().isdisjoint(ids) else [token for token in ids if token not in stops]
+
+    def _read_logprobs(self, start: int) -> list[TokenLogprob] | None:
+        if self._logprobs is None:
+            return None
+        generation, end, decode = self._generation, self._num_read, self._run.renderer.decode
+        ids, logprobs = generation.token_ids[start:end].tolist(), generation.logprobs[start:end].tolist()
+        new = [TokenLogprob(decode([token]), logprob) for token, logprob in zip(ids, logprobs, strict=True)]
+        self._logprobs += new
+        return new
+
+    def _put_off(self) -> bool:
+        refusal = self._generation.refusal
+        is_for_now = refusal is not None and refusal.retry_after_s is not None
+        # no request can name a session that is not among the run's
+        if is_for_now and self._run.sessions.get(self._session.session_id) is self._session:
+            if not self._ends_early:
+                self._num_read = len(self._generation.token_ids)
+            self.is_put_off = True
+        return self.is_put_off
+
+    def _abandon(self) -> None:
+        self._run.router.cancel(self._generation, "the client went away")
+        self._run.count("abandoned_turns")
+        self.turn = self._session.abandon(self._generation, self.prompt, self.key.sample, self._message())
+
+    def _message(self) -> Message:
+        answer = self._answer
+        return assistant_message(answer.content, answer.calls, self.turn_id, answer.reasoning)
+
+    def _budget(self) -> int:
+        asked = self._request.max_tokens
+        if self._session.claim is None:
+            return asked or self._run.spec.context_length
+        return min(asked or self._run.spec.max_tokens, self._run.spec.max_tokens)
+
+    def _sampling(self, sample: int, nth: int) -> Sampling:
+        """The run's in its own sessions, whatever the agent asks for; else the request's (design 5.5)."""
+        spec, request, claim = self._run.spec, self._request, self._session.claim
+        if claim is None:
+            seed = secrets.randbits(64) if request.seed is None else (request.seed + nth) % 2**64
+            return Sampling(request.temperature, request.top_p, request.top_k, seed)
+        seed = turn_seed(spec.seed, claim.place, self.prompt.index, sample, claim.draw)
+        return Sampling(spec.temperature, spec.top_p, spec.top_k, seed)
+
+
+def _open_prompt(run: SessionHost, session: Session, request: TurnRequest, forced: str) -> Prompt:
+    if request.text_or_ids is not None:
+        return session.open_ids(_given_ids(run.renderer, request.text_or_ids))
+    try:
+        return session.open_prompt(request.messages, request.tools, run.renderer, forced)
+    except jinja2.TemplateError as error:
+        raise ApiError(400, f"The chat template refuses these messages: {error}", param="messages") from None
+
+
+def _given_ids(renderer: Renderer, given: str | list[int]) -> list[int]:
+    ids = renderer.encode(given).tolist() if isinstance(given, str) else given
+    if not 0 <= min(ids) <= max(ids) < renderer.vocab_size:
+        raise ApiError(400, f"Token ids must be from 0 to {renderer.vocab_size - 1}.", param="prompt")
+    return ids
+
+
+_AFTER_THINKING = f"\n{THINK_END}\n\n"
+
+
+def _forced_text(request: TurnRequest, renderer: Renderer) -> str:
+    """How the answer must begin for a tool to be called."""
+    choice = request.tool_choice
+    if choice.kind != "required":
+        return ""
+    tool = next((tool for tool in request.tools if tool["function"]["name"] == choice.name), None)
+    opening = FORMATS[renderer.tool_format].opening(tool)
+    return (_AFTER_THINKING if renderer.opens_thinking else "") + opening
+
+
+def _answer_stream(renderer: Renderer, request: TurnRequest, forced: str) -> AnswerStream:
+    splitter = FORMATS[renderer.tool_format].splitter(request.tools) if request.calls_tools else None
+    if not (renderer.thinks and request.text_or_ids is None) or forced:
+        return AnswerStream(splitter)
+    return AnswerStream(splitter, ReasoningSplitter(renderer.opens_thinking))
+
+
+def turn_seed(
+    run_seed: int, place: tuple[str | int, ...], prompt_index: int, sample: int, draw: int = 0
+) -> int:
+    """Unsigned 64-bit key of a turn. It has the session's `draw` (groups.py) in it, not its attempt: given
+    out again because its runner was lost, a session draws the same."""
+    key = (run_seed, *place, prompt_index, sample, *([draw] if draw else []))
+    text = ".".join(map(str, key))
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -1,0 +1,100 @@
+"""What a run directory can spare: old checkpoints, old weights, what writes that were cut off have left, the
+journal of a finished run.
+
+Owns what must stay: the weights that a resume publishes again, the checkpoint it trains on from, the newest
+policy; and everything newer, which a stage that is not committed yet may have made. Batches always stay: with
+them every policy version can be made again (design 5.6).
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from sf_core.config import RunConfig
+from sf_core.reports.states import check_idle, is_finished, is_served
+from storage import files
+from storage.checkpoints import has_checkpoint, remove_checkpoint
+from storage.run_directory import RunDirectory
+
+
+@dataclass(frozen=True, slots=True)
+class Spare:
+    """Something that can go."""
+
+    run: RunDirectory
+    kind: str
+    """checkpoints, weights, unfinished, journal."""
+    uri: str
+    bytes: int
+
+    @property
+    def name(self) -> str:
+        return self.uri.removeprefix(self.run.uri + "/")
+
+    def remove(self) -> None:
+        if self.kind == "checkpoints":
+            remove_checkpoint(self.uri)
+        else:
+            files.remove_folder(self.uri)
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    checkpoints: int = 1
+    """Newest complete ones."""
+    weights: int = 1
+    """Newest published versions."""
+    journals: bool = True
+
+
+def check_not_linked(run: RunDirectory, where: str) -> None:
+    """Raises ValueError if the folder holds only a link to the run: it may be kept for somebody else."""
+    if run.uri != files.absolute(where) and not files.lies_in(run.uri, where):
+        raise ValueError(f"{run.uri}: is a link to a run elsewhere; to clean that up, name it")
+
+
+def spares(run: RunDirectory, keep: Keep) -> list[Spare]:
+    """Oldest first. Raises BusyError, or ValueError with one sentence if it cannot be told."""
+    finished = is_finished(run, run.read_config(RunConfig).train.iterations)
+    # nobody works on a finished run, whether or not that can be asked
+    if not finished:
+        check_idle(run)
+    found = _old_checkpoints(run, _num_committed(run, "train"), keep.checkpoints)
+    found += _old_weights(run, _num_committed(run, "publish"), keep.weights)
+    found += _unfinished(run, [uri for _, uri in found])
+    # a data plane that still knows the run has the file open
+    if not keep.journals and finished and is_served(run) == "no":
+        found.append(("journal", run.journal_dir))
+    # what a link leads to may be another run's
+    own = [(kind, uri) for kind, uri in found if files.lies_in(uri, run.uri)]
+    sizes = [Spare(run, kind, uri, files.folder_bytes(uri)) for kind, uri in own]
+    return [spare for spare in sizes if spare.bytes]
+
+
+def _old_checkpoints(run: RunDirectory, trained: int, keep: int) -> list[tuple[str, str]]:
+    versions = _versions(run, "checkpoints")
+    complete = [v for v in versions if v <= trained and has_checkpoint(run.checkpoint_dir(v))]
+    oldest_kept = complete[-keep:][0] if complete else 0
+    return [("checkpoints", run.checkpoint_dir(v)) for v in versions if v < oldest_kept]
+
+
+def _old_weights(run: RunDirectory, published: int, keep: int) -> list[tuple[str, str]]:
+    old = [version for version in _versions(run, "weights") if version <= published]
+    return [("weights", run.weights_dir(v)) for v in old[:-keep]]
+
+
+def _unfinished(run: RunDirectory, going: list[str]) -> list[tuple[str, str]]:
+    """Where files are large. A process that is killed while it writes leaves what it has written."""
+    uris = [uri for kind in ("checkpoints", "weights") for uri in files.list_unfinished(run.path(kind))]
+    return [("unfinished", uri) for uri in uris if uri.rsplit("/", 1)[0] not in going]
+
+
+def _versions(run: RunDirectory, kind: str) -> list[int]:
+    names = (uri.rsplit("/", 1)[-1].removeprefix("v") for uri in files.list_folders(run.path(kind)))
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def _num_committed(run: RunDirectory, stage: str) -> int:
+    """Iterations before the first in which the stage is to be done."""
+    return next(k for k in itertools.count() if run.read_manifest(k, stage) is None)

@@ -1,0 +1,162 @@
+"""The tokens of sessions as compressed blocks, decoded by the browser when a session is opened.
+
+The telling sessions of every iteration come first, then all others, newest first, until the budget is used.
+A block is zlib over: the length of its JSON (uint32), the JSON, padding to four bytes, and four arrays with
+one element per token: ids int32, policy versions int32, log-probs int16 in thousandths, states uint8. All
+are little-endian. sessions.js reads it.
+"""
+
+from __future__ import annotations
+
+import base64
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass, field
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import orjson
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from sf_core.reports.html.session_list import SessionFacts, list_sessions, read_sampling, telling
+from sf_core.reports.view import Sampling
+from storage.schema import NOT_SAMPLED, Trajectory
+from storage.trajectories import to_rows
+
+BLOCK_TOKENS = 60_000
+"""Decoded as one: a few hundredths of a second in a browser."""
+
+GIVEN, CARRIED, TRAINED = 0, 1, 2
+"""State of a token: not sampled; sampled, trained in another branch; sampled and trained here."""
+
+MAX_MISSES = 3
+"""After so many samplings in a row of which nothing fits, older ones are not read: it would be in full."""
+
+NO_LOGPROB = 1
+"""No log-prob is positive."""
+
+
+@dataclass(slots=True)
+class Embedded:
+    """The sessions of a page."""
+
+    facts: list[SessionFacts] = field(default_factory=list)
+    block_of: list[int] = field(default_factory=list)
+    """Number of the block that holds the session, one for each of `facts`."""
+    blocks: list[str] = field(default_factory=list)
+    token_ids: set[int] = field(default_factory=set)
+    """Every id that occurs."""
+    num_all: int = 0
+    """Sessions of the run."""
+
+    @property
+    def num_characters(self) -> int:
+        return sum(map(len, self.blocks))
+
+
+def embed_sessions(samplings: Sequence[Sampling], budget: int) -> Embedded:
+    """Blocks of at most `budget` characters in sum. Raises ValueError if a file is missing or broken."""
+    newest_first = [(sampling, list_sessions(sampling)) for sampling in reversed(samplings)]
+    embedded = Embedded(num_all=sum(len(sessions) for _, sessions in newest_first))
+    told = {session.session_id for _, sessions in newest_first for session in telling(sessions)}
+    for are_telling in (True, False):
+        misses = 0
+        for sampling, sessions in newest_first:
+            wanted = [session for session in sessions if (session.session_id in told) == are_telling]
+            # a little is left over: blocks do not come in every size
+            if wanted and misses < MAX_MISSES and embedded.num_characters < 0.98 * budget:
+                fits = _embed(embedded, sampling, wanted, budget)
+                misses = 0 if fits else misses + 1
+    return embedded
+
+
+def compress(data: bytes) -> str:
+    return base64.b64encode(zlib.compress(data)).decode()
+
+
+def _embed(embedded: Embedded, sampling: Sampling, sessions: Sequence[SessionFacts], budget: int) -> bool:
+    """Whether any of them fits."""
+    num_before = len(embedded.blocks)
+    table = read_sampling(sampling)
+    wanted = pa.array([session.session_id for session in sessions])
+    rows: dict[str, list[Trajectory]] = {session.session_id: [] for session in sessions}
+    for row in to_rows(table.filter(pc.is_in(table["session_id"], wanted))):
+        rows[row.session_id].append(row)
+    for part in _parts(sessions):
+        branches = [rows[session.session_id] for session in part]
+        block = compress(encode_block(branches))
+        if embedded.num_characters + len(block) > budget:
+            break
+        embedded.facts += part
+        embedded.block_of += [len(embedded.blocks)] * len(part)
+        embedded.blocks.append(block)
+        for row in chain.from_iterable(branches):
+            embedded.token_ids.update(np.unique(row.token_ids).tolist())
+    return len(embedded.blocks) > num_before
+
+
+def _parts(sessions: Sequence[SessionFacts]) -> Iterator[list[SessionFacts]]:
+    part: list[SessionFacts] = []
+    for session in sessions:
+        if part and sum(other.tokens for other in part) + session.tokens > BLOCK_TOKENS:
+            yield part
+            part = []
+        part.append(session)
+    if part:
+        yield part
+
+
+def encode_block(sessions: Sequence[Sequence[Trajectory]]) -> bytes:
+    """The branches of some sessions. What a branch repeats from its parent is not in it again."""
+    described, own, reached = [], [], 0
+    for branches in sessions:
+        first, ids, entries = branches[0], {row.branch_id for row in branches}, []
+        for row in branches:
+            parent = row.parent_branch_id if row.parent_branch_id in ids else None
+            shared = row.shared_prefix if parent is not None else 0
+            entries.append(_branch(row, parent, shared, reached))
+            own.append((row, slice(shared, None)))
+            reached += len(row.token_ids) - shared
+        described.append(
+            {
+                "id": first.session_id,
+                "seconds": round(first.finished_at - first.started_at, 3),
+                "reward_parts": dict(first.reward_parts),
+                "branches": entries,
+            }
+        )
+    head = orjson.dumps(described)
+    head += b" " * (-len(head) % 4)
+    arrays = [
+        np.concatenate([row.token_ids[span] for row, span in own]).astype("<i4"),
+        np.concatenate([row.policy_versions[span] for row, span in own]).astype("<i4"),
+        np.concatenate([_thousandths(row.logprobs[span]) for row, span in own]).astype("<i2"),
+        np.concatenate([_states(row)[span] for row, span in own]).astype("u1"),
+    ]
+    return b"".join([struct.pack("<I", len(head)), head, *(array.tobytes() for array in arrays)])
+
+
+def _branch(row: Trajectory, parent: str | None, shared: int, begin: int) -> dict[str, Any]:
+    """`begin` is the place in the block of its first token that the parent has not."""
+    return {
+        "id": row.branch_id,
+        "parent": parent,
+        "shared": shared,
+        "begin": begin,
+        "length": len(row.token_ids) - shared,
+        "interruptions": row.interruptions,
+        "turns": [astuple(turn) for turn in row.turns],
+    }
+
+
+def _thousandths(logprobs: np.ndarray) -> np.ndarray:
+    whole = np.clip(np.round(logprobs * 1000), -32768, 0)
+    return np.where(np.isnan(logprobs), NO_LOGPROB, np.nan_to_num(whole))
+
+
+def _states(row: Trajectory) -> np.ndarray:
+    sampled = row.policy_versions != NOT_SAMPLED
+    return np.where(row.loss_mask, TRAINED, np.where(sampled, CARRIED, GIVEN))

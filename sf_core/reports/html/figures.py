@@ -1,0 +1,130 @@
+"""The figures of a run as the report page draws them: plain lists and mappings that JSON keeps.
+
+Owns which figures are shown. How they look is report.html's and its scripts'.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from itertools import chain, groupby
+from typing import Any
+
+import pyarrow as pa
+
+from sf_core.reports import devices as device_report
+from sf_core.reports import view
+from sf_core.reports.iterations import Iteration, Window, iteration_windows, read_iterations
+from sf_core.scheduling.timeline import Span, read_spans
+from storage.batches import read_batch
+from storage.errors import StorageError
+from storage.run_directory import STAGES, RunDirectory
+from storage.trajectories import read_trajectories
+
+TRAINING = ("entropy", "kl", "clip_fraction", "grad_norm", "length_mean")
+"""Metrics of the train stage that are drawn where a run has them."""
+
+TIMELINE_STEPS = 4000
+"""Gaps shorter than this part of the run are closed in the timeline: nobody could see them."""
+
+
+def run_figures(run: RunDirectory) -> dict[str, Any]:
+    """Everything but the sessions. Raises ValueError if a committed file is missing or broken."""
+    iterations = list(read_iterations(run))
+    windows = iteration_windows(iterations)
+    rollouts = {
+        row.iteration: asdict(row.rollout) for row in view.iteration_figures(run) if row.rollout is not None
+    }
+    # writes: only behind what finds a broken run, and who may only read gets the figures that are there
+    with suppress(StorageError):
+        device_report.record_figures(run, len(iterations) - 1)
+    devices = device_report.read_figures(run, range(len(iterations)))
+    rows = [
+        {
+            "iteration": iteration.number,
+            "seconds": _length(windows.get(iteration.number)),
+            "sampled_tokens": iteration.sampled_tokens if iteration.is_through else None,
+            "stages": [stage for stage in STAGES if stage in iteration.stages],
+            "rollout": rollouts.get(iteration.number),
+            "training": _training(iteration),
+            "devices": devices.get(iteration.number, {}),
+        }
+        for iteration in iterations
+    ]
+    return {
+        "iterations": rows,
+        "held_out": sorted(view.held_out_rewards(run, len(iterations) + 1).items()),
+        "timeline": _timeline(read_spans(run), windows.values()),
+        "groups": list(chain.from_iterable(_groups(run, iteration) for iteration in iterations)),
+    }
+
+
+def _length(window: Window | None) -> float | None:
+    return None if window is None else window[1] - window[0]
+
+
+def _training(iteration: Iteration) -> dict[str, float]:
+    data = iteration.stages["train"].data if "train" in iteration.stages else {}
+    return {name: data[name] for name in TRAINING if data.get(name) is not None}
+
+
+def _timeline(spans: Sequence[Span], windows: Iterable[Window]) -> dict[str, Any]:
+    begin = min((span.start for span in spans), default=0.0)
+    end = max((span.end for span in spans), default=0.0)
+    gap_s = (end - begin) / TIMELINE_STEPS
+    by_worker = groupby(spans, key=lambda span: span.worker)
+    return {
+        "seconds": round(end - begin, 3),
+        "boundaries": [round(window[1] - begin, 3) for window in windows],
+        "workers": {worker: _bars(own, begin, gap_s) for worker, own in by_worker},
+    }
+
+
+def _bars(spans: Iterable[Span], begin: float, gap_s: float) -> list[list[Any]]:
+    """[tag, kind, label, start, end] with seconds since `begin`; near neighbours of one sort become one."""
+    sorts: dict[tuple[str, str, str], list[list[float]]] = defaultdict(list)
+    for span in spans:
+        bars = sorts[span.tag, span.kind, span.label]
+        if bars and span.start - bars[-1][1] <= gap_s:
+            bars[-1][1] = max(bars[-1][1], span.end)
+        else:
+            bars.append([span.start, span.end])
+    return [
+        [*sort, round(start - begin, 3), round(end - begin, 3)]
+        for sort, bars in sorts.items()
+        for start, end in bars
+    ]
+
+
+def _groups(run: RunDirectory, iteration: Iteration) -> list[list[Any]]:
+    """[iteration, group, task, rewards, decision] of every group, the rejected ones with their reason."""
+    number, stages = iteration.number, iteration.stages
+    rows = []
+    if "filter" in stages:
+        columns = ["group_id", "session_id", "task_id", "reward", "decision"]
+        for ref in stages["filter"].outputs:
+            rows += _group_rows(number, read_batch(run.path(ref.uri), columns))
+    elif "rollout" in stages:
+        columns = ["group_id", "session_id", "task_id", "reward"]
+        for ref in stages["rollout"].outputs:
+            table = read_trajectories(run.path(ref.uri), columns)
+            waiting = pa.array(["not filtered yet"] * len(table), pa.string())
+            rows += _group_rows(number, table.append_column("decision", waiting))
+    if "rollout" in stages:
+        rejected = stages["rollout"].data.get("rejected", {})
+        rows += [[number, f"{run.run_id}.g{index}", "", [], reason] for index, reason in rejected.items()]
+    return rows
+
+
+def _group_rows(iteration: int, table: pa.Table) -> list[list[Any]]:
+    groups: dict[str, list[Any]] = {}
+    seen = set()
+    for row in table.to_pylist():
+        group = groups.setdefault(row["group_id"], [iteration, row["group_id"], row["task_id"], [], set()])
+        if row["session_id"] not in seen:  # a session counts once, whatever its branches
+            seen.add(row["session_id"])
+            group[3].append(row["reward"])
+        group[4].add(row["decision"])
+    return [[*group[:4], ", ".join(sorted(group[4]))] for group in groups.values()]

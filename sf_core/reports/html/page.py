@@ -1,0 +1,117 @@
+"""`sf report`: a run as one HTML file that opens offline. Owns what is put together and how large it gets.
+
+Everything agents wrote travels as compressed data and reaches the page as text nodes; a
+Content-Security-Policy allows the page's own script and style by their hashes and no request at all.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.resources import files as package_files
+
+import orjson
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from sf_core.models.tokenizer import open_tokenizer, token_bytes
+from sf_core.reports import view
+from sf_core.reports.html.blocks import Embedded, compress, embed_sessions
+from sf_core.reports.html.figures import run_figures
+from storage.files import write_atomic
+from storage.run_directory import RunDirectory
+
+SCRIPTS = ("dom.js", "charts.js", "tables.js", "sessions.js", "viewer.js", "main.js")
+
+
+def write_report(uri: str, target: str | None, max_mb: float) -> str:
+    """Write the page of a run, by default RUN/report.html, and return where it is.
+
+    It takes at most `max_mb` megabytes (10^6 bytes); sessions that do not fit are left out and counted on it.
+    Raises ValueError with one sentence if there is no run, a committed file is missing or broken, or the
+    figures alone are larger than that.
+    """
+    if not 0 < max_mb < math.inf:
+        raise ValueError(f"a page of at most {max_mb:g} MB: expected a number of megabytes above 0")
+    run = view.open_run(uri)
+    target = target or run.path("report.html")
+    page = render(run, int(max_mb * 1e6))
+    write_atomic(target, page)
+    return target
+
+
+def render(run: RunDirectory, max_bytes: int) -> bytes:
+    """The page as UTF-8."""
+    figures = run_figures(run)
+    base = len(_fill(run, figures, Embedded()))
+    if base > max_bytes:
+        raise ValueError(
+            f"{run.uri}: the figures alone take {base / 1e6:.1f} MB; allow more than {max_bytes / 1e6:g} MB"
+        )
+    # the list of sessions and the vocabulary take their part
+    budget = int((max_bytes - base) * 0.9)
+    embedded = embed_sessions(list(view.samplings(run)), budget)
+    page = _fill(run, figures, embedded)
+    while len(page) > max_bytes and embedded.blocks:
+        _drop_last_block(embedded)
+        page = _fill(run, figures, embedded)
+    return page
+
+
+def _drop_last_block(embedded: Embedded) -> None:
+    embedded.blocks.pop()
+    kept = embedded.block_of.index(len(embedded.blocks))
+    del embedded.facts[kept:], embedded.block_of[kept:]
+
+
+def _fill(run: RunDirectory, figures: dict[str, object], embedded: Embedded) -> bytes:
+    environment = Environment(
+        loader=PackageLoader("sf_core.reports.html", "assets"), autoescape=True, undefined=StrictUndefined
+    )
+    style, script = _asset("report.css"), "\n".join(map(_asset, SCRIPTS))
+    page = environment.get_template("report.html").render(
+        run_id=run.run_id,
+        made_at=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        style=style,
+        script=script,
+        style_hash=_hash(style),
+        script_hash=_hash(script),
+        data={
+            "figures": _json(figures),
+            "sessions": _json(_session_list(embedded)),
+            "vocabulary": _json(_vocabulary(run, embedded)),
+        },
+        blocks=embedded.blocks,
+    )
+    return page.encode()
+
+
+def _session_list(embedded: Embedded) -> dict[str, object]:
+    rows = [asdict(facts) for facts in embedded.facts]
+    return {
+        "columns": {name: [row[name] for row in rows] for name in (rows[0] if rows else ())},
+        "block": embedded.block_of,
+        "num_all": embedded.num_all,
+    }
+
+
+def _vocabulary(run: RunDirectory, embedded: Embedded) -> dict[str, object]:
+    """Bytes as characters 0 to 255, which JSON keeps."""
+    ids = sorted(embedded.token_ids)
+    tokenizer = open_tokenizer(run) if ids else None
+    return {"ids": ids, "bytes": [piece.decode("latin-1") for piece in token_bytes(tokenizer, ids)]}
+
+
+def _json(value: object) -> str:
+    """NaN becomes null: browsers read no NaN."""
+    return compress(orjson.dumps(value))
+
+
+def _asset(name: str) -> str:
+    return (package_files("sf_core.reports.html") / "assets" / name).read_text()
+
+
+def _hash(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

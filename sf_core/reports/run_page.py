@@ -1,0 +1,147 @@
+"""What a run's page shows while it goes on: a table of its iterations, and a report in Markdown.
+
+Reads the run directory alone. Where the page is, and when it is renewed, is tasks/page.py's.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Sequence
+
+from sf_core.config import RunConfig
+from sf_core.config.failures import failures_text
+from sf_core.reports.devices import markdown_table, read_figures, record_figures, timeline_picture
+from sf_core.reports.iterations import Iteration, Window, iteration_windows, read_iterations
+from sf_core.reports.pictures import draw_curve
+from sf_core.reports.tensorboard import write_events
+from sf_core.reports.view import failures_of
+from sf_core.waits import Facts, clock
+from storage.run_directory import RunDirectory
+
+NUM_ROWS = 100
+"""The page shows so many iterations, the last; `sf inspect` shows all."""
+NUM_DEVICE_ROWS = 20
+
+Row = dict[str, float | str | None]
+
+
+class RunPage:
+    """The newest iterations of a run. An update reads only what was not settled at the one before."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run = run
+        self._num_iterations = run.read_config(RunConfig).train.iterations
+        self._rows: dict[int, Row] = {}
+        self._windows: dict[int, Window] = {}
+        self._held_out: dict[int, float] = {}
+
+    def update(self, newest: int) -> None:
+        """Read what is committed up to this iteration, which is through. Records the figures of its devices
+        and writes the event files, as far as they are due."""
+        record_figures(self._run, newest)
+        write_events(self._run, newest)
+        oldest = max(0, newest + 1 - NUM_ROWS)
+        # the devices of an iteration are settled, and what it made is evaluated, while the next one runs
+        first = max(oldest, max(self._rows, default=oldest) - 1)
+        # the iteration before tells where the first begins
+        iterations = {i.number: i for i in read_iterations(self._run, max(0, first - 1)) if i.is_through}
+        self._windows |= {k: w for k, w in iteration_windows(iterations.values()).items() if k >= first}
+        self._held_out |= self._evaluations(range(first, newest + 2))
+        devices = read_figures(self._run, range(first, newest + 1))
+        for number in range(first, newest + 1):
+            idle = 1 - devices[number]["utilisation_cluster"] if number in devices else None
+            self._rows[number] = self._row(iterations[number], idle)
+        for shown in (self._rows, self._windows, self._held_out):
+            for number in [number for number in shown if number < oldest]:
+                del shown[number]
+
+    @property
+    def progress(self) -> float:
+        """Percent of the iterations."""
+        return 100 * (max(self._rows, default=-1) + 1) / self._num_iterations
+
+    @property
+    def table(self) -> list[Row]:
+        """Newest first. What is not known, or not yet, is None."""
+        return [self._rows[number] for number in sorted(self._rows, reverse=True)]
+
+    def report(self) -> str:
+        """Markdown with the pictures in it, because a server cannot read the run directory."""
+        newest = max(self._rows, default=-1)
+        rewards = {number: float(row["reward"] or 0.0) for number, row in self._rows.items()}
+        devices = read_figures(self._run, range(max(0, newest + 1 - NUM_DEVICE_ROWS), newest + 1))
+        parts = [
+            f"# Run {self._run.run_id}",
+            f"{newest + 1} of {self._num_iterations} iterations are through. {self._progress_of_policy()}",
+            "## Reward",
+            _picture("mean reward by iteration", draw_curve(rewards, self._held_out)),
+            "## Devices",
+            _picture("what the devices did", timeline_picture(self._run, self._windows)),
+            "## Files",
+            self._files(newest),
+            "## Devices in figures",
+            markdown_table(devices),
+        ]
+        return "\n\n".join(parts) + "\n"
+
+    def _progress_of_policy(self) -> str:
+        if not self._held_out:
+            return ""
+        first, last = min(self._held_out), max(self._held_out)
+        of_first = f"{self._held_out[first]:.3f} (version {first}) → " if first < last else ""
+        return f"Held-out reward {of_first}{self._held_out[last]:.3f} (version {last})."
+
+    def _files(self, newest: int) -> str:
+        run, made = self._run, newest + 1
+        named = {
+            "trajectories, Parquet": run.path("trajectories"),
+            "batches, Parquet": run.path("batches"),
+            "metrics, Parquet": run.path("metrics"),
+            "timeline of the whole run, for Perfetto; at its end": run.trace_file,
+            f"weights of version {made}": run.weights_dir(made),
+            f"checkpoint of version {made}": run.checkpoint_dir(made),
+        }
+        lines = [f"| {what} | [{uri}]({_url(uri)}) |" for what, uri in named.items()]
+        return "\n".join(["| what | where |", "|---|---|", *lines])
+
+    def _evaluations(self, versions: Sequence[int]) -> dict[int, float]:
+        manifests = {version: self._run.read_manifest(version, "evaluate") for version in versions}
+        return {version: m.data["reward_mean"] for version, m in manifests.items() if m is not None}
+
+    def _row(self, iteration: Iteration, idle: float | None) -> Row:
+        number, stages = iteration.number, iteration.stages
+        start, end = self._windows[number]
+        lags = stages["filter"].data["lags"]
+        return {
+            "iteration": number,
+            "reward": _rounded(stages["rollout"].data["reward_mean"], 4),
+            # what an iteration has made is the next version
+            "failed sessions": failures_text(failures_of(stages["rollout"])),
+            "held-out reward": _rounded(self._held_out.get(number + 1), 4),
+            "lag": _rounded(sum(lag * count for lag, count in enumerate(lags)) / max(1, sum(lags)), 3),
+            "tokens/s": _rounded(iteration.sampled_tokens / (end - start), 1),
+            "idle share": _rounded(idle, 3),
+            "zero-advantage share": _rounded(stages["filter"].data["zero_advantage_share"], 3),
+        }
+
+
+def waits_table(waits: Sequence[Facts]) -> str:
+    """Markdown of what is waited for."""
+    if not waits:
+        return "Nothing is waited for that takes long."
+    lines = [f"| {clock(wait['since'])} | {clock(wait['until'])} | {wait['what']} |" for wait in waits]
+    return "\n".join(["| since | until | for |", "|---|---|---|", *lines])
+
+
+def _rounded(value: float | None, digits: int) -> float | None:
+    """Without NaN, which JSON does not have."""
+    return None if value is None or math.isnan(value) else round(value, digits)
+
+
+def _picture(what: str, png: bytes) -> str:
+    return f"![{what}](data:image/png;base64,{base64.b64encode(png).decode()})"
+
+
+def _url(uri: str) -> str:
+    return uri if "://" in uri else f"file://{uri}"

@@ -1,0 +1,222 @@
+"""Run directories as a list shows them: how far each is, its size, and whether anybody works on it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+from urllib.parse import urlsplit
+
+import httpx
+
+from sf_core.config import RunConfig
+from sf_core.config.addresses import is_loopback
+from sf_core.config.environment import command_started_at, dataplane_key, dataplane_url
+from sf_core.dataplane.control.client import DataplaneClient, DataplaneError
+from storage import files
+from storage.errors import StorageError
+from storage.run_directory import RunDirectory
+
+STATUS_S = 5.0
+"""A data plane that takes longer to answer cannot be asked."""
+
+RESTART_S = 20.0
+"""A data plane that died is started again within this time, also on a busy machine."""
+
+LOOK_S = 1.0
+
+
+State = Literal["finished", "running", "stopped", "unknown", "unreadable"]
+"""unknown: it is not finished, and whether anybody works on it cannot be told; unreadable: one of
+its files cannot be read."""
+
+
+class BusyError(ValueError):
+    """The run is being worked on, or it cannot be told whether it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    published: int
+    """Iterations that are committed to the end; the newest policy version."""
+    reward: float | None
+    """Mean of the newest batch."""
+    held_out: float | None
+    """Mean of the newest evaluation."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    name: str
+    state: State
+    progress: Progress
+    iterations: int | None
+    """As configured; None if the run cannot be read."""
+    bytes: int
+    fault: str | None = None
+    """Why the run cannot be read."""
+
+
+def find_runs(root: str) -> list[RunDirectory]:
+    """The runs in a folder, or the folder itself if it is one. Raises ValueError if there is none."""
+    itself = RunDirectory(root)
+    if _is_run(itself):
+        return [itself]
+    runs = [run for run in map(RunDirectory, files.list_folders(itself.uri)) if _is_run(run)]
+    if not runs:
+        raise ValueError(f"{root}: no runs here (folders with a config.json); name a run or its storage.root")
+    return runs
+
+
+def run_state(run: RunDirectory) -> RunState:
+    size = files.folder_bytes(run.uri)
+    try:
+        iterations, reached = run.read_config(RunConfig).train.iterations, progress(run)
+        state: State = "finished" if is_finished(run, iterations) else _state(run)
+    except (ValueError, StorageError) as error:
+        return RunState(run.run_id, "unreadable", Progress(0, None, None), None, size, str(error))
+    return RunState(run.run_id, state, reached, iterations, size)
+
+
+def _state(run: RunDirectory) -> Literal["running", "stopped", "unknown"]:
+    try:
+        return "running" if is_served(run) == "running" else "stopped"
+    except BusyError:
+        return "unknown"
+
+
+def is_finished(run: RunDirectory, iterations: int) -> bool:
+    """Whether so many iterations are committed and summed up: a summary may be from before the run was given
+    more of them. Raises ValueError if a file is broken."""
+    summary = run.read_summary()
+    summed_up = 0 if summary is None else summary.get("iterations", 0)
+    if not isinstance(summed_up, int):
+        raise ValueError(f"{run.path('summary.json')}: iterations: expected an integer, got {summed_up!r}")
+    if summed_up < iterations:
+        return False
+    return progress(run).published >= iterations
+
+
+def progress(run: RunDirectory) -> Progress:
+    """Reads the newest manifests only."""
+    published, reward, held_out = 0, None, None
+    for number in _numbers_downwards(run):
+        if not published and run.read_manifest(number, "publish") is not None:
+            published = number + 1
+        if reward is None and (rollout := run.read_manifest(number, "rollout")) is not None:
+            reward = rollout.data.get("reward_mean")
+        if held_out is None and (evaluate := run.read_manifest(number, "evaluate")) is not None:
+            held_out = evaluate.data.get("reward_mean")
+        if published and reward is not None and held_out is not None:
+            break
+    return Progress(published, reward, held_out)
+
+
+def await_restarts(runs: Iterable[RunDirectory], tell: Callable[[str], None]) -> None:
+    """Let data planes come back that may be starting again: a run whose data plane is away for a moment would
+    count as idle. Returns at once if all answer, else `tell` hears of it. Finished runs do not matter."""
+    silent = [run for run in runs if _is_silent(run)]
+    # of a flow that a command started, the command has waited already
+    now = time.time()
+    left_s = RESTART_S - max(0.0, now - (command_started_at() or now))
+    if silent and left_s > 0:
+        names = ", ".join(run.run_id for run in silent)
+        tell(f"{names}: no data plane answers; it may be starting again, so {left_s:.0f} s are waited")
+    deadline = time.monotonic() + left_s
+    while silent and time.monotonic() < deadline:
+        time.sleep(min(LOOK_S, left_s))
+        silent = [run for run in silent if _is_silent(run)]
+
+
+def check_idle(run: RunDirectory) -> None:
+    """Raises BusyError unless `is_served` says that nobody works on it, or ValueError if a file is broken."""
+    if is_served(run) == "running":
+        raise BusyError(f"{run.run_id}: is being worked on; stop it or wait for its end")
+
+
+def is_served(run: RunDirectory) -> Literal["no", "released", "running"]:
+    """What the data plane of the newest attempt says: it does not know the run or is not there, it knows the
+    run and has released it, or a flow works on it.
+
+    Raises BusyError with one sentence if the data plane cannot be asked or does not say."""
+    answer = _ask(run)
+    return "no" if answer == "silent" else answer
+
+
+def _is_silent(run: RunDirectory) -> bool:
+    try:
+        config = run.read_config(RunConfig)
+        return not is_finished(run, config.train.iterations) and _ask(run) == "silent"
+    except ValueError:
+        # whoever asks next raises it
+        return False
+
+
+def _ask(run: RunDirectory) -> Literal["silent", "no", "released", "running"]:
+    """silent: nobody listens at its address, or nobody who speaks HTTP."""
+    attempt = run.newest_attempt()
+    url = attempt.dataplane
+    if url is None:
+        url = run.read_config(RunConfig).dataplane.url or dataplane_url()
+    if not url:
+        return "no"
+    if attempt.host not in (None, socket.gethostname()) and is_loopback(urlsplit(url).hostname or ""):
+        raise _untold(run, url, f"is on {attempt.host}; ask there")
+    client = DataplaneClient(url, run.run_id, dataplane_key(), patience_s=0.0, timeout_s=STATUS_S)
+    try:
+        status = client.status()
+        if _is_elsewhere(run, status["run_dir"]):
+            return "no"
+        return "released" if status["released"] else "running"
+    except DataplaneError as error:
+        if error.status in (401, 403):
+            raise _untold(run, url, f"wants another key ({error}); set SF_DATAPLANE_KEY") from None
+        if error.status >= 500:
+            raise _untold(run, url, f"fails ({error}); try again") from None
+        return "no"
+    except (httpx.TimeoutException, httpx.ConnectError) as error:
+        if not _is_refused(error):
+            # it may be busy, or the network is at fault
+            raise _untold(run, url, f"cannot be reached ({error}); try again") from None
+        return "silent"
+    except httpx.TransportError:
+        return "silent"
+    except (httpx.HTTPError, ValueError, KeyError):
+        # something else has its port now
+        return "no"
+
+
+def _is_refused(error: BaseException | None) -> bool:
+    """Whether its machine was reached and nobody listens there."""
+    while error is not None and not isinstance(error, ConnectionRefusedError):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+def _untold(run: RunDirectory, url: str, why: str) -> BusyError:
+    return BusyError(
+        f"{run.run_id}: whether anybody works on it cannot be told: its data plane at {url} {why}, "
+        f'or if it is gone for good, write {{"dataplane": ""}} into {run.newest_attempt_file()}'
+    )
+
+
+def _is_elsewhere(run: RunDirectory, run_dir: str) -> bool:
+    """Whether the data plane serves another directory: this one is a copy, or only has the same name."""
+    if run_dir == run.uri:
+        return False
+    if "://" in run_dir or "://" in run.uri:
+        return True
+    # a folder that is not here may be this one, as its host has it mounted
+    return os.path.exists(run_dir) and not os.path.samefile(run_dir, run.uri)
+
+
+def _is_run(run: RunDirectory) -> bool:
+    return files.exists(run.path("config.json"))
+
+
+def _numbers_downwards(run: RunDirectory) -> Iterator[int]:
+    names = [folder.rsplit("/", 1)[-1] for folder in files.list_folders(run.path("manifests"))]
+    return iter(sorted((int(name) for name in names if name.isdecimal()), reverse=True))

@@ -1,0 +1,92 @@
+"""What happened in a run, computed from its directory alone: summary.json and the picture beside it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import Any
+
+from sf_core.config import RunConfig
+from sf_core.config.environment import command_started_at
+from sf_core.reports.iterations import Iteration, iteration_windows, read_iterations
+from sf_core.reports.pictures import draw_run
+from sf_core.reports.view import held_out_rewards
+from sf_core.scheduling.figures import Window, by_worker
+from sf_core.scheduling.timeline import Span, idle_fraction, loading_fraction, read_spans
+from storage.files import write_atomic
+from storage.run_directory import RunDirectory
+
+
+def summarise(directory: RunDirectory, config: RunConfig) -> dict[str, Any]:
+    """Write summary.json and summary.png of a run whose iterations are all committed.
+
+    seconds_rl is the time from the first `rollout` to the last `publish`, evaluations included, without the
+    time between two attempts and what the first of them did of an iteration that the other one ended;
+    tokens_per_second counts what was sampled in it, idle_fraction is the share of it in which a device
+    computed nothing, loading_fraction the part of that in which it loaded;
+    orchestration_seconds_per_iteration is what no stage accounts for: Prefect, Dask and manifests.
+    """
+    iterations = list(islice(read_iterations(directory), config.train.iterations))
+    evaluations = held_out_rewards(directory, config.train.iterations + 1)
+    windows = list(iteration_windows(iterations).values())
+    if len(windows) < config.train.iterations:
+        raise ValueError(f"{directory.run_id}: iteration {len(windows)} is not committed")
+    spans = read_spans(directory)
+    seconds_rl = sum(end - start for start, end in windows)
+    tokens = sum(m.data.get("sampled_tokens", 0) for i in iterations for m in i.stages.values())
+    summary = {
+        "run_id": directory.run_id,
+        "seed": config.seed,
+        "reward_before": evaluations.get(0),
+        "reward_after": evaluations.get(config.train.iterations),
+        "iterations": len(iterations),
+        "seconds_total": round(time.time() - _started_at(directory), 2),
+        "seconds_rl": round(seconds_rl, 2),
+        "tokens_generated": tokens,
+        "tokens_per_second": round(sum(i.sampled_tokens for i in iterations) / seconds_rl, 1),
+        "idle_fraction": _shares(idle_fraction, spans, windows),
+        "loading_fraction": _shares(loading_fraction, spans, windows),
+        "max_lag": max(i.stages["rollout"].data["max_lag"] for i in iterations),
+        "orchestration_seconds_per_iteration": round(orchestration_seconds(iterations) / len(iterations), 3),
+    }
+    directory.write_summary(summary)
+    picture = draw_run(
+        rewards=[i.stages["rollout"].data["reward_mean"] for i in iterations],
+        evaluations=evaluations,
+        spans=spans,
+        boundaries=[end for _, end in windows],
+    )
+    write_atomic(directory.path("summary.png"), picture)
+    return summary
+
+
+def orchestration_seconds(iterations: Sequence[Iteration]) -> float:
+    """Seconds in which no stage of an iteration worked, hand-over between iterations included."""
+    total = 0.0
+    for (reached, _), iteration in zip(iteration_windows(iterations).values(), iterations, strict=True):
+        stages = iteration.stages.values()
+        for start, end in sorted((m.data["started_at"], m.data["finished_at"]) for m in stages):
+            total += max(0.0, start - reached)
+            reached = max(reached, end)
+    return total
+
+
+def _shares(
+    share_of: Callable[[list[Span], Window], float], spans: list[Span], windows: list[Window]
+) -> dict[str, float]:
+    """By device: a share of each window as a share of all of them."""
+    length = sum(end - start for start, end in windows)
+    return {
+        worker: round(sum(share_of(own, w) * (w[1] - w[0]) for w in windows) / length, 4) if length else 0.0
+        for worker, own in sorted(by_worker(spans).items())
+    }
+
+
+def _started_at(directory: RunDirectory) -> float:
+    manifest = directory.read_manifest(None, "start")
+    assert manifest is not None
+    started: float = manifest.data["started_at"]
+    called = command_started_at()
+    # a resumed run was called more than once; its first start is what the user waited for
+    return min(started, called) if called else started

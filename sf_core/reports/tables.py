@@ -1,0 +1,198 @@
+"""A run directory for people: its iterations as a table, one session turn by turn. Behind `sf inspect`.
+
+Owns how it looks, with marks that survive a pipe. The figures are sf_core/reports/view.py's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import numpy as np
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from sf_core.config.failures import failures_text, sum_failures
+from sf_core.models.tokenizer import open_tokenizer
+from sf_core.reports import devices, view
+from sf_core.reports.iterations import read_iterations
+from storage.run_directory import STAGES, RunDirectory
+from storage.schema import NOT_SAMPLED, Trajectory, TurnSpan
+
+Decode = Callable[[list[int]], str]
+
+TRAINED, CARRIED = "bold green underline", "green underline"
+
+
+def inspect_run(uri: str) -> RenderableType:
+    """A table of iterations. Raises ValueError with one sentence if there is no run or a file is broken."""
+    run = view.open_run(uri)
+    rows = view.iteration_figures(run)
+    held_out = {k: f"{reward:.3f}" for k, reward in view.held_out_rewards(run, len(rows) + 1).items()}
+    table = _table(f"run {run.run_id}")
+    for name in ("iteration", "reward", "held-out", "lag mean", "max", "tokens", "sessions", "failed"):
+        table.add_column(name, justify="right")
+    table.add_column("stages")
+    if 0 in held_out:
+        table.add_row("start", "", held_out[0])
+    for row in rows:
+        stages = " ".join(stage[0].upper() if stage in row.committed else "." for stage in STAGES)
+        # what an iteration has made is the next version
+        table.add_row(*_figures(row, held_out.get(row.iteration + 1, "")), stages)
+    trained = sum_failures(row.rollout.failures for row in rows if row.rollout is not None)
+    measured = view.held_out_failures(run, len(rows) + 1)
+    footer = "".join(
+        f"{what}: {failures_text(failures)}\n"
+        for what, failures in (("failed sessions", trained), ("failed held-out sessions", measured))
+        if failures
+    )
+    footer += f"held-out: reward after the iteration; stages committed: {', '.join(STAGES)}"
+    if rows and (rollout := rows[-1].rollout) is not None:
+        footer += f"\none session: sf inspect {uri} --session {rollout.example}"
+    return Group(table, _devices(run, len(rows)), Text("\n" + footer, style="dim"))
+
+
+def inspect_timeline(uri: str) -> RenderableType:
+    """A table of what the devices did in each iteration, after timeline.json and timeline.png have been
+    written. Raises ValueError with one sentence if there is no run."""
+    run = view.open_run(uri)
+    iterations = sum(1 for _ in read_iterations(run))
+    devices.record_figures(run, iterations - 1)
+    devices.draw_timelines(run)
+    drawn = f"\ntimeline: {run.trace_file} (open it in ui.perfetto.dev)\npicture: {run.timeline_picture}"
+    return Group(_devices(run, iterations), Text(drawn, style="dim"))
+
+
+def inspect_session(uri: str, session_id: str) -> RenderableType:
+    """The branches of a session, turn by turn, sampled tokens marked. Raises ValueError with one sentence if
+    there is no such run or session."""
+    run = view.open_run(uri)
+    session = view.find_session(run, session_id)
+    decode = _decoder(run)
+    row = session.branches[0]
+    task, environment, group = map(_printable, (row.task_id, row.environment, row.group_id or "none"))
+    head = Text.assemble(
+        (f"session {session_id}, {session.origin}\n", "bold"),
+        f"task {task}  environment {environment}  group {group}\n",
+        f"{row.status}  reward {_reward(row)}  {row.finished_at - row.started_at:.2f} s\n",
+        (f"«sampled, {session.fate}»", TRAINED),
+        "  ",
+        ("«sampled, counted in another branch»", CARRIED),
+    )
+    return Group(head, *(_branch(row, decode, session.fate) for row in session.branches))
+
+
+def _table(title: str = "") -> Table:
+    shown = Text(title) if title else None
+    return Table(title=shown, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+
+
+def _devices(run: RunDirectory, iterations: int) -> RenderableType:
+    """What is recorded of the devices so far."""
+    figures = devices.read_figures(run, range(iterations))
+    if not figures:
+        return Text()
+    names, rows = devices.table(figures)
+    table = _table("\nwhat the devices did")
+    table.padding = (0, 1, 0, 0)
+    for name in names:
+        table.add_column(name.replace(" ", "\n"), justify="right", no_wrap=name != names[-1])
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _figures(row: view.IterationFigures, held_out: str) -> tuple[str, ...]:
+    if (figures := row.rollout) is None:
+        return str(row.iteration), "", held_out, "", "", "", "", ""
+    return (
+        str(row.iteration),
+        f"{figures.reward_mean:.3f}",
+        held_out,
+        f"{figures.lag_mean:.2f}",
+        str(figures.lag_max),
+        f"{figures.tokens_sampled:,}",
+        str(figures.sessions),
+        str(sum(figures.failures.values())),
+    )
+
+
+def _branch(row: Trajectory, decode: Decode, fate: str) -> RenderableType:
+    sampled = row.policy_versions != NOT_SAMPLED
+    branch, parent = _short(row, row.branch_id), _short(row, row.parent_branch_id)
+    title = f"\nbranch {branch}" + (f" of {parent}" if parent else "")
+    title += f"  {len(row.token_ids)} tokens, {sampled.sum()} sampled, {row.loss_mask.sum()} {fate}"
+    title += f"  versions {_range(row.policy_versions)}  interruptions {row.interruptions}"
+    title += f"\ntools: {_tools(row.tools)}" if row.tools is not None else ""
+    table = _table()
+    for name in ("role", "tokens", "finish", "engine", "versions"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("text", overflow="fold")
+    own = [turn for turn in row.turns if turn.end > row.shared_prefix]
+    if len(own) < len(row.turns):
+        end = own[0].start if own else len(row.token_ids)
+        table.add_row("", f"0-{end}", "", "", "", Text(f"as in branch {parent}"), style="dim")
+    for turn in own:
+        table.add_row(
+            Text(_printable(turn.role)),
+            f"{turn.start}-{turn.end}",
+            turn.finish_reason or "",
+            Text(_printable(turn.engine or "")),
+            _range(row.policy_versions[turn.start : turn.end]),
+            _turn_text(row, turn, decode),
+        )
+    # as the table's own it would be broken at its width
+    return Group(Text(title, style="italic"), table)
+
+
+def _tools(definitions: str) -> str:
+    """Their names."""
+    return _printable(", ".join(tool["function"]["name"] for tool in json.loads(definitions)))
+
+
+def _short(row: Trajectory, branch_id: str | None) -> str:
+    return (branch_id or "").removeprefix(f"{row.session_id}.")
+
+
+def _turn_text(row: Trajectory, turn: TurnSpan, decode: Decode) -> Text:
+    """The turn's tokens; runs of equal state (given, carried, trained) are decoded together."""
+    span = slice(turn.start, turn.end)
+    state = (row.policy_versions[span] != NOT_SAMPLED).astype(int) + row.loss_mask[span]
+    cuts = np.flatnonzero(np.diff(state)) + 1
+    text = Text()
+    for ids, states in zip(np.split(row.token_ids[span], cuts), np.split(state, cuts), strict=True):
+        part = _printable(decode(ids.tolist()))
+        style = ("", CARRIED, TRAINED)[states.max(initial=0)]
+        text.append(f"«{part}»" if style else part, style)
+    return text
+
+
+def _printable(text: str) -> str:
+    """A policy may sample anything, and an agent name its tasks so: line ends are shown, nothing else may
+    steer the terminal."""
+    shown = text.replace("\n", "↵")
+    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in shown)
+
+
+def _range(versions: np.ndarray) -> str:
+    sampled = versions[versions != NOT_SAMPLED]
+    if not len(sampled):
+        return ""
+    low, high = int(sampled.min()), int(sampled.max())
+    return str(low) if low == high else f"{low}-{high}"
+
+
+def _reward(row: Trajectory) -> str:
+    if row.reward is None:
+        return "none"
+    parts = ", ".join(f"{_printable(name)} {value:g}" for name, value in row.reward_parts.items())
+    return f"{row.reward:g}" + (f" ({parts})" if parts else "")
+
+
+def _decoder(run: RunDirectory) -> Decode:
+    """Decoder of the run's tokenizer; a run without one shows ids."""
+    tokenizer = open_tokenizer(run)
+    if tokenizer is None:
+        return lambda ids: " ".join(map(str, ids))
+    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))

@@ -1,0 +1,236 @@
+"""A run's metrics in MLflow and Weights & Biases, where its configuration asks for that.
+
+They get what the metrics' Parquet holds, in a thread of their own: a tracker that is slow or away holds up
+nothing. What was sent is noted in the run directory, so that a run that goes on sends the rest.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, Protocol
+
+from sf_core.config import RunConfig
+from sf_core.config.validation import ConfigError
+from storage import files
+from storage.metrics import Kind, Point, newer_points
+from storage.run_directory import RunDirectory
+
+log = logging.getLogger(__name__)
+
+PATIENCE_S = 60.0
+"""How long the end of a run waits for what is still to be sent."""
+
+End = Literal["finished", "failed", "interrupted"]
+"""How an attempt on a run ended."""
+
+KINDS: tuple[Kind, ...] = ("train", "devices", "evaluation")
+
+
+class Trackers:
+    """Those of one run, as a context: on leaving it, the rest is sent. What a tracker does not take is one
+    line of the log, and is sent with the next call.
+
+    Raises ConfigError, one sentence, if the package of one is not installed."""
+
+    def __init__(self, run: RunDirectory, config: RunConfig) -> None:
+        chosen = {name: getattr(config.track, name) for name in _MAKE}
+        for name in (name for name in chosen if chosen[name] and importlib.util.find_spec(name) is None):
+            raise ConfigError(
+                f"track.{name} is set, but {name} is not installed; pip install 'seamlessflow[trackers]'"
+            )
+        self._feeds = [_Feed(run, config, name) for name in chosen if chosen[name]]
+        self._last = config.train.iterations - 1
+        self._end: End = "finished"
+        self._due: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._send_all, name="trackers", daemon=True)
+
+    def __enter__(self) -> Trackers:
+        if self._feeds:
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if not self._feeds:
+            return
+        if kind is not None:
+            # what interrupts a flow is no Exception
+            self._end = "failed" if issubclass(kind, Exception) else "interrupted"
+        self.send(self._last)
+        self._due.put(None)
+        self._thread.join(PATIENCE_S)
+        if self._thread.is_alive():
+            log.warning("trackers have not taken the last metrics within %.0f s", PATIENCE_S)
+
+    def send(self, newest: int) -> None:
+        """Send what iterations up to `newest` measured, and evaluations of what they made. Does not wait."""
+        self._due.put(newest)
+
+    def _send_all(self) -> None:
+        while (newest := self._due.get()) is not None:
+            for feed in self._feeds:
+                feed.send(newest)
+        for feed in self._feeds:
+            feed.close(self._end)
+
+
+class _Tracker(Protocol):
+    """One run at a tracker, which shows it as running until it is closed."""
+
+    run_id: str
+    """Its name there."""
+
+    def send(self, kind: Kind, points: list[Point]) -> None: ...
+
+    def close(self, end: End) -> None: ...
+
+
+class _Feed:
+    """What one tracker was sent, and the rest."""
+
+    def __init__(self, run: RunDirectory, config: RunConfig, name: str) -> None:
+        self._run, self._config, self._name = run, config, name
+        self._tracker: _Tracker | None = None
+
+    def send(self, newest: int) -> None:
+        with self._telling("its metrics"):
+            note = self._read_note()
+            for kind in KINDS:
+                # the policy that an iteration made is evaluated under the next number
+                last = newest + 1 if kind == "evaluation" else newest
+                for number, points in newer_points(self._run, kind, note["sent"].get(kind, -1), last):
+                    self._open(note).send(kind, points)
+                    note["sent"][kind] = number
+                    self._write_note(note)
+
+    def close(self, end: End) -> None:
+        with self._telling("how it ended"):
+            note = self._read_note()
+            # also where this attempt had nothing to send: an earlier one may have ended otherwise
+            if "run_id" in note:
+                self._open(note).close(end)
+
+    @contextmanager
+    def _telling(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # a run is worth more than its curves
+            log.warning("run %s: %s did not take %s: %s", self._run.run_id, self._name, what, error)
+
+    def _open(self, note: dict[str, Any]) -> _Tracker:
+        """The tracker's run, which the note names from then on, whatever the tracker takes of it."""
+        if self._tracker is None:
+            self._tracker = _MAKE[self._name](self._config, note.get("run_id"))
+            note["run_id"] = self._tracker.run_id
+            self._write_note(note)
+        return self._tracker
+
+    @property
+    def _note_uri(self) -> str:
+        return self._run.path("trackers", f"{self._name}.json")
+
+    def _read_note(self) -> dict[str, Any]:
+        if not files.exists(self._note_uri):
+            return {"sent": {}}
+        return dict(json.loads(files.read_bytes(self._note_uri)))
+
+    def _write_note(self, note: dict[str, Any]) -> None:
+        files.write_atomic(self._note_uri, json.dumps(note).encode())
+
+
+class _MlflowRun:
+    def __init__(self, config: RunConfig, known: str | None) -> None:
+        from mlflow.entities import Param
+        from mlflow.tracking import MlflowClient
+
+        self._client = MlflowClient()
+        self.run_id = known or self._create(config)
+        if known is not None:
+            self._client.update_run(known, "RUNNING")
+        # a parameter that it has cannot be changed
+        taken = self._client.get_run(known).data.params if known is not None else {}
+        self._settings = [
+            Param(name, value[:MLFLOW_PARAM_CHARS])
+            for name, value in _flat(config.model_dump())
+            if name not in taken
+        ]
+        """Not sent yet."""
+
+    def _create(self, config: RunConfig) -> str:
+        name = str(config.track.mlflow)
+        experiment = self._client.get_experiment_by_name(name)
+        experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(name)
+        run = self._client.create_run(experiment_id, run_name=config.run_id)
+        return str(run.info.run_id)
+
+    def send(self, kind: Kind, points: list[Point]) -> None:
+        from mlflow.entities import Metric
+
+        while self._settings:
+            self._client.log_batch(self.run_id, params=self._settings[:MLFLOW_BATCH])
+            del self._settings[:MLFLOW_BATCH]
+        now_ms = int(time.time() * 1000)
+        for step, values in points:
+            metrics = [Metric(f"{kind}/{name}", value, now_ms, step) for name, value in values.items()]
+            self._client.log_batch(self.run_id, metrics=metrics)
+
+    def close(self, end: End) -> None:
+        self._client.set_terminated(self.run_id, MLFLOW_STATES[end])
+
+
+class _WandbRun:
+    def __init__(self, config: RunConfig, known: str | None) -> None:
+        import wandb
+
+        # a run directory may have been begun again, or be another's of this name; at most 128 characters
+        self.run_id = known or f"{config.run_id}-{secrets.token_hex(4)}"
+        self._run = wandb.init(
+            project=config.track.wandb,
+            id=self.run_id,
+            # one that it has may have been given another name there
+            name=None if known else config.run_id,
+            resume="allow",
+            config=config.model_dump(),
+            # metrics only: neither the console nor the machine nor anybody's code
+            settings=wandb.Settings(
+                console="off", x_disable_stats=True, disable_git=True, disable_code=True, silent=True
+            ),
+        )
+        for kind in KINDS:
+            # one run has several rows per kind and iteration: its own counter says nothing
+            self._run.define_metric(f"{kind}/step", hidden=True)
+            self._run.define_metric(f"{kind}/*", step_metric=f"{kind}/step")
+
+    def send(self, kind: Kind, points: list[Point]) -> None:
+        for step, values in points:
+            self._run.log(
+                {f"{kind}/{name}": value for name, value in values.items()} | {f"{kind}/step": step}
+            )
+
+    def close(self, end: End) -> None:
+        self._run.finish(exit_code=0 if end == "finished" else 1)
+
+
+MLFLOW_BATCH = 100
+"""Parameters that MLflow takes at once."""
+
+MLFLOW_PARAM_CHARS = 6000
+
+MLFLOW_STATES: dict[End, str] = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
+
+_MAKE: dict[str, Callable[[RunConfig, str | None], _Tracker]] = {"mlflow": _MlflowRun, "wandb": _WandbRun}
+
+
+def _flat(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", str(value)

@@ -1,0 +1,338 @@
+"""Engines and the sessions on them, on an event clock: what the data plane and its engines do to time.
+
+A session is turns, one request each, with the time between them that its agent's tools take. The pace of
+engines, continuous batching, what is kept of ended turns and the order of requests are those of the emulated
+engine and the router; tokens are only counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from itertools import count
+from typing import NamedTuple
+
+from sf_core.dataplane.control.plane import SWEEP_S
+from sf_core.dataplane.routing.choice import expected_rest
+from sf_core.dataplane.routing.rebalancing import Queue, Running, find_moves
+from sf_core.dataplane.runs.groups import Claim
+from sf_core.engines.continuous_batch import ContinuousBatch, Slot
+from sf_core.engines.device_model import DeviceModel
+from sf_core.engines.kept_prefixes import KeptPrefixes
+from sf_core.scheduling.simulation.clock import EventClock
+from sf_core.scheduling.timeline import Span
+
+
+class Turn(NamedTuple):
+    num_new: int
+    """Tokens that came since the turn before: the task's, or what a tool returned."""
+    num_wanted: int
+    """To sample."""
+    tool_s: float = 0.0
+    """Seconds on the clock of the emulated devices until the next turn."""
+
+
+@dataclass(eq=False, slots=True)
+class SimulatedSession:
+    claim: Claim
+    turns: Sequence[Turn]
+    number: int = 0
+    """Of the turn that it is in."""
+    arrived: int = 0
+    """The turn's place in the queue; an interrupted one keeps it."""
+    num_prompt: int = 0
+    """Of the turn: everything before it."""
+    num_wanted: int = 0
+    num_sampled: int = 0
+    """Of the turn, before the engine it is on."""
+    num_moved_at: int = 0
+    """Tokens it had when it was last moved from a long queue; 0: never."""
+    min_version: int | None = None
+    near: SimulatedEngine | None = None
+    """The engine that sampled last for it."""
+    near_version: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prompt + self.num_sampled
+
+    @property
+    def is_over(self) -> bool:
+        return self.number == len(self.turns)
+
+
+@dataclass(eq=False)
+class SimulatedEngine:
+    worker: str
+    batch: ContinuousBatch
+    version: int
+    max_running: int
+    kept: KeptPrefixes
+    running: dict[str, tuple[SimulatedSession, Slot]] = field(default_factory=dict)
+    outstanding: int = 0
+    """Tokens of its requests, prompts included."""
+    ticked_at: float = 0.0
+    paused_since: float | None = None
+    paused_until: float = 0.0
+    is_gone: bool = False
+    busy_since: float | None = None
+    num_wakes: int = 0
+    """An event for an earlier count is out of date."""
+    num_passed: int = 0
+    """Tokens that it gave to sessions that are no longer on it."""
+    serving_since: float = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        """It has sampled so many, those of running sessions among them."""
+        return self.num_passed + sum(self.batch.num_sampled(slot) for _, slot in self.running.values())
+
+
+class Fleet:
+    def __init__(
+        self,
+        clock: EventClock,
+        weight_load_s: float,
+        max_running: int,
+        *,
+        kv_tokens: int,
+        recompute: bool,
+        typical: float,
+        budget: int,
+    ) -> None:
+        """Turns sample `typical` tokens on average, and `budget` at most."""
+        self.engines: list[SimulatedEngine] = []
+        self.spans: list[Span] = []
+        self.num_moves = 0
+        self._looks = False
+        """At the balance of the engines, once a second."""
+        self.on_answered: Callable[[SimulatedSession], None] = lambda session: None
+        """A turn of it is over, and its tokens are part of it."""
+        self.on_started: Callable[[SimulatedSession, int], None] = lambda session, version: None
+        self._clock, self._weight_load_s, self._max_running = clock, weight_load_s, max_running
+        self._recompute, self._typical, self._budget = recompute, round(typical), budget
+        self._kv_tokens = kv_tokens
+        self._num_arrived = count()
+        self._waiting: list[tuple[int, int, SimulatedSession]] = []
+        self._roomy: list[tuple[int, int, int, SimulatedEngine]] = []
+        """Heap of engines by what is outstanding; entries that do not fit their engine are out of date."""
+        self._order = count()
+
+    def add_engine(self, worker: str, version: int, model: DeviceModel) -> SimulatedEngine:
+        kept = KeptPrefixes(self._kv_tokens)
+        engine = SimulatedEngine(worker, ContinuousBatch(model), version, self._max_running, kept)
+        engine.ticked_at = engine.serving_since = self._clock.now
+        self.engines.append(engine)
+        self._note_room(engine)
+        self._schedule()
+        return engine
+
+    def remove_engine(self, engine: SimulatedEngine) -> None:
+        """It yields: its sessions wait again, with the tokens they have, and go on elsewhere."""
+        self._advance(engine)
+        engine.is_gone = True
+        self.engines.remove(engine)
+        for session, slot in engine.running.values():
+            session.num_sampled += engine.batch.num_sampled(slot)
+            heappush(self._waiting, (session.arrived, id(session), session))
+        engine.running.clear()
+        self._note_busy(engine)
+        self._end_pause(engine)
+        self._schedule()
+
+    def drop(self, groups: Container[int]) -> None:
+        """The sessions of these groups end where they are."""
+        self._waiting = [entry for entry in self._waiting if entry[2].claim.place.group not in groups]
+        heapify(self._waiting)
+        for engine in self.engines:
+            self._advance(engine)
+            for session in [session for session, _ in engine.running.values()]:
+                if session.claim.place.group in groups:
+                    self._leave(engine, session)
+            self._note_busy(engine)
+            self._wake_later(engine)
+        self._schedule()
+
+    def submit(self, sessions: list[SimulatedSession]) -> None:
+        """Each asks for its next turn."""
+        for session in sessions:
+            turn = session.turns[session.number]
+            session.arrived = next(self._num_arrived)
+            session.num_prompt += session.num_sampled + turn.num_new
+            session.num_wanted, session.num_sampled, session.num_moved_at = turn.num_wanted, 0, 0
+            heappush(self._waiting, (session.arrived, id(session), session))
+        self._schedule()
+
+    def set_version(self, version: int) -> None:
+        """All engines take over new weights at once, and compute nothing meanwhile."""
+        seconds = self._weight_load_s
+        for engine in self.engines:
+            self._advance(engine)
+            self._end_pause(engine)
+            engine.version = version
+            engine.kept.clear()
+            engine.paused_since, engine.paused_until = self._clock.now, self._clock.now + seconds
+            self._note_busy(engine)
+            self._clock.after(seconds, self._go_on, engine)
+
+    def _look(self) -> None:
+        self._rebalance()
+        self._looks = any(engine.running for engine in self.engines)
+        if self._looks:
+            self._clock.after(SWEEP_S, self._look)
+
+    def _rebalance(self) -> None:
+        """As Router._rebalance does; what is taken from an engine is back at once."""
+        if self._waiting:
+            return
+        engines = [engine for engine in self.engines if self._clock.now >= engine.paused_until]
+        owners = {self._queue(engine): engine for engine in engines}
+        for session, source, target in find_moves(list(owners)):
+            self._leave(owners[source], session)
+            session.num_moved_at = session.num_tokens
+            self._take(owners[target], session)
+            self.num_moves += 1
+        for engine in engines:
+            self._note_busy(engine)
+            self._wake_later(engine)
+
+    def _queue(self, engine: SimulatedEngine) -> Queue[SimulatedSession]:
+        self._advance(engine)
+        running = [self._running(engine, session, slot) for session, slot in engine.running.values()]
+        room = engine.max_running - len(running)
+        return Queue(sum(r.num_to_do for r in running), room, lambda: running)
+
+    def _running(
+        self, engine: SimulatedEngine, session: SimulatedSession, slot: Slot
+    ) -> Running[SimulatedSession]:
+        sampled = session.num_sampled + engine.batch.num_sampled(slot)
+        rest = expected_rest(self._typical, sampled, self._budget - sampled)
+        num_prefill = 0 if engine.batch.num_sampled(slot) else slot.num_prompt - slot.num_cached
+        return Running(session, session.num_prompt + sampled, num_prefill + rest, session.num_moved_at)
+
+    def _leave(self, engine: SimulatedEngine, session: SimulatedSession) -> None:
+        _, slot = engine.running.pop(str(id(session)))
+        num_sampled = engine.batch.num_sampled(slot)
+        session.num_sampled += num_sampled
+        engine.num_passed += num_sampled
+        engine.batch.leave(slot)
+        engine.outstanding -= slot.num_prompt - slot.num_cached + self._typical
+        self._note_room(engine)
+
+    def finish(self) -> None:
+        """Write down what is still going on."""
+        for engine in self.engines:
+            self._end_busy(engine)
+            self._end_pause(engine)
+
+    def _go_on(self, engine: SimulatedEngine) -> None:
+        if engine.is_gone or self._clock.now < engine.paused_until:
+            return
+        self._end_pause(engine)
+        engine.ticked_at = self._clock.now
+        if self._recompute and engine.running:
+            engine.batch.recompute()
+        self._note_busy(engine)
+        self._wake_later(engine)
+
+    def _schedule(self) -> None:
+        """Give out what waits, in order of arrival, to the engine that would be through with it first
+        (routing.choose). Here a request counts as when it came until it leaves; the router counts down what
+        it receives."""
+        touched: dict[int, SimulatedEngine] = {}
+        while self._waiting and (roomiest := self._roomiest()) is not None:
+            _, _, session = heappop(self._waiting)
+            engine = self._nearest(session, roomiest)
+            if id(engine) not in touched:
+                self._advance(engine)
+                touched[id(engine)] = engine
+            self._take(engine, session)
+        for engine in touched.values():
+            self._note_busy(engine)
+            self._wake_later(engine)
+
+    def _nearest(self, session: SimulatedSession, roomiest: SimulatedEngine) -> SimulatedEngine:
+        """The engine that probably holds what came before, if that outweighs its longer queue."""
+        near = session.near
+        if near is None or near.is_gone or near.version != session.near_version:
+            return roomiest
+        has_room = len(near.running) < near.max_running
+        num_cached = session.num_tokens - session.turns[session.number].num_new
+        return near if has_room and near.outstanding - num_cached < roomiest.outstanding else roomiest
+
+    def _roomiest(self) -> SimulatedEngine | None:
+        while self._roomy:
+            outstanding, num_running, _, engine = self._roomy[0]
+            fits = (outstanding, num_running) == (engine.outstanding, len(engine.running))
+            if fits and not engine.is_gone and num_running < engine.max_running:
+                return engine
+            heappop(self._roomy)
+        return None
+
+    def _take(self, engine: SimulatedEngine, session: SimulatedSession) -> None:
+        name = str(id(session))
+        num_wanted = session.num_wanted - session.num_sampled
+        num_cached = engine.kept.take(name)
+        slot = engine.batch.join(name, session.num_tokens, num_wanted, num_cached=num_cached)
+        engine.running[name] = (session, slot)
+        engine.outstanding += slot.num_prompt - slot.num_cached + self._typical
+        if not self._looks:
+            self._looks = True
+            self._clock.after(SWEEP_S, self._look)
+        if session.min_version is None:
+            session.min_version = engine.version
+            self.on_started(session, engine.version)
+        self._note_room(engine)
+
+    def _advance(self, engine: SimulatedEngine) -> None:
+        """Let the engine's time pass up to now; sessions that are through leave."""
+        start = min(max(engine.ticked_at, engine.paused_until), self._clock.now)
+        engine.ticked_at = self._clock.now
+        for slot in engine.batch.advance(self._clock.now - start):
+            session, _ = engine.running.pop(slot.name)
+            engine.outstanding -= slot.num_prompt - slot.num_cached + self._typical
+            engine.num_passed += session.num_wanted - session.num_sampled
+            session.num_sampled = session.num_wanted
+            session.number += 1
+            session.near, session.near_version = engine, engine.version
+            if not session.is_over:
+                engine.kept.keep(slot.name, session.num_tokens, engine.batch.context)
+            self._clock.after(0.0, self.on_answered, session)
+            self._note_room(engine)
+
+    def _wake(self, engine: SimulatedEngine, wake: int) -> None:
+        if engine.is_gone or wake != engine.num_wakes:
+            return
+        self._advance(engine)
+        self._note_busy(engine)
+        self._wake_later(engine)
+        self._schedule()
+
+    def _wake_later(self, engine: SimulatedEngine) -> None:
+        engine.num_wakes += 1
+        if (due := engine.batch.next_due_s()) is not None:
+            wait = max(0.0, engine.paused_until - self._clock.now) + due
+            self._clock.after(wait + 1e-6, self._wake, engine, engine.num_wakes)
+
+    def _note_room(self, engine: SimulatedEngine) -> None:
+        if len(engine.running) < engine.max_running:
+            entry = (engine.outstanding, len(engine.running), next(self._order), engine)
+            heappush(self._roomy, entry)
+
+    def _note_busy(self, engine: SimulatedEngine) -> None:
+        is_busy = bool(engine.running) and self._clock.now >= engine.paused_until
+        if is_busy and engine.busy_since is None:
+            engine.busy_since = self._clock.now
+        elif not is_busy:
+            self._end_busy(engine)
+
+    def _end_busy(self, engine: SimulatedEngine) -> None:
+        if engine.busy_since is not None and engine.busy_since < self._clock.now:
+            self.spans.append(Span(engine.worker, "rollout", engine.busy_since, self._clock.now, "busy"))
+        engine.busy_since = None
+
+    def _end_pause(self, engine: SimulatedEngine) -> None:
+        if engine.paused_since is not None:
+            self.spans.append(Span(engine.worker, "rollout", engine.paused_since, self._clock.now, "moving"))
+        engine.paused_since = None

@@ -1,0 +1,399 @@
+"""A run on simulated devices: the rules of the real one on a clock of events.
+
+Which sessions are given out and which groups make a batch (RolloutManager), whether a trainer is lent
+(LendingGate), who does what (Plan), how long devices take (DeviceModel) and how requests share an engine
+(ContinuousBatch) are the same code as in a real run. The order of an iteration is that of flows/train.py and
+tasks/: batch full, filter, revoke and yield, train, publish. What the machine needs between the steps is
+given (`Overheads`).
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Literal
+
+from sf_core.config import RunConfig
+from sf_core.config.devices import Device
+from sf_core.dataplane.runs.recent import NUM_RECENT
+from sf_core.dataplane.runs.rollout_manager import BatchRules, RolloutManager
+from sf_core.engines.device_model import DeviceModel
+from sf_core.scheduling.lending import LendingGate, WorkLeft
+from sf_core.scheduling.plan import Plan
+from sf_core.scheduling.simulation.clock import EventClock, Process, Signal
+from sf_core.scheduling.simulation.fleet import Fleet, SimulatedEngine, SimulatedSession, Turn
+from sf_core.scheduling.simulation.overheads import Overheads
+from sf_core.scheduling.timeline import Kind, Span
+from sf_core.stages.switching import work_left
+
+Turns = Callable[[int, int], Sequence[Turn]]
+"""What a session does, by its group and its place there."""
+
+LOOK_AGAIN_S = 0.25
+"""How often a batch that is nearly full is looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failures:
+    """Devices die at random moments and come back."""
+
+    mean_between_s: float
+    """Mean time between failures of one device, in seconds of the clock."""
+    repair_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedIteration:
+    start: float
+    end: float
+    """From the end of the one before to its own end, as in a real run's windows."""
+    tokens: int
+    max_lag: int
+
+
+@dataclass(slots=True)
+class Simulated:
+    iterations: list[SimulatedIteration] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    """By worker and time."""
+    not_lent: int = 0
+    """Loans that the gate refused."""
+    moves: int = 0
+    """Sessions moved from a long queue to a short one."""
+    failures: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class _Device:
+    """A worker's device, and what the worker's process knows; a breakdown ends the process."""
+
+    worker: str
+    model: DeviceModel
+    gate: LendingGate
+    tag: Literal["rollout", "train"] | None = None
+    """What it was last switched to."""
+    leased_at: float | None = None
+    """Since when a lease holds it; None: none does."""
+    engine: SimulatedEngine | None = None
+    """None while it loads, too."""
+    is_down: bool = False
+    num_lives: int = 0
+
+
+def simulate(
+    config: RunConfig,
+    plan: Plan,
+    turns: Turns,
+    *,
+    devices: Mapping[str, Device] | None = None,
+    overheads: Overheads | None = None,
+    failures: Failures | None = None,
+) -> Simulated:
+    """All iterations of that configuration; the same arguments give the same result. `devices` by worker;
+    one that is not there is the device of the configuration's `emulation`."""
+    return _Simulation(config, plan, turns, devices or {}, overheads or Overheads(), failures).run()
+
+
+class _Simulation:
+    def __init__(
+        self,
+        config: RunConfig,
+        plan: Plan,
+        turns: Turns,
+        devices: Mapping[str, Device],
+        overheads: Overheads,
+        failures: Failures | None,
+    ) -> None:
+        self._config, self._plan, self._turns = config, plan, turns
+        self._overheads, self._failures = overheads, failures
+        self._random = random.Random(config.seed)
+        self._clock = EventClock()
+        self._model = DeviceModel(config.emulation)
+        self._devices = {
+            worker: _Device(worker, DeviceModel(config.emulation, devices.get(worker)), self._new_gate())
+            for worker in (*plan.rollout, *plan.trainers)
+        }
+        self._trainers = [self._devices[worker] for worker in plan.trainers]
+        self._manager = RolloutManager(rules_of(config), next_batch=0, version=0, done_groups=[])
+        first_group = [turn for member in range(config.rollout.group_size) for turn in turns(0, member)]
+        self._fleet = Fleet(
+            self._clock,
+            self._model.weight_load_s(),
+            config.engine.max_running,
+            kv_tokens=config.emulation.kv_tokens,
+            recompute=config.engine.kv_on_update == "recompute",
+            typical=fmean(turn.num_wanted for turn in first_group),
+            budget=config.rollout.max_tokens,
+        )
+        self._fleet.on_started = lambda session, version: self._manager.note_started(session.claim, version)
+        self._fleet.on_answered = self._go_on
+        self._training = self._has_trained = self._step_failed = False
+        self._freed = Signal()
+        """A trainer is back, or through with loading an engine that training has no time for."""
+        self._num_complete = 0
+        self._sizes: dict[int, tuple[int, int]] = {}
+        """Tokens of a finished group: sampled, and all of them."""
+        self._oldest: dict[int, int] = {}
+        """Version of the oldest token of a finished group."""
+        self._recent: deque[int] = deque(maxlen=NUM_RECENT)
+        """Lengths of the last sessions, as the run of a data plane remembers them."""
+        self._work: tuple[float, WorkLeft] | None = None
+        """When it was last looked at, and what it was."""
+        self._changed = Signal()
+        self._result = Simulated()
+        self._is_over = False
+
+    def run(self) -> Simulated:
+        for worker in self._plan.rollout:
+            self._clock.start(self._hold(self._devices[worker]))
+        if self._failures is not None:
+            for device in self._devices.values():
+                self._clock.start(self._break_down(device, self._failures))
+        self._claim()
+        self._clock.start(self._flow())
+        self._clock.run(lambda: self._is_over)
+        self._fleet.finish()
+        for device in self._devices.values():
+            self._note_lease(device)
+        self._result.moves = self._fleet.num_moves
+        spans = [*self._result.spans, *self._fleet.spans]
+        self._result.spans = sorted(spans, key=lambda span: (span.worker, span.start))
+        return self._result
+
+    # --- the flow
+
+    def _flow(self) -> Process:
+        end = 0.0
+        for number in range(self._config.train.iterations):
+            # again, for a loan that was refused after training
+            self._lend_trainers()
+            if number:
+                yield self._overheads.next_iteration
+            yield from self._full_batch(number)
+            yield self._overheads.seal
+            batch = self._manager.seal(number)
+            if batch.dropped:
+                self._drop(batch.dropped)
+            self._num_complete = sum(group.is_complete for group in self._manager.groups.values())
+            sizes = [self._sizes.pop(group) for group in batch.groups]
+            lag = number - min(self._oldest.pop(group) for group in batch.groups)
+            self._claim()
+            yield self._overheads.hand_over
+            yield from self._train(number + 1, sum(total for _, total in sizes))
+            self._lend_trainers()
+            yield self._overheads.publish + self._model.verify_s()
+            self._manager.set_version(number + 1)
+            if self._fleet.engines:
+                self._fleet.set_version(number + 1)
+                yield self._model.weight_load_s()
+            self._claim()
+            start, end = end, self._clock.now
+            tokens = sum(sampled for sampled, _ in sizes)
+            self._result.iterations.append(SimulatedIteration(start, end, tokens, lag))
+        self._is_over = True
+
+    def _full_batch(self, number: int) -> Process:
+        while True:
+            if self._num_complete < self._config.rollout.groups_per_batch:
+                yield self._changed
+            elif not self._manager.readiness(number).ready:
+                yield LOOK_AGAIN_S
+            else:
+                return
+
+    def _train(self, version: int, num_tokens: int) -> Process:
+        """A step by all trainers together, which makes this version; one that breaks down costs the step."""
+        num_ranks = len(self._trainers)
+        save_s = self._model.save_s()
+        if version % self._config.train.checkpoint_every == 0 or version == self._config.train.iterations:
+            save_s += self._model.save_checkpoint_s()
+        self._training = True
+        for device in self._trainers:
+            if device.engine is not None:
+                self._end_lease(device)
+        while True:
+            # an engine that is being loaded yields when it is there
+            while any(device.is_down or device.leased_at is not None for device in self._trainers):
+                yield self._freed
+            self._step_failed = False
+            started, begins, ends = self._clock.now, [], []
+            for device in self._trainers:
+                switch = self._switch_to_train(device)
+                begins.append(started + switch)
+                ends.append(started + switch + device.model.train_s(num_tokens, num_ranks))
+            yield max(ends) - started
+            trained = self._clock.now
+            yield save_s
+            if not self._step_failed:
+                break
+        end = self._clock.now
+        for device, begun in zip(self._trainers, begins, strict=True):
+            self._note(device, "train", started, begun, "moving")
+            # who has computed its share waits for the others with its gradients
+            self._note(device, "train", begun, trained, "busy")
+            self._note(device, "train", trained, end, "moving")
+            self._note(device, "train", started, end, "held")
+        self._training, self._has_trained = False, True
+
+    def _switch_to_train(self, device: _Device) -> float:
+        """Seconds until it can train, from now on; none if it holds what it trained with."""
+        switch = device.model.to_train_s() if device.tag != "train" else 0.0
+        if device.tag == "rollout":
+            device.gate.note_to_train(switch)
+        device.tag = "train"
+        return switch
+
+    # --- devices
+
+    def _lend_trainers(self) -> None:
+        if self._plan.lent:
+            for device in self._trainers:
+                if device.leased_at is None:
+                    self._clock.start(self._lend(device))
+
+    def _lend(self, device: _Device) -> Process:
+        life = device.num_lives
+        yield self._overheads.lease
+        # it may have broken down, or been lent, meanwhile; before the first step nobody is asked
+        if (device.num_lives, device.leased_at) != (life, None) or device.is_down or self._training:
+            return
+        if self._has_trained and not device.gate.decide(self._clock.now, self._work_now()).lend:
+            self._result.not_lent += 1
+            return
+        yield from self._hold(device)
+
+    def _hold(self, device: _Device) -> Process:
+        """A lease, up to the moment from which its engine serves."""
+        life, started = device.num_lives, self._clock.now
+        device.leased_at, version = started, self._manager.version
+        yield device.model.to_rollout_s(version)
+        # one that was told of a newer version meanwhile takes that before it serves
+        while device.num_lives == life and version != self._manager.version:
+            version = self._manager.version
+            yield device.model.weight_load_s()
+        if device.num_lives != life:
+            return
+        device.tag = "rollout"
+        self._note(device, "rollout", started, self._clock.now, "moving")
+        device.gate.note_to_rollout(self._clock.now - started)
+        if self._training and device in self._trainers:
+            self._end_lease(device)
+            self._clock.give(self._freed)
+        else:
+            device.engine = self._fleet.add_engine(device.worker, self._manager.version, device.model)
+
+    def _end_lease(self, device: _Device) -> None:
+        if device.engine is not None:
+            self._fleet.remove_engine(device.engine)
+            device.engine = None
+        self._note_lease(device)
+        device.leased_at = None
+
+    def _break_down(self, device: _Device, failures: Failures) -> Process:
+        is_trainer = device in self._trainers
+        while True:
+            yield self._random.expovariate(1 / failures.mean_between_s)
+            self._result.failures += 1
+            self._end_lease(device)
+            device.is_down, device.tag, device.gate = True, None, self._new_gate()
+            device.num_lives += 1
+            self._step_failed |= is_trainer and self._training
+            yield failures.repair_s
+            device.is_down = False
+            self._clock.give(self._freed)
+            if not is_trainer:
+                self._clock.start(self._hold(device))
+            elif self._plan.lent and not self._training:
+                self._clock.start(self._lend(device))
+
+    def _new_gate(self) -> LendingGate:
+        return LendingGate(self._config.cluster.max_switches_per_minute)
+
+    def _note_lease(self, device: _Device) -> None:
+        if device.leased_at is not None:
+            self._note(device, "rollout", device.leased_at, self._clock.now, "held")
+
+    def _note(self, device: _Device, tag: str, start: float, end: float, kind: Kind) -> None:
+        if end > start:
+            self._result.spans.append(Span(device.worker, tag, start, end, kind))
+
+    def _work_now(self) -> WorkLeft:
+        """All trainers that ask at one moment see the same."""
+        if self._work is None or self._work[0] != self._clock.now:
+            self._work = self._clock.now, self._work_left()
+        return self._work[1]
+
+    def _work_left(self) -> WorkLeft:
+        """Told from what the status of a real run would show now."""
+        engines = [
+            {
+                "worker": engine.worker,
+                "version": engine.version,
+                "tokens": engine.num_tokens,
+                "seconds": self._clock.now - engine.serving_since,
+            }
+            for engine in self._fleet.engines
+        ]
+        tokens_left = self._manager.num_sessions_left() * fmean(self._recent) if self._recent else None
+        return work_left({"tokens_left": tokens_left, "engines": engines}, self._plan.trainers)
+
+    # --- sessions
+
+    def _claim(self) -> None:
+        """Agents take every session that may run."""
+        claims = self._manager.claim(1 << 30)
+        self._fleet.submit(
+            [SimulatedSession(claim, self._turns(claim.place.group, claim.place.member)) for claim in claims]
+        )
+
+    def _go_on(self, session: SimulatedSession) -> None:
+        """A turn of it is over: its tools work, or it ends."""
+        if session.is_over:
+            self._finish(session)
+        else:
+            tool_s = session.turns[session.number - 1].tool_s
+            self._clock.after(self._model.real_s(tool_s), self._ask_again, session)
+
+    def _ask_again(self, session: SimulatedSession) -> None:
+        if session.claim.place.group in self._manager.groups:
+            self._fleet.submit([session])
+
+    def _drop(self, groups: list[int]) -> None:
+        self._fleet.drop(groups)
+        for group in groups:
+            self._sizes.pop(group, None)
+            self._oldest.pop(group, None)
+
+    def _finish(self, session: SimulatedSession) -> None:
+        group = session.claim.place.group
+        if group not in self._manager.groups:
+            # it was dropped in the moment in which this session ended
+            return
+        sampled, total = self._sizes.get(group, (0, 0))
+        length = sum(turn.num_wanted for turn in session.turns)
+        self._sizes[group] = (sampled + length, total + session.num_tokens)
+        assert session.min_version is not None
+        self._oldest[group] = min(self._oldest.get(group, session.min_version), session.min_version)
+        self._recent.append(length)
+        # rewards differ, so that every group counts
+        self._manager.finish(session.claim, float(session.claim.place.member), session.min_version)
+        if self._manager.groups[group].is_complete:
+            self._num_complete += 1
+            self._clock.give(self._changed)
+
+
+def rules_of(config: RunConfig) -> BatchRules:
+    """As the data plane gets them when a run is registered."""
+    rollout = config.rollout
+    return BatchRules(
+        group_size=rollout.group_size,
+        groups_per_batch=rollout.groups_per_batch,
+        lag_bound=config.lag_bound,
+        on_max_lag=rollout.on_max_lag,
+        gate=rollout.gate,
+        session_attempts=1,
+        num_batches=config.train.iterations,
+    )

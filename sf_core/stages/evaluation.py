@@ -1,0 +1,71 @@
+"""Measuring a stored run: which policy version, whether it may be measured now, and what it was measured as.
+
+How a version is measured is a stage (sf_core/stages/all_stages.py), which training has too.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from sf_core.config import RunConfig
+from sf_core.reports.states import await_restarts, check_idle, progress
+from sf_core.stages.stored_config import read_stored_config, settled_to_measure
+from storage.manifests import Manifest
+from storage.run_directory import RunDirectory
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Of the newest published version of a run."""
+
+    config: RunConfig
+    """The stored one; number of tasks and addresses are the caller's."""
+    version: int
+    measured: Manifest | None
+    """What the version was measured as already: that is done once."""
+
+    def describe(self) -> str:
+        """The result, once there is one."""
+        manifest = RunDirectory(self.config.run_dir).read_manifest(self.version, "evaluate")
+        assert manifest is not None, f"version {self.version} must be measured first"
+        parts = ", ".join(f"{name} {reward:.3f}" for name, reward in manifest.data["by_environment"].items())
+        return (
+            f"held-out reward of version {self.version}: {manifest.data['reward_mean']:.3f} ({parts}) "
+            f"over {manifest.data['sessions']} sessions" + (", measured before" if self.measured else "")
+        )
+
+
+def open_evaluation(config: RunConfig, tell: Callable[[str], None] = log.warning) -> Evaluation:
+    """The evaluation of the run that `config` names; if it is done already, `tell` hears the result.
+
+    Raises ValueError with one sentence if there is no such run, if it is being trained or that cannot be
+    told, if it has no policy yet, if it would be measured otherwise than configured, or if the version was
+    measured over another number of tasks than is asked for."""
+    if config.run_id is None:
+        raise ValueError("run_id: say which run to evaluate")
+    run = RunDirectory(config.run_dir)
+    settled = settled_to_measure(config, tell)
+    version = progress(run).published
+    measured = run.read_manifest(version, "evaluate")
+    if measured is None:
+        if not version and run.read_manifest(None, "start") is None:
+            raise ValueError(f"{run.run_id}: has no policy yet to evaluate; `sf resume {run.uri}` makes it")
+        # another evaluation that began may have died; this one goes on with it
+        if not run.newest_attempt().evaluate_only:
+            await_restarts([run], tell)
+            check_idle(run)
+    else:
+        wanted, num_tasks = settled.evaluate.num_tasks, measured.data["num_tasks"]
+        if wanted not in (num_tasks, read_stored_config(run.uri).evaluate.num_tasks):
+            raise ValueError(
+                f"{run.run_id}: version {version} was measured already, over {num_tasks} tasks, "
+                f"not {wanted}, and is measured once; leave evaluate.num_tasks out to see the result"
+            )
+    evaluation = Evaluation(settled, version, measured)
+    if measured is not None:
+        tell(evaluation.describe())
+    return evaluation

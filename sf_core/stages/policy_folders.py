@@ -1,0 +1,181 @@
+"""The Hugging Face folders at the two ends of a run: what it starts from and what it made."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import re
+import shutil
+import uuid
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from sf_core.config import RunConfig
+from sf_core.config.environment import cache_dir
+from sf_core.dataplane.chat.renderer import open_renderer
+from sf_core.models.cache_size import built_in_shape, cache_bytes, too_large
+from sf_core.models.context import check_context
+from sf_core.scheduling.plan import Worker
+from sf_core.stages.run import Run
+from storage.files import FileRef, copy_folder, join, list_files, read_bytes
+from storage.run_directory import RunDirectory
+from storage.weights import PICKLES, WEIGHT_FILES, load_weights, save_weights
+
+
+def check_model_folder(model: str) -> None:
+    """Raises ValueError if the setting `policy.model` names no Hugging Face folder that we load, or one whose
+    conversations cannot be rendered."""
+    folder = Path(model)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"policy.model: {model} {_missing(model)}")
+    for weights in folder.glob("*.safetensors"):
+        if not weights.exists():
+            raise ValueError(f"policy.model: {weights} is a link to a file that is not there")
+    # what a run copies, which leaves hidden files out
+    if not any(uri.endswith(".safetensors") for uri in list_files(str(folder))):
+        raise ValueError(
+            f"policy.model: {model} has no *.safetensors file; pickled weights (*.bin, *.pt) are not loaded, "
+            "because reading them may run code: save the model with safe_serialization=True"
+        )
+    _read_model_config(model)
+    try:
+        open_renderer(model)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"policy.model: {error}") from None
+
+
+def _missing(model: str) -> str:
+    if Path(model).exists() or not re.fullmatch(r"\w[\w.-]*/[\w.-]+", model):
+        return "is not a Hugging Face model folder (no config.json)"
+    folder = model.partition("/")[2]
+    return (
+        "is no folder here; a model of that name on the Hugging Face hub is downloaded first, by "
+        f"`hf download {model} --local-dir {folder}`, and then named as that folder: policy.model={folder}"
+    )
+
+
+def check_start(config: RunConfig, *, by_a_worker: bool = False) -> None:
+    """Raises ValueError if a run cannot start from `policy.model`, or its sequences are too long for that.
+    One that did start needs it no more: the copy in its directory is version 0.
+
+    by_a_worker: the folder may be where it is copied and not here; then that is left to the worker."""
+    model = config.policy.model
+    if model is None or (folder := _folder_to_start_from(config, by_a_worker)) is None:
+        return
+    if config.engine.kind == "torch":
+        check_context(_read_model_config(folder), config.engine.context_length)
+
+
+def check_memory(config: RunConfig, workers: Iterable[Worker]) -> None:
+    """Raises ValueError if one of these workers has less memory than its engine would reserve."""
+    if config.engine.kind != "torch":
+        return
+    if config.policy.model is None:
+        shape: dict[str, Any] = dict(built_in_shape(config.policy.hidden_size, config.policy.num_layers))
+    elif (folder := _folder_to_start_from(config, by_a_worker=True)) is not None:
+        shape = _read_model_config(folder)
+    else:
+        return
+    running, length = config.engine.max_running, config.engine.context_length
+    needed = cache_bytes(shape, running, length)
+    for worker in workers:
+        if "rollout" in worker.tags and needed and worker.memory is not None and needed > worker.memory:
+            given = f"worker {worker.name} has {worker.memory / 1e9:,.1f} GB of memory"
+            raise ValueError(too_large(needed, running, length, given))
+
+
+def _folder_to_start_from(config: RunConfig, by_a_worker: bool) -> str | None:
+    """The run's own copy, else `policy.model`; None if that is not here. Raises ValueError if it cannot be
+    used."""
+    model = config.policy.model
+    assert model is not None
+    if config.run_id is not None:
+        run = RunDirectory(config.run_dir)
+        if run.read_manifest(None, "start") is not None and start_fault(run) is None:
+            return run.start_dir
+    if by_a_worker and not Path(model).is_dir():
+        return None
+    check_model_folder(model)
+    return model
+
+
+def start_fault(run: RunDirectory) -> str | None:
+    """Why the data plane would refuse the folder that the run has copied; None if it would not."""
+    try:
+        open_renderer(run.start_dir)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _read_model_config(folder: str) -> dict[str, Any]:
+    file = join(folder, "config.json")
+    try:
+        return dict(json.loads(read_bytes(file)))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"policy.model: {file} cannot be read: {error}") from None
+
+
+def prepare_start(folder: str, config: RunConfig) -> tuple[list[FileRef], str]:
+    """Fill `folder` with the policy of version 0; returns its files and where they came from.
+
+    Raises ValueError if `policy.model` is no Hugging Face folder."""
+    model = config.policy.model
+    if model is not None:
+        check_model_folder(model)
+        source = Path(model)
+    else:
+        source = warm_policy(config)
+    return copy_folder(str(source), folder, exclude=PICKLES), str(source)
+
+
+def warm_policy(config: RunConfig) -> Path:
+    """The built-in policy after its warm start, from the cache if these settings were used before."""
+    from sf_core.models.builtin import make_policy
+    from sf_core.training.warmstart import warmstart
+
+    settings = config.policy
+    key = hashlib.sha256(
+        f"{settings.model_dump_json()}|{config.environment.tasks}|{config.seed}|{_recipe_version()}".encode()
+    ).hexdigest()[:16]
+    folder = cache_dir() / "warmstart" / key
+    if not folder.is_dir():
+        unfinished = folder.with_name(f".{key}-{uuid.uuid4().hex}")
+        make_policy(str(unfinished), settings, config.seed)
+        if settings.warmstart is not None and settings.warmstart.steps:
+            warmstart(str(unfinished), settings.warmstart, config.seed)
+        try:
+            unfinished.rename(folder)
+        except OSError:  # another run was faster; the content is the same
+            shutil.rmtree(unfinished)
+    return folder
+
+
+def _recipe_version() -> str:
+    """Changes with the code that makes the policy, so that the cache never answers for older code."""
+    return hashlib.sha256(b"".join(file.read_bytes() for file in _recipe_files())).hexdigest()
+
+
+def _recipe_files() -> list[Path]:
+    import sf_core.environments
+    from sf_core.agents import tool_loop
+    from sf_core.models import builtin, cache_size, decoder, projections
+    from sf_core.training import packing, warmstart
+    from sf_core.training.torch import network
+
+    modules = (builtin, warmstart, network, packing, cache_size, decoder, projections, tool_loop)
+    environments = Path(sf_core.environments.__path__[0]).glob("*.py")
+    return [*(Path(inspect.getfile(module)) for module in modules), *sorted(environments)]
+
+
+def export_policy(run: Run) -> None:
+    """Write RUN/policy: the start folder's configuration and tokenizer with the newest weights. An emulated
+    run has none: what it publishes holds no weights."""
+    if run.config.engine.kind == "emulated":
+        return
+    version = run.resume_point().version
+    folder = run.directory.policy_dir
+    copy_folder(run.start_dir, folder, exclude=WEIGHT_FILES)
+    save_weights(folder, load_weights(run.weights(version).uri), version)

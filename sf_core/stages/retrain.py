@@ -1,0 +1,100 @@
+"""A training step of a stored run done again: from the checkpoint before it, on the batch that was stored.
+
+Samples nothing and writes nothing. A step is a function of the weights, the optimiser's state, the batch and
+the settings, so the new weights are the old ones bit for bit, on the same machine with the same libraries.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from sf_core.reports.view import open_run
+from sf_core.scheduling.worker import worker_threads
+from sf_core.stages.run import Run, RunRef
+from sf_core.training.resident import rebuild_trainer
+from sf_core.training.stored_steps import stored_batch, stored_settings
+from sf_core.training.torch.ranks import Alone
+from storage import files
+from storage.manifests import Manifest
+from storage.run_directory import RunDirectory
+from storage.weights import FILE_NAME, load_weights, save_weights
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    iteration: int
+    equal: bool
+    """Bit for bit; told by the checksum of the stored weights if they are gone."""
+    largest_difference: float | None
+    """Of any element of the weights; None if the stored weights are gone."""
+    metrics: dict[str, tuple[float, float]]
+    """Now and then, of those that differ and do not measure time."""
+
+
+def replay(uri: str, iteration: int) -> Replay:
+    """Raises ValueError with one sentence if there is no such run or iteration, if its batch is damaged, or
+    if the run is emulated."""
+    directory = open_run(uri)
+    train = _committed(directory, iteration, "train")
+    _committed(directory, iteration, "filter")
+    run = Run(RunRef(directory.run_id, directory.uri, dataplane_url="", attempt=0))
+    if run.config.engine.kind == "emulated":
+        raise ValueError(f"{directory.run_id}: is emulated, so its trainers slept and computed no weights")
+    batch = stored_batch(run, iteration)
+    workers = run.config.cluster.workers.values()
+    # sums are split among threads: another number of them rounds otherwise
+    torch.set_num_threads(next((worker_threads(w) for w in workers if "train" in w.tags), 1))
+    # earlier versions did not keep it
+    device = train.data.get("device")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"iteration {iteration} was trained on a GPU, which rounds otherwise; here is none")
+    trainer = rebuild_trainer(run, iteration, Alone(), device)
+    trainer.config = stored_settings(run, iteration)
+    metrics = trainer.step(batch)
+    weights = trainer.weights()
+    stored = _stored(directory, trainer.version)
+    if stored is None:
+        expected = next(ref.sha256 for ref in train.outputs if ref.uri.endswith(FILE_NAME))
+    else:
+        expected = _checksum(stored, trainer.version)
+    return Replay(
+        iteration,
+        _checksum(weights, trainer.version) == expected,
+        None if stored is None else max(float((weights[n] - stored[n]).abs().max()) for n in stored),
+        _changed(metrics, train),
+    )
+
+
+def _committed(directory: RunDirectory, iteration: int, stage: str) -> Manifest:
+    manifest = directory.read_manifest(iteration, stage)
+    if manifest is None:
+        raise ValueError(
+            f"{directory.run_id}: {stage} of iteration {iteration} is not committed; "
+            f"`sf inspect {directory.uri}` shows what is"
+        )
+    return manifest
+
+
+def _checksum(weights: dict[str, torch.Tensor], version: int) -> str:
+    folder = f"memory://sf-replay-{id(weights)}"
+    ref = save_weights(folder, weights, version)
+    files.remove(ref.uri)
+    return ref.sha256
+
+
+def _stored(directory: RunDirectory, version: int) -> dict[str, torch.Tensor] | None:
+    folder = directory.weights_dir(version)
+    return load_weights(folder) if files.exists(files.join(folder, FILE_NAME)) else None
+
+
+def _changed(metrics: dict[str, float], train: Manifest) -> dict[str, tuple[float, float]]:
+    pairs = {
+        name: (value, train.data[name])
+        for name, value in metrics.items()
+        # JSON keeps no NaN: a mean over no tokens is null there
+        if not name.endswith("seconds") and train.data.get(name) is not None
+    }
+    return {name: pair for name, pair in pairs.items() if not math.isclose(*pair, rel_tol=0.0)}

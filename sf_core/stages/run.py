@@ -1,0 +1,232 @@
+"""A run as its parts see it: RunRef crosses task borders, Run opens what the reference names.
+
+Owns how a flow attempt finds its place: which stage comes next and what the data plane must know.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import secrets
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+from urllib.parse import urlsplit, urlunsplit
+
+from sf_core.config import RunConfig
+from sf_core.config.environment import dataplane_key, dataplane_url, run_key
+from sf_core.dataplane.control.client import DataplaneClient
+from sf_core.types import WeightsRef
+from storage.attempts import Attempt
+from storage.files import read_bytes
+from storage.run_directory import STAGES, RunDirectory
+
+
+@dataclass(frozen=True, slots=True)
+class RunRef:
+    """Names a run and the attempt that works on it. Small, picklable, holds no secret."""
+
+    run_id: str
+    uri: str
+    """The run directory."""
+    dataplane_url: str
+    attempt: int
+    """Counts the flow attempts on this run directory; older ones are fenced off."""
+    nonce: str = ""
+    """Random. A run directory that was removed and begun again counts from 1 again: processes that outlive it
+    tell its attempts from the old ones by this."""
+
+
+class Run:
+    """What a task opens from a RunRef: directory, configuration, data plane."""
+
+    def __init__(self, ref: RunRef) -> None:
+        self.ref = ref
+        self.directory = RunDirectory(ref.uri)
+        self.config = _read_config(ref)
+
+    @functools.cached_property
+    def dataplane(self) -> DataplaneClient:
+        return DataplaneClient(self.ref.dataplane_url, self.ref.run_id, dataplane_key())
+
+    @property
+    def start_dir(self) -> str:
+        """The Hugging Face folder the run starts from; its weights are version 0."""
+        return self.directory.start_dir
+
+    def weights(self, version: int) -> WeightsRef:
+        uri = self.start_dir if version == 0 else self.directory.weights_dir(version)
+        return WeightsRef(version, uri)
+
+    def pending_stages(self, iteration: int) -> list[str]:
+        """Stages of an iteration without a manifest, in order.
+
+        Raises ValueError if a later attempt has begun: stages that it commits would count as our own."""
+        self.directory.refuse_superseded(self.ref.attempt, f"go on with iteration {iteration}")
+        return [stage for stage in STAGES if self.directory.read_manifest(iteration, stage) is None]
+
+    def resume_point(self) -> ResumePoint:
+        """Read the manifests: where the run stands."""
+        iteration = 0
+        done: set[int] = set()
+        while (manifest := self.directory.read_manifest(iteration, "rollout")) is not None:
+            done.update(manifest.data["groups"])
+            done.update(int(group) for group in manifest.data["rejected"])
+            iteration += 1
+        next_batch = iteration
+        version = next_batch
+        while not self._is_published(version):
+            version -= 1
+        return ResumePoint(version=version, next_batch=next_batch, done_groups=sorted(done))
+
+    def iterations_left(self) -> range:
+        """Iterations that still have a stage to do."""
+        first, _ = self.directory.next_stage()
+        return range(first, self.config.train.iterations)
+
+    def evaluation_due(self, version: int) -> bool:
+        """Every so many versions, and of the last one, unless it is committed."""
+        config = self.config
+        counts = version % config.evaluate.every == 0 or version == config.train.iterations
+        return counts and self.directory.read_manifest(version, "evaluate") is None
+
+    def refuse_unserved(self, version: int) -> None:
+        """Raises ValueError unless this is the newest published version, which is what engines serve."""
+        if not self._is_published(version) or self._is_published(version + 1):
+            served = self.resume_point().version
+            raise ValueError(
+                f"{self.ref.run_id}: version {version} cannot be measured: engines serve version {served}"
+            )
+
+    def _is_published(self, version: int) -> bool:
+        return version == 0 or self.directory.read_manifest(version - 1, "publish") is not None
+
+    def begin_evaluation(self, version: int) -> None:
+        """Have the held-out tasks given out, if this version is due. Trainers are lent for what is known."""
+        if self.evaluation_due(version):
+            self.dataplane.start_evaluation(version, self.config.evaluate.num_tasks)
+
+    def register(self, *, evaluate_only: bool = False) -> ResumePoint:
+        """Tell the data plane about this attempt; it keeps the sessions it already has."""
+        point, config = self.resume_point(), self.config
+        rollout = config.rollout
+        weights = self.weights(point.version)
+        self.dataplane.register(
+            run_id=self.ref.run_id,
+            run_dir=self.ref.uri,
+            model_dir=self.start_dir,
+            served_model="policy",
+            seed=config.seed,
+            group_size=rollout.group_size,
+            groups_per_batch=rollout.groups_per_batch,
+            gate=rollout.gate,
+            lag_bound=config.lag_bound,
+            on_max_lag=rollout.on_max_lag,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            max_tokens=rollout.max_tokens,
+            context_length=config.engine.context_length,
+            session_attempts=rollout.session_attempts,
+            session_timeout_s=rollout.session_timeout_s,
+            on_failure=rollout.on_failure.model_dump(),
+            failed_reward=rollout.failed_reward,
+            request_patience_s=rollout.request_patience_s,
+            ignored_fields=rollout.ignored_fields,
+            num_batches=0 if evaluate_only else config.train.iterations,
+            iteration=point.next_batch,
+            version=point.version,
+            weights_uri=weights.uri,
+            done_groups=point.done_groups,
+            attempt=self.ref.attempt,
+            key=run_key(),
+        )
+        return point
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    version: int
+    """Newest published policy version."""
+    next_batch: int
+    """First iteration whose rollout is not committed."""
+    done_groups: list[int]
+    """Group indices that were consumed or rejected."""
+
+
+def begin_attempt(config: RunConfig, *, evaluate_only: bool = False) -> RunRef:
+    """Open or create the run directory for a new flow attempt; older attempts are fenced off from here on.
+    One that only evaluates leaves the configuration that is stored there.
+
+    Raises ValueError if no data plane is named."""
+    url = config.dataplane.url or dataplane_url()
+    if url is None:
+        raise ValueError(
+            "no data plane: set dataplane.url or SF_DATAPLANE_URL to that of a running `sf dataplane`, "
+            "or start with `sf train`"
+        )
+    directory = RunDirectory(config.run_dir)
+    if not evaluate_only:
+        directory.write_config(config)
+    attempt = Attempt(
+        dataplane=_without_password(url), host=socket.gethostname(), evaluate_only=evaluate_only
+    )
+    number = directory.begin_attempt(attempt)
+    return RunRef(directory.run_id, directory.uri, url, number, nonce=secrets.token_hex(8))
+
+
+def _without_password(url: str) -> str:
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+
+
+def new_run_id(name: str) -> str:
+    return f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+
+
+def open_config(uri: str) -> RunConfig:
+    """Read a resolved configuration."""
+    return RunConfig.model_validate_json(read_bytes(uri))
+
+
+@functools.lru_cache(maxsize=8)
+def _read_config(ref: RunRef) -> RunConfig:
+    return RunDirectory(ref.uri).read_config(RunConfig)
+
+
+def load_object(reference: str) -> Callable[..., Any]:
+    """Import package.module:name. Raises ValueError with one sentence if that fails, or if it is nothing that
+    can be called."""
+    module, _, name = reference.partition(":")
+    try:
+        imported = importlib.import_module(module)
+    except Exception as error:  # whatever the user's own lines raise
+        raise ValueError(f"{reference}: cannot import {module}: {_told(error)}") from error
+    try:
+        found = getattr(imported, name)
+    except AttributeError:
+        raise ValueError(f"{reference}: module {module} has no {name}") from None
+    if not callable(found):
+        raise ValueError(f"{reference}: expected a function, got {type(found).__name__}")
+    return cast(Callable[..., Any], found)
+
+
+def check_held_out(config: RunConfig) -> None:
+    """Raises ValueError with one sentence if the environment has fewer held-out tasks than are asked for:
+    each that is not there would count as one that earned nothing. Asks for the last one only."""
+    tasks, last = load_object(config.environment.tasks), config.evaluate.num_tasks - 1
+    try:
+        tasks("holdout", last)
+    except Exception as error:  # whatever the user's own lines raise
+        asked = f'{config.environment.tasks}("holdout", {last})'
+        raise ValueError(f"evaluate.num_tasks {last + 1}: {asked} raises {_told(error)}") from error
+
+
+def _told(error: Exception) -> str:
+    """What an import raised, and the line of the module that it was at; not where in a library."""
+    told = " ".join(f"{type(error).__name__}: {error}".split())
+    lines = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.name == "<module>"]
+    return f"{told}, {lines[-1].filename} line {lines[-1].lineno}" if lines else told

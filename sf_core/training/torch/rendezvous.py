@@ -1,0 +1,219 @@
+"""How the ranks of a gang meet, stay together, and part.
+
+Rank 0 opens a store on its worker's address and announces it in the run directory. Every rank reports there;
+rank 0 says which process group to use: the one that all of them still have, or a new one. Every wait ends
+after `timeout_s` with the names of those who were waited for.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from sf_core.training.gang import GangError, Seat, SupersededError
+from sf_core.training.torch.ranks import Alone, ExchangeError, Group, Ranks
+from storage.gangs import GangFiles
+
+T = TypeVar("T")
+
+POLL_S = 0.02
+CONNECT_S = 5.0
+"""Rank 0 announces its store when it listens: who does not get through by then finds nobody there."""
+
+ROLL_CALL_S = 5.0
+"""How long after a failed exchange the others have to show that they live. The exchanges of all fail within
+moments of each other, because who fails closes its connections."""
+
+_resident: Group | None = None
+"""The process group this process is in; it stays from step to step while its members do."""
+_store: dist.Store | None = None
+"""Kept after a step: while rank 0 lives, the others can read there how it ended."""
+
+
+@contextmanager
+def seated(files: GangFiles, seat: Seat, host: str, timeout_s: float) -> Iterator[Ranks]:
+    """Take a seat, meet the others, do the work of the block; over when rank 0 is through with it.
+
+    `host` is the address of this worker. Raises SupersededError if this rank must not work, GangError if
+    another one is missing or has failed, and what the block raises."""
+    if files.is_over() or not files.take_seat(seat.rank, once=not seat.is_alone):
+        raise SupersededError(f"{seat.label}: try {seat.epoch} had begun here before, or is over")
+    if seat.is_alone:
+        _leave()
+        yield Alone()
+        return
+    meeting = _Meeting(files, seat, host, timeout_s)
+    try:
+        yield meeting.join()
+        meeting.end()
+    except ExchangeError as error:
+        _leave()
+        raise meeting.roll_call(error) from error
+    except BaseException as error:
+        _leave()
+        meeting.report_failure(error)
+        raise
+
+
+class _Meeting:
+    """One step's use of the store."""
+
+    def __init__(self, files: GangFiles, seat: Seat, host: str, timeout_s: float) -> None:
+        self._files, self._seat, self._host = files, seat, host
+        self._timeout_s = timeout_s
+        self._others = [rank for rank in range(len(seat.workers)) if rank != seat.rank]
+
+    def join(self) -> Group:
+        """The process group of this step: the resident one if all ranks still have it."""
+        global _resident
+        self._open_store()
+        kept = _resident.group if _resident and _resident.workers == self._seat.workers else "none"
+        self._put(f"here/{self._seat.rank}", kept)
+        if self._seat.rank == 0:
+            self._await("here", self._others, "has not begun")
+            same = all(self._get(f"here/{rank}") == kept for rank in self._others) and kept != "none"
+            self._put("group/0", kept if same else secrets.token_hex(8))
+        else:
+            self._await("group", [0], "has not gathered the ranks")
+        group = self._get("group/0")
+        if _resident is None or _resident.group != group:
+            _leave()
+            self._make_group(group)
+            _resident = Group(group, self._seat.workers, self._timeout_s)
+        return _resident
+
+    def end(self) -> None:
+        """Rank 0 has committed; the others learn it."""
+        if self._seat.rank == 0:
+            self._put("committed/0", "")
+        else:
+            self._await("committed", [0], "has not committed the step")
+
+    def report_failure(self, error: BaseException) -> None:
+        """Let the others know; they cannot be told if it is the store that failed."""
+        try:
+            self._put(f"failed/{self._seat.rank}", f"{type(error).__name__}: {error}")
+        except GangError:
+            return
+
+    def roll_call(self, error: ExchangeError) -> GangError:
+        """Who is missing after an exchange failed."""
+        self._timeout_s = ROLL_CALL_S
+        try:
+            self._put(f"after/{self._seat.rank}", "")
+            self._await("after", self._others, "does not answer since an exchange failed")
+        except GangError as missing:
+            return GangError(f"{missing} ({error})")
+        return GangError(f"{self._seat.label}: an exchange failed, and all ranks live: {error}")
+
+    def _open_store(self) -> None:
+        global _store
+        _store = None
+        if self._seat.rank == 0:
+            # a socket of our own: the store by itself listens on every interface of the machine
+            with socket.create_server((self._host, 0)) as server:
+                port = server.getsockname()[1]
+                _store = self._connect(self._host, port, server.detach())
+            self._files.announce(self._host, port)
+        else:
+            _store = self._connect(*self._until(self._files.address, lambda: [0], "has not begun"))
+
+    def _connect(self, host: str, port: int, listening: int | None = None) -> dist.Store:
+        with self._blaming_rank_0():
+            return dist.TCPStore(
+                host,
+                port,
+                is_master=listening is not None,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=min(self._timeout_s, CONNECT_S)),
+                master_listen_fd=listening,
+            )
+
+    def _make_group(self, group: str) -> None:
+        gloo: Any = dist.ProcessGroupGloo  # its options are in no type stub
+        options = gloo._Options()
+        # by itself gloo listens on the address that the machine's name stands for
+        options._devices = [gloo.create_device(hostname=self._host)]
+        options._timeout = timedelta(seconds=self._timeout_s)
+        try:
+            dist.init_process_group(
+                "gloo",
+                store=dist.PrefixStore(group, self._opened),
+                rank=self._seat.rank,
+                world_size=len(self._seat.workers),
+                timeout=options._timeout,
+                pg_options=options,
+            )
+        except RuntimeError as error:
+            raise ExchangeError(f"no process group: {error}") from error
+
+    def _put(self, key: str, value: str) -> None:
+        with self._blaming_rank_0():
+            self._opened.set(key, value)
+
+    def _get(self, key: str) -> str:
+        with self._blaming_rank_0():
+            return str(self._opened.get(key), "utf-8")
+
+    def _has(self, key: str) -> bool:
+        with self._blaming_rank_0():
+            return bool(self._opened.check([key]))
+
+    @property
+    def _opened(self) -> dist.Store:
+        if _store is None:
+            raise GangError(f"{self._seat.label} has no store")
+        return _store
+
+    @contextmanager
+    def _blaming_rank_0(self) -> Iterator[None]:
+        """The store is in the process of rank 0: no answer means that rank 0 is gone."""
+        try:
+            yield
+        except dist.DistError as error:
+            raise self._error([0], f"is gone: {' '.join(str(error).split())[:200]}") from error
+
+    def _await(self, key: str, ranks: list[int], what: str) -> None:
+        """Wait until each of these ranks has put its key, or one of the others has failed."""
+
+        def missing() -> list[int]:
+            return [rank for rank in ranks if not self._has(f"{key}/{rank}")]
+
+        def look() -> bool | None:
+            for rank in self._others:
+                if self._has(f"failed/{rank}"):
+                    raise self._error([rank], f"failed: {self._get(f'failed/{rank}')}")
+            return not missing() or None
+
+        self._until(look, missing, what)
+
+    def _until(self, look: Callable[[], T | None], missing: Callable[[], list[int]], what: str) -> T:
+        deadline, files_looked_at = time.monotonic() + self._timeout_s, -1.0
+        while (found := look()) is None:
+            now = time.monotonic()
+            if now > files_looked_at + 1.0:
+                files_looked_at = now
+                if self._files.is_over():
+                    raise GangError(f"{self._seat.label}: the flow ended try {self._seat.epoch}")
+            if now > deadline:
+                raise self._error(missing(), f"{what} within {self._timeout_s:g} s")
+            time.sleep(POLL_S)
+        return found
+
+    def _error(self, ranks: list[int], what: str) -> GangError:
+        return GangError(f"{self._seat.label}: {', '.join(map(self._seat.name_of, ranks))} {what}")
+
+
+def _leave() -> None:
+    """Close the process group; ranks that wait in an exchange with this one fail at once."""
+    global _resident
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    _resident = None

@@ -1,0 +1,185 @@
+"""`sf plan`: what it says of each pipeline, and of plans that could not start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from sf_core.cli.main import app
+from tests.sf_core.scheduling.simulation.measured import leave_run
+
+OTHERS = {"a0": {"tags": ["agent"]}, "c0": {"tags": ["cpu"]}}
+R0 = {"tags": ["rollout"]}
+BOTH = {"tags": ["rollout", "train"]}
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("COLUMNS", "240")
+
+    def write(devices: dict[str, Any], **settings: Any) -> str:
+        file = tmp_path / "run.yaml"
+        cluster = {"workers": devices | OTHERS, **settings.pop("cluster", {})}
+        file.write_text(
+            yaml.safe_dump(
+                {**settings, "cluster": cluster, "storage": {"root": str(tmp_path / "runs")}}, sort_keys=False
+            )
+        )
+        return str(file)
+
+    return write
+
+
+def sf_plan(*arguments: str) -> tuple[int, dict[str, str]]:
+    """Exit code, and what is said behind the first word of each line."""
+    result = CliRunner().invoke(app, ["plan", *arguments])
+    lines = [" ".join(line.split()).partition(" ") for line in result.output.splitlines()]
+    return result.exit_code, {first: rest for first, _, rest in lines}
+
+
+@pytest.mark.parametrize(
+    ("devices", "settings", "said"),
+    [
+        (
+            {"d0": BOTH, "d1": BOTH},
+            {"pipeline": "colocated", "train": {"workers": 2}},
+            {
+                "pipeline": "colocated; d0, d1: train steps and rollout in turn",
+                "lag": "bound 0: every token is trained on by the version that sampled it",
+                "d0": "rollout train trains as rank 0, rolls out between steps: no other could",
+                "d1": "rollout train trains as rank 1, rolls out between steps: no other could",
+            },
+        ),
+        (
+            {"r0": R0, "t0": {"tags": ["train"]}},
+            {"pipeline": "disaggregated"},
+            {
+                "pipeline": "disaggregated; t0: train steps only; r0: rollout",
+                "lag": "bound 0: every token is trained on by the version that sampled it",
+                "r0": "rollout rolls out: does not carry train",
+                "t0": "train trains as rank 0: no other could",
+            },
+        ),
+        (
+            {"r0": R0, "t0": BOTH, "t1": {"tags": ["train"]}},
+            {"pipeline": "async"},
+            {
+                "pipeline": "async; t1: train steps only; r0, t0: rollout, during train steps too",
+                "lag": "bound 1: sampling goes on while training; "
+                "training waits for sessions that would grow older",
+                "t0": "rollout train rolls out: others train first",
+                "t1": "train trains as rank 0: does not carry rollout",
+            },
+        ),
+        (
+            {"r0": R0, "t0": BOTH, "t1": {"tags": ["train"]}},
+            {"pipeline": "multiplexed"},
+            {
+                "pipeline": "multiplexed; t0: train steps and rollout in turn; "
+                "r0: rollout, during train steps too",
+                "t0": "rollout train trains as rank 0, rolls out between steps: no other could",
+                "t1": "train nothing: not chosen to train, and does not carry rollout",
+            },
+        ),
+        (
+            {"r0": R0, "t0": BOTH},
+            {},
+            {
+                "pipeline": "multiplexed by tags and rollout.overlap; "
+                "t0: train steps and rollout in turn; r0: rollout, during train steps too",
+                "a0": "agent runs agents",
+                "c0": "cpu filters, publishes, evaluates",
+                "bubbles": "unknown until an iteration was measured; name a run with --measured",
+            },
+        ),
+    ],
+    ids=["colocated", "disaggregated", "async", "multiplexed", "by-tags"],
+)
+def test_every_pipeline_is_put_into_words(
+    write: Any, devices: dict[str, Any], settings: dict[str, Any], said: dict[str, str]
+) -> None:
+    code, lines = sf_plan(write(devices, **settings))
+    assert code == 0
+    assert {word: lines.get(word) for word in said} == said
+
+
+def test_known_devices_show_their_figures_and_decide_who_trains(write: Any) -> None:
+    devices = {"d0": {**BOTH, "device_kind": "h20"}, "d1": {**BOTH, "device_kind": "H100"}}
+    _, lines = sf_plan(write(devices))
+    assert lines["d0"] == "rollout train h20: 148 TFLOP/s, 4 TB/s 1.00 rolls out: others train first"
+    assert lines["d1"].startswith("rollout train h100: 989 TFLOP/s, 3.35 TB/s 2.31 trains as rank 0,")
+    assert lines["d1"].endswith("rolls out between steps: higher train_priority")
+    assert "unknown" not in lines
+
+
+def test_what_decided_and_what_is_not_known_is_said(write: Any) -> None:
+    preferred = {"prefer": {"train": ["big"]}}
+    _, lines = sf_plan(write({"d0": BOTH, "d1": {"tags": ["rollout", "train", "big"]}}, cluster=preferred))
+    assert lines["d1"].endswith("tags of cluster.prefer")
+    assert lines["unknown"].startswith("the devices of d1, d0; device_kind or sf worker --probe would say")
+    _, lines = sf_plan(write({"d0": BOTH, "d1": BOTH}))
+    assert lines["d0"].endswith("first by name")
+
+
+def test_bubbles_are_expected_from_the_times_of_a_run(write: Any, tmp_path: Path) -> None:
+    config = write({"r0": R0, "t0": BOTH}, pipeline="disaggregated")
+    leave_run(str(tmp_path / "runs" / "first"), iterations=2, rollout=6.0, train=2.0)
+    said = (
+        "50.0% of device time at least, if an iteration is 6.0 s of rollout and 2.0 s of training, "
+        "devices added up, as in first"
+    )
+    assert sf_plan(config, "--measured", str(tmp_path / "runs" / "first"))[1]["bubbles"] == said
+    # a run that goes on knows its own
+    assert sf_plan(config, "--set", "run_id=first")[1]["bubbles"] == said
+    assert sf_plan(config, "--set", "run_id=second")[1]["bubbles"].startswith("unknown until")
+
+
+@pytest.mark.parametrize(
+    ("devices", "arguments", "sentence"),
+    [
+        (
+            {"r0": R0, "t0": BOTH},
+            ["--set", "pipeline=colocated"],
+            "pipeline colocated needs every device worker to carry rollout and train; r0 carries {rollout}",
+        ),
+        ({"r0": R0}, [], "no worker carries 'train'; workers: r0 {rollout}, a0 {agent}, c0 {cpu}"),
+        ({"r0": R0, "t0": BOTH}, ["--measured", "/nowhere/run"], "/nowhere/run: no run here"),
+        (
+            {"r0": R0, "t0": BOTH},
+            ["--scheduler", "tcp://127.0.0.1:9"],
+            "no Dask scheduler answers at tcp://127.0.0.1:9",
+        ),
+        ({"r0": R0, "t0": BOTH}, ["--scheduler", "nonsense"], "no Dask scheduler answers at nonsense"),
+    ],
+    ids=["pipeline", "tag", "measured", "scheduler", "no-address"],
+)
+def test_a_plan_that_could_not_start_ends_with_one_sentence(
+    write: Any, monkeypatch: pytest.MonkeyPatch, devices: dict[str, Any], arguments: list[str], sentence: str
+) -> None:
+    monkeypatch.setattr("sf_core.scheduling.plan.ANSWER_S", 1.0)
+    result = CliRunner().invoke(app, ["plan", write(devices), *arguments])
+    assert result.exit_code == 2
+    assert result.output.startswith(f"error: {sentence}")
+    assert len(result.output.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "asked"),
+    [
+        ([], "environment"),
+        (["--set", "cluster.scheduler=configuration"], "configuration"),
+        (["--set", "cluster.scheduler=configuration", "--scheduler", "option"], "option"),
+    ],
+    ids=["environment", "configuration", "option"],
+)
+def test_the_plan_is_made_of_the_workers_that_a_run_would_get(
+    write: Any, monkeypatch: pytest.MonkeyPatch, arguments: list[str], asked: str
+) -> None:
+    monkeypatch.setenv("SF_SCHEDULER", "environment")
+    monkeypatch.setattr("sf_core.scheduling.plan.ANSWER_S", 0.1)
+    result = CliRunner().invoke(app, ["plan", write({"r0": R0, "t0": BOTH}), *arguments])
+    assert result.output.startswith(f"error: no Dask scheduler answers at {asked}: ")

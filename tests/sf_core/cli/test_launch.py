@@ -1,0 +1,135 @@
+"""`sf train` and `sf resume` before and after a flow runs: what is finished, and why a flow failed."""
+
+from __future__ import annotations
+
+import resource
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from sf_core.cli.command_lock import hold
+from sf_core.cli.launch import _run_once
+from sf_core.cli.stack.local import local_stack
+from sf_core.cli.stack.processes import Part
+from storage.run_directory import RunDirectory
+from tests.sf_core.cli.test_main import sf
+from tests.sf_core.runs import commit, configure, pretend
+
+SUMMARY = {
+    "iterations": 2,
+    "reward_before": 0.25,
+    "reward_after": 0.75,
+    "seconds_total": 60.0,
+    "tokens_generated": 1000,
+    "tokens_per_second": 20.0,
+    "idle_fraction": {"r0": 0.5, "t0": 0.25},
+    "loading_fraction": {"r0": 0.4, "t0": 0.0},
+}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    """Finished, on workers of which none could train: to go on with it is refused before anything starts."""
+    run = RunDirectory(str(tmp_path / "[v2]" / "r"))
+    workers = {"r0": {"tags": ["rollout"]}}
+    configure(run, train={"iterations": 2}, cluster={"workers": workers}, storage={"root": str(tmp_path)})
+    pretend(run, 2, finished=False)
+    run.write_summary(SUMMARY)
+    return run
+
+
+def test_a_finished_run_is_shown_and_not_run_again(run: RunDirectory) -> None:
+    code, output = sf("resume", run.uri)
+    assert code == 0, output
+    assert output.startswith(
+        "run r is already finished; a larger train.iterations makes it go on, another run_id begins another "
+        "held-out reward 0.25 → 0.75 in 2 iterations, 60 s"
+    )
+    assert f"policy {run.policy_dir} " in output
+    assert "idle devices r0 50% (40% loading), t0 25% picture" in output
+
+
+@pytest.fixture
+def stopped(run: RunDirectory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RunDirectory:
+    """It could go on."""
+    configure(run, train={"iterations": 3}, storage={"root": str(tmp_path / "[v2]")})
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect"))
+    monkeypatch.setenv("SF_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    return run
+
+
+def test_a_second_command_on_a_run_is_told_who_works_on_it(stopped: RunDirectory) -> None:
+    program = "import sys, time; from sf_core.cli.command_lock import hold\nfrom pathlib import Path\n"
+    program += "lock = hold(Path(sys.argv[1])); print(flush=True); time.sleep(60)"
+    command = [sys.executable, "-c", program, stopped.uri]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as first:
+        assert first.stdout
+        first.stdout.readline()
+        code, output = sf("resume", stopped.uri)
+        who = f"run r is worked on by another command, process {first.pid} on {socket.gethostname()} since "
+        assert (code, who in output, "end it there with Ctrl-C" in output) == (1, True, True), output
+        assert first.poll() is None
+        first.kill()
+    with hold(Path(stopped.uri)):
+        pass
+
+
+@pytest.mark.parametrize("variable", ["PREFECT_HOME", "SF_CACHE_DIR"])
+def test_a_place_that_cannot_be_written_is_refused_before_anything_starts(
+    stopped: RunDirectory, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv(variable, "/dev/null/x")
+    code, output = sf("resume", stopped.uri)
+    sentence = f"cannot be written (Not a directory): set {variable} to another folder"
+    assert (code, sentence in output) == (2, True), output
+
+
+def test_too_few_open_files_are_refused_before_anything_starts(stopped: RunDirectory) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, limits[1]))
+    try:
+        code, output = sf("resume", stopped.uri)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert (code, "this process may have 512 files open" in output) == (2, True), output
+
+
+def test_an_emulated_run_is_said_to_have_no_policy(run: RunDirectory, tmp_path: Path) -> None:
+    configure(run, train={"iterations": 2}, engine={"kind": "emulated"}, storage={"root": str(tmp_path)})
+    code, output = sf("resume", run.uri)
+    assert (code, "policy none, because it is emulated trajectories" in output) == (0, True), output
+
+
+def test_a_finished_run_goes_on_with_more_iterations(run: RunDirectory, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump({"run_id": "r", "storage": {"root": run.uri.rsplit("/", 1)[0]}}))
+    code, output = sf("train", str(file), "--set", "train.iterations=3")
+    assert "run r: as it was configured, but for train.iterations 3 (was 2)" in output
+    assert (code, "no worker carries" in output) == (1, True), output
+    code, output = sf("train", str(file), "--set", "train.iterations=1")
+    assert (code, "run r has published version 2 and cannot end at" in output) == (1, True), output
+
+
+def test_a_run_whose_summary_is_from_before_it_was_given_more_iterations_is_resumed(
+    run: RunDirectory,
+) -> None:
+    configure(run, train={"iterations": 3}, cluster={"workers": {"r0": {"tags": ["rollout"]}}})
+    commit(run, 2, "publish")
+    code, output = sf("resume", run.uri)
+    assert (code, "no worker carries" in output) == (1, True), output
+
+
+def test_a_flow_that_is_killed_is_not_explained_by_an_earlier_one(tmp_path: Path) -> None:
+    with local_stack(tmp_path / "logs") as stack:
+
+        def failure(script: str) -> str:
+            part = Part("flow-train", ["sh", "-c", script], {}, once=True)
+            return _run_once(part, stack, lambda process: process.wait(20))[0]
+
+        assert failure("echo ValueError: seed; exit 3").startswith("ValueError: seed; log: ")
+        assert failure("kill -9 $$").startswith("the flow ended with code -1; log: ")

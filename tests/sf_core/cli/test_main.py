@@ -1,0 +1,131 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import dask
+import pytest
+from typer.testing import CliRunner
+
+from sf_core.cli.main import app
+from sf_core.reports.devices import COLUMNS
+from storage.metrics import write_metrics
+from storage.run_directory import RunDirectory
+from tests.sf_core.runs import commit, configure
+
+
+def sf(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, list(arguments))
+    return result.exit_code, " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("setting", "sentence"),
+    [
+        ("rollout.group_size=0", "rollout.group_size: input should be greater than or equal to 2, got 0"),
+        ("trian.iterations=3", "trian: unknown key; allowed here: run_id, seed, pipeline, policy"),
+        ("environment.agent=nowhere:agent", "nowhere:agent: cannot import nowhere"),
+        ("environment.reward=json:score", "json:score: module json has no score"),
+        ("policy.model=/nowhere", "policy.model: /nowhere is not a Hugging Face model folder"),
+    ],
+)
+def test_a_run_that_cannot_work_is_refused_before_anything_starts(
+    tmp_path: Path, setting: str, sentence: str
+) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(f"storage:\n  root: {tmp_path / 'runs'}\n")
+    code, output = sf("train", str(config), "--set", setting)
+    assert (code, sentence in output) == (2, True), output
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_missing_configuration_is_named(tmp_path: Path) -> None:
+    code, output = sf("train", str(tmp_path / "none.yaml"))
+    assert code == 2
+    assert "none.yaml: no such file" in output
+
+
+def test_the_pipelines_are_compared_on_the_emulated_devices() -> None:
+    code, output = sf("simulate", "configs/emulated.yaml", "--rollout", "1", "--dual", "1")
+    assert code == 0, output
+    assert all(name in output for name in ("colocated, drained", "disaggregated", "async", "multiplexed"))
+
+
+def test_lengths_that_would_all_be_cut_are_not_compared() -> None:
+    code, output = sf("simulate", "configs/quickstart.yaml")
+    assert code == 2
+    assert "rollout.max_tokens (24) would cut most sessions to one length" in output
+
+
+def test_inspecting_nothing_says_so(tmp_path: Path) -> None:
+    code, output = sf("inspect", str(tmp_path / "nothing"))
+    assert code == 2
+    assert "no run" in output
+
+
+def test_a_data_plane_for_the_network_needs_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SF_DATAPLANE_KEY", raising=False)
+    code, output = sf("dataplane", "--host", "0.0.0.0")
+    assert code == 2
+    assert "SF_DATAPLANE_KEY" in output
+
+
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        ("server", "set PREFECT_SERVER_API_AUTH_STRING to USER:PASSWORD, or serve on 127.0.0.1"),
+        (
+            "scheduler",
+            "distributed.comm.tls.ca-file and distributed.comm.tls.scheduler.cert, or bind 127.0.0.1",
+        ),
+    ],
+)
+def test_a_server_for_the_network_needs_a_password_or_certificates(
+    monkeypatch: pytest.MonkeyPatch, command: str, sentence: str
+) -> None:
+    monkeypatch.delenv("PREFECT_SERVER_API_AUTH_STRING", raising=False)
+    code, output = sf(command, "--host", "0.0.0.0")
+    assert (code, sentence in output) == (2, True), output
+
+
+def test_a_worker_with_certificates_is_not_open_to_a_scheduler_without() -> None:
+    with dask.config.set({"distributed.comm.tls": {"ca-file": "ca.pem", "worker": {"cert": "host.pem"}}}):
+        code, output = sf(
+            "worker", "--host", "0.0.0.0", "--tags", "cpu", "--scheduler", "tcp://192.0.2.1:8786"
+        )
+    assert (code, "name a tls:// scheduler, got tcp://192.0.2.1:8786" in output) == (2, True), output
+
+
+def test_a_client_without_certificates_is_told_before_it_connects() -> None:
+    code, output = sf("worker", "--tags", "cpu", "--scheduler", "tls://192.0.2.1:8786")
+    assert code == 2
+    assert "tls://192.0.2.1:8786 cannot be reached without certificates" in output
+
+
+@pytest.mark.parametrize("command", ["resume", "evaluate"])
+def test_only_a_run_is_resumed_or_evaluated(tmp_path: Path, command: str) -> None:
+    code, output = sf(command, str(tmp_path))
+    assert code == 2
+    assert "no run here (config.json is missing)" in output
+
+
+def test_a_server_to_set_up_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    code, output = sf("setup-server")
+    assert code == 2
+    assert "PREFECT_API_URL is not set" in output
+
+
+def test_a_table_in_a_pipe_is_not_cut(tmp_path: Path) -> None:
+    run = RunDirectory(str(tmp_path / "run-1"))
+    configure(run)
+    figures = {name: 1234.0 for name in COLUMNS} | {f"idle_node-{i}.cluster": 1.0 for i in range(8)}
+    for number in range(11):
+        commit(run, number, "filter", data={"lags": [1]})
+        write_metrics(run, "devices", number, [figures])
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    command = [sys.executable, "-m", "sf_core", "inspect", run.uri]
+    output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    assert "\N{HORIZONTAL ELLIPSIS}" not in output
+    [row] = [line for line in output.splitlines() if line.startswith("10") and "100%" in line]
+    assert row.split()[1:9] == ["100%"] * 8

@@ -1,0 +1,202 @@
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from sf_core.config import RunConfig
+from sf_core.config.base import Settings
+from sf_core.config.validation import ConfigError, validate_config
+from sf_core.config.yaml_file import differences, load_config, merge_sections
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text("seed: 3\nrollout:\n  group_size: 4\n")
+    return path
+
+
+def test_overrides_replace_values_of_the_file_and_add_new_ones(config_file: Path) -> None:
+    config = load_config(config_file, ["seed=7", "storage.root=/data/runs", "rollout.group_size=16"])
+    assert (config.seed, config.storage.root, config.rollout.group_size) == (7, "/data/runs", 16)
+
+
+def test_a_resolved_configuration_reads_back_equal(config_file: Path) -> None:
+    config = load_config(config_file)
+    assert RunConfig.model_validate_json(config.model_dump_json()) == config
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("rollout.gruop_size=4", "rollout.gruop_size: unknown key; allowed here: group_size, "),
+        ("colour=red", "colour: unknown key; allowed here: run_id, seed, pipeline, policy"),
+        ("rollout.group_size=1", "rollout.group_size: input should be greater than or equal to 2, got 1"),
+        ("train.learning_rate=fast", "train.learning_rate: input should be a valid number"),
+        ("train.max_grad_norm=.inf", "train.max_grad_norm: input should be a finite number, got inf"),
+        ("train.betas=[.nan, 0.9]", "train.betas.0: input should be a finite number, got nan"),
+        ("engine.kind=vlm", "engine.kind: input should be 'torch', 'scripted' or 'emulated', got 'vlm'"),
+        ("environment.agent=agent", "environment.agent: expected package.module:name, got 'agent'"),
+        ("run_id=../etc", "run_id: expected at most 100 letters, digits, `.`, `_` and `-`, "),
+        ("run_id=größe", "the first a letter or digit, got 'größe'"),
+        (
+            "rollout.max_tokens=9999",
+            "rollout.max_tokens (9999) must be less than engine.context_length (512)",
+        ),
+        (
+            "engine.context_length=4096",
+            "engine.context_length (4096) must not exceed the 2048 positions of the built-in policy",
+        ),
+        ("train.minibatches=64", "train.minibatches (64) must not exceed rollout.groups_per_batch (32)"),
+        ("engine.kind=scripted", "engine.script is required with engine.kind: scripted"),
+        (
+            "cluster.workers.r0.tag=x",
+            "cluster.workers.r0.tag: unknown key; allowed here: tags, device, device_kind, threads",
+        ),
+        ("cluster.elastic.agent.maximum=3", "agent.maximum: unknown key; allowed here: min, max, idle_s"),
+        ("cluster.workers.r0.tags=[a b]", "cluster.workers.r0.tags.0: 'a b' is no tag or name: use letters"),
+        ("cluster.workers.r0.device_kind=k80", "device kind 'k80' is not known; known are a100, "),
+        ("pipeline=colocate", "pipeline: input should be 'colocated', 'disaggregated', 'async' or"),
+        ("train.min_workers=2", "train.min_workers (2) must not exceed train.workers (1)"),
+        ("seed", "--set seed: expected key.path=value"),
+        ("seed.x=1", "--set seed.x=1: seed is a value, not a section"),
+        ("seed=[1", "--set seed: '[1' is not a valid YAML value"),
+    ],
+)
+def test_a_wrong_setting_is_named_with_its_path_and_what_is_allowed(
+    config_file: Path, override: str, sentence: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config(config_file, [override])
+    assert sentence in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "overlap", "allowed"),
+    [
+        ("disaggregated", "true", "pipeline disaggregated means rollout.overlap: false"),
+        ("async", "false", "pipeline async means rollout.overlap: true"),
+        ("multiplexed", "false", "pipeline multiplexed means rollout.overlap: true"),
+    ],
+)
+def test_a_pipeline_and_an_overlap_that_contradict_it_are_refused(
+    config_file: Path, pipeline: str, overlap: str, allowed: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"{allowed}; leave one of the two out"):
+        load_config(config_file, [f"pipeline={pipeline}", f"rollout.overlap={overlap}"])
+
+
+def test_overlap_is_the_pipelines_where_the_user_says_nothing(config_file: Path) -> None:
+    for pipeline, overlap, lag in (
+        ("colocated", False, 0),
+        ("disaggregated", False, 0),
+        ("async", True, 2),
+        ("multiplexed", True, 2),
+        ("null", True, 2),
+    ):
+        config = load_config(config_file, [f"pipeline={pipeline}", "rollout.max_lag=2"])
+        assert (config.overlap, config.lag_bound) == (overlap, lag)
+    assert load_config(config_file, ["pipeline=colocated", "rollout.overlap=true"]).overlap
+
+
+FLOATS = [
+    (section, name)
+    for section in Settings.__subclasses__()
+    for name, field in section.model_fields.items()
+    if "float" in str(field.annotation)
+]
+
+
+@pytest.mark.parametrize(("section", "name"), FLOATS, ids=lambda part: getattr(part, "__name__", part))
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, "Infinity"])
+def test_no_setting_takes_what_json_cannot_keep(section: type[Settings], name: str, value: Any) -> None:
+    is_pair = "tuple" in str(section.model_fields[name].annotation)
+    with pytest.raises(ValidationError) as refused:
+        section.model_validate({name: (value, value) if is_pair else value})
+    faults = [error["type"] for error in refused.value.errors() if error["loc"][0] == name]
+    assert set(faults) == {"finite_number"}
+
+
+def test_an_address_with_a_password_is_refused_and_not_repeated(config_file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"dataplane\.url: .* SF_DATAPLANE_URL$") as refused:
+        load_config(config_file, ["dataplane.url=https://me:secret@planes.example:8700/a"])
+    assert "secret" not in str(refused.value)
+    address = "https://planes.example:8700/a"
+    assert load_config(config_file, [f"dataplane.url={address}"]).dataplane.url == address
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere.yaml: no such file"):
+        load_config(tmp_path / "nowhere.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"), [("a: [1", "not valid YAML"), ("- 1", "expected a mapping of settings, got list")]
+)
+def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str, sentence: str) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=sentence):
+        load_config(path)
+
+
+def test_every_setting_is_described_for_the_form() -> None:
+    schema = RunConfig.model_json_schema()
+    sections = [schema, *schema["$defs"].values()]
+    undescribed = [
+        f"{section['title']}.{name}"
+        for section in sections
+        for name, field in section["properties"].items()
+        if "description" not in field and "$ref" not in field
+    ]
+    assert undescribed == []
+
+
+def test_the_shipped_configurations_are_valid() -> None:
+    for path in Path("configs").glob("*.yaml"):
+        load_config(path)
+
+
+DEPLOYED = {"policy": {"warmstart": {"steps": 250}}, "train": {"iterations": 40, "betas": [0.8, 0.9]}}
+
+
+def test_what_is_given_counts_over_what_is_deployed_setting_by_setting() -> None:
+    given = {"run_id": "r", "train": {"iterations": 12}, "rollout": {"max_tokens": 24}}
+    merged = merge_sections(DEPLOYED, given)
+    assert merged == {
+        "run_id": "r",
+        "policy": {"warmstart": {"steps": 250}},
+        "train": {"iterations": 12, "betas": [0.8, 0.9]},
+        "rollout": {"max_tokens": 24},
+    }
+    assert merge_sections(DEPLOYED, {}) == DEPLOYED
+    assert merge_sections({}, given) == given
+    assert merge_sections(DEPLOYED, {"policy": {"warmstart": None}})["policy"] == {"warmstart": None}
+    assert sorted(differences(DEPLOYED, merged)) == [
+        "rollout.max_tokens 24 (deployed: 64)",
+        "run_id 'r' (deployed: None)",
+        "train.iterations 12 (deployed: 40)",
+    ]
+
+
+def test_a_form_that_sends_all_settings_overrides_all_that_are_deployed() -> None:
+    form = RunConfig().model_dump(mode="json")
+    assert merge_sections(DEPLOYED, form) == form
+    assert sorted(differences(DEPLOYED, form)) == [
+        "policy.warmstart.steps 150 (deployed: 250)",
+        "train.betas [0.9, 0.95] (deployed: [0.8, 0.9])",
+    ]
+    assert differences(form, form) == []
+
+
+def test_what_the_user_names_and_lists_are_given_as_a_whole() -> None:
+    deployed = {"cluster": {"workers": {"r0": {"tags": ["rollout"]}}, "prefer": {"train": ["h800"]}}}
+    given = {"cluster": {"workers": {"w": {"tags": ["train"]}}}}
+    assert merge_sections(deployed, given)["cluster"] == deployed["cluster"] | given["cluster"]
+    wrong = {"trian": {"iterations": 1}, "train": {"rate": 1}}
+    assert merge_sections(DEPLOYED, wrong)["trian"] == {"iterations": 1}
+    with pytest.raises(ConfigError, match=r"train\.rate: unknown key; .*; trian: unknown key"):
+        validate_config(merge_sections(DEPLOYED, wrong))

@@ -1,0 +1,66 @@
+"""The control client against a real HTTP server that is there only now and then."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from sf_core.dataplane.control.client import DataplaneClient, DataplaneError
+from tests.proxies import SilentProxy
+
+
+class Answers(BaseHTTPRequestHandler):
+    statuses: list[int]
+
+    def do_GET(self) -> None:
+        self.send_response(self.statuses.pop(0))
+        body = b'{"error": {"message": "starting"}}'
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing: the test's output is its own."""
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    with HTTPServer(("127.0.0.1", 0), Answers) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_a_data_plane_that_is_not_ready_is_asked_again(url: str) -> None:
+    Answers.statuses = [503, 503, 200]
+    DataplaneClient(url, "run", patience_s=10.0).status()
+    assert Answers.statuses == []
+
+
+def test_patience_ends_with_what_the_data_plane_said(url: str) -> None:
+    Answers.statuses = [503] * 1000
+    with pytest.raises(DataplaneError, match="starting"):
+        DataplaneClient(url, "run", patience_s=0.0).status()
+
+
+def test_a_refusal_is_final(url: str) -> None:
+    Answers.statuses = [409, 200]
+    with pytest.raises(DataplaneError, match="starting"):
+        DataplaneClient(url, "run", patience_s=10.0).status()
+    assert Answers.statuses == [200]
+
+
+def test_no_proxy_stands_between_a_flow_and_its_data_plane(url: str, proxy: SilentProxy) -> None:
+    Answers.statuses = [200]
+    DataplaneClient(url, "run", patience_s=0.0, timeout_s=20).status()
+    assert not proxy.was_asked()
+
+
+def test_a_refusal_is_told_in_another_process_too() -> None:
+    refused = pickle.loads(pickle.dumps(DataplaneError("Attempt 1 of run r was superseded.", 409)))
+    assert (str(refused), refused.status) == ("Attempt 1 of run r was superseded.", 409)

@@ -1,0 +1,233 @@
+"""What engines send is not believed: what cannot have been sampled costs the engine its connection, and the
+agent nothing. Over the real WebSocket."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import ClientConnection, connect
+
+from sf_core.dataplane.chat.renderer import Renderer
+from sf_core.engines import wire
+from sf_core.engines.client import serve_engine
+from sf_core.engines.scripted import ScriptedEngine
+from sf_core.types import Chunk, FinishReason, GenerationRequest, WeightsRef
+from tests.sf_core.dataplane.stand import Server, say
+from tests.sf_core.engines.test_client import HELLO
+
+VERSION = 3
+HI = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 8}
+
+
+@pytest.fixture
+def opened(server: Server) -> dict[str, Any]:
+    server.register(version=VERSION, weights_uri="w3", iteration=VERSION)
+    return server.post("/sessions", {"run_id": "run"})
+
+
+@contextmanager
+def engine(server: Server, lease: str = "r0") -> Iterator[ClientConnection]:
+    """An engine that serves, and samples what the test sends."""
+    with connect(server.url.replace("http", "ws", 1) + "/engines") as socket:
+        socket.send(wire.pack("hello", HELLO | {"lease_id": lease, "engine_id": lease, "worker": lease}))
+        socket.recv()
+        socket.send(wire.pack("updated", VERSION))
+        yield socket
+
+
+@contextmanager
+def asking(server: Server, opened: dict[str, Any], **changes: Any) -> Iterator[Future[httpx.Response]]:
+    """An agent that waits for its answer."""
+    url = f"{server.url}/sessions/{opened['session_id']}/v1/chat/completions"
+    with ThreadPoolExecutor(1) as pool:
+        yield pool.submit(httpx.post, url, json=HI | changes, timeout=30)
+
+
+def given(socket: ClientConnection) -> GenerationRequest:
+    """The next request that the engine is given."""
+    while True:
+        frame = socket.recv(timeout=20)
+        assert isinstance(frame, bytes)
+        kind, value = wire.unpack(frame)
+        if kind == "submit":
+            return wire.unpack_requests(value)[0]
+
+
+def close_reason(socket: ClientConnection) -> tuple[int, str]:
+    """Read until the data plane ends the connection."""
+    while True:
+        try:
+            socket.recv(timeout=20)
+        except ConnectionClosed as closed:
+            assert closed.rcvd is not None
+            return closed.rcvd.code, closed.rcvd.reason
+
+
+def answer(response: httpx.Response) -> str:
+    assert response.status_code == 200, response.text
+    return str(response.json()["choices"][0]["message"]["content"])
+
+
+@pytest.mark.parametrize(
+    ("ids", "logprobs", "version", "sentence"),
+    [
+        ([5, 6, 7], [-1.0, -1.0], VERSION, "sent 3 tokens with 2 log-probs"),
+        ([5], [], VERSION, "sent 1 tokens with 0 log-probs"),
+        ([], [-1.0], VERSION, "sent 0 tokens with 1 log-probs"),
+        ([5, -1], [-1.0, -1.0], VERSION, "sent a token id that is not from 0 to "),
+        ([10**6, 5], [-1.0, -1.0], VERSION, "sent a token id that is not from 0 to "),
+        ([5, 6], [-1.0, math.nan], VERSION, "sent a log-prob that is not the logarithm of a probability"),
+        ([5, 6], [-math.inf, -1.0], VERSION, "sent a log-prob that is not the logarithm of a probability"),
+        ([5, 6], [-1.0, 0.01], VERSION, "sent a log-prob that is not the logarithm of a probability"),
+        ([5], [-1.0], VERSION - 1, "sent tokens of version 2; expected 3 to 3"),
+        ([5], [-1.0], VERSION + 1, "sent tokens of version 4; expected 3 to 3"),
+        ([5] * 7, [-1.0] * 7, VERSION, "sent 9 tokens where 8 were asked for"),
+    ],
+)
+def test_what_cannot_have_been_sampled_ends_the_engine_and_not_the_turn(
+    server: Server,
+    renderer: Renderer,
+    opened: dict[str, Any],
+    ids: list[int],
+    logprobs: list[float],
+    version: int,
+    sentence: str,
+) -> None:
+    begun = say(renderer, "xyz")[:2]
+    with engine(server) as faulty, asking(server, opened) as asked:
+        request_id = given(faulty).request_id
+        # zero, but for rounding
+        whole = Chunk(request_id, begun, [-1.0, 1e-6], VERSION)
+        faulty.send(wire.pack_chunks([whole, Chunk(request_id, ids, logprobs, version, FinishReason.STOP)]))
+        code, reason = close_reason(faulty)
+        assert (code, reason[: len(sentence)]) == (wire.BAD_FRAME, sentence)
+        server.connect(lambda prompt, seed: say(renderer, "xyz"), lease="r1")
+        assert answer(asked.result()) == "xyz"
+    # the next one was given what the first had sent before, and the turn has every token once
+    assert server.asked[0].prompt_ids[-2:] == begun
+    [turn] = server.get(f"/sessions/{opened['session_id']}")["turns"]
+    assert (turn["num_tokens"], turn["versions"]) == (len(say(renderer, "xyz")), [VERSION, VERSION])
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        wire.pack("chunks", [["0", b"", b"", VERSION]]),
+        wire.pack("chunks", [["0", b"123", b"1234", VERSION, None]]),
+        wire.pack("chunks", [["0", b"", b"", VERSION, "bored"]]),
+        wire.pack("chunks", [[["0"], b"", b"", VERSION, None]]),
+        wire.pack("chunks", [["0", b"", b"", "three", None]]),
+        wire.pack("chunks", 7),
+        wire.pack("updated", VERSION - 1),
+        wire.pack("updated", VERSION + 1),
+        wire.pack("updated", "three"),
+        wire.pack("gossip"),
+        b"\xff",
+    ],
+)
+def test_a_frame_that_makes_no_sense_ends_its_engine_only(server: Server, opened: Any, frame: bytes) -> None:
+    with engine(server, "r0") as faulty, engine(server, "r1"):
+        server.wait_for(lambda: len(server.live_engines()) == 2)
+        faulty.send(frame)
+        code, reason = close_reason(faulty)
+        assert code == wire.BAD_FRAME and reason
+        assert [link["id"] for link in server.live_engines()] == ["r1"]
+
+
+def test_tokens_of_requests_that_the_engine_was_not_given_are_left_out(
+    server: Server, renderer: Renderer, opened: dict[str, Any]
+) -> None:
+    with engine(server) as socket, asking(server, opened) as asked:
+        request_id, ids = given(socket).request_id, say(renderer, "x")
+        logprobs = [-1.0] * len(ids)
+        end = Chunk(request_id, ids, logprobs, VERSION, FinishReason.STOP)
+        socket.send(wire.pack_chunks([Chunk("unknown", ids, [], 99), end, end]))
+        assert answer(asked.result()) == "x"
+        assert [link["tokens"] for link in server.live_engines()] == [len(ids)]
+
+
+def test_a_request_that_ends_without_a_token_is_refused_and_its_session_goes_on(
+    server: Server, renderer: Renderer, opened: dict[str, Any]
+) -> None:
+    sentence = "This request got no answer that counts: engine r0 ended it without a token."
+    with engine(server) as socket:
+
+        def end(reason: FinishReason, ids: list[int]) -> None:
+            chunk = Chunk(given(socket).request_id, ids, [-1.0] * len(ids), VERSION, reason)
+            socket.send(wire.pack_chunks([chunk]))
+
+        with asking(server, opened) as asked:
+            end(FinishReason.LENGTH, [])
+            error = asked.result().json()["error"]
+            assert (asked.result().status_code, error["code"]) == (502, "engine_failed")
+            assert error["message"] == sentence
+        with asking(server, opened, stream=True) as asked:
+            end(FinishReason.STOP, [])
+            events = [line[6:] for line in asked.result().text.splitlines() if line.startswith("data: ")]
+            assert sentence in [
+                json.loads(event).get("error", {}).get("message") for event in events if event != "[DONE]"
+            ]
+        with asking(server, opened) as asked:
+            end(FinishReason.STOP, say(renderer, "x"))
+            assert answer(asked.result()) == "x"
+        [turn] = server.get(f"/sessions/{opened['session_id']}")["turns"]
+        assert turn["num_tokens"] == len(say(renderer, "x"))
+
+
+def test_a_request_that_no_engine_answers_rightly_does_not_end_them_all(
+    server: Server, opened: dict[str, Any]
+) -> None:
+    with engine(server, "r0") as first, engine(server, "r1") as second, engine(server, "r2") as third:
+        server.wait_for(lambda: len(server.live_engines()) == 3)
+        by_id = {"r0": first, "r1": second, "r2": third}
+
+        def working() -> str:
+            [name] = [link["id"] for link in server.live_engines() if link["running"]] or [""]
+            return name
+
+        with asking(server, opened) as asked:
+            for _ in range(2):
+                server.wait_for(lambda: bool(working()))
+                socket = by_id[working()]
+                socket.send(wire.pack_chunks([Chunk(given(socket).request_id, [5], [], VERSION)]))
+                assert close_reason(socket)[0] == wire.BAD_FRAME
+            assert asked.result().status_code == 502
+            assert "sent 1 tokens with 0 log-probs, as others did before" in asked.result().text
+        assert len(server.live_engines()) == 1
+        tree = server.get(f"/sessions/{opened['session_id']}")
+        assert tree["turns"] == []
+
+
+class Spoiled(ScriptedEngine):
+    """Says of every token that it was certain, and more than that."""
+
+    def step(self) -> list[Chunk]:
+        return [
+            Chunk(c.request_id, c.token_ids, [1.0] * len(c.token_ids), c.version, c.finish_reason)
+            for c in super().step()
+        ]
+
+
+def test_the_lease_of_an_engine_that_is_dropped_ends_with_the_reason(
+    server: Server, opened: dict[str, Any]
+) -> None:
+    def make(weights: WeightsRef) -> ScriptedEngine:
+        return Spoiled(lambda prompt, seed: [5] * 8, version=weights.version)
+
+    with ThreadPoolExecutor(1) as pool:
+        lease = pool.submit(serve_engine, server.url, None, HELLO, make)
+        server.wait_for(lambda: bool(server.live_engines()))
+        with asking(server, opened) as asked:
+            reason = "^the data plane dropped this engine: it sent a log-prob that is not the logarithm"
+            with pytest.raises(ValueError, match=reason):
+                lease.result(timeout=20)
+            server.post("/runs/run/release")
+            assert asked.result().is_error

@@ -1,0 +1,183 @@
+"""Anthropic Messages with the `anthropic` client against a served data plane."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anthropic
+import pytest
+
+from sf_core.dataplane.chat.renderer import Renderer
+from tests.sf_core.dataplane.stand import CALC, Server, answering, running_app, say, tool_call_text
+
+HI: Any = [{"role": "user", "content": "hi"}]
+TOOL: Any = {
+    "name": "calc",
+    "description": "Evaluates.",
+    "input_schema": CALC["function"]["parameters"],
+}
+
+
+def client(server: Server, session_id: str | None = None) -> anthropic.Anthropic:
+    base = server.url if session_id is None else f"{server.url}/sessions/{session_id}"
+    return anthropic.Anthropic(base_url=base, api_key="none", max_retries=0, timeout=20)
+
+
+def ask(
+    server: Server, session_id: str | None = None, how: str = "whole", messages: Any = HI, **options: Any
+) -> Any:
+    arguments = {"model": "policy", "messages": messages, "max_tokens": 100} | options
+    with client(server, session_id) as agent:
+        if how == "whole":
+            return agent.messages.create(**arguments)
+        with agent.messages.stream(**arguments) as stream:
+            return stream.get_final_message()
+
+
+@pytest.mark.parametrize("how", ["whole", "stream"])
+def test_an_answer_has_text_stop_reason_and_usage(server: Server, renderer: Renderer, how: str) -> None:
+    server.register()
+    server.connect(answering(renderer, "hello naïve 数学"))
+    answer = ask(server, how=how, system="be brief")
+    assert [(block.type, block.text) for block in answer.content] == [("text", "hello naïve 数学")]
+    assert (answer.stop_reason, answer.stop_sequence) == ("end_turn", None)
+    messages = [{"role": "system", "content": "be brief"}, *HI]
+    prompt = renderer.encode(renderer.render(messages, [])).tolist()
+    assert server.asked[0].prompt_ids == prompt
+    sampled = say(renderer, "hello naïve 数学")
+    assert (answer.usage.input_tokens, answer.usage.output_tokens) == (len(prompt), len(sampled))
+
+
+def test_text_streams_as_it_is_sampled(server: Server, renderer: Renderer) -> None:
+    server.register()
+    server.connect(answering(renderer, "hello naïve 数学"))
+    with client(server) as agent, agent.messages.stream(model="policy", messages=HI, max_tokens=50) as stream:
+        kinds = [event.type for event in stream if event.type != "text"]
+    assert kinds[:2] == ["message_start", "content_block_start"]
+    assert kinds.count("content_block_delta") > 5
+    assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+
+
+@pytest.mark.parametrize("how", ["whole", "stream"])
+def test_tool_calls_and_their_results_make_one_token_sequence(
+    server: Server, renderer: Renderer, how: str
+) -> None:
+    server.register(max_tokens=128)
+    text = "Sure. " + tool_call_text(expression="1+1") + "\n" + tool_call_text(expression="2+2")
+    server.connect(answering(renderer, text, "2 and 4"))
+    [claim] = server.claim()
+    first = ask(server, claim["session_id"], how, tools=[TOOL])
+    assert [block.type for block in first.content] == ["text", "tool_use", "tool_use"]
+    assert [block.input for block in first.content[1:]] == [{"expression": "1+1"}, {"expression": "2+2"}]
+    assert first.stop_reason == "tool_use"
+    results = [
+        {"type": "tool_result", "tool_use_id": block.id, "content": [{"type": "text", "text": "4"}]}
+        for block in first.content[1:]
+    ]
+    echo = {"role": "assistant", "content": [block.model_dump() for block in first.content]}
+    question = {"role": "user", "content": [*results, {"type": "text", "text": "well?"}]}
+    second = ask(server, claim["session_id"], how, [*HI, echo, question], tools=[TOOL])
+    assert second.content[0].text == "2 and 4"
+    recorded = server.asked[0].prompt_ids + say(renderer, text)
+    assert server.asked[1].prompt_ids[: len(recorded)] == recorded
+
+
+@pytest.mark.parametrize("how", ["whole", "stream"])
+def test_a_forced_call_begins_in_the_prompt(server: Server, renderer: Renderer, how: str) -> None:
+    server.register(max_tokens=128)
+    server.connect(answering(renderer, ' {"expression": "1+1"}}\n</tool_call>'))
+    choice = {"type": "tool", "name": "calc"}
+    answer = ask(server, how=how, tools=[TOOL], tool_choice=choice)
+    [block] = answer.content
+    assert (block.name, block.input, answer.stop_reason) == ("calc", {"expression": "1+1"}, "tool_use")
+
+
+@pytest.mark.parametrize("how", ["whole", "stream"])
+def test_a_stop_sequence_is_named(server: Server, renderer: Renderer, how: str) -> None:
+    server.register()
+    server.connect(answering(renderer, "one two three four"))
+    answer = ask(server, how=how, stop_sequences=["zzz", "three"])
+    assert (answer.content[0].text, answer.stop_reason) == ("one two ", "stop_sequence")
+    assert answer.stop_sequence == "three"
+    assert ask(server, how=how, max_tokens=2).stop_reason == "max_tokens"
+
+
+def test_one_call_only_where_parallel_ones_are_disabled(server: Server, renderer: Renderer) -> None:
+    server.register(max_tokens=128)
+    text = tool_call_text(expression="1+1")
+    server.connect(answering(renderer, f"{text}\n{text}"))
+    choice: Any = {"type": "auto", "disable_parallel_tool_use": True}
+    answer = ask(server, tools=[TOOL], tool_choice=choice)
+    assert [block.type for block in answer.content] == ["tool_use"]
+    assert answer.usage.output_tokens == len(renderer.encode(text))
+
+
+def test_tokens_are_counted_without_a_turn(server: Server, renderer: Renderer) -> None:
+    server.register()
+    [claim] = server.claim()
+    with client(server, claim["session_id"]) as agent:
+        count = agent.messages.count_tokens(model="policy", messages=HI)
+    assert count.input_tokens == len(renderer.encode(renderer.render(HI, [])))
+    assert server.get(f"/sessions/{claim['session_id']}")["prompts"] == []
+
+
+def test_models_are_listed_in_the_shape_of_the_asker(server: Server) -> None:
+    server.register()
+    with client(server) as agent:
+        assert [(model.id, model.type) for model in agent.models.list()] == [("policy", "model")]
+
+
+BAD_REQUESTS: list[tuple[dict[str, Any], type[anthropic.APIStatusError], str]] = [
+    ({"model": "gpt"}, anthropic.NotFoundError, "The model 'gpt' does not exist"),
+    ({"messages": []}, anthropic.BadRequestError, "at least one message"),
+    (
+        {"messages": [{"role": "tool", "content": "x"}]},
+        anthropic.BadRequestError,
+        "must be user or",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x"}]}]},
+        anthropic.BadRequestError,
+        "answers no tool call",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+        anthropic.BadRequestError,
+        "image blocks are not supported",
+    ),
+    (
+        {"messages": [*HI, {"role": "assistant", "content": "so"}]},
+        anthropic.BadRequestError,
+        "cannot be begun",
+    ),
+    ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, anthropic.BadRequestError, "are not supported"),
+    ({"tool_choice": {"type": "any"}}, anthropic.BadRequestError, "there are no tools"),
+    ({"messages": [{"role": "user", "content": "the " * 3000}]}, anthropic.BadRequestError, "holds 2048"),
+    (
+        {"messages": [{"role": "user", "content": "a" * 9_000_000}]},
+        anthropic.APIStatusError,
+        "over the limit",
+    ),
+]
+
+
+def test_bad_requests_raise_what_the_client_has_for_them(server: Server) -> None:
+    server.register()
+    for change, kind, sentence in BAD_REQUESTS:
+        with pytest.raises(kind, match=sentence) as refused:
+            ask(server, **change)
+        assert set(refused.value.body) == {"type", "error"}
+    response = server.http.post("/v1/messages", json={"model": "policy", "messages": HI})
+    assert (response.status_code, response.json()["error"]["message"]) == (400, "max_tokens is required")
+
+
+def test_the_key_may_come_in_either_header() -> None:
+    with running_app(key="secret") as url:
+        for options in ({"api_key": "secret"}, {"auth_token": "secret"}):
+            with anthropic.Anthropic(base_url=url, **options) as agent:
+                assert agent.models.list().data == []
+        with (
+            anthropic.Anthropic(base_url=url, api_key="wrong", max_retries=0) as agent,
+            pytest.raises(anthropic.AuthenticationError, match="missing or wrong"),
+        ):
+            agent.messages.create(model="policy", messages=HI, max_tokens=5)

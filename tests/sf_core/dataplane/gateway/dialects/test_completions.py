@@ -1,0 +1,99 @@
+"""OpenAI Completions with the `openai` client against a served data plane."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+from openai import OpenAI
+
+from sf_core.dataplane.chat.renderer import Renderer
+from sf_core.engines.scripted import scripted_logprob
+from tests.sf_core.dataplane.stand import Server, answering, say
+
+
+def complete(server: Server, prompt: Any, session_id: str | None = None, **options: Any) -> Any:
+    base = server.url if session_id is None else f"{server.url}/sessions/{session_id}"
+    with OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0, timeout=20) as agent:
+        answer = agent.completions.create(model="policy", prompt=prompt, **options)
+        return list(answer) if options.get("stream") else answer
+
+
+def test_texts_and_token_ids_are_continued_as_they_are(server: Server, renderer: Renderer) -> None:
+    server.register()
+    server.connect(answering(renderer, " lazy dog"))
+    ids = renderer.encode("the quick").tolist()
+    for prompt in ("the quick", ids):
+        answer = complete(server, prompt)
+        assert (answer.choices[0].text, answer.choices[0].finish_reason) == (" lazy dog", "stop")
+        assert server.asked[-1].prompt_ids == ids
+        assert answer.usage.prompt_tokens == len(ids)
+        assert answer.usage.completion_tokens == len(say(renderer, " lazy dog"))
+
+
+def test_several_prompts_and_samples_are_several_turns(server: Server, renderer: Renderer) -> None:
+    server.register()
+    server.connect(lambda prompt, seed: say(renderer, f"{len(prompt)} {seed}"))
+    one, two = renderer.encode("the").tolist(), renderer.encode("the quick brown").tolist()
+    answer = complete(server, [one, two], n=2, seed=5)
+    expected = [f"{len(one)} 5", f"{len(one)} 6", f"{len(two)} 5", f"{len(two)} 6"]
+    assert [choice.text for choice in answer.choices] == expected
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert answer.usage.prompt_tokens == len(one) + len(two)
+    chunks = complete(server, [one, two], n=2, seed=5, stream=True, stream_options={"include_usage": True})
+    texts = ["", "", "", ""]
+    for choice in (choice for chunk in chunks for choice in chunk.choices):
+        texts[choice.index] += choice.text
+    assert texts == expected
+    assert chunks[-1].usage == answer.usage
+
+
+def test_ids_that_repeat_a_recorded_turn_extend_it(server: Server, renderer: Renderer) -> None:
+    server.register()
+    server.connect(answering(renderer, "fox"))
+    [claim] = server.claim()
+    first = renderer.encode("the quick brown").tolist()
+    complete(server, first, claim["session_id"])
+    complete(server, [*first, *say(renderer, "fox"), *first], claim["session_id"])
+    tree = server.get(f"/sessions/{claim['session_id']}")
+    assert [prompt["parent_turn"] for prompt in tree["prompts"]] == [None, 0]
+    assert [prompt["num_new_tokens"] for prompt in tree["prompts"]] == [len(first), len(first)]
+
+
+def test_stop_strings_budget_and_log_probs_hold_here_too(server: Server, renderer: Renderer) -> None:
+    server.register()
+    server.connect(answering(renderer, "one two three"))
+    assert complete(server, "x", stop=["three"]).choices[0].text == "one two "
+    assert complete(server, "x", max_tokens=2).choices[0].finish_reason == "length"
+    ids = say(renderer, "one two three")
+    expected = [scripted_logprob(token, i, 0) for i, token in enumerate(ids)]
+    whole = complete(server, "x", logprobs=0).choices[0].logprobs
+    assert whole.token_logprobs == expected
+    assert whole.text_offset[:2] == [0, len(whole.tokens[0])]
+    chunks = complete(server, "x", logprobs=0, stream=True)
+    parts = [c.choices[0].logprobs for c in chunks if c.choices[0].logprobs]
+    assert [logprob for part in parts for logprob in part.token_logprobs] == expected
+    assert [offset for part in parts for offset in part.text_offset] == whole.text_offset
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"prompt": []}, "prompt must be"),
+        ({"prompt": ["a", ""]}, "prompt[1] must be a non-empty text"),
+        ({"prompt": [1, "a"]}, "prompt[0] must be"),
+        ({"prompt": [1_000_000]}, "Token ids must be from 0 to"),
+        ({"echo": True}, "echo is not supported"),
+        ({"top_k": -2}, "top_k must be at least -1"),
+        ({"logprobs": 3}, "logprobs must be 0"),
+        ({"best_of": 4}, "best_of must equal n"),
+        ({"prompt": ["a"] * 100, "n": 2}, "at most 128"),
+        ({"prompt": "the " * 3000}, "the context window holds 2048"),
+    ],
+)
+def test_bad_requests_get_a_sentence(server: Server, change: dict[str, Any], sentence: str) -> None:
+    server.register()
+    body = {"model": "policy", "prompt": "x"} | change
+    response = httpx.post(f"{server.url}/v1/completions", json=body)
+    assert (response.status_code, sentence in response.json()["error"]["message"]) == (400, True)

@@ -1,0 +1,111 @@
+"""Whatever a policy says, a client of any dialect that sends the answer back sends the same message."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sf_core.dataplane.chat.messages import Message, assistant_message, chain_keys
+from sf_core.dataplane.chat.tool_formats import ToolCall
+from sf_core.dataplane.gateway.dialects.anthropic import Anthropic
+from sf_core.dataplane.gateway.dialects.chat import Chat
+from sf_core.dataplane.gateway.dialects.protocol import Dialect
+from sf_core.dataplane.gateway.dialects.responses import Responses
+from sf_core.dataplane.sessions.session import Session
+from sf_core.dataplane.turns.answer import Answer, Event, Pieces, Reasoning, TokenLogprob
+
+HI: Message = {"role": "user", "content": "hi"}
+BODY: dict[str, Any] = {"model": "policy", "max_tokens": 5, "store": False}
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-99, 99) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=4,
+)
+calls = st.builds(ToolCall, st.sampled_from(["calc", "add"]), st.dictionaries(st.text(max_size=3), values))
+answers = st.builds(
+    lambda content, made, reasoning: answer_of(assistant_message(content, made, "s.0.0", reasoning)),
+    st.text(max_size=20),
+    st.lists(calls, max_size=3),
+    st.text(max_size=10),
+)
+
+
+def answer_of(message: Message) -> Answer:
+    return Answer("s.0.0", message, "stop", None, 3, 4, None)
+
+
+def chat_echo(body: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+    message = body["choices"][0]["message"]
+    results = [
+        {"role": "tool", "tool_call_id": call["id"], "content": "r"} for call in message.get("tool_calls", [])
+    ]
+    return [message], results
+
+
+def messages_echo(body: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+    results = [
+        {"type": "tool_result", "tool_use_id": block["id"], "content": "r"}
+        for block in body["content"]
+        if block["type"] == "tool_use"
+    ]
+    after = results or [{"type": "text", "text": "r"}]
+    return [{"role": "assistant", "content": body["content"]}], [{"role": "user", "content": after}]
+
+
+def responses_echo(body: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+    results = [
+        {"type": "function_call_output", "call_id": item["call_id"], "output": "r"}
+        for item in body["output"]
+        if item["type"] == "function_call"
+    ]
+    return body["output"], results
+
+
+Echo = Callable[[dict[str, Any]], tuple[list[Any], list[Any]]]
+DIALECTS: list[tuple[Dialect, Echo, str]] = [
+    (Chat(), chat_echo, "messages"),
+    (Anthropic(), messages_echo, "messages"),
+    (Responses(), responses_echo, "input"),
+]
+
+
+@pytest.mark.parametrize(("dialect", "echo", "field"), DIALECTS)
+@given(answer=answers)
+def test_an_answer_sent_back_is_the_recorded_message(
+    dialect: Dialect, echo: Echo, field: str, answer: Answer
+) -> None:
+    session = Session("s")
+    body = orjson.loads(dialect.reply(BODY, "s.0.0", session).whole([answer]))
+    said, results = echo(body)
+    [request] = dialect.parse(BODY | {field: [HI, *said, *results]}, session)
+    assert chain_keys([], request.messages[:2]) == chain_keys([], [HI, answer.message])
+    assert all("reasoning_content" not in message for message in request.messages)
+
+
+def as_streamed(answer: Answer) -> list[Event]:
+    text = [answer.content] if answer.content else []
+    thought = [Reasoning(answer.reasoning)] if answer.reasoning else []
+    return [*thought, *text, *answer.calls]
+
+
+@given(answers, st.booleans())
+def test_the_last_event_of_a_response_is_the_whole_response(answer: Answer, has_logprobs: bool) -> None:
+    session, events = Session("s"), as_streamed(answer)
+    # the last token, the end of the turn, comes without text
+    sampled = [TokenLogprob(str(i), -1.0 * i) for i in range(len(events) + 1)]
+    answer = replace(answer, logprobs=sampled if has_logprobs else None)
+    whole = orjson.loads(Responses().reply(BODY, "s.0.0", session).whole([answer]))
+    reply = Responses().reply(BODY, "s.0.0", session)
+    reply.started(3)
+    for i, token in enumerate(sampled):
+        reply.piece(0, Pieces(events[i : i + 1], [token] if has_logprobs else None))
+    reply.turn_ended(0, answer)
+    last = orjson.loads(reply.ended([answer]).split(b"data: ")[1])
+    assert last["response"] | {"created_at": 0} == whole | {"created_at": 0}

@@ -1,0 +1,180 @@
+"""OpenAI Responses with the `openai` client against a served data plane."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import OpenAI
+
+from sf_core.dataplane.chat.renderer import Renderer
+from sf_core.engines.scripted import scripted_logprob
+from tests.sf_core.dataplane.stand import CALC, Server, answering, say, tool_call_text
+
+TOOL: Any = {"type": "function", "strict": False, **CALC["function"]}
+
+
+def client(server: Server, session_id: str | None = None) -> OpenAI:
+    base = server.url if session_id is None else f"{server.url}/sessions/{session_id}"
+    return OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0, timeout=20)
+
+
+def ask(
+    server: Server, session_id: str | None = None, how: str = "whole", given: Any = "hi", **options: Any
+) -> Any:
+    with client(server, session_id) as agent:
+        if how == "whole":
+            return agent.responses.create(model="policy", input=given, **options)
+        with agent.responses.stream(model="policy", input=given, **options) as stream:
+            return stream.get_final_response()
+
+
+@pytest.mark.parametrize("how", ["whole", "stream"])
+def test_an_answer_has_text_and_usage(server: Server, renderer: Renderer, how: str) -> None:
+    server.register()
+    server.connect(answering(renderer, "hello naïve 数学"))
+    answer = ask(server, how=how, instructions="be brief")
+    assert (answer.output_text, answer.status) == ("hello naïve 数学", "completed")
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    prompt = renderer.encode(renderer.render(messages, [])).tolist()
+    assert server.asked[0].prompt_ids == prompt
+    sampled = say(renderer, "hello naïve 数学")
+    assert (answer.usage.input_tokens, answer.usage.output_tokens) == (len(prompt), len(sampled))
+
+
+def test_the_event_stream_is_the_one_clients_expect(server: Server, renderer: Renderer) -> None:
+    server.register(max_tokens=64)
+    server.connect(answering(renderer, "Sure. " + tool_call_text(expression="1+1")))
+    with client(server) as agent:
+        events = list(agent.responses.create(model="policy", input="hi", tools=[TOOL], stream=True))
+    kinds = [event.type.removeprefix("response.") for event in events]
+    deltas = [kind for kind in kinds if kind == "output_text.delta"]
+    assert len(deltas) > 1
+    assert [kind for kind in kinds if kind != "output_text.delta"] == [
+        "created",
+        "in_progress",
+        "output_item.added",
+        "content_part.added",
+        "output_text.done",
+        "content_part.done",
+        "output_item.done",
+        "output_item.added",
+        "function_call_arguments.delta",
+        "function_call_arguments.done",
+        "output_item.done",
+        "completed",
+    ]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    [delta] = [event for event in events if event.type == "response.function_call_arguments.delta"]
+    assert (delta.output_index, json.loads(delta.delta)) == (1, {"expression": "1+1"})
+
+
+@pytest.mark.parametrize("how", ["whole", "stream"])
+@pytest.mark.parametrize("by_id", [True, False])
+def test_tool_calls_and_their_results_make_one_token_sequence(
+    server: Server, renderer: Renderer, how: str, by_id: bool
+) -> None:
+    server.register(max_tokens=128)
+    text = "Sure. " + tool_call_text(expression="1+1") + tool_call_text(expression="2+2")
+    server.connect(answering(renderer, text, "2 and 4"))
+    [claim] = server.claim()
+    options = {"tools": [TOOL], "instructions": "be brief"}
+    first = ask(server, claim["session_id"], how, **options)
+    message, *calls = first.output
+    assert (message.content[0].text, [call.type for call in calls]) == ("Sure. ", ["function_call"] * 2)
+    assert [json.loads(call.arguments)["expression"] for call in calls] == ["1+1", "2+2"]
+    results: list[Any] = [
+        {"type": "function_call_output", "call_id": call.call_id, "output": "4"} for call in calls
+    ]
+    if by_id:
+        options |= {"previous_response_id": first.id}
+        given = results
+    else:
+        thought = {"type": "reasoning", "id": "rs_1", "summary": []}
+        echo = [item.model_dump(exclude_none=True) for item in first.output]
+        given = [{"role": "user", "content": "hi"}, thought, *echo, *results]
+    second = ask(server, claim["session_id"], how, given, **options)
+    assert second.output_text == "2 and 4"
+    recorded = server.asked[0].prompt_ids + say(renderer, text)
+    assert server.asked[1].prompt_ids[: len(recorded)] == recorded
+
+
+def test_instructions_do_not_carry_over(server: Server, renderer: Renderer) -> None:
+    server.register()
+    server.connect(answering(renderer, "yes"))
+    [claim] = server.claim()
+    first = ask(server, claim["session_id"], instructions="be brief")
+    ask(server, claim["session_id"], given="more", previous_response_id=first.id)
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "yes"},
+        {"role": "user", "content": "more"},
+    ]
+    assert server.asked[1].prompt_ids == renderer.encode(renderer.render(messages, [])).tolist()
+
+
+@pytest.mark.parametrize("how", ["whole", "stream"])
+def test_a_forced_call_begins_in_the_prompt(server: Server, renderer: Renderer, how: str) -> None:
+    server.register(max_tokens=128)
+    server.connect(answering(renderer, ' "calc", "arguments": {"expression": "1+1"}}\n</tool_call>'))
+    [call] = ask(server, how=how, tools=[TOOL], tool_choice="required").output
+    assert (call.name, json.loads(call.arguments)) == ("calc", {"expression": "1+1"})
+
+
+def test_an_answer_cut_by_its_budget_is_incomplete(server: Server, renderer: Renderer) -> None:
+    server.register()
+    server.connect(answering(renderer, "the quick brown fox jumps"))
+    whole = ask(server, max_output_tokens=3)
+    assert (whole.status, whole.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    with client(server) as agent:
+        *_, last = agent.responses.create(model="policy", input="hi", max_output_tokens=3, stream=True)
+    assert (last.type, last.response.output_text) == ("response.incomplete", whole.output_text)
+
+
+@pytest.mark.parametrize("how", ["whole", "stream"])
+@pytest.mark.parametrize("text", ["the quick 数学", "fox " + tool_call_text(expression="1+1")])
+def test_log_probs_are_those_of_the_engine(server: Server, renderer: Renderer, how: str, text: str) -> None:
+    server.register(max_tokens=128)
+    server.connect(answering(renderer, text))
+    answer = ask(server, how=how, include=["message.output_text.logprobs"], tools=[TOOL])
+    entries = answer.output[0].content[0].logprobs
+    expected = [scripted_logprob(token, i, 0) for i, token in enumerate(say(renderer, text))]
+    assert [entry.logprob for entry in entries] == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "sentence"),
+    [
+        ({"input": []}, 400, "at least one message"),
+        ({"input": 5}, 400, "input must be a string or a list of items"),
+        ({"input": [{"role": "tool", "content": "x"}]}, 400, "input[0].role must be"),
+        ({"input": [{"type": "function_call_output", "call_id": "x", "output": ""}]}, 400, "answers no tool"),
+        ({"input": [{"type": "image_generation_call"}]}, 400, "are not supported"),
+        ({"previous_response_id": "resp_x"}, 404, "unknown in this session"),
+        ({"tools": [{"type": "web_search"}]}, 400, "only functions are supported, not web_search"),
+        ({"text": {"format": {"type": "json_object"}}}, 400, "text.format must be text"),
+        ({"background": True}, 400, "background is not supported"),
+    ],
+)
+def test_bad_requests_get_a_sentence(
+    server: Server, change: dict[str, Any], status: int, sentence: str
+) -> None:
+    server.register()
+    body = {"model": "policy", "input": "x"} | change
+    response = httpx.post(f"{server.url}/v1/responses", json=body)
+    assert (response.status_code, sentence in response.json()["error"]["message"]) == (status, True)
+
+
+def test_a_session_that_ends_ends_the_stream_with_an_error(server: Server, renderer: Renderer) -> None:
+    server.register(max_tokens=2000)
+    server.connect(lambda prompt, seed: renderer.encode("the " * 1500).tolist())
+    [claim] = server.claim()
+    with client(server, claim["session_id"]) as agent:
+        events = iter(agent.responses.create(model="policy", input="hi", stream=True))
+        next(events)
+        server.post(f"/sessions/{claim['session_id']}/finish", {"status": "failed", "error": "enough"})
+        with pytest.raises(openai.APIError, match="the session is over"):
+            list(events)

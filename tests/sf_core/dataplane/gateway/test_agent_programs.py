@@ -1,0 +1,127 @@
+"""Public agent programs, unchanged: they get a base URL and a key, nothing else. A script is their model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agents import Agent, Runner, function_tool, set_tracing_disabled
+from agents.models.multi_provider import MultiProvider
+from agents.run import RunConfig
+from openai import AsyncOpenAI
+
+from sf_core.dataplane.chat.renderer import Renderer
+from tests.sf_core.dataplane.stand import Server, answering, say
+
+# its litellm imports mcp without asking for it
+MINI_SWE_AGENT = ["mini-swe-agent==2.4.6", "litellm==1.106.2", "mcp==2.3.0"]
+VENV = Path(__file__).parents[4] / ".venvs" / "mini-swe-agent"
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def is_one_sequence(server: Server, session_id: str) -> bool:
+    """Every request continued the tokens of the one before."""
+    tree = server.get(f"/sessions/{session_id}")
+    parents = [prompt["parent_turn"] for prompt in tree["prompts"]]
+    return parents == [None, *range(len(tree["turns"]) - 1)] and not tree["branch_reasons"]
+
+
+@function_tool
+def weather(city: str) -> str:
+    """Tells the weather."""
+    return f"sunny in {city}"
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("use_responses", [True, False])
+def test_openai_agents_calls_tools_and_answers(
+    server: Server, renderer: Renderer, use_responses: bool, streamed: bool
+) -> None:
+    server.register(context_length=8192, max_tokens=256)
+    two_calls = "Let me see. " + call("weather", city="Rome") + "\n" + call("weather", city="Oslo")
+    server.connect(answering(renderer, two_calls, "Sunny in both."))
+    opened = server.post("/sessions", {"run_id": "run"})
+    set_tracing_disabled(True)
+    key = f"session:{opened['session_id']}"
+    agent = Agent(name="guide", instructions="Be brief.", tools=[weather], model="policy")
+
+    async def run(question: str = "How is it in Rome and Oslo?") -> str:
+        async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key=key) as client:
+            provider = MultiProvider(openai_client=client, openai_use_responses=use_responses)
+            config = RunConfig(model_provider=provider)
+            if not streamed:
+                return str((await Runner.run(agent, question, run_config=config)).final_output)
+            running = Runner.run_streamed(agent, question, run_config=config)
+            async for _ in running.stream_events():
+                pass
+            return str(running.final_output)
+
+    assert asyncio.run(run()) == "Sunny in both."
+    assert is_one_sequence(server, opened["session_id"])
+    recorded = server.asked[0].prompt_ids + say(renderer, two_calls)
+    assert server.asked[1].prompt_ids[: len(recorded)] == recorded
+    said = renderer.decode(server.asked[1].prompt_ids)
+    assert "sunny in Rome" in said
+    assert "sunny in Oslo" in said
+
+
+@pytest.fixture(scope="session")
+def mini() -> Path:
+    """The program, in an environment of its own: it needs other versions than the tests."""
+    program = VENV / "bin" / "mini"
+    if not program.exists():
+        try:
+            subprocess.run([sys.executable, "-m", "venv", str(VENV)], check=True, capture_output=True)
+            install = [str(VENV / "bin" / "pip"), "install", "--quiet", "--retries=1", *MINI_SWE_AGENT]
+            subprocess.run(install, check=True, capture_output=True, text=True, timeout=240)
+        except (subprocess.SubprocessError, OSError) as error:
+            if os.environ.get("CI") == "true":
+                raise
+            pytest.skip(f"{MINI_SWE_AGENT[0]} cannot be installed into {VENV}: {error}")
+    return program
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("openai/policy", []),
+        ("anthropic/policy", []),
+        ("openai/policy", ["--model-class", "litellm_response"]),
+    ],
+)
+def test_mini_swe_agent_solves_its_task(
+    server: Server, renderer: Renderer, mini: Path, tmp_path: Path, model: str, options: list[str]
+) -> None:
+    server.register(context_length=32768, max_tokens=512)
+    first = "I write the answer. " + call("bash", command="echo 42 > answer.txt")
+    last = "Done. " + call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
+    server.connect(answering(renderer, first, last))
+    opened = server.post("/sessions", {"run_id": "run"})
+    key = f"session:{opened['session_id']}"
+    environment = os.environ | {
+        "OPENAI_BASE_URL": f"{server.url}/v1",
+        "OPENAI_API_KEY": key,
+        "ANTHROPIC_BASE_URL": server.url,
+        "ANTHROPIC_API_KEY": key,
+        "MSWEA_CONFIGURED": "true",
+        "MSWEA_COST_TRACKING": "ignore_errors",
+        "MSWEA_GLOBAL_CONFIG_DIR": str(tmp_path / "config"),
+        "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "1",
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    }
+    command = [str(mini), "--model", model, *options, "--yolo", "--exit-immediately"]
+    command += ["--task", "Write 42.", "--output", str(tmp_path / "out.json")]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "answer.txt").read_text() == "42\n"
+    assert is_one_sequence(server, opened["session_id"])

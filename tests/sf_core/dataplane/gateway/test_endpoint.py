@@ -1,0 +1,390 @@
+"""The agents' side, with the real `openai` client over real HTTP."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import OpenAI
+
+from sf_core.dataplane.chat.renderer import Renderer
+from sf_core.dataplane.gateway.dialects.registry import DIALECTS
+from sf_core.engines.scripted import scripted_logprob
+from tests.sf_core.dataplane.stand import CALC, Server, answering, running_app, say, tool_call_text
+
+HI: Any = [{"role": "user", "content": "hi"}]
+
+
+def client(server: Server, session_id: str | None = None, key: str = "none") -> OpenAI:
+    base = server.url if session_id is None else f"{server.url}/sessions/{session_id}"
+    return OpenAI(base_url=f"{base}/v1", api_key=key, max_retries=0, timeout=20)
+
+
+def ask(server: Server, session_id: str | None = None, messages: Any = HI, **options: Any) -> Any:
+    with client(server, session_id) as agent:
+        return agent.chat.completions.create(model="policy", messages=messages, **options)
+
+
+def stream(server: Server, session_id: str | None = None, messages: Any = HI, **options: Any) -> list[Any]:
+    with client(server, session_id) as agent:
+        options.setdefault("stream_options", {"include_usage": True})
+        return list(agent.chat.completions.create(model="policy", messages=messages, stream=True, **options))
+
+
+def text_of(chunks: list[Any]) -> str:
+    return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+
+
+def test_an_answer_has_text_finish_reason_and_usage(server: Server, renderer: Renderer) -> None:
+    server.register()
+    server.connect(answering(renderer, "hello naïve 数学"))
+    answer = ask(server)
+    assert answer.choices[0].message.content == "hello naïve 数学"
+    assert answer.choices[0].finish_reason == "stop"
+    prompt = renderer.encode(renderer.render(HI, [])).tolist()
+    assert server.asked[0].prompt_ids == prompt
+    sampled = say(renderer, "hello naïve 数学")
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(prompt), len(sampled))
+
+
+def test_a_stream_sends_tokens_as_they_come_and_ends_with_usage(server: Server, renderer: Renderer) -> None:
+    server.register()
+    server.connect(answering(renderer, "hello naïve 数学"))
+    chunks = stream(server)
+    assert text_of(chunks) == "hello naïve 数学"
+    # how many depends on how fast they are read
+    assert sum(bool(chunk.choices and chunk.choices[0].delta.content) for chunk in chunks) > 1
+    assert chunks[-2].choices[0].finish_reason == "stop"
+    assert chunks[-1].usage.completion_tokens == len(say(renderer, "hello naïve 数学"))
+
+
+@pytest.mark.parametrize("ask_how", ["whole", "stream"])
+def test_tool_calls_and_their_results_make_one_token_sequence(
+    server: Server, renderer: Renderer, ask_how: str
+) -> None:
+    server.register()
+    first_text = "Sure. " + tool_call_text(expression="47*83")
+    server.connect(answering(renderer, first_text, "3901"))
+    [claim] = server.claim()
+    if ask_how == "whole":
+        choice = ask(server, claim["session_id"], tools=[CALC]).choices[0]
+        message, reason = choice.message.model_dump(exclude_none=True), choice.finish_reason
+    else:
+        chunks = stream(server, claim["session_id"], tools=[CALC])
+        [call] = [c for chunk in chunks if chunk.choices for c in chunk.choices[0].delta.tool_calls or []]
+        message = {"role": "assistant", "content": text_of(chunks), "tool_calls": [call.model_dump()]}
+        reason = chunks[-2].choices[0].finish_reason
+    assert (message["content"], reason) == ("Sure. ", "tool_calls")
+    assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"expression": "47*83"}
+    result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "3901"}
+    assert ask(server, claim["session_id"], [*HI, message, result], tools=[CALC]).choices[0].message.content
+    first, second = server.asked
+    assert second.prompt_ids[: len(first.prompt_ids)] == first.prompt_ids
+    recorded = first.prompt_ids + say(renderer, first_text)
+    assert second.prompt_ids[: len(recorded)] == recorded
+
+
+def test_a_call_of_an_unknown_tool_is_passed_on_as_text(server: Server, renderer: Renderer) -> None:
+    server.register()
+    text = '<tool_call>{"name": "rm", "arguments": {}}</tool_call>'
+    server.connect(answering(renderer, text))
+    choice = ask(server, tools=[CALC]).choices[0]
+    assert (choice.message.content, choice.message.tool_calls) == (text, None)
+    assert server.get("/runs/run")["counters"]["unparsed_calls"] == 1
+
+
+def test_with_tool_choice_none_nothing_is_parsed(server: Server, renderer: Renderer) -> None:
+    server.register()
+    text = tool_call_text(expression="1+1")
+    server.connect(answering(renderer, text))
+    assert ask(server, tools=[CALC], tool_choice="none").choices[0].message.content == text
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_samples_are_turns_of_one_prompt(server: Server, renderer: Renderer, streamed: bool) -> None:
+    server.register()
+    server.connect(lambda prompt, seed: say(renderer, f"seed {seed}"))
+    opened = server.post("/sessions", {"run_id": "run"})
+    if streamed:
+        chunks = stream(server, opened["session_id"], n=3, seed=5)
+        texts, usage = ["", "", ""], chunks[-1].usage
+        for choice in (choice for chunk in chunks for choice in chunk.choices):
+            texts[choice.index] += choice.delta.content or ""
+    else:
+        answer = ask(server, opened["session_id"], n=3, seed=5)
+        texts, usage = [choice.message.content for choice in answer.choices], answer.usage
+    assert texts == ["seed 5", "seed 6", "seed 7"]
+    assert usage.completion_tokens == 3 * len(say(renderer, "seed 5"))
+    tree = server.get(f"/sessions/{opened['session_id']}")
+    assert ([turn["prompt"] for turn in tree["turns"]], tree["branch_reasons"]) == ([0, 0, 0], {})
+
+
+CALC_CHOICE = {"type": "function", "function": {"name": "calc"}}
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    ("choice", "opening", "rest"),
+    [
+        ("required", '<tool_call>\n{"name":', ' "calc", "arguments": {"expression": "1+1"}}\n</tool_call>'),
+        (
+            CALC_CHOICE,
+            '<tool_call>\n{"name": "calc", "arguments":',
+            ' {"expression": "1+1"}}\n</tool_call>',
+        ),
+    ],
+)
+def test_a_forced_call_begins_in_the_prompt_and_is_not_trained(
+    server: Server, renderer: Renderer, streamed: bool, choice: Any, opening: str, rest: str
+) -> None:
+    server.register(max_tokens=64, group_size=1, groups_per_batch=1)
+    server.connect(answering(renderer, rest, "2"))
+    [claim] = server.claim()
+    session_id = claim["session_id"]
+    if streamed:
+        chunks = stream(server, session_id, tools=[CALC], tool_choice=choice)
+        [call] = [c for chunk in chunks if chunk.choices for c in chunk.choices[0].delta.tool_calls or []]
+        assert text_of(chunks) == ""
+    else:
+        [call] = ask(server, session_id, tools=[CALC], tool_choice=choice).choices[0].message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("calc", {"expression": "1+1"})
+    prompt = renderer.encode(renderer.render(HI, [CALC]) + opening).tolist()
+    assert server.asked[0].prompt_ids == prompt
+    message = {"role": "assistant", "tool_calls": [call.model_dump(exclude={"index"})]}
+    result = {"role": "tool", "tool_call_id": call.id, "content": "2"}
+    ask(server, session_id, [*HI, message, result], tools=[CALC])
+    recorded = prompt + say(renderer, rest)
+    assert server.asked[1].prompt_ids[: len(recorded)] == recorded
+    tree = server.get(f"/sessions/{session_id}")
+    assert tree["prompts"][1]["parent_turn"] == 0
+    assert tree["turns"][0]["num_tokens"] == len(say(renderer, rest))
+
+
+def test_a_forced_call_that_does_not_parse_is_passed_on_as_text(server: Server, renderer: Renderer) -> None:
+    server.register()
+    server.connect(answering(renderer, " rubbish"))
+    choice = ask(server, tools=[CALC], tool_choice="required").choices[0]
+    assert choice.message.content == '<tool_call>\n{"name": rubbish'
+    assert server.get("/runs/run")["counters"]["unparsed_calls"] == 1
+
+
+def test_one_call_only_where_parallel_ones_are_not_wanted(server: Server, renderer: Renderer) -> None:
+    server.register()
+    text = tool_call_text(expression="1+1")
+    server.connect(answering(renderer, text + text))
+    assert len(ask(server, tools=[CALC]).choices[0].message.tool_calls) == 2
+    answer = ask(server, tools=[CALC], parallel_tool_calls=False)
+    assert len(answer.choices[0].message.tool_calls) == 1
+    assert answer.usage.completion_tokens == len(renderer.encode(text))
+
+
+def test_the_token_budget_ends_an_answer_with_length(server: Server, renderer: Renderer) -> None:
+    server.register()
+    server.connect(answering(renderer, "the quick brown fox jumps"))
+    for answer in (ask(server, max_tokens=3), ask(server, max_completion_tokens=3)):
+        assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("length", 3)
+
+
+def test_sessions_of_a_run_are_sampled_as_the_run_says(server: Server, renderer: Renderer) -> None:
+    server.register(max_tokens=4)
+    server.connect(answering(renderer, "the quick brown fox jumps"))
+    [claim] = server.claim()
+    for temperature in (0.1, 1.7):
+        ask(server, claim["session_id"], temperature=temperature, top_p=0.5, max_tokens=100)
+    ask(server, temperature=0.1, seed=5)
+    first, again, ad_hoc = (request.sampling for request in server.asked)
+    assert (first.temperature, first.top_p, first.top_k) == (0.9, 0.95, 5)
+    assert first.seed != again.seed
+    assert server.asked[0].max_tokens == 4
+    assert (ad_hoc.temperature, ad_hoc.top_k, ad_hoc.seed) == (0.1, 0, 5)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_stop_string_ends_the_answer_before_it(server: Server, renderer: Renderer, streamed: bool) -> None:
+    server.register()
+    server.connect(answering(renderer, "one two three four five"))
+    [claim] = server.claim()
+    if streamed:
+        chunks = stream(server, claim["session_id"], stop=["three", "zzz"])
+        text, reason = text_of(chunks), chunks[-2].choices[0].finish_reason
+    else:
+        choice = ask(server, claim["session_id"], stop="three").choices[0]
+        text, reason = choice.message.content, choice.finish_reason
+    assert (text, reason) == ("one two ", "stop")
+    assert server.get("/runs/run")["engines"][0]["running"] == 0
+
+
+def test_log_probs_are_those_of_the_engine(server: Server, renderer: Renderer) -> None:
+    server.register()
+    server.connect(answering(renderer, "the quick fox"))
+    ids = say(renderer, "the quick fox")
+    expected = [scripted_logprob(token, i, 0) for i, token in enumerate(ids)]
+    assert [entry.logprob for entry in ask(server, logprobs=True).choices[0].logprobs.content] == expected
+    chunks = [c.choices[0] for c in stream(server, logprobs=True) if c.choices and c.choices[0].logprobs]
+    assert [entry.logprob for choice in chunks for entry in choice.logprobs.content] == expected
+
+
+def test_models_are_listed(server: Server, renderer: Renderer) -> None:
+    server.register()
+    [claim] = server.claim()
+    for session_id in (None, claim["session_id"]):
+        assert [model.id for model in client(server, session_id).models.list()] == ["policy"]
+        assert client(server, session_id).models.retrieve("policy").id == "policy"
+        with pytest.raises(openai.NotFoundError, match="other/model"):
+            client(server, session_id).models.retrieve("other/model")
+
+
+BAD_REQUESTS: list[tuple[dict[str, Any], int, str]] = [
+    ({"n": 0}, 400, "n must be at least 1"),
+    ({"n": 1000}, 400, "n must be at most 128"),
+    ({"top_logprobs": 2}, 400, "top_logprobs is not supported"),
+    ({"tool_choice": "maybe"}, 400, "tool_choice must be"),
+    ({"model": "gpt"}, 404, "The model 'gpt' does not exist"),
+    ({"messages": []}, 400, "at least one message"),
+    ({"messages": [{"role": "bard", "content": "hi"}]}, 400, "messages[0].role must be one of"),
+    ({"messages": [*HI, {"role": "tool", "tool_call_id": "x"}]}, 400, "'x' answers no tool call"),
+    ({"messages": [{"role": "user", "content": 5}]}, 400, "must be a string or a list of parts, got an"),
+    ({"messages": [{"role": "user", "content": "the " * 3000}]}, 400, "the context window holds 2048"),
+    ({"temperature": 3}, 400, "temperature must be between 0 and 2"),
+    ({"max_tokens": 0}, 400, "max_tokens must be at least 1"),
+    ({"stop": [""]}, 400, "stop must be"),
+    ({"stream": "yes"}, 400, "stream must be true or false, got a string"),
+    ({"tools": [{"type": "function"}]}, 400, "tools[0] must be a function with a name"),
+    ({"tool_choice": "required"}, 400, "there are no tools"),
+    (
+        {"tool_choice": {"type": "function", "function": {"name": "rm"}}, "tools": [CALC]},
+        400,
+        "names the unknown tool 'rm'",
+    ),
+    ({"response_format": {"type": "json_object"}}, 400, "response_format is not supported"),
+    ({"messages": [{"role": "user", "content": "a" * 9_000_000}]}, 413, "over the limit"),
+]
+
+
+@pytest.mark.parametrize("name", [None, "coder"])
+def test_however_a_client_appends_an_answer_its_tokens_are_the_recorded_ones(
+    server: Server, renderer: Renderer, name: str | None
+) -> None:
+    server.register(max_tokens=128)
+    texts = ["so", "Sure. " + tool_call_text(expression="1+1")]
+    said = [answer for text in texts for _ in HOW_APPENDED for answer in (text, "done")]
+    server.connect(answering(renderer, *said))
+    for text, append in itertools.product(texts, HOW_APPENDED):
+        opened = server.post("/sessions", {"run_id": "run"})["session_id"]
+        message = ask(server, opened, tools=[CALC]).choices[0].message
+        results: list[Any] = [
+            {"role": "tool", "tool_call_id": call.id, "content": "2"} for call in message.tool_calls or []
+        ]
+        named = message if name is None else message.model_copy(update={"name": name})
+        first = server.asked[-1].prompt_ids
+        ask(server, opened, [*HI, append(named), *(results or HI)], tools=[CALC])
+        recorded = first + say(renderer, text)
+        assert server.asked[-1].prompt_ids[: len(recorded)] == recorded
+        assert server.get(f"/sessions/{opened}")["branch_reasons"] == {}
+
+
+HOW_APPENDED: list[Any] = [
+    lambda message: message,
+    lambda message: message.model_dump(),
+    lambda message: message.model_dump(exclude_none=True),
+]
+
+
+def test_messages_that_the_template_fails_on_are_refused_with_what_it_says(
+    server: Server, model_dir: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(model_dir, folder)
+    template = folder / "chat_template.jinja"
+    template.write_text(template.read_text() + "{{ messages[0].name + none }}")
+    server.register(model_dir=str(folder))
+    sentence = "The chat template refuses these messages: TypeError: can only concatenate str"
+    with pytest.raises(openai.BadRequestError, match=sentence):
+        ask(server, messages=[HI[0] | {"name": "me"}])
+
+
+def test_bad_requests_get_a_sentence_in_the_shape_clients_expect(server: Server) -> None:
+    server.register()
+    for change, status, sentence in BAD_REQUESTS:
+        body = {"model": "policy", "messages": HI} | change
+        response = server.http.post("/v1/chat/completions", json=body)
+        assert (response.status_code, sentence in response.text) == (status, True), response.text
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+    for content, sentence in [(b"{", "not valid JSON"), (b"[]", "must be a JSON object, got a list")]:
+        response = server.http.post("/v1/chat/completions", content=content)
+        assert (response.status_code, sentence in response.text) == (400, True)
+    with pytest.raises(openai.BadRequestError) as refused:
+        ask(server, messages=[{"role": "user", "content": "the " * 3000}])
+    assert refused.value.code == "context_length_exceeded"
+    with pytest.raises(openai.NotFoundError, match="Session nobody is unknown or over"):
+        ask(server, "nobody")
+    assert server.http.get("/nowhere").json()["error"]["message"] == "GET /nowhere: Not Found."
+
+
+@pytest.mark.parametrize("path", DIALECTS)
+def test_every_dialect_refuses_in_its_own_shape(server: Server, path: str) -> None:
+    server.register()
+    shape = {"type", "error"} if path == "/v1/messages" else {"error"}
+    large = json.dumps({"model": "policy", "x": "a" * 9_000_000})
+    for content, status, sentence in [
+        ("{", 400, "not valid JSON"),
+        ("[]", 400, "must be a JSON object, got a list"),
+        ('{"model": "gpt"}', 404, "does not exist here"),
+        ('{"model": 5}', 400, "model must be a string"),
+        ('{"model": "policy"}', 400, "must be"),
+        (large, 413, "over the limit"),
+    ]:
+        response = server.http.post(path, content=content)
+        if path == "/v1/messages" and sentence == "must be":
+            sentence = "is required"
+        assert (response.status_code, sentence in response.text) == (status, True), response.text
+        assert set(response.json()) == shape
+    with running_app(key="secret") as url:
+        refused = httpx.post(url + path, json={})
+        assert (refused.status_code, set(refused.json())) == (401, shape)
+
+
+def test_a_client_that_goes_away_stops_its_generation(server: Server, renderer: Renderer) -> None:
+    server.register(max_tokens=2000)
+    server.connect(lambda prompt, seed: renderer.encode("the " * 500).tolist() * 4)
+    [claim] = server.claim()
+    with client(server, claim["session_id"]) as agent:
+        chunks = iter(agent.chat.completions.create(model="policy", messages=HI, stream=True))
+        next(chunks)
+        next(chunks)
+    server.wait_for(lambda: server.get("/runs/run")["counters"].get("abandoned_turns") == 1)
+    server.wait_for(lambda: server.get("/runs/run")["engines"][0]["running"] == 0)
+
+
+def test_requests_wait_until_there_is_an_engine(server: Server, renderer: Renderer) -> None:
+    server.register()
+    answers: list[Any] = []
+    agent = threading.Thread(target=lambda: answers.append(ask(server)))
+    agent.start()
+    server.wait_for(lambda: server.get("/runs/run")["requests_waiting"] == 1)
+    server.connect(answering(renderer, "at last"))
+    agent.join(10)
+    assert answers[0].choices[0].message.content == "at last"
+
+
+@pytest.fixture
+def locked() -> Iterator[str]:
+    with running_app(key="secret") as url:
+        yield url
+
+
+def test_with_a_key_every_route_asks_for_it(locked: str) -> None:
+    for path in ("/healthz", "/v1/models", "/runs/run", "/nowhere"):
+        for headers in ({}, {"Authorization": "Bearer wrong"}):
+            response = httpx.get(locked + path, headers=headers)
+            assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
+    assert httpx.get(locked + "/healthz", headers={"Authorization": "Bearer secret"}).status_code == 200
+    assert OpenAI(base_url=f"{locked}/v1", api_key="secret").models.list().data == []

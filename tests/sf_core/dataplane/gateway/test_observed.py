@@ -1,0 +1,277 @@
+"""Figures, spans and open streams, over real HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+from opentelemetry import trace
+from opentelemetry.trace import NonRecordingSpan
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.types import Message
+
+from sf_core.config.failures import REASONS
+from sf_core.dataplane.chat.renderer import Renderer
+from sf_core.dataplane.gateway import keepalive, observed
+from sf_core.dataplane.gateway.keepalive import KeptAlive
+from tests.sf_core.dataplane.stand import Server, say
+
+HI = [{"role": "user", "content": "hi"}]
+CHAT = "/v1/chat/completions"
+
+
+def figures(server: Server) -> dict[tuple[str, ...], float]:
+    """Value by name and label values, summed over processes."""
+    values: Counter[tuple[str, ...]] = Counter()
+    for family in text_string_to_metric_families(server.http.get("/metrics").text):
+        for sample in family.samples:
+            labels = [sample.labels[name] for name in sorted(sample.labels) if name != "process"]
+            values[sample.name, *labels] += sample.value  # type: ignore[assignment]
+    return dict(values)
+
+
+def ask(server: Server, path: str = CHAT, **options: Any) -> httpx.Response:
+    return server.http.post(path, json={"model": "policy", "messages": HI} | options)
+
+
+def test_figures_count_what_agents_asked_and_got(server: Server, renderer: Renderer) -> None:
+    server.register()
+    answer = say(renderer, "hello there")
+    server.connect(lambda prompt, seed: answer)
+    [claim] = server.claim()
+    path = f"/sessions/{claim['session_id']}{CHAT}"
+    first = ask(server, path).json()
+    grown = [*HI, first["choices"][0]["message"], {"role": "user", "content": "more"}]
+    second = ask(server, path, messages=grown).json()
+    ask(server, path, model="other")
+    seen = figures(server)
+    assert seen["sf_requests_total", "chat", "200"] == 2
+    assert seen["sf_requests_total", "chat", "404"] == 1
+    assert seen["sf_sampled_tokens_total", "run"] == 2 * len(answer)
+    reused = first["usage"]["total_tokens"]
+    assert seen["sf_prompt_tokens_total", "reused"] == reused
+    asked = first["usage"]["prompt_tokens"] + second["usage"]["prompt_tokens"]
+    assert seen["sf_prompt_tokens_total", "encoded"] == asked - reused
+    assert seen["sf_engines", "run", "serving"] == 1
+    assert (seen["sf_requests_waiting", "run"], seen["sf_requests_running", "run"]) == (0, 0)
+    assert seen["sf_sessions_running", "run"] == 1
+    for histogram in ("sf_gateway_overhead_seconds", "sf_wait_seconds", "sf_engine_seconds"):
+        assert seen[f"{histogram}_count",] == 2
+    assert seen["sf_agent_bytes_total", "from_agents"] > 0
+    assert seen["sf_engine_bytes_total", "from_engines", "run"] > 0
+
+
+def test_a_run_without_engines_has_none_in_any_state_and_a_released_run_no_gauges(
+    server: Server, renderer: Renderer
+) -> None:
+    server.register()
+    seen = figures(server)
+    states = ("loading", "leaving", "paused", "serving")
+    assert [seen["sf_engines", "run", state] for state in states] == [0, 0, 0, 0]
+    assert seen["sf_policy_version", "run"] == 0
+    server.post("/runs/run/release")
+    seen = figures(server)
+    assert [name for name, *labels in seen if "run" in labels and not name.endswith("_total")] == []
+    assert seen["sf_sampled_tokens_total", "run"] == 0
+    server.register(attempt=2)
+    assert ("sf_policy_version", "run") in figures(server)
+
+
+def test_branches_are_counted_by_reason_before_and_after_a_session_ends(
+    server: Server, renderer: Renderer
+) -> None:
+    server.register()
+    server.connect(lambda prompt, seed: say(renderer, "hello"))
+    [claim] = server.claim()
+    path = f"/sessions/{claim['session_id']}"
+    for _ in range(3):
+        ask(server, path + CHAT)
+    assert figures(server)["sf_branches_total", "asked_again", "run"] == 2
+    server.post(path + "/finish", {"status": "finished", "reward": 1.0})
+    assert figures(server)["sf_branches_total", "asked_again", "run"] == 2
+
+
+def test_ends_of_sessions_and_groups_are_counted_and_rewards_shown(
+    server: Server, renderer: Renderer
+) -> None:
+    server.register(group_size=1, groups_per_batch=1, session_attempts=1, on_max_lag="drop")
+    server.connect(lambda prompt, seed: say(renderer, "hello"))
+    assert figures(server)["sf_sessions_total", "failed", "run"] == 0
+    assert ("sf_reward_recent", "run") not in figures(server)
+
+    def ask_and_finish(claim: dict[str, Any], **report: Any) -> None:
+        ask(server, f"/sessions/{claim['session_id']}{CHAT}")
+        if report:
+            server.post(f"/sessions/{claim['session_id']}/finish", report)
+
+    failing, old = server.claim(2)
+    ask_and_finish(failing, status="failed", error="x")
+    ask_and_finish(old)
+    running = [old["session_id"]]
+    for batch in range(2):
+        [claim] = server.claim(1, running=running)
+        ask_and_finish(claim, status="finished", reward=0.5 + batch)
+        server.post(f"/runs/run/batches/{batch}/seal", {"attempt": 1})
+        server.post("/runs/run/weights", {"version": batch + 1, "uri": "w"})
+    server.claim(1)
+    server.claim(0)
+    seen = figures(server)
+    ends = {key: number for key, number in seen.items() if key[0] in ("sf_sessions_total", "sf_groups_total")}
+    assert ends == {
+        ("sf_sessions_total", "finished", "run"): 2,
+        ("sf_sessions_total", "failed", "run"): 1,
+        ("sf_sessions_total", "lost", "run"): 1,
+        ("sf_groups_total", "sealed", "run"): 2,
+        ("sf_groups_total", "agent_error", "run"): 1,
+        ("sf_groups_total", "max_lag", "run"): 1,
+    }
+    assert seen["sf_reward_recent", "run"] == 1.0
+    failures = {key[1]: number for key, number in seen.items() if key[0] == "sf_failures_total"}
+    assert failures == dict.fromkeys(REASONS, 0) | {"agent_error": 1}
+
+
+class RecordingTracer(trace.Tracer):
+    """The API's own interface, as an SDK would implement it."""
+
+    def __init__(self) -> None:
+        self.spans: list[dict[str, Any]] = []
+
+    def start_span(
+        self, name: str, context: Any = None, kind: Any = None, attributes: Any = None, **_: Any
+    ) -> Any:
+        parent = trace.get_current_span(context).get_span_context()
+        self.spans.append({"name": name, "parent": parent, **attributes})
+        return NonRecordingSpan(parent)
+
+    @contextmanager
+    def start_as_current_span(self, *_: Any, **__: Any) -> Iterator[Any]:
+        # the interface demands it; turns overlap on one event loop: no span may be the current one
+        raise AssertionError("a turn's span was made the current one")
+        yield
+
+
+def test_each_turn_is_a_span_of_the_agents_trace(
+    server: Server, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracer = RecordingTracer()
+    monkeypatch.setattr(observed, "_tracer", tracer)
+    server.register()
+    answer = say(renderer, "hello")
+    server.connect(lambda prompt, seed: answer)
+    server.http.headers["traceparent"] = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    [claim] = server.claim()
+    ask(server, f"/sessions/{claim['session_id']}{CHAT}")
+    del server.http.headers["traceparent"]
+    ask(server)
+    server.wait_for(lambda: len(tracer.spans) == 2)
+    first, second = tracer.spans
+    assert format(first["parent"].trace_id, "032x") == "0af7651916cd43dd8448eb211c80319c"
+    assert not second["parent"].is_valid
+    assert first["sf.session"] == claim["session_id"]
+    assert (first["sf.engines"], first["sf.interruptions"], first["sf.policy_version"]) == (["r0"], 0, 0)
+    assert first["gen_ai.usage.output_tokens"] == len(answer)
+
+
+def test_a_stream_says_something_while_its_request_waits(
+    server: Server, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keepalive, "KEEP_ALIVE_S", 0.02)
+    server.register()
+    server.connect(lambda prompt, seed: say(renderer, "hello"))
+    server.post("/runs/run/pause")
+    lines: list[str] = []
+
+    def read() -> None:
+        body = {"model": "policy", "messages": HI, "stream": True}
+        with httpx.stream("POST", server.url + CHAT, json=body, timeout=20) as response:
+            lines.extend(response.iter_lines())
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    server.wait_for(lambda: figures(server)["sf_requests_waiting", "run"] == 1)
+    server.wait_for(lambda: lines.count(": waiting") >= 2 or not reader.is_alive())
+    server.post("/runs/run/resume")
+    reader.join(10)
+    assert lines.count(": waiting") >= 2
+    assert lines[-2:] == ["data: [DONE]", ""]
+    assert not [line for line in lines if line and not line.startswith((": waiting", "data: "))]
+
+
+async def nothing_comes() -> Message:
+    await asyncio.sleep(10)
+    raise AssertionError
+
+
+def test_a_client_that_does_not_read_counts_as_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keepalive, "SLOW_READER_S", 0.01)
+
+    async def full(message: Message) -> None:
+        await asyncio.sleep(10)
+
+    async def scenario() -> None:
+        connection = KeptAlive(nothing_comes, full)
+        watching = asyncio.ensure_future(connection.receive())
+        await asyncio.sleep(0)
+        for _ in range(2):
+            await connection.send({"type": "http.response.body", "body": b"x", "more_body": True})
+        assert await watching == await connection.receive() == {"type": "http.disconnect"}
+
+    asyncio.run(asyncio.wait_for(scenario(), 5))
+
+
+def test_a_watcher_that_is_cancelled_is_cancelled() -> None:
+    async def scenario() -> None:
+        watching = asyncio.ensure_future(KeptAlive(nothing_comes, lambda message: asyncio.sleep(0)).receive())
+        await asyncio.sleep(0)
+        watching.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await watching
+
+    asyncio.run(scenario())
+
+
+def test_a_turn_whose_reader_is_given_up_is_sampled_no_further(
+    server: Server, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keepalive, "SLOW_READER_S", 0.1)
+    server.register(context_length=1_000_000)
+    # more than any socket holds, and than is sampled until the reader is given up
+    endless = renderer.encode(" fox").tolist() * 500_000
+    server.connect(lambda prompt, seed: endless, tokens_per_step=500)
+    body = orjson.dumps({"model": "policy", "messages": HI, "stream": True, "logprobs": True})
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.socket() as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        deaf.connect((server.http.base_url.host, server.http.base_url.port))
+        deaf.sendall(head.encode() + body)
+        server.wait_for(lambda: server.get("/runs/run")["counters"].get("abandoned_turns") == 1)
+        server.wait_for(lambda: server.engines["r0"].num_requests == 0)
+
+
+def test_no_comment_comes_behind_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keepalive, "KEEP_ALIVE_S", 0.001)
+    sent: list[bytes] = []
+
+    async def write(message: Message) -> None:
+        await asyncio.sleep(0.002)
+        sent.append(message.get("body", b""))
+
+    async def scenario() -> None:
+        send = KeptAlive(nothing_comes, write).send
+        headers = [(b"content-type", b"text/event-stream")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for body, more in ((b"a", True), (b"b", False)):
+            await asyncio.sleep(0.01)
+            await send({"type": "http.response.body", "body": body, "more_body": more})
+        await asyncio.sleep(0.01)
+
+    asyncio.run(scenario())
+    assert sent[-1] == b"b" and b": waiting\n\n" in sent

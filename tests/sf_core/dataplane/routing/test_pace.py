@@ -1,0 +1,145 @@
+"""Readers of streams are woken in rounds, and nobody waits for a round who need not."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from sf_core.dataplane.routing.generation import Generation
+from sf_core.dataplane.routing.pace import Pace
+from sf_core.types import FinishReason
+from tests.sf_core.dataplane.cluster import in_loop, turn
+from tests.sf_core.dataplane.routing.test_generation import chunk
+
+NEVER_S = 1e9
+"""An event that takes so long ends the rounds."""
+
+
+def stream(pace: Pace) -> Generation:
+    generation = turn(3)
+    generation.stream, generation.pace = True, pace
+    return generation
+
+
+async def settled() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def reads(generation: Generation, num_seen: int) -> asyncio.Future[None]:
+    """It waits for more than these tokens."""
+    waiting = asyncio.ensure_future(generation.progress(num_seen))
+    await settled()
+    return waiting
+
+
+async def after_a_round(event_s: float = NEVER_S) -> Pace:
+    """The next round begins when the one event of the last one has had its time."""
+    pace = Pace(event_s)
+    pace.soon(lambda: None)
+    await settled()
+    return pace
+
+
+@in_loop
+async def test_what_is_due_together_shares_a_round() -> None:
+    pace, woken = Pace(NEVER_S), []
+    for number in range(3):
+        pace.soon(lambda number=number: woken.append(number))
+    assert woken == []
+    await settled()
+    assert woken == [0, 1, 2]
+
+
+@in_loop
+async def test_the_next_round_waits_until_the_events_of_the_last_one_have_had_their_time() -> None:
+    pace, woken = await after_a_round(), []
+    pace.soon(lambda: woken.append(1))
+    await settled()
+    assert woken == []
+
+
+@in_loop
+async def test_after_that_time_the_next_round_begins_at_once() -> None:
+    pace, woken = await after_a_round(event_s=0.0), []
+    pace.soon(lambda: woken.append(1))
+    await settled()
+    assert woken == [1]
+
+
+@in_loop
+async def test_a_round_that_waits_comes() -> None:
+    pace, woken = await after_a_round(event_s=0.001), asyncio.Event()
+    pace.soon(woken.set)
+    await asyncio.wait_for(woken.wait(), 10)
+
+
+@in_loop
+async def test_the_first_tokens_of_an_answer_wait_for_no_round() -> None:
+    generation = stream(await after_a_round())
+    reading = await reads(generation, 0)
+    generation.absorb(chunk([7]), "a")
+    await settled()
+    assert reading.done()
+
+
+@in_loop
+async def test_first_tokens_that_were_there_before_their_reader_wait_for_no_round() -> None:
+    generation = stream(await after_a_round())
+    generation.absorb(chunk([7]), "a")
+    assert (await reads(generation, 0)).done()
+
+
+@in_loop
+async def test_later_tokens_share_the_next_round() -> None:
+    generation = stream(Pace(NEVER_S))
+    generation.absorb(chunk([7]), "a")
+    reading = await reads(generation, 1)
+    generation.absorb(chunk([8]), "a")
+    generation.absorb(chunk([9]), "a")
+    assert not reading.done()
+    await settled()
+    assert reading.done()
+
+
+@in_loop
+async def test_tokens_that_came_while_their_reader_was_busy_wait_for_the_round_too() -> None:
+    generation = stream(await after_a_round())
+    generation.absorb(chunk([7, 8]), "a")
+    reading = await reads(generation, 1)
+    assert not reading.done()
+    reading.cancel()
+
+
+@pytest.mark.parametrize("reason", [FinishReason.STOP, FinishReason.ABORT])
+@in_loop
+async def test_the_end_and_an_interruption_wait_for_no_round(reason: FinishReason) -> None:
+    generation = stream(await after_a_round())
+    generation.absorb(chunk([7]), "a")
+    reading = await reads(generation, 1)
+    generation.absorb(chunk([8]), "a")
+    await settled()
+    assert not reading.done()
+    generation.absorb(chunk([9], reason), "a")
+    await settled()
+    assert reading.done()
+    assert generation.token_ids.tolist() == [7, 8, 9]
+
+
+@in_loop
+async def test_a_reader_that_has_seen_everything_is_not_woken_by_its_round() -> None:
+    generation = stream(await after_a_round(event_s=0.01))
+    generation.absorb(chunk([7]), "a")
+    reading = await reads(generation, 1)
+    generation.absorb(chunk([8]), "a")
+    generation.absorb(chunk([], FinishReason.ABORT), "a")
+    await reading
+    seen = await reads(generation, 2)
+    over = asyncio.Event()
+    assert generation.pace is not None
+    generation.pace.soon(over.set)
+    await asyncio.wait_for(over.wait(), 10)
+    await settled()
+    assert not seen.done()
+    seen.cancel()

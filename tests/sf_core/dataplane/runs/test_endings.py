@@ -1,0 +1,312 @@
+"""What failed sessions are worth, and that nobody waits for a session that nobody works on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sf_core.dataplane.chat.renderer import Renderer
+from sf_core.dataplane.control import plane
+from sf_core.dataplane.turns import host
+from storage.schema import Trajectory
+from storage.trajectories import read_trajectories, to_rows
+from tests.sf_core.dataplane.stand import CALC, Server, say
+
+HI = {"role": "user", "content": "hi"}
+LONG = {"role": "user", "content": "the " * 3000}
+UNPARSED = '<tool_call>\n{"name": "calc", "arguments": 47*\n</tool_call>'
+
+
+def serve(server: Server, renderer: Renderer, text: str = "hello", **spec: Any) -> None:
+    """Groups and batches of one session."""
+    server.register(**{"group_size": 1, "groups_per_batch": 1, "failed_reward": -0.5} | spec)
+    server.connect(lambda prompt, seed: say(renderer, text))
+
+
+def ask(server: Server, claim: dict[str, Any], *messages: Any) -> int:
+    """The status of the answer."""
+    body = {"model": "policy", "messages": list(messages), "tools": [CALC]}
+    path = f"/sessions/{claim['session_id']}/v1/chat/completions"
+    return server.http.post(path, json=body).status_code
+
+
+def end(server: Server, claim: dict[str, Any], **report: Any) -> None:
+    if "reward" in report:
+        report["status"] = "finished"
+    told = {"status": "failed", "error": "KeyError: x", "task_id": "t", "environment": "e"}
+    server.post(f"/sessions/{claim['session_id']}/finish", told | report)
+
+
+def overflow(server: Server, claim: dict[str, Any]) -> None:
+    assert (ask(server, claim, HI), ask(server, claim, LONG)) == (200, 400)
+
+
+def sealed_rows(
+    server: Server, kind: str = "batches", index: int = 0
+) -> tuple[dict[str, Any], list[Trajectory]]:
+    sealed = server.post(f"/runs/run/{kind}/{index}/seal", {"attempt": 1})
+    return sealed, to_rows(read_trajectories(str(Path(server.run_dir, "run", sealed["files"][0]["uri"]))))
+
+
+def test_a_session_that_ran_out_of_context_trains_with_the_reward_of_a_failed_one(
+    server: Server, renderer: Renderer
+) -> None:
+    serve(server, renderer)
+    [claim] = server.claim()
+    assert ask(server, claim, HI) == 200
+    overflow(server, claim)
+    end(server, claim)
+    sealed, rows = sealed_rows(server)
+    assert (sealed["failures"], sealed["rejected"]) == ({"context_overflow": 1}, {})
+    assert sealed["reward_mean"] == -0.5
+    for row in rows:
+        assert (row.status, row.reward, dict(row.reward_parts)) == ("context_overflow", -0.5, {})
+        assert (row.task_id, row.environment) == ("t", "e")
+    # all that was sampled before, each token once, with its log-prob and version
+    answer = say(renderer, "hello")
+    assert [row.token_ids[row.loss_mask].tolist() for row in rows] == [answer] * 2
+    assert all((row.logprobs[row.loss_mask] <= 0).all() for row in rows)
+    assert all((row.policy_versions[row.loss_mask] == 0).all() for row in rows)
+    counters = server.get("/runs/run")["counters"]
+    assert (counters["failed_sessions"], counters["failures.context_overflow"]) == (1, 1)
+    assert "finished_sessions" not in counters
+
+
+@pytest.mark.parametrize(
+    ("again", "report", "status", "reward"),
+    [
+        pytest.param(
+            False, {"reward": 0.75}, "finished_after_overflow", 0.75, id="the agent ends with what it has"
+        ),
+        pytest.param(True, {"reward": 0.75}, "finished", 0.75, id="the agent copes with it"),
+        pytest.param(False, {}, "context_overflow", -0.5, id="the agent raises"),
+        pytest.param(True, {}, None, None, id="the agent copes with it and raises later"),
+        pytest.param(False, {"cause": "reward"}, None, None, id="the reward function raises"),
+    ],
+)
+def test_a_session_says_that_its_last_request_did_not_fit(
+    server: Server,
+    renderer: Renderer,
+    again: bool,
+    report: dict[str, Any],
+    status: str | None,
+    reward: float | None,
+) -> None:
+    serve(server, renderer, session_attempts=1)
+    [claim] = server.claim()
+    overflow(server, claim)
+    if again:
+        assert ask(server, claim, HI, {"role": "assistant", "content": "hello"}, HI) == 200
+    end(server, claim, **report)
+    if status is None:
+        assert server.get("/runs/run")["counters"]["rejected_groups.agent_error"] == 1
+        return
+    sealed, rows = sealed_rows(server)
+    assert {(row.status, row.reward) for row in rows} == {(status, reward)}
+    assert sealed["failures"] == ({status: 1} if report == {} else {})
+
+
+@pytest.mark.parametrize("text", [UNPARSED, "no call"])
+def test_an_agent_that_ends_in_an_error_after_a_call_that_does_not_parse_failed_by_that(
+    server: Server, renderer: Renderer, text: str
+) -> None:
+    serve(server, renderer, text, session_attempts=1)
+    [claim] = server.claim()
+    assert ask(server, claim, HI) == 200
+    end(server, claim)
+    if text == "no call":
+        assert server.get("/runs/run")["counters"]["rejected_groups.agent_error"] == 1
+        return
+    [row] = sealed_rows(server)[1]
+    assert (row.status, row.reward) == ("unparsed_call", -0.5)
+    [other] = server.claim()
+    assert ask(server, other, HI) == 200
+    end(server, other, reward=1.0)
+    server.post("/runs/run/weights", {"version": 1, "uri": "w"})
+    [row] = sealed_rows(server, index=1)[1]
+    assert (row.status, row.reward) == ("finished", 1.0)
+
+
+def test_a_session_that_ran_too_long_trains_with_what_was_answered_and_names_its_task(
+    server: Server, renderer: Renderer
+) -> None:
+    # the clock is looked at once a second, and then jumps by two at most
+    serve(server, renderer, session_timeout_s=2.5)
+    [claim] = server.claim()
+    assert ask(server, claim, HI) == 200
+    named = {claim["session_id"]: {"task_id": "t7", "environment": "shop"}}
+    running = [claim["session_id"]]
+    server.post("/runs/run/claim", {"runner": "a0", "max": 0, "running": running, "tasks": named})
+    server.wait_for(lambda: server.get("/runs/run/batches/0")["ready"])
+    sealed, [row] = sealed_rows(server)
+    assert (row.status, row.reward, row.task_id, row.environment) == ("timeout", -0.5, "t7", "shop")
+    assert row.token_ids[row.loss_mask].tolist() == say(renderer, "hello")
+    assert sealed["failures"] == {"timeout": 1}
+    assert server.get("/runs/run")["last_error"] == "ran longer than 2.5 s"
+
+
+def test_an_answer_that_is_scored_too_late_is_no_fault_of_the_policy(
+    server: Server, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plane, "SWEEP_S", 0.02)
+    serve(server, renderer, session_timeout_s=0.5, session_attempts=1)
+    [claim] = server.claim()
+    assert ask(server, claim, HI) == 200
+    end(server, claim, status="answered", answer='"42"')
+    server.wait_for(lambda: "rejected_groups.agent_error" in server.get("/runs/run")["counters"])
+
+
+@pytest.mark.parametrize(
+    ("rule", "status"), [("retry_then_zero", "agent_error"), ("retry_then_exclude", None)]
+)
+def test_what_is_tried_again_ends_as_its_rule_says(
+    server: Server, renderer: Renderer, rule: str, status: str | None
+) -> None:
+    serve(server, renderer, on_failure={"agent_error": rule}, session_attempts=2)
+    for attempt in range(2):
+        [claim] = server.claim()
+        assert claim["session_id"] == f"run.g0.0.a{attempt}"
+        assert ask(server, claim, HI) == 200
+        end(server, claim)
+    if status is None:
+        assert server.get("/runs/run")["counters"]["rejected_groups.agent_error"] == 1
+    else:
+        [row] = sealed_rows(server)[1]
+        assert (row.session_id, row.status) == ("run.g0.0.a1", status)
+
+
+@pytest.mark.parametrize("finishes", [False, True])
+def test_without_a_sampled_token_there_is_nothing_to_train(
+    server: Server, renderer: Renderer, finishes: bool
+) -> None:
+    serve(server, renderer, session_attempts=2)
+    for _ in range(2):
+        [claim] = server.claim()
+        assert ask(server, claim, LONG) == 400
+        end(server, claim, **({"reward": 1.0} if finishes else {}))
+    assert server.get("/runs/run")["counters"]["rejected_groups.context_overflow"] == 1
+    [claim] = server.claim()
+    ask(server, claim, HI)
+    end(server, claim, reward=1.0)
+    assert sealed_rows(server)[0]["rejected"] == {"0": "context_overflow"}
+
+
+def test_held_out_sessions_fail_by_the_same_rule(server: Server, renderer: Renderer) -> None:
+    serve(server, renderer, num_batches=0, session_attempts=2)
+    server.post("/runs/run/evaluations/0", {"num_tasks": 4})
+    good, overflowed, never_asked, raised = server.claim(4)
+    for claim in (good, raised):
+        assert ask(server, claim, HI) == 200
+    end(server, good, reward=1.0)
+    overflow(server, overflowed)
+    end(server, overflowed)
+    end(server, never_asked)
+    end(server, raised)
+    for claim in server.claim(2):
+        assert claim["attempt"] == 1
+        if claim["task_index"] == raised["task_index"]:
+            assert ask(server, claim, HI) == 200
+        end(server, claim)
+    sealed, rows = sealed_rows(server, "evaluations")
+    assert (sealed["failed"], sealed["failures"]) == (3, {"context_overflow": 1, "agent_error": 2})
+    assert sealed["reward_mean"] == sealed["by_environment"]["e"] == (1.0 - 3 * 0.5) / 4
+    statuses = {row.session_id: row.status for row in rows}
+    assert statuses == {
+        "run.e0.0.a0": "finished",
+        "run.e0.1.a0": "context_overflow",
+        "run.e0.3.a1": "agent_error",
+    }
+
+
+def test_what_failed_is_tried_with_other_draws_and_what_was_lost_with_the_same(
+    server: Server, renderer: Renderer
+) -> None:
+    serve(server, renderer, group_size=2, session_attempts=4)
+    failing, lost = server.claim(2)
+    for _ in range(2):
+        ask(server, failing, HI)
+        ask(server, lost, HI)
+        end(server, failing)
+        # the runner does not name the other one any more
+        [failing, lost] = server.claim(2)
+    ask(server, failing, HI)
+    ask(server, lost, HI)
+    seeds = [request.sampling.seed for request in server.asked]
+    assert len({seeds[0], seeds[2], seeds[4]}) == 3
+    assert seeds[1] == seeds[3] == seeds[5]
+
+
+def fail_to_export(monkeypatch: pytest.MonkeyPatch, session_id: str) -> None:
+    """What a session leaves behind cannot be exported."""
+    export: Callable[..., list[Trajectory]] = host.export_session
+
+    def failing(session: Any, **facts: Any) -> list[Trajectory]:
+        if session.session_id.startswith(session_id):
+            raise ValueError("could not broadcast input array from shape (3,) into shape (4,)")
+        return export(session, **facts)
+
+    monkeypatch.setattr(host, "export_session", failing)
+
+
+@pytest.mark.parametrize("is_over_time", [False, True])
+def test_a_session_that_cannot_be_exported_is_given_out_again_and_then_excludes_its_group(
+    server: Server, renderer: Renderer, monkeypatch: pytest.MonkeyPatch, is_over_time: bool
+) -> None:
+    monkeypatch.setattr(plane, "SWEEP_S", 0.02)
+    serve(server, renderer, lag_bound=0, session_attempts=2, session_timeout_s=0.5 if is_over_time else 60.0)
+    fail_to_export(monkeypatch, "run.g0.0.")
+    sentence = "could not be recorded: ValueError: could not broadcast"
+    name = ""
+    for attempt in range(2):
+        name = next_claim(server, name)
+        assert name == f"run.g0.0.a{attempt}"
+        assert ask(server, {"session_id": name}, HI) == 200
+        if not is_over_time:
+            report = {"session_id": name, "status": "finished", "reward": 1.0}
+            answer = server.post("/runs/run/finished", {"sessions": [report]})
+            assert (answer["finished"], list(answer["refused"])) == ([], [name])
+            assert sentence in answer["refused"][name]
+    # nobody waits for it: the next group takes its place
+    assert next_claim(server, name) == "run.g1.0.a0"
+    status = server.get("/runs/run")
+    assert status["counters"]["rejected_groups.not_recorded"] == 1
+    assert sentence in status["last_error"]
+
+
+def next_claim(server: Server, running: str) -> str:
+    """The next session that is given out; there is one place only."""
+    found: list[dict[str, Any]] = []
+    server.wait_for(lambda: bool(found.extend(server.claim(1, running=[running])) or found))
+    return str(found[0]["session_id"])
+
+
+def test_a_held_out_session_that_cannot_be_exported_does_not_hold_back_the_others(
+    server: Server, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve(server, renderer, num_batches=0, session_attempts=1)
+    server.post("/runs/run/evaluations/0", {"num_tasks": 2})
+    fail_to_export(monkeypatch, "run.e0.0.")
+    for claim in server.claim(2):
+        assert ask(server, claim, HI) == 200
+        report = {"status": "finished", "reward": 1.0}
+        answer = server.http.post(f"/sessions/{claim['session_id']}/finish", json=report)
+        assert answer.status_code == (500 if claim["member"] == 0 else 200)
+    sealed, _ = sealed_rows(server, "evaluations")
+    assert (sealed["failures"], sealed["reward_mean"]) == ({"not_recorded": 1}, 0.25)
+
+
+def test_a_session_that_an_agent_opened_and_that_cannot_be_exported_ends(
+    server: Server, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve(server, renderer)
+    opened = server.post("/sessions", {"run_id": "run"})
+    fail_to_export(monkeypatch, opened["session_id"])
+    assert ask(server, opened, HI) == 200
+    path = f"/sessions/{opened['session_id']}"
+    answer = server.http.post(path + "/finish", json={"status": "finished", "reward": 1.0})
+    assert (answer.status_code, "ValueError" in answer.text) == (500, True)
+    assert server.http.get(path).status_code == 404
+    assert server.get("/runs/run")["sessions_running"] == 0

@@ -1,0 +1,323 @@
+"""Invariants 4 and 9 with real processes: the data plane is killed with SIGKILL and started again on the same
+port, under agents that hold an OpenAI client and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from sf_core.dataplane.chat.renderer import Renderer
+from sf_core.dataplane.turns.turn import turn_seed
+from storage.trajectories import read_trajectories, to_rows
+from tests.sf_core.dataplane.runs.test_external import stored
+from tests.sf_core.dataplane.stand import (
+    BUDGET,
+    CALC,
+    Server,
+    converse,
+    finish,
+    running_process,
+)
+
+STOP = 1
+"""<|im_end|> of the test tokenizer."""
+
+
+def script(prompt_ids: list[int], seed: int) -> list[int]:
+    """Up to 400 random tokens: some answers end by themselves, some by their budget."""
+    generator = np.random.default_rng([seed, len(prompt_ids)])
+    return [*generator.integers(2, 300, generator.integers(50, 400)).tolist(), STOP]
+
+
+@dataclass
+class Restarts:
+    """A data plane that can be killed and started again, and the one engine and client that outlive it."""
+
+    folder: Path
+    model_dir: str
+    options: tuple[str, ...] = ()
+    process: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    server: Server = field(init=False)
+
+    def start(self) -> None:
+        port = int(self.server.url.rsplit(":", 1)[1]) if hasattr(self, "server") else 0
+        options = ("--journal-dir", str(self.folder / "journal"), *self.options)
+        url = self.process.enter_context(running_process(self.folder / "port", port, *options))
+        if not hasattr(self, "server"):
+            self.server = Server(url, httpx.Client(base_url=url, timeout=30), self.folder, self.model_dir)
+
+    def kill(self) -> None:
+        self.process.close()
+
+    def restart(self) -> None:
+        self.kill()
+        self.start()
+
+    @property
+    def journal(self) -> Path:
+        return self.folder / "run" / "journal" / "run.journal"
+
+
+@pytest.fixture
+def plane(tmp_path: Path, model_dir: str) -> Iterator[Restarts]:
+    with serving(Restarts(tmp_path, model_dir)) as plane:
+        yield plane
+
+
+@contextlib.contextmanager
+def serving(plane: Restarts) -> Iterator[Restarts]:
+    plane.start()
+    yield plane
+    with contextlib.suppress(httpx.HTTPError):
+        plane.server.http.post("/runs/run/release")
+    for thread in plane.server.threads:
+        thread.join(10)
+    plane.kill()
+    plane.server.http.close()
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.nightly)])
+def test_killed_at_random_moments_agents_see_whole_answers_and_the_record_is_exact(
+    plane: Restarts, renderer: Renderer, seed: int
+) -> None:
+    agents_see_whole_answers(plane, renderer, seed, lambda moments: plane.restart())
+
+
+def agents_see_whole_answers(
+    plane: Restarts, renderer: Renderer, seed: int, kill: Callable[[random.Random], None]
+) -> None:
+    """Two agents, two kills at random moments, and a record that is exact."""
+    server = plane.server
+    server.register(groups_per_batch=1, max_tokens=BUDGET, context_length=100_000)
+    server.connect(script)
+    claims = server.claim(2)
+    answers: dict[str, list[str]] = {}
+    num_turns = 6
+
+    def agent(claim: dict[str, Any], streamed: bool) -> None:
+        answers[claim["session_id"]] = converse(server, claim, num_turns, streamed)
+
+    agents = [
+        threading.Thread(target=agent, args=(claim, streamed))
+        for claim, streamed in zip(claims, (True, False), strict=True)
+    ]
+    for thread in agents:
+        thread.start()
+    moments = random.Random(seed)
+    for _ in range(2):
+        threading.Event().wait(moments.uniform(0.05, 0.5))
+        kill(moments)
+    for thread in agents:
+        thread.join(60)
+    for claim in claims:
+        report = {"status": "finished", "reward": 1.0, "task_id": "t", "environment": "e"}
+        server.post(f"/sessions/{claim['session_id']}/finish", report)
+    sealed = server.post("/runs/run/batches/0/seal", {"attempt": 1})
+    rows = to_rows(read_trajectories(str(Path(plane.folder, "run", sealed["files"][0]["uri"]))))
+
+    assert [row.session_id for row in rows] == [claim["session_id"] for claim in claims]
+    for row, claim in zip(rows, claims, strict=True):
+        ids = row.token_ids.tolist()
+        spans = [span for span in row.turns if span.role == "assistant"]
+        for turn, (span, text) in enumerate(zip(spans, answers[row.session_id], strict=True)):
+            seed_of_turn = turn_seed(7, ("train", claim["group"], claim["member"]), turn, 0)
+            expected = script(ids[: span.start], seed_of_turn)[:BUDGET]
+            assert ids[span.start : span.end] == expected
+            assert text == renderer.decode([token for token in expected if token != STOP])
+        assert sum(row.loss_mask) == sum(span.end - span.start for span in spans)
+    for request in server.asked:
+        assert request.position + request.max_tokens == BUDGET
+
+
+def test_a_restarted_process_goes_on_without_its_flow(plane: Restarts) -> None:
+    server = plane.server
+    server.register(groups_per_batch=1, group_size=1, max_tokens=4)
+    server.connect(script)
+    server.post("/runs/run/evaluations/0", {"num_tasks": 2})
+    claims = server.claim(3)
+    assert [claim["session_id"] for claim in claims] == ["run.e0.0.a0", "run.e0.1.a0", "run.g0.0.a0"]
+    running = [claim["session_id"] for claim in claims]
+    for claim in claims:
+        converse(server, claim, 1, streamed=False)
+    finish(server, claims[2])
+    sealed = server.post("/runs/run/batches/0/seal", {"attempt": 1})
+    server.post("/runs/run/weights", {"version": 1, "uri": "w1"})
+    finish(server, claims[0])
+    server.post("/runs/run/leases/later/revoke")
+
+    plane.restart()
+    assert server.get("/runs/run/evaluations/0")["finished"] == 1
+    assert server.claim(1, running=running[1:2])[0]["session_id"] == "run.g1.0.a0"
+    server.wait_for(lambda: bool(server.live_engines()))
+    assert server.get("/runs/run")["version"] == 1
+    assert server.post("/runs/run/batches/0/seal", {"attempt": 1}) == sealed
+    converse(server, claims[1], 2, streamed=False)
+    finish(server, claims[1])
+    assert server.post("/runs/run/evaluations/0/seal", {"attempt": 1})["sessions"] == 2
+    server.connect(script, lease="later")
+    assert server.reasons["later"] == "revoked"
+    # the flow's next attempt finds the run where it was
+    server.register(attempt=2, iteration=1, version=1, done_groups=[0], groups_per_batch=1, group_size=1)
+    assert server.claim(1, runner="a1")[0]["session_id"] == "run.g1.0.a1"
+
+
+def test_an_answer_that_did_not_arrive_is_given_again_after_a_restart(plane: Restarts) -> None:
+    server = plane.server
+    server.register(max_tokens=8)
+    server.connect(script)
+    [claim] = server.claim()
+    first = post_chat(server, claim)
+    plane.restart()
+    again = post_chat(server, claim, {"x-stainless-retry-count": "1"})
+    assert (again["id"], again["choices"]) == (first["id"], first["choices"])
+    server.wait_for(lambda: bool(server.live_engines()))
+    other = post_chat(server, claim)
+    assert other["id"] != first["id"]
+    assert len(server.asked) == 2
+
+
+def post_chat(server: Server, claim: dict[str, Any], headers: dict[str, str] | None = None) -> dict[str, Any]:
+    body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+    path = f"/sessions/{claim['session_id']}/v1/chat/completions"
+    response = server.http.post(path, json=body, headers=headers)
+    assert response.status_code == 200, response.text
+    return dict(response.json())
+
+
+def test_a_session_that_an_agent_opened_survives_a_restart_until_it_is_finished(plane: Restarts) -> None:
+    server = plane.server
+    server.http.headers["Authorization"] = "Bearer key-of-the-run"
+    server.register(max_tokens=8, key="key-of-the-run")
+    server.connect(script)
+    opened = server.post("/sessions", {"run_id": "run", "task_id": "t7", "metadata": {"seed": 3}})
+    path = f"/sessions/{opened['session_id']}"
+    tools = [{"type": "function", **CALC["function"]}]
+    body = {"model": "policy", "instructions": "be brief", "input": "hi", "tools": tools}
+    first = server.post(f"{path}/v1/responses", body)
+    server.post(path + "/reward", {"reward": 0.5, "reward_parts": {"style": 0.5}})
+    tree = server.get(path)
+    plane.restart()
+    assert server.get(path) == tree
+    server.wait_for(lambda: bool(server.live_engines()))
+    server.post(f"{path}/v1/responses", body | {"previous_response_id": first["id"], "input": "more"})
+    assert server.get(path)["prompts"][1]["parent_turn"] == 0
+    server.register(max_tokens=8, key="key-of-the-run", attempt=2)
+    server.get(path)
+    server.post(path + "/finish", {"status": "finished"})
+    plane.restart()
+    assert server.http.get(path).status_code == 404
+    server.wait_for(lambda: bool(stored(plane.folder / "run")))
+    [(_, row)] = stored(plane.folder / "run")
+    assert (row.task_id, row.reward, dict(row.reward_parts)) == ("t7", 0.5, {"style": 0.5})
+    assert [span.role for span in row.turns].count("assistant") == 2
+    assert json.loads(row.tools or "") == [CALC]
+
+
+def test_killed_at_random_moments_what_agents_opened_is_stored_once(plane: Restarts) -> None:
+    """Four agents open, use and finish one session after the other, until two kills are over."""
+    server = plane.server
+    server.register()
+    server.connect(lambda prompt, seed: [*range(2, 12), STOP])
+    finished: list[str] = []
+    is_over = threading.Event()
+
+    def agent(number: int) -> None:
+        with httpx.Client(base_url=server.url, timeout=30) as http:
+            while not is_over.is_set():
+                opened = insist(http, "/sessions", {"run_id": "run", "group": f"g{number}"}).json()
+                converse(server, opened, 1, streamed=number % 2 == 0)
+                report = {"status": "finished", "reward": float(number)}
+                insist(http, f"/sessions/{opened['session_id']}/finish", report)
+                finished.append(opened["session_id"])
+
+    agents = [threading.Thread(target=agent, args=(number,)) for number in range(4)]
+    for thread in agents:
+        thread.start()
+    moments = random.Random(0)
+    for kill in (1, 2):
+        server.wait_for(lambda kill=kill: len(finished) > 10 * kill)  # type: ignore[misc]
+        # what has finished is stored once a second
+        threading.Event().wait(moments.uniform(0.0, 1.0))
+        plane.restart()
+    is_over.set()
+    for thread in agents:
+        thread.join(60)
+    server.post("/runs/run/release")
+    rows = [row for _, row in stored(plane.folder / "run")]
+    assert sorted(row.session_id for row in rows) == sorted(finished)
+    for row in rows:
+        assert row.group_id == f"g{row.reward:.0f}"
+        assert row.token_ids[row.loss_mask].tolist() == [*range(2, 12), STOP]
+
+
+def insist(http: httpx.Client, path: str, body: dict[str, Any]) -> httpx.Response:
+    """Ask until there is an answer. A session that is over has been finished by a request before."""
+    while True:
+        with contextlib.suppress(httpx.TransportError):
+            answer = http.post(path, json=body)
+            assert answer.status_code in (200, 404), answer.text
+            return answer
+        threading.Event().wait(0.05)
+
+
+def test_a_pause_of_the_run_and_one_of_an_engine_outlive_a_restart(plane: Restarts) -> None:
+    server = plane.server
+    server.register(max_tokens=8)
+    for lease in ("r0", "r1"):
+        server.connect(script, lease=lease)
+
+    def states() -> dict[str, str]:
+        return {engine["id"]: engine["state"] for engine in server.live_engines()}
+
+    server.post("/runs/run/pause", {"engine": "r0"})
+    server.post("/runs/run/pause")
+    plane.restart()
+    assert server.get("/runs/run")["paused"]
+    server.wait_for(lambda: states() == {"r0": "paused", "r1": "paused"})
+    server.post("/runs/run/resume")
+    plane.restart()
+    assert not server.get("/runs/run")["paused"]
+    server.wait_for(lambda: states() == {"r0": "paused", "r1": "serving"})
+    server.post("/runs/run/resume", {"engine": "r0"})
+    server.wait_for(lambda: states() == {"r0": "serving", "r1": "serving"})
+
+
+def test_how_sessions_failed_and_may_have_failed_outlives_a_restart(plane: Restarts) -> None:
+    server = plane.server
+    server.register(group_size=3, groups_per_batch=1, max_tokens=8, session_attempts=3)
+    server.connect(script)
+    failing, lost, overlong = server.claim(3)
+    for claim in (failing, lost, overlong):
+        post_chat(server, claim)
+    server.post(f"/sessions/{failing['session_id']}/finish", {"status": "failed", "error": "KeyError: x"})
+    path = f"/sessions/{overlong['session_id']}"
+    long = {"model": "policy", "messages": [{"role": "user", "content": "the " * 3000}]}
+    assert server.http.post(path + "/v1/chat/completions", json=long).status_code == 400
+    running = [overlong["session_id"]]
+    named = {overlong["session_id"]: {"task_id": "t7", "environment": "shop"}}
+    server.post("/runs/run/claim", {"runner": "a0", "max": 0, "running": running, "tasks": named})
+
+    plane.restart()
+    server.wait_for(lambda: bool(server.live_engines()))
+    again, found = server.claim(2, running=running)
+    assert [claim["session_id"] for claim in (again, found)] == ["run.g0.0.a1", "run.g0.1.a1"]
+    for claim in (again, found):
+        post_chat(server, claim)
+        finish(server, claim)
+    seeds = [request.sampling.seed for request in server.asked]
+    assert seeds[3:] == [turn_seed(7, ("train", 0, 0), 0, 0, draw=1), seeds[1]]
+    server.post(path + "/finish", {"status": "failed", "error": "the agent raised"})
+    sealed = server.post("/runs/run/batches/0/seal", {"attempt": 1})
+    rows = to_rows(read_trajectories(str(Path(plane.folder, "run", sealed["files"][0]["uri"]))))
+    assert (rows[2].status, rows[2].task_id, rows[2].environment) == ("context_overflow", "t7", "shop")
+    assert sealed["failures"] == {"context_overflow": 1}

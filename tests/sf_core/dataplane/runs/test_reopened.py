@@ -1,0 +1,135 @@
+"""What the journal of a run gives back when it is read again."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+from openai import OpenAI
+
+from sf_core.dataplane.chat.renderer import Renderer
+from sf_core.dataplane.journal.journal import Journal, kind_of
+from sf_core.dataplane.journal.memory import Memory
+from sf_core.dataplane.runs.recovery import reopen_run
+from sf_core.dataplane.runs.run import Run
+from sf_core.dataplane.sessions.export import export_session
+from sf_core.dataplane.sessions.view import session_tree
+from storage.trajectories import read_trajectories, to_rows
+from tests.sf_core.dataplane.stand import (
+    CALC,
+    Server,
+    ask,
+    ask_stream,
+    converse,
+    finish,
+    say,
+)
+
+
+def test_the_journal_of_a_long_run_stays_bounded(server: Server, renderer: Renderer) -> None:
+    """Turns of sealed sessions are dropped; what is left is enough for a restart."""
+    server.register(groups_per_batch=1, group_size=1)
+    server.connect(lambda prompt, seed: say(renderer, "ok"))
+    journal = server.run_dir / "run" / "journal" / "run.journal"
+    sizes = []
+    for batch in range(6):
+        [claim, *_] = server.claim(1)
+        converse(server, claim, 5, streamed=True)
+        finish(server, claim)
+        server.post(f"/runs/run/batches/{batch}/seal", {"attempt": 1})
+        server.post("/runs/run/weights", {"version": batch + 1, "uri": "w"})
+        sizes.append(journal.stat().st_size)
+    assert sizes[-1] < 1.2 * sizes[1]
+    [open_claim] = server.claim(1)
+    converse(server, open_claim, 2, streamed=True)
+    run = reopened(journal)
+    assert (run.manager.next_batch, run.router.weights.version) == (6, 6)
+    assert list(run.sessions) == [open_claim["session_id"]]
+    assert len(run.sessions[open_claim["session_id"]].turns) == 2
+    assert run.manager.done_before(6) == list(range(6))
+    assert "run" in asyncio.run(first_kinds(journal, 2))
+
+
+async def first_kinds(journal: Path, num: int) -> list[str]:
+    return [kind_of(record) async for record in Journal(journal).replay()][:num]
+
+
+def test_a_reopened_session_is_trained_on_as_the_living_one(server: Server, renderer: Renderer) -> None:
+    """The whole tree comes back: extensions, edited histories, repeated requests, several samples, calls that
+    were asked for, prompts of ids, and what was shared with a prompt that was refused."""
+    server.register(group_size=1, groups_per_batch=1)
+    server.connect(lambda prompt, seed: say(renderer, f"answer {seed % 1000}"))
+    [claim] = server.claim()
+    one = [{"role": "user", "content": "one"}]
+    with OpenAI(base_url=f"{server.url}/sessions/{claim['session_id']}/v1", api_key="none") as agent:
+        first = [{"role": "assistant", "content": ask(agent, one)}]
+        ask_stream(agent, [*one, *first, *one])
+        ask(agent, [*one, *first, *one, *first, *one])
+        ask_stream(agent, [*one, *first, {"role": "user", "content": "two"}])
+        ask(agent, one)
+        ask(agent, [{"role": "system", "content": "other"}, *one])
+        agent.chat.completions.create(model="policy", messages=one, n=2)
+        calc: Any = {"tools": [CALC], "tool_choice": "required"}
+        agent.chat.completions.create(model="policy", messages=one, **calc)
+        with pytest.raises(openai.BadRequestError):
+            agent.completions.create(model="policy", prompt=[5] * 3000)
+        agent.completions.create(model="policy", prompt=[5] * 30)
+        agent.completions.create(model="policy", prompt=list(server.asked[1].prompt_ids)[:-2])
+    tree = server.get(f"/sessions/{claim['session_id']}")
+    run = reopened(server.run_dir / "run" / "journal" / "run.journal")
+    session = run.sessions[claim["session_id"]]
+    assert session_tree(run, session) == tree
+    assert [prompt["num_tokens"] for prompt in tree["prompts"]].count(3000) == 1
+    facts = {"task_id": "t", "environment": "test", "reward": 1.0, "reward_parts": {}}
+    exported = export_session(
+        session, policy="policy", group_id="run.g0", stop_ids=renderer.stop_token_ids, **facts
+    )
+    finish(server, claim)
+    counters = server.get("/runs/run")["counters"]
+    assert {f"branches.{name}": n for name, n in session.branch_reasons.items()} == {
+        name: n for name, n in counters.items() if name.startswith("branches.")
+    }
+    sealed = server.post("/runs/run/batches/0/seal", {"attempt": 1})
+    rows = to_rows(read_trajectories(str(Path(server.run_dir, "run", sealed["files"][0]["uri"]))))
+    assert len(rows) == len(exported) == len(tree["turns"]) - 1
+    for row, again in zip(rows, exported, strict=True):
+        for name in ("token_ids", "loss_mask", "logprobs", "policy_versions"):
+            np.testing.assert_array_equal(getattr(row, name), getattr(again, name))
+        for name in ("branch_id", "parent_branch_id", "shared_prefix", "messages", "interruptions"):
+            assert getattr(row, name) == getattr(again, name)
+
+
+def reopened(journal: Path) -> Run:
+    async def reopen() -> Run:
+        result = await reopen_run(Journal(journal), 10.0, Memory())
+        assert result is not None
+        return result[0]
+
+    return asyncio.run(reopen())
+
+
+def test_a_turn_nobody_waits_for_is_kept_but_never_trained(server: Server, renderer: Renderer) -> None:
+    server.register(group_size=1, groups_per_batch=1, max_tokens=2000, context_length=10_000)
+    long = renderer.encode("the " * 500).tolist() * 4
+    server.connect(lambda prompt, seed: long if len(server.asked) == 1 else say(renderer, "short"))
+    [claim] = server.claim()
+    base = f"{server.url}/sessions/{claim['session_id']}/v1"
+    with OpenAI(base_url=base, api_key="none", max_retries=0) as agent:
+        hello: Any = [{"role": "user", "content": "hello"}]
+        chunks = iter(agent.chat.completions.create(model="policy", messages=hello, stream=True))
+        next(chunks)
+        next(chunks)
+    server.wait_for(lambda: server.get("/runs/run")["counters"].get("abandoned_turns") == 1)
+    converse(server, claim, 2, streamed=False)
+    session = reopened(server.run_dir / "run" / "journal" / "run.journal").sessions[claim["session_id"]]
+    [abandoned] = session.abandoned
+    assert 0 < len(abandoned.ids) < len(long)
+    assert abandoned.ids.tolist() == long[: len(abandoned.ids)]
+    assert abandoned.finish_reason == "abort"
+    finish(server, claim)
+    sealed = server.post("/runs/run/batches/0/seal", {"attempt": 1})
+    assert sealed["sampled_tokens"] == 2 * len(say(renderer, "short"))

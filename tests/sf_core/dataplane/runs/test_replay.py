@@ -1,0 +1,238 @@
+"""A run opened from its journal is the run that wrote it, whatever happened to it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from sf_core.dataplane.bodies import ClaimBody, FinishBody, RunSpec
+from sf_core.dataplane.chat.renderer import Renderer
+from sf_core.dataplane.control.plane import DataPlane
+from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.routing.connection import EngineLink
+from sf_core.dataplane.runs.groups import Group
+from sf_core.dataplane.runs.recovery import compaction
+from sf_core.dataplane.runs.run import Run
+from sf_core.dataplane.sessions.session import Session
+from sf_core.types import WeightsRef
+from tests.sf_core.dataplane.sessions.test_session import sample, user
+from tests.sf_core.dataplane.stand import say
+
+SPEC: dict[str, Any] = {
+    "run_id": "run",
+    "seed": 0,
+    "group_size": 2,
+    "groups_per_batch": 2,
+    "gate": "varied",
+    "lag_bound": 1,
+    "max_tokens": 8,
+    "context_length": 64,
+    "session_timeout_s": 10.0,
+    "num_batches": 50,
+    "iteration": 0,
+    "version": 0,
+    "weights_uri": "w",
+    "done_groups": [],
+    "attempt": 1,
+}
+
+OPERATIONS = [
+    *("claim", "finish", "fail", "lose", "play", "play", "seal", "seal", "publish", "evaluate"),
+    *("pause", "pause_engine", "resume", "resume_engine", "go_on_while_it_is_compacted_twice"),
+]
+
+
+class Driver:
+    """Flow and agent runner of one run, without HTTP between."""
+
+    def __init__(self, folder: Path, model_dir: str, renderer: Renderer) -> None:
+        self.spec = SPEC | {"run_dir": str(folder / "run"), "model_dir": model_dir}
+        self.folder, self.renderer = folder, renderer
+        self.plane = DataPlane(str(folder / "plane"))
+        self.numbers = itertools.count()
+
+    async def register(self, **changes: Any) -> None:
+        self.spec |= changes
+        await self.plane.register(RunSpec.model_validate(self.spec))
+
+    @property
+    def runner(self) -> str:
+        return f"a{self.spec['attempt']}"
+
+    @property
+    def run(self) -> Run:
+        return self.plane.runs["run"]
+
+    @property
+    def given_out(self) -> list[Session]:
+        return [session for session in self.run.sessions.values() if session.claim is not None]
+
+    async def restart(self) -> None:
+        await self.plane.close()
+        self.plane = DataPlane(str(self.folder / "plane"))
+        await self.plane.reopen()
+
+    async def claim(self) -> None:
+        await self.run.claim(ClaimBody(runner=self.runner, max=3, running=list(self.run.sessions)))
+
+    async def lose(self) -> None:
+        await self.run.claim(ClaimBody(runner=self.runner, max=0, running=list(self.run.sessions)[1:]))
+
+    async def finish(self) -> None:
+        for session in self.given_out[:1]:
+            sample(session, self.renderer, [user("hi")], say(self.renderer, "x"), version=self.version)
+            reward = float(next(self.numbers) % 5 < 2)
+            await self.run.finish(session, FinishBody(status="finished", reward=reward))
+
+    async def play(self) -> None:
+        await self.claim()
+        for _ in list(self.run.sessions):
+            await self.finish()
+
+    async def fail(self) -> None:
+        for session in self.given_out[-1:]:
+            await self.run.finish(session, FinishBody(status="failed"))
+
+    async def seal(self) -> None:
+        if self.run.manager.readiness(self.run.manager.next_batch).ready:
+            await self.plane.sealers["run"].seal_batch(self.run.manager.next_batch, self.spec["attempt"])
+
+    async def publish(self) -> None:
+        if self.version < self.run.manager.next_batch:
+            await self.plane.publish(self.run, WeightsRef(self.version + 1, "w"))
+
+    async def evaluate(self) -> None:
+        await self.run.start_evaluation(self.version, 2)
+
+    async def pause(self) -> None:
+        await self.run.pause("freeze", None)
+
+    async def resume(self) -> None:
+        await self.run.resume(None)
+
+    async def pause_engine(self) -> None:
+        link = EngineLink("engine", "lease", "worker", 1, 8, lambda frame: None)
+        self.run.router.add(link)
+        await self.run.pause("evacuate", "engine")
+        self.run.router.lose(link)
+
+    async def resume_engine(self) -> None:
+        await self.run.resume("engine")
+
+    async def go_on_while_it_is_compacted_twice(self) -> None:
+        """The second compaction waits for the first one."""
+        meanwhile = [self.finish, self.claim, self.publish, self.pause, self.revoke]
+        compactions = [self.run.compact(partial(compaction, self.run)) for _ in range(2)]
+        await asyncio.gather(*compactions, *(operation() for operation in meanwhile))
+
+    async def revoke(self) -> None:
+        await self.plane.revoke(self.run, f"lease {next(self.numbers)}")
+
+    async def begin_attempt(self) -> None:
+        await self.register(attempt=self.spec["attempt"] + 1, iteration=self.run.manager.next_batch)
+
+    async def go_on_after_release(self) -> None:
+        await self.plane.release(self.run)
+        await self.begin_attempt()
+
+    @property
+    def version(self) -> int:
+        return self.run.router.weights.version
+
+    def state(self) -> dict[str, Any]:
+        run, manager = self.run, self.run.manager
+        return {
+            "weights": run.router.weights,
+            "groups": {index: members(group) for index, group in manager.groups.items()},
+            "evaluations": {index: members(group) for index, group in manager.evaluations.items()},
+            "rejected": manager.rejected,
+            "next_batch": manager.next_batch,
+            "last_batch": manager.batches.get(manager.next_batch - 1),
+            "sessions": sorted(run.sessions),
+            "results": {place: result.reward for place, result in run.results.by_place.items()},
+            "released": run.released,
+            "paused": (run.router.paused, run.router.paused_engines),
+            "revoked": run.revoked_leases,
+        }
+
+
+def members(group: Group) -> list[Any]:
+    return [(m.progress, m.attempt, m.num_failures, m.reward, m.min_version) for m in group.members]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    operations=st.lists(
+        st.sampled_from([*OPERATIONS, "restart", "begin_attempt", "go_on_after_release"]), max_size=40
+    )
+)
+@example(operations=["play", "go_on_after_release", *["play"] * 4, "seal"])
+@example(operations=["play", "begin_attempt", *["play"] * 4, "seal", "claim", "lose"])
+@example(operations=["claim", "go_on_while_it_is_compacted_twice"])
+@example(operations=["pause", "pause_engine", *["play"] * 4, "seal", "restart", "resume"])
+@example(operations=["play", "claim", "finish", "go_on_after_release", "claim", "play", "seal"])
+def test_a_run_opened_from_its_journal_is_the_run_that_wrote_it(
+    model_dir: str, renderer: Renderer, operations: list[str]
+) -> None:
+    async def scenario(folder: Path) -> None:
+        driver = Driver(folder, model_dir, renderer)
+        await driver.register()
+        for operation in operations:
+            await getattr(driver, operation)()
+        before = driver.state()
+        await driver.restart()
+        assert driver.state() == before
+        # a flow that comes back at the batch it is in finds what it left
+        await driver.register(iteration=driver.run.manager.next_batch, version=driver.version)
+        assert driver.state() == before
+        await driver.plane.close()
+
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(scenario(Path(folder)))
+
+
+@pytest.mark.parametrize("knows_its_runs", [True, False])
+@pytest.mark.parametrize("committed", [2, 1, 0])
+def test_after_the_loss_of_all_processes_the_flow_decides_where_to_go_on(
+    tmp_path: Path, model_dir: str, renderer: Renderer, committed: int, knows_its_runs: bool
+) -> None:
+    """Two batches were sealed. A flow that committed both or one goes on; one that lost both starts over
+    with the finished sessions that are left."""
+
+    async def scenario() -> None:
+        driver = Driver(tmp_path, model_dir, renderer)
+        await driver.register(group_size=1, groups_per_batch=1, gate="all")
+        for _ in range(2):
+            for operation in ("claim", "finish", "seal", "publish"):
+                await getattr(driver, operation)()
+        await driver.claim()
+        await driver.finish()
+        if knows_its_runs:
+            await driver.restart()
+        else:
+            await driver.plane.close()
+            driver.plane = DataPlane(str(tmp_path / "another"))
+        done = list(range(committed))
+        await driver.register(attempt=2, iteration=committed, version=committed, done_groups=done)
+        with pytest.raises(ApiError, match="superseded"):
+            await driver.register(attempt=1)
+        sealed = await driver.plane.sealers["run"].seal_batch(1, 2) if committed else None
+        if committed == 1:
+            assert sealed is not None and sealed["groups"] == [1]
+        if committed == 0:
+            # the first group is gone with its journal: it is done again, the others are still there
+            assert driver.run.manager.next_batch == 0
+            assert sorted(place.group for place in driver.run.results.by_place) == [1, 2]
+        sessions, _ = await driver.run.claim(ClaimBody(runner="b", max=1))
+        assert sessions[0].session_id == {2: "run.g3.0.a1", 1: "run.g3.0.a1", 0: "run.g0.0.a1"}[committed]
+        await driver.plane.close()
+
+    asyncio.run(scenario())

@@ -1,0 +1,415 @@
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from sf_core.config.failures import REASONS, FailureRules, Rule
+from sf_core.dataplane.runs.groups import Claim
+from sf_core.dataplane.runs.rollout_manager import BatchRules, RolloutManager
+
+RULES = BatchRules(
+    group_size=2,
+    groups_per_batch=2,
+    lag_bound=1,
+    on_max_lag="wait",
+    gate="all",
+    session_attempts=2,
+    num_batches=100,
+)
+
+
+def manager(**changes: object) -> RolloutManager:
+    return RolloutManager(replace(RULES, **changes), next_batch=0, version=0, done_groups=[])  # type: ignore[arg-type]
+
+
+def finish_all(manager: RolloutManager, claims: list[Claim], version: int = 0, reward: float = 1.0) -> None:
+    for claim in claims:
+        manager.note_started(claim, version)
+        manager.finish(claim, reward, version)
+
+
+def test_whole_groups_are_given_out_in_index_order() -> None:
+    claims = manager().claim(5)
+    assert [(c.place.group, c.place.member) for c in claims] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)]
+
+
+def test_no_more_groups_are_admitted_than_the_lag_bound_allows() -> None:
+    assert len(manager(lag_bound=0).claim(100)) == 1 * 2 * 2
+    assert len(manager(lag_bound=1).claim(100)) == 2 * 2 * 2
+
+
+def test_no_group_is_started_that_no_batch_needs() -> None:
+    assert len(manager(num_batches=1).claim(100)) == 1 * 2 * 2
+    assert manager(num_batches=0).claim(100) == []
+
+
+def test_groups_done_by_earlier_batches_are_not_given_out_again() -> None:
+    resumed = RolloutManager(RULES, next_batch=1, version=1, done_groups=[0, 2, 3])
+    assert [claim.place.group for claim in resumed.claim(4)] == [1, 1, 4, 4]
+
+
+def test_a_batch_is_ready_when_enough_groups_are_complete() -> None:
+    m = manager()
+    claims = m.claim(4)
+    finish_all(m, claims[:3])
+    assert m.readiness(0).waiting_for == "1 of 2 groups; 1 are in flight"
+    finish_all(m, claims[3:])
+    assert m.readiness(0).ready
+    assert m.seal(0).groups == [0, 1]
+
+
+def test_the_sessions_left_are_those_missing_in_the_groups_that_have_come_furthest() -> None:
+    m = manager(lag_bound=0)
+    assert m.num_sessions_left() == 4
+    claims = m.claim(8)
+    finish_all(m, [claims[0], claims[2], claims[3]])
+    assert m.num_sessions_left() == 1
+    m.start_evaluation(0, num_tasks=5)
+    assert m.num_sessions_left() == 6
+
+
+def test_what_may_run_ahead_of_the_next_batch_is_left_too() -> None:
+    m = manager(lag_bound=1, num_batches=2)
+    claims = m.claim(8)
+    finish_all(m, claims[:3])
+    assert m.num_sessions_left() == 5
+    finish_all(m, claims[3:4])
+    m.seal(0)
+    # no batch comes after the second
+    assert m.num_sessions_left() == 4
+
+
+def test_after_the_last_batch_only_held_out_sessions_are_left() -> None:
+    m = manager(num_batches=1)
+    finish_all(m, m.claim(4))
+    m.seal(0)
+    assert m.num_sessions_left() == 0
+
+
+def test_a_straggling_session_holds_back_its_group_and_no_batch() -> None:
+    m = manager()
+    claims = m.claim(100)
+    finish_all(m, [claim for claim in claims if claim.place != claims[0].place])
+    assert m.seal(0).groups == [1, 2]
+    m.finish(claims[0], 1.0, 0)
+    m.set_version(1)
+    assert m.seal(1).groups == [0, 3]
+
+
+def test_sealing_again_gives_the_same_groups() -> None:
+    m = manager()
+    finish_all(m, m.claim(4))
+    assert m.seal(0) == m.seal(0)
+
+
+def test_a_batch_that_is_not_ready_cannot_be_sealed() -> None:
+    with pytest.raises(ValueError, match="it waits for 2 of 2 groups"):
+        manager().seal(0)
+
+
+def test_a_failed_session_is_given_out_again_and_then_excludes_its_group() -> None:
+    m = manager()
+    first, second, *_ = m.claim(4)
+    assert m.fail(first, "agent_error") == []
+    [again] = m.claim(1)
+    assert again == Claim(first.place, attempt=1, draw=1)
+    assert m.fail(again, "agent_error") == [0]
+    assert m.rejected == {0: "agent_error"}
+    assert m.finish(second, 1.0, 0) == []
+    assert m.claim(1)[0].place.group == 2
+
+
+def test_a_session_that_is_given_out_again_is_as_old_as_its_new_attempt() -> None:
+    m = manager()
+    [old] = m.claim(1)
+    m.note_started(old, 0)
+    m.lose(old)
+    assert m.groups[0].min_version is None
+    m.set_version(1)
+    [new] = m.claim(1)
+    m.note_started(new, 1)
+    assert m.groups[0].min_version == 1
+
+
+def test_a_group_is_as_old_as_its_oldest_session() -> None:
+    m = manager()
+    for version, claim in enumerate(m.claim(2)):
+        m.note_started(claim, version)
+    assert m.groups[0].min_version == 0
+
+
+def test_a_group_that_is_too_old_for_the_next_batch_is_rejected() -> None:
+    """As a restart may find it, with other rules or versions."""
+    m = RolloutManager(RULES, next_batch=2, version=2, done_groups=[])
+    claims = m.claim(4)
+    for claim, min_version in zip(claims, (0, 2, 1, 2), strict=True):
+        m.finish(claim, 1.0, min_version)
+    assert m.rejected == {0: "max_lag"}
+    assert list(m.groups) == [1]
+
+
+def test_a_report_of_an_older_attempt_changes_nothing() -> None:
+    m = manager()
+    [old] = m.claim(1)
+    m.lose(old)
+    [new] = m.claim(1)
+    assert m.finish(old, 1.0, 0) == []
+    assert m.group_of(new) is not None
+    assert m.groups[0].num_done == 0
+
+
+def test_the_varied_gate_rejects_groups_whose_rewards_are_equal() -> None:
+    m = manager(gate="varied")
+    claims = m.claim(4)
+    finish_all(m, claims[:2])
+    assert m.rejected == {0: "equal_rewards"}
+    m.finish(claims[2], 1.0, 0)
+    m.finish(claims[3], 0.0, 0)
+    assert list(m.groups) == [1]
+
+
+def test_rewards_that_differ_by_rounding_only_are_equal() -> None:
+    m = manager(gate="varied")
+    first, second, *_ = m.claim(2)
+    m.finish(first, 0.1 + 0.2 + 0.3, 0)
+    assert m.finish(second, 0.3 + 0.2 + 0.1, 0) == [0]
+    assert m.rejected == {0: "equal_rewards"}
+
+
+def test_with_wait_a_batch_waits_for_groups_that_would_grow_too_old() -> None:
+    m = manager(lag_bound=0)
+    claims = m.claim(4)
+    m.set_version(0)
+    finish_all(m, claims[:2])
+    assert not m.readiness(0).ready
+    m = manager(lag_bound=1)
+    slow, *rest = m.claim(8)
+    m.note_started(slow, 0)
+    finish_all(m, rest)
+    assert m.seal(0).groups == [1, 2]
+    m.set_version(1)
+    finish_all(m, m.claim(4), version=1)
+    assert m.readiness(1).waiting_for == "groups that would exceed the lag bound of 1: [0]"
+    finish_all(m, [slow])
+    assert m.seal(1).groups == [0, 3]
+
+
+def test_a_batch_leaves_no_more_old_groups_behind_than_later_batches_can_hold() -> None:
+    m = manager(group_size=1, groups_per_batch=1, lag_bound=2)
+    old = m.claim(3)
+    for claim in old:
+        m.note_started(claim, 0)
+    finish_all(m, [old[2]])
+    assert m.seal(0).groups == [2]
+    m.set_version(1)
+    finish_all(m, m.claim(1), version=1)
+    # groups 0 and 1 must both be consumed by batch 2: one of them has to go into batch 1
+    assert not m.readiness(1).ready
+    finish_all(m, [old[1]])
+    assert m.seal(1).groups == [1]
+
+
+def test_with_drop_such_groups_are_dropped_whole() -> None:
+    m = manager(on_max_lag="drop")
+    slow, *rest = m.claim(8)
+    m.note_started(slow, 0)
+    finish_all(m, rest)
+    m.seal(0)
+    m.set_version(1)
+    finish_all(m, m.claim(4), version=1)
+    batch = m.seal(1)
+    assert batch.groups == [3, 4]
+    assert (batch.rejected, batch.dropped) == ({0: "max_lag"}, [0])
+
+
+def test_evaluations_come_first_and_end_also_when_tasks_keep_failing() -> None:
+    m = manager(session_attempts=1)
+    m.start_evaluation(version=3, num_tasks=2)
+    first, second, train = m.claim(3)
+    assert [c.place.split for c in (first, second, train)] == ["holdout", "holdout", "train"]
+    m.finish(first, 1.0, 3)
+    assert m.worth(second, "agent_error", can_train=True) == 0.0
+    m.fail(second, "agent_error")
+    assert m.evaluations[3].is_complete
+    assert m.evaluations[3].rewards == [1.0]
+
+
+RETRY, EXCLUDE = "retry_then_zero", "retry_then_exclude"
+
+
+@pytest.mark.parametrize("split", ["train", "holdout"])
+@pytest.mark.parametrize(
+    ("rule", "can_train", "ends_at", "ends_held_out_at"),
+    [
+        ("zero", True, 1, 1),
+        (RETRY, True, 3, 3),
+        (EXCLUDE, True, None, 3),
+        ("zero", False, None, 3),
+        (RETRY, False, None, 3),
+        (EXCLUDE, False, None, 3),
+    ],
+)
+def test_a_failure_is_worth_what_its_rule_says_in_training_and_held_out_alike(
+    split: str, rule: Rule, can_train: bool, ends_at: int | None, ends_held_out_at: int
+) -> None:
+    """At which of three attempts it ends with the reward of a failed session; None: its group is left out."""
+    m = manager(session_attempts=3, on_failure=FailureRules(timeout=rule), failed_reward=-1.0)
+    if split == "holdout":
+        m.start_evaluation(0, num_tasks=1)
+    expected = ends_at if split == "train" else ends_held_out_at
+    for attempt in range(1, 4):
+        [claim] = m.claim(1)
+        assert (claim.place.split, claim.attempt) == (split, attempt - 1)
+        worth = m.worth(claim, "timeout", can_train)
+        if attempt == expected:
+            assert worth == -1.0
+            return
+        assert worth is None
+        rejected = m.fail(claim, "timeout")
+    assert expected is None and rejected == [0]
+
+
+def test_what_a_session_that_no_longer_counts_was_worth_changes_nothing() -> None:
+    m = manager()
+    [claim] = m.claim(1)
+    m.lose(claim)
+    assert m.worth(claim, "timeout", can_train=True) is None
+
+
+@pytest.mark.parametrize("rule", ["zero", EXCLUDE])
+def test_overlong_sessions_cost_no_group_of_16_where_they_count(rule: Rule) -> None:
+    """One of 20 sessions runs out of context, every time that it is tried: most groups have one of them."""
+    rules = FailureRules(context_overflow=rule)
+    m = manager(group_size=16, groups_per_batch=100, lag_bound=0, on_failure=rules)
+    places = [(group, member) for group in range(100) for member in range(16)]
+    overlong = set(random.Random(4).sample(places, len(places) // 20))
+    while not m.readiness(0).ready:
+        for claim in m.claim(10_000):
+            is_overlong = (claim.place.group, claim.place.member) in overlong
+            worth = m.worth(claim, "context_overflow", can_train=True) if is_overlong else 1.0
+            if worth is None:
+                m.fail(claim, "context_overflow")
+            else:
+                m.finish(claim, worth, 0)
+    batch, hit = m.seal(0), {group for group, _ in overlong}
+    assert len(hit) > 50
+    assert batch.rejected == ({} if rule == "zero" else dict.fromkeys(sorted(hit), "context_overflow"))
+    assert len(batch.groups) == 100
+    assert hit.issubset(batch.groups) == (rule == "zero")
+
+
+def test_restored_sessions_are_not_given_out_again() -> None:
+    m = manager()
+    lost, kept, *_ = m.claim(4)
+    restored = manager()
+    restored.restore_attempt(lost)
+    restored.restore_attempt(kept)
+    restored.restore_finished(kept, 1.0, 0)
+    restored.restore_rejected(1, "agent_error")
+    assert restored.claim(3) == [Claim(lost.place, 1), *manager().claim(6)[4:]]
+
+
+class AnyRun(RuleBasedStateMachine):
+    """Sessions, failures, updates and batches in any order (invariant 8)."""
+
+    @initialize(
+        groups_per_batch=st.integers(1, 3),
+        lag_bound=st.integers(0, 3),
+        on_max_lag=st.sampled_from(["wait", "drop"]),
+        gate=st.sampled_from(["all", "varied"]),
+    )
+    def begin(self, **rules: object) -> None:
+        self.manager = manager(**rules)
+        self.running: list[Claim] = []
+        self.sampled: dict[Claim, int] = {}
+        self.min_versions: dict[int, dict[int, int]] = {}
+        self.consumed: set[int] = set()
+
+    @rule(count=st.integers(1, 4))
+    def claim(self, count: int) -> None:
+        num_open = self.manager.num_open_sessions()
+        claimed = self.manager.claim(count)
+        assert len(claimed) == min(count, num_open)
+        self.running += claimed
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def sample(self, data: st.DataObject) -> None:
+        claim = data.draw(st.sampled_from(self.running))
+        self.manager.note_started(claim, self.manager.version)
+        self.sampled.setdefault(claim, self.manager.version)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), reward=st.sampled_from([0.0, 1.0]))
+    def finish(self, data: st.DataObject, reward: float) -> None:
+        self.end(data.draw(st.sampled_from(self.running)), reward)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), failed=st.booleans())
+    def fail_or_lose(self, data: st.DataObject, failed: bool) -> None:
+        claim = data.draw(st.sampled_from(self.running))
+        if not failed:
+            self.running.remove(claim)
+            return self.manager.lose(claim)
+        reason = data.draw(st.sampled_from(REASONS))
+        worth = self.manager.worth(claim, reason, can_train=claim in self.sampled)
+        if worth is not None:
+            return self.end(claim, worth)
+        self.running.remove(claim)
+        self.manager.fail(claim, reason)
+
+    @precondition(lambda self: self.manager.version < self.manager.next_batch)
+    @rule()
+    def publish(self) -> None:
+        self.manager.set_version(self.manager.version + 1)
+
+    @precondition(lambda self: self.manager.readiness(self.manager.next_batch).ready)
+    @rule()
+    def seal(self) -> None:
+        k, rules = self.manager.next_batch, self.manager.rules
+        batch = self.manager.seal(k)
+        assert len(set(batch.groups)) == rules.groups_per_batch
+        assert self.consumed.isdisjoint(batch.groups)
+        assert self.consumed.isdisjoint(batch.rejected)
+        self.consumed.update(batch.groups)
+        for group in batch.groups:
+            assert sorted(self.min_versions[group]) == list(range(rules.group_size))
+            assert k - min(self.min_versions[group].values()) <= rules.lag_bound
+        if rules.on_max_lag == "wait":
+            assert "max_lag" not in batch.rejected.values()
+
+    def end(self, claim: Claim, reward: float) -> None:
+        self.running.remove(claim)
+        self.sample_if_needed(claim)
+        place = claim.place
+        if self.manager.group_of(claim) is not None:
+            self.min_versions.setdefault(place.group, {})[place.member] = self.sampled[claim]
+        self.manager.finish(claim, reward, self.sampled[claim])
+
+    def sample_if_needed(self, claim: Claim) -> None:
+        self.manager.note_started(claim, self.manager.version)
+        self.sampled.setdefault(claim, self.manager.version)
+
+    def teardown(self) -> None:
+        """Whatever happened, batches get ready once sessions finish."""
+        if not hasattr(self, "manager"):
+            return
+        target = self.manager.next_batch + 2
+        while self.manager.next_batch < target:
+            while self.manager.version < self.manager.next_batch:
+                self.publish()
+            while not self.manager.readiness(self.manager.next_batch).ready:
+                self.running += self.manager.claim(1000)
+                assert self.running, "nothing runs and the batch is not ready: a deadlock"
+                for claim in list(self.running):
+                    self.end(claim, float(claim.place.member))
+            self.seal()
+
+
+TestAnyRun = AnyRun.TestCase
+TestAnyRun.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)

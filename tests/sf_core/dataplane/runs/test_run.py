@@ -1,0 +1,424 @@
+"""The flow's and the agent runners' side: registration, sessions, batches, evaluations, recovery."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from openai import OpenAI
+from websockets.sync.client import connect
+
+from sf_core import waits
+from sf_core.dataplane.bodies import ClaimBody, RunSpec
+from sf_core.dataplane.chat.renderer import Renderer
+from sf_core.dataplane.control.client import DataplaneClient
+from sf_core.dataplane.journal.journal import Journal
+from sf_core.dataplane.runs import run as run_module
+from sf_core.dataplane.runs.run import Run
+from sf_core.engines import wire
+from sf_core.engines.scripted import scripted_logprob
+from storage.trajectories import read_trajectories
+from tests.sf_core.dataplane.stand import Server, running_process, say
+
+
+@pytest.fixture
+def serving(server: Server, renderer: Renderer) -> Server:
+    server.register()
+    server.connect(lambda prompt, seed: say(renderer, f"answer {seed % 1000}"))
+    return server
+
+
+def work(server: Server, claim: dict[str, Any], reward: float = 1.0) -> None:
+    """What an agent and its runner do: one turn, then the report."""
+    session = f"/sessions/{claim['session_id']}"
+    with OpenAI(base_url=f"{server.url}{session}/v1", api_key="none", max_retries=0) as agent:
+        messages: Any = [{"role": "user", "content": f"task {claim['task_index']}"}]
+        agent.chat.completions.create(model="policy", messages=messages)
+    finish(server, claim, reward)
+
+
+def finish(server: Server, claim: dict[str, Any], reward: float = 1.0) -> None:
+    report = {
+        "status": "finished",
+        "reward": reward,
+        "reward_parts": {"right": reward},
+        "task_id": f"task-{claim['task_index']}",
+        "environment": "test",
+    }
+    server.post(f"/sessions/{claim['session_id']}/finish", report)
+
+
+def fail(server: Server, claim: dict[str, Any]) -> None:
+    server.post(f"/sessions/{claim['session_id']}/finish", {"status": "failed", "error": "KeyError: x"})
+
+
+def seal(server: Server, batch: int, attempt: int = 1) -> dict[str, Any]:
+    return server.post(f"/runs/run/batches/{batch}/seal", {"attempt": attempt})
+
+
+def test_the_session_that_runs_longest_is_in_the_status(serving: Server) -> None:
+    assert serving.get("/runs/run")["straggler"] is None
+    claims = serving.claim(3)
+    straggler = serving.get("/runs/run")["straggler"]
+    assert (straggler["session"], straggler["group"]) == (claims[0]["session_id"], 0)
+    assert straggler["age_s"] >= 0.0
+
+
+def test_a_long_wait_is_in_the_status_until_the_next_stage(
+    serving: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waits, "FIRST_S", 0.05)
+    client = DataplaneClient(serving.url, "run")
+    client.report_stage(0, "rollout")
+    with pytest.raises(TimeoutError, match=r"waited \d+ s, since .*, for batch 0: 2 of 2 groups"):
+        client.wait_for_batch(0, timeout_s=0.3, absence_timeout_s=60)
+    status = serving.get("/runs/run")
+    assert (status["stage"], status["wait"]["what"]) == ("rollout", "batch 0")
+    assert status["wait"]["until"] > status["wait"]["since"]
+    client.report_stage(0, "filter")
+    assert "wait" not in serving.get("/runs/run")
+
+
+def test_a_batch_that_nobody_works_on_is_given_up_by_a_setting_that_is_named(serving: Server) -> None:
+    absent = (
+        r"batch 0: no engine or no agent runner was there for 0\.02 s, the most that "
+        r"rollout\.absence_timeout_s allows; 2 of 2 groups; .*no agent runner is connected"
+    )
+    with pytest.raises(TimeoutError, match=absent):
+        DataplaneClient(serving.url, "run").wait_for_batch(0, timeout_s=60, absence_timeout_s=0.02)
+
+
+def test_an_engine_that_loads_is_not_absent(server: Server) -> None:
+    server.register()
+    server.claim(1)
+    hello = {"run_id": "run", "attempt": 1, "lease_id": "r0", "epoch": 0, "engine_id": "r0", "worker": "r0"}
+    with connect(server.url.replace("http", "ws", 1) + "/engines") as engine:
+        engine.send(wire.pack("hello", hello | {"max_running": 8}))
+        engine.recv()
+        with pytest.raises(TimeoutError, match=r"waited .* for batch 0: .*; no engine is loaded yet"):
+            DataplaneClient(server.url, "run").wait_for_batch(0, timeout_s=0.1, absence_timeout_s=0.02)
+
+
+def test_a_batch_goes_from_claims_to_trajectories_in_the_run_directory(serving: Server) -> None:
+    claims = serving.claim(4)
+    assert [c["session_id"] for c in claims] == [f"run.g{g}.{m}.a0" for g in (0, 1) for m in (0, 1)]
+    before = serving.get("/runs/run/batches/0")
+    assert (before["ready"], before["accepted"], before["needed"], before["in_flight"]) == (False, 0, 2, 2)
+    assert before["waiting_for"] == "2 of 2 groups; 2 are in flight"
+    for i, claim in enumerate(claims):
+        work(serving, claim, reward=float(i))
+    assert serving.get("/runs/run/batches/0", wait_s=5)["ready"]
+    sealed = seal(serving, 0)
+    assert sealed == seal(serving, 0)
+    assert (sealed["groups"], sealed["rejected"], sealed["sessions"]) == ([0, 1], {}, 4)
+    assert (sealed["reward_mean"], sealed["max_lag"]) == (1.5, 0)
+    [file] = sealed["files"]
+    table = read_trajectories(f"{serving.run_dir}/run/{file['uri']}")
+    assert table["session_id"].to_pylist() == [c["session_id"] for c in claims]
+    assert table["group_id"].to_pylist() == ["run.g0", "run.g0", "run.g1", "run.g1"]
+    assert table["reward"].to_pylist() == [0.0, 1.0, 2.0, 3.0]
+    assert sealed["sampled_tokens"] == sum(map(sum, table["loss_mask"].to_pylist()))
+    for request, ids, logprobs in zip(
+        serving.asked, table["token_ids"].to_pylist(), table["logprobs"].to_pylist(), strict=True
+    ):
+        start = len(request.prompt_ids)
+        assert ids[:start] == request.prompt_ids
+        assert logprobs[start:] == [scripted_logprob(t, i, 0) for i, t in enumerate(ids[start:])]
+
+
+def test_a_runner_that_waits_gets_sessions_as_soon_as_there_are_some(serving: Server) -> None:
+    serving.claim(8)
+    answers: list[Any] = []
+    body = {"runner": "b0", "max": 1, "wait_s": 20.0, "running": []}
+    waiting = threading.Thread(target=lambda: answers.append(serving.post("/runs/run/claim", body)))
+    waiting.start()
+    serving.post("/runs/run/evaluations/0", {"num_tasks": 1})
+    waiting.join(10)
+    assert answers[0]["sessions"][0]["session_id"] == "run.e0.0.a0"
+
+
+def test_sessions_a_runner_does_not_know_of_are_given_out_again(serving: Server) -> None:
+    known, unknown = serving.claim(2)
+    again = serving.claim(1, running=[known["session_id"]])
+    assert (again[0]["session_id"], again[0]["attempt"]) == ("run.g0.1.a1", 1)
+    response = serving.http.post(f"/sessions/{unknown['session_id']}/finish", json={"status": "failed"})
+    assert response.status_code == 404
+
+
+def test_a_session_that_keeps_failing_excludes_its_group(serving: Server) -> None:
+    claims = serving.claim(6)
+    fail(serving, claims[0])
+    [again] = serving.claim(1, running=[c["session_id"] for c in claims])
+    fail(serving, again)
+    for claim in claims[2:]:
+        work(serving, claim)
+    status = serving.get("/runs/run")
+    assert status["counters"]["rejected_groups.agent_error"] == 1
+    assert status["counters"]["failures.agent_error"] == 2
+    assert status["last_error"] == "KeyError: x"
+    sealed = seal(serving, 0)
+    assert (sealed["groups"], sealed["rejected"]) == ([1, 2], {"0": "agent_error"})
+    # its other member was told to stop
+    response = serving.http.post(f"/sessions/{claims[1]['session_id']}/finish", json={"status": "failed"})
+    assert response.status_code == 404
+
+
+def test_a_session_without_any_turn_counts_as_failed(serving: Server) -> None:
+    [claim] = serving.claim(1)
+    finish(serving, claim)
+    assert "without an answer from the policy" in serving.get("/runs/run")["last_error"]
+
+
+def test_a_report_that_cannot_be_read_changes_nothing(serving: Server) -> None:
+    [claim] = serving.claim(1)
+    for report in ({"status": "done"}, {"status": "finished", "reward": "high"}):
+        response = serving.http.post(f"/sessions/{claim['session_id']}/finish", json=report)
+        assert response.status_code == 400, response.text
+    work(serving, claim)
+
+
+def test_a_session_whose_reward_is_no_finite_number_counts_as_failed(serving: Server) -> None:
+    for reward in ({"reward": None}, {"reward": 1.0, "reward_parts": {"style": None}}):
+        [claim] = serving.claim(1)
+        report = {"status": "finished", **reward}
+        response = serving.http.post(f"/sessions/{claim['session_id']}/finish", json=report)
+        assert (response.status_code, "finite number" in response.text) == (400, True)
+    assert serving.get("/runs/run")["counters"]["rejected_groups.agent_error"] == 1
+
+
+def test_evaluations_never_train(serving: Server) -> None:
+    serving.post("/runs/run/evaluations/0", {"num_tasks": 3})
+    claims = serving.claim(4)
+    assert [c["split"] for c in claims] == ["holdout", "holdout", "holdout", "train"]
+    assert [c["task_index"] for c in claims[:3]] == [0, 1, 2]
+    assert serving.get("/runs/run/evaluations/0")["waiting_for"] == "3 of 3 held-out sessions"
+    for i, claim in enumerate(claims[:3]):
+        work(serving, claim, reward=float(i))
+    assert serving.get("/runs/run/evaluations/0", wait_s=5)["done"]
+    sealed = serving.post("/runs/run/evaluations/0/seal", {"attempt": 1})
+    assert (sealed["reward_mean"], sealed["by_environment"], sealed["failed"]) == (1.0, {"test": 1.0}, 0)
+    [file] = sealed["files"]
+    table = read_trajectories(f"{serving.run_dir}/run/{file['uri']}")
+    assert table["group_id"].to_pylist() == [None] * 3
+    assert serving.get("/runs/run/batches/0")["accepted"] == 0
+
+
+def test_a_new_attempt_keeps_finished_sessions_and_fences_the_old_one(
+    serving: Server, renderer: Renderer
+) -> None:
+    claims = serving.claim(4)
+    for claim in claims[:3]:
+        work(serving, claim)
+    serving.register(attempt=2)
+    assert serving.post("/runs/run/claim", {"runner": "a0", "max": 4})["released"]
+    serving.connect(lambda prompt, seed: say(renderer, "new"), lease="r1", attempt=2)
+    [claim] = serving.claim(1, runner="a1")
+    assert claim["session_id"] == "run.g1.1.a1"
+    work(serving, claim)
+    response = serving.http.post("/runs/run/batches/0/seal", json={"attempt": 1})
+    assert (response.status_code, "superseded" in response.text) == (409, True)
+    assert seal(serving, 0, attempt=2)["groups"] == [0, 1]
+    # the flow died before it committed the batch: its next attempt asks for the same one
+    serving.register(attempt=3)
+    assert serving.get("/runs/run/batches/0")["ready"]
+    assert seal(serving, 0, attempt=3)["groups"] == [0, 1]
+
+
+def test_a_run_taken_back_to_an_earlier_batch_starts_over_from_there(serving: Server) -> None:
+    for batch in range(3):
+        for claim in serving.claim(4):
+            work(serving, claim)
+        seal(serving, batch)
+        serving.post("/runs/run/weights", {"version": batch + 1, "uri": "w"})
+    serving.register(attempt=2, iteration=1, version=1, done_groups=[0, 1])
+    assert serving.claim(1, runner="a1")[0]["group"] == 2
+
+
+def test_release_sends_everyone_home(serving: Server) -> None:
+    [claim] = serving.claim(1)
+    serving.post("/runs/run/release")
+    assert serving.post("/runs/run/claim", {"runner": "a0", "max": 1})["released"]
+    assert serving.http.post(f"/sessions/{claim['session_id']}/finish", json={"status": "failed"}).is_error
+    serving.threads[0].join(10)
+    assert serving.reasons == {"r0": "released"}
+
+
+def test_who_waits_for_a_batch_or_an_evaluation_is_told_of_the_release(serving: Server) -> None:
+    client = DataplaneClient(serving.url, "run")
+    client.start_evaluation(0, 2)
+    with ThreadPoolExecutor() as pool:
+        waits = [
+            pool.submit(client.wait_for_batch, 0, timeout_s=60, absence_timeout_s=60),
+            pool.submit(client.wait_for_evaluation, 0, timeout_s=60, absence_timeout_s=60),
+        ]
+        serving.post("/runs/run/release")
+        for wait in waits:
+            with pytest.raises(RuntimeError, match="the run was released, and nobody works on it"):
+                wait.result(timeout=10)
+
+
+def test_a_superseded_attempt_releases_nothing(serving: Server) -> None:
+    serving.register(attempt=2)
+    serving.post("/runs/run/release", {"attempt": 1})
+    assert not serving.post("/runs/run/claim", {"runner": "a0", "max": 0})["released"]
+    serving.post("/runs/run/release", {"attempt": 2})
+    assert serving.post("/runs/run/claim", {"runner": "a0", "max": 0})["released"]
+
+
+def test_paused_requests_wait_with_their_connection_open(serving: Server) -> None:
+    [claim] = serving.claim(1)
+    serving.post("/runs/run/pause")
+    agent = threading.Thread(target=work, args=(serving, claim))
+    agent.start()
+    serving.wait_for(lambda: serving.get("/runs/run")["requests_waiting"] == 1)
+    status = serving.get("/runs/run")
+    assert status["paused"]
+    # as whoever waits for the batch is told
+    awaited = serving.get("/runs/run/batches/0")["waiting_for"]
+    assert status["waiting_for"] == awaited == "2 of 2 groups; 1 are in flight; the run is paused"
+    serving.post("/runs/run/resume")
+    agent.join(10)
+    assert serving.get("/runs/run")["reward_recent"] == 1.0
+
+
+def test_the_flow_can_say_what_it_does(serving: Server) -> None:
+    serving.post("/runs/run/stage", {"iteration": 3, "stage": "train", "step": 7})
+    status = serving.get("/runs/run")
+    assert (status["iteration"], status["stage"], status["step"]) == (3, "train", 7)
+
+
+def test_bad_control_calls_get_a_sentence(serving: Server) -> None:
+    for path, body, status, sentence in [
+        ("/runs", {"run_id": "x"}, 400, "run_dir: Field required"),
+        ("/runs/other/claim", {}, 400, "runner: Field required"),
+        ("/runs/other/claim", {"runner": "a", "max": 1}, 404, "Run other is not registered"),
+        ("/runs/run/batches/0/seal", {"attempt": 1}, 409, "batch 0 is not ready: it waits for 2 of 2 groups"),
+        ("/runs/run/evaluations/9/seal", {"attempt": 1}, 409, "the evaluation of version 9 is not done"),
+    ]:
+        response = serving.http.post(path, json=body)
+        assert (response.status_code, sentence in response.text) == (status, True), response.text
+    assert serving.http.get("/runs/run/batches/0?wait_s=soon").status_code == 400
+
+
+def test_killed_and_started_again_it_still_has_every_finished_session(
+    tmp_path: Path, model_dir: str, renderer: Renderer
+) -> None:
+    """Invariant 9: what was acknowledged is on disk. Engines come back by themselves."""
+    with running_process(tmp_path / "port", port=0) as url, httpx.Client(base_url=url, timeout=30) as http:
+        before = Server(url, http, tmp_path, model_dir)
+        before.register()
+        before.connect(lambda prompt, seed: say(renderer, f"answer {seed % 1000}"))
+        before.post("/runs/run/evaluations/0", {"num_tasks": 2})
+        claims = before.claim(8)
+        running = [claim["session_id"] for claim in claims]
+        work(before, claims[0], reward=0.5)
+        for claim in claims[2:5]:
+            work(before, claim, reward=0.25)
+        fail(before, claims[6])
+        fail(before, before.claim(1, running=running)[0])
+
+    port = int(url.rsplit(":", 1)[1])
+    with running_process(tmp_path / "port", port) as url, httpx.Client(base_url=url, timeout=30) as http:
+        after = Server(url, http, tmp_path, model_dir)
+        after.register()
+        after.wait_for(lambda: bool(after.live_engines()))
+        after.post("/runs/run/evaluations/0", {"num_tasks": 2})
+        claims = after.claim(4)
+        names = ["run.e0.1.a1", "run.g1.1.a1", "run.g3.0.a0", "run.g3.1.a0"]
+        assert [claim["session_id"] for claim in claims] == names
+        work(after, claims[0], reward=0.5)
+        work(after, claims[1], reward=0.25)
+        sealed = seal(after, 0)
+        assert (sealed["groups"], sealed["rejected"]) == ([0, 1], {"2": "agent_error"})
+        assert sealed["reward_mean"] == 0.25
+        assert after.post("/runs/run/evaluations/0/seal", {"attempt": 1})["reward_mean"] == 0.5
+        after.post("/runs/run/release")
+        before.threads[0].join(10)
+        assert before.reasons == {"r0": "released"}
+
+
+def make_run(tmp_path: Path, renderer: Renderer, **changes: Any) -> Run:
+    spec = {
+        "run_id": "run",
+        "run_dir": str(tmp_path / "run"),
+        "model_dir": "unused",
+        "seed": 0,
+        "group_size": 2,
+        "groups_per_batch": 2,
+        "lag_bound": 0,
+        "max_tokens": 8,
+        "context_length": 64,
+        "session_timeout_s": 10.0,
+        "num_batches": 5,
+        "iteration": 0,
+        "version": 0,
+        "weights_uri": "w",
+        "done_groups": [],
+        "attempt": 1,
+    }
+    return Run(RunSpec.model_validate(spec | changes), renderer, Journal(tmp_path / "journal"))
+
+
+def test_a_silent_runner_loses_its_sessions(
+    tmp_path: Path, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        run = make_run(tmp_path, renderer)
+        await run.claim(ClaimBody(runner="a0", max=2))
+        await run.sweep(1.0)
+        assert len(run.sessions) == 2
+        monkeypatch.setattr(run_module, "RUNNER_SILENCE_S", -1.0)
+        await run.sweep(1.0)
+        assert run.sessions == {}
+        sessions, _ = await run.claim(ClaimBody(runner="a1", max=1))
+        assert sessions[0].session_id == "run.g0.0.a1"
+
+    asyncio.run(scenario())
+
+
+def test_a_runner_of_an_earlier_attempt_is_sent_home_however_long_it_was_silent(
+    tmp_path: Path, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        run = make_run(tmp_path, renderer, attempt=1)
+        old = ClaimBody(runner="a0", max=1, attempt=1)
+        sessions, released = await run.claim(old)
+        assert (len(sessions), released) == (1, False)
+        monkeypatch.setattr(run_module, "RUNNER_SILENCE_S", -1.0)
+        await run.sweep(1.0)
+        run.begin_attempt(run.spec.model_copy(update={"attempt": 2}))
+        assert await run.claim(old) == ([], True)
+
+    asyncio.run(scenario())
+
+
+def test_a_session_expires_by_the_time_engines_served(tmp_path: Path, renderer: Renderer) -> None:
+    async def scenario() -> None:
+        run = make_run(tmp_path, renderer)
+        await run.claim(ClaimBody(runner="a0", max=2))
+        await run.sweep(14.0)
+        assert len(run.sessions) == 2, "no engine served, so no time passed for the sessions"
+        run.serving_s = 10.5
+        await run.sweep(0.0)
+        assert run.sessions == {}
+        assert run.outcomes.last_error == "ran longer than 10 s"
+
+    asyncio.run(scenario())
+
+
+def test_batches_have_no_row_twice_and_no_group_twice(serving: Server) -> None:
+    groups: list[int] = []
+    for batch in range(3):
+        for claim in serving.claim(4):
+            work(serving, claim)
+        sealed = seal(serving, batch)
+        groups += sealed["groups"]
+        serving.post("/runs/run/weights", {"version": batch + 1, "uri": "w"})
+        assert sealed["max_lag"] <= 1
+    assert len(groups) == len(np.unique(groups)) == 6

@@ -1,0 +1,34 @@
+"""Which request samples and which waits, with two gateway processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sf_core.dataplane.chat.renderer import Renderer
+from tests.sf_core.dataplane.sharding.conftest import TWO
+from tests.sf_core.dataplane.stand import running_process
+from tests.sf_core.dataplane.turns.test_retries import (  # noqa: F401
+    Agent,
+    agent_of,
+    test_a_request_sent_again_after_its_connection_broke_joins_the_turn,
+    test_a_retry_joins_although_the_first_connection_looks_alive,
+    test_a_retry_of_several_samples_gets_the_same_ones,
+    test_an_answer_nobody_got_is_not_trained,
+    test_an_answer_that_its_client_did_not_wait_for_is_given_to_the_next_one,
+    test_an_idempotency_key_stands_for_one_sample,
+)
+
+# each starts three processes; that all requests of a session meet in one of them is shown in test_port.py
+pytestmark = pytest.mark.nightly
+
+
+@pytest.fixture
+def agent(tmp_path: Path, model_dir: str, renderer: Renderer) -> Iterator[Agent]:
+    with (
+        running_process(tmp_path / "port", 0, *TWO, "--grace-s", "30") as url,
+        agent_of(url, tmp_path, model_dir, renderer) as agent,
+    ):
+        yield agent

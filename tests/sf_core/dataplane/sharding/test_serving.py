@@ -1,0 +1,27 @@
+"""Sessions, batches and figures with two gateway processes: as with one."""
+
+# ruff: noqa: F401
+from tests.sf_core.dataplane.control.test_sessions_api import (
+    test_a_reward_given_before_counts_when_a_training_session_finishes,
+    test_a_session_is_named_by_url_header_or_key,
+    test_a_session_is_opened_used_looked_at_and_finished,
+)
+from tests.sf_core.dataplane.gateway.test_endpoint import (
+    test_a_client_that_goes_away_stops_its_generation,
+)
+from tests.sf_core.dataplane.gateway.test_observed import (
+    test_branches_are_counted_by_reason_before_and_after_a_session_ends,
+    test_figures_count_what_agents_asked_and_got,
+)
+from tests.sf_core.dataplane.runs.test_endings import (
+    test_a_session_that_ran_out_of_context_trains_with_the_reward_of_a_failed_one,
+    test_a_session_that_ran_too_long_trains_with_what_was_answered_and_names_its_task,
+    test_what_failed_is_tried_with_other_draws_and_what_was_lost_with_the_same,
+)
+from tests.sf_core.dataplane.runs.test_run import (
+    serving,
+    test_a_batch_goes_from_claims_to_trajectories_in_the_run_directory,
+    test_a_new_attempt_keeps_finished_sessions_and_fences_the_old_one,
+    test_a_session_that_keeps_failing_excludes_its_group,
+    test_evaluations_never_train,
+)

@@ -1,0 +1,108 @@
+"""Invariant 5 with a real model: interrupted anywhere, on any engine, the same tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sf_core.engines.torch.torch_engine import TorchEngine
+from sf_core.types import FinishReason, GenerationRequest, Sampling
+from tests.sf_core.dataplane.cluster import Cluster, MakeEngine
+from tests.sf_core.engines.conftest import Folders
+
+CONTEXT = 64
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield Folders(tmp_path_factory.mktemp("models"))()
+    torch.set_num_threads(before)
+
+
+def torch_engines(folder: str) -> MakeEngine:
+    def make(version: int) -> TorchEngine:
+        return TorchEngine(folder, version=version, max_running=3, context_length=CONTEXT)
+
+    return make
+
+
+def undisturbed(folder: str, request: GenerationRequest) -> tuple[list[int], list[float], FinishReason]:
+    engine = torch_engines(folder)(0)
+    engine.submit(request)
+    chunks = []
+    while engine.num_requests:
+        chunks += engine.step()
+    assert chunks[-1].finish_reason is not None
+    token_ids = [token for chunk in chunks for token in chunk.token_ids]
+    return token_ids, [p for chunk in chunks for p in chunk.logprobs], chunks[-1].finish_reason
+
+
+turns = st.tuples(
+    st.lists(st.integers(0, 59), min_size=1, max_size=12),
+    st.integers(1, 24),
+    st.sampled_from([0.0, 0.0, 1.0]),
+    st.sampled_from([(), (7, 11)]),
+    st.booleans(),
+)
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    asked=st.lists(turns, min_size=1, max_size=4),
+    events=st.lists(
+        st.tuples(
+            st.sampled_from(["act"] * 6 + ["die", "evacuate", "freeze", "abort_one"]), st.integers(0, 1)
+        ),
+        max_size=40,
+    ),
+)
+def test_interrupted_generations_are_token_identical_to_undisturbed_ones(
+    folder: str, asked: list[tuple[Any, ...]], events: list[tuple[str, int]]
+) -> None:
+    async def scenario() -> None:
+        cluster = Cluster()
+        engines = [await cluster.serving(torch_engines(folder), max_running=3) for _ in range(2)]
+        generations = [
+            cluster.ask(
+                prompt, budget, stop=stop, stream=stream, sampling=Sampling(temperature=temperature, seed=i)
+            )
+            for i, (prompt, budget, temperature, stop, stream) in enumerate(asked)
+        ]
+        requests = [generation.remaining_request(0) for generation in generations]
+        for event, index in events:
+            await cluster.dispatched()
+            engine = engines[index]
+            match event:
+                case "act":
+                    engine.act()
+                case "die":
+                    engine.die()
+                    engines[index] = await cluster.serving(torch_engines(folder), max_running=3)
+                case "evacuate" | "freeze":
+                    pausing = asyncio.ensure_future(
+                        cluster.router.pause(event, engine.link.engine_id)  # type: ignore[arg-type]
+                    )
+                    await cluster.dispatched()
+                    engine.act()
+                    await pausing
+                    cluster.router.resume(engine.link.engine_id)
+                case "abort_one":
+                    # an engine may give back what it cannot go on with
+                    for request_id in list(engine.link.in_flight)[:1]:
+                        engine._handle("abort", [request_id])
+        await cluster.run()
+        for generation, request in zip(generations, requests, strict=True):
+            token_ids, logprobs, reason = undisturbed(folder, request)
+            assert generation.token_ids.tolist() == token_ids
+            assert generation.finish_reason == reason
+            assert generation.logprobs.tolist() == pytest.approx(logprobs, abs=1e-4)
+
+    asyncio.run(scenario())

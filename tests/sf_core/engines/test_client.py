@@ -1,0 +1,361 @@
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from websockets.client import ClientProtocol
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
+from websockets.sync.server import ServerConnection, serve
+from websockets.uri import parse_uri
+
+from sf_core.dataplane.chat.renderer import Renderer
+from sf_core.dataplane.control.engine_socket import Outbox
+from sf_core.engines import client, wire
+from sf_core.engines.client import _Steps, serve_engine
+from sf_core.engines.scripted import ScriptedEngine
+from sf_core.types import WeightsRef
+from tests.proxies import SilentProxy
+from tests.sf_core.dataplane.stand import Server, running_app, say
+
+HELLO = {
+    "run_id": "run",
+    "attempt": 1,
+    "lease_id": "r0",
+    "epoch": 0,
+    "engine_id": "r0",
+    "worker": "r0",
+    "max_running": 8,
+}
+
+
+def make(weights: WeightsRef) -> ScriptedEngine:
+    return ScriptedEngine(lambda prompt, seed: [1], version=weights.version)
+
+
+def refusal(server: Server, **hello: Any) -> str:
+    return serve_engine(server.url, None, HELLO | hello, make, patience_s=5)
+
+
+def test_an_engine_is_told_the_current_weights(server: Server, renderer: Renderer) -> None:
+    server.register(version=3, weights_uri="w3", iteration=3)
+    seen: list[WeightsRef] = []
+
+    def make_seen(weights: WeightsRef) -> ScriptedEngine:
+        seen.append(weights)
+        return make(weights)
+
+    thread = threading.Thread(target=serve_engine, args=(server.url, None, HELLO, make_seen))
+    thread.start()
+    server.wait_for(lambda: bool(server.live_engines()))
+    server.post("/runs/run/release")
+    thread.join(10)
+    assert seen == [WeightsRef(3, "w3")]
+
+
+def test_a_revoked_lease_ends_also_when_it_comes_late(server: Server, renderer: Renderer) -> None:
+    server.register()
+    server.connect(lambda prompt, seed: say(renderer, "x"), lease="r0")
+    assert server.post("/runs/run/leases/r0/revoke") == {"engines": 1, "dropped": 0}
+    assert server.post("/runs/run/leases/t0-1/revoke") == {"engines": 0, "dropped": 0}
+    server.threads[0].join(10)
+    assert server.reasons == {"r0": "revoked"}
+    assert refusal(server, lease_id="t0-1") == "revoked"
+
+
+def test_what_is_stale_is_turned_away(server: Server, renderer: Renderer) -> None:
+    server.register()
+    server.connect(lambda prompt, seed: say(renderer, "x"), lease="r0")
+    server.register(attempt=2)
+    server.threads[0].join(10)
+    assert server.reasons["r0"] == "superseded by a later attempt of the flow"
+    assert refusal(server, lease_id="other") == "superseded by a later attempt of the flow"
+    server.post("/runs/run/release")
+    assert refusal(server, lease_id="other", attempt=2) == "released"
+
+
+def test_no_proxy_stands_between_an_engine_and_its_data_plane(server: Server, proxy: SilentProxy) -> None:
+    server.register()
+    server.post("/runs/run/release")
+    assert refusal(server) == "released"
+    assert not proxy.was_asked()
+
+
+def test_a_later_start_of_a_lease_takes_the_place_of_the_earlier(server: Server, renderer: Renderer) -> None:
+    server.register()
+    server.connect(lambda prompt, seed: say(renderer, "x"), lease="r0", engine_id="old")
+    server.connect(lambda prompt, seed: say(renderer, "x"), lease="r0", epoch=1, engine_id="new")
+    server.wait_for(lambda: [e["id"] for e in server.live_engines()] == ["new"])
+    assert refusal(server) == "superseded by a later start of the same lease"
+
+
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=6))
+def test_of_all_starts_that_have_said_hello_the_latest_serves(server: Server, epochs: list[int]) -> None:
+    """Whatever the order of their hellos; the same one again is a connection that broke."""
+    server.register()
+    lease = f"r0-{uuid4()}"
+    with ExitStack() as stack:
+        for count, epoch in enumerate(epochs):
+            socket = stack.enter_context(connect(server.url.replace("http", "ws", 1) + "/engines"))
+            hello = {"lease_id": lease, "epoch": epoch, "engine_id": f"{epoch}", "worker": lease}
+            socket.send(wire.pack("hello", HELLO | hello))
+            answer = socket.recv()
+            assert isinstance(answer, bytes)
+            latest = max(epochs[: count + 1])
+            assert (wire.unpack(answer)[0] == "yield") == (epoch < latest)
+            engines = server.get("/runs/run")["engines"]
+            assert [e["id"] for e in engines if e["worker"] == lease] == [f"{latest}"]
+
+
+def test_an_engine_waits_for_its_run_to_be_registered(server: Server, renderer: Renderer) -> None:
+    reasons: list[str] = []
+    thread = threading.Thread(target=lambda: reasons.append(refusal(server)))
+    thread.start()
+    server.register()
+    server.wait_for(lambda: bool(server.live_engines()))
+    server.post("/runs/run/release")
+    thread.join(10)
+    assert reasons == ["released"]
+
+
+def test_an_engine_gives_up_on_a_data_plane_that_stays_away() -> None:
+    with pytest.raises(ConnectionError, match="data plane at ws://127"):
+        serve_engine("http://127.0.0.1:9", None, HELLO, make, patience_s=0.3)
+
+
+def test_a_wrong_key_is_no_reason_to_try_again() -> None:
+    with running_app(key="secret") as url, pytest.raises(InvalidStatus):
+        serve_engine(url, "wrong", HELLO, make)
+
+
+def test_patience_begins_when_the_connection_breaks_not_with_the_last_word_before() -> None:
+    patience_s = 0.2
+    connections: list[ServerConnection] = []
+
+    def data_plane(socket: ServerConnection) -> None:
+        connections.append(socket)
+        socket.recv()
+        if len(connections) > 1:
+            return socket.send(wire.pack("yield", "found again"))
+        socket.send(wire.pack("welcome", {"version": 0, "uri": "w", "paused": False}))
+        socket.recv()
+        time.sleep(2 * patience_s)
+
+    with serve(data_plane, "127.0.0.1", 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.socket.getsockname()[1]}"
+        assert serve_engine(url, None, HELLO, make, patience_s=patience_s) == "found again"
+        server.shutdown()
+
+
+def test_an_engine_gives_up_on_a_data_plane_that_hangs(
+    tmp_path: Path, model_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "HEARTBEAT_S", 0.5)
+    failures: list[str] = []
+
+    def serve_it() -> None:
+        try:
+            serve_engine(url, None, HELLO, make, patience_s=1.0)
+        except ConnectionError as error:
+            failures.append(str(error))
+
+    port_file = tmp_path / "port"
+    command = [sys.executable, "-m", "sf_core.dataplane", "--port-file", str(port_file)]
+    with subprocess.Popen(command) as process:
+        Server.wait_for(port_file.exists)
+        url = f"http://127.0.0.1:{port_file.read_text()}"
+        server = Server(url, httpx.Client(base_url=url, timeout=30), tmp_path, model_dir)
+        server.register()
+        thread = threading.Thread(target=serve_it)
+        thread.start()
+        server.wait_for(lambda: bool(server.live_engines()))
+        process.send_signal(signal.SIGSTOP)
+        thread.join(20)
+        process.kill()
+    assert failures and "data plane at ws://" in failures[0]
+
+
+def connect_silently(url: str) -> socket.socket:
+    """An engine that greets, says that it serves, and then neither reads nor answers: a machine that died."""
+    host, port = url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)))
+    protocol = ClientProtocol(parse_uri(url.replace("http", "ws", 1) + "/engines"), max_size=None)
+    protocol.send_request(protocol.connect())
+    connection.sendall(b"".join(protocol.data_to_send()))
+    protocol.receive_data(connection.recv(65536))
+    for frame in (wire.pack("hello", HELLO | {"lease_id": "silent"}), wire.pack("updated", 0)):
+        protocol.send_binary(frame)
+    connection.sendall(b"".join(protocol.data_to_send()))
+    return connection
+
+
+def test_what_a_dead_engine_had_continues_elsewhere(
+    tmp_path: Path, model_dir: str, renderer: Renderer
+) -> None:
+    with running_app(heartbeat_s=2.0) as url, httpx.Client(base_url=url, timeout=30) as http:
+        server = Server(url, http, tmp_path, model_dir)
+        server.register()
+        with connect_silently(url):
+            server.wait_for(lambda: bool(server.live_engines()))
+            body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+            answers: list[httpx.Response] = []
+            agent = threading.Thread(
+                target=lambda: answers.append(httpx.post(url + "/v1/chat/completions", json=body, timeout=20))
+            )
+            agent.start()
+            server.wait_for(lambda: any(engine["running"] for engine in server.live_engines()))
+            server.connect(lambda prompt, seed: say(renderer, "alive"), lease="r1")
+            agent.join(20)
+        assert answers[0].json()["choices"][0]["message"]["content"] == "alive"
+        assert [engine["worker"] for engine in server.live_engines()] == ["r1"]
+        server.post("/runs/run/release")
+
+
+def test_a_drained_engine_yields_and_is_not_taken_back(server: Server, renderer: Renderer) -> None:
+    server.register()
+    server.connect(lambda prompt, seed: say(renderer, "x"), lease="r0")
+    assert server.post("/runs/run/engines/r0/drain") == {"running": 0}
+    server.threads[0].join(10)
+    assert server.reasons == {"r0": "drained"}
+    assert refusal(server, epoch=1) == "revoked"
+    assert server.http.post("/runs/run/engines/r0/drain").status_code == 404
+
+
+def test_pausing_answers_when_engines_stand_still(server: Server, renderer: Renderer) -> None:
+    server.register()
+    for lease in ("r0", "r1"):
+        server.connect(lambda prompt, seed: say(renderer, "x"), lease=lease)
+    assert server.post("/runs/run/pause", {"mode": "evacuate", "engine": "r0"})["engines"] == 1
+    assert [engine["state"] for engine in server.live_engines()] == ["paused", "serving"]
+    assert server.post("/runs/run/pause")["engines"] == 2
+    server.post("/runs/run/resume")
+    assert [engine["state"] for engine in server.live_engines()] == ["paused", "serving"]
+    assert server.http.post("/runs/run/pause", json={"engine": "other"}).status_code == 404
+    assert "mode" in server.http.post("/runs/run/pause", json={"mode": "x"}).text
+
+
+def test_frames_an_engine_does_not_read_are_bounded() -> None:
+    full: list[bool] = []
+    outbox = Outbox(10, lambda: full.append(True))
+    outbox.put(b"12345")
+    outbox.put(b"67890")
+    assert not full
+    outbox.put(b"1")
+    assert full == [True]
+    assert asyncio.run(outbox.get()) == b"12345"
+    outbox.put(b"1")
+    assert full == [True]
+
+
+def test_an_update_reaches_every_engine(server: Server, renderer: Renderer) -> None:
+    server.register()
+    for lease in ("r0", "t0"):
+        server.connect(lambda prompt, seed: say(renderer, "x"), lease=lease)
+    answer = server.post("/runs/run/weights", {"version": 1, "uri": "w1"})
+    assert answer["engines"] == {"r0": 1, "t0": 1}
+    assert [engine["version"] for engine in server.live_engines()] == [1, 1]
+    assert server.http.post("/runs/run/weights", json={"version": 0, "uri": "w0"}).status_code == 409
+
+
+def test_what_the_engine_raises_ends_the_lease(server: Server) -> None:
+    server.register()
+
+    def broken(weights: WeightsRef) -> ScriptedEngine:
+        raise MemoryError("no room")
+
+    with pytest.raises(MemoryError, match="no room"):
+        serve_engine(server.url, None, HELLO, broken)
+    server.wait_for(lambda: server.get("/runs/run")["engines"] == [])
+
+
+class Recorded:
+    """What an engine client told of its work."""
+
+    def __init__(self) -> None:
+        self.spans: list[tuple[str, str, float, float, int | None, int]] = []
+        self.num_flushes = 0
+
+    def add(
+        self, kind: str, label: str, start: float, end: float, *, version: int | None = None, tokens: int = 0
+    ) -> None:
+        self.spans.append((kind, label, start, end, version, tokens))
+
+    def flush(self) -> None:
+        self.num_flushes += 1
+
+
+def test_steps_close_together_are_one_span_of_work_and_the_first_ends_with_the_first_token() -> None:
+    recorded = Recorded()
+    steps = _Steps(recorded)
+    for start, tokens in ((1.0, 0), (1.01, 2), (1.04, 3), (1.06, 3), (2.0, 1)):
+        steps.add(start, start + 0.01, 0, tokens)
+    steps.end()
+    assert [span[2:] for span in recorded.spans] == [
+        (1.0, 1.02, 0, 2),
+        (1.04, 1.07, 0, 6),
+        (2.0, 2.01, 0, 1),
+    ]
+
+
+def test_a_span_of_work_ends_with_its_version_and_is_told_of_before_long() -> None:
+    recorded = Recorded()
+    steps = _Steps(recorded)
+    for tick in range(800):
+        steps.add(tick / 100, (tick + 1) / 100, tick // 200, 1)
+    steps.end()
+    assert [span[4] for span in recorded.spans] == [0, 0, 1, 2, 3]
+    assert max(end - start for _, _, start, end, _, _ in recorded.spans) <= client.MAX_SPAN_S + 0.01
+    assert sum(span[5] for span in recorded.spans) == 800
+
+
+def test_what_an_aborted_request_had_sampled_and_not_reported_counts_as_sampled() -> None:
+    recorded = Recorded()
+    steps = _Steps(recorded)
+    steps.add(time.time(), time.time(), 3, 2)
+    steps.give_back(5, 3)
+    steps.give_back(0, 3)
+    steps.end()
+    assert [(label, version, tokens) for _, label, _, _, version, tokens in recorded.spans] == [
+        ("sample", 3, 2),
+        ("sample", 3, 5),
+    ]
+
+
+def test_loading_sampling_waiting_and_yielding_are_told_apart(server: Server, renderer: Renderer) -> None:
+    server.register()
+    recorded = Recorded()
+
+    def make_talking(weights: WeightsRef) -> ScriptedEngine:
+        return ScriptedEngine(lambda prompt, seed: say(renderer, "x"), version=weights.version)
+
+    thread = threading.Thread(target=serve_engine, args=(server.url, None, HELLO, make_talking, recorded))
+    thread.start()
+    server.wait_for(lambda: bool(server.live_engines()))
+    body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+    server.post("/v1/chat/completions", body)
+    server.post("/runs/run/weights", {"version": 1, "uri": "w1"})
+    time.sleep(2 * client.BUSY_GAP_S)
+    server.post("/runs/run/leases/r0/revoke")
+    thread.join(10)
+    told = [(kind, label, version) for kind, label, _, _, version, _ in recorded.spans if kind != "wait"]
+    assert told[0] == ("moving", "load engine", 0)
+    assert told[-2:] == [("moving", "load weights", 1), ("moving", "yield", 1)]
+    assert set(told[1:-2]) == {("busy", "sample", 0)}
+    assert {label for kind, label, *_ in recorded.spans if kind == "wait"} == {"requests"}
+    assert recorded.num_flushes == 1
+    assert all(start <= end for _, _, start, end, _, _ in recorded.spans)

@@ -1,0 +1,339 @@
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from sf_core.engines.torch.torch_engine import TorchEngine
+from sf_core.types import Chunk, FinishReason, GenerationRequest, Sampling
+
+from .conftest import Folders
+
+KINDS = ["qwen3", "qwen2", "llama", "llama-yarn", "gpt2", "qwen3-moe"]
+GREEDY = Sampling(temperature=0)
+
+
+def engine_of(
+    folder: str,
+    max_running: int = 8,
+    context_length: int = 100,
+    kv_on_update: Literal["recompute", "keep"] = "recompute",
+) -> TorchEngine:
+    return TorchEngine(
+        folder, max_running=max_running, context_length=context_length, kv_on_update=kv_on_update
+    )
+
+
+def request(
+    name: str,
+    prompt: list[int],
+    max_tokens: int = 30,
+    sampling: Sampling = GREEDY,
+    stop_token_ids: tuple[int, ...] = (),
+    stream: bool = False,
+) -> GenerationRequest:
+    return GenerationRequest(name, prompt, 0, max_tokens, stop_token_ids, sampling, stream)
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(sum(lengths))
+    return [torch.randint(0, 60, (length,), generator=generator).tolist() for length in lengths]
+
+
+def drain(engine: TorchEngine) -> list[Chunk]:
+    chunks = []
+    while engine.num_requests:
+        chunks += engine.step()
+    return chunks
+
+
+def generate(engine: TorchEngine, requests: Iterable[GenerationRequest]) -> dict[str, list[int]]:
+    """Token ids by request."""
+    for r in requests:
+        engine.submit(r)
+    return collect(drain(engine))
+
+
+def collect(chunks: list[Chunk]) -> dict[str, list[int]]:
+    tokens: dict[str, list[int]] = {}
+    for chunk in chunks:
+        tokens.setdefault(chunk.request_id, []).extend(chunk.token_ids)
+    return tokens
+
+
+def alone(folder: str, r: GenerationRequest, context_length: int = 100) -> list[int]:
+    return generate(engine_of(folder, context_length=context_length), [r])[r.request_id]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_output_equals_that_of_transformers(folders: Folders, kind: str) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(folders(kind))
+    model.generation_config.eos_token_id = None
+    engine = engine_of(folders(kind), max_running=2)
+    lengths = 1, 7, 20, 33
+    got = generate(engine, [request(str(len(p)), p) for p in prompts(*lengths)])
+    for prompt in prompts(*lengths):
+        expected = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=30)
+        assert got[str(len(prompt))] == expected[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_logprobs_equal_those_of_a_full_forward_pass(folders: Folders, kind: str, temperature: float) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(folders(kind))
+    (prompt,) = prompts(12)
+    engine = engine_of(folders(kind))
+    engine.submit(request("r", prompt, sampling=Sampling(temperature=temperature, seed=2**64 - 1)))
+    chunks = drain(engine)
+    tokens = collect(chunks)["r"]
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    expected = (logits / (temperature or 1)).log_softmax(-1)[range(30), tokens]
+    got = torch.tensor([logprob for chunk in chunks for logprob in chunk.logprobs])
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
+
+
+def test_tokens_do_not_depend_on_the_batch_nor_on_when_a_request_joins(folders: Folders) -> None:
+    requests = [
+        request(
+            str(i), prompt, sampling=Sampling(temperature=[0, 1, 0.8][i % 3], top_p=[1, 0.9][i % 2], seed=i)
+        )
+        for i, prompt in enumerate(prompts(3, 9, 9, 14, 22, 30, 41))
+    ]
+    engine = engine_of(folders(), max_running=3)
+    chunks = []
+    for i, r in enumerate(requests):
+        engine.submit(r)
+        for _ in range(i):
+            chunks += engine.step()
+    got = collect(chunks + drain(engine))
+    assert got == {r.request_id: alone(folders(), r) for r in requests}
+
+
+def test_members_of_a_group_share_their_prompt_and_differ_by_seed(folders: Folders) -> None:
+    (prompt,) = prompts(25)
+    group = [request(str(i), prompt, sampling=Sampling(seed=i)) for i in range(8)]
+    got = generate(engine_of(folders(), max_running=5), group)
+    assert got == {r.request_id: alone(folders(), r) for r in group}
+    assert len({tuple(tokens) for tokens in got.values()}) == 8
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
+def test_a_next_turn_extends_the_cached_sequence_of_the_one_before(folders: Folders, kind: str) -> None:
+    engine = engine_of(folders(kind), max_running=3)
+    first, other = prompts(15, 30)
+    answers = generate(engine, [request("a", first), request("b", other)])
+    turns = [
+        request("extended", first + answers["a"] + [1, 2, 3]),
+        request("shortened", other[:20] + [5, 6]),
+        request("repeated", first),
+    ]
+    got = generate(engine, turns)
+    assert got == {r.request_id: alone(folders(kind), r) for r in turns}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_aborted_request_resumed_on_another_engine_gives_the_same_tokens(
+    folders: Folders, temperature: float
+) -> None:
+    (prompt,) = prompts(10)
+    whole = request("r", prompt, sampling=Sampling(temperature=temperature, seed=11))
+    expected = alone(folders(), whole)
+    for steps in (0, 1, 16, 21):
+        engine = engine_of(folders())
+        engine.submit(whole)
+        chunks = [chunk for _ in range(steps) for chunk in engine.step()]
+        chunks += engine.abort(["r", "unknown"])
+        assert chunks[-1].finish_reason is FinishReason.ABORT
+        assert engine.num_requests == 0
+        sofar = [token for chunk in chunks for token in chunk.token_ids]
+        assert len(sofar) == steps
+        rest = replace(whole, prompt_ids=prompt + sofar, position=steps, max_tokens=30 - steps)
+        assert sofar + alone(folders(), rest) == expected
+
+
+def test_a_stop_token_ends_a_request_and_is_part_of_it(folders: Folders) -> None:
+    (prompt,) = prompts(10)
+    free = alone(folders(), request("r", prompt, sampling=Sampling(seed=4)))
+    stop = free[12]
+    engine = engine_of(folders())
+    engine.submit(request("r", prompt, sampling=Sampling(seed=4), stop_token_ids=(59, 58, stop)))
+    chunks = drain(engine)
+    ended = min(free.index(token) for token in (59, 58, stop) if token in free)
+    assert collect(chunks)["r"] == free[: ended + 1]
+    assert chunks[-1].finish_reason is FinishReason.STOP
+
+
+def test_budget_and_context_end_a_request_with_length(folders: Folders) -> None:
+    engine = engine_of(folders(), context_length=20)
+    short, long, almost = prompts(5, 12, 19)
+    for r in (request("one", short, 1), request("full", long, 100), request("last", almost, 5)):
+        engine.submit(r)
+    chunks = drain(engine)
+    assert {name: len(tokens) for name, tokens in collect(chunks).items()} == {"one": 1, "full": 8, "last": 1}
+    assert {c.finish_reason for c in chunks} == {FinishReason.LENGTH}
+    (seventeen,) = prompts(17)
+    assert generate(engine, [request("again", seventeen, 3)])["again"] == alone(
+        folders(), request("r", seventeen, 3)
+    )
+
+
+def test_impossible_requests_are_refused_at_once(folders: Folders) -> None:
+    engine = engine_of(folders(), context_length=20)
+    with pytest.raises(ValueError, match="20 tokens; allowed are 1 to 19"):
+        engine.submit(request("r", [1] * 20))
+    with pytest.raises(ValueError, match="0 tokens"):
+        engine.submit(request("r", []))
+    with pytest.raises(ValueError, match="vocabulary of 60"):
+        engine.submit(request("r", [1, 60]))
+    with pytest.raises(ValueError, match="max_tokens"):
+        engine.submit(request("r", [1], 0))
+    engine.submit(request("r", [1]))
+    with pytest.raises(ValueError, match="'r' is already here"):
+        engine.submit(request("r", [1]))
+
+
+def test_plain_requests_report_every_16_tokens_and_streamed_ones_each(folders: Folders) -> None:
+    engine = engine_of(folders())
+    plain, streamed = prompts(6, 8)
+    engine.submit(request("plain", plain, 37))
+    engine.submit(request("streamed", streamed, 3, stream=True))
+    lengths = [(chunk.request_id, len(chunk.token_ids)) for chunk in drain(engine)]
+    assert lengths == [("streamed", 1)] * 3 + [("plain", 16), ("plain", 16), ("plain", 5)]
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2", "qwen3-moe"])
+def test_after_new_weights_tokens_are_those_the_new_model_gives(folders: Folders, kind: str) -> None:
+    engine = engine_of(folders(kind, 0))
+    requests = [request(str(i), p, 25) for i, p in enumerate(prompts(4, 11, 30))]
+    for r in requests:
+        engine.submit(r)
+    before = [chunk for _ in range(10) for chunk in engine.step()]
+    engine.load_weights(folders(kind, 1), 7)
+    assert engine.version == 7
+    chunks = before + drain(engine)
+    assert [(chunk.version, len(chunk.token_ids)) for chunk in chunks[:3]] == [(0, 10)] * 3
+    assert {chunk.version for chunk in chunks[3:]} == {7}
+    for r in requests:
+        tokens = collect(chunks)[r.request_id]
+        assert tokens[:10] == alone(folders(kind, 0), replace(r, max_tokens=10))
+        rest = replace(r, prompt_ids=r.prompt_ids + tokens[:10], max_tokens=15)
+        assert tokens[10:] == alone(folders(kind, 1), rest)
+    generate(engine, [request("again", requests[2].prompt_ids)])
+
+
+def test_kept_kv_lets_running_requests_go_on_without_recomputation(folders: Folders) -> None:
+    (prompt,) = prompts(20)
+    kept, recomputed = engine_of(folders(), kv_on_update="keep"), engine_of(folders())
+    for engine in (kept, recomputed):
+        engine.submit(request("r", prompt, 40))
+        engine.step()
+        engine.load_weights(folders(seed=1), 1)
+    a, b = drain(kept), drain(recomputed)
+    assert sum(len(chunk.token_ids) for chunk in a) == 40
+    assert a[-1].version == b[-1].version == 1
+    assert collect(a) != collect(b)
+
+
+def test_kept_kv_is_that_of_its_request_and_no_other_one_starts_from_it(folders: Folders) -> None:
+    (prompt,) = prompts(20)
+    engine = engine_of(folders(), kv_on_update="keep")
+    # one has ended, one goes on
+    generate(engine, [request("before", prompt, 2)])
+    engine.submit(request("going on", prompt, 40))
+    engine.step()
+    engine.load_weights(folders(seed=1), 1)
+    new = request("new", prompt, 10)
+    expected = alone(folders(seed=1), new)
+    assert generate(engine, [new])["new"] == expected
+    # the one that went on has ended by now
+    assert generate(engine, [replace(new, request_id="again")])["again"] == expected
+
+
+def test_an_abort_right_after_new_weights_reports_the_version_that_sampled(folders: Folders) -> None:
+    engine = engine_of(folders())
+    engine.submit(request("r", prompts(5)[0]))
+    engine.step()
+    engine.load_weights(folders(), 1)
+    (chunk,) = engine.abort()
+    assert (len(chunk.token_ids), chunk.version) == (1, 0)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_sequences_longer_than_the_model_is_for_are_refused(folders: Folders, kind: str) -> None:
+    with pytest.raises(ValueError, match=r"is 129, and the model \(.*\) is for at most 128 tokens"):
+        engine_of(folders(kind), context_length=129)
+
+
+def test_wrong_weights_are_refused_and_the_old_ones_stay(folders: Folders, tmp_path: Path) -> None:
+    engine = engine_of(folders())
+    good = load_file(f"{folders()}/model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    wrong = {
+        "lack": {k: v for k, v in good.items() if k != name},
+        "unknown": good | {"extra": torch.zeros(1)},
+        r"shape \[32, 48\]; expected \[48, 32\]": good | {name: good[name].t().contiguous()},
+    }
+    for message, params in wrong.items():
+        save_file(params, tmp_path / "model.safetensors")
+        with pytest.raises(ValueError, match=message):
+            engine.load_weights(str(tmp_path), 1)
+    assert engine.version == 0
+    r = request("r", prompts(9)[0])
+    assert generate(engine, [r])["r"] == alone(folders(), r)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_sequence_of_calls_ends_every_request_once_with_the_tokens_of_an_undisturbed_run(
+    folders: Folders, kind: str, data: st.DataObject
+) -> None:
+    engine = engine_of(folders(kind), max_running=data.draw(st.integers(1, 4)), context_length=40)
+    submitted: dict[str, GenerationRequest] = {}
+    chunks: list[Chunk] = []
+    actions = st.lists(
+        st.sampled_from(["submit", "submit", "step", "step", "step", "abort", "load"]), max_size=25
+    )
+    for action in data.draw(actions):
+        if action == "submit":
+            name = f"r{len(submitted)}"
+            prompt = prompts(30)[0][: data.draw(st.integers(1, 30))]
+            r = request(
+                name,
+                prompt,
+                data.draw(st.integers(1, 30)),
+                Sampling(
+                    temperature=data.draw(st.sampled_from([0.0, 1.0])), seed=data.draw(st.integers(0, 2))
+                ),
+                stop_token_ids=data.draw(st.sampled_from([(), (7,), (3, 9, 12)])),
+                stream=data.draw(st.booleans()),
+            )
+            submitted[name] = r
+            engine.submit(r)
+        elif action == "abort":
+            chunks += engine.abort(data.draw(st.sampled_from([None, ["r0"], ["r1", "r3"]])))
+        elif action == "load":
+            engine.load_weights(folders(kind), engine.version + 1)
+        else:
+            chunks += engine.step()
+    chunks += drain(engine)
+
+    ends = [chunk.request_id for chunk in chunks if chunk.finish_reason is not None]
+    assert sorted(ends) == sorted(submitted)
+    tokens = collect(chunks)
+    for name, r in submitted.items():
+        mine = [chunk for chunk in chunks if chunk.request_id == name]
+        assert [chunk.finish_reason is None for chunk in mine[:-1]] == [True] * (len(mine) - 1)
+        assert [chunk.version for chunk in mine] == sorted(chunk.version for chunk in mine)
+        expected = alone(folders(kind), replace(r, stream=False), context_length=40)
+        if mine[-1].finish_reason is FinishReason.ABORT:
+            expected = expected[: len(tokens[name])]
+        assert tokens[name] == expected
+        assert len(tokens[name]) <= r.max_tokens

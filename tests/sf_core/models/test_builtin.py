@@ -1,0 +1,123 @@
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from sf_core.config import PolicyConfig
+from sf_core.environments.calculator import CALCULATOR
+from sf_core.models.builtin import (
+    CALL_END,
+    CALL_START,
+    CHARACTERS,
+    PHRASES,
+    TURN_END,
+    make_policy,
+    make_tokenizer,
+)
+
+CONFIG = PolicyConfig(hidden_size=64, num_layers=2)
+TOKENIZER = make_tokenizer()
+
+CONVERSATION = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "What is 47*83?"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {
+                "id": "call_0",
+                "type": "function",
+                "function": {"name": "calc", "arguments": {"expression": "47*83"}},
+            }
+        ],
+    },
+    {"role": "tool", "tool_call_id": "call_0", "content": "3901"},
+    {"role": "assistant", "content": " It is 3901. \n"},
+    {"role": "user", "content": "Thanks"},
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("policy")
+    make_policy(str(folder), CONFIG, seed=3)
+    return folder
+
+
+def render(count: int, **options: object) -> str:
+    text = TOKENIZER.apply_chat_template(CONVERSATION[:count], tokenize=False, **options)
+    assert isinstance(text, str)
+    return text
+
+
+pieces = st.sampled_from([*CHARACTERS, *PHRASES, CALL_START, CALL_END, TURN_END])
+
+
+@given(st.lists(pieces).map("".join))
+def test_text_comes_back_from_its_ids_unchanged(text: str) -> None:
+    assert TOKENIZER.decode(TOKENIZER.encode(text, add_special_tokens=False)) == text
+
+
+def test_a_character_outside_the_alphabet_is_unknown() -> None:
+    assert TOKENIZER.encode("é", add_special_tokens=False) == [TOKENIZER.unk_token_id]
+
+
+def test_prompts_of_the_quickstart_are_short() -> None:
+    prompt = render(2, tools=[CALCULATOR.schema], add_generation_prompt=True)
+    assert len(TOKENIZER.encode(prompt, add_special_tokens=False)) < 32
+
+
+def test_marks_of_a_tool_call_survive_decoding_that_drops_special_tokens() -> None:
+    call = "<tool_call>calc 1+1</tool_call>"
+    ids = TOKENIZER.encode(call + TURN_END, add_special_tokens=False)
+    assert TOKENIZER.decode(ids, skip_special_tokens=True) == call
+
+
+@pytest.mark.parametrize("tools", [None, [CALCULATOR.schema]])
+def test_a_rendering_extends_the_rendering_of_its_prefix(tools: list[object] | None) -> None:
+    whole = render(len(CONVERSATION), tools=tools)
+    for count, following in enumerate(CONVERSATION[1:], start=1):
+        options = {"tools": tools, "add_generation_prompt": following["role"] == "assistant"}
+        assert whole.startswith(render(count, **options))
+
+
+def test_a_conversation_with_tools_is_rendered_verbatim() -> None:
+    assert render(len(CONVERSATION), tools=[CALCULATOR.schema], add_generation_prompt=True) == (
+        "<|im_start|>tools\ncalc<|im_end|>\n"
+        "<|im_start|>system\nBe brief.<|im_end|>\n"
+        "<|im_start|>user\nWhat is 47*83?<|im_end|>\n"
+        "<|im_start|>assistant\n<tool_call>calc 47*83</tool_call><|im_end|>\n"
+        "<|im_start|>tool\n3901<|im_end|>\n"
+        "<|im_start|>assistant\n It is 3901. \n<|im_end|>\n"
+        "<|im_start|>user\nThanks<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+def test_the_folder_loads_with_the_auto_classes(folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert tokenizer.init_kwargs["tool_format"] == "plain"
+    assert tokenizer.chat_template == TOKENIZER.chat_template
+    assert tokenizer.eos_token_id == model.generation_config.eos_token_id == model.config.eos_token_id
+    assert model.config.vocab_size == len(tokenizer)
+
+
+def test_the_weights_are_a_function_of_the_seed(folder: Path, tmp_path: Path) -> None:
+    def weights(path: Path) -> torch.Tensor:
+        return AutoModelForCausalLM.from_pretrained(path).model.embed_tokens.weight
+
+    make_policy(str(tmp_path / "same"), CONFIG, seed=3)
+    make_policy(str(tmp_path / "other"), CONFIG, seed=4)
+    assert torch.equal(weights(folder), weights(tmp_path / "same"))
+    assert not torch.equal(weights(folder), weights(tmp_path / "other"))
+
+
+def test_the_default_policy_has_about_a_million_parameters(tmp_path: Path) -> None:
+    make_policy(str(tmp_path), PolicyConfig(), seed=0)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert 0.9e6 < model.num_parameters() < 1.1e6

@@ -1,0 +1,55 @@
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
+
+from sf_core.models.decoder import causal_forward, decoder_spec
+
+from .conftest import Folders
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama", "llama-yarn"])
+def test_forward_equals_transformers(folders: Folders, kind: str) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folders(kind))
+    spec = decoder_spec(model.config, 128)
+    assert spec is not None
+    ids = torch.randint(0, 60, (3, 50))
+    with torch.no_grad():
+        decoder, hidden = causal_forward(_params(model), spec, ids)
+        torch.testing.assert_close(decoder.head(hidden), model(ids).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_gradients_equal_those_of_transformers_for_every_parameter(folders: Folders) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folders("qwen3"))
+    spec = decoder_spec(model.config, 128)
+    assert spec is not None
+    ids = torch.randint(0, 60, (2, 20))
+    params = {name: tensor.detach().clone().requires_grad_() for name, tensor in _params(model).items()}
+    decoder, hidden = causal_forward(params, spec, ids)
+    decoder.head(hidden).log_softmax(-1)[..., 7].mean().backward()
+    model(ids).logits.log_softmax(-1)[..., 7].mean().backward()
+    for name, expected in model.named_parameters():
+        torch.testing.assert_close(params[name].grad, expected.grad, atol=1e-4, rtol=1e-3, msg=name)
+
+
+def test_right_padding_changes_nothing_before_it(folders: Folders) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folders("qwen3"))
+    spec = decoder_spec(model.config, 128)
+    assert spec is not None
+    ids = torch.randint(0, 60, (2, 30))
+    with torch.no_grad():
+        _, short = causal_forward(_params(model), spec, ids[:, :20])
+        _, long = causal_forward(_params(model), spec, ids)
+    torch.testing.assert_close(long[:, :20], short, atol=1e-5, rtol=1e-5)
+
+
+def test_configs_it_cannot_run_are_left_to_transformers() -> None:
+    assert decoder_spec(LlamaConfig(hidden_act="gelu"), 128) is None
+    assert decoder_spec(LlamaConfig(mlp_bias=True), 128) is None
+    assert decoder_spec(MistralConfig(sliding_window=64), 128) is None
+    assert decoder_spec(MistralConfig(sliding_window=128), 128) is not None
+    dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    assert decoder_spec(LlamaConfig(rope_parameters=dynamic), 128) is None
+
+
+def _params(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return dict(model.named_parameters())

@@ -1,0 +1,119 @@
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sf_core.models.counter import uniforms
+from sf_core.models.sampling import sample, sampling_logprobs
+
+
+def draw(
+    logits: torch.Tensor, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, seed: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    n = len(logits)
+    return sample(
+        logits,
+        np.full(n, temperature, np.float32),
+        np.full(n, top_p, np.float32),
+        np.full(n, top_k),
+        uniforms(seed, np.arange(n)),
+    )
+
+
+def score(
+    logits: torch.Tensor, tokens: np.ndarray, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0
+) -> torch.Tensor:
+    n = len(logits)
+    return sampling_logprobs(
+        logits,
+        torch.from_numpy(tokens),
+        np.full(n, temperature, np.float32),
+        np.full(n, top_p, np.float32),
+        np.full(n, top_k),
+    )
+
+
+def test_uniforms_depend_on_key_and_counter_only() -> None:
+    together = uniforms(np.array([3, 2**64 - 1], np.uint64), [5, 9])
+    assert together.tolist() == [uniforms(3, 5)[0], uniforms(2**64 - 1, 9)[0]]
+
+
+def test_uniforms_are_uniform_over_counters_and_over_neighbouring_keys() -> None:
+    for u in (uniforms(1, np.arange(100_000)), uniforms(np.arange(100_000), 0)):
+        assert u.min() >= 0 and u.max() < 1
+        counts = np.histogram(u, bins=50, range=(0, 1))[0]
+        assert ((counts - 2000) ** 2 / 2000).sum() < 90  # chi-square, 49 degrees of freedom: p < 0.001
+        assert abs(np.corrcoef(u[:-1], u[1:])[0, 1]) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "top_k"), [(1, 1, 0), (0.7, 1, 0), (1.5, 0.8, 0), (1, 1, 3)]
+)
+def test_tokens_follow_the_distribution_their_logprobs_state(
+    temperature: float, top_p: float, top_k: int
+) -> None:
+    logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -torch.inf]).expand(50_000, 6)
+    tokens, logprobs = draw(logits, temperature, top_p, top_k)
+    support = np.unique(tokens)
+    probs = np.exp([logprobs[tokens == token][0] for token in support])
+    assert probs.sum() == pytest.approx(1, abs=1e-5)
+    np.testing.assert_allclose(np.bincount(tokens)[support] / 50_000, probs, atol=0.01)
+
+
+def test_top_p_keeps_the_smallest_set_that_reaches_it() -> None:
+    logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log().expand(2000, 4)
+    for top_p, kept in [(0.39, 1), (0.5, 2), (0.69, 2), (0.89, 3), (0.95, 4)]:
+        assert set(draw(logits, top_p=top_p)[0].tolist()) == set(range(kept))
+
+
+def test_top_k_applies_before_top_p() -> None:
+    logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log().expand(2000, 4)
+    # Of the two best alone, the first holds 4/7 and already reaches 0.5.
+    assert set(draw(logits, top_p=0.5, top_k=2)[0].tolist()) == {0}
+
+
+def test_temperature_0_takes_the_best_token_with_its_logprob_at_temperature_1() -> None:
+    logits = torch.randn(100, 20)
+    tokens, logprobs = draw(logits, temperature=0, top_p=0.1, top_k=1)
+    assert (tokens == logits.argmax(-1).numpy()).all()
+    np.testing.assert_allclose(logprobs, logits.log_softmax(-1).max(-1).values.numpy(), atol=1e-6)
+
+
+def test_rows_are_drawn_each_with_its_own_settings() -> None:
+    logits = torch.randn(4, 20)
+    settings: tuple[Any, ...] = (
+        np.array([0, 1, 0.5, 2], np.float32),
+        np.array([1, 0.5, 1, 0.9], np.float32),
+        np.array([0, 0, 4, 7]),
+        uniforms(9, np.arange(4)),
+    )
+    together = sample(logits, *settings)
+    for i in range(4):
+        alone = sample(logits[i : i + 1], *(s[i : i + 1] for s in settings))
+        assert alone[0][0] == together[0][i]
+        assert alone[1][0] == pytest.approx(together[1][i], abs=1e-6)
+    scored = sampling_logprobs(logits, torch.from_numpy(together[0]), *settings[:3])
+    np.testing.assert_allclose(scored.numpy(), together[1], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "top_k"), [(1, 1, 0), (0.6, 1, 0), (1.3, 0.7, 0), (1, 0.9, 5), (0, 0.5, 2)]
+)
+def test_the_trainer_scores_sampled_tokens_as_the_engine_did(
+    temperature: float, top_p: float, top_k: int
+) -> None:
+    logits = torch.randn(500, 30) * 3
+    tokens, logprobs = draw(logits, temperature, top_p, top_k)
+    scored = score(logits, tokens, temperature, top_p, top_k)
+    np.testing.assert_allclose(scored.numpy(), logprobs, atol=1e-5)
+
+
+def test_a_token_outside_the_nucleus_has_a_finite_logprob_and_a_gradient() -> None:
+    logits = torch.tensor([[5.0, 4.0, 0.0, -1.0]], requires_grad=True)
+    logprob = score(logits, np.array([2]), top_p=0.5, top_k=1)
+    logprob.sum().backward()
+    # of the three best: the support reaches down to it
+    assert logprob.item() == pytest.approx(-math.log(math.exp(5) + math.exp(4) + 1))
+    assert logits.grad is not None and logits.grad[0, 2] > 0

@@ -1,0 +1,213 @@
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from playwright.sync_api import Browser, Page, expect
+
+from sf_core.config import RunConfig
+from sf_core.reports.html.page import write_report
+from storage.run_directory import RunDirectory
+from tests.sf_core.cli.test_main import sf
+from tests.sf_core.reports.html.report_runs import HOSTILE, commit_iteration, opened, talk
+from tests.sf_core.reports.test_tables import trajectory
+
+LIGHT, DARK = "rgb(246, 247, 249)", "rgb(20, 23, 28)"
+
+
+def open_session(page: Page, text: str) -> None:
+    page.fill("#search", text)
+    page.locator("#list [role=option]").first.click()
+    page.wait_for_selector("#session .turn")
+
+
+def colour_of(page: Page, token: str) -> str:
+    script = "node => getComputedStyle(node).backgroundColor"
+    return str(page.locator(f".tok[data-token]:text-is('{token}')").first.evaluate(script))
+
+
+def test_a_run_opens_offline_with_its_curves_devices_and_tables(run: RunDirectory, browser: Browser) -> None:
+    with opened(browser, write_report(run.uri, None, 16), offline=True) as page:
+        reward = page.locator("figure.chart", has_text="Reward").locator("path.line")
+        assert re.fullmatch(r"M[\d.]+,[\d.]+L[\d.]+,[\d.]+", reward.get_attribute("d") or "")
+        expect(page.locator("#timeline rect.kind-busy")).to_have_count(2)
+        expect(page.locator("#timeline .boundary")).to_have_count(1)
+        rows = page.locator("#iterations tbody tr")
+        expect(rows.nth(1)).to_contain_text("1.000")
+        expect(rows.nth(1)).to_contain_text("70 %")
+        # what the manifest says was sampled, in ten seconds
+        expect(rows.nth(1).locator("td").nth(9)).to_have_text("7")
+        groups = page.locator("#groups tbody")
+        expect(groups).to_contain_text("calculator-1")
+        expect(groups).to_contain_text("too old")
+
+
+def test_a_session_is_read_turn_by_turn(run: RunDirectory, browser: Browser) -> None:
+    with opened(browser, write_report(run.uri, None, 16)) as page:
+        open_session(page, "g1.0.a1")
+        turns = page.locator("#session .turn")
+        expect(turns.locator("header b")).to_have_text(["user", "assistant"])
+        expect(turns.nth(0).locator(".tokens")).to_have_text("name a fruit")
+        # the version changed in the middle of the answer
+        expect(turns.nth(1).locator(".tokens")).to_have_text("apple" + "v0→v1" + " pie<|end|>")
+        turns.nth(1).locator(".tok").first.hover()
+        expect(page.locator(".token-note")).to_contain_text("log-prob -1.000 (p 0.368) · version 0, lag 1")
+
+
+def test_branches_are_a_tree_and_what_they_share_is_folded(run: RunDirectory, browser: Browser) -> None:
+    with opened(browser, write_report(run.uri, None, 16)) as page:
+        open_session(page, "g1.0.a1")
+        page.locator(".tree ul ul button").click()
+        expect(page.locator(".turns > .turn .tokens")).to_have_text(["another", "pear<|end|>"])
+        page.locator("summary").click()
+        shared = page.locator("details .tok")
+        expect(shared.first).to_have_text("a")
+        expect(shared.first).to_contain_class("carried")
+        page.keyboard.press("[")
+        expect(page.locator(".turns .tokens").first).to_have_text("name a fruit")
+
+
+def test_colours_follow_log_probs_or_policy_versions(run: RunDirectory, browser: Browser) -> None:
+    with opened(browser, write_report(run.uri, None, 16)) as page:
+        open_session(page, "g1.0.a1")
+        assert colour_of(page, "a") == colour_of(page, "i")
+        page.get_by_label("policy version").check()
+        assert colour_of(page, "a") != colour_of(page, "i")
+        page.keyboard.press("c")
+        assert colour_of(page, "a") == colour_of(page, "i") == "rgba(0, 0, 0, 0)"
+
+
+def test_dark_and_light_follow_the_system_or_the_switch(run: RunDirectory, browser: Browser) -> None:
+    target = write_report(run.uri, None, 16)
+    colour = "getComputedStyle(document.body).backgroundColor"
+    with opened(browser, target, color_scheme="dark") as page:
+        assert page.evaluate(colour) == DARK
+        page.click("#theme")
+        assert page.evaluate(colour) == LIGHT
+    with opened(browser, target, color_scheme="light") as page:
+        assert page.evaluate(colour) == LIGHT
+
+
+def test_sessions_are_found_by_reward_and_keys(run: RunDirectory, browser: Browser) -> None:
+    with opened(browser, write_report(run.uri, None, 16)) as page:
+        page.keyboard.press("/")
+        page.keyboard.type("calculator")
+        expect(page.locator("#count")).to_have_text("2 of 2 sessions")
+        page.fill("#reward-max", "0.5")
+        expect(page.locator("#list small").first).to_have_text("run-1.g0.0.a1")
+        page.fill("#reward-max", "")
+        page.check("#interrupted")
+        page.focus("#list")
+        page.keyboard.press("ArrowDown")
+        page.wait_for_selector("#session .turn")
+        expect(page.locator("#session h3")).to_have_text("run-1.g1.0.a1")
+        assert page.url.endswith("#session=run-1.g1.0.a1")
+
+
+def test_a_group_opens_its_own_sessions_and_a_rejected_one_none(run: RunDirectory, browser: Browser) -> None:
+    for number, group in ((2, "run-1.g2"), (3, "run-1.g20"), (4, "run-1.g70")):
+        commit_iteration(run, number, [talk(f"{group}.0.a1", "hello", "hi", [number], group_id=group)])
+    with opened(browser, write_report(run.uri, None, 16)) as page:
+        rejected = page.get_by_role("cell", name="run-1.g7", exact=True)
+        rejected.first.click()
+        expect(page.locator("#count")).to_have_text("0 of 5 sessions")
+        assert "#session" not in page.url
+        page.get_by_role("cell", name="run-1.g2", exact=True).click()
+        expect(page.locator("#count")).to_have_text("1 of 5 sessions")
+        expect(page.locator("#session h3")).to_have_text("run-1.g2.0.a1")
+        page.fill("#search", "run-1.g2")
+        expect(page.locator("#count")).to_have_text("2 of 5 sessions")
+
+
+def test_a_character_of_several_tokens_is_shown_where_it_is_complete(
+    run: RunDirectory, browser: Browser
+) -> None:
+    with opened(browser, write_report(run.uri, None, 16)) as page:
+        open_session(page, "g0.0.a1")
+        expect(page.locator(".turn.sampled .tokens")).to_have_text("Gr⋯ü⋯ße<|end|>")
+        page.locator(".tok.partial").first.hover()
+        expect(page.locator(".token-note")).to_contain_text("bytes c3, part of a character")
+
+
+def test_what_agents_wrote_stays_text(hostile_run: RunDirectory, browser: Browser) -> None:
+    target = write_report(hostile_run.uri, None, 16)
+    assert "onerror" not in Path(target).read_text()
+    with opened(browser, target) as page:
+        open_session(page, "onerror")
+        expect(page.locator(".turn .tokens")).to_have_text([HOSTILE, f"{HOSTILE}<|end|>"])
+        expect(page.locator("#groups tbody")).to_contain_text(HOSTILE)
+        assert page.locator("img").count() == 0
+        assert page.title() == "run-1 - SeamlessFlow"
+
+
+def test_the_policy_of_the_page_allows_no_foreign_script(run: RunDirectory, browser: Browser) -> None:
+    target = write_report(run.uri, None, 16)
+    page_text = Path(target).read_text()
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page_text)
+    assert policy is not None
+    assert "default-src 'none'" in policy[1]
+    assert "unsafe" not in policy[1]
+    Path(target).write_text(page_text.replace("<main>", "<script>document.title='owned'</script><main>"))
+    page = browser.new_page()
+    page.goto(f"file://{target}")
+    page.wait_for_selector("html[data-ready]")
+    assert page.title() == "run-1 - SeamlessFlow"
+    page.close()
+
+
+@pytest.mark.slow
+def test_a_run_of_50_mb_stays_within_the_size_and_says_what_is_left_out(
+    run: RunDirectory, browser: Browser
+) -> None:
+    rng = np.random.default_rng(0)
+    length = 20_000
+    for iteration in range(2, 10):
+        rows = [
+            trajectory(
+                f"run-1.g{iteration}.{i}.a1",
+                [iteration] * length,
+                token_ids=rng.integers(0, 256, length, np.int32),
+                logprobs=-rng.exponential(1.0, length).astype(np.float32),
+                turns=[],
+            )
+            for i in range(80)
+        ]
+        commit_iteration(run, iteration, rows)
+    stored = sum(path.stat().st_size for path in Path(run.path("trajectories")).rglob("*.parquet"))
+    assert stored > 50e6
+    target = write_report(run.uri, None, 5)
+    assert 4e6 < Path(target).stat().st_size <= 5e6
+    with opened(browser, target) as page:
+        expect(page.locator("#left-out")).to_have_text(re.compile(r"^\d+ of 642 sessions are in this page"))
+        # every iteration has some, the newest most
+        for iteration in (0, 2, 9):
+            page.fill("#search", f"run-1.g{iteration}.")
+            assert page.locator("#list [role=option]").count() > 0
+
+
+def test_a_run_that_has_just_begun_has_a_page(tmp_path: Path, browser: Browser) -> None:
+    run = RunDirectory(str(tmp_path / "new"))
+    run.write_config(RunConfig(run_id="new"))
+    # an agent's first session is being written
+    Path(run.partition("opened", 0)).mkdir(parents=True)
+    with opened(browser, write_report(run.uri, None, 16)) as page:
+        expect(page.locator("#count")).to_have_text("0 of 0 sessions")
+
+
+def test_who_may_not_write_into_the_run_gets_its_page_without_new_figures(
+    run: RunDirectory, tmp_path: Path
+) -> None:
+    Path(run.path("metrics")).write_text("a file where the folder should be")
+    target = write_report(run.uri, str(tmp_path / "page.html"), 16)
+    assert target == str(tmp_path / "page.html") and Path(target).stat().st_size > 10_000
+
+
+def test_a_size_that_cannot_hold_the_figures_is_refused(run: RunDirectory) -> None:
+    with pytest.raises(ValueError, match=r"the figures alone take 0\.1 MB; allow more than 0\.001 MB"):
+        write_report(run.uri, None, 0.001)
+
+
+@pytest.mark.parametrize("size", ["inf", "nan", "0", "-1"])
+def test_a_size_that_is_none_is_refused(run: RunDirectory, size: str) -> None:
+    sentence = f"error: a page of at most {size} MB: expected a number of megabytes above 0"
+    assert sf("report", run.uri, f"--max-mb={size}") == (2, sentence)

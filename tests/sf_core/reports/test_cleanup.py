@@ -1,0 +1,340 @@
+"""`sf ls` and `sf gc`: what is shown, what goes, and what must stay whatever the options say."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from sf_core.config import PolicyConfig
+from sf_core.models.builtin import make_policy
+from sf_core.reports import states
+from sf_core.reports.cleanup import Keep, spares
+from sf_core.reports.states import is_served
+from storage import files
+from storage.attempts import Attempt
+from storage.run_directory import STAGES, RunDirectory
+from tests.sf_core.cli.test_main import sf
+from tests.sf_core.dataplane.stand import Server, running_app
+from tests.sf_core.runs import commit, configure, pretend
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "runs"
+
+
+def make(
+    root: Path, name: str, iterations: int, *, url: str | None = None, host: str | None = None
+) -> RunDirectory:
+    """A run of four iterations; of its data plane, only its attempt knows."""
+    run = RunDirectory(str(root / name))
+    configure(run, train={"iterations": 4})
+    run.begin_attempt(Attempt(dataplane=url, host=host))
+    pretend(run, iterations, finished=iterations == 4)
+    return run
+
+
+@contextmanager
+def served(
+    root: Path, name: str, key: str | None = None, port: int = 0
+) -> Iterator[tuple[str, httpx.Client]]:
+    """A data plane that serves a run of this name."""
+    model = root.parent / "model"
+    make_policy(str(model), PolicyConfig(hidden_size=32, num_layers=1), seed=0)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    with running_app(key=key, port=port) as url, httpx.Client(base_url=url, headers=headers) as http:
+        Server(url, http, root, str(model)).register(run_id=name, run_dir=str(root / name))
+        yield url, http
+
+
+def names(run: RunDirectory, **keep: int | bool) -> list[str]:
+    return [spare.name for spare in spares(run, Keep(**keep))]  # type: ignore[arg-type]
+
+
+def test_old_checkpoints_and_weights_go_and_the_newest_stay(root: Path) -> None:
+    run = make(root, "a", 3)
+    old = ["checkpoints/00001", "checkpoints/00002", "weights/v00001", "weights/v00002"]
+    assert names(run) == old
+    assert names(run, checkpoints=2, weights=3) == ["checkpoints/00001"]
+    assert names(run, checkpoints=9, weights=9) == []
+
+
+def test_what_a_resume_needs_stays_also_behind_newer_files(root: Path) -> None:
+    run = make(root, "a", 4)
+    for stage in ("train", "publish"):
+        files.remove(run.manifest_file(2, stage))
+    # iteration 2 is trained again: from checkpoint 2, with the weights of version 2 published
+    assert names(run) == ["checkpoints/00001", "weights/v00001"]
+
+
+def test_a_trained_version_that_is_not_published_stays(root: Path) -> None:
+    run = make(root, "a", 3)
+    files.remove(run.manifest_file(2, "publish"))
+    assert names(run) == ["checkpoints/00001", "checkpoints/00002", "weights/v00001"]
+
+
+def test_an_incomplete_checkpoint_counts_as_none(root: Path) -> None:
+    run = make(root, "a", 3)
+    files.remove(run.checkpoint_dir(3) + "/state.json")
+    assert names(run, weights=9) == ["checkpoints/00001"]
+    for version in (1, 2):
+        files.remove(run.checkpoint_dir(version) + "/state.json")
+    assert names(run, weights=9) == []
+
+
+def test_what_killed_writers_left_goes(root: Path) -> None:
+    run = make(root, "a", 3)
+    name = f".model.safetensors.{'a' * 32}.tmp"
+    for folder in (run.weights_dir(1), run.weights_dir(3), run.checkpoint_dir(4)):
+        files.write_atomic(f"{folder}/{name}", b"half")
+    found = names(run)
+    # that of version 1 goes with its folder
+    assert found[4:] == [f"checkpoints/00004/{name}", f"weights/v00003/{name}"]
+    assert "removed 6 items" in sf("gc", run.uri, "--yes")[1]
+    assert names(run) == []
+
+
+@pytest.mark.parametrize("linked", ["checkpoints", "checkpoints/00001"])
+def test_what_a_link_out_of_the_run_leads_to_stays(root: Path, linked: str) -> None:
+    run, elsewhere = make(root, "a", 3), root.parent / "elsewhere"
+    Path(run.path(linked)).rename(elsewhere)
+    Path(run.path(linked)).symlink_to(elsewhere)
+    before = sorted(elsewhere.rglob("*"))
+    assert not [name for name in names(run) if name.startswith(linked)]
+    assert sf("gc", run.uri, "--yes")[0] == 0
+    assert sorted(elsewhere.rglob("*")) == before and Path(run.path(linked)).is_symlink()
+
+
+def test_a_run_that_is_only_linked_is_listed_and_cleaned_where_it_is_named(root: Path) -> None:
+    run = make(root.parent / "disk", "a", 3)
+    make(root, "b", 3)
+    (root / "a").symlink_to(run.uri)
+    assert "a stopped 3/4" in sf("ls", str(root))[1]
+    code, output = sf("gc", str(root), "--yes")
+    assert code == 0 and f"left alone: {root / 'a'}: is a link to a run elsewhere" in output
+    assert "removed 4 items" in output and len(names(run)) == 4
+    assert "removed 4 items" in sf("gc", str(root / "a"), "--yes")[1]
+    assert names(run) == []
+
+
+def test_the_journal_goes_only_from_a_finished_run(root: Path) -> None:
+    assert "journal" not in names(make(root, "a", 3), journals=False)
+    finished = make(root, "b", 4)
+    assert "journal" in names(finished, journals=False)
+    assert "journal" not in names(finished)
+
+
+def test_nothing_is_removed_without_yes(root: Path) -> None:
+    run = make(root, "a", 4)
+    code, output = sf("gc", run.uri)
+    assert code == 0
+    assert "a checkpoints/00001 0.0 MB" in output
+    assert output.endswith("would remove 6 items, 0.0 MB; nothing is removed without --yes")
+    assert len(names(run)) == 6
+    code, output = sf("gc", run.uri, "--yes", "--journals")
+    assert (code, output.endswith("removed 7 items, 0.0 MB")) == (0, True)
+    assert names(run, journals=False) == []
+    left = {path.relative_to(run.uri).as_posix() for path in Path(run.uri).rglob("*") if path.is_file()}
+    assert {name for name in left if name.startswith(("weights", "checkpoints", "journal"))} == {
+        "weights/v00004/model.safetensors",
+        "checkpoints/00004/model.safetensors",
+        "checkpoints/00004/optimizer.safetensors",
+        "checkpoints/00004/state.json",
+    }
+    assert sf("gc", run.uri)[1] == "would remove 0 items, 0.0 MB"
+
+
+def test_object_stores_are_cleaned_too(tmp_path: Path) -> None:
+    run = RunDirectory("memory://cleanup/runs/a")
+    configure(run, train={"iterations": 4})
+    pretend(run, 3)
+    assert sf("gc", "memory://cleanup/runs", "--yes")[0] == 0
+    assert names(run) == []
+    assert files.exists(run.weights_dir(3) + "/model.safetensors")
+    files.remove_folder("memory://cleanup")
+
+
+def test_a_run_that_is_worked_on_is_refused_and_left_alone_among_others(root: Path) -> None:
+    with served(root, "busy") as (url, http):
+        busy, idle = make(root, "busy", 3, url=url), make(root, "idle", 3)
+        code, output = sf("gc", busy.uri, "--yes")
+        assert (code, output) == (2, "error: busy: is being worked on; stop it or wait for its end")
+        code, output = sf("gc", str(root), "--yes")
+        assert code == 0 and "left alone: busy: is being worked on" in output
+        assert names(idle) == []
+        assert "busy running 3/4" in sf("ls", str(root))[1]
+        http.post("/runs/busy/release", json={})
+        assert len(names(busy)) == 4
+    assert "busy stopped 3/4" in sf("ls", str(root))[1]
+
+
+def test_a_run_without_attempts_of_today_is_asked_for_at_its_data_plane_or_that_of_the_environment(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with served(root, "busy") as (url, _):
+        run = make(root, "busy", 3)
+        assert "busy stopped 3/4" in sf("ls", str(root))[1]
+        monkeypatch.setenv("SF_DATAPLANE_URL", url)
+        assert "busy running 3/4" in sf("ls", str(root))[1]
+        monkeypatch.delenv("SF_DATAPLANE_URL")
+        configure(run, train={"iterations": 4}, dataplane={"url": url})
+        assert "busy running 3/4" in sf("ls", str(root))[1]
+
+
+def test_a_copy_of_a_run_that_is_worked_on_is_nobodys(root: Path) -> None:
+    with served(root, "busy") as (url, _):
+        busy = make(root, "busy", 3, url=url)
+        shutil.copytree(busy.uri, root.parent / "copy" / "busy")
+        copy = RunDirectory(str(root.parent / "copy" / "busy"))
+        assert (is_served(busy), is_served(copy)) == ("running", "no")
+        linked = root.parent / "linked"
+        linked.symlink_to(root)
+        assert is_served(RunDirectory(str(linked / "busy"))) == "running"
+
+
+def test_a_journal_that_a_data_plane_has_open_stays(root: Path) -> None:
+    with served(root, "a") as (url, http):
+        run = make(root, "a", 4, url=url)
+        http.post("/runs/a/release", json={})
+        assert "journal" not in names(run, journals=False)
+
+
+def test_a_data_plane_that_wants_another_key_is_an_error(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SF_DATAPLANE_KEY", "wrong")
+    with served(root, "a", key="right") as (url, _):
+        run = make(root, "a", 3, url=url)
+        code, output = sf("gc", run.uri)
+        assert "a unknown 3/4" in sf("ls", run.uri)[1]
+    assert code == 2
+    assert f"its data plane at {url} wants another key" in output and "set SF_DATAPLANE_KEY" in output
+
+
+def test_on_loopback_of_another_machine_a_data_plane_cannot_be_asked(root: Path) -> None:
+    run = make(root, "a", 3, url="http://127.0.0.1:1", host="elsewhere")
+    make(root, "b", 4, url="http://127.0.0.1:1", host="elsewhere")
+    make(root, "c", 3, url="http://127.0.0.1:1", host=socket.gethostname())
+    shown = sf("ls", str(root))[1]
+    assert all(line in shown for line in ("a unknown 3/4", "b finished 4/4", "c stopped 3/4"))
+    code, output = sf("gc", run.uri)
+    attempt = run.path("attempts", "00001")
+    sentence = (
+        "error: a: whether anybody works on it cannot be told: its data plane at http://127.0.0.1:1 is on "
+        f'elsewhere; ask there, or if it is gone for good, write {{"dataplane": ""}} into {attempt}'
+    )
+    assert (code, output) == (2, sentence)
+    code, output = sf("gc", str(root))
+    assert (code, "left alone: a: whether anybody" in output) == (0, True)
+    assert "b checkpoints/00001" in output and "c checkpoints/00001" in output
+    Path(attempt).write_text('{"dataplane": ""}')
+    assert "a stopped 3/4" in sf("ls", run.uri)[1]
+    assert len(names(run)) == 4
+
+
+def test_a_data_plane_that_does_not_answer_in_time_cannot_be_asked(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(states, "STATUS_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as stalled:
+        run = make(root, "a", 3, url=f"http://127.0.0.1:{stalled.getsockname()[1]}")
+        assert "a unknown 3/4" in sf("ls", run.uri)[1]
+        code, output = sf("gc", run.uri, "--yes")
+    assert (code, "cannot be reached (timed out); try again" in output) == (2, True)
+    # nobody listens there any more
+    assert "a stopped 3/4" in sf("ls", run.uri)[1]
+
+
+def test_before_anything_is_removed_data_planes_that_are_away_may_come_back(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(states, "RESTART_S", 0.05)
+    url = "http://127.0.0.1:1"
+    run = make(root, "a", 3, url=url)
+    assert "may be starting again" not in sf("gc", run.uri)[1]
+    code, output = sf("gc", run.uri, "--yes")
+    assert code == 0
+    assert output.startswith("a: no data plane answers; it may be starting again, so 0 s are waited")
+    assert output.endswith("removed 4 items, 0.0 MB")
+    assert "may be starting again" not in sf("gc", make(root, "b", 4, url=url).uri, "--yes", "--journals")[1]
+
+
+def test_a_run_that_was_given_more_iterations_is_finished_when_they_are_summed_up(root: Path) -> None:
+    run = make(root, "a", 4)
+    configure(run, train={"iterations": 5})
+    assert "a stopped 4/5" in sf("ls", run.uri)[1]
+    for stage in STAGES:
+        commit(run, 4, stage)
+    assert "a stopped 5/5" in sf("ls", run.uri)[1]
+    assert "journal" not in names(run, journals=False)
+    run.write_summary({"iterations": 5})
+    assert "a finished 5/5" in sf("ls", run.uri)[1]
+    assert "journal" in names(run, journals=False)
+    files.write_atomic(run.path("summary.json"), b"{")
+    assert "summary.json: cannot be read" in sf("ls", run.uri)[1]
+
+
+def test_the_list_shows_state_iterations_rewards_and_size(root: Path) -> None:
+    make(root, "a", 4)
+    stopped = make(root, "b", 2)
+    commit(stopped, 1, "evaluate", data={"reward_mean": 0.75})
+    files.write_atomic(str(root / "broken" / "config.json"), b"{")
+    files.write_atomic(str(root / "other" / "file"), b"x" * 2_000_000)
+    code, output = sf("ls", str(root))
+    assert code == 0
+    assert "a finished 4/4 0.300 - 0.0 MB b stopped 2/4 0.100 0.750 0.0 MB" in output
+    assert "broken unreadable 0/? - - 0.0 MB" in output
+    assert "other" not in output
+    assert "a finished 4/4" in sf("ls", str(root / "a"))[1]
+
+
+def test_a_run_that_cannot_be_read_is_named_and_hides_no_other(root: Path) -> None:
+    other, run = make(root, "other", 3), make(root, "run", 3)
+    shutil.copytree(run.uri, root / "copy")
+    fault = f"{root / 'copy'}/manifests/00002/publish.json: manifest is for run_id 'run', expected 'copy'"
+    code, output = sf("ls", str(root))
+    assert code == 0
+    assert "copy unreadable 0/? - - 0.0 MB other stopped 3/4" in output
+    assert f"unreadable: {fault}" in output
+    assert sf("ls", str(root / "copy")) == (2, f"error: {fault}")
+    code, output = sf("gc", str(root), "--yes")
+    assert code == 0 and f"left alone: {root / 'copy'}/manifests/00000/" in output
+    assert names(other) == names(run) == []
+    assert sf("gc", str(root / "copy"), "--yes")[0] == 2
+
+
+def test_a_summary_that_makes_no_sense_hides_no_other_run(root: Path) -> None:
+    make(root, "a", 4).write_summary({"iterations": None})
+    make(root, "b", 3)
+    fault = f"{root / 'a'}/summary.json: iterations: expected an integer, got None"
+    code, output = sf("ls", str(root))
+    assert code == 0
+    assert "a unreadable 0/? - - 0.0 MB b stopped 3/4" in output
+    assert f"unreadable: {fault}" in output
+    code, output = sf("gc", str(root))
+    assert code == 0 and f"left alone: {fault}" in output
+
+
+@pytest.mark.parametrize("command", ["ls", "gc"])
+def test_a_folder_without_runs_is_named(tmp_path: Path, command: str) -> None:
+    code, output = sf(command, str(tmp_path))
+    assert code == 2
+    assert f"{tmp_path}: no runs here" in output
+    code, output = sf(command, "s4://nowhere")
+    assert (code, "no storage that fsspec knows" in output) == (2, True)
+
+
+@pytest.mark.parametrize("option", ["--keep-checkpoints", "--keep-weights"])
+def test_the_last_one_cannot_be_given_up(root: Path, option: str) -> None:
+    assert sf("gc", make(root, "a", 3).uri, option, "0")[0] == 2
+
+
+def test_a_broken_configuration_is_named(root: Path) -> None:
+    run = make(root, "a", 3)
+    files.write_atomic(run.path("config.json"), b"{")
+    code, output = sf("gc", run.uri)
+    assert code == 2 and "config.json: cannot be read" in output

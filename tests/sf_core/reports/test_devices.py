@@ -1,0 +1,144 @@
+import json
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from sf_core.config import RunConfig
+from sf_core.reports import devices
+from sf_core.reports.tables import inspect_timeline
+from sf_core.scheduling.timeline import Span
+from storage import files
+from storage.manifests import Manifest
+from storage.run_directory import STAGES, RunDirectory
+from tests.sf_core.reports.test_tables import shown
+
+AT = 1000.0
+"""The past: whatever was done then is written."""
+
+
+def commit_iteration(run: RunDirectory, number: int, start: float, end: float) -> None:
+    for i, stage in enumerate(STAGES):
+        width = (end - start) / len(STAGES)
+        times = {"started_at": start + i * width, "finished_at": start + (i + 1) * width}
+        more = {"filter": {"lags": [30, 10]}}.get(stage, {})
+        waits = [{"what": f"batch {number}", "start": start, "end": start + 0.5}]
+        data = times | more | ({"waits": waits} if stage == "rollout" else {})
+        run.commit_manifest(Manifest(run_id=run.run_id, iteration=number, stage=stage, attempt=1, data=data))
+
+
+def write_spans(run: RunDirectory, *spans: Span) -> None:
+    data = json.dumps([{name: getattr(span, name) for name in span.__slots__} for span in spans])
+    run.write_timeline(f"{spans[0].worker}-{spans[0].lease}", spans[-1].end, data.encode())
+
+
+@pytest.fixture(params=["file", "memory"])
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> RunDirectory:
+    root = str(tmp_path) if request.param == "file" else f"memory://{tmp_path}"
+    run = RunDirectory(f"{root}/run-1")
+    run.write_config(RunConfig(run_id="run-1"))
+    for number in range(3):
+        at = AT + 10 * number
+        commit_iteration(run, number, at, at + 10)
+        write_spans(
+            run,
+            Span("t0", "rollout", at, at + 4, "held", "", None, f"t0-{number}"),
+            Span("t0", "rollout", at + 1, at + 3, "busy", "sample", number, f"t0-{number}", 100),
+            Span("t0", "rollout", at + 3, at + 4, "moving", "yield", number, f"t0-{number}"),
+        )
+        write_spans(
+            run,
+            Span("t0", "train", at + 4, at + 9, "held", "", None, f"train-{number}"),
+            Span("t0", "train", at + 4, at + 5, "moving", "load trainer", number, f"train-{number}"),
+            Span("t0", "train", at + 5, at + 8, "busy", "train", number, f"train-{number}"),
+            Span("t0", "train", at + 8, at + 9, "moving", "save", number, f"train-{number}"),
+        )
+    return run
+
+
+def test_figures_of_an_iteration_are_a_row_of_metrics(run: RunDirectory) -> None:
+    devices.record_figures(run, 2, is_over=True)
+    row = devices.read_figures(run, range(3))[1]
+    assert (row["iteration"], row["seconds"], row["idle_t0"]) == (1, 10, 0.5)
+    assert row["loading_t0"] == 0.1
+    assert (row["utilisation_train"], row["utilisation_rollout"]) == (pytest.approx(0.3), pytest.approx(0.2))
+    # from the revoke to the first work; from the end of training, in the iteration before, to the first token
+    assert (row["to_train_mean_s"], row["to_rollout_max_s"]) == (2.0, 5.0)
+    assert (row["switches"], row["tokens_lent"], row["tokens_rollout_only"]) == (2, 100, 0)
+    assert (row["lag_0"], row["lag_1"]) == (30, 10)
+
+
+def test_the_figures_of_all_iterations_read_as_one_table(run: RunDirectory, tmp_path: Path) -> None:
+    devices.record_figures(run, 2, is_over=True)
+    if files.is_local(run.uri):
+        table = pq.read_table(run.path("metrics", "devices"))
+        assert sorted(table["iteration"].to_pylist()) == [0, 1, 2]
+
+
+def test_figures_are_written_once_and_the_same_whenever_that_is(run: RunDirectory) -> None:
+    devices.record_figures(run, 1, is_over=True)
+    early = devices.read_figures(run, range(3))
+    assert list(early) == [0, 1]
+    devices.record_figures(run, 2, is_over=True)
+    late = devices.read_figures(run, range(3))
+    assert {k: repr(late[k]) for k in early} == {k: repr(early[k]) for k in early}  # NaN is not NaN
+    for k in range(3):
+        files.remove(run.metrics_file("devices", k))
+    devices.record_figures(run, 2, is_over=True)
+    assert repr(devices.read_figures(run, range(3))) == repr(late)
+
+
+def test_an_iteration_whose_devices_may_still_write_has_no_figures_yet(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices.time, "time", lambda: AT + 31)  # a second after the end of the last
+    devices.record_figures(run, 2)
+    assert list(devices.read_figures(run, range(3))) == [0, 1]
+
+
+def test_timelines_are_drawn_from_the_directory_alone(run: RunDirectory, tmp_path: Path) -> None:
+    devices.draw_timelines(run)
+    events = json.loads(files.read_bytes(run.trace_file))["traceEvents"]
+    assert {"iteration 2", "train 1", "batch 0", "yield"} <= {event["name"] for event in events}
+    (tmp_path / "copy.png").write_bytes(files.read_bytes(run.timeline_picture))
+    with Image.open(tmp_path / "copy.png") as picture:
+        assert picture.width > 1000
+        assert picture.convert("RGB").getpixel((0, 0)) == (255, 255, 255)
+
+
+def test_an_iteration_under_way_is_drawn_as_far_as_it_is(run: RunDirectory) -> None:
+    files.remove(run.manifest_file(2, "publish"))
+    devices.draw_timelines(run)
+    names = {event["name"] for event in json.loads(files.read_bytes(run.trace_file))["traceEvents"]}
+    assert "train 2" in names
+    assert "iteration 2" not in names
+
+
+def test_devices_are_shown_as_a_table(run: RunDirectory) -> None:
+    lines = shown(inspect_timeline(run.uri)).splitlines()
+    assert lines[4].split()[:6] == ["#", "t0", "all", "train", "rollout", "switches"]
+    assert "50% (10% loading)" in lines[6]
+    assert lines[6].replace(" (10% loading)", "").split() == [
+        "1",
+        "50%",
+        "50%",
+        "30%",
+        "20%",
+        "2",
+        "2.00",
+        "5.00",
+        "0",
+        "100",
+        "30",
+        "10",
+    ]
+    assert run.timeline_picture in " ".join(lines)
+
+
+def test_the_page_shows_the_same_table(run: RunDirectory) -> None:
+    devices.record_figures(run, 2, is_over=True)
+    lines = devices.markdown_table(devices.read_figures(run, range(3))).splitlines()
+    assert lines[0].startswith("| # | idle t0 | busy all |")
+    assert len({line.count("|") for line in lines}) == 1
+    assert len(lines) == 5

@@ -1,0 +1,250 @@
+"""What `sf export` writes is read back by the tools it is for, or by the rules of their readers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd  # type: ignore[import-untyped]
+import pyarrow.parquet as pq
+import pytest
+from datasets import load_dataset
+
+from sf_core.reports.export import export
+from storage import files
+from storage.run_directory import RunDirectory
+from storage.schema import Trajectory
+from storage.trajectories import write_trajectories
+from tests.sf_core.cli.test_main import sf
+from tests.sf_core.runs import configure, conversation, sample
+
+SYSTEM = {"role": "system", "content": "be brief"}
+USER = {"role": "user", "content": "What is 2+2 and 3+3? \N{GREEK SMALL LETTER PI}"}
+ANSWER = {"role": "assistant", "content": "4 and 6"}
+THOUGHT = ANSWER | {"reasoning_content": "easy"}
+
+
+def call(number: int, **arguments: Any) -> dict[str, Any]:
+    function = {"name": "calc", "arguments": arguments}
+    return {"id": f"call_{number}", "type": "function", "function": function}
+
+
+CALLS = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [call(0, expression="2+2"), call(1, places=[1, 2], exact=True)],
+    "unparsed_calls": 1,
+}
+RESULTS = [{"role": "tool", "content": text, "tool_call_id": f"call_{i}"} for i, text in enumerate("46")]
+TOOL_USE = [SYSTEM, USER, CALLS, *RESULTS, ANSWER]
+FOLLOW_UP = [USER, ANSWER, {"role": "user", "content": "sure?"}, THOUGHT]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    run = RunDirectory(str(tmp_path / "run-1"))
+    configure(run)
+    sample(run, 0, [conversation(TOOL_USE)])
+    # the first answer was given, not sampled
+    sample(run, 1, [conversation(FOLLOW_UP, given=2, session_id="s1", reward=1.0)])
+    return run
+
+
+def written(uri: str, to: str, out: str) -> tuple[int, dict[str, int]]:
+    exported = export(uri, to, out)
+    return exported.rows, dict(exported.left_out)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def without_nulls(value: Any) -> Any:
+    """Parquet fills every mapping with the keys of all rows."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def test_trl_gets_prompts_and_what_the_policy_made_of_them(run: RunDirectory, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    assert written(run.uri, "trl", str(out)) == (2, {})
+    first, second = lines(out)
+    calls = {key: value for key, value in CALLS.items() if key != "unparsed_calls"}
+    assert (first["prompt"], first["completion"]) == ([SYSTEM, USER], [calls, *RESULTS, ANSWER])
+    assert (second["prompt"], second["completion"]) == (FOLLOW_UP[:3], [THOUGHT])
+    assert [row["reward"] for row in (first, second)] == [0.5, 1.0]
+    assert second["session_id"] == "s1" and second["iteration"] == 1
+
+
+def test_datasets_reads_trl_rows_as_they_were_written(run: RunDirectory, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    export(run.uri, "trl", str(out))
+    loaded = load_dataset("json", data_files=str(out), split="train", cache_dir=str(tmp_path / "cache"))
+    assert set(loaded.column_names) >= {"prompt", "completion", "reward"}
+    assert loaded.to_list() == lines(out)
+
+
+def test_verl_gets_messages_with_what_to_train(run: RunDirectory, tmp_path: Path) -> None:
+    out = tmp_path / "out.parquet"
+    assert written(run.uri, "verl", str(out)) == (2, {})
+    # as MultiTurnSFTDataset opens it
+    frame = pd.read_parquet(out, dtype_backend="pyarrow")
+    first, second = (without_nulls(row) for row in frame["messages"].tolist())
+    flags = [message.pop("trainable", None) for message in first]
+    assert flags == [None, None, True, None, None, True]
+    arguments = [json.loads(call["function"].pop("arguments")) for call in first[2]["tool_calls"]]
+    assert arguments == [call["function"]["arguments"] for call in CALLS["tool_calls"]]  # type: ignore[index]
+    assert [message["content"] for message in first] == [message["content"] for message in TOOL_USE]
+    assert [message.get("trainable") for message in second] == [None, False, None, True]
+    assert second[3]["reasoning_content"] == "easy"
+    assert frame["data_source"].tolist() == ["calculator", "calculator"]
+    assert [row["reward"] for row in frame["extra_info"].tolist()] == [0.5, 1.0]
+
+
+def test_sharegpt_speakers_take_turns(run: RunDirectory, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    assert written(run.uri, "sharegpt", str(out)) == (2, {})
+    first, second = lines(out)
+    assert first["system"] == "be brief" and second["system"] == ""
+    speakers = [turn["from"] for turn in first["conversations"]]
+    assert speakers == ["human", "function_call", "observation", "gpt"]
+    human, calls, results, answer = (turn["value"] for turn in first["conversations"])
+    assert (human, answer) == (USER["content"], ANSWER["content"])
+    assert json.loads(calls) == [call["function"] for call in CALLS["tool_calls"]]  # type: ignore[index]
+    assert results.split("\n</tool_response>\n<tool_response>\n") == ["4", "6"]
+    assert second["conversations"][-1] == {"from": "gpt", "value": "<think>\neasy\n</think>\n\n4 and 6"}
+
+
+def test_what_a_format_cannot_hold_is_left_out_and_counted(tmp_path: Path) -> None:
+    run = RunDirectory(str(tmp_path / "run-2"))
+    configure(run)
+    twice = conversation([USER, ANSWER, ANSWER])
+    unprompted = conversation([ANSWER], given=0)
+    sample(run, 0, [twice, unprompted])
+    assert written(run.uri, "sharegpt", str(tmp_path / "a.jsonl")) == (0, {"speakers do not take turns": 2})
+    assert written(run.uri, "trl", str(tmp_path / "b.jsonl")) == (1, {"no prompt before a sampled answer": 1})
+    assert written(run.uri, "verl", str(tmp_path / "c.parquet")) == (2, {})
+
+
+EXAMPLE = [{"role": "user", "content": "ex"}, ANSWER | {"content": "given"}]
+
+
+def with_one_turn(row: Trajectory, start: int, end: int) -> Trajectory:
+    """The turns of these messages are one, with the role of the last."""
+    merged = replace(row.turns[end - 1], start=row.turns[start].start)
+    return replace(row, turns=[*row.turns[:start], merged, *row.turns[end:]])
+
+
+def trainable(run: RunDirectory, out: Path) -> list[list[bool]]:
+    """Of the assistant messages of every row."""
+    export(run.uri, "verl", str(out))
+    rows = pd.read_parquet(out)["messages"].tolist()
+    return [[bool(m["trainable"]) for m in row if m["role"] == "assistant"] for row in rows]
+
+
+def test_given_answers_stay_given_where_tool_results_share_an_end(tmp_path: Path) -> None:
+    run = RunDirectory(str(tmp_path / "run-2"))
+    configure(run)
+    messages = [*EXAMPLE, USER, CALLS, *RESULTS, ANSWER]
+    sample(run, 0, [with_one_turn(conversation(messages, given=2), 4, 6)])
+    assert trainable(run, tmp_path / "out.parquet") == [[False, True, True]]
+    export(run.uri, "trl", str(tmp_path / "out.jsonl"))
+    assert lines(tmp_path / "out.jsonl")[0]["prompt"] == [*EXAMPLE, USER]
+
+
+def test_an_answer_is_trained_in_one_branch_only(tmp_path: Path) -> None:
+    run = RunDirectory(str(tmp_path / "run-2"))
+    configure(run)
+    branch = conversation(FOLLOW_UP, branch_id="s0.b1", parent_branch_id="s0.b0", shared_prefix=2)
+    sample(run, 0, [conversation([USER, ANSWER]), branch])
+    assert trainable(run, tmp_path / "out.parquet") == [[True], [False, True]]
+    export(run.uri, "trl", str(tmp_path / "out.jsonl"))
+    assert lines(tmp_path / "out.jsonl")[1]["completion"] == [THOUGHT]
+
+
+def test_a_branch_is_left_out_if_its_sampled_answers_cannot_be_told(tmp_path: Path) -> None:
+    run = RunDirectory(str(tmp_path / "run-2"))
+    configure(run)
+    # a fork inside the prompt: the given answer is in a turn with the messages around it
+    forked = with_one_turn(conversation([*EXAMPLE, USER, CALLS, *RESULTS, ANSWER], given=2), 0, 3)
+    # the only one that was sampled is the last
+    last = with_one_turn(conversation([*EXAMPLE, USER, ANSWER], given=2), 0, 3)
+    sample(run, 0, [forked, last])
+    assert trainable(run, tmp_path / "out.parquet") == [[False, True]]
+    code, output = sf("export", run.uri, "--to", "trl", str(tmp_path / "out.jsonl"))
+    assert (code, "1 left out: which answers were sampled cannot be told" in output) == (0, True)
+    # this format says nothing of it
+    assert export(run.uri, "sharegpt", str(tmp_path / "all.jsonl")).rows == 2
+
+
+def test_sessions_that_agents_opened_are_written_when_asked_for(run: RunDirectory, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no opened sessions have finished yet"):
+        export(run.uri, "trl", str(tmp_path / "none.jsonl"), opened=True)
+    for version in (9, 10):
+        row = conversation([USER, ANSWER], session_id=f"run-1.open.{version}")
+        write_trajectories(run, version, [row], row.session_id, "opened")
+    code, output = sf("export", run.uri, "--to", "trl", "--opened", str(tmp_path / "out.jsonl"))
+    assert (code, "2 conversations for trl; 0 left out" in output) == (0, True)
+    assert [row["session_id"] for row in lines(tmp_path / "out.jsonl")] == ["run-1.open.9", "run-1.open.10"]
+
+
+def test_the_command_says_what_it_wrote(run: RunDirectory, tmp_path: Path) -> None:
+    code, output = sf("export", run.uri, "--to", "trl", str(tmp_path / "out.jsonl"))
+    assert code == 0
+    assert "out.jsonl: 2 conversations for trl; 0 left out" in output
+
+
+@pytest.mark.parametrize(
+    ("to", "out", "sentence"),
+    [
+        ("csv", "out.csv", "csv: no such format; there are trl, verl, sharegpt"),
+        ("verl", "out.jsonl", "out.jsonl: verl reads files whose names end in .parquet; choose such a name"),
+        ("trl", "taken.jsonl", "taken.jsonl: is there already; choose another name or remove it"),
+        ("trl", "file/out.jsonl", "is a file"),
+    ],
+)
+def test_what_cannot_be_written_is_one_sentence(
+    run: RunDirectory, tmp_path: Path, to: str, out: str, sentence: str
+) -> None:
+    (tmp_path / "taken.jsonl").write_text("mine")
+    (tmp_path / "file").write_text("")
+    code, output = sf("export", run.uri, "--to", to, str(tmp_path / out))
+    assert code == 2
+    assert sentence in output
+    assert (tmp_path / "taken.jsonl").read_text() == "mine"
+
+
+def test_a_run_without_trajectories_is_named(tmp_path: Path) -> None:
+    code, output = sf("export", str(tmp_path / "none"), "--to", "trl", str(tmp_path / "out.jsonl"))
+    assert (code, "no run here" in output) == (2, True)
+    run = RunDirectory(str(tmp_path / "young"))
+    configure(run)
+    code, output = sf("export", run.uri, "--to", "trl", str(tmp_path / "out.jsonl"))
+    assert code == 2 and "young: no trajectories are committed yet" in output
+
+
+def test_a_part_is_read_and_written_some_rows_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sf_core.reports.export.MAX_ROWS", 2)
+    run = RunDirectory(str(tmp_path / "run-2"))
+    configure(run)
+    sample(run, 0, [conversation([USER, ANSWER], session_id=f"s{i}") for i in range(5)])
+    sample(run, 1, [conversation([USER, ANSWER], session_id="s5")])
+    out = tmp_path / "out.parquet"
+    assert export(run.uri, "verl", str(out)).rows == 6
+    written = pq.ParquetFile(out)
+    assert [written.read_row_group(i).num_rows for i in range(written.num_row_groups)] == [2, 2, 1, 1]
+    facts = written.read()["extra_info"].to_pylist()
+    assert [(row["iteration"], row["session_id"]) for row in facts] == [(i // 5, f"s{i}") for i in range(6)]
+
+
+def test_a_broken_part_leaves_no_file(run: RunDirectory, tmp_path: Path) -> None:
+    part = run.partition("trajectories", 1) + "/rollout-1.parquet"
+    files.write_atomic(part, b"PAR1")
+    code, output = sf("export", run.uri, "--to", "trl", str(tmp_path / "out.jsonl"))
+    assert code == 2 and "not a complete Parquet file" in output
+    assert not (tmp_path / "out.jsonl").exists()

@@ -1,0 +1,113 @@
+import base64
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from sf_core.reports import run_page
+from sf_core.reports.run_page import RunPage, waits_table
+from sf_core.scheduling.timeline import Span
+from storage.run_directory import STAGES, RunDirectory
+from tests.sf_core.reports.test_devices import AT, write_spans
+from tests.sf_core.runs import commit, configure
+
+DATA: dict[str, dict[str, Any]] = {
+    "rollout": {"reward_mean": 0.25, "sampled_tokens": 500, "failures": {"timeout": 2, "agent_error": 1}},
+    "filter": {"lags": [30, 10], "zero_advantage_share": 0.5},
+}
+
+
+@pytest.fixture(params=["file", "memory"])
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> RunDirectory:
+    root = str(tmp_path) if request.param == "file" else f"memory://{tmp_path}"
+    run = RunDirectory(f"{root}/run-1")
+    configure(run, train={"iterations": 4})
+    return run
+
+
+def turn(run: RunDirectory, number: int) -> None:
+    """An iteration of 10 s; its device computes for 4 of them."""
+    start = AT + 10 * number
+    for stage in STAGES:
+        times = {"started_at": start, "finished_at": start + 10}
+        commit(run, number, stage, data=DATA.get(stage, {}) | times)
+    lease = f"train-{number}"
+    write_spans(
+        run,
+        Span("t0", "train", start, start + 10, "held", "", None, lease),
+        Span("t0", "train", start + 2, start + 6, "busy", "train", number, lease),
+    )
+
+
+def evaluate(run: RunDirectory, version: int, reward: float) -> None:
+    times = {"started_at": AT, "finished_at": AT}
+    commit(run, version, "evaluate", data={"reward_mean": reward} | times)
+
+
+def test_an_iteration_is_a_row_and_the_newest_comes_first(run: RunDirectory) -> None:
+    page = RunPage(run)
+    turn(run, 0)
+    page.update(0)
+    assert page.progress == 25
+    row = {
+        "iteration": 0,
+        "reward": 0.25,
+        "failed sessions": "timeout 2, agent_error 1",
+        "held-out reward": None,
+        "lag": 0.25,
+        "tokens/s": 50.0,
+        "idle share": 0.6,
+        "zero-advantage share": 0.5,
+    }
+    assert page.table == [row]
+    # what the iteration has made is evaluated while the next one runs
+    evaluate(run, 1, 0.75)
+    turn(run, 1)
+    page.update(1)
+    assert page.progress == 50
+    assert page.table == [row | {"iteration": 1}, row | {"held-out reward": 0.75}]
+
+
+def test_another_attempt_shows_the_iterations_before_it(run: RunDirectory) -> None:
+    for number in range(3):
+        turn(run, number)
+    page = RunPage(run)
+    page.update(2)
+    assert [row["iteration"] for row in page.table] == [2, 1, 0]
+
+
+def test_of_a_long_run_the_last_iterations_are_shown(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_page, "NUM_ROWS", 2)
+    page = RunPage(run)
+    for number in range(4):
+        turn(run, number)
+        page.update(number)
+    assert [(row["iteration"], row["tokens/s"]) for row in page.table] == [(3, 50.0), (2, 50.0)]
+
+
+def test_the_report_holds_its_pictures_and_says_where_the_files_are(run: RunDirectory) -> None:
+    evaluate(run, 0, 0.125)
+    turn(run, 0)
+    evaluate(run, 1, 0.75)
+    page = RunPage(run)
+    page.update(0)
+    report = page.report()
+    assert "1 of 4 iterations are through. Held-out reward 0.125 (version 0) → 0.750 (version 1)." in report
+    pictures = re.findall(r"!\[.*\]\(data:image/png;base64,(.*)\)", report)
+    assert len(pictures) == 2
+    for picture in pictures:
+        Image.open(io.BytesIO(base64.b64decode(picture))).verify()
+    batches = run.path("batches")
+    assert f"[{batches}]({batches if '://' in batches else 'file://' + batches})" in report
+    assert run.checkpoint_dir(1) in report
+
+
+def test_waits_are_told_with_since_when_and_until_when() -> None:
+    line = waits_table([{"what": "batch 3: 2 of 8 groups", "since": AT, "until": AT + 1800}]).splitlines()[-1]
+    assert re.fullmatch(r"\| \d\d:\d\d:\d\d \| \d\d:\d\d:\d\d \| batch 3: 2 of 8 groups \|", line)
+    assert waits_table([]) == "Nothing is waited for that takes long."

@@ -1,0 +1,240 @@
+import io
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console, RenderableType
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from sf_core.config import RunConfig
+from sf_core.reports.tables import inspect_run, inspect_session
+from sf_core.reports.view import iteration_figures
+from storage import files
+from storage.manifests import Manifest
+from storage.run_directory import RunDirectory
+from storage.trajectories import NOT_SAMPLED, Trajectory, TurnSpan, write_trajectories
+
+WORDS = ["what", "is", "six", "times", "seven", "calc", "42", "</s>", "thanks"]
+
+
+def shown(view: RenderableType) -> str:
+    console = Console(file=io.StringIO(), width=160, color_system=None)
+    console.print(view)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def trajectory(session: str, versions: list[int], **changes: Any) -> Trajectory:
+    array = np.array(versions, np.int32)
+    sampled = array != NOT_SAMPLED
+    row = Trajectory(
+        policy="policy",
+        task_id="calculator-1",
+        environment="calculator",
+        group_id="g0",
+        session_id=session,
+        branch_id="0",
+        parent_branch_id=None,
+        shared_prefix=0,
+        token_ids=np.arange(len(array), dtype=np.int32) % len(WORDS),
+        loss_mask=sampled,
+        logprobs=np.where(sampled, -1.0, np.nan).astype(np.float32),
+        policy_versions=array,
+        turns=[TurnSpan("user", 0, 5), TurnSpan("assistant", 5, len(array), "stop", "e-r0", 1.0, 1.0, 0)],
+        messages="[]",
+        reward=1.0,
+        reward_parts={"answer": 1.0},
+        status="finished",
+        interruptions=0,
+        started_at=100.0,
+        finished_at=101.5,
+    )
+    return replace(row, **changes)
+
+
+GIVEN = [NOT_SAMPLED] * 5
+
+
+def commit(run: RunDirectory, iteration: int, stage: str, **more: Any) -> None:
+    run.commit_manifest(Manifest(run_id=run.run_id, iteration=iteration, stage=stage, attempt=1, **more))
+
+
+@pytest.fixture(params=["file", "memory"])
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> RunDirectory:
+    root = str(tmp_path) if request.param == "file" else f"memory://{tmp_path}"
+    run = RunDirectory(f"{root}/run-1")
+    run.write_config(RunConfig(run_id="run-1"))
+    first = [
+        trajectory("run-1.g0.0.a1", [*GIVEN, 0, 0, 0]),
+        trajectory("run-1.g1.0.a1", [*GIVEN, 0], reward=0.0),
+        # a second branch of s0: its first eight tokens are those of the other, two new ones are sampled
+        trajectory(
+            "run-1.g0.0.a1",
+            [*GIVEN, 0, 0, 0, NOT_SAMPLED, 0, 0],
+            branch_id="run-1.g0.0.a1.1",
+            parent_branch_id="0",
+            shared_prefix=8,
+            loss_mask=np.array([0] * 9 + [1, 1], np.bool_),
+            turns=[
+                TurnSpan("user", 0, 5),
+                TurnSpan("assistant", 5, 8, "stop", "e-r0", 1.0, 1.0, 0),
+                TurnSpan("user", 8, 9),
+                TurnSpan("assistant", 9, 11, "length", "e-t0", 1.0, 1.0, 0),
+            ],
+        ),
+    ]
+    second = [trajectory("run-1.g2.0.a1", [*GIVEN, 0, 1, 1, 1])]
+    held_out = [trajectory("run-1.e1.0.a1", [*GIVEN, 1], group_id=None)]
+    failures = {"failures": {"timeout": 2}}
+    commit(run, 0, "rollout", outputs=[write_trajectories(run, 0, first, "part")], data=failures)
+    for stage in ("filter", "train", "publish"):
+        commit(run, 0, stage)
+    commit(run, 0, "evaluate", data={"reward_mean": 0.25})
+    ref = write_trajectories(run, 1, held_out, "part", kind="evaluations")
+    commit(run, 1, "evaluate", outputs=[ref], data={"reward_mean": 0.75, "failures": {"agent_error": 1}})
+    commit(run, 1, "rollout", outputs=[write_trajectories(run, 1, second, "part")])
+    return run
+
+
+@pytest.fixture
+def tokenizer(run: RunDirectory, tmp_path: Path) -> None:
+    backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, "</s>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    folder = tmp_path / "tokenizer"
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>").save_pretrained(folder)
+    files.copy_folder(str(folder), run.start_dir)
+
+
+def test_figures_count_every_session_and_every_trained_token_once(run: RunDirectory) -> None:
+    first, second = iteration_figures(run)
+    assert first.rollout is not None
+    assert (first.rollout.sessions, first.rollout.reward_mean, first.rollout.tokens_sampled) == (2, 0.5, 6)
+    assert second.rollout is not None
+    assert (second.rollout.lag_mean, second.rollout.lag_max) == (0.25, 1)
+    assert second.committed == ("rollout",)
+
+
+def test_a_run_is_a_table_of_its_iterations(run: RunDirectory) -> None:
+    lines = shown(inspect_run(run.uri)).splitlines()
+    assert lines[0].strip() == "run run-1"
+    assert [line.split() for line in lines[2:5]] == [
+        ["start", "0.250"],
+        ["0", "0.500", "0.750", "0.00", "0", "6", "2", "2", "R", "F", "T", "P"],
+        ["1", "1.000", "0.25", "1", "4", "1", "0", "R", ".", ".", "."],
+    ]
+    assert "--session run-1.g2.0.a1" in lines[-1]
+    assert lines[-4:-2] == ["failed sessions: timeout 2", "failed held-out sessions: agent_error 1"]
+
+
+def test_a_run_that_has_just_begun_is_shown_empty(tmp_path: Path) -> None:
+    run = RunDirectory(str(tmp_path / "new"))
+    run.write_config(RunConfig(run_id="new"))
+    assert "run new" in shown(inspect_run(run.uri))
+    with pytest.raises(ValueError, match="none is committed yet"):
+        inspect_session(run.uri, "run-1.g0.0.a1")
+
+
+@pytest.mark.usefixtures("tokenizer")
+def test_a_session_is_shown_turn_by_turn_with_sampled_tokens_marked(run: RunDirectory) -> None:
+    text = shown(inspect_session(run.uri, "run-1.g2.0.a1"))
+    assert "session run-1.g2.0.a1, trains iteration 1" in text
+    assert "reward 1 (answer 1)  1.50 s" in text
+    assert "branch 0  9 tokens, 4 sampled, 4 not trained yet  versions 0-1" in text
+    assert "«sampled, not trained yet»" in text
+    assert "what is six times seven" in text
+    assert "assistant  5-9     stop    e-r0    0-1       «calc 42 </s> thanks»" in text
+
+
+@pytest.mark.usefixtures("tokenizer")
+def test_a_branch_shows_only_what_its_parent_does_not(run: RunDirectory) -> None:
+    text = shown(inspect_session(run.uri, "run-1.g0.0.a1"))
+    _, branch = text.split("branch 1 of 0  11 tokens, 5 sampled, 2 trained")
+    assert "0-8" in branch
+    assert "as in branch 0" in branch
+    assert "«what is»" not in text.split("branch 1")[0]
+    assert branch.split("assistant")[1].split()[1:] == ["length", "e-t0", "0", "«what", "is»"]
+
+
+def test_without_a_tokenizer_ids_are_shown(run: RunDirectory) -> None:
+    assert "«5 6 7 8»" in shown(inspect_session(run.uri, "run-1.g2.0.a1"))
+
+
+def test_held_out_sessions_are_found_too(run: RunDirectory) -> None:
+    text = shown(inspect_session(run.uri, "run-1.e1.0.a1"))
+    assert "session run-1.e1.0.a1, evaluates version 1" in text
+    assert "group none" in text
+
+
+@pytest.mark.parametrize(
+    ("session", "fate"),
+    [
+        ("run-1.g2.0.a1", "trained"),
+        ("run-1.e1.0.a1", "never trained"),
+        ("run-1.open.1", "never trained"),
+    ],
+)
+def test_what_became_of_the_tokens_is_said(run: RunDirectory, session: str, fate: str) -> None:
+    commit(run, 1, "train")
+    write_trajectories(run, 0, [trajectory("run-1.open.1", [*GIVEN, 0])], "part", "opened")
+    text = shown(inspect_session(run.uri, session))
+    assert f"«sampled, {fate}»" in text
+    assert re.search(rf"(\d) sampled, \1 {fate}  versions", text)
+
+
+def test_the_tools_of_a_branch_are_named(run: RunDirectory) -> None:
+    tools = json.dumps([{"type": "function", "function": {"name": name}} for name in ("calc", "\x1b[2J")])
+    write_trajectories(run, 0, [trajectory("run-1.open.1", [*GIVEN, 0], tools=tools)], "part", "opened")
+    assert "tools: calc, \\x1b[2J" in shown(inspect_session(run.uri, "run-1.open.1"))
+    assert "tools:" not in shown(inspect_session(run.uri, "run-1.e1.0.a1"))
+
+
+def test_sampled_text_cannot_steer_the_terminal(run: RunDirectory) -> None:
+    nasty = ["\x1b[2J", "[/red]", "\n"]
+    backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(nasty)}, "\n"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    row = trajectory("run-1.g9.0.a1", [0, 0, 0], turns=[TurnSpan("[/b]", 0, 3)])
+    commit(run, 2, "rollout", outputs=[write_trajectories(run, 2, [row], "part")])
+    if files.is_local(run.uri):
+        tokenizer.save_pretrained(run.start_dir)
+        text = shown(inspect_session(run.uri, "run-1.g9.0.a1"))
+        assert "\x1b" not in text
+        assert "\\x1b[2J [/red] ↵" in text
+
+
+def test_names_that_agents_chose_cannot_steer_the_terminal(run: RunDirectory) -> None:
+    nasty = "\x1b]0;owned\x07"
+    row = trajectory(
+        "run-1.open.1",
+        [0, 0, 0],
+        task_id=nasty,
+        environment=nasty,
+        group_id=nasty,
+        reward_parts={nasty: 1.0},
+        turns=[TurnSpan(nasty, 0, 3, "stop", nasty)],
+    )
+    write_trajectories(run, 0, [row], "part", "opened")
+    text = shown(inspect_session(run.uri, "run-1.open.1"))
+    assert "\x1b" not in text
+    assert text.count("\\x1b]0;owned\\x07") == 6
+
+
+def test_an_unknown_run_is_named_with_runs_like_it(run: RunDirectory) -> None:
+    with pytest.raises(ValueError, match=r"run-2: no run here .*; did you mean run-1\?"):
+        inspect_run(run.uri.removesuffix("1") + "2")
+
+
+def test_an_unknown_session_is_named_with_sessions_like_it(run: RunDirectory) -> None:
+    with pytest.raises(
+        ValueError, match=r"run-1: no session 'run-1\.g2\.0\.a2'; did you mean run-1\.g2\.0\.a1"
+    ):
+        inspect_session(run.uri, "run-1.g2.0.a2")
+
+
+def test_a_committed_file_that_is_gone_is_named(run: RunDirectory) -> None:
+    files.remove(run.path("trajectories/iteration=1/part.parquet"))
+    with pytest.raises(ValueError, match=r"iteration=1/part\.parquet: no such file"):
+        inspect_run(run.uri)

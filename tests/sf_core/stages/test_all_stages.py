@@ -1,0 +1,178 @@
+"""The stages that make the training signal, by value: from answers of known length and given rewards to the
+advantage of every token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from openai import OpenAI
+
+from sf_core.dataplane.chat.renderer import Renderer
+from sf_core.stages import all_stages
+from sf_core.stages.run import RunRef
+from storage.batches import read_batch
+from storage.parquet import numpy_rows
+from storage.run_directory import RunDirectory
+from tests.sf_core.dataplane.conftest import model_dir, renderer  # noqa: F401
+from tests.sf_core.dataplane.stand import Server, attended, running_app, say
+from tests.sf_core.runs import configure
+
+ITERATION = 1
+
+
+@dataclass
+class Sampled:
+    """A run whose engine answers with as many tokens as the test says; what it is asked comes one by one."""
+
+    server: Server
+    directory: RunDirectory
+    ref: RunRef
+    lengths: list[int] = field(default_factory=list)
+
+    def ask(self, claim: dict[str, Any], messages: list[Any], length: int) -> Any:
+        """One turn of so many sampled tokens, the end of the turn among them; the conversation with it."""
+        self.lengths.append(length)
+        base = f"{self.server.url}/sessions/{claim['session_id']}/v1"
+        with OpenAI(base_url=base, api_key="none", max_retries=0) as agent:
+            answer = agent.chat.completions.create(model="policy", messages=messages)
+        return [*messages, {"role": "assistant", "content": answer.choices[0].message.content}]
+
+    def fail(self, claim: dict[str, Any]) -> None:
+        self.server.post(f"/sessions/{claim['session_id']}/finish", {"status": "failed", "error": "x"})
+
+    def finish(self, claim: dict[str, Any], reward: float) -> None:
+        report = {"status": "finished", "reward": reward, "task_id": "t", "environment": "test"}
+        self.server.post(f"/sessions/{claim['session_id']}/finish", report)
+
+    def batch(self, **settings: Any) -> tuple[list[tuple[str, Any]], dict[str, Any]]:
+        """Seal and filter. Per row the session's place and the advantages of its trained tokens; and what the
+        filter says. Checks what holds for any row."""
+        configure(self.directory, train={"iterations": 5, **settings})
+        all_stages.rollout(self.ref, ITERATION)
+        found = all_stages.filter(self.ref, ITERATION)
+        manifest = self.directory.read_manifest(ITERATION, "filter")
+        assert manifest is not None
+        [file] = manifest.outputs
+        table = read_batch(self.directory.path(file.uri))
+        assert table["weight"].to_pylist() == [1.0] * len(table)
+        assert table["decision"].to_pylist() == ["train"] * len(table)
+        rows = []
+        for session, mask, advantages in zip(
+            table["session_id"].to_pylist(),
+            numpy_rows(table["loss_mask"]),
+            numpy_rows(table["advantages"]),
+            strict=True,
+        ):
+            assert not advantages[~mask].any(), "what was not sampled, or trains elsewhere, has none"
+            rows.append((session.removeprefix("run."), advantages[mask].tolist()))
+        return rows, found
+
+
+@pytest.fixture
+def sampled(tmp_path: Path, model_dir: str, renderer: Renderer) -> Iterator[Sampled]:  # noqa: F811
+    with running_app(grace_s=0.1) as url, attended(url, tmp_path, model_dir) as server:
+        directory = RunDirectory(str(tmp_path / "run"))
+        configure(directory)
+        run = Sampled(server, directory, RunRef("run", directory.uri, url, attempt=1))
+        # names of groups of one and of two digits sort otherwise than their numbers
+        server.register(
+            iteration=ITERATION, groups_per_batch=3, group_size=3, done_groups=list(range(9)), top_p=1.0
+        )
+        server.connect(lambda prompt, seed: say(renderer, "x" * (run.lengths.pop(0) - 1)))
+        yield run
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def fill(run: Sampled) -> None:
+    """Groups 9, 11 and 12 make the batch; 10 is rejected, because a session of it fails twice."""
+    claims = run.server.claim(9)
+    nine, ten, eleven = claims[:3], claims[3:6], claims[6:]
+    # with version 0, of lag 1 in this iteration
+    begun = run.ask(nine[0], [user("a")], 3)
+    run.ask(nine[1], [user("a")], 4)
+    running = [claim["session_id"] for claim in claims]
+    run.fail(ten[0])
+    [again] = run.server.claim(1, running=running)
+    run.fail(again)
+    twelve = run.server.claim(3, running=running)
+    run.server.post("/runs/run/weights", {"version": 1, "uri": "w1"})
+    run.ask(nine[0], [*begun, user("b")], 2)
+    run.ask(nine[2], [user("a")], 5)
+    for claim in eleven:
+        run.ask(claim, [user("a")], 2)
+    run.ask(twelve[0], [user("a")], 3)
+    # two branches: the first turn is shared, and trained in the first of them
+    begun = run.ask(twelve[1], [user("a")], 2)
+    run.ask(twelve[1], [*begun, user("b")], 3)
+    run.ask(twelve[1], [*begun, user("c")], 4)
+    run.ask(twelve[2], [user("a")], 6)
+    for claim, reward in zip([*nine, *eleven, *twelve], [1, 0, 0, 0.5, 0.5, 0.5, 2, 6, 4], strict=True):
+        run.finish(claim, reward)
+
+
+@pytest.mark.parametrize(
+    ("scale", "of_nine", "of_twelve"),
+    [
+        # rewards 1, 0, 0: mean 1/3, deviation sqrt(2)/3; 2, 6, 4: mean 4, deviation sqrt(8/3)
+        (True, (sqrt(2), -sqrt(1 / 2)), sqrt(3 / 2)),
+        (False, (2 / 3, -1 / 3), 2.0),
+    ],
+)
+def test_every_trained_token_gets_the_advantage_of_its_session_within_its_group(
+    sampled: Sampled, scale: bool, of_nine: tuple[float, float], of_twelve: float
+) -> None:
+    fill(sampled)
+    rows, found = sampled.batch(scale_rewards=scale)
+    best, others = of_nine
+    expected = [
+        ("g9.0.a0", [best] * 5),
+        ("g9.1.a0", [others] * 4),
+        ("g9.2.a0", [others] * 5),
+        ("g11.0.a0", [0.0] * 2),
+        ("g11.1.a0", [0.0] * 2),
+        ("g11.2.a0", [0.0] * 2),
+        ("g12.0.a0", [-of_twelve] * 3),
+        ("g12.1.a0", [of_twelve] * 5),
+        ("g12.1.a0", [of_twelve] * 4),
+        ("g12.2.a0", [0.0] * 6),
+    ]
+    assert [(session, len(values)) for session, values in rows] == [(s, len(v)) for s, v in expected]
+    for (_, values), (_, numbers) in zip(rows, expected, strict=True):
+        assert values == pytest.approx(numbers, abs=1e-5)
+    assert found["rows"] == 10
+    assert found["reward_mean"] == pytest.approx(14.5 / 9)
+    # group 11, and the session in the middle of group 12
+    assert found["zero_advantage_share"] == pytest.approx(4 / 9)
+    # of 38 tokens version 0 sampled the first turns of two sessions
+    assert found["lags"] == [31, 7]
+    rollout = sampled.directory.read_manifest(ITERATION, "rollout")
+    assert rollout is not None
+    assert (rollout.data["groups"], [*rollout.data["rejected"]]) == ([9, 11, 12], ["10"])
+    assert all_stages.filter(sampled.ref, ITERATION) == found, "done again, it answers as before"
+
+
+def test_branches_of_a_session_neither_move_the_mean_of_their_group_nor_widen_it() -> None:
+    rewards, groups = np.array([3.0, 3.0, 3.0, 1.0, 5.0, 5.0]), np.array([7, 7, 7, 7, 2, 2])
+    sessions = np.array([4, 4, 4, 0, 9, 1])
+    found = all_stages.session_advantages(rewards, groups, sessions, scale=False)
+    assert found.tolist() == [1.0, 1.0, 1.0, -1.0, 0.0, 0.0]
+
+
+def test_the_lags_are_those_of_trained_tokens() -> None:
+    rows = pa.table(
+        {
+            "loss_mask": [[False, True, True], [False, False, True, True]],
+            "policy_versions": [[None, 5, 3], [None, 1, 4, 5]],
+        }
+    )
+    assert all_stages.lag_histogram(rows, 5) == [2, 1, 1]

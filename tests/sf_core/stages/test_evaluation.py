@@ -1,0 +1,110 @@
+"""`sf evaluate` before anything is started: what it would measure, and what it refuses."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sf_core.cli.stack.local import free_port
+from sf_core.config import RunConfig
+from sf_core.config.validation import validate_config
+from sf_core.reports import states
+from sf_core.stages.evaluation import Evaluation, open_evaluation
+from sf_core.stages.stored_config import read_stored_config
+from storage.attempts import Attempt
+from storage.run_directory import RunDirectory
+from tests.sf_core.cli.test_main import sf
+from tests.sf_core.reports.test_cleanup import served
+from tests.sf_core.runs import commit, configure, pretend
+
+MEASURED = {"reward_mean": 0.75, "num_tasks": 64, "sessions": 63, "by_environment": {"spell": 0.75}}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    """Two of four iterations are done, and its newest version is not measured."""
+    run = RunDirectory(str(tmp_path / "runs" / "r"))
+    configure(run, train={"iterations": 4}, evaluate={"num_tasks": 64})
+    pretend(run, 2, finished=False)
+    commit(run, 0, "evaluate", data=MEASURED)
+    return run
+
+
+def evaluation(run: RunDirectory, **sections: Any) -> Evaluation:
+    root = run.uri.rsplit("/", 1)[0]
+    return open_evaluation(validate_config({"run_id": "r", "storage": {"root": root}} | sections))
+
+
+def test_the_newest_version_is_measured_as_the_run_was_configured(run: RunDirectory) -> None:
+    found = evaluation(run)
+    assert (found.version, found.measured) == (2, None)
+    assert found.config == read_stored_config(run.uri)
+    assert evaluation(run, evaluate={"num_tasks": 1000}).config.evaluate.num_tasks == 1000
+
+
+def test_a_version_that_was_measured_is_shown_without_starting_anything(run: RunDirectory) -> None:
+    commit(run, 2, "evaluate", data=MEASURED)
+    before = RunDirectory(run.uri).read_config(RunConfig)
+    line = "held-out reward of version 2: 0.750 (spell 0.750) over 63 sessions, measured before"
+    assert sf("evaluate", run.uri) == (0, line)
+    assert RunDirectory(run.uri).read_config(RunConfig) == before
+    assert run.begin_attempt() == 1
+
+
+def test_a_version_is_not_measured_over_another_number_of_tasks(run: RunDirectory) -> None:
+    commit(run, 2, "evaluate", data=MEASURED)
+    code, output = sf("evaluate", run.uri, "--set", "evaluate.num_tasks=1000")
+    assert (code, "over 64 tasks, not 1000, and is measured once" in output) == (1, True)
+
+
+def test_a_run_that_is_being_trained_is_refused_and_an_evaluation_that_died_goes_on(
+    run: RunDirectory, tmp_path: Path
+) -> None:
+    with served(tmp_path / "runs", "r") as (url, _):
+        run.begin_attempt(Attempt(dataplane=url))
+        with pytest.raises(ValueError, match="r: is being worked on; stop it or wait for its end"):
+            evaluation(run)
+        run.begin_attempt(Attempt(dataplane=url, evaluate_only=True))
+        assert evaluation(run).version == 2
+
+
+def test_a_data_plane_that_is_starting_again_is_awaited(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(states, "LOOK_S", 0.01)
+    port = free_port()
+    run.begin_attempt(Attempt(dataplane=f"http://127.0.0.1:{port}"))
+    config = validate_config({"run_id": "r", "storage": {"root": str(tmp_path / "runs")}})
+    with ExitStack() as stack:
+
+        def start(line: str) -> None:
+            assert line.startswith("r: no data plane answers; it may be starting again, so 20 s")
+            stack.enter_context(served(tmp_path / "runs", "r", port=port))
+
+        with pytest.raises(ValueError, match="r: is being worked on"):
+            open_evaluation(config, start)
+
+
+def test_a_command_has_waited_for_the_flow_that_it_starts(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.begin_attempt(Attempt(dataplane="http://127.0.0.1:1"))
+    monkeypatch.setenv("SF_STARTED_AT", "1")
+    assert evaluation(run).version == 2
+
+
+def test_a_run_without_a_policy_cannot_be_measured(tmp_path: Path) -> None:
+    run = RunDirectory(str(tmp_path / "r"))
+    configure(run)
+    with pytest.raises(ValueError, match="r: has no policy yet to evaluate; `sf resume "):
+        evaluation(run)
+    commit(run, None, "start")
+    assert evaluation(run).version == 0
+
+
+def test_a_form_must_name_the_run() -> None:
+    with pytest.raises(ValueError, match="run_id: say which run to evaluate"):
+        open_evaluation(RunConfig())

@@ -1,0 +1,45 @@
+"""The end of a lease, with a real data plane and its device in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from distributed import Client
+
+from sf_core.scheduling.timeline import Timeline
+from sf_core.stages.lease import LeaseSpec, serve_lease
+from sf_core.stages.run import Run, RunRef
+from sf_core.stages.switching import switching_of
+from storage.run_directory import RunDirectory
+from tests.sf_core.dataplane.conftest import model_dir  # noqa: F401
+from tests.sf_core.dataplane.stand import Server, attended, running_app
+from tests.sf_core.runs import configure
+
+
+@pytest.fixture
+def server(tmp_path: Path, model_dir: str) -> Iterator[Server]:  # noqa: F811
+    with running_app() as url, attended(url, tmp_path, model_dir) as server:
+        yield server
+
+
+@pytest.mark.parametrize(
+    ("route", "reason", "is_switch"),
+    [("leases/t0-0.1/revoke", "revoked", True), ("release", "released", False)],
+)
+def test_only_a_lease_that_was_revoked_begins_a_switch_to_training(
+    tmp_path: Path, server: Server, route: str, reason: str, is_switch: bool
+) -> None:
+    directory = RunDirectory(str(tmp_path / "run"))
+    configure(directory, engine={"kind": "scripted", "script": "tests.e2e.echo_package:script"})
+    ref = RunRef("run", directory.uri, server.url, attempt=1)
+    server.register()
+    with Client(processes=False, n_workers=1, dashboard_address=None, set_as_default=False) as client:
+        lease = client.submit(serve_lease, LeaseSpec(ref, "t0", "t0-0.1"))
+        server.wait_for(lambda: bool(server.live_engines()))
+        server.post(f"/runs/run/{route}", {"attempt": 1} if route == "release" else {"within_s": 5})
+        assert lease.result(timeout=20) == reason
+    switching = switching_of(Run(ref))
+    switching.note_training(Timeline(directory, "t0", "train", "train-0.1"))
+    assert (switching.gate.switch_cost_s is not None) == is_switch

@@ -1,0 +1,236 @@
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+import sf_core
+from sf_core.config import PolicyConfig, RunConfig, WarmstartConfig
+from sf_core.dataplane.chat.renderer import open_renderer
+from sf_core.engines.torch.cached_model import open_model
+from sf_core.models.builtin import make_policy
+from sf_core.models.cache_size import cache_bytes
+from sf_core.scheduling.plan import Worker
+from sf_core.stages.all_stages import start
+from sf_core.stages.policy_folders import _recipe_files, check_memory, check_start, export_policy
+from sf_core.stages.run import Run, RunRef
+from sf_core.training.warmstart import warmstart
+from storage import files
+from storage.run_directory import RunDirectory
+from storage.weights import load_weights, save_weights
+from tests.bad_input.refusals import check_sentence
+from tests.sf_core.cli.test_main import sf
+from tests.sf_core.runs import commit, configure
+
+
+def test_an_export_that_was_cut_off_is_done_again_as_a_whole(tmp_path: Path) -> None:
+    directory = RunDirectory(str(tmp_path / "run"))
+    configure(directory)
+    save_weights(directory.start_dir, {"w": torch.ones(2)}, 0)
+    for name in ("config.json", "tokenizer.json"):
+        files.write_atomic(f"{directory.start_dir}/{name}", b"{}")
+    files.write_atomic(f"{directory.policy_dir}/config.json", b"{}")
+    export_policy(Run(RunRef("run", directory.uri, dataplane_url="", attempt=1)))
+    names = [uri.rsplit("/", 1)[1] for uri in files.list_files(directory.policy_dir)]
+    assert names == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert load_weights(directory.policy_dir)["w"].tolist() == [1.0, 1.0]
+
+
+def test_an_emulated_run_exports_no_policy(tmp_path: Path) -> None:
+    directory = RunDirectory(str(tmp_path / "run"))
+    configure(directory, engine={"kind": "emulated"})
+    save_weights(directory.start_dir, {"w": torch.ones(2)}, 0)
+    export_policy(Run(RunRef("run", directory.uri, dataplane_url="", attempt=1)))
+    assert files.list_files(directory.policy_dir) == []
+
+
+def test_a_run_does_not_go_on_from_a_start_folder_that_was_changed(tmp_path: Path) -> None:
+    directory = RunDirectory(str(tmp_path / "run"))
+    configure(directory)
+    ref = RunRef("run", directory.uri, dataplane_url="", attempt=1)
+    data = start(ref)
+    assert Path(data["source"]).is_dir() and start(ref) == data
+    tokenizer = Path(directory.start_dir) / "tokenizer.json"
+    tokenizer.write_bytes(tokenizer.read_bytes().replace(b"a", b"b", 1))
+    with pytest.raises(ValueError, match=r"tokenizer\.json: content differs from what start wrote"):
+        start(ref)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A folder that a run can start from."""
+    folder = tmp_path / "model"
+    make_policy(str(folder), PolicyConfig(hidden_size=32, num_layers=1), seed=0)
+    return folder
+
+
+def from_model(run: RunDirectory, model: Path, **sections: Any) -> RunConfig:
+    root = run.uri.rpartition("/")[0]
+    return configure(run, policy={"model": str(model)}, storage={"root": root}, **sections)
+
+
+def started(run: RunDirectory) -> dict[str, Any]:
+    return start(RunRef(run.run_id, run.uri, dataplane_url="", attempt=1))
+
+
+WITHOUT = [
+    ("chat_template.jinja", "the tokenizer has no chat template; put one there as chat_template.jinja"),
+    ("tokenizer.json", "no tokenizer.json; save the tokenizer there too"),
+]
+
+
+@pytest.mark.parametrize(("file", "sentence"), WITHOUT)
+def test_a_model_that_cannot_be_talked_to_is_refused_before_anything_starts(
+    tmp_path: Path, model: Path, file: str, sentence: str
+) -> None:
+    (model / file).unlink()
+    run = RunDirectory(str(tmp_path / "r"))
+    config = from_model(run, model)
+    for refuse in (lambda: check_start(config), lambda: check_start(config, by_a_worker=True)):
+        with pytest.raises(ValueError) as refused:
+            refuse()
+        check_sentence(str(refused.value), f"policy.model: {model}: {sentence}")
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        started(run)
+    assert not Path(run.start_dir).exists()
+
+
+def test_a_broken_tokenizer_is_refused_in_one_sentence(tmp_path: Path, model: Path) -> None:
+    (model / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError) as refused:
+        check_start(from_model(RunDirectory(str(tmp_path / "r")), model))
+    check_sentence(str(refused.value), f"policy.model: {model}: tokenizer or template is broken: ")
+
+
+def test_a_name_of_the_hub_is_answered_with_the_command_that_downloads_it(tmp_path: Path) -> None:
+    with pytest.raises(ValueError) as refused:
+        check_start(from_model(RunDirectory(str(tmp_path / "r")), Path("Qwen/Qwen3-0.6B")))
+    command = "`hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B`"
+    check_sentence(str(refused.value), "policy.model: Qwen/Qwen3-0.6B", command, "policy.model=Qwen3-0.6B")
+
+
+def test_a_folder_that_only_a_worker_has_is_left_to_it(tmp_path: Path) -> None:
+    config = from_model(RunDirectory(str(tmp_path / "r")), Path("/nowhere"))
+    check_start(config, by_a_worker=True)
+    check_memory(config, [Worker("r0", frozenset({"rollout"}), memory=1)])
+    with pytest.raises(ValueError, match="/nowhere is not a Hugging Face model folder"):
+        check_start(config)
+
+
+def test_the_model_folder_is_needed_only_until_the_run_has_its_copy(tmp_path: Path, model: Path) -> None:
+    run = RunDirectory(str(tmp_path / "r"))
+    config = from_model(run, model)
+    started(run)
+    shutil.rmtree(model)
+    check_start(config)
+    assert started(run)["source"] == str(model)
+
+
+@pytest.mark.parametrize(("file", "sentence"), WITHOUT)
+def test_a_run_that_copied_a_broken_folder_goes_on_once_the_folder_is_mended(
+    tmp_path: Path, model: Path, file: str, sentence: str
+) -> None:
+    run = RunDirectory(str(tmp_path / "r"))
+    config = from_model(run, model)
+    missing = (model / file).read_bytes()
+    (model / file).unlink()
+    copies = files.copy_folder(str(model), run.start_dir)
+    (Path(run.start_dir) / "left.json").write_bytes(b"{}")
+    commit(run, None, "start", outputs=copies, data={"source": str(model)})
+    # as long as it is not mended, it is said what is wrong with it
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        check_start(config)
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        started(run)
+    (model / file).write_bytes(missing)
+    check_start(config)
+    started(run)
+    open_renderer(run.start_dir)
+    assert sorted(path.name for path in Path(run.start_dir).iterdir()) == sorted(
+        path.name for path in model.iterdir()
+    )
+    manifest = run.read_manifest(None, "start")
+    assert manifest is not None
+    run.verify(manifest)
+
+
+def test_sequences_that_are_too_long_for_the_model_are_refused_before_the_start(
+    tmp_path: Path, model: Path
+) -> None:
+    run = RunDirectory(str(tmp_path / "r"))
+    config = from_model(run, model, engine={"context_length": 2048})
+    shape = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(shape | {"max_position_embeddings": 1024}))
+    with pytest.raises(ValueError, match=r"is 2048, and the model \(qwen3\) is for at most 1024 tokens"):
+        check_start(config)
+    (model / "config.json").write_text(json.dumps(shape | {"max_position_embeddings": 2048}))
+    check_start(config)
+    (model / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json cannot be read: "):
+        check_start(config)
+
+
+def test_a_cache_that_a_worker_has_no_memory_for_is_refused(tmp_path: Path, model: Path) -> None:
+    engine = {"max_running": 64, "context_length": 100}
+    # one layer and the spare one, keys and values, 1 head of 32, 112 tokens in blocks of 16, float32
+    needed = (1 + 1) * 2 * 64 * 1 * 112 * 32 * 4
+    built_in = configure(RunDirectory(str(tmp_path / "b")), engine=engine)
+    own = from_model(RunDirectory(str(tmp_path / "o")), model, engine=engine)
+    for config in (built_in, own):
+        rollout, agent = frozenset({"rollout"}), frozenset({"agent"})
+        check_memory(config, [Worker("r0", rollout, memory=needed), Worker("r1", rollout)])
+        check_memory(config, [Worker("a0", agent, memory=1)])
+        with pytest.raises(ValueError) as refused:
+            check_memory(config, [Worker("r0", rollout), Worker("r1", rollout, memory=needed - 1)])
+        check_sentence(str(refused.value), "engine.max_running 64", "engine.context_length 100", "worker r1")
+
+
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_a_cache_larger_than_this_machine_is_refused_before_anything_starts(
+    tmp_path: Path, command: str
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"storage: {{root: {tmp_path}}}\nengine: {{max_running: 2000000000}}\n")
+    code, output = sf(command, str(file))
+    assert code != 0 and "worker r0 has " in output, output
+    assert "the engine's cache takes" in output and "engine.max_running 2000000000" in output
+    assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
+
+
+def test_a_device_without_the_memory_refuses_the_cache_that_was_foretold(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    foretold = cache_bytes(config, 10**11, 40)
+    assert foretold is not None
+    device = torch.device("cpu")
+    with pytest.raises(ValueError) as refused:
+        open_model(str(model), num_slots=10**11, context_length=40, dtype=torch.float32, device=device)
+    check_sentence(
+        str(refused.value),
+        f"takes {foretold / 1e9:,.1f} GB",
+        "engine.max_running 100000000000",
+        "engine.context_length 40",
+        "the cpu device does not have that much left",
+    )
+
+
+def test_the_cache_of_warm_starts_knows_all_of_our_code_that_makes_them(tmp_path: Path) -> None:
+    ran: set[str] = set()
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        ran.add(frame.f_code.co_filename)
+
+    tracer = sys.gettrace()
+    sys.settrace(note)
+    try:
+        make_policy(str(tmp_path), PolicyConfig(hidden_size=32, num_layers=1), seed=0)
+        warmstart(str(tmp_path), WarmstartConfig(steps=1, batch_size=4), seed=0)
+    finally:
+        sys.settrace(tracer)
+    ours = {file for file in map(Path, ran) if file.is_relative_to(sf_core.__path__[0])}
+    assert {file.stem for file in ours} >= {"network", "decoder", "tool_loop"}
+    assert ours <= set(_recipe_files())

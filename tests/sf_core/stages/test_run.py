@@ -1,0 +1,147 @@
+import socket
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from sf_core.config import DataplaneConfig, RunConfig, StorageConfig
+from sf_core.stages.all_stages import evaluate, finish
+from sf_core.stages.run import Run, RunRef, begin_attempt, load_object
+from storage import files
+from storage.attempts import Attempt
+from storage.run_directory import STAGES, RunDirectory
+from tests.sf_core.dataplane.conftest import model_dir  # noqa: F401
+from tests.sf_core.dataplane.stand import attended, running_app
+from tests.sf_core.runs import commit, configure
+
+
+def configured(folder: Path, url: str | None = "http://127.0.0.1:8700") -> RunConfig:
+    return RunConfig(
+        run_id="r", seed=7, dataplane=DataplaneConfig(url=url), storage=StorageConfig(root=str(folder))
+    )
+
+
+def test_the_data_plane_of_the_environment_is_the_attempts_and_not_the_configurations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SF_DATAPLANE_URL", "http://127.0.0.1:8701")
+    run = begin_attempt(configured(tmp_path, url=None))
+    assert run.dataplane_url == "http://127.0.0.1:8701"
+    directory = RunDirectory(run.uri)
+    assert directory.read_config(RunConfig).dataplane.url is None
+    assert directory.newest_attempt() == Attempt(dataplane="http://127.0.0.1:8701", host=socket.gethostname())
+
+
+def test_a_password_in_the_address_is_used_and_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SF_DATAPLANE_URL", "https://me:secret@planes.example:8700/a")
+    run = begin_attempt(configured(tmp_path, url=None))
+    assert run.dataplane_url == "https://me:secret@planes.example:8700/a"
+    assert RunDirectory(run.uri).newest_attempt().dataplane == "https://planes.example:8700/a"
+
+
+def test_an_attempt_that_only_evaluates_leaves_the_configuration(tmp_path: Path) -> None:
+    config = configured(tmp_path)
+    begin_attempt(config)
+    run = begin_attempt(config.model_copy(update={"seed": 8}), evaluate_only=True)
+    directory = RunDirectory(run.uri)
+    assert (run.attempt, directory.newest_attempt().evaluate_only) == (2, True)
+    assert directory.read_config(RunConfig) == config
+
+
+def test_an_attempt_does_not_count_as_its_own_what_a_later_one_commits(tmp_path: Path) -> None:
+    config = configured(tmp_path)
+    older, newer = begin_attempt(config), begin_attempt(config)
+    for stage in STAGES:
+        commit(RunDirectory(newer.uri), 0, stage, attempt=newer.attempt)
+    refusal = "r: attempt 1 was superseded by a later one and must not "
+    with pytest.raises(ValueError, match=f"{refusal}go on with iteration 0"):
+        Run(older).pending_stages(0)
+    with pytest.raises(ValueError, match=f"{refusal}end the run"):
+        finish(older)
+    assert Run(newer).pending_stages(0) == []
+
+
+def test_held_out_tasks_are_given_out_once_when_their_version_is_due(
+    tmp_path: Path,
+    model_dir: str,  # noqa: F811
+) -> None:
+    directory = RunDirectory(str(tmp_path / "run"))
+    configure(directory, train={"iterations": 5}, evaluate={"every": 2, "num_tasks": 3})
+    commit(directory, 2, "evaluate")
+    with running_app() as url, attended(url, tmp_path, model_dir) as server:
+        run = Run(RunRef("run", directory.uri, url, attempt=1))
+        server.register()
+        for version in (0, 0, 1, 2, 3, 5):
+            run.begin_evaluation(version)
+        given_out = run.dataplane.status()["evaluations"]
+    # the last version is due whatever its number
+    assert given_out == {"0": {"finished": 0, "num_tasks": 3}, "5": {"finished": 0, "num_tasks": 3}}
+
+
+def test_no_version_is_measured_but_the_one_that_engines_serve(
+    tmp_path: Path,
+    model_dir: str,  # noqa: F811
+) -> None:
+    directory = RunDirectory(str(tmp_path / "run"))
+    configure(directory)
+    for iteration, stage in product(range(3), STAGES):
+        commit(directory, iteration, stage, data={"groups": [], "rejected": {}})
+    with running_app() as url, attended(url, tmp_path, model_dir) as server:
+        ref = RunRef("run", directory.uri, url, attempt=1)
+        server.register()
+        for version in (0, 2, 4):
+            refusal = f"^run: version {version} cannot be measured: engines serve version 3$"
+            with pytest.raises(ValueError, match=refusal):
+                evaluate(ref, version)
+        Run(ref).refuse_unserved(3)
+
+
+def test_a_run_that_was_removed_and_begun_again_has_its_new_configuration(tmp_path: Path) -> None:
+    config = configured(tmp_path)
+    old = begin_attempt(config)
+    assert Run(old).config.seed == 7
+    files.remove_folder(old.uri)
+    new = begin_attempt(config.model_copy(update={"seed": 8}))
+    assert (new.uri, new.attempt) == (old.uri, old.attempt)
+    assert Run(new).config.seed == 8
+
+
+def test_without_a_data_plane_nothing_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SF_DATAPLANE_URL", raising=False)
+    with pytest.raises(ValueError, match=r"no data plane: set dataplane\.url or SF_DATAPLANE_URL"):
+        begin_attempt(configured(tmp_path, url=None))
+    assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (
+            "import json\n\nlimit = json.limit",
+            "AttributeError: module 'json' has no attribute 'limit', FILE line 3",
+        ),
+        ("\nlimit = LIMIT\n", "NameError: name 'LIMIT' is not defined, FILE line 2"),
+        # not the line of pathlib
+        (
+            "import pathlib\npathlib.Path('missing.txt').read_text()",
+            "FileNotFoundError: [Errno 2] No such file or directory: 'missing.txt', FILE line 2",
+        ),
+        ("def tasks(:", "SyntaxError: invalid syntax (broken.py, line 1)"),
+    ],
+)
+def test_what_a_users_module_raises_is_told_with_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, sentence: str
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "broken.py").write_text(text)
+    with pytest.raises(ValueError) as refused:
+        load_object("broken:tasks")
+    expected = sentence.replace("FILE", str(tmp_path / "broken.py"))
+    assert str(refused.value) == f"broken:tasks: cannot import broken: {expected}"
+
+
+def test_what_cannot_be_called_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^sys:path: expected a function, got list$"):
+        load_object("sys:path")

@@ -1,0 +1,146 @@
+"""Going on with a run: what of the caller's configuration counts, and what is said about it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sf_core.config import RunConfig
+from sf_core.config.validation import validate_config
+from sf_core.stages.stored_config import read_stored_config, settled, settled_to_measure
+from storage.run_directory import RunDirectory
+from tests.sf_core.runs import pretend
+
+STORED = {
+    "seed": 7,
+    "policy": {"hidden_size": 64},
+    "environment": {"reward": "a:b"},
+    "train": {"iterations": 100},
+    "cluster": {"workers": {"w": {"tags": ["rollout", "train", "agent", "cpu"]}}},
+    "dataplane": {"url": "http://127.0.0.1:8700"},
+}
+
+
+def configured(root: Path, **sections: Any) -> RunConfig:
+    return validate_config({"run_id": "r", "storage": {"root": str(root)}} | sections)
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> RunConfig:
+    """The configuration of a run that is there."""
+    config = configured(tmp_path, **STORED)
+    RunDirectory(config.run_dir).write_config(config)
+    return config
+
+
+def said(config: RunConfig) -> tuple[RunConfig, list[str]]:
+    lines: list[str] = []
+    return settled(config, lines.append), lines
+
+
+def test_a_run_is_read_back_as_it_was_configured_wherever_it_is_now(
+    tmp_path: Path, stored: RunConfig
+) -> None:
+    assert read_stored_config(stored.run_dir) == stored
+    (tmp_path / "after").mkdir()
+    Path(stored.run_dir).rename(tmp_path / "after" / "r")
+    moved = read_stored_config(str(tmp_path / "after" / "r"))
+    assert (moved.run_dir, moved.seed) == (str(tmp_path / "after" / "r"), 7)
+
+
+def test_a_new_run_is_configured_as_the_caller_says(tmp_path: Path) -> None:
+    config = configured(tmp_path, **STORED)
+    assert said(config) == (config, [])
+
+
+def test_resumed_as_it_was_nothing_changes_and_nothing_is_said(stored: RunConfig) -> None:
+    assert said(read_stored_config(stored.run_dir)) == (stored, [])
+
+
+def test_what_the_caller_does_not_set_stays_and_its_addresses_count(
+    tmp_path: Path, stored: RunConfig
+) -> None:
+    settled, lines = said(configured(tmp_path))
+    assert settled == stored.model_copy(update={"dataplane": RunConfig().dataplane})
+    assert lines == ["run r: as it was configured, but for dataplane.url none (was 'http://127.0.0.1:8700')"]
+
+
+def test_what_the_caller_sets_counts_and_is_said(tmp_path: Path, stored: RunConfig) -> None:
+    changes = {"train": {"iterations": 120, "betas": [0.8, 0.9]}, "dataplane": STORED["dataplane"]}
+    settled, lines = said(configured(tmp_path, **changes))
+    assert (settled.train.iterations, settled.train.betas, settled.seed) == (120, (0.8, 0.9), 7)
+    assert settled.cluster == stored.cluster
+    [line] = lines
+    assert line.startswith("run r: as it was configured, but for train.iterations 120 (was 100), train.betas")
+    assert said(settled)[0] == settled
+
+
+def test_a_form_that_sends_every_default_goes_on_with_what_is_stored(
+    tmp_path: Path, stored: RunConfig
+) -> None:
+    form = validate_config(configured(tmp_path).model_dump(mode="json"))
+    settled, (changed, kept) = said(form)
+    assert settled.model_copy(update={"dataplane": stored.dataplane}) == stored
+    assert "dataplane.url none" in changed
+    assert kept.startswith("run r: a default changes nothing, so this stays: seed 7, policy.hidden_size 64, ")
+    assert "train.iterations 100" in kept
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"seed": 8}, "seed 7, not 8;"),
+        ({"policy": {"hidden_size": 32}}, "policy.hidden_size 64, not 32;"),
+        (
+            {"policy": {"warmstart": None}},
+            "policy.warmstart steps=150 batch_size=64 learning_rate=0.003, not none",
+        ),
+        ({"environment": {"reward": "a:c"}}, "environment.reward 'a:b', not 'a:c';"),
+    ],
+)
+def test_a_run_does_not_go_on_with_another_policy_seed_or_environment(
+    tmp_path: Path, stored: RunConfig, change: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ValueError) as refused:
+        said(configured(tmp_path, **change))
+    assert f"run r was started with {sentence}" in str(refused.value)
+    assert "choose another run_id, or leave " in str(refused.value)
+
+
+def test_a_run_may_end_earlier_but_not_before_what_is_published(tmp_path: Path, stored: RunConfig) -> None:
+    pretend(RunDirectory(stored.run_dir), 3, finished=False)
+    assert said(configured(tmp_path, train={"iterations": 3}))[0].train.iterations == 3
+    lines: list[str] = []
+    with pytest.raises(ValueError) as refused:
+        settled(configured(tmp_path, train={"iterations": 2}), lines.append)
+    assert str(refused.value) == (
+        "run r has published version 3 and cannot end at train.iterations 2; give at least 3, or leave "
+        "train.iterations out"
+    )
+    assert lines == []
+
+
+def test_settings_that_do_not_fit_those_that_are_stored_are_refused(
+    tmp_path: Path, stored: RunConfig
+) -> None:
+    RunDirectory(stored.run_dir).write_config(configured(tmp_path, rollout={"groups_per_batch": 4}))
+    with pytest.raises(ValueError, match=r"^run r: train.minibatches \(8\) must not exceed rollout.groups"):
+        said(configured(tmp_path, train={"minibatches": 8}))
+
+
+def test_a_run_is_measured_as_it_was_configured_over_the_tasks_that_are_asked_for(
+    tmp_path: Path, stored: RunConfig
+) -> None:
+    asked = configured(tmp_path, evaluate={"num_tasks": 1000}, dataplane=STORED["dataplane"])
+    measured = settled_to_measure(asked)
+    assert measured == stored.model_copy(update={"evaluate": asked.evaluate})
+    with pytest.raises(ValueError, match=r"run r was configured with train.iterations 100, not 3, and is"):
+        settled_to_measure(configured(tmp_path, train={"iterations": 3}))
+    assert read_stored_config(stored.run_dir) == stored
+
+
+def test_only_a_run_that_is_there_is_measured(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no run here \(config.json is missing\)"):
+        settled_to_measure(configured(tmp_path))

@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sf_core.config import PolicyConfig, TrainConfig
+from sf_core.models.builtin import make_policy
+from sf_core.training.torch.ranks import Alone, Ranks
+from sf_core.training.torch.trainer import Trainer
+from tests.e2e.waiting import wait_until
+from tests.sf_core.training.batches import grouped_rows, make_batch
+from tests.sf_core.training.gang import Member, Try
+
+MakeMembers = Callable[[int], list[Member]]
+
+
+@pytest.fixture
+def members() -> Iterator[MakeMembers]:
+    made: list[Member] = []
+
+    def make(num: int) -> list[Member]:
+        made.extend(Member(f"t{len(made)}") for _ in range(num))
+        return made
+
+    yield make
+    for member in made:
+        member.end()
+
+
+def run_all(members: list[Member], one: Try, work: Callable[[Ranks], Any]) -> list[Any]:
+    for member in members:
+        member.sit(one, work)
+    return [member.report() for member in members]
+
+
+def written(folder: Path) -> list[tuple[Path, int]]:
+    return sorted((path, path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file())
+
+
+def names(members: list[Member]) -> tuple[str, ...]:
+    return tuple(member.worker for member in members)
+
+
+# --- what ranks do
+
+
+def add_ranks(ranks: Ranks) -> tuple[str, list[float]]:
+    tensor = torch.full((3,), float(ranks.rank + 1))
+    ranks.add_up([tensor])
+    return ranks.group, tensor.tolist()
+
+
+def fail_on(rank: int, ranks: Ranks) -> tuple[str, list[float]]:
+    if ranks.rank == rank:
+        raise ValueError("this device is broken")
+    return add_ranks(ranks)
+
+
+def stop_on(rank: int, ranks: Ranks) -> tuple[str, list[float]]:
+    if ranks.rank == rank:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return add_ranks(ranks)
+
+
+def train(folder: str, steps: int, settings: dict[str, Any], ranks: Ranks) -> Any:
+    config = TrainConfig.model_validate({"learning_rate": 1e-3, **settings})
+    trainer = Trainer(folder, config, seed=0, ranks=ranks)
+    metrics = [trainer.step(batch(seed)) for seed in range(steps)]
+    return metrics, {name: tensor.numpy() for name, tensor in trainer.weights().items()}
+
+
+def batch(seed: int) -> Any:
+    return make_batch(
+        grouped_rows(num_groups=6, group_size=4), logprob=-4.0, group_size=4, seed=seed, equal=4
+    )
+
+
+# --- tests
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("policy")
+    make_policy(str(folder), PolicyConfig(hidden_size=32, num_layers=2), seed=0)
+    return str(folder)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_several_ranks_train_like_one(
+    members: MakeMembers, folder: str, tmp_path: Path, num_ranks: int
+) -> None:
+    settings = {"minibatches": 2, "tokens_per_microbatch": 128, "max_grad_norm": 0.05}
+    expected_metrics, expected = train(folder, 3, settings, Alone())
+    gang = members(num_ranks)
+    found = run_all(gang, Try(str(tmp_path), names(gang)), partial(train, folder, 3, settings))
+    for metrics, weights in found:
+        for name, tensor in expected.items():
+            # sums of float32 in another order differ in the last place; AdamW divides by the root of their
+            # squares, so where a gradient is nearly zero its step of 1e-3 may differ by some per cent
+            torch.testing.assert_close(weights[name], tensor, rtol=1e-4, atol=5e-5)
+            assert (weights[name] == found[0][1][name]).all()
+        for mine, alone in zip(metrics, expected_metrics, strict=True):
+            for name in alone.keys() - {"seconds", "cpu_seconds"}:
+                assert mine[name] == pytest.approx(alone[name], rel=1e-4, nan_ok=True), name
+
+
+def test_a_gang_stays_together_from_step_to_step(members: MakeMembers, tmp_path: Path) -> None:
+    gang = members(2)
+    first = run_all(gang, Try(str(tmp_path), names(gang)), add_ranks)
+    second = run_all(gang, Try(str(tmp_path), names(gang), iteration=1), add_ranks)
+    assert first == second == [first[0]] * 2
+    assert first[0][1] == [3.0, 3.0, 3.0]
+
+
+def test_a_restarted_member_makes_a_new_group(members: MakeMembers, tmp_path: Path) -> None:
+    gang = members(2)
+    first = run_all(gang, Try(str(tmp_path), names(gang)), add_ranks)
+    gang[0].end()
+    gang[0] = Member("t0")
+    second = run_all(gang, Try(str(tmp_path), names(gang), iteration=1), add_ranks)
+    assert second[0] == second[1] and second[0][0] != first[0][0]
+    assert second[0][1] == [3.0, 3.0, 3.0]
+
+
+def test_a_rank_that_does_not_come_is_named_after_the_bound(members: MakeMembers, tmp_path: Path) -> None:
+    gang = members(3)
+    one = Try(str(tmp_path), names(gang), timeout_s=0.5)
+    gang[0].sit(one, add_ranks)
+    # its time is over first
+    wait_until(lambda: one.files.is_taken(0), "rank 0", 60, every_s=0.01)
+    gang[1].sit(one, add_ranks)
+    assert gang[0].report() == "GangError: rank 0 (t0): rank 2 (t2) has not begun within 0.5 s"
+    assert "GangError: rank 1 (t1): rank 0 (t0)" in gang[1].report()
+
+
+def test_without_rank_0_the_others_end_after_the_bound(members: MakeMembers, tmp_path: Path) -> None:
+    gang = members(2)
+    gang[1].sit(Try(str(tmp_path), names(gang), timeout_s=0.5), add_ranks)
+    assert gang[1].report() == "GangError: rank 1 (t1): rank 0 (t0) has not begun within 0.5 s"
+
+
+def test_waiting_ranks_end_when_the_flow_ends_their_try(members: MakeMembers, tmp_path: Path) -> None:
+    gang = members(2)
+    one = Try(str(tmp_path), names(gang))
+    gang[1].sit(one, add_ranks)
+    one.files.end()
+    assert "try 0" in gang[1].report(5.0)
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_failing_rank_ends_the_others_and_they_know_why(
+    members: MakeMembers, tmp_path: Path, broken: int
+) -> None:
+    gang = members(2)
+    reports = run_all(gang, Try(str(tmp_path), names(gang)), partial(fail_on, broken))
+    assert reports[broken] == "ValueError: this device is broken"
+    assert reports[1 - broken].startswith(f"GangError: rank {1 - broken} (t{1 - broken}): rank {broken} ")
+    assert "failed: ValueError: this device is broken" in reports[1 - broken]
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_the_others_end_when_a_rank_dies_and_meet_again_in_the_next_try(
+    members: MakeMembers, tmp_path: Path, killed: int
+) -> None:
+    gang = members(3)
+    one = Try(str(tmp_path), names(gang), timeout_s=120.0)
+    for member in gang:
+        member.sit(one, partial(stop_on, killed))
+    left = [member for rank, member in enumerate(gang) if rank != killed]
+    gang[killed].await_stop()
+    with pytest.raises(AssertionError):
+        left[0].report(1.0)  # it waits for the one that stands still
+    gang[killed].signal(signal.SIGKILL)
+    for member in left:
+        assert f"rank {killed} (t{killed})" in member.report(60.0)
+    again = run_all(left, Try(str(tmp_path), names(left), epoch=1), add_ranks)
+    assert [values for _, values in again] == [[3.0] * 3] * 2
+
+
+def test_a_rank_that_stands_still_is_named_after_the_bound(members: MakeMembers, tmp_path: Path) -> None:
+    gang = members(2)
+    for member in gang:
+        member.sit(Try(str(tmp_path), names(gang), timeout_s=2.0), partial(stop_on, 1))
+    assert "rank 1 (t1) does not answer since an exchange failed" in gang[0].report(20.0)
+
+
+def test_a_rank_that_dask_runs_again_touches_nothing(members: MakeMembers, tmp_path: Path) -> None:
+    gang = members(2)
+    one = Try(str(tmp_path), names(gang))
+    run_all(gang, one, add_ranks)
+    before = written(tmp_path)
+    gang[1].sit(one, add_ranks)
+    assert gang[1].report().startswith("SupersededError: rank 1 (t1): try 0 had begun here before")
+    assert written(tmp_path) == before
+
+
+def test_a_single_rank_needs_nobody_and_may_be_run_again(members: MakeMembers, tmp_path: Path) -> None:
+    gang = members(1)
+    one = Try(str(tmp_path), names(gang))
+    assert run_all(gang, one, add_ranks) == run_all(gang, one, add_ranks) == [("", [1.0, 1.0, 1.0])]
+    one.files.end()
+    gang[0].sit(one, add_ranks)
+    assert gang[0].report().startswith("SupersededError")

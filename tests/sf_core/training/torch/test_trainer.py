@@ -1,0 +1,241 @@
+import math
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from sf_core.config import PolicyConfig, TrainConfig
+from sf_core.models.builtin import make_policy
+from sf_core.models.sampling import sampling_logprobs
+from sf_core.training.losses import policy_gradient_loss
+from sf_core.training.packing import pack, read_rows
+from sf_core.training.torch.trainer import Trainer
+from tests.sf_core.training.batches import grouped_rows, make_batch
+
+BATCH = make_batch(grouped_rows(num_groups=4, group_size=4), logprob=-4.0, group_size=4)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("policy")
+    make_policy(str(folder), PolicyConfig(hidden_size=32, num_layers=2), seed=0)
+    return str(folder)
+
+
+def make_trainer(folder: str, **settings: object) -> Trainer:
+    config = TrainConfig.model_validate({"learning_rate": 1e-3, **settings})
+    return Trainer(folder, config, seed=0)
+
+
+def test_steps_on_a_fixed_batch_lower_its_loss(folder: str) -> None:
+    trainer = make_trainer(folder)
+    losses = [trainer.step(BATCH)["loss"] for _ in range(5)]
+    assert losses == sorted(losses, reverse=True)
+    assert trainer.version == 5
+
+
+def test_training_goes_on_bit_for_bit_from_a_checkpoint(folder: str, tmp_path: Path) -> None:
+    settings = {"minibatches": 2, "warmup_steps": 5}
+    straight = make_trainer(folder, **settings)
+    for _ in range(2):
+        straight.step(BATCH)
+    straight.save_checkpoint(str(tmp_path / "checkpoint"))
+    resumed = make_trainer(folder, **settings)
+    resumed.load_checkpoint(str(tmp_path / "checkpoint"))
+    assert resumed.version == 2
+    for _ in range(2):
+        first, second = straight.step(BATCH), resumed.step(BATCH)
+        assert first["loss"] == second["loss"] and first["grad_norm"] == second["grad_norm"]
+    expected, weights = straight.weights(), resumed.weights()
+    assert all(torch.equal(expected[name], weights[name]) for name in expected)
+
+
+def test_settings_that_changed_count_in_the_next_step_with_and_without_a_checkpoint(
+    folder: str, tmp_path: Path
+) -> None:
+    changes = {"learning_rate": 2e-3, "betas": (0.5, 0.6), "weight_decay": 0.1}
+    straight, resumed, unchanged = make_trainer(folder), make_trainer(folder, **changes), make_trainer(folder)
+    straight.step(BATCH)
+    straight.save_checkpoint(str(tmp_path / "checkpoint"))
+    for trainer in (resumed, unchanged):
+        trainer.load_checkpoint(str(tmp_path / "checkpoint"))
+    straight.config = resumed.config
+    for trainer in (straight, resumed, unchanged):
+        trainer.step(BATCH)
+    expected, weights, others = (trainer.weights() for trainer in (straight, resumed, unchanged))
+    assert all(torch.equal(expected[name], weights[name]) for name in expected)
+    assert not all(torch.equal(expected[name], others[name]) for name in expected)
+
+
+def test_a_step_done_again_is_equal_bit_for_bit(folder: str) -> None:
+    batch = make_batch(grouped_rows(num_groups=32, group_size=8), logprob=-4.0, group_size=8)
+    trainers = [make_trainer(folder) for _ in range(3)]
+    for trainer in trainers:
+        trainer.step(batch)
+    first, *others = (trainer.weights() for trainer in trainers)
+    assert all(torch.equal(first[name], weights[name]) for weights in others for name in first)
+
+
+def test_a_step_that_diverges_is_refused_and_says_what_to_change(folder: str) -> None:
+    index, kind = BATCH.schema.get_field_index("advantages"), BATCH.schema.field("advantages").type
+    advantages = pa.array([[math.inf] * len(ids) for ids in BATCH["token_ids"].to_pylist()], kind)
+    with pytest.raises(ValueError, match="on the way to version 1: the gradient is not finite"):
+        make_trainer(folder).step(BATCH.set_column(index, "advantages", advantages))
+    with pytest.raises(
+        ValueError, match=r"a weight is not finite; .* lower train\.learning_rate, now 1e\+39"
+    ):
+        make_trainer(folder, learning_rate=1e39).step(BATCH)
+
+
+def test_published_weights_load_into_the_auto_class(folder: str, tmp_path: Path) -> None:
+    trainer = make_trainer(folder)
+    trainer.step(BATCH)
+    AutoModelForCausalLM.from_pretrained(folder).config.save_pretrained(tmp_path)
+    save_file(trainer.weights(), tmp_path / "model.safetensors", {"format": "pt"})
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    ids = torch.arange(8).unsqueeze(0)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(ids).logits, trainer.network.model(ids).logits)
+
+
+def test_metrics_describe_the_batch(folder: str) -> None:
+    trainer = make_trainer(folder)
+    metrics = trainer.step(BATCH)
+    trained = sum(sum(mask) for mask in BATCH["loss_mask"].to_pylist())
+    assert metrics["tokens"] == trained and metrics["rows"] == 16
+    assert metrics["lag_mean"] == metrics["lag_max"] == 0
+    assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_the_branches_of_a_session_count_once_in_rewards_and_advantages(folder: str) -> None:
+    rows = [([i, i + 1, i + 2], [False, True, True]) for i in range(6)]
+    batch = make_batch(rows, logprob=-4.0, group_size=6, equal=2, branches=2)
+    rewards = [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    batch = batch.set_column(batch.schema.get_field_index("reward"), "reward", [rewards])
+    batch = pa.concat_tables([batch, batch.slice(5)])  # a third branch of the last session
+    metrics = make_trainer(folder).step(batch)
+    assert metrics["reward_mean"] == pytest.approx(1 / 3)
+    assert metrics["reward_std"] == pytest.approx(math.sqrt(2) / 3)
+    assert metrics["zero_advantage_share"] == pytest.approx(1 / 3)
+    assert metrics["rows"] == 7
+
+
+def test_data_of_an_older_version_has_lag_and_says_nothing_about_the_engine(folder: str) -> None:
+    trainer = make_trainer(folder)
+    trainer.step(BATCH)
+    metrics = trainer.step(BATCH)
+    assert metrics["lag_mean"] == metrics["lag_max"] == 1
+    assert math.isnan(metrics["engine_difference_mean"])
+
+
+@pytest.mark.parametrize("sampling", [(1.0, 1.0, 0), (0.5, 1.0, 0), (1.0, 0.5, 0), (1.0, 1.0, 7)])
+def test_data_sampled_by_the_policy_itself_has_ratio_one_and_no_divergence(
+    folder: str, sampling: tuple[float, float, int]
+) -> None:
+    """Whatever the temperature, top-p and top-k."""
+    trainer = make_trainer(folder)
+    drawn = make_batch(grouped_rows(num_groups=4, group_size=4), group_size=4, sampling=sampling)
+    rows = read_rows(drawn)
+    (microbatch,) = pack(rows, max_tokens=1 << 20)
+    logits, how = trainer.network.logits(microbatch), microbatch.sampling
+    scores = sampling_logprobs(logits, microbatch.targets, how["temperature"], how["top_p"], how["top_k"])
+    recorded = scores.tolist()
+    in_packed_order = sorted(range(len(rows)), key=lambda i: rows[i].token_ids.tolist())
+    logprobs: list[list[float | None]] = [[] for _ in rows]
+    for i in in_packed_order:
+        logprobs[i] = [recorded.pop(0) if sampled else None for sampled in rows[i].loss_mask]
+    batch = drawn.set_column(drawn.schema.get_field_index("logprobs"), "logprobs", [logprobs])
+    metrics = trainer.step(batch)
+    assert metrics["ratio_mean"] == pytest.approx(1.0, abs=1e-4)
+    assert metrics["engine_difference_max"] == pytest.approx(0.0, abs=1e-4)
+    assert metrics["kl"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics["clip_fraction"] == 0
+
+
+def test_the_learning_rate_warms_up(folder: str) -> None:
+    trainer = make_trainer(folder, warmup_steps=3)
+    rates = [trainer.step(BATCH)["learning_rate"] for _ in range(5)]
+    assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3])
+
+
+def test_every_part_of_a_batch_is_an_optimiser_step_of_its_own(folder: str) -> None:
+    trainer = make_trainer(folder, warmup_steps=3, minibatches=2)
+    assert [trainer.step(BATCH)["learning_rate"] for _ in range(2)] == pytest.approx([0.5e-3, 1e-3])
+
+
+def test_a_gradient_beyond_the_largest_norm_is_scaled_down_to_it(folder: str) -> None:
+    # so small that Adam's epsilon of 1e-8 outweighs it, and its step with it
+    trainer = make_trainer(folder, max_grad_norm=1e-9)
+    before = trainer.weights()
+    assert trainer.step(BATCH)["grad_norm"] > 0.01, "what is measured is what there was"
+    assert max(float((new - before[name]).abs().max()) for name, new in trainer.weights().items()) < 1e-4
+
+
+def test_the_gradient_is_that_of_the_weighted_mean_over_all_trained_tokens(folder: str) -> None:
+    """Each row by itself, by the definition: whatever is shared, packed or left out makes no difference."""
+    clip = {"clip_low": 0.1, "clip_high": 0.6, "importance_cap": 2.0}
+    trainer = make_trainer(folder, tokens_per_microbatch=64, **clip)
+    batch = make_batch(grouped_rows(4, 4), group_size=4, equal=4, sampling=(0.7, 1.0, 0))
+    random = np.random.default_rng(0)
+    logprobs = [
+        [float(random.uniform(-8, -3)) if sampled else None for sampled in mask]
+        for mask in batch["loss_mask"].to_pylist()
+    ]
+    for name, values in {"logprobs": logprobs, "weight": random.uniform(0.2, 3.0, len(batch))}.items():
+        kind = batch.schema.field(name).type
+        batch = batch.set_column(batch.schema.get_field_index(name), name, pa.array(values, kind))
+    losses, weights = [], []
+    model = make_trainer(folder).network.model
+    for row in read_rows(batch):
+        ids, (trained,) = torch.from_numpy(row.token_ids).long(), np.nonzero(row.loss_mask)
+        scores = (model(ids.unsqueeze(0)).logits[0, trained - 1] / 0.7).log_softmax(-1)
+        new, old, advantages = (
+            scores.gather(1, ids[trained].unsqueeze(1)).squeeze(1),
+            torch.from_numpy(row.logprobs[trained]),
+            torch.from_numpy(row.advantages[trained]),
+        )
+        losses.append(row.weight * policy_gradient_loss(new, old, advantages, **clip))
+        weights += [row.weight] * len(trained)
+    (torch.cat(losses).sum() / sum(weights)).backward()
+    expected = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    assert trainer.step(batch)["grad_norm"] == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_microbatches_do_not_change_the_gradient(folder: str) -> None:
+    whole, parts = make_trainer(folder), make_trainer(folder, tokens_per_microbatch=64)
+    expected, found = whole.step(BATCH), parts.step(BATCH)
+    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-4)
+
+
+def test_rows_without_advantage_weigh_in_the_mean_and_the_metrics_and_have_no_gradient(
+    folder: str,
+) -> None:
+    batch = make_batch(grouped_rows(4, 4), logprob=-4.0, group_size=4, equal=8)
+    trainer, reference = make_trainer(folder), make_trainer(folder)
+    found = trainer.step(batch)
+    rows = read_rows(batch)
+    loss = torch.cat([reference._loss(microbatch)[0] for microbatch in pack(rows, 8192)])
+    loss.mean().backward()
+    gradients = [p.grad for p in reference.network.model.parameters() if p.grad is not None]
+    assert found["grad_norm"] == pytest.approx(float(torch.nn.utils.get_total_norm(gradients)), rel=1e-4)
+    assert found["tokens"] == loss.numel()
+    assert found["zero_advantage_share"] == 0.5
+    assert found["loss"] == pytest.approx(loss.mean().item(), rel=1e-4)
+
+
+def test_a_step_in_which_no_row_teaches_anything_is_the_same_after_a_checkpoint(
+    folder: str, tmp_path: Path
+) -> None:
+    nothing = make_batch(grouped_rows(4, 4), logprob=-4.0, group_size=4, equal=16)
+    straight, resumed = make_trainer(folder), make_trainer(folder)
+    straight.step(BATCH)
+    straight.save_checkpoint(str(tmp_path / "checkpoint"))
+    resumed.load_checkpoint(str(tmp_path / "checkpoint"))
+    assert straight.step(nothing)["grad_norm"] == resumed.step(nothing)["grad_norm"] == 0.0
+    expected, weights = straight.weights(), resumed.weights()
+    assert all(torch.equal(expected[name], weights[name]) for name in expected)
