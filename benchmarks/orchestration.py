@@ -19,8 +19,8 @@ import typer
 from sf_core.cli.stack.local import Services, local_stack, start_services
 from sf_core.config import RunConfig
 from sf_core.config.validation import validate_config
-from sf_core.reports.iterations import read_iterations
 from sf_core.reports.summary import orchestration_seconds
+from sf_core.reports.view import read_iterations
 from sf_core.stages.run import Run, RunRef
 
 

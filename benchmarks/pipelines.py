@@ -36,7 +36,7 @@ from sf_core.cli.stack.supervisor import Process, Supervisor
 from sf_core.config import RunConfig, WorkerConfig
 from sf_core.config.validation import validate_config
 from sf_core.config.yaml_file import override_config
-from sf_core.reports.iterations import iteration_windows, read_iterations
+from sf_core.reports.view import iteration_windows, read_iterations
 from sf_core.scheduling.figures import device_figures
 from sf_core.scheduling.simulation.variants import (
     VARIANTS,

@@ -21,8 +21,8 @@ from benchmarks.orchestration import run_flow
 from sf_core.cli.stack.local import local_stack, start_services
 from sf_core.config import RunConfig
 from sf_core.config.yaml_file import load_config
-from sf_core.reports.iterations import iteration_windows, read_iterations
 from sf_core.reports.summary import orchestration_seconds
+from sf_core.reports.view import iteration_windows, read_iterations
 from sf_core.scheduling.figures import DeviceFigures, device_figures
 from sf_core.scheduling.timeline import read_spans
 from storage.run_directory import RunDirectory

@@ -14,8 +14,8 @@ from flows.warmstart import start_policy
 from sf_core.cli.live import tell
 from sf_core.reports.trackers import Trackers
 from sf_core.scheduling.plan import Plan, await_plan, read_workers
-from sf_core.stages.policy_folders import check_memory, check_start
 from sf_core.stages.run import Run, RunRef, begin_attempt, check_held_out, open_config
+from sf_core.stages.start import check_memory, check_start
 from sf_core.stages.stored_config import settled
 from tasks.cluster import (
     TaggedTaskRunner,

@@ -6,8 +6,8 @@ from prefect import flow
 
 from sf_core.cli.live import tell
 from sf_core.config import RunConfig
-from sf_core.stages.policy_folders import check_start, start_fault
 from sf_core.stages.run import Run, RunRef, begin_attempt
+from sf_core.stages.start import check_start, start_fault
 from sf_core.stages.stored_config import settled
 from tasks.cluster import TaggedTaskRunner, crashing_without_scheduler, result_of, submit
 from tasks.deployed import DeployedConfig

@@ -1,4 +1,4 @@
-"""The values that cross the borders between parts. Frozen data, no behaviour beyond properties.
+"""Values that packages exchange: frozen data without behaviour.
 
 Words follow docs/architecture.md: session, turn, branch, trajectory, group, lease, lag.
 """
@@ -9,6 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Ids = npt.NDArray[np.int32]
+"""Token ids, [num_tokens]."""
 
 
 class FinishReason(StrEnum):
@@ -22,7 +28,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are drawn. Randomness is a counter: (seed, position in the turn) decides each draw, so a
+    """How tokens are drawn. Randomness is counter-based: (seed, position in the turn) decides each draw, so a
     sample depends neither on the batch it is in nor on where it is resumed (design 5.5)."""
 
     temperature: float = 1.0
@@ -36,19 +42,19 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """What an engine is asked: continue these ids."""
+    """A request to an engine: continue these ids."""
 
     request_id: str
     prompt_ids: Sequence[int]
     """Everything so far, including tokens of this turn that were sampled before an interruption."""
     position: int
-    """How many tokens of this turn were sampled before: the counter of the first new draw."""
+    """Number of tokens of this turn sampled before; the counter of the first new draw."""
     max_tokens: int
     """Remaining budget, at least 1."""
     stop_token_ids: tuple[int, ...]
     sampling: Sampling
     stream: bool = False
-    """True: report every token at once. False: the engine may gather several steps into one chunk."""
+    """True: report each token as it is sampled. False: the engine may gather several steps into one chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +74,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class WeightsRef:
-    """Names published weights; data never crosses a task border."""
+    """A reference to published weights; the tensors themselves are never passed between tasks."""
 
     version: int
     uri: str
@@ -77,21 +83,21 @@ class WeightsRef:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One task instance an agent works on."""
+    """One task instance that an agent works on."""
 
     task_id: str
-    """Unique over all splits; the same id is the same task for ever."""
+    """Unique over all splits; an id always means the same task."""
     environment: str
     prompt: str
-    """What the user asks; also shown by `sf inspect`."""
+    """The user message; also shown by `sf inspect`."""
     answer: str = ""
-    """What verification compares with; never shown to the agent."""
+    """The reference that verification compares with; never shown to the agent."""
     metadata: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where an agent finds its LLM. Any OpenAI SDK works with these three values."""
+    """The LLM endpoint of an agent. Any OpenAI SDK works with these three values."""
 
     base_url: str
     api_key: str

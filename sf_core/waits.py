@@ -1,4 +1,4 @@
-"""Waiting that is seen: for what, since when, until when. Everything that may wait long does it in here."""
+"""Waits that are logged and shown: for what, since when, until when. All that may wait long uses them."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 FIRST_S = 30.0
-"""A wait is told of when it has lasted this long,"""
+"""Seconds after which a wait is first logged."""
 THEN_S = 300.0
-"""and again this often."""
+"""Seconds between later log lines of the same wait."""
 
 SHORTEST_S = 0.02
-"""Shorter waits are not worth a line in a manifest."""
+"""Shorter waits are left out of manifests."""
 
 _current: list[Wait] = []
-"""Of this process."""
+"""Waits of this process that are under way."""
 
 _finished: ContextVar[list[dict[str, Any]] | None] = ContextVar("finished waits", default=None)
 
 
 Facts = dict[str, Any]
-"""Of a wait: what, since and until, in Unix seconds. JSON."""
+"""A wait as JSON: what, since and until; the times in Unix seconds."""
 
 
 @dataclass
 class Wait:
-    """Something that is being waited for."""
+    """One wait under way."""
 
     what: str
     timeout_s: float
     reason: Callable[[], str] | str = ""
-    """What holds it up, if that is known; may be set while it lasts."""
+    """What delays it, if that is known; may be set during the wait."""
     since: float = field(default_factory=time.time)
     """Unix seconds."""
     _started: float = field(default_factory=time.monotonic, repr=False)
@@ -71,7 +71,7 @@ class Wait:
         return {"what": self.describe(), "since": self.since, "until": self.until}
 
     def describe(self) -> str:
-        """What it waits for, and why that is not there."""
+        """What is waited for, and the reason why it is not there yet."""
         reason = self.reason() if callable(self.reason) else self.reason
         return f"{self.what}: {reason}" if reason else self.what
 
@@ -87,15 +87,14 @@ def waiting_for(
     reason: Callable[[], str] | str = "",
     tell: Tell | None = None,
 ) -> Iterator[Wait]:
-    """Log what is waited for, once the wait has lasted a while and now and then after that; `tell` gets the
-    wait at the same moments. Neither it nor `reason` may take long.
+    """Log what is waited for after FIRST_S and every THEN_S from then on; `tell` is called with the wait at
+    the same moments. Neither `tell` nor `reason` may take long.
 
-    The deadline is the caller's to keep: by `check` between polls, or by raising `over` when what it calls
-    has timed out.
+    The caller keeps the deadline, by `check` between polls or by raising `over` when its own call times out.
     """
     wait = Wait(what, timeout_s, reason)
     is_over = threading.Event()
-    # Prefect finds the run a line of the log belongs to by the context
+    # Prefect finds the run of a log line by the context
     watch = partial(copy_context().run, _watch, wait, is_over, tell)
     watcher = threading.Thread(target=watch, name="wait", daemon=True)
     watcher.start()
@@ -112,13 +111,13 @@ def waiting_for(
 
 
 def long_waits() -> list[Wait]:
-    """What this process waits for now and was told of."""
+    """Waits under way that have lasted long enough to be logged."""
     return [wait for wait in list(_current) if wait.seconds >= FIRST_S]
 
 
 @contextmanager
 def collect_waits() -> Iterator[list[dict[str, Any]]]:
-    """The waits that end inside, as what, start and end in Unix seconds."""
+    """Yields a list of the waits that end inside: what, and start and end in Unix seconds."""
     waits: list[dict[str, Any]] = []
     token = _finished.set(waits)
     try:
@@ -137,5 +136,5 @@ def _watch(wait: Wait, is_over: threading.Event, tell: Tell | None) -> None:
 
 
 def clock(moment: float) -> str:
-    """Of Unix seconds, as people are told them."""
+    """Local time of day of Unix seconds."""
     return time.strftime("%H:%M:%S", time.localtime(moment))

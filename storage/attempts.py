@@ -1,4 +1,4 @@
-"""What an attempt to work on a run leaves in the run directory: where it can be asked for."""
+"""The record that each flow attempt on a run leaves in the run directory."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from storage.json_files import first_fault
 
 
 class Attempt(BaseModel):
-    """Nothing is known of attempts of earlier versions: their files are empty."""
+    """One flow attempt on a run. Files of earlier versions are empty: all fields are unknown."""
 
     model_config = ConfigDict(frozen=True)
 
     dataplane: str | None = None
-    """URL of the data plane that serves it; empty if none does any more."""
+    """URL of the data plane that serves the attempt; empty once that data plane is gone for good."""
     host: str | None = None
-    """Name of the machine on which it began: elsewhere, a URL on loopback means another data plane."""
+    """Machine on which the attempt began; on another one, a loopback URL means another data plane."""
     evaluate_only: bool = False
-    """It measures a policy version and trains nothing."""
+    """The attempt measures a policy version and trains nothing."""
 
 
 def parse_attempt(uri: str, text: bytes) -> Attempt:
-    """Raises ValueError with one sentence if this is no attempt."""
+    """Raises ValueError with one sentence if the text is no attempt."""
     try:
         return Attempt.model_validate_json(text) if text else Attempt()
     except ValidationError as error:

@@ -1,6 +1,6 @@
-"""Batches: the trajectories of an iteration with what the filter made of them.
+"""Batches as Parquet files: the trajectories of an iteration and the three columns that the filter adds.
 
-Owns the three columns it adds. A batch is stored before it is trained on, so a lost trainer replays it.
+Owns these columns. A batch is stored before it is trained on, so that a lost trainer can replay it.
 """
 
 from __future__ import annotations

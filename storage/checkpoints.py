@@ -1,7 +1,7 @@
-"""Checkpoints: what a trainer needs to go on as if it had never stopped.
+"""Checkpoints: what a trainer needs to continue as if it had never stopped.
 
-Owns a folder of model.safetensors, optimizer.safetensors and state.json. The last is written last and holds
-the checksums of the others: a folder without it is no checkpoint.
+Owns a folder of model.safetensors, optimizer.safetensors and state.json. state.json is written last and holds
+the checksums of the other two; a folder without it is no checkpoint.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.j
 class Checkpoint:
     model: dict[str, torch.Tensor]
     optimizer: dict[str, Any]
-    """As torch.optim.Optimizer.state_dict gives it."""
+    """State dictionary of a torch.optim.Optimizer."""
     state: dict[str, Any]
-    """Whatever else the trainer keeps; JSON."""
+    """Other state of the trainer; JSON."""
 
 
 _TensorFile = Literal["model.safetensors", "optimizer.safetensors"]
@@ -46,7 +46,7 @@ class _Optimizer(BaseModel):
 
 
 class _Content(BaseModel):
-    """Of state.json."""
+    """Content of state.json."""
 
     state: dict[str, Any]
     optimizer: _Optimizer
@@ -56,7 +56,7 @@ class _Content(BaseModel):
 def save_checkpoint(
     uri: str, model: Mapping[str, torch.Tensor], optimizer: Mapping[str, Any], state: Mapping[str, Any]
 ) -> list[FileRef]:
-    """Write state dictionaries of a model and a torch.optim.Optimizer, and JSON values beside them."""
+    """Write the state dictionaries of a model and a torch.optim.Optimizer, and further state as JSON."""
     import torch
 
     tensors: dict[str, torch.Tensor] = {}
@@ -83,12 +83,12 @@ def save_checkpoint(
 
 
 def has_checkpoint(uri: str) -> bool:
-    """Whether a complete checkpoint is there; its content is checked when it is loaded."""
+    """Whether the folder holds a complete checkpoint; its content is checked only when it is loaded."""
     return files.exists(files.join(uri, STATE))
 
 
 def remove_checkpoint(uri: str) -> None:
-    """A checkpoint that is removed in part is none."""
+    # state.json first: a checkpoint that is removed in part is none
     files.remove(files.join(uri, STATE))
     files.remove_folder(uri)
 
@@ -106,7 +106,7 @@ def load_checkpoint(uri: str) -> Checkpoint:
         _check(files.join(uri, file), written)
     groups = content.optimizer.param_groups
     state: dict[Any, dict[str, Any]] = {}
-    # torch keys the state by what its groups list: numbers, or names of parameters
+    # torch keys the state by the entries of its groups: numbers, or names of parameters
     keys = {str(key): key for group in groups for key in group["params"]}
     for path, tensor in weights.read_tensors(files.join(uri, OPTIMIZER)).items():
         key, _, name = path.rpartition("/")

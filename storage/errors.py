@@ -1,4 +1,4 @@
-"""What a storage says when it fails, as one sentence. Knows the errors of clients behind fsspec by name."""
+"""Turns failures of a storage into one sentence. Knows the errors of the clients behind fsspec by name."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ _CLIENTS = ("botocore", "aiobotocore", "aiohttp", "urllib3")
 
 
 class StorageError(OSError):
-    """A storage did not do what it was asked: which file, why, and what to look at."""
+    """A storage failed; the message names the file, the reason and what to check."""
 
 
 @contextmanager
 def storage_errors(uri: str) -> Iterator[None]:
-    """Turn failures of the storage into StorageError. A file that is not there, or is there already, stays
-    FileNotFoundError or FileExistsError: callers expect those."""
+    """Turn failures of the storage into StorageError, except FileNotFoundError and FileExistsError, which
+    callers expect."""
     try:
         yield
     except StorageError:
         raise
     except (FileNotFoundError, FileExistsError) as error:
-        # a bucket that is not there is no file that is not there: a run would start over
+        # a missing bucket must not pass for a missing file: the run would start over
         if _code(error) == "NoSuchBucket":
             raise StorageError(
                 f"{uri}: there is no such bucket; create it or correct storage.root"
@@ -45,6 +45,6 @@ def _reason(error: Exception) -> str:
 
 
 def _code(error: BaseException) -> str | None:
-    """The error code that an S3 server gave."""
+    """The error code of an S3 server's answer."""
     code: str | None = getattr(error.__cause__, "response", {}).get("Error", {}).get("Code")
     return code

@@ -1,7 +1,7 @@
-"""Whole files on any fsspec filesystem, each written at once or not at all.
+"""Whole files on any fsspec filesystem, each written atomically.
 
-Owns atomic writes, checksums, URIs and the sentences about a storage that fails. Knows nothing of what the
-files mean. Object stores have no rename: there a file appears when its upload is complete.
+Owns atomic writes, checksums and URIs. Knows nothing of what the files mean. Object stores have no rename:
+there a file appears when its upload is complete.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from storage.scratch import scratch_folder
 __all__ = ["FileRef", "StorageError"]
 
 _OPTIONS: dict[str, dict[str, Any]] = {
-    # s3fs repeats what failed, five times; each of its tries is one, or minutes pass before anybody hears
+    # s3fs retries five times itself; with retries inside each of them, an error would take minutes
     "s3": {"config_kwargs": {"retries": {"total_max_attempts": 1}}},
 }
 
@@ -43,10 +43,10 @@ _fence: ContextVar[Callable[[], None]] = ContextVar("fence", default=lambda: Non
 
 @dataclass(frozen=True, slots=True)
 class FileRef:
-    """A file that was written, and what it must look like when it is read."""
+    """Reference to a written file, with the size and checksum that a reader must find."""
 
     uri: str
-    """Where it lies; manifests keep it relative to their run directory."""
+    """URI of the file; in manifests relative to their run directory."""
     bytes: int
     sha256: str
 
@@ -69,7 +69,7 @@ def is_local(uri: str) -> bool:
 
 
 def absolute(uri: str) -> str:
-    """A plain absolute path for local files, so that it means the same in every process; else the URI."""
+    """The absolute path of a local file, so that it means the same in every process; else the URI."""
     fs, path = open_fs(uri)
     return path if isinstance(fs, LocalFileSystem) else uri.rstrip("/")
 
@@ -92,7 +92,7 @@ def read_bytes(uri: str) -> bytes:
 
 
 def describe(uri: str) -> FileRef:
-    """The file as it is now, read piece by piece. Raises FileNotFoundError."""
+    """Reference to the file as it is now, read piece by piece. Raises FileNotFoundError."""
     checksum, size = hashlib.sha256(), 0
     with open_read(uri) as file:
         while piece := file.read(_PIECE_BYTES):
@@ -103,7 +103,7 @@ def describe(uri: str) -> FileRef:
 
 @contextmanager
 def open_read(uri: str) -> Iterator[BinaryIO]:
-    """The file for reading parts of it: nothing is read ahead. Raises FileNotFoundError."""
+    """Open the file to read parts of it, without read-ahead. Raises FileNotFoundError."""
     fs, path = open_fs(uri)
     with storage_errors(uri), fs.open(path, "rb", cache_type="none") as file:
         yield file
@@ -111,7 +111,7 @@ def open_read(uri: str) -> Iterator[BinaryIO]:
 
 def write_atomic(uri: str, data: bytes, *, create: bool = False) -> FileRef:
     """Write the whole file or nothing. With `create` an existing file is kept and FileExistsError raised,
-    also when two processes write at the same moment."""
+    even if two processes write at the same moment."""
     fs, path = open_fs(uri)
     with storage_errors(uri):
         if isinstance(fs, LocalFileSystem):
@@ -125,8 +125,8 @@ def write_atomic(uri: str, data: bytes, *, create: bool = False) -> FileRef:
 
 @contextmanager
 def fenced(check: Callable[[], None]) -> Iterator[None]:
-    """Of what this thread writes in the block, `check` is called directly before each file appears; if it
-    raises, what was there before stays. On an object store it is called before the upload."""
+    """For writes of this thread in the block, call `check` directly before each file appears; if it raises,
+    the previous file stays. On an object store it is called before the upload."""
     token = _fence.set(check)
     try:
         yield
@@ -135,7 +135,7 @@ def fenced(check: Callable[[], None]) -> Iterator[None]:
 
 
 class HashedFile:
-    """A file under construction, of which size and checksum are known when it is done."""
+    """A file being written, which counts its size and computes its checksum."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -163,8 +163,8 @@ class HashedFile:
 
 @contextmanager
 def writer(uri: str) -> Iterator[HashedFile]:
-    """Like write_atomic for a file that is never whole in memory: it appears when the block has ended. What
-    goes to an object store is gathered in a temporary file (TMPDIR) and uploaded in parts."""
+    """Like write_atomic, for a file that is never whole in memory: it appears when the block has ended. For
+    an object store it is gathered in a temporary file (TMPDIR) and uploaded in parts."""
     fs, path = open_fs(uri)
     if isinstance(fs, LocalFileSystem):
         with storage_errors(uri), _local_file(path) as file:
@@ -179,10 +179,10 @@ def writer(uri: str) -> Iterator[HashedFile]:
 
 
 def check_writable(folder: str) -> None:
-    """Raises StorageError if nothing can be written into the folder, or not so that no other replaces it."""
+    """Raises StorageError if files cannot be written into the folder, or only by replacing existing ones."""
     fs, path = open_fs(folder)
     probe = join(path, f".{uuid.uuid4().hex}.tmp")
-    # not write_atomic: its sentence would name a file that nobody knows
+    # not write_atomic: its error would name a file that the user does not know
     with storage_errors(folder):
         if isinstance(fs, LocalFileSystem):
             with _local_file(probe, create=True):
@@ -193,13 +193,13 @@ def check_writable(folder: str) -> None:
 
 
 def list_files(folder: str) -> list[str]:
-    """URIs of the files directly in a folder, sorted, without hidden ones; empty if there is no folder. A
-    link is what it leads to. Manifests name the files of a run: list only what no manifest names."""
+    """URIs of the files directly in a folder, sorted, without hidden ones; empty if there is no folder. Links
+    are followed. Manifests name the files of a run: list only files that no manifest names."""
     return _list(folder, "file")
 
 
 def list_folders(folder: str) -> list[str]:
-    """URIs of the folders directly in a folder, likewise."""
+    """URIs of the folders directly in a folder, under the rules of list_files."""
     return _list(folder, "directory")
 
 
@@ -218,7 +218,7 @@ def copy_folder(source: str, target: str, exclude: Sequence[str] = ()) -> list[F
 
 
 def remove(uri: str) -> None:
-    """Remove a file; one that is gone already is no error."""
+    """Remove a file; a missing file is no error."""
     fs, path = open_fs(uri)
     try:
         with storage_errors(uri):
@@ -228,14 +228,14 @@ def remove(uri: str) -> None:
 
 
 def lies_in(uri: str, folder: str) -> bool:
-    """Whether it is there without following a link out of the folder."""
+    """Whether the file is in the folder without following a link out of it."""
     if not is_local(folder):
         return uri.startswith(folder.rstrip("/") + "/")
     return os.path.realpath(open_fs(uri)[1]).startswith(os.path.realpath(open_fs(folder)[1]) + "/")
 
 
 def remove_folder(folder: str) -> None:
-    """Remove a folder with all that is in it; one that is gone already is no error. Of a link, the link."""
+    """Remove a folder with its content; of a link, only the link. A missing folder is no error."""
     fs, path = open_fs(folder)
     try:
         with storage_errors(folder):
@@ -245,16 +245,16 @@ def remove_folder(folder: str) -> None:
 
 
 def folder_bytes(folder: str) -> int:
-    """Size of all files in a folder and below, hidden ones too; of a file, its own; 0 if there is none."""
+    """Size of a file, or of all files in a folder and below, hidden ones included; 0 if there is none."""
     fs, path = open_fs(folder)
     with storage_errors(folder):
-        # not du(): it asks for each file again, and those that are being written are gone by then
+        # not du(): it queries each file again, and unfinished files may be gone by then
         return sum(entry["size"] for entry in fs.find(path, detail=True).values())
 
 
 @contextmanager
 def local_copy(uri: str) -> Iterator[str]:
-    """The file as a local path: itself, or a temporary copy. Raises FileNotFoundError."""
+    """Path of the file itself if it is local, else of a temporary copy. Raises FileNotFoundError."""
     fs, path = open_fs(uri)
     if isinstance(fs, LocalFileSystem):
         yield path
@@ -267,11 +267,11 @@ def local_copy(uri: str) -> Iterator[str]:
 
 
 def local_folder(folder: str, exclude: Sequence[str] = ()) -> str:
-    """The files directly in a folder as a local folder: itself, or a copy of what is there now, which this
-    process makes once and keeps. `exclude` as in copy_folder. Raises ValueError if it is empty."""
+    """Path of the folder if it is local, else of a copy of the files directly in it, which this process makes
+    once and keeps. `exclude` as in copy_folder. Raises ValueError if the folder is empty."""
     if is_local(folder):
         return open_fs(folder)[1]
-    # a run directory may have been removed and begun again: what the storage says of its files tells
+    # a run directory may have been removed and begun again: the listing, part of the key, tells them apart
     content = repr(sorted(_entries(folder, "file"), key=lambda entry: str(entry["name"])))
     return _copied(folder, tuple(exclude), hashlib.sha256(content.encode()).hexdigest()).name
 
@@ -284,8 +284,8 @@ def _copied(folder: str, exclude: tuple[str, ...], content: str) -> tempfile.Tem
 
 
 def list_unfinished(folder: str) -> list[str]:
-    """What processes that were killed while they wrote have left in a folder and below. Object stores keep
-    nothing of the kind."""
+    """Temporary files that killed processes have left in a folder and below. Object stores keep no such
+    files."""
     fs, path = open_fs(folder)
     with storage_errors(folder):
         found = fs.find(path) if isinstance(fs, LocalFileSystem) else []
@@ -304,14 +304,14 @@ def _list(folder: str, kind: str) -> list[str]:
 
 
 def _entries(folder: str, kind: str) -> list[dict[str, Any]]:
-    """What the storage says of the files or folders directly in a folder."""
+    """Entries of the storage for the files or folders directly in a folder."""
     fs, path = open_fs(folder)
     try:
         with storage_errors(folder):
             entries = fs.ls(path, detail=True)
     except FileNotFoundError:
         return []
-    # fsspec calls every link on a local disk "other", wherever it leads
+    # fsspec gives every link on a local disk the type "other"
     if isinstance(fs, LocalFileSystem):
         is_kind = os.path.isfile if kind == "file" else os.path.isdir
         return [entry for entry in entries if is_kind(entry["name"])]
@@ -325,7 +325,7 @@ def _local_file(path: str, create: bool = False) -> Iterator[BinaryIO]:
         os.makedirs(folder, exist_ok=True)
     except FileExistsError:
         raise NotADirectoryError(f"{folder} is a file") from None
-    # neither the dot nor the ending is what readers of Parquet folders look for
+    # readers of Parquet folders skip both the dot and the ending
     temporary = os.path.join(folder, f".{name}.{uuid.uuid4().hex}.tmp")
     try:
         with open(temporary, "wb") as file:

@@ -1,7 +1,7 @@
-"""What the ranks of one try at a train stage tell each other, and the flow, through the run directory.
+"""Coordination of the ranks of one try at a train stage, with each other and with the flow, through files.
 
-Owns a folder of small files per try. A try is over for good once the flow has ended it or a later attempt at
-the run has begun: whoever still works on it must touch nothing any more.
+Owns a folder of small files in the run directory per try. A try is over for good once the flow has ended it
+or a later attempt on the run has begun: from then on its ranks must not write anything.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from storage.run_directory import RunDirectory
 
 
 class GangFiles:
-    """One try, named by iteration, attempt and epoch (the tries of one attempt count from 0)."""
+    """The files of one try, named by iteration, attempt and epoch (the number of the try, from 0)."""
 
     def __init__(self, directory: RunDirectory, iteration: int, attempt: int, epoch: int) -> None:
         self._directory, self._iteration, self._attempt = directory, iteration, attempt
@@ -24,7 +24,7 @@ class GangFiles:
         return f"train of iteration {self._iteration}"
 
     def take_seat(self, rank: int, *, once: bool) -> bool:
-        """Note that this rank has begun. With `once`, False if it had begun before."""
+        """Record that this rank has begun. With `once`, returns False if it had begun before."""
         try:
             files.write_atomic(self._seat(rank), b"", create=once)
         except FileExistsError:
@@ -41,7 +41,7 @@ class GangFiles:
         return files.exists(self._computed(rank))
 
     def announce(self, host: str, port: int) -> None:
-        """Say where rank 0 waits for the others."""
+        """Publish the address at which rank 0 waits for the other ranks."""
         text = json.dumps({"host": host, "port": port})
         files.write_atomic(files.join(self._folder, "address.json"), text.encode())
 
@@ -60,7 +60,7 @@ class GangFiles:
         return ended or self._directory.is_superseded(self._attempt)
 
     def is_committed(self) -> bool:
-        """Whether the train stage is, by whichever try."""
+        """Whether any try has committed the train stage."""
         return self._directory.read_manifest(self._iteration, "train") is not None
 
     def _seat(self, rank: int) -> str:

@@ -1,4 +1,4 @@
-"""What is wrong with a JSON file that we wrote ourselves and cannot read back."""
+"""Describes why a JSON file of ours cannot be read back."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pydantic import ValidationError
 
 
 def first_fault(error: ValidationError) -> str:
-    """Where, if inside of something, and what; one sentence without its end."""
+    """The first error and, if it is in a field, the path of that field; one sentence without a full stop."""
     first = error.errors()[0]
     where = ".".join(map(str, first["loc"]))
     what = first["msg"].removeprefix("Value error, ")

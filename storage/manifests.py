@@ -1,7 +1,7 @@
-"""What a stage leaves behind when it is done: one small JSON file that names its inputs and outputs.
+"""Manifests: the small JSON file that a stage writes when it is done and that names its inputs and outputs.
 
-Owns the content of a manifest and the sentences about a wrong one. Where it lies and when it is written is
-the run directory's.
+Owns the content of a manifest and the errors about a wrong one. Path and time of writing belong to
+storage/run_directory.py.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Manifest(BaseModel):
     attempt: int
     """The attempt that did the work; see RunDirectory.begin_attempt."""
     inputs: dict[str, str] = {}
-    """What was read, by role: relative URIs, version numbers."""
+    """Inputs of the stage by role: relative URIs, version numbers."""
     outputs: list[FileRef] = []
-    """What was written, URIs relative to the run directory."""
+    """Files that the stage wrote, with URIs relative to the run directory."""
     data: dict[str, Any] = {}
     """Facts of the stage that later stages and people need; JSON."""
     created_at: datetime = Field(default_factory=lambda: datetime.now(UTC))
@@ -52,7 +52,7 @@ class Manifest(BaseModel):
 
 
 def parse_manifest(uri: str, text: bytes, run_id: str, iteration: int | None, stage: str) -> Manifest:
-    """Raises ValueError with one sentence if this is no manifest, or one of something else."""
+    """Raises ValueError with one sentence if the text is no manifest, or that of another stage or run."""
     try:
         manifest = Manifest.model_validate_json(text)
     except ValidationError as error:
@@ -64,7 +64,7 @@ def parse_manifest(uri: str, text: bytes, run_id: str, iteration: int | None, st
         if (found := getattr(manifest, name)) != expected:
             raise ValueError(f"{uri}: manifest is for {name} {found!r}, expected {expected!r}")
     for ref in manifest.outputs:
-        # whoever writes into a run directory must not choose what else is read
+        # a forged manifest must not make us read files outside of the run directory
         if "://" in ref.uri or ref.uri.startswith("/") or ".." in ref.uri.split("/"):
             raise ValueError(
                 f"{uri}: manifest names outputs that are not in the run directory: {ref.uri[:200]}"

@@ -1,6 +1,6 @@
-"""Metrics as Parquet: one file per iteration, one row per training step, evaluation or iteration.
+"""Metrics as Parquet: one file per iteration, one row per optimiser step, evaluation or iteration.
 
-Owns the columns `iteration` and `step`; the others are whatever was measured, as float64.
+Owns the columns `iteration` and `step`; every other column is one metric, as float64.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Kind = Literal["train", "evaluation", "devices"]
 
 
 class Point(NamedTuple):
-    """A row of metrics as curves show it."""
+    """A row of metrics as a point of curves."""
 
     step: int
-    """On the axis of its kind: steps of an iteration follow each other, other rows count iterations."""
+    """Position on the x axis: optimiser steps of all iterations for `train`, else the iteration."""
     values: dict[str, float]
-    """What was measured; never NaN or infinite."""
+    """Metrics by name; never NaN or infinite."""
 
 
 def write_metrics(
@@ -33,7 +33,7 @@ def write_metrics(
     iteration: int,
     steps: Sequence[Mapping[str, float]],
 ) -> FileRef:
-    """Write the steps of one iteration; for evaluations, `iteration` is the policy version."""
+    """Write the rows of one iteration; for evaluations, `iteration` is the policy version."""
     names = list(dict.fromkeys(name for step in steps for name in step))
     columns: dict[str, pa.Array] = {
         "iteration": pa.array([iteration] * len(steps), pa.int32()),
@@ -44,14 +44,14 @@ def write_metrics(
 
 
 def read_metrics(uri: str) -> list[dict[str, float]]:
-    """One mapping per step. Raises ValueError with one sentence if the file is missing or broken."""
+    """One mapping per row. Raises ValueError with one sentence if the file is missing or broken."""
     rows: list[dict[str, float]] = parquet.read_table(uri).to_pylist()
     return rows
 
 
 def newer_points(run: RunDirectory, kind: Kind, after: int, newest: int) -> Iterator[tuple[int, list[Point]]]:
-    """Of each iteration, for evaluations of each version, that was measured behind `after`, up to `newest`:
-    its number and its rows."""
+    """Number and rows of each measured iteration (policy version for evaluations) from `after` + 1 to
+    `newest`."""
     for number in range(after + 1, newest + 1):
         if files.exists(uri := run.metrics_file(kind, number)):
             rows = read_metrics(uri)

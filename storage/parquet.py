@@ -1,6 +1,6 @@
-"""Parquet as this project writes it, and numpy rows as Arrow list columns.
+"""Reads and writes this project's Parquet files, and converts NumPy rows to Arrow list columns.
 
-Owns compression, the schema version and the checks of a file. Knows no column by name.
+Owns compression, the schema version and the validation of a file. Knows nothing of what columns mean.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from storage import files
 from storage.files import FileRef
 
 SCHEMA_VERSION = 2
-"""Files of this and of every older version are read; tests/data has one folder per version."""
+"""Version of written files. Older versions are read too; tests/data has one folder per version."""
 _VERSION_KEY = b"seamlessflow.schema"
 METADATA = {_VERSION_KEY: str(SCHEMA_VERSION).encode()}
 ROW_GROUP_BYTES = 32 * 2**20
-"""About as much of a table is one row group, before compression: what a writer or reader holds at once."""
+"""Approximate size of a row group before compression; a writer or reader holds one at a time."""
 _READ_BYTES = 2**20
 _Rows = TypeVar("_Rows", pa.Table, pa.RecordBatch)
 
 
 def write_table(uri: str, table: pa.Table) -> FileRef:
-    """Equal tables give equal bytes."""
+    """Write a table in row groups; equal tables give equal bytes."""
     rows = max(1, len(table) * ROW_GROUP_BYTES // max(1, table.nbytes))
     return write_tables(uri, table.schema, (table.slice(at, rows) for at in range(0, len(table), rows)))
 
 
 def write_tables(uri: str, schema: pa.Schema, tables: Iterable[pa.Table]) -> FileRef:
-    """One row group per table, written as it comes: all of them are never in memory at once."""
+    """Write one row group per table as the tables arrive, so that never all of them are in memory."""
     with files.writer(uri) as file:
-        # a dictionary makes names that repeat faster to write and read; zstd makes numbers that repeat as
-        # small without one: benchmarks/storage.py
+        # a dictionary makes repeated names faster to write and read; repeated numbers get as small by zstd
+        # alone: benchmarks/storage.py
         names = [field.name for field in schema if field.type == pa.string() and field.name != "messages"]
         with pq.ParquetWriter(
             file,
@@ -52,9 +52,9 @@ def write_tables(uri: str, schema: pa.Schema, tables: Iterable[pa.Table]) -> Fil
 
 
 def read_table(uri: str, columns: list[str] | None = None, schema: pa.Schema | None = None) -> pa.Table:
-    """One file; with `columns`, only their bytes are read. A column of `schema` that its schema version did
-    not have yet is null. Raises ValueError with one sentence if it is missing, broken, lacks a column, has
-    one of another type than `schema` says or is of a newer schema version."""
+    """Read one file; with `columns`, only their bytes. A column of `schema` that is newer than the schema
+    version of the file is null. Raises ValueError with one sentence if the file is missing, broken, lacks a
+    column, has one of another type than in `schema`, or is of a newer schema version."""
     with _opened(uri, pre_buffer=True) as reader:
         absent = _check_columns(uri, reader.schema_arrow, columns, schema)
         return _fill_in(reader.read(_stored(columns, absent)), absent, columns, schema)
@@ -63,7 +63,7 @@ def read_table(uri: str, columns: list[str] | None = None, schema: pa.Schema | N
 def iter_batches(
     uri: str, max_rows: int, columns: list[str] | None = None, schema: pa.Schema | None = None
 ) -> Iterator[pa.RecordBatch]:
-    """One file, `max_rows` at a time, never whole in memory. Raises ValueError like `read_table`."""
+    """Read one file, `max_rows` at a time, never whole in memory. Raises ValueError like `read_table`."""
     with _opened(uri, pre_buffer=False) as reader:
         absent = _check_columns(uri, reader.schema_arrow, columns, schema)
         for batch in reader.iter_batches(max_rows, columns=_stored(columns, absent)):
@@ -71,7 +71,7 @@ def iter_batches(
 
 
 def offsets(rows: Sequence[Sized]) -> pa.Int32Array:
-    """Where each list begins, and the end of the last."""
+    """Start offset of each list, and the end of the last one."""
     ends = np.zeros(len(rows) + 1, np.int32)
     np.cumsum([len(row) for row in rows], out=ends[1:])
     return pa.array(ends)
@@ -115,7 +115,7 @@ def _complete(uri: str) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, UnicodeDecodeError, OSError) as error:
-        # Arrow raises a bare OSError for bytes that make no sense; one of the storage says more
+        # Arrow raises a bare OSError for malformed bytes; one of the storage has an errno or a subclass
         if isinstance(error, OSError) and (type(error) is not OSError or error.errno is not None):
             raise
         reason = " ".join(str(error).split()).partition(". ")[0]
@@ -125,7 +125,7 @@ def _complete(uri: str) -> Iterator[None]:
 def _check_columns(
     uri: str, found: pa.Schema, columns: list[str] | None, expected: pa.Schema | None
 ) -> list[pa.Field]:
-    """The columns asked for that the file's schema version did not have yet."""
+    """The requested columns that the file's schema version did not have yet."""
     is_older = int(_version(found)) < SCHEMA_VERSION
     absent = [
         field

@@ -1,4 +1,4 @@
-"""The layout of a run directory and its manifests, which are the truth about what is done (design 5.6).
+"""The layout of a run directory, and its manifests, which alone decide which stages are done (design 5.6).
 
 Owns every path and the order of stages. Knows nothing of what the stages compute.
 """
@@ -33,17 +33,17 @@ class RunDirectory:
         self.run_id = self.uri.rstrip("/").rsplit("/", 1)[-1]
 
     def path(self, *parts: str) -> str:
-        """URI of something in the run directory; takes the `uri` of a manifest's FileRef."""
+        """URI of a path in the run directory, such as the `uri` of a manifest's FileRef."""
         return files.join(self.uri, *parts)
 
     @property
     def start_dir(self) -> str:
-        """Hugging Face folder the run starts from: tokenizer, configuration, the weights of version 0."""
+        """Hugging Face folder that the run starts from: tokenizer, configuration, weights of version 0."""
         return self.path("start")
 
     @property
     def policy_dir(self) -> str:
-        """Hugging Face folder of the result."""
+        """Hugging Face folder of the trained policy."""
         return self.path("policy")
 
     @property
@@ -60,22 +60,22 @@ class RunDirectory:
         return self.path("gangs", f"{iteration:05d}", f"{attempt}.{epoch}")
 
     def partition(self, kind: str, iteration: int) -> str:
-        """Folder of the Parquet files of one iteration; of one policy version for evaluations."""
+        """Folder of the Parquet files of one iteration, or of one policy version for evaluations."""
         return self.path(kind, f"iteration={iteration}")
 
     def list_partitions(self, kind: str) -> dict[int, list[str]]:
-        """Parquet files by iteration or policy version, in order, of what no manifest names."""
+        """Parquet files by iteration or policy version, in order, for a kind that no manifest names."""
         matches = (re.search(r"/iteration=(\d+)$", uri) for uri in files.list_folders(self.path(kind)))
         folders = {int(match[1]): match.string for match in matches if match is not None}
         found = {number: files.list_files(folders[number]) for number in sorted(folders)}
-        # the folder is there before its first file is
+        # a folder exists before its first file does
         return {number: uris for number, uris in found.items() if uris}
 
     def metrics_file(self, kind: str, iteration: int) -> str:
         return self.path("metrics", kind, f"iteration={iteration}.parquet")
 
     def events_file(self, kind: str, iteration: int) -> str:
-        """The same for TensorBoard, which knows its files by the middle of this name."""
+        """Event file of TensorBoard, which recognises its files by `tfevents` in the name."""
         return self.path("tensorboard", kind, f"events.out.tfevents.{iteration:010d}")
 
     def manifest_file(self, iteration: int | None, stage: str) -> str:
@@ -83,14 +83,14 @@ class RunDirectory:
         return self.path("manifests", *parts, f"{stage}.json")
 
     def relative(self, ref: FileRef) -> FileRef:
-        """The reference as manifests keep it, so that a run directory can be moved."""
+        """The reference as manifests keep it: relative, so that the run directory can be moved."""
         return replace(ref, uri=ref.uri.removeprefix(self.uri + "/"))
 
     def write_config(self, config: BaseModel) -> FileRef:
         return files.write_atomic(self.path("config.json"), config.model_dump_json(indent=2).encode())
 
     def read_config(self, model: type[Model]) -> Model:
-        """Raises ValueError with one sentence if there is no run here or its configuration is broken."""
+        """Raises ValueError with one sentence if there is no run here or its configuration is invalid."""
         uri = self.path("config.json")
         try:
             return model.model_validate_json(files.read_bytes(uri))
@@ -103,7 +103,7 @@ class RunDirectory:
         return files.write_atomic(self.path("summary.json"), json.dumps(summary, indent=2).encode())
 
     def read_summary(self) -> dict[str, Any] | None:
-        """None: there is none yet. Raises ValueError with one sentence if the file is broken."""
+        """The summary, None if not written yet. Raises ValueError with one sentence if the file is broken."""
         uri = self.path("summary.json")
         try:
             return TypeAdapter(dict[str, Any]).validate_json(files.read_bytes(uri))
@@ -113,13 +113,13 @@ class RunDirectory:
             raise ValueError(f"{uri}: cannot be read: {first_fault(error)}") from None
 
     def write_timeline(self, name: str, until: float, data: bytes) -> FileRef:
-        """One part of what `name` did, up to this moment (Unix seconds). A part is written once."""
+        """Write the part of the timeline of `name` that ends at `until` (Unix seconds), once and for all."""
         uri = self.path("timeline", _hour(until), f"{name}.{round(until * 1e6)}.json")
         return files.write_atomic(uri, data)
 
     def read_timelines(self, since: float = 0.0) -> dict[str, bytes]:
-        """The parts that tell of times after `since` (Unix seconds), by URI."""
-        # by hours: a long run of many devices has more parts than can be listed at every look
+        """The parts of timelines that end at or after `since` (Unix seconds), by URI."""
+        # by hours: a long run with many devices has too many parts to list all of them each time
         folder = self.path("timeline")
         hours = [hour for hour in files.list_folders(folder) if hour.rpartition("/")[2] >= _hour(since)]
         found = [uri for part in (folder, *hours) for uri in files.list_files(part)]
@@ -136,7 +136,7 @@ class RunDirectory:
         return self.path("timeline.png")
 
     def read_manifest(self, iteration: int | None, stage: str) -> Manifest | None:
-        """None: not committed. Raises ValueError if the file is broken or belongs to something else."""
+        """The manifest, None if not committed. Raises ValueError if it is broken or of another run or stage."""
         uri = self.manifest_file(iteration, stage)
         try:
             text = files.read_bytes(uri)
@@ -145,23 +145,23 @@ class RunDirectory:
         return parse_manifest(uri, text, self.run_id, iteration, stage)
 
     def commit_manifest(self, manifest: Manifest) -> Manifest:
-        """Write the manifest, last and atomically; returns the one that holds.
+        """Write the manifest atomically, after all outputs; returns the one that is in force.
 
-        Committing equal outputs again keeps the first. Raises ValueError if the stage was committed with
-        other outputs, or if a later attempt has begun.
+        Committing equal outputs again keeps the first manifest. Raises ValueError if the stage was committed
+        with other outputs, or if a later attempt has begun.
         """
         outputs = [self.relative(ref) for ref in manifest.outputs]
         manifest = manifest.model_copy(update={"outputs": outputs})
         uri = self.manifest_file(manifest.iteration, manifest.stage)
         text = manifest.model_dump_json(indent=2).encode()
-        # refuse what could never be read back: another run, or values that JSON does not keep
+        # refuse what could never be read back: a manifest of another run, or values that JSON cannot hold
         parse_manifest(uri, text, self.run_id, manifest.iteration, manifest.stage)
         if (kept := self._committed(manifest)) is not None:
             return kept
         self.refuse_superseded(manifest.attempt, f"commit {manifest.label}")
         try:
             files.write_atomic(uri, text, create=True)
-        except FileExistsError:  # another attempt was faster by less than a write
+        except FileExistsError:  # another attempt has just written it
             kept = self._committed(manifest)
             assert kept is not None
             return kept
@@ -169,7 +169,7 @@ class RunDirectory:
         return manifest
 
     def verify(self, manifest: Manifest) -> None:
-        """Raises ValueError if an output is missing or is not what the stage wrote."""
+        """Raises ValueError if an output is missing or differs from what the stage wrote."""
         for ref in manifest.outputs:
             uri = self.path(ref.uri)
             try:
@@ -182,7 +182,7 @@ class RunDirectory:
                 raise ValueError(f"{uri}: content differs from what {manifest.label} wrote")
 
     def discard_start(self) -> None:
-        """Take back the start stage. Only for a folder that nothing can have begun from."""
+        """Undo the start stage. Only for a start folder from which no work can have begun."""
         files.remove(self.manifest_file(None, "start"))
         files.remove_folder(self.start_dir)
 
@@ -196,10 +196,10 @@ class RunDirectory:
         )
 
     def begin_attempt(self, attempt: Attempt | None = None) -> int:
-        """Number of this attempt on the run, from 1; earlier attempts can commit nothing from now on."""
+        """Begin an attempt and return its number, from 1; earlier attempts cannot commit any more."""
         text = (attempt or Attempt()).model_dump_json().encode()
         for number in itertools.count(1):
-            # not every object store refuses to write over a file: looking first leaves it only a moment
+            # not every object store refuses to overwrite a file: looking first makes that unlikely
             if files.exists(self._attempt_file(number)):
                 continue
             try:
@@ -210,8 +210,8 @@ class RunDirectory:
         raise AssertionError("unreachable")
 
     def end_attempt(self, dataplane: str, host: str) -> None:
-        """The data plane at this URL on this machine is gone for good. If the newest attempt has named it,
-        nobody need ask there any more. Raises ValueError if the attempt's file is broken."""
+        """Record that the data plane at this URL on this machine is gone for good, so that nothing waits for it,
+        if the newest attempt names it. Raises ValueError if the attempt's file is broken."""
         attempt = self.newest_attempt()
         if (attempt.dataplane, attempt.host) == (dataplane, host):
             ended = attempt.model_copy(update={"dataplane": ""})
@@ -222,14 +222,14 @@ class RunDirectory:
         return files.exists(self._attempt_file(attempt + 1))
 
     def refuse_superseded(self, attempt: int, deed: str) -> None:
-        """Raises ValueError that names the deed if a later attempt has begun."""
+        """Raises ValueError that names the refused deed if a later attempt has begun."""
         if self.is_superseded(attempt):
             raise ValueError(
                 f"{self.run_id}: attempt {attempt} was superseded by a later one and must not {deed}"
             )
 
     def newest_attempt(self) -> Attempt:
-        """Raises ValueError if its file is broken."""
+        """The newest attempt, empty if none has begun. Raises ValueError if its file is broken."""
         uri = self.newest_attempt_file()
         try:
             return parse_attempt(uri, files.read_bytes(uri))
@@ -237,7 +237,7 @@ class RunDirectory:
             return Attempt()
 
     def newest_attempt_file(self) -> str:
-        """That of the first attempt if none has begun."""
+        """File of the newest attempt; of the first one if none has begun."""
         uris = files.list_files(self.path("attempts"))
         numbers = [int(name) for name in (uri.rsplit("/", 1)[-1] for uri in uris) if name.isdecimal()]
         return self._attempt_file(max(numbers, default=1))
@@ -255,7 +255,7 @@ class RunDirectory:
         return existing
 
     def _remove_strays(self, manifest: Manifest) -> None:
-        """Remove Parquet parts of attempts that died before they committed: who reads the folder without
+        """Remove Parquet parts of attempts that died before they committed: readers of the folder that ignore
         the manifest would count their rows twice."""
         named = {self.path(ref.uri) for ref in manifest.outputs}
         partitions = {uri.rsplit("/", 1)[0] for uri in named if "/iteration=" in uri.rsplit("/", 1)[0]}
@@ -265,5 +265,5 @@ class RunDirectory:
 
 
 def _hour(moment: float) -> str:
-    """Of Unix seconds, UTC; later hours sort behind earlier ones."""
+    """Name of the UTC hour of Unix seconds; names sort by time."""
     return time.strftime("%Y-%m-%dT%H", time.gmtime(moment))

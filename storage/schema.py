@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 NOT_SAMPLED = -1
-"""Policy version, in memory, of a token that no policy sampled; null in the file."""
+"""Policy version of a token that was not sampled; null in the file."""
 
 TURN = pa.struct(
     [
@@ -61,8 +61,8 @@ SCHEMA = pa.schema(
 
 @dataclass(frozen=True, slots=True)
 class TurnSpan:
-    """Tokens start <= i < end of a trajectory, added by one message. What only a sampled turn has is None
-    for the others."""
+    """Tokens start <= i < end of a trajectory, added by one message. Fields that only a sampled turn has are
+    None otherwise."""
 
     role: str
     start: int
@@ -100,7 +100,7 @@ class Trajectory:
     turns: Sequence[TurnSpan]
     messages: str
     reward: float | None
-    """None for a session that failed."""
+    """None if unknown; failed sessions are exported with the reward that the run gives them."""
     reward_parts: Mapping[str, float]
     status: str
     interruptions: int
@@ -108,4 +108,4 @@ class Trajectory:
     """Unix seconds."""
     finished_at: float
     tools: str | None = None
-    """The tools that its requests named, as JSON; None without any."""
+    """JSON of the tools that the branch's requests named; None without any."""

@@ -1,7 +1,7 @@
-"""Temporary folders under TMPDIR: copies from an object store, and files on their way to one.
+"""Temporary folders under TMPDIR, for copies from an object store and files on their way to one.
 
-A process that is killed removes nothing. A folder is therefore locked while its process lives, and whoever
-makes the next one removes those that nobody holds.
+A killed process removes nothing. A folder is therefore locked while its process lives, and the process that
+makes the next folder removes the unlocked ones.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from contextlib import suppress
 _PREFIX = "sf-scratch-"
 
 _YOUNG_S = 60.0
-"""A folder that was made so recently may not be locked yet."""
+"""Age up to which a folder may not be locked yet."""
 
 
 def scratch_folder() -> tempfile.TemporaryDirectory[str]:
-    """A new folder; it goes when it is closed or nobody refers to it."""
+    """A new folder, removed when it is closed or garbage-collected."""
     for left in glob.glob(os.path.join(glob.escape(tempfile.gettempdir()), f"{_PREFIX}*")):
-        # somebody else's, or gone by now
+        # of another user, or removed meanwhile
         with suppress(OSError):
             _remove_if_abandoned(left)
     folder = tempfile.TemporaryDirectory(prefix=_PREFIX)
@@ -34,7 +34,7 @@ def scratch_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def _remove_if_abandoned(folder: str) -> None:
-    """Raises OSError if it is not ours to remove."""
+    """Raises OSError if the folder is in use or belongs to another user."""
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         if time.time() - os.fstat(lock).st_mtime > _YOUNG_S:

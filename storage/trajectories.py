@@ -1,6 +1,6 @@
 """Trajectories as Parquet files, one folder per iteration.
 
-Owns their encoding: rows to Arrow columns and back. The columns themselves are in storage/schema.py.
+Owns their encoding from rows to Arrow columns and back. storage/schema.py defines the columns.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ __all__ = [
 
 
 TrajectoryKind = Literal["trajectories", "evaluations", "opened"]
-"""Folder of the run directory: what was sampled for iterations, to evaluate, for agents on their own."""
+"""Folder of the run directory: sessions of iterations, of evaluations, or opened by agents themselves."""
 
 _BYTES_PER_TOKEN = 4 + 1 + 4 + 4
-"""Of the four lists per token, before compression."""
+"""Size of one token in the four per-token lists, before compression."""
 
 
 def write_trajectories(
@@ -49,18 +49,18 @@ def write_trajectories(
     kind: TrajectoryKind = "trajectories",
 ) -> FileRef:
     """Write one part of an iteration (of a policy version, for other kinds). `part` names the shard and the
-    attempt; the same part of the same iteration is the same file. Rows are taken as they are written: of an
-    iterator never more than a row group is in memory."""
+    attempt; the same part of the same iteration is the same file. Rows are consumed as they are written, so
+    that only one row group of an iterator is in memory."""
     uri = f"{run.partition(kind, iteration)}/{part}.parquet"
     tables = (to_table(run.run_id, group) for group in _row_groups(rows))
     return run.relative(parquet.write_tables(uri, SCHEMA, tables))
 
 
 def read_trajectories(uri: str, columns: list[str] | None = None, schema: pa.Schema = SCHEMA) -> pa.Table:
-    """One file, with the column `iteration` from the name of its folder.
+    """Read one file, and add the column `iteration` from the name of its folder.
 
     Raises ValueError with one sentence if the file is missing, broken, has a column of another type than
-    `schema` says, or lies in no such folder.
+    `schema` says, or is in no such folder.
     """
     number = iteration_of(uri)
     wanted = None if columns is None else [name for name in columns if name != "iteration"]
@@ -72,7 +72,7 @@ def read_trajectories(uri: str, columns: list[str] | None = None, schema: pa.Sch
 
 
 def iteration_of(uri: str) -> int:
-    """The iteration of a file, from the name of its folder. Raises ValueError if it lies in none."""
+    """Iteration of a file, from the name of its folder. Raises ValueError if that names none."""
     match = re.search(r"/iteration=(\d+)/[^/]*$", uri)
     if match is None:
         raise ValueError(f"{uri}: expected a file in a folder iteration=K")
@@ -82,7 +82,7 @@ def iteration_of(uri: str) -> int:
 def iter_trajectories(
     uri: str, max_rows: int, columns: Sequence[str] | None = None
 ) -> Iterator[pa.RecordBatch]:
-    """One file in the columns of SCHEMA, or in some of them, `max_rows` at a time. Raises ValueError if it
+    """Read one file in the columns of SCHEMA, or some of them, `max_rows` at a time. Raises ValueError if it
     cannot be read."""
     names = SCHEMA.names if columns is None else list(columns)
     schema = pa.schema([SCHEMA.field(name) for name in names])
@@ -92,7 +92,7 @@ def iter_trajectories(
 
 
 def first_rows(session_ids: pa.ChunkedArray) -> np.ndarray:
-    """Index of every session's first row, in order. What its branches repeat, as its reward, counts once."""
+    """Index of every session's first row, in order; values that its branches repeat are counted once so."""
     codes = session_ids.combine_chunks().dictionary_encode().indices.to_numpy()
     return np.sort(np.unique(codes, return_index=True)[1])
 

@@ -1,6 +1,6 @@
-"""Published weights: one model.safetensors per policy version, which transformers and vLLM load.
+"""Published weights: one model.safetensors per policy version, in a form that transformers and vLLM load.
 
-Owns the file's name, its metadata and tied tensors. Knows nothing of the model's shape.
+Owns the name and metadata of the file, and tied tensors. Knows nothing of the model's shape.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 FILE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-"""Patterns for files whose reading may run code. We read none of them."""
+"""Patterns of files that may run code when they are read. We read none of them."""
 
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", *PICKLES)
-"""Patterns for the files of a Hugging Face folder that who wants only its tokenizer leaves out."""
+"""Patterns of the files of a Hugging Face folder that are not needed for its tokenizer."""
 
 
 class _Index(BaseModel):
-    # files of this folder and no others: whoever wrote the index may not choose what else is read
+    # only files of this folder: a forged index must not make us read others
     weight_map: dict[str, Annotated[str, Field(pattern=r"^[\w.-]+\.safetensors$")]]
 
 
@@ -39,7 +39,7 @@ def save_weights(uri: str, tensors: Mapping[str, torch.Tensor], version: int) ->
 
 
 def save_arrays(uri: str, arrays: Mapping[str, np.ndarray], version: int) -> FileRef:
-    """The same file from NumPy arrays, without torch."""
+    """Write model.safetensors from NumPy arrays, without torch."""
     from safetensors.numpy import save
 
     metadata = {"format": "np", "version": str(version)}
@@ -47,8 +47,8 @@ def save_arrays(uri: str, arrays: Mapping[str, np.ndarray], version: int) -> Fil
 
 
 def load_weights(uri: str) -> dict[str, torch.Tensor]:
-    """Tensors of the folder, on the CPU; also of a Hugging Face folder that is split into several files.
-    Raises ValueError with one sentence if missing or corrupt."""
+    """Tensors of the folder on the CPU, also if a Hugging Face folder is split into several files. Raises
+    ValueError with one sentence if they are missing or corrupt."""
     index = files.join(uri, INDEX_NAME)
     if not files.exists(index):
         return read_tensors(files.join(uri, FILE_NAME))
@@ -60,8 +60,8 @@ def load_weights(uri: str) -> dict[str, torch.Tensor]:
 
 
 def write_tensors(uri: str, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> FileRef:
-    """Tied tensors are stored once, under their first name; the other names are kept in the metadata. Equal
-    tensors give equal bytes."""
+    """Write a safetensors file. Tied tensors are stored once, under their first name; the other names are in
+    the metadata. Equal tensors give equal bytes."""
     from safetensors.torch import save
 
     stored: dict[str, torch.Tensor] = {}
@@ -74,7 +74,7 @@ def write_tensors(uri: str, tensors: Mapping[str, torch.Tensor], metadata: dict[
         else:
             stored[name] = tensor.detach().cpu().contiguous()
     data = memoryview(save(stored, metadata))
-    # the library writes the metadata in another order every time; a file is 8 bytes of length, header, data
+    # the library's order of metadata varies; a file is 8 bytes of length, the header, the data
     end = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(bytes(data[8:end]))
     header["__metadata__"] = dict(sorted(metadata.items()))
@@ -87,7 +87,7 @@ def write_tensors(uri: str, tensors: Mapping[str, torch.Tensor], metadata: dict[
 
 
 def read_tensors(uri: str) -> dict[str, torch.Tensor]:
-    """Inverse of write_tensors; reads any safetensors file."""
+    """Inverse of write_tensors, for any safetensors file."""
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -147,7 +147,8 @@ def submit(
     know: Dask would run it anywhere."""
     kind = TASK_KINDS[task.name]
     resources = dict.fromkeys(kind.needs if worker is None else (*kind.needs, f"@{worker}"), 1)
-    owner = owner_of(getattr(args[0], "run", args[0]))
+    ref: RunRef = getattr(args[0], "run", args[0])
+    owner = owner_of(ref.run_id, ref.attempt)
     with dask.annotate(resources=resources, priority=kind.priority, owner=owner):
         return cast(PrefectDaskFuture[Any], task.submit(*args, **options))
 

@@ -1,14 +1,14 @@
-"""Evaluate: see sf_core.stages.all_stages."""
+"""Evaluate: see sf_core/stages/evaluate.py."""
 
 from typing import Any
 
 from prefect import task
 
-from sf_core.stages import all_stages
+from sf_core.stages import evaluate as stage
 from sf_core.stages.run import RunRef
 
 
 @task(name="evaluate", task_run_name="evaluate-{version}")
 def evaluate(run: RunRef, version: int, num_tasks: int | None = None) -> dict[str, Any]:
     """Mean reward of a policy version on the held-out tasks. Runs on a `cpu` worker."""
-    return all_stages.evaluate(run, version, num_tasks)
+    return stage.evaluate(run, version, num_tasks)

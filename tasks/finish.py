@@ -1,14 +1,14 @@
-"""Finish: see sf_core.stages.all_stages."""
+"""Finish: see sf_core/stages/finish.py."""
 
 from typing import Any
 
 from prefect import task
 
-from sf_core.stages import all_stages
+from sf_core.stages import finish as stage
 from sf_core.stages.run import RunRef
 
 
 @task(name="finish")
 def finish(run: RunRef) -> dict[str, Any]:
     """Write the trained policy, the summary and the pictures. Runs on a `cpu` worker."""
-    return all_stages.finish(run)
+    return stage.finish(run)

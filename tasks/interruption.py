@@ -48,7 +48,7 @@ def freeing_workers(run: RunRef) -> Iterator[None]:
 def _free_workers(run: RunRef) -> None:
     _give_up_tasks()
     _release(run)
-    ended = end_tasks(scheduler_address(), owner_of(run), PATIENCE_S)
+    ended = end_tasks(scheduler_address(), owner_of(run.run_id, run.attempt), PATIENCE_S)
     if ended:
         log.warning("interrupted; still busy after %g s, and ended: %s", PATIENCE_S, ", ".join(ended))
 

@@ -1,10 +1,10 @@
-"""Train: see sf_core.stages.all_stages."""
+"""Train: see sf_core/stages/train.py."""
 
 from typing import Any
 
 from prefect import task
 
-from sf_core.stages import all_stages
+from sf_core.stages import train as stage
 from sf_core.stages.run import RunRef
 from sf_core.training.gang import Seat
 
@@ -13,4 +13,4 @@ from sf_core.training.gang import Seat
 def train(run: RunRef, iteration: int, seat: Seat) -> dict[str, Any]:
     """One rank of the optimiser steps on the batch; rank 0 writes the next weights and a checkpoint. Runs on
     the seat's `train` worker."""
-    return all_stages.train(run, iteration, seat)
+    return stage.train(run, iteration, seat)

@@ -19,7 +19,7 @@ from sf_core.scheduling.plan import (
     scheduler_of,
     training_order,
 )
-from sf_core.stages.policy_folders import check_memory
+from sf_core.stages.start import check_memory
 from storage.files import exists
 from storage.run_directory import RunDirectory
 

@@ -22,16 +22,25 @@ from sf_core.cli.stack.elastic_workers import LocalRunners
 from sf_core.cli.stack.local import begin_services, local_stack
 from sf_core.cli.stack.processes import Part
 from sf_core.cli.stack.supervisor import Process, StackError, Supervisor
-from sf_core.cli.surroundings import CACHE_DIR, PREFECT_HOME, check_open_files, check_place
 from sf_core.config import RunConfig
-from sf_core.config.environment import cache_dir, dataplane_key, dataplane_url, prefect_api_url, prefect_home
+from sf_core.config.environment import (
+    CACHE_DIR,
+    PREFECT_HOME,
+    cache_dir,
+    check_open_files,
+    check_place,
+    dataplane_key,
+    dataplane_url,
+    prefect_api_url,
+    prefect_home,
+)
 from sf_core.config.words import loading
 from sf_core.dataplane.control.client import DataplaneClient, DataplaneError
 from sf_core.reports.states import is_finished
 from sf_core.scheduling.plan import await_plan, find_workers, make_plan, scheduler_of
-from sf_core.stages.evaluation import open_evaluation
-from sf_core.stages.policy_folders import check_memory
+from sf_core.stages.evaluate import open_evaluation
 from sf_core.stages.run import new_run_id
+from sf_core.stages.start import check_memory
 from sf_core.stages.stored_config import settled
 from storage.errors import StorageError
 from storage.files import absolute, check_writable, is_local

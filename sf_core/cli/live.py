@@ -18,7 +18,7 @@ from rich.text import Text
 
 from sf_core import waits
 from sf_core.config import RunConfig
-from sf_core.reports.iterations import iteration_windows, read_iterations
+from sf_core.reports.view import iteration_windows, read_iterations
 from sf_core.waits import clock
 from storage.run_directory import RunDirectory
 

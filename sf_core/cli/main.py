@@ -193,15 +193,9 @@ def simulate(
 ) -> None:
     """Compare the pipelines on devices of the configuration's `emulation`, or of given kinds, without running
     anything."""
+    from sf_core.cli.simulate import MeasuredLengths, comparison
     from sf_core.scheduling.simulation.simulator import Failures
-    from sf_core.scheduling.simulation.variants import (
-        TOOLS,
-        Devices,
-        Lognormal,
-        MeasuredLengths,
-        comparison,
-        lognormal_for,
-    )
+    from sf_core.scheduling.simulation.variants import TOOLS, Devices, Lognormal, lognormal_for
 
     settings = _config(config, overrides)
     failures = Failures(3600 / failures_per_hour, repair_s=60.0) if failures_per_hour else None
@@ -236,8 +230,8 @@ def _stored_config(run: str, overrides: list[str] | None = None) -> RunConfig:
 
 def _runnable(config: RunConfig, source: str) -> RunConfig:
     """The configuration, if what it names is there."""
-    from sf_core.stages.policy_folders import check_start
     from sf_core.stages.run import load_object
+    from sf_core.stages.start import check_start
 
     sys.path.insert(0, os.getcwd())
     try:
@@ -272,8 +266,13 @@ def _interrupt(number: int, frame: object) -> None:
 
 
 def main() -> None:
-    from sf_core.cli.surroundings import check_names, raise_open_files
-    from sf_core.config.environment import dataplane_url, prefect_api_url, reach_directly
+    from sf_core.config.environment import (
+        check_names,
+        dataplane_url,
+        prefect_api_url,
+        raise_open_files,
+        reach_directly,
+    )
 
     try:
         # as the processes that a command starts look for them

@@ -1,4 +1,5 @@
-"""What a user can set, and how it is read and refused. What a setting does stands with the thing it sets."""
+"""The settings of a run: their defaults and bounds, and how they are read, refused and documented. The effect
+of a setting belongs to the package that reads it."""
 
 from sf_core.config.run_config import (
     ClusterConfig,

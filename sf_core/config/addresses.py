@@ -1,4 +1,4 @@
-"""Who can reach an address, and who may read it."""
+"""Checks on addresses: whether other machines can reach them, and whether they contain a password."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ MAX_PORT = 65535
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches it."""
+    """Whether only this machine can reach the host."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -16,9 +16,9 @@ def is_loopback(host: str) -> bool:
 
 
 def without_user(url: str) -> str:
-    """The URL as it is. Raises ValueError if it names a user or password."""
+    """Returns the URL unchanged. Raises ValueError if it contains a user or password."""
     if "@" in url:
-        # not shown: this sentence goes into logs
+        # the URL itself is left out, because this sentence goes into logs
         raise ValueError(
             "a user or password does not belong here, where it would be stored with the run and sent to "
             "trackers; put the whole address into the environment variable SF_DATAPLANE_URL"

@@ -1,4 +1,4 @@
-"""What every model of settings has in common: how it is read, written, and shown as a form."""
+"""Base class of all models of settings: how they are read, written, and shown as a form."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 def _key(name: str, _: Any) -> str:
-    """A field of the UI form is called what it is called here, in the YAML file and in messages."""
+    """Label a field of the UI form with the name that it has in the YAML file and in messages."""
     return name
 
 
@@ -22,7 +22,7 @@ class Settings(BaseModel):
     model_config = ConfigDict(
         extra="forbid",
         frozen=True,
-        # JSON has neither, and config.json, Prefect's API and its forms are JSON
+        # config.json, Prefect's API and its forms are JSON, which has no infinity and no NaN
         allow_inf_nan=False,
         use_attribute_docstrings=True,
         field_title_generator=_key,

@@ -1,11 +1,11 @@
-"""What a device is good at, by the roofline model (Williams, Waterman and Patterson, CACM 52(4), 2009):
+"""Whether a device suits training or decoding, by the roofline model (Williams et al., CACM 52(4), 2009):
 
     attainable FLOP/s = min(peak FLOP/s, intensity [FLOP/byte] x memory bandwidth [bytes/s])
 
 A pass over the weights does 2 FLOPs per weight and token, and reads each weight once, so its intensity is
 2 x tokens / bytes per weight. Training passes thousands of tokens at once and is bound by the peak; decoding
 passes one token of each running request and is bound by the bandwidth. KV caches and activations are left
-out: they make decoding poorer still.
+out: they lower the intensity of decoding further.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class Device:
     kind: str
-    """A name of DEVICES, or "measured"."""
+    """A key of DEVICES, or "measured"."""
     peak_flops: float
-    """FLOP/s of dense matrix products in the type that is trained in."""
+    """Peak FLOP/s of dense matrix products in the training dtype."""
     bandwidth: float
     """Memory bandwidth, bytes/s."""
     bytes_per_weight: int = 2
-    """Size of that type: 2 for bfloat16, 4 for float32."""
+    """Bytes per weight in the training dtype: 2 for bfloat16, 4 for float32."""
 
 
 DEVICES = {
@@ -46,7 +46,7 @@ board makers list them."""
 
 
 def known_device(kind: str) -> Device:
-    """Raises ValueError if the kind is not in the table."""
+    """The device of this kind, in any case of letters. Raises ValueError if the kind is not in the table."""
     if (device := DEVICES.get(kind.lower())) is None:
         raise ValueError(
             f"device kind {kind!r} is not known; known are {', '.join(sorted(DEVICES))}; others are measured "
@@ -56,18 +56,18 @@ def known_device(kind: str) -> Device:
 
 
 def attainable_flops(device: Device, tokens: int) -> float:
-    """FLOP/s of passes over the weights with so many tokens each."""
+    """Attainable FLOP/s of a pass over the weights with this number of tokens."""
     intensity = 2.0 * tokens / device.bytes_per_weight
     return min(device.peak_flops, intensity * device.bandwidth)
 
 
 def train_priority(device: Device, *, tokens_per_microbatch: int, max_running: int) -> float:
-    """How much more of its arithmetic a device brings to training than to decoding; at least 1 where
-    microbatches hold more tokens than requests run at once.
+    """Attainable FLOP/s of a device in training, divided by those in decoding; at least 1 if a microbatch
+    holds more tokens than requests run at once.
 
     The SeamlessFlow paper names `train_priority` and the roofline model and, as far as we know, no formula.
-    This is the ratio of the attainable FLOP/s in both duties (comparative advantage), which knows no units.
-    The highest trains: compute that is rich for its bandwidth lies idle while decoding.
+    This dimensionless ratio is the device's comparative advantage in training. Devices with the highest ratio
+    train: decoding would leave their compute idle, because it is large for their bandwidth.
 
     >>> h100, h20 = DEVICES["h100"], DEVICES["h20"]
     >>> [round(train_priority(d, tokens_per_microbatch=8192, max_running=64), 1) for d in (h100, h20)]
@@ -77,7 +77,7 @@ def train_priority(device: Device, *, tokens_per_microbatch: int, max_running: i
 
 
 def step_of(priority: float) -> int:
-    """Priorities within about a fifth of each other count as equal: a probe is not more exact than that.
+    """The priority rounded on a log scale: those within about a fifth are equal, as a probe is no more exact.
 
     >>> step_of(2.0), step_of(2.1), step_of(2.6)
     (4, 4, 6)

@@ -1,82 +1,162 @@
-"""The only place that reads the environment. Everything else gets values passed."""
+"""The only module that reads environment variables; everything else is passed their values."""
 
 from __future__ import annotations
 
 import os
+import resource
+import tempfile
 import urllib.request
+from collections.abc import Iterable
+from importlib.machinery import PathFinder
 from pathlib import Path
 from urllib.parse import urlsplit
 
 
 def dataplane_key() -> str | None:
-    """Key of the data plane (SF_DATAPLANE_KEY); travels in the environment, never in parameters or files."""
+    """Key of the data plane (SF_DATAPLANE_KEY); it is in the environment, never in parameters or files."""
     return os.environ.get("SF_DATAPLANE_KEY") or None
 
 
 def run_key() -> str | None:
-    """Key of the run that this process starts (SF_RUN_KEY). Only the flow needs it: the data plane tells it
+    """Key of the run that this process starts (SF_RUN_KEY). Only the flow needs it: the data plane passes it
     to the agent runners of the run."""
     return os.environ.get("SF_RUN_KEY") or None
 
 
 def cache_dir() -> Path:
-    """Where warm-started policies are kept between runs (SF_CACHE_DIR, else the user's cache folder)."""
+    """Folder of warm-started policies, kept between runs (SF_CACHE_DIR, else the user's cache folder)."""
     if path := os.environ.get("SF_CACHE_DIR"):
         return Path(path)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "seamlessflow"
 
 
 def dataplane_url() -> str | None:
-    """The data plane of the cluster (SF_DATAPLANE_URL), for configurations that name none."""
+    """URL of the data plane (SF_DATAPLANE_URL), for configurations that name none."""
     return os.environ.get("SF_DATAPLANE_URL") or None
 
 
 def scheduler_address() -> str | None:
-    """The Dask scheduler of the cluster (SF_SCHEDULER), for configurations that name none."""
+    """Address of the Dask scheduler (SF_SCHEDULER), for configurations that name none."""
     return os.environ.get("SF_SCHEDULER") or None
 
 
 def prefect_api_url() -> str | None:
-    """The Prefect server that the user chose, if any."""
+    """URL of the Prefect API that the user chose (PREFECT_API_URL), if any."""
     return os.environ.get("PREFECT_API_URL") or None
 
 
 def prefect_password() -> str | None:
-    """USER:PASSWORD that a Prefect server asks for (PREFECT_SERVER_API_AUTH_STRING), if any. Its clients send
+    """USER:PASSWORD that a Prefect server requires (PREFECT_SERVER_API_AUTH_STRING), if any. Its clients send
     PREFECT_API_AUTH_STRING."""
     return os.environ.get("PREFECT_SERVER_API_AUTH_STRING") or None
 
 
 def command_started_at() -> float | None:
-    """Unix seconds at which the command was called that started this flow (SF_STARTED_AT), so that start-up
-    counts; None for a deployment."""
+    """Unix time at which the command that started this flow was called (SF_STARTED_AT), so that its start-up
+    is counted; None for a deployment."""
     value = os.environ.get("SF_STARTED_AT")
     return float(value) if value else None
 
 
 def computes_nothing() -> bool:
-    """Whether workers start without the libraries that compute (SF_EMULATED=1): those of emulated runs."""
+    """Whether workers start without the compute libraries (SF_EMULATED=1), as those of emulated runs do."""
     return os.environ.get("SF_EMULATED") == "1"
 
 
 def prefect_home() -> Path:
-    """Where Prefect keeps its database (PREFECT_HOME, else ~/.prefect)."""
+    """Folder of Prefect's database (PREFECT_HOME, else ~/.prefect)."""
     return Path(os.environ.get("PREFECT_HOME") or Path.home() / ".prefect")
 
 
 def reach_directly(*urls: str | None) -> None:
-    """Except this machine and these servers from the proxies that the environment names, for this process and
-    what it starts (NO_PROXY): no proxy reaches them, and most wait long before they say so."""
+    """Exempt this machine and these servers from the proxies of the environment, for this process and its
+    children (NO_PROXY): no proxy reaches them, and most proxies take long to report that."""
     if not urllib.request.getproxies():
         return
     hosts = ["127.0.0.1", "localhost", "::1", *(urlsplit(url).hostname or "" for url in urls if url)]
     named = f"{os.environ.get('NO_PROXY', '')},{os.environ.get('no_proxy', '')}"
     excepted = ",".join(filter(None, dict.fromkeys([*map(str.strip, named.split(",")), *hosts])))
-    # some libraries read one, some the other
+    # some libraries read only one of the two
     os.environ["NO_PROXY"] = os.environ["no_proxy"] = excepted
 
 
 def visible_cuda_devices() -> list[str] | None:
-    """The CUDA devices that this process was given, by a batch system for example; None if all."""
+    """The CUDA devices given to this process, by a batch system for example; None if all of them."""
     value = os.environ.get("CUDA_VISIBLE_DEVICES")
     return None if value is None else [part.strip() for part in value.split(",") if part.strip()]
+
+
+NAMES = ("flows", "tasks", "storage", "sf_core")
+"""Our packages. These are common names, and what is first on the path is imported."""
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+OPEN_FILES = 4096
+"""So many are asked for: sockets count, and a data plane has one for each request that waits."""
+
+
+FEWEST_OPEN_FILES = 1024
+"""With fewer, supervisord refuses to start."""
+
+
+PREFECT_HOME = ("PREFECT_HOME", "where Prefect keeps its database")
+
+
+CACHE_DIR = ("SF_CACHE_DIR", "where policies that were warm-started are kept")
+
+
+def check_names(path: Iterable[str]) -> None:
+    """Raises ImportError, one sentence, if something else would be imported by a name of ours in a process
+    that looks in these places, which are the entries of its `sys.path`."""
+    places = list(path)
+    for name in NAMES:
+        spec = PathFinder.find_spec(name, places)
+        # None: it is installed from a clone, by a finder that is asked after all places
+        if spec is None:
+            continue
+        # a folder without __init__.py, such as one of data, has no origin
+        found = Path(spec.origin or next(iter(spec.submodule_search_locations or [name]))).resolve()
+        if not found.is_relative_to(ROOT):
+            raise ImportError(
+                f"{found} has the name of a package of SeamlessFlow, {name} ({ROOT / name}), and would be "
+                "imported in its place: rename it, or call the command in another folder and keep this one "
+                "out of PYTHONPATH"
+            )
+
+
+def raise_open_files() -> None:
+    """Let this process and what it starts have as many open files as they may need and the system allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def check_open_files() -> None:
+    """Raises OSError, one sentence, if a stack cannot start with so few."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < FEWEST_OPEN_FILES:
+        raise OSError(
+            f"this process may have {soft} files open, and a stack needs {FEWEST_OPEN_FILES}: "
+            f"`ulimit -n {OPEN_FILES}`, or raise the hard limit (`nofile` in /etc/security/limits.conf, "
+            "LimitNOFILE of systemd)"
+        )
+
+
+def check_place(folder: Path, variable: str, purpose: str) -> None:
+    """Raises OSError, one sentence, if nothing can be written into the folder, which the environment variable
+    sets."""
+    if reason := why_not_writable(folder):
+        raise OSError(f"{folder}, {purpose}, cannot be written ({reason}): set {variable} to another folder")
+
+
+def why_not_writable(folder: Path) -> str | None:
+    """The system's reason, None if files can be made there; makes the folder."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        return str(error.strerror)
+    return None

@@ -1,7 +1,6 @@
-"""Why sessions fail, and what becomes of one that did. One rule for training and held-out sessions (design
-5.11).
+"""Why sessions fail and what happens to a failed one, alike for training and held-out sessions (design 5.11).
 
-Owns the words that settings, statuses, manifests and metrics share. Who decides with them is
+Owns the words that settings, statuses, manifests and metrics share. The decisions are made in
 sf_core/dataplane/runs/rollout_manager.py.
 """
 
@@ -14,37 +13,36 @@ from typing import Any, Literal, get_args
 from sf_core.config.base import Settings
 
 Reason = Literal["context_overflow", "timeout", "agent_error", "unparsed_call", "not_recorded"]
-"""The first four are settings. not_recorded: what was sampled could not be exported, which no setting makes a
-reward of: it is tried again, then its group is left out."""
+"""Why a session failed. The first four have a rule in the settings. not_recorded: the session could not be
+exported; it has the fixed rule retry_then_exclude."""
 
 Rule = Literal["zero", "retry_then_zero", "retry_then_exclude"]
 
 Status = Literal["finished", "finished_after_overflow"] | Reason
-"""How a session ended. finished_after_overflow: with a reward as any other, and its last request did not fit
-into the context window."""
+"""How a session ended. finished_after_overflow: it has an ordinary reward, although its last request did not
+fit into the context window."""
 
 Cause = Literal["agent", "reward", "time"]
-"""What ended a session that failed: what the agent raised, what its scoring did, or that it ran too long."""
+"""What ended a failed session: an error of the agent, an error of its scoring, or the time limit."""
 
 REASONS: tuple[Reason, ...] = get_args(Reason)
 
 
 class FailureRules(Settings):
-    """What becomes of a session that failed, by the reason. zero: it ends with `failed_reward`, what it
-    sampled is trained on. retry_then_zero, retry_then_exclude: it is run again with other draws, up to
-    `session_attempts` times in all; if it then still fails, it ends like zero, or its group is left out. One
-    that failed before the policy had sampled anything cannot be trained on: it is run again, then left
-    out."""
+    """What happens to a failed session, by reason. zero: it ends with `failed_reward`, and its sampled tokens
+    are trained on. retry_then_zero, retry_then_exclude: it is retried with other random draws, up to
+    `session_attempts` attempts in all; if all fail, it ends like zero, or its group is excluded. A session
+    that failed before the policy had sampled anything cannot be trained on: it is retried, then excluded."""
 
     context_overflow: Rule = "zero"
-    """The agent ended in an error after a request that did not fit into `engine.context_length`."""
+    """The agent raised an error after a request that did not fit into `engine.context_length`."""
     timeout: Rule = "zero"
-    """It ran longer than `session_timeout_s`."""
+    """The session ran longer than `session_timeout_s`."""
     agent_error: Rule = "retry_then_exclude"
-    """The agent or the reward function raised, or the reward is no finite number."""
+    """The agent or the reward function raised another error, or the reward is not a finite number."""
     unparsed_call: Rule = "zero"
-    """The agent ended in an error after an answer of the policy with a tool call that could not be parsed.
-    One that copes with it has not failed."""
+    """The agent raised an error after an answer of the policy with a tool call that could not be parsed. An
+    agent that recovers from such an answer has not failed."""
 
     def rule_for(self, reason: Reason) -> Rule:
         rule: Rule = "retry_then_exclude" if reason == "not_recorded" else getattr(self, reason)
@@ -52,7 +50,7 @@ class FailureRules(Settings):
 
 
 def count_failures(statuses: Iterable[str]) -> dict[str, int]:
-    """How many of these failed, by reason; those that did not are left out."""
+    """Number of failed sessions by reason; reasons that do not occur are left out."""
     counts = Counter(statuses)
     return {reason: counts[reason] for reason in REASONS if counts[reason]}
 
@@ -65,5 +63,5 @@ def sum_failures(several: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def failures_text(failures: Mapping[str, Any]) -> str:
-    """For a cell of a table."""
+    """Failures by reason as the text of a table cell."""
     return ", ".join(f"{reason} {number}" for reason, number in failures.items())

@@ -1,5 +1,5 @@
 """The pipelines of the SeamlessFlow paper (Figure 4), each a choice of two things: whether trainers roll out
-between train steps, and whether sampling goes on while they train. Which worker does what is plan.py's.
+between train steps, and whether sampling continues while they train. plan.py assigns the workers.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ PipelineName = Literal["colocated", "disaggregated", "async", "multiplexed"]
 @dataclass(frozen=True, slots=True)
 class Pipeline:
     lent: bool | None
-    """Trainers are lent to rollout between train steps; None: where their tags allow it."""
+    """Whether trainers are lent to rollout between train steps; None: if their tags allow it."""
     overlap: tuple[bool, ...]
-    """Whether sampling for the next batch may go on while this one is trained on: what the pipeline allows,
-    its default first."""
+    """Allowed values of whether sampling for the next batch continues while this one is trained on, the
+    default first."""
 
 
 PIPELINES: dict[PipelineName | None, Pipeline] = {
-    # every device trains and rolls out in turn; with overlap, sessions that a train step cut go on after it
+    # every device trains and rolls out in turn; with overlap, sessions continue after a train step
     "colocated": Pipeline(lent=True, overlap=(False, True)),
     # each side waits for the other
     "disaggregated": Pipeline(lent=False, overlap=(False,)),

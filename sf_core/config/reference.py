@@ -1,6 +1,6 @@
-"""Every setting with its default and what it means, as a configuration file: `sf settings`.
+"""The page of `sf settings`: every setting with its default and description, as a configuration file.
 
-Says nothing of its own: names, defaults and sentences are those of sf_core/config/run_config.py.
+Adds no text of its own: names, defaults and descriptions come from sf_core/config/run_config.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WIDTH = 110
 
 
 def settings_page() -> str:
-    """Loads as the configuration in which nothing was changed."""
+    """All settings as commented YAML, which loads as the default configuration."""
     return "\n".join(_section(RunConfig())) + "\n"
 
 
@@ -51,6 +51,6 @@ def _comment(text: str, indent: str = "") -> list[str]:
 
 
 def _models_in(annotation: Any) -> list[type[Settings]]:
-    """Of a mapping, what its values are."""
+    """The models of settings in the annotation of a mapping's values."""
     arguments = get_args(annotation)
     return [a for a in arguments if isinstance(a, type) and issubclass(a, Settings)]

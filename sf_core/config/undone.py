@@ -1,7 +1,7 @@
-"""The fields of agents' requests that would change an answer and are not done, one list for all dialects.
+"""The request fields that would change an answer but are not supported, in one list for all API dialects.
 
-A request that has one of them is refused, unless its value changes nothing or the run lets the field pass
-(`rollout.ignored_fields`). What depends on other fields, or stands deeper in a request, its dialect refuses.
+A request with one of them is refused, unless its value changes nothing or the run ignores the field
+(`rollout.ignored_fields`). Nested fields, and those that depend on others, are refused by each dialect.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pydantic import AfterValidator
 from sf_core.config.words import shown
 
 UNDONE: dict[str, tuple[Any, ...]] = {
-    # what may be sampled
+    # constraints on sampling
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "repetition_penalty": (1,),
@@ -28,7 +28,7 @@ UNDONE: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
     "bad_words": ([],),
     "use_beam_search": (False,),
-    # what form the answer has
+    # form of the answer
     "response_format": ({"type": "text"},),
     "output_format": (),
     "structured_outputs": ({},),
@@ -50,7 +50,7 @@ UNDONE: dict[str, tuple[Any, ...]] = {
     "prompt_logprobs": (),
     "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,),
-    # what the policy is shown
+    # rendering of the prompt
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "add_generation_prompt": (True,),
@@ -60,13 +60,13 @@ UNDONE: dict[str, tuple[Any, ...]] = {
     "documents": ([],),
     "conversation": (),
     "context_management": (),
-    # what else would be done for the answer
+    # other work for the answer
     "background": (False,),
     "functions": ([],),
     "mcp_servers": ([],),
     "web_search_options": (),
 }
-"""By name: the values that change nothing, beside null."""
+"""The values that change nothing, besides null, by name of the field."""
 
 
 def _is_undone(name: str) -> str:
@@ -77,4 +77,4 @@ def _is_undone(name: str) -> str:
 
 
 UndoneField = Annotated[str, AfterValidator(_is_undone)]
-"""The name of one of them."""
+"""Name of an unsupported request field."""

@@ -1,4 +1,4 @@
-"""Settings from what a user wrote, and the sentence that a wrong one gets."""
+"""Validates what a user wrote, and says in one sentence what is wrong with it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PATTERNS = {
     "run_id": "expected at most 100 letters, digits, `.`, `_` and `-`, the first a letter or digit",
     "device": "expected cpu or cuda:N",
 }
-"""What the pattern of a setting says, in words."""
+"""What the regular expression of a setting requires, in words."""
 
 
 class ConfigError(ValueError):
@@ -29,7 +29,7 @@ def validate_config(data: dict[str, Any], source: str = "config") -> RunConfig:
 
 
 def worker_config(**options: Any) -> WorkerConfig:
-    """A worker from the options of `sf worker`; raises ConfigError that names the wrong one."""
+    """A worker from the options of `sf worker`; raises ConfigError that names the wrong option."""
     try:
         return WorkerConfig.model_validate(options)
     except ValidationError as error:
@@ -64,7 +64,7 @@ def _fields_at(location: tuple[int | str, ...]) -> list[str]:
 
 
 def section_of(key: str) -> type[BaseModel] | None:
-    """The model of the section with this path of names; None if that is a value or not there."""
+    """The model of the section at this dotted path; None if the path is a value or does not exist."""
     here: Any = RunConfig
     for name in key.split("."):
         field = _section(here).model_fields.get(name)
@@ -77,7 +77,7 @@ def section_of(key: str) -> type[BaseModel] | None:
 
 
 def _section(annotation: Any) -> type[BaseModel]:
-    """The model of a section, also of one that may be null."""
+    """The model in the annotation of a section, which may be optional."""
     return _sections(annotation)[0]
 
 

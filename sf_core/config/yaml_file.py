@@ -1,5 +1,5 @@
 """Reads a configuration as users give it: a YAML file, `key.path=value` overrides of the command line, and
-settings over those of a deployment."""
+settings that override a deployment's."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConf
 
 
 def override_config(config: RunConfig, overrides: list[str] | None, source: str) -> RunConfig:
-    """Apply `key.path=value` overrides to a configuration that is complete; raises ConfigError likewise."""
+    """Apply `key.path=value` overrides to a complete configuration; raises ConfigError like `load_config`."""
     return _overridden(config.model_dump(mode="json"), overrides, source)
 
 
 def merge_sections(base: Mapping[str, Any], given: Mapping[str, Any], within: str = "") -> dict[str, Any]:
-    """Settings in sections, not yet validated: those given, and those of `base` where none is. What is no
-    section, such as a list or a mapping by names of the user, is taken as a whole."""
+    """`base` overridden by the given settings, section by section and not yet validated. Lists, and mappings
+    whose keys the user names, are replaced as a whole."""
     merged = dict(base)
     for name, value in given.items():
         key, before = within + name, base.get(name)
@@ -50,7 +50,7 @@ def merge_sections(base: Mapping[str, Any], given: Mapping[str, Any], within: st
 
 
 def differences(base: Mapping[str, Any], changed: Mapping[str, Any]) -> list[str]:
-    """Each setting of `changed` that is another than in `base`, the default where that has none, in words."""
+    """Each setting of `changed` that differs from `base`, or from the default if absent there, in words."""
     default = RunConfig().model_dump(mode="json")
     return list(_differences(merge_sections(default, base), changed, ""))
 
@@ -71,7 +71,7 @@ def _overridden(data: dict[str, Any], overrides: list[str] | None, source: str) 
 
 
 class _NoYamlError(Exception):
-    """Says why on one line."""
+    """The text is not YAML; the message says why on one line."""
 
 
 def _parse(text: str) -> Any:
@@ -80,7 +80,7 @@ def _parse(text: str) -> Any:
     except RecursionError:
         raise _NoYamlError("it is nested too deeply") from None
     except (yaml.YAMLError, ValueError) as error:
-        # a plain ValueError: a date that does not exist, a number that is none
+        # yaml raises a plain ValueError for a date that does not exist or a malformed number
         raise _NoYamlError(" ".join(str(error).split())) from None
 
 

@@ -1,25 +1,19 @@
-"""Bodies of the control routes: what flows and agent runners may ask, checked at the border."""
+"""Request bodies of the control routes and the first frame of engines, with their validation."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, SecretStr, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, SecretStr, field_validator
 
 from sf_core.config.failures import Cause, FailureRules
-from sf_core.dataplane.errors import ApiError
-from sf_core.dataplane.gateway.request import parse_json
-from sf_core.dataplane.routing.router import PauseMode
-from sf_core.dataplane.routing.wait_queue import Limits
-from sf_core.dataplane.runs.rollout_manager import BatchRules
-from sf_core.dataplane.runs.runners import Work
 
 MAX_INDEX = 2**31 - 1
-"""Of batches, evaluations and versions."""
+"""Largest number of a batch, an evaluation or a policy version."""
 
 MAX_TOGETHER = 2**16
-"""Sessions of a group, groups of a batch, tasks of an evaluation: for each there is an object."""
+"""Most sessions of a group or claim, groups of a batch, and tasks of an evaluation: each is an object."""
 
 
 class Body(BaseModel):
@@ -53,25 +47,25 @@ class RunSpec(Body):
     on_failure: FailureRules = FailureRules()
     failed_reward: FiniteFloat = 0.0
     request_patience_s: float = Field(600.0, gt=0)
-    """A request that no engine takes for this long is refused (503). Sessions have their own clock too."""
+    """A request that no engine takes for this long is refused (503). Sessions have a timeout of their own."""
     max_waiting: int = Field(20_000, ge=1)
     """Requests that may wait for an engine; further ones are refused (429)."""
     engine_silence_s: float = Field(600.0, gt=0)
-    """An engine that has work and says nothing for this long is dropped: longer than any prefill and any
-    loading of weights. A dead process or network is noticed within 40 s by other means."""
+    """An engine that has work and sends nothing for this long is dropped: must be longer than any prefill and
+    any loading of weights. A dead process or network is noticed within 40 s by WebSocket pings."""
     ignored_fields: tuple[str, ...] = ()
     num_batches: int = Field(ge=0, le=MAX_INDEX)
     """Iterations of the whole run; 0 for evaluation only."""
     iteration: int = Field(ge=0, le=MAX_INDEX)
-    """The next batch."""
+    """Index of the next batch."""
     version: int = Field(ge=0, le=MAX_INDEX)
     weights_uri: str
     done_groups: list[int]
     """Group indices consumed or rejected by earlier batches."""
     attempt: int = Field(ge=0)
-    """Counts the flow's attempts; a later one fences the earlier ones off."""
+    """Number of this attempt of the flow; a later attempt fences off the earlier ones."""
     key: SecretStr | None = Field(None, min_length=8)
-    """Opens the agents' routes of this run beside the data plane's own key; asked for even without that."""
+    """Key of this run's agent routes, beside the data plane's own; required even if that has none."""
 
     @field_validator("key")
     @classmethod
@@ -82,26 +76,8 @@ class RunSpec(Body):
 
     @property
     def agents_key(self) -> str | None:
-        """The key in plain text."""
+        """`key` in plain text."""
         return None if self.key is None else self.key.get_secret_value()
-
-    @property
-    def rules(self) -> BatchRules:
-        return BatchRules(
-            self.group_size,
-            self.groups_per_batch,
-            self.lag_bound,
-            self.on_max_lag,
-            self.gate,
-            self.session_attempts,
-            self.num_batches,
-            self.on_failure,
-            self.failed_reward,
-        )
-
-    @property
-    def limits(self) -> Limits:
-        return Limits(self.max_waiting, self.request_patience_s, self.engine_silence_s)
 
 
 class TaskName(Body):
@@ -114,30 +90,30 @@ class ClaimBody(Body):
     max: int = Field(ge=0, le=MAX_TOGETHER)
     wait_s: float = Field(0.0, ge=0)
     work: Work = "agent"
-    """What it claims: sessions to run an agent on, or answers to score."""
+    """What the runner claims: sessions to run an agent on, or answers to score."""
     attempt: int | None = None
-    """Of the flow that started the runner; one of an earlier attempt is released. None: the attempt under way
-    when it is first heard."""
+    """Attempt of the flow that started the runner; runners of earlier attempts are released. None: the
+    attempt that is current at the runner's first claim."""
     tasks: dict[str, TaskName] = {}
-    """By session: what it works on, of those that have begun since this was told last."""
+    """Tasks by session id, of the sessions that have begun since the runner last sent this."""
     running: list[str] | None = None
-    """Sessions the runner works on; those it was given and does not name are given out again. None: it says
-    nothing of them, because thousands take a while to name."""
+    """Ids of all sessions the runner works on; others that it was given are given out again. None: not listed
+    in this claim, because listing thousands is slow."""
 
 
 class ReleaseBody(Body):
     attempt: int | None = None
-    """Of the flow that ends. None: whichever works on the run."""
+    """Attempt of the flow that ends. None: the current one."""
 
 
 class SessionBody(Body):
-    """A session that somebody opens for an agent of their own."""
+    """A session to open for an external agent, which no runner was given."""
 
     run_id: RunName
     policy: str | None = None
-    """As agents name the model. None: the run's."""
+    """Model name that the agent will send. None: the run's."""
     group: str | None = Field(None, min_length=1)
-    """Stored with the session; for whoever compares the rewards of sessions that name the same."""
+    """Stored with the session, to compare the rewards of sessions with the same group."""
     task_id: str = ""
     environment: str = ""
     metadata: dict[str, Any] = {}
@@ -150,24 +126,24 @@ class RewardBody(Body):
 
 class FinishBody(Body):
     status: Literal["finished", "failed", "answered"]
-    """answered: the agent is through, and another runner scores what it answered."""
+    """answered: the agent is done, and another runner scores its answer."""
     answer: str | None = None
-    """As JSON."""
+    """The agent's answer, as JSON."""
     reward: FiniteFloat | None = None
     reward_parts: dict[str, FiniteFloat | None] = {}
     error: str | None = None
     cause: Cause = "agent"
-    """Of a failure."""
+    """Cause of a failure."""
     task_id: str = ""
     environment: str = ""
 
     @property
     def has_reward(self) -> bool:
-        """A finite one: JSON has no other way than null to write infinity and NaN."""
+        """Whether there is a reward and all its parts are finite: infinity and NaN arrive as null in JSON."""
         return self.reward is not None and None not in self.reward_parts.values()
 
     def or_earlier(self, reward: float | None, reward_parts: Mapping[str, float]) -> FinishBody:
-        """A reward that the session was given before counts where the report has none."""
+        """This report, with the reward that the session was given before if the report has none."""
         if self.reward is not None or reward is None:
             return self
         parts = {**reward_parts, **self.reward_parts}
@@ -175,11 +151,11 @@ class FinishBody(Body):
 
     @property
     def parting(self) -> str:
-        """What an agent is told that still waits for a turn."""
+        """Message for agents that still wait for a turn of the session."""
         return "the session ran too long" if self.cause == "time" else "the session is over"
 
     def of_failure(self, error: str, cause: Cause, reward: float) -> FinishBody:
-        """The same session's, if it failed so and is to count with this reward."""
+        """This report changed to that of a failure that counts with this reward."""
         failure = {"status": "failed", "error": error, "cause": cause, "reward": reward, "reward_parts": {}}
         return self.model_copy(update=failure)
 
@@ -189,8 +165,8 @@ class FinishedReport(FinishBody):
 
 
 class FinishedBody(Body):
-    """Reports of several sessions; those that are over already are passed over. One that is refused for good
-    leaves the others as they are; where one can be sent again, all of them can."""
+    """Reports of several sessions; sessions that are already over are skipped. A report that is refused for
+    good does not affect the others; if one may be retried, the whole body may."""
 
     sessions: list[FinishedReport]
 
@@ -212,7 +188,7 @@ class RevokeBody(Body):
 class PauseBody(Body):
     mode: PauseMode = "freeze"
     engine: str | None = None
-    """None: the whole run."""
+    """Engine id. None: the whole run."""
 
 
 class ResumeBody(Body):
@@ -230,26 +206,19 @@ class StageBody(BaseModel):
 
 
 class HelloBody(Body):
-    """What an engine says first."""
+    """First frame of an engine."""
 
     run_id: str
     attempt: int
     lease_id: str
     epoch: int = Field(ge=0)
-    """Of the starts of this lease the highest is the latest, whichever says hello first."""
+    """Number of this start of the lease; the highest is the latest start, whichever says hello first."""
     engine_id: str
     worker: str
     max_running: int = Field(ge=1)
 
 
-BodyType = TypeVar("BodyType", bound=BaseModel)
+PauseMode = Literal["freeze", "evacuate"]
 
 
-def parse_body(model: type[BodyType], data: bytes) -> BodyType:
-    """Raises ApiError with status 400 and a sentence that names the field."""
-    try:
-        return model.model_validate(parse_json(data or b"{}"))
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "body"
-        raise ApiError(400, f"{where}: {first['msg']}", param=where) from None
+Work = Literal["agent", "reward"]

@@ -1,19 +1,19 @@
-"""What a caller did wrong, as a value every route turns into an OpenAI-shaped error body."""
+"""The exception that every route turns into an error answer, by default in the shape of OpenAI's API."""
 
 from __future__ import annotations
 
 from typing import Any
 
 MAX_HEAD, MAX_TAIL = 400, 100
-"""Characters of a longer message that are kept."""
+"""Characters kept from the beginning and from the end of a longer message."""
 
 
 RETRY_AFTER_S = 5
-"""When a client that was refused for now is to ask again."""
+"""Seconds after which a client that was refused temporarily may retry."""
 
 
 class ApiError(Exception):
-    """`message` is one sentence for the caller."""
+    """A request that is refused or fails; `message` is one sentence for the caller."""
 
     def __init__(
         self,
@@ -24,14 +24,14 @@ class ApiError(Exception):
         param: str | None = None,
         retry_after_s: int | None = None,
     ):
-        # it repeats what the caller sent
+        # messages quote what the caller sent, which may be long
         message = " ".join(message.split())
         if len(message) > MAX_HEAD + MAX_TAIL:
             message = f"{message[:MAX_HEAD]} ... {message[-MAX_TAIL:]}"
         super().__init__(message)
         self.status, self.message, self.code, self.param = status, message, code, param
         self.retry_after_s = retry_after_s
-        """What the Retry-After header tells the client."""
+        """Seconds of the Retry-After header; None: no such header."""
 
     @classmethod
     def superseded(cls, run_id: str, attempt: int) -> ApiError:

@@ -1,4 +1,4 @@
-"""The data plane as a process: address, key, port file, graceful end."""
+"""The data plane as a process: address, key, port file, graceful shutdown."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def serve(
     num_gateways: int = 1,
 ) -> None:
     """Serve until SIGINT or SIGTERM. Port 0 means any free one; `port_file` is written once connections are
-    accepted. With more than one gateway process those serve the turns, and this one does the rest.
+    accepted. With more than one gateway process, those serve the turns and this one does everything else.
 
-    Raises ValueError for an address that others can reach without a key, and for a journal directory that
-    another data plane works in."""
+    Raises ValueError for an address that is not loopback without a key, for `num_gateways` below 1, and for
+    a journal directory that another data plane uses."""
     if key is None and not is_loopback(host):
         raise ValueError(f"{host} can be reached by others: set SF_DATAPLANE_KEY, or serve on 127.0.0.1")
     if num_gateways < 1:
@@ -44,7 +44,7 @@ def serve(
         return listening
 
     if num_gateways > 1:
-        # imported here: one process needs nothing of it
+        # imported here because a single process needs none of it
         from sf_core.dataplane.sharding.hub_server import serve_with_gateways
 
         return serve_with_gateways(num_gateways, listen, key, journal_dir, fsync, grace_s, memory_mb)

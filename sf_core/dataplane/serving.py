@@ -1,4 +1,4 @@
-"""How every process of a data plane speaks HTTP and WebSocket, and how its interpreter is set for that."""
+"""HTTP, WebSocket and interpreter settings that all processes of a data plane share."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from starlette.types import ASGIApp
 from sf_core.engines.client import HEARTBEAT_S
 
 SWITCH_S = 0.0005
-"""How long the event loop keeps the interpreter while another thread waits for it."""
+"""Seconds for which the event loop keeps the GIL while another thread waits for it."""
 
 GC_THRESHOLDS = (20_000, 20, 50)
-"""Allocations between collections of the young, and collections between those of the old generations."""
+"""Allocations between collections of the young generation, and collections between those of older ones."""
 
 
 def server_config(app: ASGIApp, unix_socket: Path | None = None) -> uvicorn.Config:
-    """With a path, it listens there itself."""
+    """Settings of uvicorn; with `unix_socket` the server binds that path itself."""
     return uvicorn.Config(
         app,
         uds=None if unix_socket is None else str(unix_socket),
@@ -36,16 +36,16 @@ def server_config(app: ASGIApp, unix_socket: Path | None = None) -> uvicorn.Conf
         # longer than clients keep idle connections, so that they never send on one that is closing
         timeout_keep_alive=75,
         log_level="warning",
-        # agents hold connections open while a run is paused; nobody waits for them at the end
+        # agents hold connections open while a run is paused; shutdown must not wait for them
         timeout_graceful_shutdown=1,
     )
 
 
 def tune_interpreter() -> None:
-    """For a busy event loop beside a thread that needs the interpreter for microseconds, and for millions of
-    objects that live as long as their sessions (docs/decisions/006)."""
+    """Set the interpreter for a busy event loop beside a thread that needs the GIL for microseconds only, and
+    for millions of objects that live as long as their sessions (docs/decisions/006)."""
     sys.setswitchinterval(SWITCH_S)
-    # what is imported stays; looking through it and all sessions again and again cost a third of the time
+    # imported objects are never freed; scanning them and all sessions repeatedly cost a third of the time
     gc.collect()
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)

@@ -1,4 +1,4 @@
-"""Waiting for a condition on one event loop: what long polls rest on."""
+"""Waiting for a condition on one event loop, for long polls and the like."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Signal:
-    """Wakes everyone who waits; each looks for itself whether what it waits for has come true."""
+    """Wakes all waiting coroutines; each checks its own condition again."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
@@ -18,7 +18,7 @@ class Signal:
         self._event = asyncio.Event()
 
     async def wait(self) -> None:
-        """Returns at the next notice."""
+        """Returns at the next `notify`."""
         await self._event.wait()
 
     async def until(self, condition: Callable[[], Any], timeout_s: float | None = None) -> bool:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import time
 
 from sf_core.config import RunConfig
+from sf_core.config.devices import Device
 from sf_core.engines.device_model import DeviceModel
 from sf_core.engines.emulated import EmulatedEngine
-from sf_core.scheduling import preload
 
 MAX_SLEEP_S = 0.01
 """An emulated engine looks for requests this often: a hundredth of a second in turns of seconds, and tens of
@@ -21,11 +21,14 @@ STALL_S = 2.0
 
 REPORT_EVERY = 256
 
+own_device: Device | None = None
+"""What this process's worker says of its device; None: as the configuration has it."""
+
 _active: str | None = None
 
 
 def device_model(config: RunConfig) -> DeviceModel:
-    return DeviceModel(config.emulation, preload.own_device)
+    return DeviceModel(config.emulation, own_device)
 
 
 def switch_to(tag: str, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Arithmetic questions that are answered with the help of a calculator tool, verified exactly."""
+"""Arithmetic questions to answer with a calculator tool; answers are verified exactly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the quickstart trains on: words spelled backward and sums done with a calculator, in equal parts."""
+"""The tasks of the quickstart: words spelled backward and sums done with a calculator, in equal parts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Demonstration:
 
 
 def demonstrate(index: int) -> Demonstration:
-    """How a training task is done well."""
+    """A correct solution of a training task."""
     task = tasks("train", index)
     if task.environment == "calculator":
         return _calculate(task)

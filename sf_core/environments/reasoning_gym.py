@@ -1,4 +1,4 @@
-"""Single-turn tasks of the public library reasoning-gym: its generators make them, its scorers score them."""
+"""Single-turn tasks of the public library reasoning-gym, made by its generators and scored by its scorers."""
 
 from __future__ import annotations
 
@@ -31,6 +31,6 @@ class ReasoningGym:
         return self._splits.task(split, index)
 
     def score(self, task: Task, answer: str) -> float:
-        """Between 0 and 1; the library gives partial credit where it sees fit."""
+        """Score between 0 and 1; some of the library's scorers give partial credit."""
         entry = {"question": task.prompt, "answer": task.answer, "metadata": task.metadata}
         return float(self._dataset.score_answer(answer.strip(), entry))

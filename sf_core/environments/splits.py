@@ -18,7 +18,7 @@ MAX_ATTEMPTS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What a generator makes from a number; equal numbers make equal questions."""
+    """A question that a generator makes from a number; equal numbers make equal questions."""
 
     prompt: str
     answer: str
@@ -59,7 +59,7 @@ class Splits:
     def _train_question(self, index: int) -> Question:
         if not 0 <= index < STRIDE - HOLDOUT_SIZE:
             raise ValueError(f"training index {index}: expected 0 to {STRIDE - HOLDOUT_SIZE - 1}")
-        # A generator draws from a finite pool and repeats itself: step on until the prompt is not held out.
+        # a generator draws from a finite pool and repeats itself, so its prompt may be held out
         for attempt in range(MAX_ATTEMPTS):
             question = self._make_question(HOLDOUT_SIZE + index + attempt * STRIDE)
             if question.prompt not in self._holdout_prompts:

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-BUILT_IN_CONTEXT = 2048
-"""Of the built-in policy."""
-
 NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 
 

@@ -15,8 +15,8 @@ def group_advantages(
 ) -> npt.NDArray[np.float32]:
     """Reward of each session minus the mean of its group, divided by the group's standard deviation.
 
-    `groups` [N] holds any labels, equal within a group. With scale=False only the mean is taken off
-    (Dr. GRPO, Liu et al. 2025); with it this is GRPO (Shao et al. 2024). A reward that equals
+    `groups` [N] holds any labels, equal within a group. With scale=False only the mean is subtracted
+    (Dr. GRPO, Liu et al. 2025); with scaling this is GRPO (Shao et al. 2024). A reward that equals
     the mean (sf_core/recipes/rewards.py) gives zero.
 
     >>> group_advantages([1.0, 0.0, 5.0, 5.0], ["a", "a", "b", "b"]).round(3).tolist()
@@ -28,7 +28,7 @@ def group_advantages(
     _, group = np.unique(np.asarray(groups), return_inverse=True)
     sizes = np.bincount(group)
     mean = (np.bincount(group, weights=values) / sizes)[group]
-    # rounding leaves a trace of difference between equal rewards, which must not be scaled up
+    # rounding leaves tiny differences between equal rewards, which must not be scaled up
     is_mean = are_equal(np.minimum(values, mean), np.maximum(values, mean))
     centred = np.where(is_mean, 0.0, values - mean)
     if scale:

@@ -1,4 +1,4 @@
-"""When two rewards are the same."""
+"""Equality of rewards up to rounding."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 RELATIVE, ABSOLUTE = 1e-9, 1e-9
 """Parts of a reward that add up to no more than 10^5 in magnitude give the same float64 sum within this, in
-whatever order they are added. No reward function means so small a difference."""
+whatever order they are added. So small a difference is never meant."""
 
 
 def are_equal(lowest: Any, highest: Any) -> Any:

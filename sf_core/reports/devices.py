@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from sf_core.config import RunConfig
 from sf_core.config.words import loading
-from sf_core.reports.iterations import Iteration, Window, iteration_windows, read_iterations
 from sf_core.reports.pictures import draw_timeline
 from sf_core.reports.trace import Bar, chrome_trace
+from sf_core.reports.view import Iteration, Window, iteration_windows, read_iterations
 from sf_core.scheduling.figures import DeviceFigures, device_figures
 from sf_core.scheduling.timeline import MAX_UNWRITTEN_S, Span, read_spans
 from storage import files

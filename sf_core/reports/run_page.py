@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from sf_core.config import RunConfig
 from sf_core.config.failures import failures_text
 from sf_core.reports.devices import markdown_table, read_figures, record_figures, timeline_picture
-from sf_core.reports.iterations import Iteration, Window, iteration_windows, read_iterations
 from sf_core.reports.pictures import draw_curve
 from sf_core.reports.tensorboard import write_events
-from sf_core.reports.view import failures_of
+from sf_core.reports.view import Iteration, Window, failures_of, iteration_windows, read_iterations
 from sf_core.waits import Facts, clock
 from storage.run_directory import RunDirectory
 

@@ -9,9 +9,8 @@ from typing import Any
 
 from sf_core.config import RunConfig
 from sf_core.config.environment import command_started_at
-from sf_core.reports.iterations import Iteration, iteration_windows, read_iterations
 from sf_core.reports.pictures import draw_run
-from sf_core.reports.view import held_out_rewards
+from sf_core.reports.view import Iteration, held_out_rewards, iteration_windows, read_iterations
 from sf_core.scheduling.figures import Window, by_worker
 from sf_core.scheduling.timeline import Span, idle_fraction, loading_fraction, read_spans
 from storage.files import write_atomic

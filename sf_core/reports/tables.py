@@ -16,7 +16,7 @@ from rich.text import Text
 from sf_core.config.failures import failures_text, sum_failures
 from sf_core.models.tokenizer import open_tokenizer
 from sf_core.reports import devices, view
-from sf_core.reports.iterations import read_iterations
+from sf_core.reports.view import read_iterations
 from storage.run_directory import STAGES, RunDirectory
 from storage.schema import NOT_SAMPLED, Trajectory, TurnSpan
 

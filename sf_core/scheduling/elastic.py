@@ -1,4 +1,4 @@
-"""How many workers run agents or score answers. Facts in, number out: no clock, no IO."""
+"""How many workers should run agents or score answers. Facts in, number out: no clock, no IO."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from sf_core.config import RunnersConfig
 
 
 class Elastic:
-    """So many as the sessions need, within bounds:
+    """Number of workers that the sessions need, within bounds:
 
-        needed = ceil(sessions that are run or wait / sessions of one worker)
-        wanted = most that were needed within the last `idle_s`, at least `min`, at most `max`
+        needed = ceil(running and waiting sessions / sessions per worker)
+        wanted = maximum of needed within the last `idle_s`, at least `min`, at most `max`
 
-    So it grows at once and shrinks only after `idle_s`: a queue that comes and goes starts nothing anew.
+    So the number grows at once and shrinks only after `idle_s`: a queue that comes and goes restarts nothing.
     """
 
     def __init__(self, bounds: RunnersConfig, concurrency: int) -> None:
         self._bounds, self._concurrency = bounds, concurrency
         self._needed: deque[tuple[float, int]] = deque()
-        """When so many were needed; falling, because earlier ones that were fewer decide nothing."""
+        """Times and the numbers needed then; falling, because an earlier, smaller number decides nothing."""
 
     @property
     def at_least(self) -> int:
         return self._bounds.min
 
     def wanted(self, now_s: float, num_sessions: int) -> int:
-        """Asked now and then, with a time that never decreases."""
+        """Number of workers wanted now; `now_s` must not decrease between calls."""
         needed = math.ceil(num_sessions / self._concurrency)
         while self._needed and self._needed[-1][1] <= needed:
             self._needed.pop()

@@ -1,4 +1,4 @@
-"""What the spans of an iteration amount to: idle time, utilisation, switches and what they cost. Pure.
+"""Figures of an iteration computed from its spans: idle time, utilisation, switches and their costs. Pure.
 
 The formulas are also in docs/operations.md.
 """
@@ -18,28 +18,28 @@ Window = tuple[float, float]
 
 
 class Switch(NamedTuple):
-    """A device changed its active tag."""
+    """A change of a device's active tag."""
 
     worker: str
     to: Literal["train", "rollout"]
     at: float
     """When the new tag began to hold the device, Unix seconds."""
     seconds: float | None
-    """What it cost. To train: from the moment the engine heard that it must yield to training's first work.
-    To rollout: from the end of training to the first sampled token. None if that never came, or if the lease
-    before training was lost: how long its device stood still before that, nobody knows."""
+    """Cost of the switch. To train: from the engine's being told to yield to training's first work. To
+    rollout: from the end of training to the first sampled token. None if that never came, or if the lease
+    before training was lost, so that its device stood still for an unknown time."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceFigures:
-    """Of one iteration, whose window runs from the end of the iteration before to its own end."""
+    """Figures of one iteration, whose window runs from the end of the one before to its own end."""
 
     seconds: float
     """Length of the window."""
     idle: dict[str, float]
     """Idle fraction by device."""
     loading: dict[str, float]
-    """The part of it in which the device loaded."""
+    """Fraction of the window in which the device loaded, by device."""
     utilisation_train: float
     """Busy train time of the devices that trained, as a share of their time; 0 if none did."""
     utilisation_rollout: float
@@ -62,7 +62,7 @@ class DeviceFigures:
 
 
 def device_figures(spans: Sequence[Span], window: Window) -> DeviceFigures:
-    """Figures of one window. Give spans from before it too: a switch is told from what was before."""
+    """Figures of one window. `spans` must reach back before it: a switch needs the tag that held before."""
     seconds = window[1] - window[0]
     devices = by_worker(spans)
     inside = {

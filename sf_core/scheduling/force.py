@@ -1,4 +1,4 @@
-"""Ending by force what holds a device and does not let go."""
+"""Forced end of worker processes that hold a device and do not yield it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sf_core.scheduling.owners import ANSWER_S, running_owners
 from sf_core.scheduling.plan import connected_workers, our_workers
 
 KILL_S = 30.0
-"""How long the nanny may take; it asks for 4 s, then kills."""
+"""How long a nanny may take to restart its worker; it asks for 4 s, then kills."""
 
 POLL_S = 0.2
 
@@ -28,9 +28,9 @@ def end_by_force(scheduler: str, worker: str) -> bool:
 
 
 def end_tasks(scheduler: str, owner: str, patience_s: float) -> list[str]:
-    """Return when no worker runs a task annotated with this owner, whether or not Dask still wants it. Those
-    that do after `patience_s` are ended by force; returns their names. A task that Dask wants is run again,
-    so the caller gives it up first. Raises OSError if the scheduler does not answer."""
+    """Wait until no worker runs a task annotated with this owner, whether or not Dask still wants it. Workers
+    that do after `patience_s` are killed; returns their names. Dask would run a task that it wants again, so
+    the caller gives it up first. Raises OSError if the scheduler does not answer."""
     return asyncio.run(_end_tasks(scheduler, owner, patience_s))
 
 
@@ -46,8 +46,8 @@ async def _end_tasks(scheduler: str, owner: str, patience_s: float) -> list[str]
 
 
 async def _busy(client: Client, owner: str) -> dict[str, str]:
-    """Names of the workers that run a task of this owner, by address. One that does not say what it runs
-    hangs, and may hold its device: it counts too."""
+    """Names of the workers that run a task of this owner, by address. A worker that does not
+    answer hangs and may hold its device, so it counts too."""
     workers = our_workers((await client.scheduler.identity(n_workers=-1))["workers"])
     running = await running_owners(client, workers)
     return {

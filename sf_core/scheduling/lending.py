@@ -5,40 +5,40 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from statistics import mean
-from typing import Literal
+from typing import Any, Literal
 
 MEMORY = 3
-"""Switches whose cost counts: the last ones tell what the next will cost."""
+"""Number of switches of each kind, the latest, whose mean cost predicts that of the next."""
 
 PATIENCE = 16
-"""Refusals in a row for the cost, after which that is measured again. A trainer that is not lent is asked
-about twice in an iteration: this is eight of them."""
+"""Refusals for cost in a row after which the cost is measured anew: eight iterations, since the gate is asked
+twice per iteration about a trainer that is not lent."""
 
 MINUTE_S = 60.0
 SWITCHES_PER_LOAN = 2
-"""To rollout and back."""
+"""One to rollout, one back to training."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkLeft:
-    """What rollout may still do: for the next batch, and for those that the lag bound lets run before it."""
+    """Rollout work still to be done, for the next batch and for those that the lag bound lets run with it."""
 
     units: float
-    """Of work, in tokens or sessions."""
+    """Amount of work left, in tokens; a positive placeholder while its pace is unknown."""
     seconds_per_unit: float | None
-    """That the dedicated devices take together; None while unknown."""
+    """Seconds per unit with the dedicated rollout devices alone; None if not measured yet."""
     dedicated: int
-    """Devices that roll out whatever is decided."""
+    """Number of devices that roll out whatever is decided."""
     lent: int
-    """Devices that would come to their help."""
+    """Number of trainers that would join them."""
 
 
 Refusal = Literal["cost", "bound", "work"]
-"""The switches cost more than they win, there were too many of late, or nothing is left to do."""
+"""Why a loan is refused: its switches cost more than they gain, their bound is reached, no work is left."""
 
 
 def not_lent(refusal: Refusal) -> str:
-    """What a trainer that was refused waits for, as its timeline has it."""
+    """Label of the wait span in the timeline of a trainer that was not lent."""
     return f"training, not lent: {refusal}"
 
 
@@ -53,7 +53,7 @@ class Verdict:
 
 
 class LendingGate:
-    """Lend only if the time won repays the two switches:
+    """Decides on loans: lend only if the time gained repays the two switches:
 
         units x seconds_per_unit x (1 - 1 / scale) > mean(to rollout) + mean(to train)
         scale = (lent + dedicated) / dedicated
@@ -62,14 +62,13 @@ class LendingGate:
     training devices (dynamic schedule of its fully asynchronous trainer, PR 6556); what is unknown counts as
     worth it. Where no device is dedicated there is no choice: rollout would stand still.
 
-    Costs are measured by loans alone. One dear switch (a process that imports its libraries, a trainer that
-    is rebuilt) would forbid all loans, and with them the measurement that shows it to be past. So after
-    `PATIENCE` refusals in a row it forgets what it has measured. To forget only the dearest would keep the
-    mean above the gain for further rounds; this way a wrong measurement costs one round, and a right one a
-    loan in vain every `PATIENCE` + 1 questions.
+    Only loans measure costs. One expensive switch (a process that imports its libraries, a trainer that is
+    rebuilt) would forbid all loans, and with them the measurement that shows it to be an exception. So after
+    `PATIENCE` refusals in a row the gate forgets what it has measured. Forgetting only the most expensive
+    switch would keep the mean above the gain for further rounds; this way a wrong measurement costs one
+    round, and a right one a futile loan every `PATIENCE` + 1 decisions.
 
-    A device changes its role at most `max_switches_per_minute` times within any minute, whatever the facts;
-    only where no device is dedicated is that no bound.
+    A device switches at most `max_switches_per_minute` times within any minute, unless none is dedicated.
     """
 
     def __init__(self, max_switches_per_minute: int) -> None:
@@ -77,27 +76,27 @@ class LendingGate:
         self._to_rollout: deque[float] = deque(maxlen=MEMORY)
         self._to_train: deque[float] = deque(maxlen=MEMORY)
         self._loans: deque[float] = deque()
-        """When it was lent, within the last minute."""
+        """Times of the loans within the last minute."""
         self._refused = 0
-        """Times in a row, for the cost."""
+        """Number of refusals for cost in a row."""
 
     def note_to_rollout(self, seconds: float) -> None:
-        """So long did it take from the end of training until the device was an engine."""
+        """Note how long it took from the start of a lease until the device was an engine."""
         self._to_rollout.append(seconds)
 
     def note_to_train(self, seconds: float) -> None:
-        """So long did it take from the end of rollout until the device trained."""
+        """Note how long it took from the end of rollout until the device trained."""
         self._to_train.append(seconds)
 
     @property
     def switch_cost_s(self) -> float | None:
-        """Of both switches together; None while one of them is unknown."""
+        """Mean cost of both switches together; None while one of them is unknown."""
         if not self._to_rollout or not self._to_train:
             return None
         return mean(self._to_rollout) + mean(self._to_train)
 
     def decide(self, now_s: float, work: WorkLeft) -> Verdict:
-        """Asked when the device is free to be lent; a verdict to lend counts as a loan from `now_s` on."""
+        """Decide about a device that is free to be lent; a verdict to lend counts as a loan from then."""
         verdict = self._judge(now_s, work)
         if verdict.lend:
             self._loans.append(now_s)
@@ -126,3 +125,17 @@ class LendingGate:
         won = work.units * work.seconds_per_unit * (1 - 1 / scale)
         facts = f"{won:.2f} s to win, {cost:.2f} s to switch"
         return Verdict(facts, None if won > cost else "cost")
+
+
+def work_left(status: dict[str, Any], trainers: tuple[str, ...]) -> WorkLeft:
+    """Work in tokens, from the data plane's status of the run: what may be sampled before training needs its
+    result, at the pace of the other workers' engines since they connected."""
+    others = [e for e in status["engines"] if e["worker"] not in trainers and e["version"] is not None]
+    per_second = sum(e["tokens"] / e["seconds"] for e in others if e["seconds"])
+    known = status["tokens_left"] is not None and per_second > 0
+    return WorkLeft(
+        units=status["tokens_left"] if known else 1.0,
+        seconds_per_unit=1 / per_second if known else None,
+        dedicated=len(others),
+        lent=len(trainers),
+    )

@@ -1,23 +1,20 @@
-"""Whose tasks the workers run: every task is annotated with its owner, an attempt at a run."""
+"""Owners of the tasks on workers: every task is annotated with its owner, one attempt of a run."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distributed import Client
-
-if TYPE_CHECKING:
-    from sf_core.stages.run import RunRef
 
 ANSWER_S = 2.0
 """How long a worker may take to say what it runs."""
 
 
-def owner_of(run: RunRef) -> str:
-    """What the tasks of an attempt are annotated with."""
-    return f"{run.run_id}.{run.attempt}"
+def owner_of(run_id: str, attempt: int) -> str:
+    """Owner with which the tasks of an attempt are annotated."""
+    return f"{run_id}.{attempt}"
 
 
 def run_of(owner: str) -> str:
@@ -29,8 +26,8 @@ def run_of(owner: str) -> str:
 
 
 async def running_owners(client: Client, addresses: Collection[str]) -> dict[str, set[str] | None]:
-    """Whose tasks each of these workers runs, whether or not Dask still wants them; None for one that does
-    not say."""
+    """Owners of the tasks that each worker runs, by its address, whether or not Dask still wants those tasks;
+    None for a worker that does not answer in time."""
     answers = await asyncio.gather(*(_ask(client, address) for address in addresses))
     return dict(zip(addresses, answers, strict=True))
 
@@ -44,7 +41,7 @@ async def _ask(client: Client, address: str) -> set[str] | None:
 
 
 def _owners(dask_worker: Any) -> list[str]:
-    """Runs on a worker. A task that was given up while it ran is still among its tasks."""
+    """Executed on a worker, whose tasks still include one that was given up while it ran."""
     tasks = (dask_worker.state.tasks.get(key) for key in dask_worker.active_threads.values())
     annotations = [task.annotations or {} for task in tasks if task is not None]
     return [found["owner"] for found in annotations if "owner" in found]

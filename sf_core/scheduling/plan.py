@@ -1,4 +1,4 @@
-"""Which worker does what: the cluster, read from Dask, matched with the tags a run needs.
+"""Which worker does what: the cluster as Dask reports it, matched with the tags that a run needs.
 
 A worker's capability tags are its Dask resources. One more resource, @name, belongs to it alone: tasks are
 pinned by it, because a restarted worker declares it again (a pinned address would hang).
@@ -37,11 +37,11 @@ ANSWER_S = 30.0
 """How long a scheduler may take to answer."""
 
 JOIN_S = 120.0
-"""How long after a scheduler's start its workers may still join: those of one that died start again."""
+"""How long after a scheduler's start its workers may join: those of one that crashed start again as well."""
 
 GIVEN_BACK_S = 120.0
-"""How long another run may still hold workers: it may be ending, and what its data plane has left alone gives
-its worker back after 60 s."""
+"""How long another run may still hold workers: it may be ending, and an engine or runner without a data plane
+frees its worker after 60 s."""
 
 LOOK_S = 0.5
 
@@ -51,24 +51,24 @@ class Worker:
     name: str
     tags: frozenset[str]
     device: Device | None = None
-    """None if nobody said what it is."""
+    """None if the worker declared none."""
     memory: int | None = None
-    """Bytes of that device; None if nobody said."""
+    """Memory of that device in bytes; None if the worker did not tell."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The workers of a run by duty."""
+    """Assignment of a run's workers to duties."""
 
     rollout: tuple[str, ...]
-    """Hold a rollout lease for the whole run."""
+    """Workers that hold a rollout lease for the whole run."""
     trainers: tuple[str, ...]
-    """One rank each, rank 0 first."""
+    """Workers that train, one rank each, rank 0 first."""
     lent: bool
-    """The trainers carry `rollout` too and are lent to it between train steps."""
+    """Whether the trainers carry `rollout` too and are lent to it between train steps."""
     agent: tuple[str, ...]
     reward: tuple[str, ...] = ()
-    """Score what agents answer; without any, those that run the agents do."""
+    """Workers that score what agents answer; if there are none, those that run the agents do."""
 
     @property
     def held(self) -> dict[Duty, tuple[str, ...]]:
@@ -76,8 +76,8 @@ class Plan:
 
 
 def duty_of(worker: Worker, trainers: Container[str]) -> Duty | None:
-    """What the worker is held for, from the start or when it joins: one thing, because a lease takes all of
-    a worker. Who trains is decided at the start, and again before every iteration."""
+    """The one duty that a worker is held for from the moment it joins, since a lease takes all of a worker;
+    None for a trainer. Trainers are chosen at the start, and again before every iteration."""
     if worker.name in trainers:
         return None
     return next((duty for duty in DUTIES if duty in worker.tags), None)
@@ -113,7 +113,7 @@ def _client(scheduler: str) -> Iterator[Client]:
 
 
 def connected_workers(client: Client) -> dict[str, Worker]:
-    """By address, while a run is on; none if the scheduler does not answer or is lost for good."""
+    """Our workers by address; none if the scheduler does not answer or is lost for good."""
 
     async def ask() -> dict[str, Any]:
         if client.status in ("running", "connecting") and client.scheduler is not None:
@@ -126,8 +126,8 @@ def connected_workers(client: Client) -> dict[str, Worker]:
 
 
 def our_workers(infos: dict[str, Any]) -> dict[str, Worker]:
-    """By address, of all that Dask has: a worker that joins and was not started for us is passed over, or it
-    would end the run."""
+    """Our workers by address, of all that Dask reports. A worker that was not started for us is skipped, or
+    its joining would end the run."""
     found = {}
     for address, info in infos.items():
         with suppress(ValueError):
@@ -136,14 +136,14 @@ def our_workers(infos: dict[str, Any]) -> dict[str, Worker]:
 
 
 def scheduler_of(config: RunConfig) -> str | None:
-    """Address of the scheduler whose workers a run gets: the configuration's, else that of SF_SCHEDULER. None
-    where the configuration's local workers are started."""
+    """Address of the scheduler whose workers a run gets: the configuration's, else that of SF_SCHEDULER; None
+    if the configuration's own workers are started on this machine."""
     return config.cluster.scheduler or scheduler_address()
 
 
 def find_workers(config: RunConfig, scheduler: str | None = None) -> list[Worker]:
-    """Those connected to that scheduler, else those that a run would get (`scheduler_of`). Raises ValueError
-    if the scheduler cannot be reached."""
+    """Workers connected to that scheduler, else those that a run would get (`scheduler_of`). Raises
+    ValueError if the scheduler cannot be reached."""
     if address := scheduler or scheduler_of(config):
         return read_workers(address)
     return [
@@ -151,7 +151,7 @@ def find_workers(config: RunConfig, scheduler: str | None = None) -> list[Worker
             name,
             frozenset(worker.tags),
             known_device(worker.device_kind) if worker.device_kind else None,
-            # how much a GPU has is told by who uses it
+            # memory of a GPU is known only to the process that uses it
             int(MEMORY_LIMIT) if worker.device == "cpu" else None,
         )
         for name, worker in config.cluster.workers.items()
@@ -161,7 +161,7 @@ def find_workers(config: RunConfig, scheduler: str | None = None) -> list[Worker
 def worker_of(
     resources: dict[str, float], device: dict[str, Any] | None = None, memory: int | None = None
 ) -> Worker:
-    """A worker as Dask knows it: its resources, and what it said of its device when it registered."""
+    """Worker from what Dask knows of it: its resources, and the device and memory that it registered with."""
     names = [key[1:] for key in resources if key.startswith("@")]
     tags = frozenset(key for key in resources if not key.startswith("@"))
     if len(names) != 1:
@@ -175,9 +175,9 @@ def worker_of(
 def make_plan(workers: list[Worker], config: RunConfig, *, trained: Collection[str] | None = None) -> Plan:
     """Assign duties. Raises ValueError, one sentence: what the run needs and what the workers offer.
 
-    A run that is on, in which these workers trained so far, goes on with what is left: with
-    `train.min_workers` trainers, where trainers are lent without a worker that only rolls out, and with
-    workers that a colocated run could not start with. Who runs agents or scores goes on with that."""
+    `trained` are the trainers so far of a run under way. Such a run may continue with less:
+    `train.min_workers` trainers, no rollout-only worker if trainers are lent, and workers that a colocated
+    run could not start with. Its workers that run agents or score keep doing so."""
     carried = {tag for worker in workers for tag in worker.tags}
     if missing := [repr(tag) for tag in needed_tags() if tag not in carried]:
         raise ValueError(f"no worker carries {' or '.join(missing)}; workers: {_offered(workers)}")
@@ -215,9 +215,9 @@ def make_plan(workers: list[Worker], config: RunConfig, *, trained: Collection[s
 
 
 def await_plan(scheduler: str, config: RunConfig, tell: Callable[[str], None] = log.warning) -> Plan:
-    """The plan for the workers connected to a scheduler. One that has just started is given time until its
-    workers have joined, another run until it has given them back; `tell` hears what is awaited. Raises
-    ValueError as `make_plan` and `read_workers`, and if the other run does not end."""
+    """The plan for the workers connected to a scheduler. Waits for workers to join one that has just started,
+    and for another run to give them back; `tell` is called with what is awaited. Raises ValueError like
+    `make_plan` and `read_workers`, and if the other run does not end."""
     begun, told = time.monotonic(), ""
     while True:
         found = _ask(scheduler)
@@ -244,8 +244,8 @@ def await_plan(scheduler: str, config: RunConfig, tell: Callable[[str], None] = 
 
 
 def held_by_others(scheduler: str, run_id: str | None) -> str:
-    """Which workers run tasks of other runs than this one, in words; empty if none does. One that does not
-    say in time what it runs counts as free. Raises ValueError as `read_workers`."""
+    """Which workers run tasks of other runs than this one, in words; empty if none does. A worker that does
+    not answer in time counts as free. Raises ValueError like `read_workers`."""
     with _client(scheduler) as client:
         workers = connected_workers(client)
         running = client.sync(running_owners, client, workers)
@@ -300,7 +300,7 @@ def choose_trainers(
 
 
 def able_to_train(workers: list[Worker], config: RunConfig) -> list[Worker]:
-    """Those that carry what the pipeline needs of a trainer, in the order in which they are chosen."""
+    """Workers with the tags that the pipeline needs of a trainer, in the order in which they are chosen."""
     needs = _trainer_tags(config)
     return sorted((w for w in workers if needs <= w.tags), key=lambda w: training_order(w, config))
 
@@ -310,9 +310,9 @@ def _trainer_tags(config: RunConfig) -> set[str]:
 
 
 def training_order(worker: Worker, config: RunConfig) -> tuple[int, float, bool, str]:
-    """The lowest trains: those with the tags that the user prefers, then the compute-rich (train_priority;
-    unknown devices come last), then a pure trainer, because a worker that can also roll out is worth more as
-    an engine, then the first by name."""
+    """Sort key of trainers, the best first: with the tags that the user prefers, then compute-rich
+    (train_priority; unknown devices last), then without the tag `rollout`, because the others are worth more
+    as engines, then by name."""
 
     def preferred(duty: Literal["rollout", "train"]) -> int:
         return len(worker.tags & set(config.cluster.prefer.get(duty, ())))
@@ -351,8 +351,8 @@ def current_worker() -> str:
 
 
 def current_epoch() -> int:
-    """Which start of the calling task this is: the scheduler counts what it hands to workers, so that a start
-    has a higher number than all that were made before it, whenever each of them gets to work."""
+    """Number of this start of the calling task. The scheduler counts what it hands to workers, so a later
+    start has a higher number than every earlier one, whenever each begins to run."""
     worker = get_worker()
     return int(worker.state.tasks[worker.get_current_task()].run_id)
 

@@ -1,7 +1,7 @@
-"""Loaded by every Dask worker at start: refuses foreign code, imports what tags need, and tells the scheduler
-what device the worker has.
+"""Dask preload of every worker: refuses packages that shadow ours, imports what the worker's tags need, and
+tells the scheduler which device the worker has.
 
-Its options stand at the end: `dask worker ... --preload sf_core.scheduling.preload --device-kind h100`.
+Its options come last: `dask worker ... --preload sf_core.scheduling.preload --device-kind h100`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 import click
 from distributed.system import MEMORY_LIMIT
 
-from sf_core.cli.surroundings import check_names
 from sf_core.config.devices import Device, known_device
-from sf_core.config.environment import computes_nothing
+from sf_core.config.environment import check_names, computes_nothing
+from sf_core.engines import emulated_device
 
 HEAVY = {
     "rollout": ("torch",),
@@ -25,9 +25,6 @@ HEAVY = {
     "agent": ("openai",),
     "cpu": ("pyarrow",),
 }
-
-own_device: Device | None = None
-"""What the worker of this process said of its device."""
 
 
 def _kind(context: click.Context, option: click.Parameter, value: str | None) -> Device | None:
@@ -48,8 +45,8 @@ async def dask_setup(worker: Any, device_kind: Device | None, device: str | None
             if module == "torch" and computes_nothing():
                 continue
             importlib.import_module(module)
-    global own_device
     own_device = Device(**json.loads(device)) if device else device_kind
+    emulated_device.own_device = own_device
     published = asdict(own_device) if own_device else None
 
     async def device_of(worker: Any) -> dict[str, Any] | None:
@@ -64,7 +61,7 @@ async def dask_setup(worker: Any, device_kind: Device | None, device: str | None
 
 
 def _device_memory() -> int | None:
-    """Bytes; None where nothing is computed."""
+    """Memory of the worker's device in bytes; None if workers compute nothing (SF_EMULATED)."""
     if computes_nothing():
         return None
     import torch

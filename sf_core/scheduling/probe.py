@@ -11,8 +11,8 @@ from sf_core.config.devices import Device
 
 
 def measure_device(device: str, *, threads: int, seconds: float = 1.0) -> Device:
-    """The best of as many runs of each as fit into `seconds`, because what disturbs a run only slows it. On
-    "cpu" in float32 with so many threads; on "cuda:N" in bfloat16. Raises ValueError if it is not there."""
+    """Best of as many runs of each as fit into `seconds`, since disturbances only slow a run;
+    float32 on `threads` threads of the "cpu", bfloat16 on "cuda:N". Raises ValueError if that cannot be."""
     on_cpu = device == "cpu"
     torch.set_num_threads(threads)
     if not on_cpu and not torch.cuda.is_available():
@@ -45,7 +45,7 @@ def measure_device(device: str, *, threads: int, seconds: float = 1.0) -> Device
 
 
 def _fastest(work: Callable[[], object], finish: Callable[[], None], seconds: float) -> float:
-    """Seconds of the fastest run; one before them warms up."""
+    """Seconds of the fastest run, after one that warms up."""
     work()
     finish()
     best = float("inf")

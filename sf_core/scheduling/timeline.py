@@ -1,8 +1,7 @@
 """What every device did and when: spans in which it was held under an active tag, and in them what it
 computed, what it moved and what it waited for. A bubble is time without a computing span.
 
-Owns how spans are recorded and stored. What they amount to is in figures.py, how they look in trace.py and
-sf_core/reports/pictures.py.
+Owns how spans are recorded and stored; figures.py computes from them, sf_core/reports shows them.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from storage.run_directory import RunDirectory
 Kind = Literal["held", "busy", "moving", "wait"]
 
 MAX_UNWRITTEN_S = 15.0
-"""A lease can last as long as the run: what a crash may lose of its spans is bounded."""
+"""How long spans may stay unwritten: a lease can last as long as the run, and a crash loses these spans."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,24 +36,24 @@ class Span:
     """Unix seconds."""
     end: float
     kind: Kind = "busy"
-    """held: by the tag. busy: it computes. moving: it loads, saves or hands over, which computes nothing.
-    wait: it stands still."""
+    """held: the tag holds the device. busy: it computes. moving: it loads, saves or hands over, and computes
+    nothing. wait: it stands still."""
     label: str = ""
-    """What it did (`sample`, `train`, `load engine`, `load weights`, `load trainer`, `save`, `yield`), or
-    what it waited for."""
+    """What the device did (`sample`, `train`, `load engine`, `load weights`, `load trainer`, `save`,
+    `yield`), or what it waited for."""
     version: int | None = None
-    """Policy version it sampled with or updated. Iteration k updates version k."""
+    """Policy version sampled with or updated; iteration k updates version k."""
     lease: str = ""
-    """The lease or train step."""
+    """Id of the lease or train step."""
     tokens: int = 0
-    """Tokens sampled in it."""
+    """Number of tokens sampled."""
 
 
 class Timeline:
     """Records the spans of one lease or train step, during which the device is held.
 
-    They are written in parts, each once, by a thread of its own: at every `flush`, every 15 s and at the end,
-    where the error of a part that could not be written is raised."""
+    A thread of its own writes them in parts, each once: at every `flush`, every 15 s and on exit, which
+    raises the error of a part that could not be written."""
 
     def __init__(self, directory: RunDirectory, worker: str, tag: str, lease: str) -> None:
         self._directory, self._worker, self._tag, self._lease = directory, worker, tag, lease
@@ -85,7 +84,7 @@ class Timeline:
         version: int | None = None,
         tokens: int = 0,
     ) -> None:
-        """Times in Unix seconds."""
+        """Record a span; times are in Unix seconds."""
         span = Span(self._worker, self._tag, start, end, kind, label, version, self._lease, tokens)
         self._spans.append(span)
         if time.time() - self._written_until > MAX_UNWRITTEN_S:
@@ -100,7 +99,7 @@ class Timeline:
             self.add(kind, label, start, time.time(), version=version)
 
     def flush(self) -> None:
-        """Hand everything up to now to the writer."""
+        """Hand all spans up to now to the writer thread."""
         # a part is named by its end: two must not end in the same microsecond
         start, self._written_until = self._written_until, max(time.time(), self._written_until + 1e-5)
         held = Span(self._worker, self._tag, start, self._written_until, "held", lease=self._lease)
@@ -114,7 +113,7 @@ class Timeline:
 
 
 def read_spans(directory: RunDirectory, since: float = 0.0) -> list[Span]:
-    """The spans of a run that ended after `since` (Unix seconds), by worker and time; those who began long
+    """The spans of a run that ended after `since` (Unix seconds), by worker and time; those that began long
     before may be cut."""
     parts = directory.read_timelines(since)
     spans = [span for uri, data in parts.items() for span in _parse(uri, data)]
@@ -132,7 +131,7 @@ def _parse(uri: str, data: bytes) -> list[Span]:
 
 
 def _joined(spans: list[Span]) -> Iterator[Span]:
-    """The parts of a lease tell one after the other that it held the device: that is one span."""
+    """Spans with the `held` spans of a lease joined into one, of which every written part has its own."""
     last: dict[tuple[str, str], Span] = {}
     for span in sorted(spans, key=lambda span: span.start):
         if span.kind != "held":

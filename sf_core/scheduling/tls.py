@@ -1,5 +1,5 @@
-"""Whether Dask's connections are encrypted. Whoever reaches a process of Dask runs code there, so that no
-process of ours listens where others reach it without TLS in both directions."""
+"""Checks that Dask's connections are encrypted. Any peer that reaches a Dask process can run code in it, so
+none of ours listens beyond loopback without mutual TLS."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""How a Dask worker process of ours is started, on this machine or by hand: one process and one thread for a
-device, its tags and its private name as resources (design 5.2), and the settings that Dask needs for it.
+"""How our Dask workers are started, by a local stack or `sf worker`: one process and one thread per device,
+its tags and private name as resources (design 5.2), and the Dask settings that this needs.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from sf_core.config import WorkerConfig
 from sf_core.config.addresses import is_loopback
 from sf_core.config.devices import Device, known_device
 from sf_core.config.environment import visible_cuda_devices
+from sf_core.config.words import is_word
 from sf_core.scheduling.plan import read_workers
-from sf_core.scheduling.tags import is_word
 from sf_core.scheduling.tls import require_tls
 
 DASK_SETTINGS = {
@@ -25,8 +25,8 @@ DASK_SETTINGS = {
     "DASK_DISTRIBUTED__SCHEDULER__NO_WORKERS_TIMEOUT": "5m",
     "DASK_DISTRIBUTED__SCHEDULER__WORKER_TTL": "30m",
     "DASK_DISTRIBUTED__SCHEDULER__WORK_STEALING": "False",
-    # it would leave the result of training with the worker that publishes alone: were that killed, training
-    # would be run again and wait for a lease that waits for what comes after publishing
+    # the manager would keep the result of training only on the worker that publishes: if that one is killed,
+    # Dask runs training again, which waits for a lease that waits for what comes after publishing
     "DASK_DISTRIBUTED__SCHEDULER__ACTIVE_MEMORY_MANAGER__START": "False",
     "DASK_DISTRIBUTED__WORKER__DAEMON": "False",
     "DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED": "False",
@@ -48,11 +48,11 @@ DASK_SETTINGS = {
 }
 """Environment of schedulers and workers alike."""
 NO_DASHBOARD = ("--no-dashboard", "--dashboard-address", "127.0.0.1:0")
-"""Dask's HTTP server starts even so, without key or TLS: it stays on loopback."""
+"""Dask's HTTP server starts even without a dashboard, with neither key nor TLS: it is bound to loopback."""
 LOG_SETTINGS = {"PREFECT_LOGGING_EXTRA_LOGGERS": "sf_core,tasks,storage"}
-"""With it, what our packages log in a task or a flow is in the log of its run in Prefect."""
+"""Makes Prefect put the log lines of our packages into the log of the task or flow run."""
 MAX_THREADS = 8
-"""More of them lose time on the models that fit a machine like this."""
+"""Upper bound of a worker's default threads: more lose time on models that fit on such a machine."""
 START_TIMEOUT_S = 60.0
 
 
@@ -70,8 +70,7 @@ def worker_command(
 
 
 def worker_environment(worker: WorkerConfig, measured: Device | None = None) -> dict[str, str]:
-    """What the process needs beside DASK_SETTINGS. Raises ValueError for a device that is not there or not
-    known."""
+    """Environment of one worker beside DASK_SETTINGS. Raises ValueError for a missing or unknown device."""
     threads = str(worker_threads(worker))
     # the nanny would otherwise set these to 1
     environment = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads)
@@ -99,7 +98,7 @@ def become_worker(
     """Turn this process into a worker of that scheduler; does not return.
 
     Raises ValueError, one sentence, if the scheduler does not answer or has a worker of that name, the device
-    is not there, or others could reach the address without TLS: whoever reaches a Dask worker runs code.
+    is not there, or others could reach the address without TLS: any peer of a Dask worker can run code in it.
     """
     name = is_word(name or f"{socket.gethostname().partition('.')[0]}-{worker.device.replace(':', '')}")
     if probe and worker.device_kind:
@@ -122,7 +121,7 @@ def become_worker(
 
 
 def _cuda_device(device: str) -> str:
-    """What CUDA_VISIBLE_DEVICES holds for a device, counted among those that this process may see itself."""
+    """Value of CUDA_VISIBLE_DEVICES for a device, whose number counts among those visible to this process."""
     if device == "cpu":
         return ""
     # seconds to import, and of use only where there is a GPU

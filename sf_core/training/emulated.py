@@ -1,6 +1,6 @@
-"""A gang that sleeps as long as devices would take, and publishes a file that holds only its version.
+"""Emulated trainer: sleeps as long as devices would take, and publishes a file that holds only its version.
 
-Loads no library that computes. Ranks meet through the files of their try: there is nothing to exchange.
+Imports no library that computes. Ranks meet through the files of their try, as they exchange no data.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import pyarrow.compute as pc
 
 from sf_core.engines.device_model import DeviceModel
 from sf_core.engines.emulated_device import device_model, switch_to
-from sf_core.stages.run import Run
 from sf_core.training.gang import GangError, Seat, SupersededError
+from sf_core.training.protocol import TrainedRun
 from storage.files import FileRef
 from storage.gangs import GangFiles
 from storage.trajectories import first_rows
@@ -31,7 +31,7 @@ class EmulatedRanks:
     rank: int
     size: int
     meet: Callable[[], None]
-    """Returns when every rank has computed its share, as gradients are summed."""
+    """Blocks until every rank has computed its share, as an all-reduce of gradients would."""
 
 
 class EmulatedTrainer:
@@ -44,7 +44,7 @@ class EmulatedTrainer:
         self._model, self._ranks = model, ranks
 
     def step(self, batch: pa.Table) -> dict[str, float]:
-        """Takes as long as a step on the tokens of the batch, prompts included, does on the slowest rank."""
+        """Sleep as long as the slowest rank needs for a step on the batch's tokens, prompts included."""
         num_tokens = pc.sum(pc.list_value_length(batch["token_ids"])).as_py()
         seconds = self._model.train_s(num_tokens, self._ranks.size)
         time.sleep(seconds)
@@ -62,13 +62,13 @@ class EmulatedTrainer:
         return save_arrays(folder, {"version": np.array([self.version], dtype=np.int32)}, self.version)
 
     def save_checkpoint(self, folder: str) -> None:
-        """Nothing is written: its version is its whole state, and that of the run."""
+        """Sleep only: the version is the trainer's whole state, and the run knows it."""
         time.sleep(self._model.save_checkpoint_s())
 
 
 @contextmanager
 def seated(files: GangFiles, seat: Seat, host: str, timeout_s: float) -> Iterator[EmulatedRanks]:
-    """As the rendezvous of real ranks: begin together, and be over when rank 0 has committed."""
+    """Like the rendezvous of real ranks: begin together, and end when rank 0 has committed."""
     if files.is_over() or not files.take_seat(seat.rank, once=not seat.is_alone):
         raise SupersededError(f"{seat.label}: try {seat.epoch} had begun here before, or is over")
     others = [rank for rank in range(len(seat.workers)) if rank != seat.rank]
@@ -106,8 +106,8 @@ def _await(
 
 
 @contextmanager
-def trainer_at(run: Run, version: int, ranks: EmulatedRanks) -> Iterator[EmulatedTrainer]:
-    """The device of this process, switched to training."""
+def trainer_at(run: TrainedRun, version: int, ranks: EmulatedRanks) -> Iterator[EmulatedTrainer]:
+    """Switch the device of this process to training and yield its trainer."""
     model = device_model(run.config)
     switch_to("train", model.to_train_s())
     yield EmulatedTrainer(model, version, ranks)

@@ -1,4 +1,4 @@
-"""A rank's place in a gang, and how a gang fails. Light: flows and tasks import it, torch is not needed."""
+"""A rank's place in a gang, and the errors of a gang. Imports no torch, because flows and tasks import it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Seat:
     """One rank of one try at a train stage."""
 
     workers: tuple[str, ...]
-    """The members of the gang, rank 0 first."""
+    """Names of the gang's workers, rank 0 first."""
     rank: int = 0
     epoch: int = 0
     """Counts the tries of one flow attempt at this stage; a later one supersedes it."""
@@ -34,11 +34,11 @@ class GangError(RuntimeError):
 
 
 class SupersededError(RuntimeError):
-    """This rank must not work: Dask ran it again after its worker died, or its try is over."""
+    """This rank must not work: Dask restarted it after its worker died, or its try is over."""
 
 
 def check_counts(files: GangFiles) -> None:
-    """Raises SupersededError if what this try writes would not count, but might replace what does."""
+    """Raises SupersededError if another try has begun or committed, whose files this one might overwrite."""
     if files.is_over() or files.is_committed():
         raise SupersededError(
             f"{files.label}: another try was begun or has committed, this one writes nothing"

@@ -1,4 +1,4 @@
-"""The policy-gradient loss and what is measured beside it. Pure: tensors in, one value per token out."""
+"""The policy-gradient loss and the metrics beside it. Pure: tensors in, one value per token out."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def policy_gradient_loss(
     """Loss of every token [N]; the gradient flows through `logprobs`.
 
     PPO's clipped surrogate with DAPO's asymmetric clip (Yu et al. 2025). The ratio is to the log-probs
-    recorded at sampling, so it corrects for lag and for what the engine computes differently; where it
-    weighs the gradient it is truncated at `importance_cap` (Espeholt et al. 2018):
+    recorded at sampling, so it corrects for lag and for numerical differences of the engine; as a weight of
+    the gradient it is truncated at `importance_cap` (Espeholt et al. 2018):
 
         ratio * A <= clip(ratio) * A:  -min(ratio, importance_cap) * A, which is its gradient too
         otherwise:                     -clip(ratio) * A, without gradient
@@ -28,13 +28,13 @@ def policy_gradient_loss(
     ratio = importance_ratio(logprobs, behaviour_logprobs)
     truncated = ratio * (importance_cap / ratio.detach()).clamp(max=1.0)
     clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    # asked of the ratio as it is: a cap below 1 + clip_high would pass for a clip
+    # tested on the untruncated ratio: a cap below 1 + clip_high would be taken for a clip
     is_clipped = ratio * advantages > clipped * advantages
     return -torch.where(is_clipped, clipped, truncated) * advantages
 
 
 def importance_ratio(logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor) -> torch.Tensor:
-    """Probability under the policy over probability under the behaviour policy; kept finite."""
+    """Probability under the policy over that under the behaviour policy, clamped to stay finite."""
     return (logprobs - behaviour_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 

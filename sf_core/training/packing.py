@@ -1,5 +1,5 @@
-"""From the rows of a batch to microbatches: what goes through the network together, and which of its outputs
-are trained. Knows nothing of the network and the loss.
+"""Packing of a batch's rows into microbatches: which tokens go through the network together, and which
+outputs are trained. Knows nothing of the network and the loss.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from storage.schema import NOT_SAMPLED
 
 SAMPLING = np.dtype([("temperature", "f4"), ("top_p", "f4"), ("top_k", "i8")])
-"""How a token was drawn."""
+"""Sampling parameters with which a token was drawn."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,30 +30,30 @@ class Row:
     advantages: npt.NDArray[np.float32]
     policy_versions: npt.NDArray[np.int32]
     sampling: npt.NDArray[np.void]
-    """Of SAMPLING; zeros where no turn was sampled."""
+    """Elements of dtype SAMPLING; zeros where no turn was sampled."""
     weight: float
     group: str
     session: str
 
     @property
     def length(self) -> int:
-        """Tokens the network has to read: nothing behind the one before the last trained token."""
+        """Number of tokens that the network must read: up to the one before the last trained token."""
         trained = np.flatnonzero(self.loss_mask)
         return int(trained[-1]) if trained.size else 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Microbatch:
-    """R rows of at most T tokens as a trie: what rows have in common at their start, such as the prompt of a
-    group, is there once and goes through the network once. N different tokens, M of which are trained."""
+    """R rows of at most T tokens as a trie: a prefix that rows share, such as the prompt of a group, is held
+    once and goes through the network once. N distinct tokens remain; M tokens are trained."""
 
     token_ids: torch.Tensor
-    """[N] int64."""
+    """[N] int64, tokens of the trie."""
     depths: torch.Tensor
     """[N] position of each token in its row."""
     grid: torch.Tensor
-    """[R, T] index of each row's tokens in token_ids; any index behind a row's end, since under causal
-    attention nothing behind a token matters to it."""
+    """[R, T] index of each row's tokens in token_ids; arbitrary after a row's end, since causal attention
+    does not look ahead."""
     owners: torch.Tensor
     """[N] index in the flattened grid of one place where the token stands."""
     positions: torch.Tensor
@@ -61,13 +61,13 @@ class Microbatch:
     targets: torch.Tensor
     """[M] the trained tokens."""
     logprobs: torch.Tensor
-    """[M] recorded when they were sampled."""
+    """[M] log-probs recorded at sampling."""
     advantages: torch.Tensor
     weights: torch.Tensor
     """[M] weight of each token's row."""
     policy_versions: torch.Tensor
     sampling: npt.NDArray[np.void]
-    """[M] of SAMPLING; on no device."""
+    """[M] of dtype SAMPLING; stays on the host."""
 
     def to(self, device: torch.device) -> Microbatch:
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -76,15 +76,15 @@ class Microbatch:
 
     @property
     def padded_ids(self) -> torch.Tensor:
-        """[R, T], padded on the right."""
+        """[R, T] token ids, padded on the right."""
         return self.token_ids[self.grid]
 
 
 def read_rows(batch: pa.Table) -> list[Row]:
     """The rows of a batch that train.
 
-    Raises ValueError if a row trains its first token, which nothing predicts, or one of which it is not known
-    how it was sampled."""
+    Raises ValueError if a row trains its first token, which nothing predicts, or a token without a log-prob,
+    a policy version or sampling parameters."""
     batch = batch.filter(pc.equal(batch["decision"], "train"))
     per_token = [
         _split(batch, "token_ids", np.int32, 0),
@@ -117,8 +117,8 @@ def split_groups(rows: Sequence[Row], num_parts: int, random: np.random.Generato
 
 
 def deal(rows: Sequence[Row], num_parts: int) -> list[list[Row]]:
-    """Parts of about equal numbers of tokens, the same for equal rows. Rows that start alike stay together,
-    because what they share goes through the network once."""
+    """Split rows, deterministically, into parts of about equal numbers of tokens. Rows with a common prefix
+    stay together, because the prefix goes through the network once."""
     ordered = _in_token_order(rows)
     lengths = np.array([row.length for row in ordered], dtype=np.int64)
     middles = np.cumsum(lengths) - lengths / 2
@@ -127,9 +127,9 @@ def deal(rows: Sequence[Row], num_parts: int) -> list[list[Row]]:
 
 
 def pack(rows: Sequence[Row], max_tokens: int) -> Iterator[Microbatch]:
-    """Microbatches of at most max_tokens tokens, padding included; a longer row comes alone.
+    """Microbatches of at most `max_tokens` tokens, padding included; a longer row is one by itself.
 
-    Rows are taken in the order of their tokens: those that start alike are neighbours.
+    Rows are sorted by their tokens, so that rows with a common prefix are neighbours.
     """
     ordered = _in_token_order(row for row in rows if row.length)
     together: list[Row] = []
@@ -145,7 +145,7 @@ def pack(rows: Sequence[Row], max_tokens: int) -> Iterator[Microbatch]:
 
 
 def _microbatch(rows: Sequence[Row]) -> Microbatch:
-    """Rows must come in the order of their tokens."""
+    """Build the trie of rows that are sorted by their tokens."""
     grid = np.zeros((len(rows), max(row.length for row in rows)), dtype=np.int64)
     starts, num_tokens = [], 0
     for line, row in enumerate(rows):
@@ -181,7 +181,7 @@ def _in_token_order(rows: Iterable[Row]) -> list[Row]:
 
 
 def _common_prefix(a: Row, b: Row) -> int:
-    """Number of leading tokens the network reads in both."""
+    """Number of leading tokens that both rows share and the network reads."""
     length = min(a.length, b.length)
     differs = a.token_ids[:length] != b.token_ids[:length]
     return int(differs.argmax()) if differs.any() else length
@@ -196,7 +196,7 @@ def _split(batch: pa.Table, name: str, dtype: type, null: object) -> list[npt.ND
 
 
 def _sampling(batch: pa.Table) -> list[npt.NDArray[np.void]]:
-    """What the turns of every row say of its tokens."""
+    """Sampling parameters of every row's tokens, one SAMPLING array per row, from its turns."""
     turns = batch["turns"].combine_chunks()
     spans = pa.Table.from_struct_array(turns.flatten()).append_column("row", pc.list_parent_indices(turns))
     spans = spans.filter(pc.is_valid(spans["temperature"]))

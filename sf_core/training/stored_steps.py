@@ -1,4 +1,4 @@
-"""What a train step is made from, as the run directory keeps it: the batch, and the settings."""
+"""The inputs of a train step as stored in the run directory: its batch and its settings."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pyarrow as pa
 from pydantic import ValidationError
 
 from sf_core.config import TrainConfig
-from sf_core.stages.run import Run
+from sf_core.training.protocol import TrainedRun
 from storage.batches import read_batch
 from storage.json_files import first_fault
 
@@ -23,10 +23,10 @@ COLUMNS = [
     "weight",
     "decision",
 ]
-"""Of a batch that a trainer reads; conversations are for people."""
+"""Columns of a batch that a trainer reads, without the conversations as text."""
 
 
-def stored_batch(run: Run, iteration: int) -> pa.Table:
+def stored_batch(run: TrainedRun, iteration: int) -> pa.Table:
     """The COLUMNS of a committed batch. Raises ValueError if it is not what the filter wrote."""
     manifest = run.directory.read_manifest(iteration, "filter")
     assert manifest is not None, f"filter of iteration {iteration} must be committed first"
@@ -34,12 +34,12 @@ def stored_batch(run: Run, iteration: int) -> pa.Table:
     return read_batch(run.directory.path(manifest.outputs[0].uri), COLUMNS)
 
 
-def stored_settings(run: Run, iteration: int) -> TrainConfig:
-    """What a committed train step was made with. Raises ValueError if its manifest holds something else."""
+def stored_settings(run: TrainedRun, iteration: int) -> TrainConfig:
+    """Settings of a committed train step. Raises ValueError if its manifest holds something else."""
     manifest = run.directory.read_manifest(iteration, "train")
     assert manifest is not None, f"train of iteration {iteration} must be committed first"
     if "settings" not in manifest.data:
-        return run.config.train  # earlier versions did not keep them
+        return run.config.train  # written before manifests kept settings
     try:
         return TrainConfig.model_validate(manifest.data["settings"])
     except ValidationError as error:

@@ -1,6 +1,6 @@
 """Supervised start of the built-in policy: imitate generated demonstrations of the training split.
 
-Owns rendering and the optimisation. What a demonstration says is the environment's business.
+Owns rendering and optimisation; the environment decides what a demonstration says.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ BETAS = (0.9, 0.95)
 MAX_GRAD_NORM = 1.0
 TOKENS_PER_MICROBATCH = 8192
 
-# The policy learns what to do but not to be sure of it: at temperature 1 it still strays often, and
-# reinforcement learning has something to do.
+# the policy learns what to do but stays unsure: at temperature 1 it still errs often, which leaves
+# reinforcement learning something to improve
 LABEL_SMOOTHING = 0.18
 
 
@@ -53,7 +53,7 @@ def warmstart(folder: str, config: WarmstartConfig, seed: int) -> None:
 
 
 def learning_rate(config: WarmstartConfig, step: int) -> float:
-    """Rises over a twentieth of the steps, then falls to a tenth of its peak along a cosine."""
+    """Rate that rises over a twentieth of the steps, then falls to a tenth of its peak along a cosine."""
     rise = max(1, config.steps // 20)
     if step < rise:
         return config.learning_rate * (step + 1) / rise
@@ -62,8 +62,8 @@ def learning_rate(config: WarmstartConfig, step: int) -> float:
 
 
 def encode(tokenizer: Any, demonstration: Demonstration) -> Row:
-    """A demonstration as the policy would have produced it: everything the assistant says is trained, its
-    end marks included, and every turn is encoded by itself, as it will be in a session."""
+    """A demonstration as the policy would have produced it: all the assistant's tokens are trained, end marks
+    included, and every turn is encoded by itself, as in a session."""
     ids: list[int] = []
     said: list[bool] = []
     rendered = ""

@@ -14,7 +14,7 @@ from sf_core.config import PolicyConfig, RunConfig
 from sf_core.engines.torch.cached_model import open_model
 from sf_core.models.builtin import make_policy
 from sf_core.models.tokenizer import open_tokenizer
-from sf_core.stages.policy_folders import prepare_start
+from sf_core.stages.start import prepare_start
 from sf_core.training.torch.network import Network
 from storage.run_directory import RunDirectory
 from storage.weights import load_weights

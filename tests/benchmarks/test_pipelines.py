@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 from benchmarks import pipelines
 from benchmarks.heavy_tailed import LENGTHS
 from benchmarks.rebalancing import FAST_WEIGHTS
-from sf_core.scheduling.simulation.overheads import measured_overheads
 from sf_core.scheduling.simulation.variants import (
     VARIANTS,
     Devices,
@@ -18,6 +17,7 @@ from sf_core.scheduling.simulation.variants import (
     simulate_variant,
 )
 from storage.run_directory import RunDirectory
+from tests.benchmarks.overheads import measured_overheads
 
 
 def test_the_simulated_line_has_an_object_per_pipeline() -> None:

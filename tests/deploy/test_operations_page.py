@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-from sf_core.dataplane.control.metrics import MemoryUse, Metrics, Runs
+from sf_core.dataplane.control.metrics import MemoryUse, Runs
+from sf_core.dataplane.gateway.metrics import Metrics
 from sf_core.dataplane.journal.memory import Memory
 from sf_core.scheduling.worker import DASK_SETTINGS
 from tests.e2e.conftest import ROOT

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 
 from sf_core.config import RunConfig
 from sf_core.dataplane.journal.journal import frames, kind_of, unframe
-from sf_core.dataplane.runs.records import FinishedSession, read_finished
+from sf_core.dataplane.sessions.finished import FinishedSession, read_finished
 from sf_core.scheduling.timeline import read_spans
 from storage import files
 from storage.run_directory import STAGES, RunDirectory

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from sf_core.config import RunConfig
-from sf_core.stages.all_stages import start
 from sf_core.stages.run import begin_attempt
+from sf_core.stages.start import start
 from storage.run_directory import RunDirectory
 from tests.e2e.conftest import Cluster
 from tests.e2e.invariants import manifests

@@ -21,9 +21,16 @@ from sf_core.cli.stack import processes
 from sf_core.cli.stack.local import Ports, Services, stack_environment, start_services
 from sf_core.cli.stack.supervisor import StackError, Supervisor, call, end, read_pid
 from sf_core.cli.stack.supervisord_child import carriers, end_marked
-from sf_core.cli.surroundings import CACHE_DIR, PREFECT_HOME, check_open_files, check_place, why_not_writable
 from sf_core.config import WorkerConfig
-from sf_core.config.environment import cache_dir, prefect_home
+from sf_core.config.environment import (
+    CACHE_DIR,
+    PREFECT_HOME,
+    cache_dir,
+    check_open_files,
+    check_place,
+    prefect_home,
+    why_not_writable,
+)
 
 POOL = "sf"
 """Of the server, from which the stack takes its runs."""

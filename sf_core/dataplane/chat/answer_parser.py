@@ -1,24 +1,31 @@
-"""Sampled text, as it arrives, split into what a reasoning model thinks, content and tool calls; and its end
-at a stop string."""
+"""Splits sampled text, as it arrives, into reasoning, content and tool calls, and ends it at a stop string."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from sf_core.dataplane.chat.tool_formats import CallSplitter, ToolCall, overlap
-from sf_core.dataplane.turns.answer import Reasoning
 
 THINK_START, THINK_END = "<think>", "</think>"
+
+
+class Reasoning(NamedTuple):
+    """A piece of what a reasoning model writes before its answer."""
+
+    text: str
+
 
 AnswerParts = list[str | Reasoning | ToolCall]
 
 
 class AnswerStream:
-    """`push` and `finish` return what became certain, in order. Content that is nothing but white space
-    around reasoning and calls is dropped."""
+    """`push` and `finish` return, in order, the parts that later text cannot change any more. White space
+    around reasoning and calls is dropped where no other content follows it."""
 
     def __init__(self, splitter: CallSplitter | None, reasoning: ReasoningSplitter | None = None) -> None:
         self._splitter, self._reasoning = splitter, reasoning
         self._blank = ""
-        """White space before content or behind a call: content only if more follows."""
+        """White space before content or after a call, held back: it is content only if more content follows."""
         self._follows_call = False
         self.content = ""
         self.reasoning = ""
@@ -77,18 +84,18 @@ class AnswerStream:
 
 
 class ReasoningSplitter:
-    """Splits off what stands between think tags at the start of an answer. `is_open`: the prompt ends with
-    the opening tag."""
+    """Splits off the text between think tags at the start of an answer. `is_open`: the prompt ends with the
+    opening tag."""
 
     def __init__(self, is_open: bool) -> None:
         self.found = is_open
-        """The answer has a reasoning part, if an empty one."""
+        """Whether the answer has a reasoning part, possibly an empty one."""
         self._is_over = False
         self._text = ""
         self._began = False
 
     def push(self, text: str) -> tuple[str, str]:
-        """(reasoning, rest) that became certain."""
+        """(reasoning, rest) that later text cannot change any more."""
         if self._is_over:
             return "", text
         self._text += text

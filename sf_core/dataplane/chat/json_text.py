@@ -1,4 +1,4 @@
-"""Reading JSON that will have to be written again, inside of records and answers."""
+"""Reads JSON that must be written again later, in records and answers."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import orjson
 
 
 def read_json(text: bytes | str) -> Any:
-    """What orjson can also write. Raises orjson.JSONDecodeError, and orjson.JSONEncodeError if it is nested
-    too deeply."""
+    """A value that orjson can write again. Raises orjson.JSONDecodeError, and orjson.JSONEncodeError if the
+    text is nested too deeply for that."""
     value = orjson.loads(text)
-    # it reads deeper than it writes; the count tells at almost no cost that most texts are not deep
+    # orjson reads deeper nesting than it writes; counting brackets clears most texts at almost no cost
     if isinstance(text, str):
         num_brackets = text.count("{") + text.count("[")
     else:
@@ -22,4 +22,4 @@ def read_json(text: bytes | str) -> Any:
 
 
 _SURELY_WRITABLE = 200
-"""Levels of nesting; orjson writes 254."""
+"""Levels of nesting that need no check; orjson writes 254."""

@@ -1,9 +1,9 @@
 """Messages in canonical form, and their identity.
 
 A canonical message holds only what a model can see, in one spelling: absent content is "", arguments of tool
-calls are mappings. Dialects produce it, templates render it, sessions compare it. What a model thought before
-an answer is in the record only: clients send answers back with it or without, and both mean the same. So do
-answers that come back with a `name`, as agents give them; other assistant messages keep theirs.
+calls are mappings. Dialects produce it, templates render it, sessions compare it. Reasoning is kept in the
+record only and is not compared: clients send answers back with it or without. Nor is the `name` that agents
+give to answers they send back; other assistant messages keep theirs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Message = dict[str, Any]
 
 
 def assistant_message(content: str, calls: list[ToolCall], turn_id: str, reasoning: str = "") -> Message:
-    """A sampled answer. The ids of its calls follow from the turn: equal calls of two turns differ."""
+    """A sampled answer. Call ids are derived from the turn, so equal calls of two turns have different ids."""
     message: Message = {"role": "assistant", "content": content}
     if reasoning:
         message["reasoning_content"] = reasoning
@@ -41,7 +41,7 @@ def tool_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
 
 
 def chain_keys(tools: list[Tool], messages: list[Message]) -> list[bytes]:
-    """The key of the tools, then one per message: equal keys mean equal tools and equal messages up to it."""
+    """Chained hashes, one of the tools, then one per message: equal keys mean equal tools and messages so far."""
     keys = [blake2b(orjson.dumps(tools, option=orjson.OPT_SORT_KEYS), digest_size=16).digest()]
     for message in messages:
         keys.append(extend_chain(keys[-1], message))
@@ -55,7 +55,7 @@ def extend_chain(key: bytes, message: Message) -> bytes:
 
 
 def size_of(value: Any) -> int:
-    """Bytes of memory that a JSON value takes, about: keys are shared."""
+    """Approximate memory of a JSON value in bytes; keys are shared between values and not counted."""
     inner: Iterable[Any] = ()
     if isinstance(value, dict):
         inner = value.values()

@@ -1,4 +1,4 @@
-"""Whether a stored conversation, rendered by the run's chat template, is what the policy saw."""
+"""Checks whether a stored conversation, rendered by the run's chat template, is what the policy saw."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from storage.run_directory import RunDirectory
 
 
 class Reader:
-    """Reads with the tokenizer and the chat template that the run started from. Raises ValueError with one
-    sentence if it has none."""
+    """Renders with the tokenizer and the chat template that the run started from. Raises ValueError with one
+    sentence if the run has none."""
 
     def __init__(self, run: RunDirectory) -> None:
         if not files.exists(files.join(run.start_dir, "tokenizer.json")):
@@ -23,10 +23,10 @@ class Reader:
         self._renderer = Renderer(run.start_dir)
 
     def is_as_seen(self, messages: Sequence[Message], tools: list[Tool], seen: Sequence[int]) -> bool:
-        """Whether the messages before the last render to the ids that the policy saw before it wrote that
-        one. The beginning of a call that was forced is seen too; the last message shows it.
+        """Whether all messages but the last render to `seen`, the prompt from which the last was sampled. The
+        prompt may end with the forced beginning of a call, which the rendering of the last message shows.
 
-        Texts are compared: ids that were sampled may be others than the tokenizer makes of the same text."""
+        Texts are compared, because sampled ids may differ from those the tokenizer makes of the same text."""
         if not messages:
             return False
         text = self._renderer.shown(list(seen))
@@ -42,6 +42,6 @@ class Reader:
         )
 
     def _readings(self, rendered: str) -> Iterator[str]:
-        """The text, and what is left of it once it is ids: a decoder may leave out or add spaces."""
+        """The text, and the text encoded and decoded: a decoder may leave out or add spaces."""
         yield rendered
         yield self._renderer.shown(self._renderer.encode(rendered).tolist())

@@ -1,6 +1,6 @@
-"""Text to ids and back, as the run's model folder says: tokenizer, chat template, end-of-turn tokens.
+"""Text to ids and back, by the tokenizer, chat template and end-of-turn tokens of the run's model folder.
 
-Owns the suffix rule: what a request adds to recorded ids is cut from the rendering at an end-of-turn token.
+Owns the suffix rule: the text that a request adds to recorded ids begins at an end-of-turn token.
 Uses tokenizers and jinja2 directly, because transformers imports torch: 3 s and 250 MB.
 """
 
@@ -23,7 +23,7 @@ from sf_core.dataplane.chat.messages import Message
 from sf_core.dataplane.chat.template_probes import append_only_roles, render_addition
 from sf_core.dataplane.chat.tool_formats import FORMATS, Tool, format_of
 from sf_core.dataplane.errors import ApiError
-from sf_core.dataplane.sessions.tree import Ids
+from sf_core.types import Ids
 from storage.files import local_folder
 from storage.weights import WEIGHT_FILES
 
@@ -31,8 +31,8 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Renderer:
-    """Raises ValueError with one sentence if the folder lacks tokenizer.json, a chat template or an
-    end-of-turn token."""
+    """The tokenizer and chat template of one folder. Raises ValueError with one sentence if the folder lacks
+    tokenizer.json, a chat template or an end-of-turn token."""
 
     def __init__(self, model_dir: str) -> None:
         self.model_dir = model_dir
@@ -58,7 +58,7 @@ class Renderer:
         """Answers may begin with reasoning between think tags."""
         self.vocab_size = self._tokenizer.get_vocab_size()
         self.num_ids = max(self.vocab_size, _num_rows(folder))
-        """Ids that the policy may sample: networks are often padded to more than the tokenizer knows."""
+        """Number of ids that the policy may sample: networks are often padded beyond the tokenizer's vocabulary."""
         self._template = _compile(template)
         self._special = {name: _text(config[name]) for name in _SPECIAL if config.get(name)}
         self.stop_texts = self._read_stops(folder)
@@ -76,26 +76,26 @@ class Renderer:
             )
         except jinja2.TemplateError:
             raise
-        except Exception as error:  # a template is a program: it adds a string to nothing, for one
+        except Exception as error:  # a template is a program and may raise anything
             raise jinja2.TemplateError(f"{type(error).__name__}: {error}") from error
 
     def is_append_only(self, added: list[Message]) -> bool:
-        """Whether these messages, behind an answer, leave the rendering of all earlier ones as it was."""
+        """Whether these messages, added after an answer, leave the rendering of earlier ones unchanged."""
         return {message["role"] for message in added} <= self._append_only_roles
 
     def render_addition(
         self, messages: list[Message], opening_text: str, added: list[Message], tools: list[Tool]
     ) -> str | None:
-        """See append_only.render_addition."""
+        """See template_probes.render_addition."""
         return render_addition(self.render, messages, opening_text, added, tools)
 
     def note_rewrite(self, added: list[Message]) -> None:
-        """These messages changed the rendering of earlier ones after all: trust the probes no more."""
+        """The template rewrote earlier messages although the probes said it does not: trust them no more."""
         if self.is_append_only(added):
             self._append_only_roles = frozenset()
 
     def last_stop(self, text: str, ids: Ids) -> tuple[int, int] | None:
-        """Where an encoded text has its last end-of-turn token: in the text and in the ids. None: nowhere."""
+        """Offsets of the last end-of-turn token in a text and in its ids; None if it has none."""
         places = np.flatnonzero(np.logical_or.reduce([ids == stop for stop in self.stop_texts]))
         at = max(text.rfind(stop) for stop in self.stop_texts.values())
         return (at, int(places[-1])) if at >= 0 and len(places) else None
@@ -138,8 +138,8 @@ class Renderer:
 
 
 def shows(text: str, answer: Message) -> bool:
-    """Whether the rendering of an answer holds, in whatever spelling, all that the answer says. A template
-    that drops something, such as old reasoning, has rewritten it."""
+    """Whether a rendered answer holds, in whatever spelling, every character that the answer says but white
+    space. A template that drops something, such as old reasoning, has rewritten the answer."""
     said = Counter[str](answer["content"])
     said.update(answer.get("reasoning_content") or "")
     values = [call["function"] for call in answer.get("tool_calls", ())]
@@ -161,7 +161,7 @@ class TextStream:
         self._decode = renderer.decode
         self._ids: list[int] = []
         self._start = 0
-        """Decoding starts here: one piece back, because a decoder may look at the token before."""
+        """Decoding starts one piece back, because a decoder may look at the token before."""
         self._done = 0
 
     def push(self, ids: list[int]) -> str:
@@ -182,7 +182,7 @@ _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 def _num_rows(folder: Path) -> int:
-    """Of the network's last layer, as far as its configuration says; 0 if it does not."""
+    """Rows of the network's last layer by its configuration; 0 if that does not say."""
     config = _read_json(folder / "config.json")
     return int(config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size") or 0)
 
@@ -234,7 +234,7 @@ def open_renderer(model_dir: str) -> Renderer:
         return Renderer(model_dir)
     except OSError:
         raise
-    except Exception as error:  # nothing narrower: a broken tokenizer.json raises just that
+    except Exception as error:  # a broken tokenizer.json raises a plain Exception
         if type(error) is ValueError:
             raise
         told = " ".join(f"{type(error).__name__}: {error}".split())

@@ -1,9 +1,9 @@
-"""Rendering what is new in a conversation without the history.
+"""Renders what is new in a conversation without rendering its history.
 
-Most chat templates append: new messages leave the text of all earlier ones as it was. Then the text of an
-answer and of what follows it can be had from a short conversation, the opening and that answer. Which roles a
-template appends is found out by probes; where it rewrites (Qwen3 drops old reasoning when a user speaks),
-only the whole rendering will do.
+Most chat templates append: new messages leave the text of all earlier ones unchanged. The text of an answer
+and of what follows it can then be taken from a short conversation, the opening and that answer. Probes find
+the roles that a template appends; where it rewrites earlier text (Qwen3 drops old reasoning after a user
+message), the whole conversation must be rendered.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Render = Callable[[list[Message], list[Tool]], str]
 
 
 def opening(messages: list[Message]) -> list[Message] | None:
-    """The messages up to the first of a user: what templates treat specially. None if no user speaks."""
+    """The messages up to the first user message, which templates treat specially; None without one."""
     for i, message in enumerate(messages):
         if message["role"] == "user":
             return messages[: i + 1]
@@ -30,8 +30,8 @@ def opening(messages: list[Message]) -> list[Message] | None:
 def render_addition(
     render: Render, beginning: list[Message], beginning_text: str, added: list[Message], tools: list[Tool]
 ) -> str | None:
-    """The text of an answer and of what follows it, `added`, wherever in a conversation it stands that begins
-    like this; None if the template shows it only in its place."""
+    """The text of `added`, an answer and what follows it, in any conversation that begins with `beginning`;
+    None if the template refuses `added` right after the beginning, or rewrites the beginning."""
     try:
         text = render([*beginning, *added], tools)
     except jinja2.TemplateError:
@@ -40,7 +40,7 @@ def render_addition(
 
 
 def append_only_roles(render: Render) -> frozenset[str]:
-    """Roles whose messages, put behind an answer, render the same with and without the history before it."""
+    """Roles whose messages, added after an answer, render the same with and without the history before it."""
     return frozenset(role for role in ("user", "tool") if all(map(_holds(render), _probes(role))))
 
 
@@ -54,7 +54,7 @@ def _holds(render: Render) -> Callable[[_Probe], bool]:
         try:
             whole, before = render([*history, *added], tools), render(history, tools)
         except jinja2.TemplateError:
-            return True  # never to be seen: such a request is refused
+            return True  # cannot be rendered either way: such a request is refused
         beginning = opening(history)
         assert beginning is not None
         try:
@@ -93,7 +93,7 @@ def _probes(role: str) -> Iterator[_Probe]:
     rounds_of_role = [messages for messages in rounds if messages[1]["role"] == role]
     for history, added in product(histories, rounds_of_role):
         yield _probe(history, added)
-    # growing ones too: some templates count messages
+    # longer and longer ones too: some templates count messages
     for num in range(3, 12):
         yield _probe(rounds_of_role[0] * num, rounds_of_role[0])
     yield _probe(list(chain.from_iterable(rounds * 3)), rounds_of_role[0])

@@ -1,7 +1,7 @@
 """Tool calls inside sampled text: one parser and renderer per model family.
 
 Owns the formats: where calls stand in an answer, how one is written, and how the text of a forced one begins.
-What does not parse, cannot be written again or names an unknown tool stays text and is counted.
+A call that does not parse, cannot be written again or names an unknown tool stays text and is counted.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ Parts = list[str | ToolCall]
 
 
 class CallSplitter(Protocol):
-    """Splits a text, as it arrives, into text and calls. What it returns is certain, and in order."""
+    """Splits text, as it arrives, into text and calls; returns, in order, what later text cannot change."""
 
     num_unparsed: int
-    """Calls that stayed text."""
+    """Number of calls that stayed text."""
 
     def push(self, text: str) -> Parts: ...
 
@@ -47,8 +47,8 @@ class ToolFormat(NamedTuple):
     render: Callable[[ToolCall], str]
     """The text of one call."""
     opening: Callable[[Tool | None], str]
-    """How an answer begins that must call this tool, or any. No JSON opening ends with a space: tokens of
-    trained models begin with theirs."""
+    """The beginning of an answer that must call this tool (None: any). No JSON opening ends with a space,
+    because the tokens of trained models begin with theirs."""
 
 
 class MarkedCalls:
@@ -84,7 +84,7 @@ class MarkedCalls:
 
 
 class LeadingCalls:
-    """Calls as JSON objects that are the whole answer, with `;` between them."""
+    """Calls as JSON objects, separated by `;`, that are the whole answer."""
 
     def __init__(self, parse: Callable[[str], ToolCall | None]) -> None:
         self._parse = parse
@@ -192,11 +192,11 @@ FORMATS = {
     ),
     "plain": ToolFormat(_split_plain, _render_plain, _open_plain),
 }
-"""By the name a model folder's tokenizer_config.json gives as `tool_format`."""
+"""Formats by name, which is the `tool_format` in a model folder's tokenizer_config.json."""
 
 
 def format_of(template: str) -> str:
-    """The family a chat template belongs to, for folders that do not name theirs."""
+    """The format of a chat template, for folders that do not name theirs."""
     return "llama3_json" if CALL_START not in template and '"parameters":' in template else "hermes"
 
 
@@ -213,7 +213,7 @@ def _parameters(name: str, tools: list[Tool]) -> dict[str, Any] | None:
 
 
 def _convert(text: str, kind: str | None) -> Any:
-    """The argument as a number if the schema wants one and it is one in JSON, else as text."""
+    """The argument as a number if the schema wants one and the text is one in JSON, else as text."""
     if kind in ("integer", "number"):
         try:
             value = orjson.loads(text)
@@ -225,7 +225,7 @@ def _convert(text: str, kind: str | None) -> Any:
 
 
 def overlap(text: str, mark: str) -> int:
-    """Length of the longest end of `text` that begins `mark`.
+    """Length of the longest suffix of `text` that is a proper prefix of `mark`.
 
     >>> overlap("so <tool", "<tool_call>")
     5

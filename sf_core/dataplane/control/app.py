@@ -10,7 +10,8 @@ import contextlib
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import TYPE_CHECKING
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
@@ -36,30 +37,45 @@ from sf_core.dataplane.bodies import (
     SessionBody,
     StageBody,
     WeightsBody,
-    parse_body,
 )
 from sf_core.dataplane.control.arrow_stream import MEDIA_TYPE, arrow_stream, batch_files
 from sf_core.dataplane.control.engine_socket import serve_engine_link
-from sf_core.dataplane.control.metrics import MemoryUse, Metrics, Runs, together
+from sf_core.dataplane.control.metrics import MemoryUse, Runs, together
 from sf_core.dataplane.control.openapi import document
 from sf_core.dataplane.control.plane import DataPlane
 from sf_core.dataplane.control.status import batch_status, evaluation_status, run_status
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.gateway.agent_routes import REFUSALS, SESSION, Answer, agent_routes, json_route
+from sf_core.dataplane.gateway.dialects.checks import parse_body
 from sf_core.dataplane.gateway.endpoint import read_body
 from sf_core.dataplane.gateway.keys import KeyCheck
+from sf_core.dataplane.gateway.metrics import Metrics
 from sf_core.dataplane.gateway.observed import Observed
 from sf_core.dataplane.journal.journal import Fsync
 from sf_core.dataplane.journal.memory import MEMORY_MB
+from sf_core.dataplane.runs.recovery import MakeRun
 from sf_core.dataplane.runs.run import Run
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.host import GRACE_S
 from sf_core.types import WeightsRef
 
-if TYPE_CHECKING:
-    from sf_core.dataplane.sharding.hub import Gateways
-
 MAX_WAIT_S = 30.0
+
+
+class Shards(Protocol):
+    """Further processes that serve the turns of the runs; see sharding."""
+
+    make_run: MakeRun
+
+    def forwarding(self) -> Middleware:
+        """Passes requests of agents on to the process that serves their session."""
+
+    def running(self) -> AbstractAsyncContextManager[None]:
+        """Keeps the processes alive."""
+
+    async def figures(self) -> dict[str, bytes]:
+        """Prometheus texts by process."""
+
 
 Answering = Callable[[Request], Awaitable[Answer]]
 
@@ -70,18 +86,18 @@ def make_app(
     fsync: Fsync = "turn",
     grace_s: float = GRACE_S,
     memory_mb: float = MEMORY_MB,
-    gateways: Gateways | None = None,
+    shards: Shards | None = None,
 ) -> Starlette:
     """Without gateway processes it serves turns itself. Raises ValueError if another data plane works in the
     journal directory."""
-    make_run = Run if gateways is None else gateways.make_run
+    make_run = Run if shards is None else shards.make_run
     plane = DataPlane(journal_dir, fsync, grace_s, memory_mb, make_run)
     routes = Routes(plane)
     metrics = Metrics(Runs(plane.runs), MemoryUse(plane.memory))
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        async with contextlib.nullcontext() if gateways is None else gateways.running():
+        async with contextlib.nullcontext() if shards is None else shards.running():
             await plane.reopen()
             sweeping = asyncio.ensure_future(plane.sweep())
             yield
@@ -93,16 +109,16 @@ def make_app(
 
     async def figures(request: Request) -> Response:
         text = metrics.text()
-        if gateways is not None:
-            text = together({"hub": text, **await gateways.figures()})
+        if shards is not None:
+            text = together({"hub": text, **await shards.figures()})
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     middleware = [
         Middleware(Observed, metrics=metrics),
         Middleware(KeyCheck, key=key, runs=plane.runs.values),
     ]
-    if gateways is not None:
-        middleware.insert(0, gateways.forwarding())
+    if shards is not None:
+        middleware.insert(0, shards.forwarding())
 
     async def openapi(_: Request) -> Answer:
         return document(app.routes)

@@ -10,7 +10,7 @@ from collections import Counter as Tally
 from collections.abc import Iterable, Mapping
 from typing import get_args
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
@@ -19,65 +19,16 @@ from sf_core.config.failures import REASONS
 from sf_core.dataplane.journal.memory import Memory
 from sf_core.dataplane.routing.connection import LinkState
 from sf_core.dataplane.runs.recent import NUM_RECENT
-from sf_core.dataplane.runs.records import FinishedSession
 from sf_core.dataplane.runs.run import Run
+from sf_core.dataplane.sessions.finished import FinishedSession
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.host import SessionHost
-
-_OVERHEAD_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 2.0)
-_ENGINE_S = (0.01, 0.05, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 
 _BRANCH, _REJECTED = "branches.", "rejected_groups."
 """What names of a run's counters begin with, before a reason."""
 
 _ENDS = {"finished": "finished_sessions", "failed": "failed_sessions", "lost": "retries"}
 """The counters of how sessions end that runners were given."""
-
-
-class Metrics:
-    """One per process; its registry is its own."""
-
-    def __init__(self, *counted_elsewhere: Collector) -> None:
-        self._registry = registry = CollectorRegistry()
-        self.requests = Counter(
-            "sf_requests",
-            "Requests of agents, by what they were answered.",
-            ["dialect", "status"],
-            registry=registry,
-        )
-        self.agent_bytes = Counter(
-            "sf_agent_bytes", "Bytes of bodies to and from agents.", ["direction"], registry=registry
-        )
-        self.overhead = Histogram(
-            "sf_gateway_overhead_seconds",
-            "Time of a request in which its turns were not with the router: reading, rendering, answering.",
-            buckets=_OVERHEAD_S,
-            registry=registry,
-        )
-        self.waiting = Histogram(
-            "sf_wait_seconds",
-            "Time of a turn until an engine first got it.",
-            buckets=_ENGINE_S,
-            registry=registry,
-        )
-        self.engine = Histogram(
-            "sf_engine_seconds",
-            "Time of a turn from the first engine that got it to its end, interruptions included.",
-            buckets=_ENGINE_S,
-            registry=registry,
-        )
-        self.prompt_tokens = Counter(
-            "sf_prompt_tokens",
-            "Prompt tokens: reused from the record, or encoded anew.",
-            ["origin"],
-            registry=registry,
-        )
-        for collector in counted_elsewhere:
-            registry.register(collector)
-
-    def text(self) -> bytes:
-        """In the text format of Prometheus, version 0.0.4."""
-        return generate_latest(self._registry)
 
 
 def together(figures: Mapping[str, bytes]) -> bytes:

@@ -6,9 +6,9 @@ import time
 from dataclasses import asdict
 from typing import Any
 
+from sf_core.dataplane.bodies import Work
 from sf_core.dataplane.runs.groups import Group
 from sf_core.dataplane.runs.run import Run
-from sf_core.dataplane.runs.runners import Work
 
 
 def batch_status(run: Run, batch: int) -> dict[str, Any]:

@@ -14,11 +14,12 @@ import orjson
 from starlette.types import Receive, Scope, Send
 
 from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.gateway.dialects.checks import get, parse_object, refuse_undone
 from sf_core.dataplane.gateway.dialects.protocol import Dialect, Reply
-from sf_core.dataplane.gateway.request import TurnRequest, get, parse_object, refuse_undone
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.answer import Answer
 from sf_core.dataplane.turns.host import SessionHost
+from sf_core.dataplane.turns.request import TurnRequest
 from sf_core.dataplane.turns.retries import Listener, Ticket, is_known, join_turn
 from sf_core.dataplane.turns.turn import CONTEXT_OVERFLOW, count_tokens, open_request
 

@@ -14,9 +14,9 @@ from opentelemetry.trace import SpanKind
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sf_core.dataplane.control.metrics import Metrics
 from sf_core.dataplane.gateway.dialects.registry import DIALECTS
 from sf_core.dataplane.gateway.keepalive import KeptAlive
+from sf_core.dataplane.gateway.metrics import Metrics
 from sf_core.dataplane.routing.generation import Generation, asked_by_request
 
 CLIENT_GONE = 499

@@ -1,10 +1,10 @@
-"""The local record of what must survive the data plane's death.
+"""The append-only journal of what must survive the data plane's death.
 
-Owns framing (length, CRC-32, MessagePack), the order of writes, when they are forced to disk and what happens
-while they cannot be. Knows nothing of what the records mean (records.py).
+Owns framing (length, CRC-32, MessagePack), the order of writes, fsync, and retries while the disk fails.
+Knows nothing of what the records mean (records.py).
 
-What the disk does not take stays in memory, in its order, and is tried again until it is written: the file
-never lacks a record that a later one builds on. Who waits for a record goes on waiting; `failure` says why.
+Records that the disk does not take stay in memory, in their order, and are retried until written: the file
+never lacks a record that a later one builds on. Callers go on waiting meanwhile; `failure` says why.
 """
 
 from __future__ import annotations
@@ -30,73 +30,72 @@ from sf_core.dataplane.signals import Signal
 log = logging.getLogger(__name__)
 
 Record = dict[str, Any]
-"""Its first key is its kind."""
+"""One record of a journal; its first key is its kind."""
 Compaction = tuple[list[Record], Callable[[Record], bool]]
-"""What comes first in a compacted journal, and which of its records stay behind that."""
+"""Records that begin a compacted journal, and a predicate for the old records to keep after them."""
 Waiter = asyncio.Future[None]
 T = TypeVar("T")
 
 Fsync = Literal["turn", "chunk", "group"]
-"""What is forced to disk before anybody hears of it. turn: every whole turn and result; a chunk of a stream
-is only handed to the kernel, which survives the death of the process but not of the machine. chunk: every
-chunk too. group: as turn, but what arrives within GATHER_S shares one fsync."""
+"""What is forced to disk before it is passed on. turn: whole turns and results; a chunk of a stream is only
+handed to the kernel, which survives the death of the process, not of the machine. chunk: every chunk too.
+group: like turn, but records that arrive within GATHER_S share one fsync."""
 
 GATHER_S = 0.005
 
 RETRY_S = 0.5
-"""How often what could not be written is tried again."""
+"""Seconds between retries of a write that failed."""
 
 PIECE_BYTES = 4 * 2**20
-"""Of the journal that is in memory at a time while it is read."""
+"""Bytes in memory at a time while a journal is read; as many unsynced bytes trigger an fsync."""
 
 _HEADER = struct.Struct("<II")
 
 
 class Journal:
     """Appends from one event loop, in order. The loop hands bytes to the kernel, which takes microseconds;
-    one thread does what takes long: forcing them to disk, reading, rewriting. What is written during an fsync
-    shares the next one."""
+    one thread does the slow work: fsync, reading, rewriting. Writes during an fsync share the next one."""
 
     def __init__(self, path: Path, fsync: Fsync = "turn") -> None:
         self.path = path
         self.failure: OSError | None = None
-        """Why it cannot be written, while it cannot."""
+        """Why the journal cannot be written; None while it can."""
         self.num_failures = 0
-        """Times that began."""
+        """How often writing has begun to fail."""
         self.watchers: set[Signal] = set()
-        """Notified when it begins."""
+        """Notified when writing begins to fail."""
         self._failed_at = 0.0
         self._fsync = fsync
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
         self._file: FileIO | None = None
         self._end = self._synced_end = 0
-        """Bytes of the file that count, and of those on disk; what lies behind them is a torn write."""
+        """Valid bytes of the file, and how many are on disk; what follows the valid ones is a torn write."""
         self._exclusive = asyncio.Lock()
-        """Held while the thread has the whole file; what is appended meanwhile is written afterwards."""
+        """Held while the thread works on the whole file; what is appended meanwhile is written afterwards."""
         self._frames: list[bytes] = []
-        """Not written yet; nobody need wait for them."""
+        """Frames that are not written yet, whether or not something waits for them."""
         self._written: list[bytes] = []
-        """Not known to be on disk: an fsync that fails has lost them."""
+        """Frames that are written but not known to be on disk: a failed fsync may have lost them."""
         self._for_kernel: list[Waiter] = []
         self._for_disk: list[Waiter] = []
-        """Who waits for frames: to be written, or to be on disk."""
+        """Waiters for `_frames` to be written, and those for them to be on disk."""
         self._unsynced: list[Waiter] = []
-        """Whose frames are written and not on disk."""
+        """Waiters whose frames are written but not on disk."""
         self._write_is_due = False
         self._retry: asyncio.TimerHandle | None = None
-        """Of frames that were not written."""
+        """Timer of the next attempt after a write that failed."""
         self._syncing: asyncio.Task[None] | None = None
 
     async def replay(self) -> AsyncGenerator[Record, None]:
-        """All intact records, oldest first, read piece by piece: appends go on in between. What follows a
-        broken one is cut off: its write was torn. Raises ApiError 503 while the journal cannot be written."""
+        """All intact records, oldest first, read piece by piece: appends go on in between. A broken record is
+        a torn write and cut off with all behind it. Raises ApiError 503 while the journal cannot be written."""
         pieces = self._read()
         while piece := await self._exclusively(lambda: partial(next, pieces, None)):
             for record in piece:
                 yield record
 
     def note(self, record: Record) -> None:
-        """Written with whatever is appended next: for what only matters once something follows it."""
+        """Write a record with the next append: for records that only matter once another follows."""
         self._frames.append(frame(record))
 
     async def append(self, record: Record) -> None:
@@ -109,22 +108,22 @@ class Journal:
         await self._add(record, self._for_disk if self._fsync == "chunk" else self._for_kernel)
 
     async def compact(self, choose: Callable[[], Compaction]) -> None:
-        """Rewrite it as `choose` says, called once no other compaction is under way: what was appended
-        until then is in the file, and what comes later will be behind it. Which records to keep is asked in
-        the thread. Without room for that the journal stays as it is."""
+        """Rewrite the journal as `choose` says. It is called when no other compaction is under way: earlier
+        appends are in the file then, and later ones will follow the compacted part. Its predicate is called
+        in the thread. If rewriting fails, for lack of room say, the journal stays as it is."""
         try:
             await self._exclusively(lambda: partial(self._rewrite, *choose()))
         except (ApiError, OSError) as error:
             log.warning("%s stays long: it cannot be compacted: %s", self.path, error)
 
     def check(self) -> None:
-        """Raises ApiError 503 while it cannot be written."""
+        """Raises ApiError 503 while the journal cannot be written."""
         if self.failure is not None:
             raise self._refusal(self.failure)
 
     async def attend(self, work: Awaitable[T]) -> T:
-        """What `work` returns, which appends. Raises ApiError 503 if the journal cannot be written meanwhile;
-        the work then ends by itself once it can."""
+        """Await `work`, which appends. Raises ApiError 503 if the journal cannot be written meanwhile; the
+        work then goes on in the background until it can."""
         working = asyncio.ensure_future(work)
         while not working.done():
             signal = Signal()
@@ -144,7 +143,7 @@ class Journal:
         return working.result()
 
     async def close(self) -> None:
-        """What cannot be written is given up."""
+        """Write what is pending and close the file; records that cannot be written are lost."""
         async with self._exclusive:
             self._write()
         if self._syncing is not None:
@@ -209,7 +208,7 @@ class Journal:
             self._syncing = None
 
     def _take_back(self, waiting: list[Waiter], error: OSError) -> None:
-        """An fsync that failed may have thrown away what was written; the next one would not tell."""
+        """Queue unsynced frames again: a failed fsync may have discarded them; the next would not tell."""
         self._frames[:0], self._written = self._written, []
         self._for_disk[:0], self._unsynced = waiting + self._unsynced, []
         self._end = self._synced_end
@@ -246,8 +245,8 @@ class Journal:
             log.warning("%s is written again, after %.0f s", self.path, time.monotonic() - self._failed_at)
 
     async def _exclusively(self, prepare: Callable[[], Callable[[], T]]) -> T:
-        """What the prepared work returns. It has the file for itself, with all that was appended before it
-        was prepared."""
+        """Run the prepared work in the thread. It alone uses the file, which has all that was appended before
+        the work was prepared."""
         try:
             async with self._exclusive:
                 self._write()
@@ -282,7 +281,7 @@ class Journal:
         if not frames:
             return
         if self._file is None:
-            # not before: a run that is refused leaves nothing behind
+            # opened no earlier, so that a run that is refused leaves nothing behind
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(self.path, "ab", 0, opener=private)  # noqa: SIM115 it stays open between writes
             self._end = self._synced_end = self._file.seek(0, os.SEEK_END)
@@ -296,7 +295,7 @@ class Journal:
         self._end += sum(map(len, frames))
 
     def _sync(self) -> None:
-        # a file that was rewritten meanwhile is on disk
+        # closed by a rewrite, which has forced the file to disk
         if self._file is not None:
             os.fdatasync(self._file.fileno())
 
@@ -323,7 +322,7 @@ class Journal:
 
 
 def _log_error(work: asyncio.Future[Any]) -> None:
-    """Whoever asked for it has been told to ask again."""
+    """Log the error of abandoned work, whose caller has been told to retry."""
     if not work.cancelled() and (error := work.exception()) is not None:
         log.warning("given up: %s", error)
 
@@ -339,7 +338,7 @@ def _settle(waiters: list[Waiter], error: ApiError | None = None) -> None:
 
 
 def private(path: str, flags: int) -> int:
-    """Opens a file that nobody else may read: runs have keys, and agents see what others must not."""
+    """Opener of files that no other user may read: they hold keys of runs and private data of agents."""
     return os.open(path, flags, 0o600)
 
 
@@ -353,7 +352,7 @@ def frame(record: Record) -> bytes:
 
 
 def frames(file: BinaryIO) -> Iterator[bytes]:
-    """Those up to the first that is broken."""
+    """Frames of a file up to the first that is broken."""
     while len(header := file.read(_HEADER.size)) == _HEADER.size:
         length, checksum = _HEADER.unpack(header)
         # a length of zero is what a file system leaves where nothing was written

@@ -1,8 +1,8 @@
-"""What sessions and results hold in memory, kept below one bound: what nobody uses goes to disk.
+"""Keeps the memory of sessions and results below one bound by spilling idle ones to disk.
 
-Owns the bound, the order of use and the files. How a session is written and taken back is in
-session_records.py, a result in records.py. Files are never the only copy of anything, because the journal has
-it all: they are not forced to disk, and those of a dead process are removed (recovery.py).
+Owns the bound, the order of use and the spill files. How a session is written and read back is in
+session_records.py, a result in records.py. Spill files are never the only copy of anything, because the
+journal has it all: they are not forced to disk, and those of a dead process are removed (recovery.py).
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ log = logging.getLogger(__name__)
 MEMORY_MB = 2048
 
 START, STOP = 0.9, 0.8
-"""Shares of the bound: over the first, items are written until the second is reached. The rest is room for
-what comes while they are written."""
+"""Shares of the bound: above the first, items are spilled until the second is reached. The rest is room for
+what arrives while they are written."""
 
 MAX_TOGETHER = 64
-"""Items that are written, and records that are taken back, in one go."""
+"""Most items spilled, and most records taken back, in one step."""
 
 RETRY_S = 10.0
-"""After an error of the disk nothing is written for so long."""
+"""Seconds after a disk error in which nothing is spilled."""
 
 
 class Spillable(Protocol):
     @property
     def label(self) -> str:
-        """Which one it is, for messages."""
+        """Name of the item in messages."""
 
     @property
     def num_bytes(self) -> int:
-        """What it takes in memory now."""
+        """Bytes that the item takes in memory now."""
 
     @property
     def is_idle(self) -> bool: ...
 
     def records(self) -> Iterator[Record]:
-        """What `take_back` needs. May be iterated in another thread while others call `drop`."""
+        """Records that `take_back` needs. May be iterated in another thread while `drop` is called."""
 
     def drop(self) -> None:
-        """Give back the memory of all that its records tell."""
+        """Free the memory of all that the records hold."""
 
     def take_back(self, records: Iterable[Record]) -> None: ...
 
@@ -62,10 +62,10 @@ class Spillable(Protocol):
 class _File:
     path: Path
     num_bytes: int
-    """What lies behind them is no part of it."""
+    """Valid bytes of the file; what follows them is ignored."""
 
     def read(self) -> list[Record]:
-        """Raises OSError if it is not what was written."""
+        """Raises OSError if the file does not hold what was written."""
         found, size = [], 0
         with open(self.path, "rb") as file:
             for data in frames(file):
@@ -91,23 +91,23 @@ class _Entry:
     goes_first: bool
     num_bytes: int = 0
     file: _File | None = None
-    """Where it is, unless it is in memory."""
+    """Spill file of the item; None while it is in memory."""
     is_leaving: bool = False
-    """It is being written, and has not been used since that began."""
+    """The item is being spilled and has not been used since that began."""
 
 
 class Memory:
-    """All sessions and results of one data plane. To be used from one event loop."""
+    """All sessions and results of one process. To be used from one event loop."""
 
     def __init__(self, bound_mb: float = MEMORY_MB) -> None:
         self.bound_bytes = int(bound_mb * 2**20)
         self.num_bytes = 0
-        """Held now, about; of what is on disk, what stays in memory of it."""
+        """Estimated bytes in memory now, with what remains there of items on disk."""
         self.num_spills = 0
         self.num_loads = 0
         self._entries: dict[Spillable, _Entry] = {}
         self._idle: OrderedDict[Spillable, _Entry] = OrderedDict()
-        """In memory and not in use; what is to go next comes first."""
+        """Items in memory that are not in use, the next to be spilled first."""
         self._folders: set[Path] = set()
         self._numbers = itertools.count()
         self._spilling: asyncio.Task[None] | None = None
@@ -115,14 +115,14 @@ class Memory:
         self._retry_at = 0.0
 
     def add(self, item: Spillable, folder: Path, *, goes_first: bool = False) -> None:
-        """Hold it from now on, at times in a file of this folder. What goes first does so whenever it was
-        used last."""
+        """Hold an item from now on, spilled to this folder if need be. With `goes_first` it is spilled before
+        others however recently it was used."""
         self._folders.add(folder)
         self._entries[item] = _Entry(folder, goes_first)
         self.use(item)
 
     def remove(self, item: Spillable) -> None:
-        """It is gone for good, and its file with it."""
+        """Forget an item and delete its spill file."""
         entry = self._entries.pop(item, None)
         if entry is not None:
             self._idle.pop(item, None)
@@ -132,7 +132,7 @@ class Memory:
                 _remove(entry.file)
 
     def use(self, item: Spillable) -> None:
-        """To be called before and after it changes, and in between if it is in memory meanwhile."""
+        """Weigh an item again; called before and after it changes, and in between while it is in memory."""
         entry = self._entries.get(item)
         if entry is None or entry.file is not None:
             return
@@ -149,11 +149,11 @@ class Memory:
         return entry is not None and entry.file is not None
 
     def count(self) -> Counter[tuple[type, bool]]:
-        """Items by their type and whether they are on disk."""
+        """Number of items by type and whether they are on disk."""
         return Counter((type(item), entry.file is not None) for item, entry in self._entries.items())
 
     async def load(self, item: Spillable) -> None:
-        """Have an item in memory that is on disk. Raises ApiError 500 if it cannot be read."""
+        """Read an item on disk back into memory. Raises ApiError 500 if it cannot be read."""
         task = self._loading.get(item)
         if task is None:
             task = self._loading[item] = asyncio.ensure_future(self._load(item))
@@ -161,26 +161,26 @@ class Memory:
         await asyncio.shield(task)
 
     def reader(self, item: Spillable) -> Callable[[], list[Record]] | None:
-        """Reads an item that is on disk, in any thread, and leaves it there: raises OSError. None: it is in
-        memory."""
+        """Function that reads an item on disk without loading it, in any thread, and may raise OSError; None
+        if the item is in memory."""
         entry = self._entries[item]
         return None if entry.file is None else entry.file.read
 
     async def append(self, item: Spillable, record: Record) -> bool:
-        """Put one more record behind those of an item. False: it is in memory. Raises ApiError 500."""
+        """Append a record to an item's spill file. False: the item is in memory. Raises ApiError 500."""
         entry = self._entries.get(item)
         if entry is None or entry.file is None:
             return False
         try:
             entry.file.append(record)
-        except OSError:  # where there is no room on disk, there may be in memory
+        except OSError:  # without room on disk there may be some in memory
             await self.load(item)
             return False
         return True
 
     async def make_room(self) -> None:
-        """For who fills memory without ever waiting for anything else: returns when it is below the bound,
-        or can be brought no lower."""
+        """Return once spilling has brought memory below the bound or as low as it can; for callers that fill
+        memory without waiting for anything else."""
         if self._spilling is not None:
             await asyncio.shield(self._spilling)
 
@@ -226,7 +226,7 @@ class Memory:
         return chosen
 
     async def _write(self, chosen: list[tuple[Spillable, _Entry]]) -> None:
-        """Raises OSError if one could not be written; the others are."""
+        """Spill these items. Raises OSError if one cannot be written; those before it are spilled."""
         for _, entry in chosen:
             entry.is_leaving = True
         records = [item.records() for item, _ in chosen]
@@ -259,7 +259,7 @@ class Memory:
             return
         for i in range(0, len(records), MAX_TOGETHER):
             item.take_back(records[i : i + MAX_TOGETHER])
-            await asyncio.sleep(0)  # other agents wait a millisecond or two, not for all of it
+            await asyncio.sleep(0)  # other agents wait a millisecond or two, not for all records
         if item in self._entries:
             _remove(entry.file)
             entry.file = None
@@ -270,7 +270,7 @@ class Memory:
 def _write_files(
     paths: Iterable[Path], records: Iterable[Iterator[Record]]
 ) -> tuple[list[_File], OSError | None]:
-    """Those written before the first error, and that."""
+    """Files written before the first error, and that error."""
     files: list[_File] = []
     for path, these in zip(paths, records, strict=True):
         try:

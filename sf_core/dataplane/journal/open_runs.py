@@ -1,4 +1,4 @@
-"""Which runs a data plane serves, for the process that takes its place."""
+"""The list of runs that a data plane serves, for the process that takes its place."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 
 class OpenRuns:
-    """The journals of the runs that are not released, in one small file: what a restart opens by itself. One
-    process at a time works in a folder."""
+    """Paths of the journals of the runs that a restart must reopen by itself, in one small file. A lock lets
+    only one process at a time use the folder."""
 
     def __init__(self, folder: Path) -> None:
         """Raises ValueError if another data plane works in this folder."""

@@ -1,4 +1,4 @@
-"""Which engine a generation goes to. Pure: no clock, no frames."""
+"""The choice of an engine for a generation. No clock, no IO."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _INERTIA = 16
 
 
 class TypicalLength:
-    """How many tokens a turn samples: the moving mean over the last turns, as the estimate of a budget's use.
-    Budgets are ceilings; counted as they are, one idle turn would weigh as much as a long prompt."""
+    """Moving mean of the tokens that a turn samples, an estimate of how much of its budget a turn will use.
+    Budgets are ceilings: counted in full, one short answer would weigh as much as a long prompt."""
 
     def __init__(self, num_tokens: float = 256.0) -> None:
         self._mean = num_tokens
@@ -21,14 +21,15 @@ class TypicalLength:
         self._mean += (num_tokens - self._mean) / _INERTIA
 
     def remaining(self, generation: Generation) -> int:
-        """At least 1, at most what is left of the budget."""
+        """Estimated tokens still to sample: at least 1, at most the rest of the budget."""
         produced = len(generation.token_ids)
         return expected_rest(self._mean, produced, generation.max_tokens - produced)
 
 
 def expected_rest(mean: float, produced: int, budget: int) -> int:
-    """How many tokens a turn will sample that has sampled some: up to the mean; one that is longer, as many
-    again. That is the mean residual life of a Pareto tail of index 2; lengths of answers have heavy tails.
+    """Expected further tokens of a turn that has sampled `produced`: the rest up to the mean, or as many
+    again if that is more. That is the mean residual life of a Pareto distribution of index 2; lengths of
+    answers have heavy tails.
 
     >>> [expected_rest(256.0, produced, 1000) for produced in (0, 100, 400)]
     [256, 156, 400]
@@ -37,8 +38,8 @@ def expected_rest(mean: float, produced: int, budget: int) -> int:
 
 
 def num_cached(link: EngineLink, generation: Generation) -> int:
-    """Leading tokens of the generation's prompt whose KV the engine probably holds: it sampled the parent
-    turn, or this turn until it was interrupted, with the weights it has now."""
+    """Number of leading prompt tokens that are probably in the engine's KV cache: it sampled the parent turn,
+    or this turn before an interruption, with the weights it has now."""
     near = generation.near
     if near is None or near.engine_id != link.engine_id or near.version != link.version:
         return 0
@@ -47,13 +48,13 @@ def num_cached(link: EngineLink, generation: Generation) -> int:
 
 
 def choose(takers: Sequence[EngineLink], generation: Generation) -> EngineLink:
-    """The engine that would be through with this generation first, in tokens:
+    """The engine that would finish this generation first, measured in tokens:
 
         cost(engine) = outstanding(engine) + len(prompt) - num_cached(engine, generation)
 
-    What is to be sampled costs the same everywhere and drops out. So a branch stays with the engine of its
+    Tokens to be sampled cost the same everywhere and drop out. So a branch stays with the engine of its
     parent turn exactly as long as the cached tokens outweigh how much longer that engine's queue is than the
-    shortest. Nothing is remembered here: a turn carries where its parent ran.
+    shortest. No affinity is stored: a turn carries where its parent ran.
     """
     return min(
         takers,

@@ -1,6 +1,6 @@
-"""One connected engine as the router sees it: what it was told, what it confirmed, what it works on.
+"""A connected engine as the router sees it: the commands sent, the state confirmed, the requests in flight.
 
-Owns the state of a link and the sums over what is in flight there. Decides nothing (router.py, routing.py).
+Owns this state and the token sums over the requests in flight. Decides nothing (router.py, choice.py).
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ class EngineLink:
     version: int | None = None
     """Policy version it samples with; None before the first one."""
     is_made: bool = False
-    """It holds weights; those of a newcomer may be too old to sample with."""
+    """It has loaded weights, although those of a newcomer may be too old to sample with."""
     wanted_version: int = 0
     """The version it was last told to hold."""
     paused: bool = False
     """Told to sample nothing until it is resumed; it keeps its requests."""
     num_pauses_open: int = 0
-    """Pauses it was told and has not confirmed; resumes may have crossed them."""
+    """Pause commands that it has not confirmed; a resume may have been sent since."""
     leaving: str | None = None
-    """Why it is given no new requests and yields once it has none."""
+    """Why it gets no new requests and yields once it has none; None while it does not leave."""
     told_to_yield: bool = False
     in_flight: dict[str, Generation] = field(default_factory=dict)
     outstanding: int = 0
-    """Tokens it still has to prefill or sample, estimated; the sum over what is in flight."""
+    """Estimated tokens that it still has to prefill or sample, summed over the requests in flight."""
     moving: set[str] = field(default_factory=set)
-    """Requests it was told to give back, for others to go on with."""
+    """Ids of requests that it was told to abort so that other engines continue them."""
     num_tokens: int = 0
     serving_since: float | None = None
     """When it first confirmed a version, in monotonic seconds."""
     heard_at: float = field(default_factory=time.monotonic)
-    """When it last said something, or was given work after it had none."""
+    """When it last sent something, or when an answer of it became due; in monotonic seconds."""
     gone: asyncio.Event = field(default_factory=asyncio.Event)
-    """It has yielded, or its connection is closed or given up."""
+    """Set once it has yielded, or its connection is closed or given up."""
 
     @property
     def is_routable(self) -> bool:
@@ -66,12 +66,12 @@ class EngineLink:
 
     @property
     def is_still(self) -> bool:
-        """It samples nothing, by its own word."""
+        """It has confirmed that it samples nothing."""
         return self.paused and not self.num_pauses_open
 
     @property
     def state(self) -> LinkState:
-        """One word for people."""
+        """One word for status and metrics."""
         if self.version is None:
             return "loading"
         if self.leaving is not None:
@@ -79,7 +79,7 @@ class EngineLink:
         return "paused" if self.paused else "serving"
 
     def queue(self) -> Queue[Generation]:
-        """As rebalancing.py sees it."""
+        """The link in the form that rebalancing.py takes."""
         return Queue(
             self.outstanding,
             self.max_running - len(self.in_flight),
@@ -90,22 +90,22 @@ class EngineLink:
         )
 
     def tell(self, frame: bytes) -> None:
-        """Send what it has to answer; call it before noting what is expected."""
+        """Send a frame that the engine must answer; to be called before setting what makes the answer due."""
         self._expect()
         self.send(frame)
 
     def silent_for(self, now: float) -> float:
-        """Seconds since it should have said something; 0 while nothing is expected of it."""
+        """Seconds for which an answer has been due; 0 while none is."""
         return now - self.heard_at if self._owes_an_answer else 0.0
 
     def _expect(self) -> None:
-        """From now on its silence counts, if it did not before."""
+        """Count its silence from now on, unless an answer was due already."""
         if not self._owes_an_answer:
             self.heard_at = time.monotonic()
 
     @property
     def _owes_an_answer(self) -> bool:
-        # making an engine takes as long as it takes: nothing is expected before its first version
+        # starting an engine may take any time: no answer is due before its first weights are loaded
         return self.is_made and (
             (bool(self.in_flight) and not self.is_still)
             or self.num_pauses_open > 0
@@ -122,19 +122,19 @@ class EngineLink:
         self.outstanding += num_prefill + num_decode
 
     def progressed(self, generation: Generation, num_tokens: int) -> None:
-        """It sampled: the prompt is in its KV, and so many tokens fewer are to come."""
+        """Count sampled tokens: the prompt is in the KV cache, and that many fewer are outstanding."""
         done = generation.num_prefill + min(num_tokens, generation.num_decode)
         generation.num_decode -= done - generation.num_prefill
         generation.num_prefill = 0
         self.outstanding -= done
 
     def expect_more(self, generation: Generation, num_decode: int) -> None:
-        """It sampled all that was expected, and goes on."""
+        """Count further tokens of a generation that has sampled the expected number and goes on."""
         generation.num_decode += num_decode
         self.outstanding += num_decode
 
     def drop(self, request_id: str) -> Generation | None:
-        """No longer in flight here; None if it was not."""
+        """Remove and return a generation that is no longer in flight here; None if it was not."""
         self.moving.discard(request_id)
         generation = self.in_flight.pop(request_id, None)
         if generation is not None:

@@ -1,6 +1,6 @@
-"""One turn's tokens, through any number of engines.
+"""The generation of one turn, by any number of engines in sequence.
 
-Owns what was sampled so far and what is left to ask for. Where it runs is the router's matter.
+Owns the tokens sampled so far and what is left to request. The router decides where it runs.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from sf_core.dataplane.routing.pace import Pace
 from sf_core.types import Chunk, FinishReason, GenerationRequest, Sampling
 
 asked_by_request: ContextVar[list[Generation] | None] = ContextVar("asked_by_request", default=None)
-"""What the HTTP request being served has asked of engines, for its figures; None where nobody wants them."""
+"""Generations submitted by the HTTP request being served, for metrics; None if nothing collects them."""
 
 ROUNDING = 1e-3
-"""How far above 0 a log-prob may be: it is a difference of rounded numbers."""
+"""Largest valid log-prob; it may exceed 0 because it is a difference of rounded numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Near:
-    """Where the KV of a prompt's beginning probably is."""
+    """Engine whose KV cache probably holds the beginning of a prompt."""
 
     engine_id: str
     version: int
-    """Of the weights that computed it."""
+    """Policy version whose weights filled this KV cache."""
     num_tokens: int
 
 
 class Generation:
-    """Interrupted, it continues from prompt + sampled ids with the remaining budget; whoever awaits it sees
-    one growing sequence."""
+    """One growing sequence of sampled tokens. After an interruption it continues from prompt + sampled ids
+    with the remaining budget."""
 
     def __init__(
         self,
@@ -54,42 +54,42 @@ class Generation:
         self.on_start: Callable[[int], None] | None = None
         """Called with the policy version of the first engine that gets it."""
         self.pace: Pace | None = None
-        """When a stream's reader hears of tokens behind the first ones; None: of each at once."""
+        """Limits how often the reader of a stream is woken after its first tokens; None: it always is."""
         self.floor = floor
-        """Only engines with this policy version or a later one may go on: versions never decrease."""
+        """Oldest policy version that may continue it: versions never decrease within a turn."""
         self.token_ids: array[int] = array("i")
         self.logprobs: array[float] = array("f")
         self.versions: array[int] = array("i")
         self.engines: list[str] = []
         self.interruptions = 0
         self.num_faults = 0
-        """How often an engine sent what cannot be taken."""
+        """Number of invalid chunks that engines sent for it."""
         self.finish_reason: FinishReason | None = None
         self.cancelled: str | None = None
-        """Why nobody waits for it any more."""
+        """Why it was cancelled; None if it was not."""
         self.refusal: ApiError | None = None
-        """Why it is not served; whoever awaits progress gets it raised."""
+        """The error that `progress` raises; None if it was not refused."""
         self.session_id = ""
         self.num_reused = 0
-        """Leading prompt tokens that were taken from the record, not encoded."""
+        """Number of leading prompt tokens that were taken from recorded turns, not encoded."""
         self.near: Near | None = None
         self.arrival: int | None = None
-        """Its number among the requests of its run."""
+        """Its number in the order in which its run's requests arrived; None before it was queued."""
         self.waiting_since = 0.0
-        """Monotonic seconds, like those below: since when no engine works on it."""
+        """When it last joined the wait queue; monotonic seconds, like the times below."""
         self.submitted_at = self.started_at = self.over_at = 0.0
-        """0 while it has not happened: it came in, an engine first got it, its last token or its end came."""
+        """When it was submitted, first sent to an engine, and over; 0 before that."""
         self.num_prefill = self.num_decode = 0
-        """What its engine still has to do for it, estimated; links.py counts with them."""
+        """Estimated tokens that its engine still has to prefill and to sample; kept by connection.py."""
         self.num_moved_at = 0
-        """How many tokens it had when it was last moved from a long queue; 0: never."""
+        """Its length at the last rebalancing, 0 if never rebalanced."""
         self._progress: asyncio.Future[None] | None = None
         self._num_seen = 0
         self._is_due = False
-        """Its reader is woken in the next round."""
+        """Its reader will be woken in the next round of its pace."""
 
     def comes_after(self, engine_id: str, version: int, num_tokens: int) -> None:
-        """It extends so many recorded tokens, the last of them sampled by this engine with this version."""
+        """It extends this many recorded tokens, the last of them sampled by this engine with this version."""
         self.num_reused = num_tokens
         self.near = Near(engine_id, version, num_tokens)
 
@@ -99,11 +99,11 @@ class Generation:
 
     @property
     def num_tokens(self) -> int:
-        """Of the prompt and of what was sampled so far."""
+        """Length of the prompt and of the tokens sampled so far."""
         return len(self.prompt_ids) + len(self.token_ids)
 
     def remaining_request(self, version: int) -> GenerationRequest:
-        """What an engine that holds this version is to do."""
+        """The rest of the generation as a request to an engine that holds this version."""
         if self.on_start is not None:
             self.on_start(version)
             self.on_start = None
@@ -120,7 +120,7 @@ class Generation:
         )
 
     def fault_of(self, chunk: Chunk, newest: int, num_ids: int) -> str | None:
-        """Why what an engine sent cannot be taken, as the end of a sentence; None if it can.
+        """Why a chunk is invalid, as a predicate whose subject is the engine; None if it is valid.
 
         `newest` is the version that the engine was last told to hold; ids are below `num_ids`."""
         ids, logprobs = chunk.token_ids, chunk.logprobs
@@ -140,7 +140,7 @@ class Generation:
         return None
 
     def absorb(self, chunk: Chunk, engine: str) -> bool:
-        """Take newly sampled tokens; True if the turn must go on elsewhere."""
+        """Append newly sampled tokens; True if the turn was interrupted and must be dispatched again."""
         if chunk.token_ids:
             self.token_ids.extend(chunk.token_ids)
             self.logprobs.extend(chunk.logprobs)
@@ -183,7 +183,7 @@ class Generation:
         self.wake()
 
     def end_at(self, num_tokens: int) -> None:
-        """The text up to this token ends with a stop string; what was sampled behind it is dropped."""
+        """Finish after this many tokens, whose text ends with a stop string, and drop those behind them."""
         for values in (self.token_ids, self.logprobs, self.versions):
             del values[num_tokens:]
         self.finish(FinishReason.STOP)
@@ -193,7 +193,7 @@ class Generation:
             self._progress.set_result(None)
 
     def _wake_in_time(self) -> None:
-        """There are tokens to be seen: the first are told of at once, others in the pace's next round."""
+        """Wake the reader for new tokens: at once for the first ones, else in the next round of its pace."""
         if self.pace is None or not self._num_seen:
             self.wake()
         elif self._progress is not None and not self._is_due:
@@ -211,8 +211,8 @@ class Generation:
         return self.stream and len(self.token_ids) > self._num_seen
 
     async def progress(self, num_seen: int) -> None:
-        """Returns when there are more tokens than those seen (streams; behind the first ones at their pace)
-        or the turn is over. Raises ApiError if the turn is refused."""
+        """Return when there are more tokens than `num_seen` (streams only; paced after the first ones) or the
+        turn is over. Raises ApiError if the turn is refused."""
         self._num_seen = num_seen
         if not self.is_over and not (self._has_more and (self.pace is None or not num_seen)):
             self._progress = asyncio.get_running_loop().create_future()

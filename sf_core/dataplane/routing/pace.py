@@ -1,8 +1,7 @@
-"""When the readers of streams look for new tokens: how many events a run sends is bounded, however much it
-samples.
+"""Pacing of streams: a bound on the events that a run sends per second, however much it samples.
 
-An event costs the same for one token as for ten. Few streams get every token as it comes; many get the tokens
-of several steps of their engine in one event.
+An event costs the same for one token as for ten. While streams are few, every token is sent as it comes; when
+they are many, one event carries the tokens of several engine steps.
 """
 
 from __future__ import annotations
@@ -11,12 +10,12 @@ import asyncio
 from collections.abc import Callable
 
 EVENT_S = 1 / 8000
-"""What each event takes of a round: 8 streams have an event per millisecond, 256 one in 32 ms each."""
+"""Seconds that each event adds to a round: 8 streams have an event per millisecond, 256 one in 32 ms each."""
 
 
 class Pace:
-    """Wakes readers in rounds. The next round begins at once, but not before the last one's events have had
-    their time: as long as they are fewer, nobody waits."""
+    """Wakes the readers of streams in rounds. A round begins at once, but not before `event_s` has passed for
+    each event of the round before: few streams never wait."""
 
     def __init__(self, event_s: float = EVENT_S) -> None:
         self._event_s = event_s
@@ -24,7 +23,7 @@ class Pace:
         self._next_at = 0.0
 
     def soon(self, wake: Callable[[], None]) -> None:
-        """Call it in the next round."""
+        """Call `wake` in the next round."""
         if not self._due:
             loop = asyncio.get_running_loop()
             if loop.time() < self._next_at:

@@ -1,5 +1,5 @@
-"""Which running requests leave an engine whose queue is too long. Numbers in, decision out: the router and
-the simulator ask the same function.
+"""The choice of running requests to move off engines with long queues. Works on numbers alone, so that router
+and simulator share it.
 """
 
 from __future__ import annotations
@@ -10,51 +10,51 @@ from heapq import heapify, heappop, heapreplace
 from typing import Generic, NamedTuple, TypeVar
 
 EXCESS = 1.5
-"""A queue so many times as long as the mean one is too long."""
+"""A queue longer than this many times the mean is too long."""
 
 T = TypeVar("T")
 
 
 class Running(NamedTuple, Generic[T]):
-    """A request that an engine works on, in tokens."""
+    """A request in flight on an engine, measured in tokens."""
 
     request: T
     num_tokens: int
-    """Of its prompt and sampled so far: what another engine would have to compute again."""
+    """Length of its prompt and sampled tokens, which another engine would have to prefill again."""
     num_to_do: int
-    """What its engine still has to do for it."""
+    """Tokens that its engine still has to prefill or sample."""
     num_moved_at: int
     """`num_tokens` when it was last moved; 0: never."""
 
 
 @dataclass(eq=False, slots=True)
 class Queue(Generic[T]):
-    """An engine's."""
+    """Work of one engine."""
 
     outstanding: int
-    """Tokens that it still has to do."""
+    """Tokens that it still has to prefill or sample."""
     room: int
-    """Requests that it could take."""
+    """Number of further requests that it could take."""
     running: Callable[[], Iterable[Running[T]]]
 
 
 def find_moves(queues: list[Queue[T]]) -> list[tuple[T, Queue[T], Queue[T]]]:
-    """What to move, from where and where to; the queues are left as they would be then.
+    """Moves as (request, source, target); the queues are updated as if these were made.
 
-    A request moves from a queue longer than EXCESS x mean to the shortest that has room, if it repays what is
-    computed again there:
+    A request moves from a queue longer than EXCESS x mean to the shortest that has room, if that pays for the
+    tokens computed again there:
 
         outstanding(to) + num_tokens + num_to_do < outstanding(from)
 
-    Of those that do, the one goes first that has most to do per token computed again. By the rule, the longer
-    of the two queues gets shorter: as long as nothing else happens, moves come to an end. And a request moves
-    again only when it is twice as long as it was then: at most log2(context length) times, and all that is
-    computed again for it is less than twice its length. So nothing is moved to and fro.
+    Requests with the most work left per token computed again go first. By the rule, the longer of the two
+    queues gets shorter: as long as nothing else happens, moves come to an end. A request moves again only
+    when it is twice as long as at its last move: at most log2(context length) times, and all that is computed
+    again for it is less than twice its length. So no request oscillates between engines.
     """
     if len(queues) < 2:
         return []
     bound = EXCESS * sum(queue.outstanding for queue in queues) / len(queues)
-    # of equals the first, so that the same queues give the same moves
+    # ties go to the first queue, so that the same queues give the same moves
     shortest = [(queue.outstanding, i) for i, queue in enumerate(queues) if queue.room]
     heapify(shortest)
     moves = []

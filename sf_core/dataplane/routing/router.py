@@ -1,8 +1,8 @@
-"""Which engine works on which generation.
+"""Dispatch of a run's generations to its engines.
 
 Owns the engines of one run, the waiting generations, and the order in which an engine is paused, drained or
 taken away. Knows nothing of sessions or text; sends frames through the links it is given. How an engine is
-chosen is in routing.py.
+chosen is in choice.py.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from typing import Literal
 
+from sf_core.dataplane.bodies import PauseMode
 from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError
 from sf_core.dataplane.routing.choice import TypicalLength, choose, num_cached
 from sf_core.dataplane.routing.connection import EngineLink
@@ -25,19 +25,18 @@ from sf_core.types import Chunk, FinishReason, WeightsRef
 
 log = logging.getLogger(__name__)
 
-PauseMode = Literal["freeze", "evacuate"]
 
 MAX_FAULTS = 2
-"""Engines that may be lost over one request: what none of them answers rightly must not end all of them."""
+"""Engines that one request may cost: a request that none answers validly must not end them all."""
 
 
 class EngineFaultError(ValueError):
-    """An engine sent what no engine may send; the sentence lacks its subject."""
+    """An engine sent something invalid; the message is a predicate whose subject is the engine."""
 
 
 class Router:
     def __init__(self, weights: WeightsRef, limits: Limits, num_ids: int = 2**31) -> None:
-        """Engines sample ids below `num_ids`."""
+        """Valid token ids of engines are below `num_ids`."""
         self.weights = weights
         self.limits = limits
         self._num_ids = num_ids
@@ -45,10 +44,10 @@ class Router:
         self.waiting = WaitingLine()
         self.paused = False
         self.paused_engines: set[str] = set()
-        """Paused on their own, by id: one that reconnects is still paused."""
+        """Ids of engines that were paused individually; one that reconnects is still paused."""
         self.interruptions = 0
         self.moves = 0
-        """Requests taken from an engine because its queue was too long; each is an interruption too."""
+        """Number of requests taken from engines with long queues; each is an interruption too."""
         self.bytes_to_engines = self.bytes_from_engines = 0
         self._typical = TypicalLength()
         self._changed = Signal()
@@ -57,7 +56,7 @@ class Router:
     # --- generations
 
     def check_room(self) -> None:
-        """Raises ApiError 429 if the line of waiting requests is full."""
+        """Raises ApiError 429 if the wait queue is full."""
         if len(self.waiting) >= self.limits.max_waiting:
             raise ApiError(
                 429,
@@ -74,14 +73,14 @@ class Router:
         self._schedule()
 
     def cancel(self, generation: Generation, reason: str) -> None:
-        """Nobody waits for it any more. What its engine still reports of it is ignored."""
+        """End a generation whose answer is no longer wanted; whatever its engine still sends is ignored."""
         if generation.is_over:
             return
         self.stop(generation)
         generation.cancel(reason)
 
     def stop(self, generation: Generation) -> None:
-        """Sample no more for it."""
+        """Sample no more for this generation."""
         for link in self.links:
             if link.drop(generation.request_id) is not None:
                 link.send(wire.pack("abort", [generation.request_id]))
@@ -90,8 +89,8 @@ class Router:
         self.waiting.leave(generation)
 
     def receive(self, link: EngineLink, chunks: list[Chunk]) -> int:
-        """Take what an engine sampled; returns how many tokens were wanted. Raises EngineFaultError at the
-        first chunk that no engine may send, of which nothing is taken, and the engine is lost."""
+        """Take an engine's chunks; returns the number of tokens of generations in flight there. At the first
+        invalid chunk, of which nothing is taken, drops the engine and raises EngineFaultError."""
         link.heard_at = time.monotonic()
         interrupted: list[Generation] = []
         num_tokens = 0
@@ -125,7 +124,7 @@ class Router:
         return num_tokens
 
     def sweep(self) -> None:
-        """Once a second: requests whose patience is over, engines that fell silent."""
+        """Refuse requests that waited too long, drop silent engines, rebalance; called once a second."""
         now = time.monotonic()
         for generation in self.waiting.waiting_since_before(now - self.limits.patience_s):
             self._refuse(generation, self.obstacle(generation.floor))
@@ -139,9 +138,9 @@ class Router:
         self._rebalance()
 
     def _rebalance(self) -> None:
-        """Take running requests from engines whose queues are too long (rebalancing.py). They are dispatched
-        again when they are back. While requests wait, whoever has room gets those; while engines take new
-        weights or what was taken is not back, queues are not what they seem."""
+        """Abort running requests of engines with long queues (rebalancing.py); they are dispatched again when
+        their engines have returned them. Not done while requests wait, which fill free engines anyway, nor
+        while engines load weights or return aborted requests, because queue lengths mislead then."""
         links = [link for link in self.links if link.is_routable]
         versions = {version for link in links for version in (link.version, link.wanted_version)}
         if self.waiting or any(link.moving for link in links) or len(versions) != 1:
@@ -167,7 +166,7 @@ class Router:
         generation.refuse(ApiError(503, message, code="no_engine", retry_after_s=RETRY_AFTER_S))
 
     def obstacle(self, floor: int = 0) -> str:
-        """Why a request that asks for this policy version or a later one waits."""
+        """Why a request that needs this policy version or a later one waits."""
         present = [link for link in self.links if link.version is not None and link.leaving is None]
         if self.paused:
             return "the run is paused"
@@ -187,7 +186,7 @@ class Router:
         return any(link.version is not None and not link.paused for link in self.links)
 
     def add(self, link: EngineLink) -> None:
-        """Greet an engine: what to hold, and whether to stand still."""
+        """Connect an engine and tell it which weights to load and whether it is paused."""
         link.wanted_version = self.weights.version
         link.paused = self._is_paused(link)
         greeting = {"version": self.weights.version, "uri": self.weights.uri, "paused": link.paused}
@@ -196,9 +195,9 @@ class Router:
         self._changed.notify()
 
     def confirm(self, link: EngineLink, version: int) -> None:
-        """The engine now samples with this version. A newcomer that was told of a newer one while it loaded
-        is not routed to before it holds that. Raises EngineFaultError if the engine was not told this
-        version, or was past it."""
+        """Note that the engine has loaded this version. A newcomer that was told of a newer version while it
+        loaded gets no requests before it has that. Raises EngineFaultError if the version is newer than the
+        engine was told to load, or older than the one it had."""
         held = link.version or 0
         if not (isinstance(version, int) and held <= version <= link.wanted_version):
             raise EngineFaultError(f"took version {version!r}; expected {held} to {link.wanted_version}")
@@ -212,13 +211,13 @@ class Router:
         self._changed.notify()
 
     def confirm_pause(self, link: EngineLink) -> None:
-        """The engine samples nothing until it is resumed."""
+        """Note that the engine samples nothing until it is resumed."""
         link.heard_at = time.monotonic()
         link.num_pauses_open -= 1
         self._changed.notify()
 
     def lose(self, link: EngineLink) -> None:
-        """The connection is gone: everything on it continues elsewhere from the last received token."""
+        """Disconnect an engine; its requests continue elsewhere from the last received token."""
         if link in self.links:
             self.links.remove(link)
         lost = [link.drop(request_id) for request_id in list(link.in_flight)]
@@ -227,7 +226,7 @@ class Router:
         self._changed.notify()
 
     def drain(self, link: EngineLink, reason: str) -> None:
-        """Give it nothing new; it yields when it is through with what it has."""
+        """Give the engine no new requests; it yields when it has finished those in flight."""
         link.leaving = reason
         self._settle(link)
 
@@ -238,10 +237,10 @@ class Router:
         await link.gone.wait()
 
     async def update(self, weights: WeightsRef) -> dict[str, int]:
-        """Have every engine hold these weights. Returns once all that hold any do, with the version of each
-        that lives: a newcomer whose first weights are too old would otherwise never be up to date, if
-        iterations are shorter than loading. One that is being made is not waited for; it takes them before
-        it is routed to (`confirm`)."""
+        """Have every engine load these weights. Returns the version of each engine that is still connected,
+        once all that had loaded any weights have these: a newcomer whose first weights are too old would
+        otherwise never catch up if iterations are shorter than loading. An engine that is still starting is
+        not waited for; it loads these weights before it gets requests (`confirm`)."""
         self.weights = weights
         for link in self.links:
             link.tell(wire.pack("update", {"version": weights.version, "uri": weights.uri}))
@@ -251,10 +250,10 @@ class Router:
         return {link.engine_id: weights.version for link in made if not link.gone.is_set()}
 
     async def pause(self, mode: PauseMode, engine_id: str | None = None) -> int:
-        """Stop sampling, of the run or of one engine; returns how many engines stand still once they do.
+        """Stop sampling of the run or of one engine; returns the number of stopped engines once all have.
 
-        Freeze: engines keep their requests and KV. Evacuate: they give them back, and these continue on
-        engines that are not paused, or wait."""
+        Freeze: engines keep their requests and KV cache. Evacuate: they return their requests, which continue
+        on engines that are not paused, or wait."""
         links = [link for link in self.links if engine_id in (None, link.engine_id)]
         self.note_paused(engine_id)
         if mode == "evacuate":
@@ -265,7 +264,7 @@ class Router:
         return sum(link.is_still for link in links)
 
     def resume(self, engine_id: str | None = None) -> None:
-        """Undo the same pause. An engine goes on when neither it nor the run is paused any more."""
+        """Undo the same pause. An engine samples again once neither it nor the run is paused."""
         if engine_id is None:
             self.paused = False
         else:
@@ -273,14 +272,14 @@ class Router:
         self._tell_pauses()
 
     def note_paused(self, engine_id: str | None) -> None:
-        """Of the run, or of one engine: whatever connects from now on stands still."""
+        """Mark the run or one engine as paused, which also holds for engines that connect later."""
         if engine_id is None:
             self.paused = True
         else:
             self.paused_engines.add(engine_id)
 
     def find(self, engine_id: str) -> EngineLink:
-        """Raises ApiError 404."""
+        """The connected engine of this id. Raises ApiError 404."""
         for link in self.links:
             if link.engine_id == engine_id:
                 return link
@@ -302,7 +301,7 @@ class Router:
         await self._changed.until(lambda: all(link.gone.is_set() or condition(link) for link in links))
 
     def _settle(self, link: EngineLink) -> None:
-        """Something left it: it may have room, or nothing to stay for."""
+        """Dispatch after a request has left the engine, and have it yield if it leaves and has none."""
         if link.leaving is not None and not link.in_flight and not link.told_to_yield:
             link.tell(wire.pack("yield", link.leaving))
             link.told_to_yield = True
@@ -317,7 +316,7 @@ class Router:
         self._schedule()
 
     def _schedule(self) -> None:
-        """Dispatch once per turn of the event loop: what arrives together is sent in one frame."""
+        """Dispatch once per turn of the event loop: requests that arrive together share a frame."""
         if not self._scheduled:
             self._scheduled = True
             asyncio.get_running_loop().call_soon(self._dispatch)
@@ -368,5 +367,5 @@ def _holds_what_it_was_told(link: EngineLink) -> bool:
 
 
 def _stands_still_or_need_not(link: EngineLink) -> bool:
-    # an engine that is being made takes notice when it is there; until then it samples nothing
+    # an engine that is still starting reads the pause once it runs; until then it samples nothing
     return link.is_still or not link.paused or link.version is None

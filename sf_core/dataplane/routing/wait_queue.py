@@ -1,6 +1,6 @@
-"""Generations that no engine works on, in order of their arrival, and how many and how long a run lets wait.
+"""The queue of generations that no engine works on, in order of arrival, and the limits of waiting.
 
-Owns the order: a generation that comes back from an engine stands where it stood before.
+Owns the order: a generation that comes back from an engine takes its old place.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class WaitingLine:
         return iter(self._line)
 
     def join(self, generation: Generation) -> None:
-        """At the end the first time, at its old place when it comes back."""
+        """Queue a generation: at the end the first time, at its old place when it comes back."""
         if generation.arrival is None:
             generation.arrival = next(self._numbers)
         generation.waiting_since = time.monotonic()
         insort(self._line, generation, key=_arrival)
 
     def leave(self, generation: Generation) -> None:
-        """No effect if it does not wait."""
+        """Remove a generation; no effect if it does not wait."""
         if generation.arrival is None:
             return
         place = bisect_left(self._line, generation.arrival, key=_arrival)
@@ -51,7 +51,7 @@ class WaitingLine:
             del self._line[place]
 
     def keep(self, passed_over: list[Generation], num_seen: int) -> None:
-        """Of the first so many, only those passed over go on waiting."""
+        """Replace the first `num_seen` generations by those passed over, which go on waiting."""
         self._line[:num_seen] = passed_over
 
     def waiting_since_before(self, moment: float) -> list[Generation]:

@@ -7,19 +7,16 @@ rollout manager says."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from sf_core.config.failures import REASONS
 from sf_core.dataplane.bodies import FinishBody
-from sf_core.dataplane.errors import ApiError
-from sf_core.dataplane.runs.groups import Claim
-from sf_core.dataplane.runs.records import (
-    FinishedSession,
-    answered_record,
-    closed_record,
-    failed_record,
-    finished_record,
-)
+from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError
+from sf_core.dataplane.runs.records import answered_record, closed_record, failed_record
+from sf_core.dataplane.sessions.claims import Claim
+from sf_core.dataplane.sessions.finished import FinishedSession, finished_record
 from sf_core.dataplane.sessions.session import Session
 
 if TYPE_CHECKING:
@@ -163,3 +160,28 @@ def _refusal(session: Session, error: Exception) -> ApiError:
 
 def _no_reward() -> ApiError:
     return ApiError(400, "A finished session needs a reward that is a finite number.", param="reward")
+
+
+class Closing(dict[str, Session]):
+    """By id."""
+
+    def check(self, session_id: str) -> None:
+        """Raises ApiError 503 for one of them: who reports its end again must not be told that there is none,
+        nor that it is recorded."""
+        if session_id in self:
+            raise ApiError(
+                503,
+                f"The end of session {session_id} is being recorded: send this again.",
+                code="being_recorded",
+                retry_after_s=RETRY_AFTER_S,
+            )
+
+    @contextmanager
+    def holding(self, session: Session) -> Iterator[None]:
+        """Raises ApiError as `check` does."""
+        self.check(session.session_id)
+        self[session.session_id] = session
+        try:
+            yield
+        finally:
+            del self[session.session_id]

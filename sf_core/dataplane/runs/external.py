@@ -14,10 +14,11 @@ from functools import partial
 from itertools import islice
 
 from sf_core.dataplane.errors import ApiError
-from sf_core.dataplane.runs.records import FinishedSession, stored_record
+from sf_core.dataplane.runs.records import stored_record
 from sf_core.dataplane.runs.recovery import compaction
 from sf_core.dataplane.runs.run import Run
 from sf_core.dataplane.runs.sealing import write_sessions
+from sf_core.dataplane.sessions.finished import FinishedSession
 
 log = logging.getLogger(__name__)
 

@@ -5,33 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Literal, NamedTuple
 
-Split = Literal["train", "holdout"]
-
-
-class Place(NamedTuple):
-    """Where a session belongs. A held-out evaluation is one group: its index is the policy version, its
-    members are the tasks."""
-
-    split: Split
-    group: int
-    member: int
-
-
-class Claim(NamedTuple):
-    """A session given to a runner."""
-
-    place: Place
-    attempt: int
-    """How often the place was given out before."""
-    draw: int = 0
-    """How many of those failed. It is part of what every draw depends on: what the policy may have caused is
-    tried with others, what was lost with the same."""
-
-    def session_id(self, run_id: str) -> str:
-        letter = "g" if self.place.split == "train" else "e"
-        return f"{run_id}.{letter}{self.place.group}.{self.place.member}.a{self.attempt}"
+from sf_core.dataplane.sessions.claims import Claim, Place, Split
 
 
 class Progress(Enum):

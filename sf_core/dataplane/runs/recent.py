@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
+from dataclasses import dataclass, field
 
-from sf_core.dataplane.runs.records import FinishedSession
+from sf_core.dataplane.sessions.finished import FinishedSession
 
 NUM_RECENT = 256
 
@@ -41,3 +43,25 @@ class Outcomes:
     def mean_tokens(self) -> float | None:
         """Sampled in a session; None before one has finished."""
         return sum(self._tokens) / len(self._tokens) if self._tokens else None
+
+
+@dataclass
+class TokenMeter:
+    """Tokens per second over a sliding window."""
+
+    window_s: float = 10.0
+    total: int = 0
+    _recent: deque[tuple[float, int]] = field(default_factory=deque)
+
+    def add(self, num_tokens: int) -> None:
+        self.total += num_tokens
+        self._recent.append((time.monotonic(), num_tokens))
+        self._forget()
+
+    def per_second(self) -> float:
+        self._forget()
+        return sum(n for _, n in self._recent) / self.window_s
+
+    def _forget(self) -> None:
+        while self._recent and self._recent[0][0] < time.monotonic() - self.window_s:
+            self._recent.popleft()

@@ -20,21 +20,19 @@ from sf_core.dataplane.chat.renderer import Renderer, read_renderer
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.journal.journal import Compaction, Journal, Record, kind_of
 from sf_core.dataplane.journal.memory import Memory
-from sf_core.dataplane.runs.groups import Claim
 from sf_core.dataplane.runs.records import (
-    FinishedSession,
     gateways_of,
     paused_record,
     places,
-    read_claim,
-    read_finished,
     read_opened,
     revoked_record,
     run_record,
 )
 from sf_core.dataplane.runs.rollout_manager import Batch
-from sf_core.dataplane.runs.run import Run
+from sf_core.dataplane.runs.run import Run, rules_of
 from sf_core.dataplane.runs.runners import Runner
+from sf_core.dataplane.sessions.claims import Claim, read_claim
+from sf_core.dataplane.sessions.finished import FinishedSession, read_finished
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.host import spill_dir_of
 from sf_core.dataplane.turns.recovery import TURN_KINDS, replay_turn, session_of
@@ -114,7 +112,7 @@ def begin_attempt(run: Run, spec: RunSpec, past: Past) -> bool:
     results are taken from the journal so far."""
     run.begin_attempt(spec)
     if run.knows_batch(spec.iteration):
-        run.manager.rules = spec.rules
+        run.manager.rules = rules_of(spec)
         for item in past:
             if isinstance(item, FinishedSession):
                 run.results.let_go(item)

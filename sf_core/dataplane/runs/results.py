@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from sf_core.dataplane.journal.memory import Memory
-from sf_core.dataplane.runs.groups import Place
-from sf_core.dataplane.runs.records import FinishedSession, read_finished
+from sf_core.dataplane.sessions.claims import Place
+from sf_core.dataplane.sessions.finished import FinishedSession, read_finished
 from storage.schema import Trajectory
 
 

@@ -12,7 +12,8 @@ from itertools import islice
 from typing import Literal
 
 from sf_core.config.failures import FailureRules, Reason
-from sf_core.dataplane.runs.groups import Claim, Group, Progress
+from sf_core.dataplane.runs.groups import Group, Progress
+from sf_core.dataplane.sessions.claims import Claim
 from sf_core.recipes.rewards import are_equal
 
 

@@ -12,19 +12,24 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sf_core.dataplane.bodies import ClaimBody, FinishBody, RewardBody, RunSpec, SessionBody, TaskName
+from sf_core.dataplane.bodies import (
+    ClaimBody,
+    FinishBody,
+    PauseMode,
+    RewardBody,
+    RunSpec,
+    SessionBody,
+    TaskName,
+)
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.journal.journal import Compaction, Journal
 from sf_core.dataplane.journal.memory import Memory
-from sf_core.dataplane.routing.router import PauseMode, Router
-from sf_core.dataplane.runs.closing import Closing
-from sf_core.dataplane.runs.endings import Endings
-from sf_core.dataplane.runs.groups import Claim, Place
-from sf_core.dataplane.runs.meter import TokenMeter
-from sf_core.dataplane.runs.recent import Outcomes
+from sf_core.dataplane.routing.router import Router
+from sf_core.dataplane.routing.wait_queue import Limits
+from sf_core.dataplane.runs.endings import Closing, Endings
+from sf_core.dataplane.runs.recent import Outcomes, TokenMeter
 from sf_core.dataplane.runs.records import (
-    FinishedSession,
     evaluation_record,
     lost_record,
     named_record,
@@ -36,8 +41,10 @@ from sf_core.dataplane.runs.records import (
     rewarded_record,
 )
 from sf_core.dataplane.runs.results import Results
-from sf_core.dataplane.runs.rollout_manager import RolloutManager
+from sf_core.dataplane.runs.rollout_manager import BatchRules, RolloutManager
 from sf_core.dataplane.runs.runners import Runner, Runners
+from sf_core.dataplane.sessions.claims import Claim, Place
+from sf_core.dataplane.sessions.finished import FinishedSession
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.sessions.view import session_tree
 from sf_core.dataplane.signals import Signal
@@ -48,6 +55,24 @@ log = logging.getLogger(__name__)
 
 RUNNER_SILENCE_S = 15.0
 """A runner not heard from for this long has lost its sessions."""
+
+
+def rules_of(spec: RunSpec) -> BatchRules:
+    return BatchRules(
+        spec.group_size,
+        spec.groups_per_batch,
+        spec.lag_bound,
+        spec.on_max_lag,
+        spec.gate,
+        spec.session_attempts,
+        spec.num_batches,
+        spec.on_failure,
+        spec.failed_reward,
+    )
+
+
+def limits_of(spec: RunSpec) -> Limits:
+    return Limits(spec.max_waiting, spec.request_patience_s, spec.engine_silence_s)
 
 
 class Run(SessionHost):
@@ -63,7 +88,7 @@ class Run(SessionHost):
         grace_s: float = GRACE_S,
         memory: Memory | None = None,
     ) -> None:
-        router = Router(WeightsRef(spec.version, spec.weights_uri), spec.limits, renderer.num_ids)
+        router = Router(WeightsRef(spec.version, spec.weights_uri), limits_of(spec), renderer.num_ids)
         super().__init__(spec, renderer, journal, router, grace_s, memory or Memory())
         self.manager = self._new_manager()
         self.results = Results(self.memory, self.spill_dir)
@@ -93,7 +118,7 @@ class Run(SessionHost):
                 self._lose(session)
             self.outcomes.forget_failures()
         self.spec, self.released = spec, False
-        self.router.limits = spec.limits
+        self.router.limits = limits_of(spec)
         if spec.version > self.router.weights.version:
             self.router.weights = WeightsRef(spec.version, spec.weights_uri)
         self.manager.set_version(spec.version)
@@ -118,7 +143,7 @@ class Run(SessionHost):
 
     def _new_manager(self) -> RolloutManager:
         spec = self.spec
-        return RolloutManager(spec.rules, spec.iteration, spec.version, spec.done_groups)
+        return RolloutManager(rules_of(spec), spec.iteration, spec.version, spec.done_groups)
 
     # --- runners and their sessions
 
@@ -210,7 +235,7 @@ class Run(SessionHost):
 
     async def tree(self, session: Session) -> dict[str, Any]:
         await self.bring_back(session)
-        return session_tree(self, session)
+        return session_tree(self.spec, session)
 
     async def open_for(self, body: SessionBody) -> Session:
         """A session that no runner was given."""

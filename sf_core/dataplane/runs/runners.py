@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
+from sf_core.dataplane.bodies import Work
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.sessions.session import Session
-
-Work = Literal["agent", "reward"]
 
 
 @dataclass

@@ -17,10 +17,11 @@ import numpy as np
 
 from sf_core.config.failures import REASONS, count_failures
 from sf_core.dataplane.errors import ApiError
-from sf_core.dataplane.runs.groups import Place
-from sf_core.dataplane.runs.records import FinishedSession, sealed_record
+from sf_core.dataplane.runs.records import sealed_record
 from sf_core.dataplane.runs.recovery import Answers, compaction
 from sf_core.dataplane.runs.run import Run
+from sf_core.dataplane.sessions.claims import Place
+from sf_core.dataplane.sessions.finished import FinishedSession
 from storage.run_directory import RunDirectory
 from storage.trajectories import Trajectory, TrajectoryKind, write_trajectories
 

@@ -11,7 +11,8 @@ from sf_core.dataplane.chat.renderer import Renderer, shows
 from sf_core.dataplane.chat.template_probes import opening
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.sessions.identity import Conversation
-from sf_core.dataplane.sessions.tree import NO_TEXT, Ids, Place, Seam, TextMark, Turn, place_at
+from sf_core.dataplane.sessions.tree import NO_TEXT, Place, Seam, TextMark, Turn, place_at
+from sf_core.types import Ids
 
 
 class Encoded(NamedTuple):

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import orjson
@@ -22,13 +22,12 @@ from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.journal.journal import Record
 from sf_core.dataplane.routing.generation import Generation
-from sf_core.dataplane.runs.groups import Claim
+from sf_core.dataplane.sessions.claims import Claim
 from sf_core.dataplane.sessions.encoding import Encoded, encode_request
 from sf_core.dataplane.sessions.identity import Conversation, Conversations
 from sf_core.dataplane.sessions.session_records import records_of, replay
 from sf_core.dataplane.sessions.tree import (
     NO_TEXT,
-    Ids,
     Node,
     Place,
     Prompt,
@@ -37,7 +36,7 @@ from sf_core.dataplane.sessions.tree import (
     Turn,
     last_whole_turn,
 )
-from sf_core.types import FinishReason
+from sf_core.types import FinishReason, Ids
 
 __all__ = ["Prompt", "Session", "Turn"]
 
@@ -49,7 +48,12 @@ SESSION_BYTES, PROMPT_BYTES, TURN_BYTES = 2500, 800, 1200
 
 if TYPE_CHECKING:
     from sf_core.dataplane.sessions.turn_records import RecordedTurn
-    from sf_core.dataplane.turns.retries import ServedTurn
+
+
+class InFlightTurn(Protocol):
+    """A turn as turns/retries.py serves it."""
+
+    known: RecordedTurn
 
 
 @dataclass(slots=True, eq=False)
@@ -77,7 +81,7 @@ class Session:
     turns: list[Turn] = field(default_factory=list)
     abandoned: list[Turn] = field(default_factory=list)
     """Turns whose answer nobody got, as far as they came. Never trained."""
-    served: list[ServedTurn] = field(default_factory=list)
+    served: list[InFlightTurn] = field(default_factory=list)
     """Turns in flight or with a client that still gets its answer."""
     recorded: list[RecordedTurn] = field(default_factory=list)
     """Other turns whose request may come again: no later one extends them."""

@@ -14,12 +14,9 @@ from typing import NamedTuple
 from zlib import crc32
 
 import numpy as np
-import numpy.typing as npt
 
 from sf_core.dataplane.chat.messages import Message
-from sf_core.types import FinishReason, Sampling
-
-Ids = npt.NDArray[np.int32]
+from sf_core.types import FinishReason, Ids, Sampling
 
 NUM_TAPES = 8
 """Lines of a session that may go on in turns without being put together anew."""

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+from sf_core.dataplane.bodies import RunSpec
 from sf_core.dataplane.sessions.session import Prompt, Session, Turn
-from sf_core.dataplane.turns.host import SessionHost
 
 
-def session_tree(run: SessionHost, session: Session) -> dict[str, Any]:
+def session_tree(spec: RunSpec, session: Session) -> dict[str, Any]:
     """Prompts and turns refer to each other by their positions in the two lists."""
     numbers = {turn: i for i, turn in enumerate(session.turns)}
     claim = session.claim
     return {
         "session_id": session.session_id,
-        "run_id": run.spec.run_id,
-        "policy": run.spec.served_model,
+        "run_id": spec.run_id,
+        "policy": spec.served_model,
         "split": None if claim is None else claim.place.split,
         "group": session.group if claim is None else claim.place.group,
         "task_id": session.task_id,

@@ -16,8 +16,8 @@ from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.journal.journal import Journal, Record
 from sf_core.dataplane.journal.memory import Memory
-from sf_core.dataplane.runs.groups import Claim
-from sf_core.dataplane.runs.records import finished_record
+from sf_core.dataplane.sessions.claims import Claim
+from sf_core.dataplane.sessions.finished import finished_record
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.sharding.peer import Peer
 from sf_core.dataplane.sharding.relay import UplinkRouter

@@ -17,8 +17,9 @@ from sf_core.dataplane.bodies import ClaimBody, FinishBody, RunSpec, SessionBody
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.journal.journal import Compaction, Journal
 from sf_core.dataplane.journal.memory import Memory
-from sf_core.dataplane.runs.records import FinishedSession, opened_record, read_finished, run_record
+from sf_core.dataplane.runs.records import opened_record, run_record
 from sf_core.dataplane.runs.run import Run
+from sf_core.dataplane.sessions.finished import FinishedSession, read_finished
 from sf_core.dataplane.sessions.session import Session
 
 if TYPE_CHECKING:

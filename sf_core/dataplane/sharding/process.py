@@ -28,11 +28,12 @@ from starlette.middleware import Middleware
 
 from sf_core.dataplane.bodies import FinishBody, RunSpec
 from sf_core.dataplane.chat.renderer import read_renderer
-from sf_core.dataplane.control.metrics import MemoryUse, Metrics, Sessions
+from sf_core.dataplane.control.metrics import MemoryUse, Sessions
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.gateway.agent_routes import REFUSALS, agent_routes
 from sf_core.dataplane.gateway.keys import KeyCheck
 from sf_core.dataplane.gateway.lookup import Lookup
+from sf_core.dataplane.gateway.metrics import Metrics
 from sf_core.dataplane.gateway.observed import Observed
 from sf_core.dataplane.journal.journal import Fsync, Journal
 from sf_core.dataplane.journal.memory import Memory
@@ -180,7 +181,7 @@ class GatewayProcess:
         session = run.find(session_id)
         await run.bring_back(session)
         # JSON, because MessagePack has no integers of more than 64 bits
-        return orjson.dumps(session_tree(run, session))
+        return orjson.dumps(session_tree(run.spec, session))
 
     async def _open_run(
         self, spec: dict[str, Any], opened: list[Any], journal: str, released: bool

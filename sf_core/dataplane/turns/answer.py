@@ -7,13 +7,8 @@ from typing import NamedTuple
 
 import orjson
 
+from sf_core.dataplane.chat.answer_parser import Reasoning
 from sf_core.dataplane.chat.messages import Message
-
-
-class Reasoning(NamedTuple):
-    """A piece of what a reasoning model thinks before it answers."""
-
-    text: str
 
 
 class MadeCall(NamedTuple):

@@ -20,9 +20,9 @@ from sf_core.dataplane.journal.journal import Journal
 from sf_core.dataplane.journal.memory import Memory
 from sf_core.dataplane.routing.generation import Generation
 from sf_core.dataplane.routing.pace import Pace
-from sf_core.dataplane.runs.groups import Claim
-from sf_core.dataplane.runs.records import FinishedSession
+from sf_core.dataplane.sessions.claims import Claim
 from sf_core.dataplane.sessions.export import export_session
+from sf_core.dataplane.sessions.finished import FinishedSession
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.sessions.turn_records import overflowed_record
 

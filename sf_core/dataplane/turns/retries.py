@@ -16,6 +16,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from typing import cast
 
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.journal.journal import Journal, Record
@@ -87,7 +88,9 @@ def join_turn(
 
 
 def _find_served(session: Session, ticket: Ticket) -> ServedTurn | None:
-    return next((served for served in reversed(session.served) if served.is_answer_to(ticket)), None)
+    # only this module puts turns there
+    in_flight = cast("list[ServedTurn]", session.served)
+    return next((served for served in reversed(in_flight) if served.is_answer_to(ticket)), None)
 
 
 def _find_recorded(session: Session, ticket: Ticket) -> RecordedTurn | None:

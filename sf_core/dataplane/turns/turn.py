@@ -25,12 +25,12 @@ from sf_core.dataplane.chat.messages import Message, assistant_message, call_id
 from sf_core.dataplane.chat.renderer import Renderer, TextStream
 from sf_core.dataplane.chat.tool_formats import FORMATS, ToolCall
 from sf_core.dataplane.errors import ApiError
-from sf_core.dataplane.gateway.request import TurnRequest
 from sf_core.dataplane.routing.generation import Generation
 from sf_core.dataplane.sessions.session import Prompt, Session, Turn
 from sf_core.dataplane.sessions.turn_records import RecordedTurn, Tokens, TurnKey
 from sf_core.dataplane.turns.answer import Answer, Event, MadeCall, Pieces, TokenLogprob, encode_arguments
 from sf_core.dataplane.turns.host import SessionHost
+from sf_core.dataplane.turns.request import TurnRequest
 from sf_core.types import FinishReason, Sampling
 
 CONTEXT_OVERFLOW = "context_length_exceeded"

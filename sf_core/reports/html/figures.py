@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from sf_core.reports import devices as device_report
 from sf_core.reports import view
-from sf_core.reports.iterations import Iteration, Window, iteration_windows, read_iterations
+from sf_core.reports.view import Iteration, Window, iteration_windows, read_iterations
 from sf_core.scheduling.timeline import Span, read_spans
 from storage.batches import read_batch
 from storage.errors import StorageError

@@ -1,4 +1,4 @@
-"""A clock of events: time jumps from one to the next. Processes are generators that yield their waits."""
+"""Discrete-event clock: time jumps from event to event. Processes are generators that yield their waits."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 
 class Signal:
-    """Something that processes wait for until it is given."""
+    """Something that processes wait for until `EventClock.give` wakes them."""
 
     def __init__(self) -> None:
         self.waiting: list[Process] = []
 
 
 Process = Generator[float | Signal, None, None]
-"""Yields seconds to sleep, or a signal to wait for."""
+"""Generator that yields seconds to sleep, or a signal to wait for."""
 
 
 class EventClock:
@@ -33,13 +33,13 @@ class EventClock:
         self.after(0.0, self._resume, process)
 
     def give(self, signal: Signal) -> None:
-        """Wake everyone who waits for the signal now."""
+        """Wake all processes that wait for the signal now."""
         waiting, signal.waiting = signal.waiting, []
         for process in waiting:
             self.start(process)
 
     def run(self, is_over: Callable[[], bool]) -> None:
-        """Until it is over. Raises RuntimeError if nothing is left that could happen before."""
+        """Run events until `is_over()`. Raises RuntimeError if no event is left before that."""
         while not is_over():
             if not self._events:
                 raise RuntimeError(f"at {self.now:.3f} s everyone waits, and nothing will happen")

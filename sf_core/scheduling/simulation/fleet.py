@@ -1,8 +1,8 @@
-"""Engines and the sessions on them, on an event clock: what the data plane and its engines do to time.
+"""Engines and the sessions on them, on an event clock: how long the data plane and its engines take.
 
-A session is turns, one request each, with the time between them that its agent's tools take. The pace of
-engines, continuous batching, what is kept of ended turns and the order of requests are those of the emulated
-engine and the router; tokens are only counted.
+A session is a sequence of turns, one request each, with its agent's tool calls in between. The pace of
+engines, continuous batching, the prefixes kept of ended turns and the order of requests are those of the
+emulated engine and the router; tokens are only counted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 from sf_core.dataplane.control.plane import SWEEP_S
 from sf_core.dataplane.routing.choice import expected_rest
 from sf_core.dataplane.routing.rebalancing import Queue, Running, find_moves
-from sf_core.dataplane.runs.groups import Claim
+from sf_core.dataplane.sessions.claims import Claim
 from sf_core.engines.continuous_batch import ContinuousBatch, Slot
 from sf_core.engines.device_model import DeviceModel
 from sf_core.engines.kept_prefixes import KeptPrefixes
@@ -26,11 +26,11 @@ from sf_core.scheduling.timeline import Span
 
 class Turn(NamedTuple):
     num_new: int
-    """Tokens that came since the turn before: the task's, or what a tool returned."""
+    """Prompt tokens that the turn before did not have: the task's, or a tool's result."""
     num_wanted: int
-    """To sample."""
+    """Tokens to sample."""
     tool_s: float = 0.0
-    """Seconds on the clock of the emulated devices until the next turn."""
+    """Seconds of tool calls until the next turn, on the clock of the emulated devices."""
 
 
 @dataclass(eq=False, slots=True)
@@ -38,19 +38,19 @@ class SimulatedSession:
     claim: Claim
     turns: Sequence[Turn]
     number: int = 0
-    """Of the turn that it is in."""
+    """Index of its current turn."""
     arrived: int = 0
-    """The turn's place in the queue; an interrupted one keeps it."""
+    """Arrival number of the turn, its place in the queue; an interrupted turn keeps it."""
     num_prompt: int = 0
-    """Of the turn: everything before it."""
+    """Prompt tokens of the turn: everything before it."""
     num_wanted: int = 0
     num_sampled: int = 0
-    """Of the turn, before the engine it is on."""
+    """Tokens of the turn that were sampled before it came to its current engine."""
     num_moved_at: int = 0
-    """Tokens it had when it was last moved from a long queue; 0: never."""
+    """Its length at the last rebalancing, 0 if the turn was never moved."""
     min_version: int | None = None
     near: SimulatedEngine | None = None
-    """The engine that sampled last for it."""
+    """The engine that finished its last turn."""
     near_version: int = 0
 
     @property
@@ -71,21 +71,21 @@ class SimulatedEngine:
     kept: KeptPrefixes
     running: dict[str, tuple[SimulatedSession, Slot]] = field(default_factory=dict)
     outstanding: int = 0
-    """Tokens of its requests, prompts included."""
+    """Estimated tokens of its requests: prompts without cached prefixes, and a typical answer each."""
     ticked_at: float = 0.0
     paused_since: float | None = None
     paused_until: float = 0.0
     is_gone: bool = False
     busy_since: float | None = None
     num_wakes: int = 0
-    """An event for an earlier count is out of date."""
+    """Count of scheduled wake-ups; one with an earlier count is out of date."""
     num_passed: int = 0
-    """Tokens that it gave to sessions that are no longer on it."""
+    """Tokens sampled for sessions that are no longer on it."""
     serving_since: float = 0.0
 
     @property
     def num_tokens(self) -> int:
-        """It has sampled so many, those of running sessions among them."""
+        """Tokens that it has sampled, including those of running sessions."""
         return self.num_passed + sum(self.batch.num_sampled(slot) for _, slot in self.running.values())
 
 
@@ -106,9 +106,9 @@ class Fleet:
         self.spans: list[Span] = []
         self.num_moves = 0
         self._looks = False
-        """At the balance of the engines, once a second."""
+        """Whether the next rebalancing is scheduled."""
         self.on_answered: Callable[[SimulatedSession], None] = lambda session: None
-        """A turn of it is over, and its tokens are part of it."""
+        """Called when a turn of the session is over and its tokens are part of the session."""
         self.on_started: Callable[[SimulatedSession, int], None] = lambda session, version: None
         self._clock, self._weight_load_s, self._max_running = clock, weight_load_s, max_running
         self._recompute, self._typical, self._budget = recompute, round(typical), budget
@@ -116,7 +116,7 @@ class Fleet:
         self._num_arrived = count()
         self._waiting: list[tuple[int, int, SimulatedSession]] = []
         self._roomy: list[tuple[int, int, int, SimulatedEngine]] = []
-        """Heap of engines by what is outstanding; entries that do not fit their engine are out of date."""
+        """Heap of engines by outstanding tokens; an entry that does not match its engine is out of date."""
         self._order = count()
 
     def add_engine(self, worker: str, version: int, model: DeviceModel) -> SimulatedEngine:
@@ -129,7 +129,7 @@ class Fleet:
         return engine
 
     def remove_engine(self, engine: SimulatedEngine) -> None:
-        """It yields: its sessions wait again, with the tokens they have, and go on elsewhere."""
+        """The engine yields: its sessions are queued again with their tokens and continue elsewhere."""
         self._advance(engine)
         engine.is_gone = True
         self.engines.remove(engine)
@@ -142,7 +142,7 @@ class Fleet:
         self._schedule()
 
     def drop(self, groups: Container[int]) -> None:
-        """The sessions of these groups end where they are."""
+        """End the sessions of these groups, waiting or running."""
         self._waiting = [entry for entry in self._waiting if entry[2].claim.place.group not in groups]
         heapify(self._waiting)
         for engine in self.engines:
@@ -155,7 +155,7 @@ class Fleet:
         self._schedule()
 
     def submit(self, sessions: list[SimulatedSession]) -> None:
-        """Each asks for its next turn."""
+        """Queue the next turn of each session."""
         for session in sessions:
             turn = session.turns[session.number]
             session.arrived = next(self._num_arrived)
@@ -165,7 +165,7 @@ class Fleet:
         self._schedule()
 
     def set_version(self, version: int) -> None:
-        """All engines take over new weights at once, and compute nothing meanwhile."""
+        """All engines load the new weights at once, and compute nothing meanwhile."""
         seconds = self._weight_load_s
         for engine in self.engines:
             self._advance(engine)
@@ -183,7 +183,7 @@ class Fleet:
             self._clock.after(SWEEP_S, self._look)
 
     def _rebalance(self) -> None:
-        """As Router._rebalance does; what is taken from an engine is back at once."""
+        """Like Router._rebalance, except that a moved request leaves its engine at once."""
         if self._waiting:
             return
         engines = [engine for engine in self.engines if self._clock.now >= engine.paused_until]
@@ -221,7 +221,7 @@ class Fleet:
         self._note_room(engine)
 
     def finish(self) -> None:
-        """Write down what is still going on."""
+        """Record the spans that are still open."""
         for engine in self.engines:
             self._end_busy(engine)
             self._end_pause(engine)
@@ -237,9 +237,9 @@ class Fleet:
         self._wake_later(engine)
 
     def _schedule(self) -> None:
-        """Give out what waits, in order of arrival, to the engine that would be through with it first
-        (routing.choose). Here a request counts as when it came until it leaves; the router counts down what
-        it receives."""
+        """Dispatch waiting requests, in order of arrival, each to the engine that would finish it first
+        (choose in routing/choice.py). Here a request counts with its initial estimate until it leaves; the
+        router counts it down as tokens arrive."""
         touched: dict[int, SimulatedEngine] = {}
         while self._waiting and (roomiest := self._roomiest()) is not None:
             _, _, session = heappop(self._waiting)
@@ -253,7 +253,7 @@ class Fleet:
             self._wake_later(engine)
 
     def _nearest(self, session: SimulatedSession, roomiest: SimulatedEngine) -> SimulatedEngine:
-        """The engine that probably holds what came before, if that outweighs its longer queue."""
+        """The engine that probably holds the session's KV cache, if that outweighs its longer queue."""
         near = session.near
         if near is None or near.is_gone or near.version != session.near_version:
             return roomiest
@@ -286,7 +286,7 @@ class Fleet:
         self._note_room(engine)
 
     def _advance(self, engine: SimulatedEngine) -> None:
-        """Let the engine's time pass up to now; sessions that are through leave."""
+        """Advance the engine to now; sessions whose turn is complete leave it."""
         start = min(max(engine.ticked_at, engine.paused_until), self._clock.now)
         engine.ticked_at = self._clock.now
         for slot in engine.batch.advance(self._clock.now - start):

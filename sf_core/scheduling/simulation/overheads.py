@@ -1,19 +1,8 @@
-"""What orchestration takes beside the devices: as it is assumed, and as a run had it."""
+"""Time that orchestration takes beside the devices, as the simulator assumes it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
-
-import numpy as np
-
-from sf_core.config import RunConfig
-from sf_core.engines.device_model import DeviceModel
-from sf_core.reports.iterations import read_iterations
-from sf_core.scheduling.figures import by_worker
-from sf_core.scheduling.timeline import read_spans
-from storage.manifests import Manifest
-from storage.run_directory import RunDirectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,56 +10,12 @@ class Overheads:
     """Seconds of orchestration, on the clock of the machine: no time dilation."""
 
     seal: float = 0.2
-    """From a full batch to its stored rows, filter included."""
+    """Time from a full batch to its stored rows, filter included."""
     hand_over: float = 0.3
-    """From the stored batch until training may begin: revoking, yielding, the start of the ranks."""
+    """Time from the stored batch until training may begin: revoking, yielding, the start of the ranks."""
     lease: float = 0.3
-    """From the end of training until the next lease begins to load."""
+    """Time from the end of training until the next lease begins to load."""
     publish: float = 0.3
-    """From the end of training until engines begin to load the new version, beside reading it once."""
+    """Time from the end of training until engines begin to load the new version, beside reading it once."""
     next_iteration: float = 0.5
-    """From one iteration's end until the next one may seal its batch."""
-
-
-def measured_overheads(run: RunDirectory) -> Overheads:
-    """What orchestration took in a run, by its manifests and timelines: medians over its iterations, as a
-    device that was still loading when it was revoked, or was lent later, says nothing of it.
-
-    Raises ValueError for a run without two whole iterations."""
-    iterations = [iteration.stages for iteration in read_iterations(run) if iteration.is_through]
-    if len(iterations) < 2:
-        raise ValueError(f"{run.run_id} has no two whole iterations to measure")
-    model = DeviceModel(run.read_config(RunConfig).emulation)
-
-    def median_s(before: str, after: str, shift: int = 0) -> float:
-        """From the end of one stage to the beginning of the other, so many iterations later."""
-        pairs = zip(iterations, iterations[shift:], strict=False)
-        return float(
-            np.median([b[after].data["started_at"] - a[before].data["finished_at"] for a, b in pairs])
-        )
-
-    def seconds_of(stage: str) -> float:
-        times = [i[stage].data["finished_at"] - i[stage].data["started_at"] for i in iterations]
-        return float(np.median(times))
-
-    def sealing_s(rollout: Manifest) -> float:
-        waits = rollout.data.get("waits", ())
-        full = max((wait["end"] for wait in waits), default=rollout.data["started_at"])
-        return float(rollout.data["finished_at"] - full)
-
-    leases = [
-        after.start - before.end
-        for spans in by_worker([s for s in read_spans(run) if s.kind == "held"]).values()
-        for before, after in pairwise(spans)
-        if (before.tag, after.tag) == ("train", "rollout")
-    ]
-    in_devices = model.verify_s() + model.weight_load_s()
-    return Overheads(
-        seal=float(np.median([sealing_s(stages["rollout"]) for stages in iterations]))
-        + median_s("rollout", "filter")
-        + seconds_of("filter"),
-        hand_over=median_s("filter", "train"),
-        lease=float(np.median(leases)) if leases else 0.0,
-        publish=max(0.0, median_s("train", "publish") + seconds_of("publish") - in_devices),
-        next_iteration=median_s("publish", "rollout", shift=1),
-    )
+    """Time from one iteration's end until the next one may seal its batch."""

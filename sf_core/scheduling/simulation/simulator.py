@@ -1,10 +1,10 @@
-"""A run on simulated devices: the rules of the real one on a clock of events.
+"""Simulation of a run: the rules of the real one on an event clock.
 
 Which sessions are given out and which groups make a batch (RolloutManager), whether a trainer is lent
 (LendingGate), who does what (Plan), how long devices take (DeviceModel) and how requests share an engine
 (ContinuousBatch) are the same code as in a real run. The order of an iteration is that of flows/train.py and
-tasks/: batch full, filter, revoke and yield, train, publish. What the machine needs between the steps is
-given (`Overheads`).
+tasks/: batch full, filter, revoke and yield, train, publish. The time between these steps is given
+(`Overheads`).
 """
 
 from __future__ import annotations
@@ -21,19 +21,18 @@ from sf_core.config.devices import Device
 from sf_core.dataplane.runs.recent import NUM_RECENT
 from sf_core.dataplane.runs.rollout_manager import BatchRules, RolloutManager
 from sf_core.engines.device_model import DeviceModel
-from sf_core.scheduling.lending import LendingGate, WorkLeft
+from sf_core.scheduling.lending import LendingGate, WorkLeft, work_left
 from sf_core.scheduling.plan import Plan
 from sf_core.scheduling.simulation.clock import EventClock, Process, Signal
 from sf_core.scheduling.simulation.fleet import Fleet, SimulatedEngine, SimulatedSession, Turn
 from sf_core.scheduling.simulation.overheads import Overheads
 from sf_core.scheduling.timeline import Kind, Span
-from sf_core.stages.switching import work_left
 
 Turns = Callable[[int, int], Sequence[Turn]]
-"""What a session does, by its group and its place there."""
+"""Function from a session's group and its index there to its turns."""
 
 LOOK_AGAIN_S = 0.25
-"""How often a batch that is nearly full is looked at."""
+"""How often a batch with enough groups is checked for being ready."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +48,7 @@ class Failures:
 class SimulatedIteration:
     start: float
     end: float
-    """From the end of the one before to its own end, as in a real run's windows."""
+    """Start and end are those of a real run's windows: the end of the iteration before, and its own."""
     tokens: int
     max_lag: int
 
@@ -58,7 +57,7 @@ class SimulatedIteration:
 class Simulated:
     iterations: list[SimulatedIteration] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
-    """By worker and time."""
+    """Sorted by worker and time."""
     not_lent: int = 0
     """Loans that the gate refused."""
     moves: int = 0
@@ -68,17 +67,17 @@ class Simulated:
 
 @dataclass(eq=False, slots=True)
 class _Device:
-    """A worker's device, and what the worker's process knows; a breakdown ends the process."""
+    """A worker's device, with the state of the worker's process, which a failure ends."""
 
     worker: str
     model: DeviceModel
     gate: LendingGate
     tag: Literal["rollout", "train"] | None = None
-    """What it was last switched to."""
+    """Tag of the last switch."""
     leased_at: float | None = None
-    """Since when a lease holds it; None: none does."""
+    """When its current lease began; None without one."""
     engine: SimulatedEngine | None = None
-    """None while it loads, too."""
+    """Engine of the current lease; None without one, and while it loads."""
     is_down: bool = False
     num_lives: int = 0
 
@@ -92,8 +91,8 @@ def simulate(
     overheads: Overheads | None = None,
     failures: Failures | None = None,
 ) -> Simulated:
-    """All iterations of that configuration; the same arguments give the same result. `devices` by worker;
-    one that is not there is the device of the configuration's `emulation`."""
+    """Simulate all iterations of a configuration; equal arguments give equal results. `devices` is by worker;
+    a worker that is not in it has the device of the configuration's `emulation`."""
     return _Simulation(config, plan, turns, devices or {}, overheads or Overheads(), failures).run()
 
 
@@ -132,16 +131,16 @@ class _Simulation:
         self._fleet.on_answered = self._go_on
         self._training = self._has_trained = self._step_failed = False
         self._freed = Signal()
-        """A trainer is back, or through with loading an engine that training has no time for."""
+        """Given when a trainer is repaired, or has loaded an engine although training has begun."""
         self._num_complete = 0
         self._sizes: dict[int, tuple[int, int]] = {}
-        """Tokens of a finished group: sampled, and all of them."""
+        """Tokens of each group's finished sessions: sampled, and all."""
         self._oldest: dict[int, int] = {}
-        """Version of the oldest token of a finished group."""
+        """Lowest policy version in each group's finished sessions."""
         self._recent: deque[int] = deque(maxlen=NUM_RECENT)
-        """Lengths of the last sessions, as the run of a data plane remembers them."""
+        """Sampled tokens of the last sessions, as many as a real run remembers."""
         self._work: tuple[float, WorkLeft] | None = None
-        """When it was last looked at, and what it was."""
+        """The last estimate of the work left, and its time."""
         self._changed = Signal()
         self._result = Simulated()
         self._is_over = False
@@ -168,7 +167,7 @@ class _Simulation:
     def _flow(self) -> Process:
         end = 0.0
         for number in range(self._config.train.iterations):
-            # again, for a loan that was refused after training
+            # a loan that was refused after training may be granted now
             self._lend_trainers()
             if number:
                 yield self._overheads.next_iteration
@@ -205,7 +204,7 @@ class _Simulation:
                 return
 
     def _train(self, version: int, num_tokens: int) -> Process:
-        """A step by all trainers together, which makes this version; one that breaks down costs the step."""
+        """One step of all trainers together, which makes this version, begun again if one fails."""
         num_ranks = len(self._trainers)
         save_s = self._model.save_s()
         if version % self._config.train.checkpoint_every == 0 or version == self._config.train.iterations:
@@ -215,7 +214,7 @@ class _Simulation:
             if device.engine is not None:
                 self._end_lease(device)
         while True:
-            # an engine that is being loaded yields when it is there
+            # an engine that is loading yields once it is loaded
             while any(device.is_down or device.leased_at is not None for device in self._trainers):
                 yield self._freed
             self._step_failed = False
@@ -232,14 +231,14 @@ class _Simulation:
         end = self._clock.now
         for device, begun in zip(self._trainers, begins, strict=True):
             self._note(device, "train", started, begun, "moving")
-            # who has computed its share waits for the others with its gradients
+            # busy to the end: a rank that has computed its share waits in the exchange of gradients
             self._note(device, "train", begun, trained, "busy")
             self._note(device, "train", trained, end, "moving")
             self._note(device, "train", started, end, "held")
         self._training, self._has_trained = False, True
 
     def _switch_to_train(self, device: _Device) -> float:
-        """Seconds until it can train, from now on; none if it holds what it trained with."""
+        """Switch to training; returns the seconds it takes, 0 if the device still holds its trainer."""
         switch = device.model.to_train_s() if device.tag != "train" else 0.0
         if device.tag == "rollout":
             device.gate.note_to_train(switch)
@@ -257,7 +256,7 @@ class _Simulation:
     def _lend(self, device: _Device) -> Process:
         life = device.num_lives
         yield self._overheads.lease
-        # it may have broken down, or been lent, meanwhile; before the first step nobody is asked
+        # it may have failed or been lent meanwhile; before the first step the gate is not asked
         if (device.num_lives, device.leased_at) != (life, None) or device.is_down or self._training:
             return
         if self._has_trained and not device.gate.decide(self._clock.now, self._work_now()).lend:
@@ -266,11 +265,11 @@ class _Simulation:
         yield from self._hold(device)
 
     def _hold(self, device: _Device) -> Process:
-        """A lease, up to the moment from which its engine serves."""
+        """Start of a lease, up to the moment from which its engine serves."""
         life, started = device.num_lives, self._clock.now
         device.leased_at, version = started, self._manager.version
         yield device.model.to_rollout_s(version)
-        # one that was told of a newer version meanwhile takes that before it serves
+        # a version published meanwhile is loaded too before the engine serves
         while device.num_lives == life and version != self._manager.version:
             version = self._manager.version
             yield device.model.weight_load_s()
@@ -321,13 +320,13 @@ class _Simulation:
             self._result.spans.append(Span(device.worker, tag, start, end, kind))
 
     def _work_now(self) -> WorkLeft:
-        """All trainers that ask at one moment see the same."""
+        """The work left now, the same for all trainers that ask at one moment."""
         if self._work is None or self._work[0] != self._clock.now:
             self._work = self._clock.now, self._work_left()
         return self._work[1]
 
     def _work_left(self) -> WorkLeft:
-        """Told from what the status of a real run would show now."""
+        """Computed from the fields that the status of a real run would have now."""
         engines = [
             {
                 "worker": engine.worker,
@@ -343,14 +342,14 @@ class _Simulation:
     # --- sessions
 
     def _claim(self) -> None:
-        """Agents take every session that may run."""
+        """Claim every session that may run, and submit its first turn."""
         claims = self._manager.claim(1 << 30)
         self._fleet.submit(
             [SimulatedSession(claim, self._turns(claim.place.group, claim.place.member)) for claim in claims]
         )
 
     def _go_on(self, session: SimulatedSession) -> None:
-        """A turn of it is over: its tools work, or it ends."""
+        """After a turn: run the session's tools, or finish the session."""
         if session.is_over:
             self._finish(session)
         else:
@@ -370,7 +369,7 @@ class _Simulation:
     def _finish(self, session: SimulatedSession) -> None:
         group = session.claim.place.group
         if group not in self._manager.groups:
-            # it was dropped in the moment in which this session ended
+            # the group was dropped at the moment this session ended
             return
         sampled, total = self._sizes.get(group, (0, 0))
         length = sum(turn.num_wanted for turn in session.turns)
@@ -386,7 +385,7 @@ class _Simulation:
 
 
 def rules_of(config: RunConfig) -> BatchRules:
-    """As the data plane gets them when a run is registered."""
+    """The rules that the data plane gets when a run is registered."""
     rollout = config.rollout
     return BatchRules(
         group_size=rollout.group_size,

@@ -3,35 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
-import pyarrow.compute as pc
-from rich.table import Table
 
 from sf_core.config import RunConfig
 from sf_core.config.devices import Device, known_device
 from sf_core.config.pipelines import PipelineName
 from sf_core.models.counter import uniforms
-from sf_core.reports.pictures import draw_timeline
-from sf_core.reports.view import open_run
 from sf_core.scheduling.figures import device_figures
 from sf_core.scheduling.plan import Worker, make_plan
 from sf_core.scheduling.simulation.fleet import Turn
 from sf_core.scheduling.simulation.overheads import Overheads
 from sf_core.scheduling.simulation.simulator import Failures, Simulated, Turns, simulate
-from storage.files import write_atomic
-from storage.trajectories import read_trajectories
 
 BLOCK = 16
 """Members of a group that draw from one generator: one for each would cost more than the simulation."""
 
 WARMUP = 2
-"""Iterations that are not counted: the first has none to overlap with, and no switch was measured before."""
+"""First iterations that are not counted: none precedes the first, and no switch is measured yet."""
 
 
 class Variant(NamedTuple):
@@ -52,9 +45,9 @@ colocated_drained: every session ends before the train step, as common framework
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """A cluster: of its devices, `dual` can train and roll out, the others only roll out. Colocated pipelines
-    have as many devices, all of them dual. Kinds are names of roofline.DEVICES; None: the device of the
-    configuration's `emulation`."""
+    """Devices of a cluster: `dual` of them can train and roll out, `rollout` only roll out. Colocated
+    pipelines have as many devices, all of them dual. Kinds are names of config.devices.DEVICES; None is the
+    device of the configuration's `emulation`."""
 
     rollout: int
     dual: int
@@ -79,10 +72,10 @@ def _device(kind: str | None) -> Device | None:
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """What an agent calls between its turns. The seconds are median x exp(sigma x normal)."""
+    """Tool calls between an agent's turns, which take median x exp(sigma x normal) seconds."""
 
     turn: int
-    """Tokens that a turn samples; the last of a session samples what is left."""
+    """Tokens sampled per turn; the last turn of a session samples the rest."""
     result: int
     """Tokens that a tool returns."""
     median_s: float
@@ -92,7 +85,7 @@ class Tools:
         return math.ceil(length / self.turn)
 
     def seconds(self, group: int, member: int, num_turns: int) -> list[float]:
-        """After each turn of a session, the same in every run; nothing after the last."""
+        """Tool time after each turn of a session, the same in every run; 0 after the last."""
         draws = uniforms(group * 2**16 + member, np.arange(num_turns - 1))
         normals = (_NORMAL.inv_cdf(max(draw, 2**-53)) for draw in draws.tolist())
         return [*(self.median_s * math.exp(self.sigma * normal) for normal in normals), 0.0]
@@ -101,7 +94,7 @@ class Tools:
 TOOLS = Tools(turn=200, result=100, median_s=1.0, sigma=1.2)
 """Most calls read a file or run a command, in tenths of a second; some run tests, for tens of seconds. One in
 twenty takes less than 0.14 s, one in twenty more than 7 s, and the mean is 2 s. With engines that sample a
-hundred tokens per second for each of their requests, half of a session's time is its tools'."""
+hundred tokens per second for each of their requests, tools take half of a session's time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +111,7 @@ class Lognormal:
 
     def length(self, group: int, member: int) -> int:
         """Tokens that a session samples in all its turns."""
-        length = self.median * math.exp(self.sigma * _NORMAL.inv_cdf(_draw(group, member)))
+        length = self.median * math.exp(self.sigma * _NORMAL.inv_cdf(draw(group, member)))
         return round(min(max(length, 1), self.longest))
 
     def __call__(self, group: int, member: int) -> list[Turn]:
@@ -142,7 +135,7 @@ class Lognormal:
 def lognormal_for(
     config: RunConfig, *, prompt: int, median: float, sigma: float, tools: Tools | None = None
 ) -> Lognormal:
-    """Sessions that the run could have: cut at `rollout.max_tokens`, all their turns together.
+    """Session lengths for a run: the sampled tokens of all turns together are cut at `rollout.max_tokens`.
 
     Raises ValueError, one sentence, if that cuts most sessions to one length, which would compare nothing, or
     if an engine has no room for the longest."""
@@ -165,7 +158,7 @@ def lognormal_for(
 _NORMAL = NormalDist()
 
 
-def _draw(group: int, member: int) -> float:
+def draw(group: int, member: int) -> float:
     """Uniform in (0, 1), the same in every run."""
     return _draws(group, member // BLOCK)[member % BLOCK]
 
@@ -176,49 +169,9 @@ def _draws(group: int, block: int) -> list[float]:
     return list(map(float, draws))
 
 
-class MeasuredLengths:
-    """Drawn from the sessions of a run, each taken as one turn: prompt tokens and sampled tokens, as its
-    Parquet has them.
-
-    Raises ValueError if there is no such run, or it has no iteration yet."""
-
-    def __init__(self, uri: str) -> None:
-        run = open_run(uri)
-        sampled: dict[str, int] = {}
-        others: dict[str, int] = {}
-        iteration = 0
-        while (manifest := run.read_manifest(iteration, "rollout")) is not None:
-            for output in manifest.outputs:
-                for session, num_others, num_sampled in _lengths_in(run.path(output.uri)):
-                    sampled[session] = sampled.get(session, 0) + num_sampled
-                    others[session] = others.get(session, 0) + num_others
-            iteration += 1
-        if not sampled:
-            raise ValueError(f"{uri}: no iteration was rolled out, so no lengths were measured")
-        self._lengths = [(others[session], max(1, sampled[session])) for session in sorted(sampled)]
-
-    def __call__(self, group: int, member: int) -> list[Turn]:
-        return [Turn(*self._lengths[int(_draw(group, member) * len(self._lengths))])]
-
-
-def _lengths_in(uri: str) -> Iterator[tuple[str, int, int]]:
-    """Of every row: session, tokens that were neither sampled nor in its parent branch, sampled tokens."""
-    columns = ["session_id", "token_ids", "loss_mask", "shared_prefix"]
-    table = read_trajectories(uri, columns)
-    lengths = pc.list_value_length(table["token_ids"]).to_pylist()
-    for session, length, mask, shared in zip(
-        table["session_id"].to_pylist(),
-        lengths,
-        table["loss_mask"].to_pylist(),
-        table["shared_prefix"].to_pylist(),
-        strict=True,
-    ):
-        yield session, length - shared - sum(mask), sum(mask)
-
-
 @dataclass(frozen=True, slots=True)
 class PipelineFigures:
-    """Of the iterations after the warm-up but the last one, which none overlaps."""
+    """Figures over the iterations after the warm-up, without the last one, which no later one overlaps."""
 
     tokens_per_second: float
     seconds_per_iteration: float
@@ -229,7 +182,7 @@ class PipelineFigures:
 
 
 def configure(config: RunConfig, variant: Variant, devices: Devices) -> RunConfig:
-    """The configuration with this pipeline, and every device that may train a rank."""
+    """The configuration with this pipeline, and one rank per device that can train."""
     settings = config.model_dump()
     settings["pipeline"] = variant.pipeline
     settings["rollout"]["overlap"] = variant.overlap
@@ -268,38 +221,3 @@ def figures_of(simulated: Simulated) -> PipelineFigures:
         max_lag=max(iteration.max_lag for iteration in counted),
         switches=len(found.switches),
     )
-
-
-def comparison(
-    config: RunConfig,
-    devices: Devices,
-    turns: Turns,
-    *,
-    failures: Failures | None = None,
-    picture: str | None = None,
-) -> Table:
-    """All pipelines in a table; `picture` is where the timeline of the multiplexed one is drawn.
-
-    Raises ValueError, one sentence, if the devices or iterations are too few."""
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for name in ("pipeline", "tokens/s", "s/iteration", "idle", "max lag", "switches"):
-        table.add_column(name, justify="left" if name == "pipeline" else "right")
-    for name, variant in VARIANTS.items():
-        simulated = simulate_variant(config, variant, devices, turns, failures=failures)
-        found = figures_of(simulated)
-        table.add_row(
-            name.replace("_", ", "),
-            f"{found.tokens_per_second:,.0f}",
-            f"{found.seconds_per_iteration:.2f}",
-            f"{found.idle_fraction:.1%}",
-            str(found.max_lag),
-            str(found.switches),
-        )
-        if picture is not None and name == "multiplexed":
-            last = simulated.iterations[-6:]
-            first = len(simulated.iterations) - len(last)
-            windows = {first + i: (iteration.start, iteration.end) for i, iteration in enumerate(last)}
-            spans = simulated.spans
-            drawn = draw_timeline(title="multiplexed, simulated", spans=spans, iterations=windows)
-            write_atomic(picture, drawn)
-    return table

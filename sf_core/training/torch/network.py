@@ -1,6 +1,6 @@
-"""The network a trainer trains, seen as a function from a microbatch to logits. Knows no loss.
+"""The network that a trainer trains, as a function from a microbatch to logits. Knows no loss.
 
-Two ways through it: the lean decoder for the architectures it knows, transformers' own code for all others.
+The lean decoder runs the architectures it knows, transformers' own code all others.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Network:
         return decoder.head(rows(hidden, microbatch.positions))
 
     def _transformers_logits(self, microbatch: Microbatch) -> torch.Tensor:
-        """The whole model runs, because some scale or cap what their head gives. But the head sees only the
-        positions of interest: logits of all would take most of the memory."""
+        """Run the whole model, because some scale or cap the logits of their head. But the head is given only
+        the trained positions: logits of all would take most of the memory."""
 
         def select(_: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> torch.Tensor:
             trained = rows(args[0].flatten(0, 1), microbatch.owners[microbatch.positions])
@@ -61,7 +61,7 @@ class Network:
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, microbatch: Microbatch) -> torch.Tensor:
     """Causal attention along every row of the microbatch, [N, heads * head_dim] for its N tokens.
 
-    Only here are shared tokens laid out once per row: attention costs little beside the projections.
+    Only here are shared tokens repeated in each row: attention costs little beside the projections.
     """
 
     def by_row(tokens: torch.Tensor) -> torch.Tensor:
@@ -74,7 +74,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, microbatch: Mic
 def rows(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """tensor[index], where rows may be taken more than once.
 
-    The gradient of plain indexing adds from all threads in whatever order they come, and rounds differently
-    every time; that of an embedding always in the same.
+    The gradient of plain indexing is summed by threads in arbitrary order and rounds differently each time;
+    that of an embedding is summed in a fixed order.
     """
     return F.embedding(index, tensor.flatten(1)).unflatten(-1, tensor.shape[1:])

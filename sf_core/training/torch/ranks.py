@@ -1,5 +1,5 @@
-"""What the ranks of a train step exchange: sums of gradients and small values. Who they are and how they meet
-is the rendezvous's.
+"""What the ranks of a train step exchange: sums of gradients and small values. Membership and meeting are
+rendezvous.py's.
 
 Every rank holds the whole network and makes the same optimiser step (docs/decisions/011).
 """
@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 
 BUCKET_ELEMENTS = 1 << 24
-"""Gradients travel in pieces of about so many numbers: one message per tensor would cost its latency."""
+"""Approximate number of elements per all-reduce: one message per tensor would cost its latency each time."""
 
 
 class ExchangeError(RuntimeError):
-    """An exchange did not come about: another rank is gone, or did not answer in time."""
+    """An exchange failed: another rank is gone, or did not answer in time."""
 
 
 class Ranks(Protocol):
@@ -29,7 +29,7 @@ class Ranks(Protocol):
     rank: int
     size: int
     group: str
-    """Names the process group; another one has other members, or members that lost their state."""
+    """Name of the process group; it changes with its members, and when one of them lost its state."""
 
     def add_up(self, tensors: Iterable[torch.Tensor]) -> None:
         """Put the sum over all ranks into each tensor; the same bits on every rank."""
@@ -54,7 +54,7 @@ class Group:
     """The ranks of torch.distributed's default process group. Its methods raise ExchangeError."""
 
     def __init__(self, group: str, workers: tuple[str, ...], timeout_s: float) -> None:
-        """An exchange between GPUs may take so long; the default group has its own bound."""
+        """`timeout_s` bounds an exchange between GPUs; the default group has its own bound."""
         self.group, self.workers = group, workers
         self._timeout_s = timeout_s
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -82,7 +82,7 @@ class Group:
 def _exchange() -> Iterator[None]:
     try:
         yield
-    except RuntimeError as error:  # gloo, NCCL and the store raise it, or classes derived from it
+    except RuntimeError as error:  # gloo, NCCL and the store raise it or a subclass
         raise ExchangeError(" ".join(str(error).split())[:300]) from error
 
 

@@ -1,8 +1,8 @@
-"""How the ranks of a gang meet, stay together, and part.
+"""How the ranks of a gang meet, stay together and part.
 
-Rank 0 opens a store on its worker's address and announces it in the run directory. Every rank reports there;
-rank 0 says which process group to use: the one that all of them still have, or a new one. Every wait ends
-after `timeout_s` with the names of those who were waited for.
+Rank 0 opens a store on its worker's address and announces it in the run directory. Every rank reports to the
+store; rank 0 names the process group to use: the one that all of them still have, or a new one. Every wait
+that exceeds `timeout_s` raises an error with the names of the missing ranks.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ T = TypeVar("T")
 
 POLL_S = 0.02
 CONNECT_S = 5.0
-"""Rank 0 announces its store when it listens: who does not get through by then finds nobody there."""
+"""How long to try to connect: rank 0 announces its store only once it listens."""
 
 ROLL_CALL_S = 5.0
-"""How long after a failed exchange the others have to show that they live. The exchanges of all fail within
-moments of each other, because who fails closes its connections."""
+"""How long after a failed exchange the other ranks have to show that they are alive. All exchanges fail
+almost at once, because a failing rank closes its connections."""
 
 _resident: Group | None = None
-"""The process group this process is in; it stays from step to step while its members do."""
+"""The process group of this process; it is kept from step to step while its members stay."""
 _store: dist.Store | None = None
-"""Kept after a step: while rank 0 lives, the others can read there how it ended."""
+"""The store, kept after a step: while rank 0 is alive, the others can read in it how the step ended."""
 
 
 @contextmanager
 def seated(files: GangFiles, seat: Seat, host: str, timeout_s: float) -> Iterator[Ranks]:
-    """Take a seat, meet the others, do the work of the block; over when rank 0 is through with it.
+    """Take a seat, meet the other ranks, run the block; ends when rank 0 has finished it.
 
     `host` is the address of this worker. Raises SupersededError if this rank must not work, GangError if
     another one is missing or has failed, and what the block raises."""
@@ -90,21 +90,21 @@ class _Meeting:
         return _resident
 
     def end(self) -> None:
-        """Rank 0 has committed; the others learn it."""
+        """Tell the other ranks that rank 0 has committed; they wait for it."""
         if self._seat.rank == 0:
             self._put("committed/0", "")
         else:
             self._await("committed", [0], "has not committed the step")
 
     def report_failure(self, error: BaseException) -> None:
-        """Let the others know; they cannot be told if it is the store that failed."""
+        """Tell the other ranks, unless it is the store that failed."""
         try:
             self._put(f"failed/{self._seat.rank}", f"{type(error).__name__}: {error}")
         except GangError:
             return
 
     def roll_call(self, error: ExchangeError) -> GangError:
-        """Who is missing after an exchange failed."""
+        """The error that names the ranks that are missing after an exchange failed."""
         self._timeout_s = ROLL_CALL_S
         try:
             self._put(f"after/{self._seat.rank}", "")
@@ -139,7 +139,7 @@ class _Meeting:
     def _make_group(self, group: str) -> None:
         gloo: Any = dist.ProcessGroupGloo  # its options are in no type stub
         options = gloo._Options()
-        # by itself gloo listens on the address that the machine's name stands for
+        # by default gloo listens on the address to which the host's name resolves
         options._devices = [gloo.create_device(hostname=self._host)]
         options._timeout = timedelta(seconds=self._timeout_s)
         try:
@@ -174,14 +174,14 @@ class _Meeting:
 
     @contextmanager
     def _blaming_rank_0(self) -> Iterator[None]:
-        """The store is in the process of rank 0: no answer means that rank 0 is gone."""
+        """Blame rank 0 for errors of the store, which is in its process."""
         try:
             yield
         except dist.DistError as error:
             raise self._error([0], f"is gone: {' '.join(str(error).split())[:200]}") from error
 
     def _await(self, key: str, ranks: list[int], what: str) -> None:
-        """Wait until each of these ranks has put its key, or one of the others has failed."""
+        """Wait until each of these ranks has put its key; raises GangError if another rank has failed."""
 
         def missing() -> list[int]:
             return [rank for rank in ranks if not self._has(f"{key}/{rank}")]
@@ -212,7 +212,7 @@ class _Meeting:
 
 
 def _leave() -> None:
-    """Close the process group; ranks that wait in an exchange with this one fail at once."""
+    """Close the process group, so that ranks waiting in an exchange with this one fail at once."""
     global _resident
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""The trainer: a batch in, the next policy version out. Knows nothing of runs, stages and engines."""
+"""The trainer: a batch in, the next policy version out. Knows no runs, stages or engines."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from storage.weights import save_weights
 
 
 class Trainer:
-    """Starts at version 0 with the weights of a Hugging Face folder.
+    """Trains a policy that starts at version 0 with the weights of a Hugging Face folder.
 
-    With several ranks each computes on its share of every optimiser step's rows; all of them must call `step`
+    Each of several ranks computes on its share of every optimiser step's rows; all of them must call `step`
     with the same batch and the same settings, and hold the same weights after it.
     """
 
     config: TrainConfig
-    """The settings of the next step; another one may have others."""
+    """The settings of the next step; they may change between steps."""
 
     def __init__(
         self,
@@ -49,11 +49,11 @@ class Trainer:
         self.network = Network(model_dir, device)
         self._model = self.network.model
         self.device = self._model.device.type
-        # its settings are those of the step: set there
+        # learning rate, betas and weight decay are set in every step
         self._optimizer = torch.optim.AdamW(self._model.parameters(), fused=True)
         self._optimizer_steps = self._steps_before = 0
         for parameter in self._model.parameters():
-            # a step in which no row teaches anything must be one of gradient zero, not none at all
+            # a step in which no row has an advantage must have gradient zero, not None
             parameter.grad = torch.zeros_like(parameter)
 
     def step(self, batch: pa.Table) -> dict[str, float]:
@@ -84,7 +84,7 @@ class Trainer:
         }
 
     def _optimise(self, rows: list[Row], per_token: dict[str, list[torch.Tensor]]) -> float:
-        """One optimiser step on these rows; adds to the metrics of every token, returns the gradient norm."""
+        """One optimiser step on these rows; appends the metrics of every token, returns the gradient norm."""
         config = self.config
         total = sum(row.weight * int(row.loss_mask.sum()) for row in rows)
         teaching = [row for row in rows if row.advantages.any()]
@@ -101,7 +101,7 @@ class Trainer:
         self._optimizer_steps += 1
         progress = min(1.0, self._optimizer_steps / (config.warmup_steps + 1))
         for group in self._optimizer.param_groups:
-            # all of them: a checkpoint brings those it was written with
+            # all of them, because a loaded checkpoint brings its own
             group["lr"] = config.learning_rate * progress
             group["betas"], group["weight_decay"] = config.betas, config.weight_decay
         self._optimizer.step()
@@ -120,7 +120,7 @@ class Trainer:
 
     @torch.no_grad()
     def _measure(self, rows: list[Row], per_token: dict[str, list[torch.Tensor]]) -> None:
-        """Rows of groups with equal rewards have no gradient: they are only measured, a third of the work."""
+        """Add the metrics of rows without advantages, which need no backward pass: a third of the work."""
         for microbatch in pack(rows, self.config.tokens_per_microbatch):
             for name, values in self._loss(microbatch)[1].items():
                 per_token[name].append(values)
@@ -142,7 +142,7 @@ class Trainer:
         metrics["entropy"] = entropy(logits.detach(), logits.new_tensor(drawn["temperature"]))
         lag = self.version - microbatch.policy_versions
         metrics["lag"] = lag.float()
-        # Only where engine and trainer hold the same weights does a difference tell of the engine.
+        # with different weights the difference would not be the engine's
         same_weights = (lag == 0) & (self._optimizer_steps == self._steps_before)
         metrics["engine_difference"] = (logprobs.detach() - old).abs()[same_weights]
         return loss, metrics
@@ -152,11 +152,11 @@ class Trainer:
         return self.network.weights()
 
     def save_weights(self, folder: str) -> FileRef:
-        """Publish what it holds as its version."""
+        """Store the weights as those of the trainer's version."""
         return save_weights(folder, self.weights(), self.version)
 
     def save_checkpoint(self, folder: str) -> None:
-        """Everything needed to go on bit for bit as if never stopped."""
+        """Store everything needed to continue bit for bit as if never stopped."""
         state = {"version": self.version, "optimizer_steps": self._optimizer_steps}
         save_checkpoint(folder, self._model.state_dict(), self._optimizer.state_dict(), state)
 
@@ -189,7 +189,7 @@ MAXIMA = {
 
 @dataclass(frozen=True, slots=True)
 class _Summary:
-    """One quantity over the tokens of one rank."""
+    """Summary of one metric over the tokens of one rank."""
 
     count: int
     mean: float
@@ -205,7 +205,7 @@ def _summaries(per_token: dict[str, torch.Tensor]) -> dict[str, _Summary]:
 
 
 def _token_metrics(of_ranks: list[dict[str, _Summary]]) -> dict[str, float]:
-    """Means over the trained tokens of all ranks, and maxima where the extreme matters; NaN over none."""
+    """Means over the trained tokens of all ranks, and maxima where these matter; NaN over none."""
     parts = {name: [own[name] for own in of_ranks if name in own] for name in MEANS}
     means = {label: _mean(parts[name]) for name, label in MEANS.items()}
     maxima = {
@@ -222,7 +222,7 @@ def _mean(parts: list[_Summary]) -> float:
 
 
 def _batch_metrics(batch: pa.Table, rows: list[Row]) -> dict[str, float]:
-    """Rewards and advantages are those of sessions: the branches of one count once."""
+    """Metrics of a batch; rewards and advantages count once per session, whatever its branches."""
     sampled = np.array([row.loss_mask.sum() for row in rows])
     rewards: Any = batch["reward"].to_numpy()[first_rows(batch["session_id"])]
     sessions, taught = ({r.session for r in some} for some in (rows, [r for r in rows if r.advantages.any()]))

@@ -1,5 +1,5 @@
-from sf_core.reports.iterations import Iteration, iteration_windows
 from sf_core.reports.summary import orchestration_seconds
+from sf_core.reports.view import Iteration, iteration_windows
 from storage.manifests import Manifest
 from storage.run_directory import STAGES
 

@@ -9,9 +9,8 @@ import pytest
 from distributed import Client
 
 from sf_core.scheduling.timeline import Timeline
-from sf_core.stages.lease import LeaseSpec, serve_lease
+from sf_core.stages.lease import LeaseSpec, serve_lease, switching_of
 from sf_core.stages.run import Run, RunRef
-from sf_core.stages.switching import switching_of
 from storage.run_directory import RunDirectory
 from tests.sf_core.dataplane.conftest import model_dir  # noqa: F401
 from tests.sf_core.dataplane.stand import Server, attended, running_app

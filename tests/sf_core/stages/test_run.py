@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from sf_core.config import DataplaneConfig, RunConfig, StorageConfig
-from sf_core.stages.all_stages import evaluate, finish
+from sf_core.stages.evaluate import evaluate
+from sf_core.stages.finish import finish
 from sf_core.stages.run import Run, RunRef, begin_attempt, load_object
 from storage import files
 from storage.attempts import Attempt

@@ -8,10 +8,10 @@ import pytest
 
 from sf_core.engines.emulated import EmulatedEngine
 from sf_core.scheduling.figures import device_figures
-from sf_core.scheduling.lending import LendingGate, WorkLeft
+from sf_core.scheduling.lending import LendingGate, WorkLeft, work_left
 from sf_core.scheduling.timeline import Timeline, read_spans
+from sf_core.stages.lease import Switching, switching_of
 from sf_core.stages.run import Run, RunRef
-from sf_core.stages.switching import Switching, switching_of, work_left
 from sf_core.training.gang import GangError
 from sf_core.types import WeightsRef
 from storage.run_directory import RunDirectory

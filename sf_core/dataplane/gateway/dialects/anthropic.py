@@ -6,14 +6,12 @@ from typing import Any
 
 import orjson
 
+from sf_core.dataplane.chat.answer_parser import Reasoning
 from sf_core.dataplane.chat.messages import Message, tool_call
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.errors import ApiError
-from sf_core.dataplane.gateway.dialects.protocol import named_event
-from sf_core.dataplane.gateway.request import (
+from sf_core.dataplane.gateway.dialects.checks import (
     Body,
-    ToolChoice,
-    TurnRequest,
     check_choice,
     check_conversation,
     get,
@@ -24,8 +22,10 @@ from sf_core.dataplane.gateway.request import (
     parse_stop,
     positive,
 )
+from sf_core.dataplane.gateway.dialects.protocol import named_event
 from sf_core.dataplane.sessions.session import Session
-from sf_core.dataplane.turns.answer import Answer, MadeCall, Pieces, Reasoning
+from sf_core.dataplane.turns.answer import Answer, MadeCall, Pieces
+from sf_core.dataplane.turns.request import ToolChoice, TurnRequest
 
 ERROR_TYPES = {
     400: "invalid_request_error",

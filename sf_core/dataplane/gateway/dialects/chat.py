@@ -7,14 +7,12 @@ from typing import Any
 
 import orjson
 
+from sf_core.dataplane.chat.answer_parser import Reasoning
 from sf_core.dataplane.chat.messages import Message, tool_call
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.errors import ApiError
-from sf_core.dataplane.gateway.dialects.openai import DONE, OpenAI, usage
-from sf_core.dataplane.gateway.dialects.protocol import MAX_TURNS, data_event
-from sf_core.dataplane.gateway.request import (
+from sf_core.dataplane.gateway.dialects.checks import (
     Body,
-    TurnRequest,
     check_choice,
     check_conversation,
     get,
@@ -27,8 +25,11 @@ from sf_core.dataplane.gateway.request import (
     tool_choice,
     top_k,
 )
+from sf_core.dataplane.gateway.dialects.openai import DONE, OpenAI, usage
+from sf_core.dataplane.gateway.dialects.protocol import MAX_TURNS, data_event
 from sf_core.dataplane.sessions.session import Session
-from sf_core.dataplane.turns.answer import Answer, MadeCall, Pieces, Reasoning, TokenLogprob
+from sf_core.dataplane.turns.answer import Answer, MadeCall, Pieces, TokenLogprob
+from sf_core.dataplane.turns.request import TurnRequest
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 

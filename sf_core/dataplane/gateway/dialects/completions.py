@@ -9,20 +9,12 @@ from typing import Any
 import orjson
 
 from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.gateway.dialects.checks import Body, get, number, parse_stop, positive, refuse, top_k
 from sf_core.dataplane.gateway.dialects.openai import DONE, OpenAI, usage
 from sf_core.dataplane.gateway.dialects.protocol import MAX_TURNS, data_event
-from sf_core.dataplane.gateway.request import (
-    Body,
-    TurnRequest,
-    get,
-    number,
-    parse_stop,
-    positive,
-    refuse,
-    top_k,
-)
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.answer import Answer, Pieces, TokenLogprob
+from sf_core.dataplane.turns.request import TurnRequest
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's."""

@@ -10,9 +10,10 @@ from typing import Any, Protocol
 import orjson
 
 from sf_core.dataplane.errors import ApiError
-from sf_core.dataplane.gateway.request import Body, TurnRequest
+from sf_core.dataplane.gateway.dialects.checks import Body
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.answer import Answer, Pieces
+from sf_core.dataplane.turns.request import TurnRequest
 
 MAX_TURNS = 128
 """Of one request: samples times prompts."""

@@ -10,11 +10,8 @@ from typing import Any
 from sf_core.dataplane.chat.messages import Message, tool_call
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.errors import ApiError
-from sf_core.dataplane.gateway.dialects.openai import OpenAI
-from sf_core.dataplane.gateway.dialects.responses_reply import ResponsesReply
-from sf_core.dataplane.gateway.request import (
+from sf_core.dataplane.gateway.dialects.checks import (
     Body,
-    TurnRequest,
     check_choice,
     check_conversation,
     get,
@@ -27,7 +24,10 @@ from sf_core.dataplane.gateway.request import (
     tool_choice,
     top_k,
 )
+from sf_core.dataplane.gateway.dialects.openai import OpenAI
+from sf_core.dataplane.gateway.dialects.responses_reply import ResponsesReply
 from sf_core.dataplane.sessions.session import Session
+from sf_core.dataplane.turns.request import TurnRequest
 
 TEXT_TYPES = ("input_text", "output_text", "text")
 LOGPROBS = "message.output_text.logprobs"

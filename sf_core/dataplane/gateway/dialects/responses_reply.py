@@ -7,10 +7,11 @@ from typing import Any
 
 import orjson
 
+from sf_core.dataplane.chat.answer_parser import Reasoning
 from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.gateway.dialects.checks import Body
 from sf_core.dataplane.gateway.dialects.protocol import named_event
-from sf_core.dataplane.gateway.request import Body
-from sf_core.dataplane.turns.answer import Answer, MadeCall, Pieces, Reasoning, TokenLogprob
+from sf_core.dataplane.turns.answer import Answer, MadeCall, Pieces, TokenLogprob
 
 _ECHOED: dict[str, Any] = {
     "instructions": None,

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sf_core.dataplane.chat.answer_parser import AnswerStream, ReasoningSplitter, StopStrings
+from sf_core.dataplane.chat.answer_parser import AnswerStream, Reasoning, ReasoningSplitter, StopStrings
 from sf_core.dataplane.chat.tool_formats import CALL_END, CALL_START, FORMATS, ToolCall
-from sf_core.dataplane.turns.answer import Reasoning
 from tests.sf_core.dataplane.chat.test_tool_formats import ADD
 from tests.sf_core.dataplane.stand import CALC
 

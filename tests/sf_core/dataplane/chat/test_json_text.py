@@ -5,7 +5,7 @@ import pytest
 
 from sf_core.dataplane.chat.json_text import read_json
 from sf_core.dataplane.errors import ApiError
-from sf_core.dataplane.gateway.request import parse_arguments, parse_json
+from sf_core.dataplane.gateway.dialects.checks import parse_arguments, parse_json
 
 # orjson reads it and does not write it
 DEEP = '{"x": ' + "[" * 300 + "]" * 300 + "}"

@@ -14,8 +14,8 @@ from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.journal.journal import frames
 from sf_core.dataplane.journal.memory import Memory
-from sf_core.dataplane.runs.groups import Claim, Place
-from sf_core.dataplane.runs.records import FinishedSession
+from sf_core.dataplane.sessions.claims import Claim, Place
+from sf_core.dataplane.sessions.finished import FinishedSession
 from sf_core.dataplane.sessions.session import Session
 from tests.sf_core.dataplane.conversations import state_of
 from tests.sf_core.dataplane.full_disk import full_own_disk

@@ -82,7 +82,7 @@ def test_a_reopened_session_is_trained_on_as_the_living_one(server: Server, rend
     tree = server.get(f"/sessions/{claim['session_id']}")
     run = reopened(server.run_dir / "run" / "journal" / "run.journal")
     session = run.sessions[claim["session_id"]]
-    assert session_tree(run, session) == tree
+    assert session_tree(run.spec, session) == tree
     assert [prompt["num_tokens"] for prompt in tree["prompts"]].count(3000) == 1
     facts = {"task_id": "t", "environment": "test", "reward": 1.0, "reward_parts": {}}
     exported = export_session(

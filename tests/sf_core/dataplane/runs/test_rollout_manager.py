@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from sf_core.config.failures import REASONS, FailureRules, Rule
-from sf_core.dataplane.runs.groups import Claim
 from sf_core.dataplane.runs.rollout_manager import BatchRules, RolloutManager
+from sf_core.dataplane.sessions.claims import Claim
 
 RULES = BatchRules(
     group_size=2,

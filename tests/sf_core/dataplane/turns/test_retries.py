@@ -18,13 +18,13 @@ import pytest
 from sf_core.dataplane.bodies import ClaimBody, FinishBody, RunSpec
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.errors import ApiError
-from sf_core.dataplane.gateway.request import TurnRequest
 from sf_core.dataplane.journal.journal import Journal
 from sf_core.dataplane.journal.memory import Memory
 from sf_core.dataplane.runs.recovery import open_run, reopen_run
-from sf_core.dataplane.runs.run import Run
+from sf_core.dataplane.runs.run import Run, limits_of
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.answer import Answer
+from sf_core.dataplane.turns.request import TurnRequest
 from sf_core.dataplane.turns.retries import Ticket, join_turn
 from sf_core.dataplane.turns.turn import open_request
 from tests.sf_core.dataplane.cluster import ClusterEngine, scripted
@@ -273,7 +273,7 @@ class Asked:
         self.run.router.sweep()
         with pytest.raises(ApiError, match="no engine is connected"):
             await asking
-        self.run.router.limits = self.run.spec.limits
+        self.run.router.limits = limits_of(self.run.spec)
         [recorded] = self.session.recorded
         return len(recorded.tokens.ids)
 

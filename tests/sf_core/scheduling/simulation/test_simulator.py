@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sf_core.cli.simulate import MeasuredLengths, comparison
 from sf_core.config import RunConfig
 from sf_core.config.validation import validate_config
 from sf_core.dataplane.routing import rebalancing
@@ -23,9 +24,7 @@ from sf_core.scheduling.simulation.variants import (
     VARIANTS,
     Devices,
     Lognormal,
-    MeasuredLengths,
     Tools,
-    comparison,
     figures_of,
     simulate_variant,
 )

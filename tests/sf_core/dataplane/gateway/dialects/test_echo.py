@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sf_core.dataplane.chat.answer_parser import Reasoning
 from sf_core.dataplane.chat.messages import Message, assistant_message, chain_keys
 from sf_core.dataplane.chat.tool_formats import ToolCall
 from sf_core.dataplane.gateway.dialects.anthropic import Anthropic
@@ -18,7 +19,7 @@ from sf_core.dataplane.gateway.dialects.chat import Chat
 from sf_core.dataplane.gateway.dialects.protocol import Dialect
 from sf_core.dataplane.gateway.dialects.responses import Responses
 from sf_core.dataplane.sessions.session import Session
-from sf_core.dataplane.turns.answer import Answer, Event, Pieces, Reasoning, TokenLogprob
+from sf_core.dataplane.turns.answer import Answer, Event, Pieces, TokenLogprob
 
 HI: Message = {"role": "user", "content": "hi"}
 BODY: dict[str, Any] = {"model": "policy", "max_tokens": 5, "store": False}

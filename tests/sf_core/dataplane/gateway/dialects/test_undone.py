@@ -13,7 +13,7 @@ from sf_core.config import RunConfig
 from sf_core.config.undone import UNDONE
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.errors import ApiError
-from sf_core.dataplane.gateway.request import refuse_undone
+from sf_core.dataplane.gateway.dialects.checks import refuse_undone
 from tests.sf_core.dataplane.stand import Server, answering
 
 HI = [{"role": "user", "content": "hi"}]

@@ -6,53 +6,19 @@ Knows nothing of sessions, engines or sockets. Every check raises ApiError with 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, TypeVar
 
 import orjson
+from pydantic import BaseModel, ValidationError
 
 from sf_core.config.undone import UNDONE
 from sf_core.dataplane.chat.json_text import read_json
 from sf_core.dataplane.chat.messages import Message
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.turns.request import ToolChoice
 
 Body = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class ToolChoice:
-    kind: Literal["auto", "none", "required"] = "auto"
-    name: str | None = None
-    """The tool that must be called; None with `required`: any of them."""
-    parallel: bool = True
-    """False: the turn ends with its first call."""
-
-
-@dataclass(frozen=True, slots=True)
-class TurnRequest:
-    """One prompt and how to continue it."""
-
-    messages: list[Message] = field(default_factory=list)
-    text_or_ids: str | list[int] | None = None
-    """In place of messages: a text that is encoded as it is, or token ids."""
-    tools: list[Tool] = field(default_factory=list)
-    """As they are rendered."""
-    tool_choice: ToolChoice = ToolChoice()
-    stop: list[str] = field(default_factory=list)
-    max_tokens: int | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int | None = None
-    num_samples: int = 1
-    """Turns to make of the prompt."""
-    stream: bool = False
-    logprobs: bool = False
-
-    @property
-    def calls_tools(self) -> bool:
-        return bool(self.tools) and self.tool_choice.kind != "none"
 
 
 def parse_json(data: bytes) -> Any:
@@ -220,3 +186,16 @@ _NAMES = {
 
 def kind_of(value: Any) -> str:
     return "null" if value is None else _NAMES[type(value)]
+
+
+BodyType = TypeVar("BodyType", bound=BaseModel)
+
+
+def parse_body(model: type[BodyType], data: bytes) -> BodyType:
+    """Raises ApiError with status 400 and a sentence that names the field."""
+    try:
+        return model.model_validate(parse_json(data or b"{}"))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "body"
+        raise ApiError(400, f"{where}: {first['msg']}", param=where) from None

@@ -16,9 +16,9 @@ from sf_core.engines.torch.cached_model import open_model
 from sf_core.models.builtin import make_policy
 from sf_core.models.cache_size import cache_bytes
 from sf_core.scheduling.plan import Worker
-from sf_core.stages.all_stages import start
-from sf_core.stages.policy_folders import _recipe_files, check_memory, check_start, export_policy
+from sf_core.stages.finish import export_policy
 from sf_core.stages.run import Run, RunRef
+from sf_core.stages.start import _recipe_files, check_memory, check_start, start
 from sf_core.training.warmstart import warmstart
 from storage import files
 from storage.run_directory import RunDirectory

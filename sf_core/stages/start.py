@@ -1,10 +1,11 @@
-"""The Hugging Face folders at the two ends of a run: what it starts from and what it made."""
+"""The first stage: the start folder, whose weights are version 0."""
 
 from __future__ import annotations
 
 import hashlib
 import inspect
 import json
+import logging
 import re
 import shutil
 import uuid
@@ -18,10 +19,34 @@ from sf_core.dataplane.chat.renderer import open_renderer
 from sf_core.models.cache_size import built_in_shape, cache_bytes, too_large
 from sf_core.models.context import check_context
 from sf_core.scheduling.plan import Worker
-from sf_core.stages.run import Run
+from sf_core.stages.commit import Outcome, commit
+from sf_core.stages.run import Run, RunRef
 from storage.files import FileRef, copy_folder, join, list_files, read_bytes
 from storage.run_directory import RunDirectory
-from storage.weights import PICKLES, WEIGHT_FILES, load_weights, save_weights
+from storage.weights import PICKLES
+
+log = logging.getLogger(__name__)
+
+
+def start(ref: RunRef) -> dict[str, Any]:
+    """Put the policy that the run starts from, version 0, into the run directory: once, or again where what
+    was put cannot be used, and so has served nobody. Raises ValueError if it is there and is not what was
+    put."""
+    run = Run(ref)
+
+    def work() -> Outcome:
+        copies, source = prepare_start(run.start_dir, run.config)
+        return Outcome(outputs=copies, data={"source": source})
+
+    if (manifest := run.directory.read_manifest(None, "start")) is not None:
+        # every version is sampled and trained with its tokenizer and configuration
+        run.directory.verify(manifest)
+        if (fault := start_fault(run.directory)) is None:
+            return manifest.data
+        log.warning("%s; it is made again from policy.model", fault)
+        run.directory.refuse_superseded(ref.attempt, "make the start folder again")
+        run.directory.discard_start()
+    return commit(run, None, "start", work).data
 
 
 def check_model_folder(model: str) -> None:
@@ -168,14 +193,3 @@ def _recipe_files() -> list[Path]:
     modules = (builtin, warmstart, network, packing, cache_size, decoder, projections, tool_loop)
     environments = Path(sf_core.environments.__path__[0]).glob("*.py")
     return [*(Path(inspect.getfile(module)) for module in modules), *sorted(environments)]
-
-
-def export_policy(run: Run) -> None:
-    """Write RUN/policy: the start folder's configuration and tokenizer with the newest weights. An emulated
-    run has none: what it publishes holds no weights."""
-    if run.config.engine.kind == "emulated":
-        return
-    version = run.resume_point().version
-    folder = run.directory.policy_dir
-    copy_folder(run.start_dir, folder, exclude=WEIGHT_FILES)
-    save_weights(folder, load_weights(run.weights(version).uri), version)

@@ -15,7 +15,8 @@ import pytest
 from openai import OpenAI
 
 from sf_core.dataplane.chat.renderer import Renderer
-from sf_core.stages import all_stages
+from sf_core.stages.filter import filter, lag_histogram, session_advantages
+from sf_core.stages.rollout import rollout
 from sf_core.stages.run import RunRef
 from storage.batches import read_batch
 from storage.parquet import numpy_rows
@@ -55,8 +56,8 @@ class Sampled:
         """Seal and filter. Per row the session's place and the advantages of its trained tokens; and what the
         filter says. Checks what holds for any row."""
         configure(self.directory, train={"iterations": 5, **settings})
-        all_stages.rollout(self.ref, ITERATION)
-        found = all_stages.filter(self.ref, ITERATION)
+        rollout(self.ref, ITERATION)
+        found = filter(self.ref, ITERATION)
         manifest = self.directory.read_manifest(ITERATION, "filter")
         assert manifest is not None
         [file] = manifest.outputs
@@ -158,13 +159,13 @@ def test_every_trained_token_gets_the_advantage_of_its_session_within_its_group(
     rollout = sampled.directory.read_manifest(ITERATION, "rollout")
     assert rollout is not None
     assert (rollout.data["groups"], [*rollout.data["rejected"]]) == ([9, 11, 12], ["10"])
-    assert all_stages.filter(sampled.ref, ITERATION) == found, "done again, it answers as before"
+    assert filter(sampled.ref, ITERATION) == found, "done again, it answers as before"
 
 
 def test_branches_of_a_session_neither_move_the_mean_of_their_group_nor_widen_it() -> None:
     rewards, groups = np.array([3.0, 3.0, 3.0, 1.0, 5.0, 5.0]), np.array([7, 7, 7, 7, 2, 2])
     sessions = np.array([4, 4, 4, 0, 9, 1])
-    found = all_stages.session_advantages(rewards, groups, sessions, scale=False)
+    found = session_advantages(rewards, groups, sessions, scale=False)
     assert found.tolist() == [1.0, 1.0, 1.0, -1.0, 0.0, 0.0]
 
 
@@ -175,4 +176,4 @@ def test_the_lags_are_those_of_trained_tokens() -> None:
             "policy_versions": [[None, 5, 3], [None, 1, 4, 5]],
         }
     )
-    assert all_stages.lag_histogram(rows, 5) == [2, 1, 1]
+    assert lag_histogram(rows, 5) == [2, 1, 1]

@@ -11,8 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from sf_core.cli.surroundings import ROOT, check_names
-from sf_core.config.environment import reach_directly
+from sf_core.config.environment import ROOT, check_names, reach_directly
 from tests.bad_input.refusals import check_sentence
 from tests.proxies import VARIABLES, SilentProxy
 
@@ -111,7 +110,7 @@ def test_too_few_open_files_are_refused_before_anything_starts(tmp_path: Path) -
 
 def test_a_command_takes_as_many_open_files_as_it_may(tmp_path: Path) -> None:
     program = (
-        "from sf_core.cli.surroundings import check_open_files, raise_open_files\n"
+        "from sf_core.config.environment import check_open_files, raise_open_files\n"
         "import resource\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (256, 2048))\n"
         "raise_open_files()\n"

@@ -1,7 +1,4 @@
-"""Measuring a stored run: which policy version, whether it may be measured now, and what it was measured as.
-
-How a version is measured is a stage (sf_core/stages/all_stages.py), which training has too.
-"""
+"""The evaluate stage: the mean reward of a version on held-out tasks."""
 
 from __future__ import annotations
 
@@ -11,9 +8,31 @@ from dataclasses import dataclass
 
 from sf_core.config import RunConfig
 from sf_core.reports.states import await_restarts, check_idle, progress
+from sf_core.stages.commit import Outcome, commits_once
+from sf_core.stages.run import Run
 from sf_core.stages.stored_config import read_stored_config, settled_to_measure
+from storage.files import FileRef
 from storage.manifests import Manifest
+from storage.metrics import write_metrics
 from storage.run_directory import RunDirectory
+
+
+@commits_once
+def evaluate(run: Run, version: int, num_tasks: int | None = None) -> Outcome:
+    """Mean reward of this version on so many held-out tasks, by default as configured; these sessions never
+    train. An evaluation that has begun is ended with the number it began with. Raises ValueError if engines
+    serve another version."""
+    run.refuse_unserved(version)
+    settings = run.config.rollout
+    run.dataplane.start_evaluation(version, num_tasks or run.config.evaluate.num_tasks)
+    run.dataplane.wait_for_evaluation(version, settings.batch_timeout_s, settings.absence_timeout_s)
+    sealed = run.dataplane.seal_evaluation(version, run.ref.attempt)
+    files = [FileRef(**ref) for ref in sealed.pop("files")]
+    rewards = {"reward_mean": sealed["reward_mean"]}
+    rewards |= {f"reward_{name}": value for name, value in sealed["by_environment"].items()}
+    files.append(write_metrics(run.directory, "evaluation", version, [rewards]))
+    return Outcome(outputs=files, data=sealed)
+
 
 log = logging.getLogger(__name__)
 

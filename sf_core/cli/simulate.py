@@ -1,0 +1,92 @@
+"""The pipelines of a configuration side by side, simulated: what `sf simulate` shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pyarrow.compute as pc
+from rich.table import Table
+
+from sf_core.config import RunConfig
+from sf_core.reports.pictures import draw_timeline
+from sf_core.reports.view import open_run
+from sf_core.scheduling.simulation.fleet import Turn
+from sf_core.scheduling.simulation.simulator import Failures, Turns
+from sf_core.scheduling.simulation.variants import VARIANTS, Devices, draw, figures_of, simulate_variant
+from storage.files import write_atomic
+from storage.trajectories import read_trajectories
+
+
+class MeasuredLengths:
+    """Drawn from the sessions of a run, each taken as one turn: prompt tokens and sampled tokens, as its
+    Parquet has them.
+
+    Raises ValueError if there is no such run, or it has no iteration yet."""
+
+    def __init__(self, uri: str) -> None:
+        run = open_run(uri)
+        sampled: dict[str, int] = {}
+        others: dict[str, int] = {}
+        iteration = 0
+        while (manifest := run.read_manifest(iteration, "rollout")) is not None:
+            for output in manifest.outputs:
+                for session, num_others, num_sampled in _lengths_in(run.path(output.uri)):
+                    sampled[session] = sampled.get(session, 0) + num_sampled
+                    others[session] = others.get(session, 0) + num_others
+            iteration += 1
+        if not sampled:
+            raise ValueError(f"{uri}: no iteration was rolled out, so no lengths were measured")
+        self._lengths = [(others[session], max(1, sampled[session])) for session in sorted(sampled)]
+
+    def __call__(self, group: int, member: int) -> list[Turn]:
+        return [Turn(*self._lengths[int(draw(group, member) * len(self._lengths))])]
+
+
+def _lengths_in(uri: str) -> Iterator[tuple[str, int, int]]:
+    """Of every row: session, tokens that were neither sampled nor in its parent branch, sampled tokens."""
+    columns = ["session_id", "token_ids", "loss_mask", "shared_prefix"]
+    table = read_trajectories(uri, columns)
+    lengths = pc.list_value_length(table["token_ids"]).to_pylist()
+    for session, length, mask, shared in zip(
+        table["session_id"].to_pylist(),
+        lengths,
+        table["loss_mask"].to_pylist(),
+        table["shared_prefix"].to_pylist(),
+        strict=True,
+    ):
+        yield session, length - shared - sum(mask), sum(mask)
+
+
+def comparison(
+    config: RunConfig,
+    devices: Devices,
+    turns: Turns,
+    *,
+    failures: Failures | None = None,
+    picture: str | None = None,
+) -> Table:
+    """All pipelines in a table; `picture` is where the timeline of the multiplexed one is drawn.
+
+    Raises ValueError, one sentence, if the devices or iterations are too few."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for name in ("pipeline", "tokens/s", "s/iteration", "idle", "max lag", "switches"):
+        table.add_column(name, justify="left" if name == "pipeline" else "right")
+    for name, variant in VARIANTS.items():
+        simulated = simulate_variant(config, variant, devices, turns, failures=failures)
+        found = figures_of(simulated)
+        table.add_row(
+            name.replace("_", ", "),
+            f"{found.tokens_per_second:,.0f}",
+            f"{found.seconds_per_iteration:.2f}",
+            f"{found.idle_fraction:.1%}",
+            str(found.max_lag),
+            str(found.switches),
+        )
+        if picture is not None and name == "multiplexed":
+            last = simulated.iterations[-6:]
+            first = len(simulated.iterations) - len(last)
+            windows = {first + i: (iteration.start, iteration.end) for i, iteration in enumerate(last)}
+            spans = simulated.spans
+            drawn = draw_timeline(title="multiplexed, simulated", spans=spans, iterations=windows)
+            write_atomic(picture, drawn)
+    return table

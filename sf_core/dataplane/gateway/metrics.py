@@ -1,0 +1,59 @@
+"""Prometheus figures that are counted as requests are served; the others are collected (control/metrics.py)."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.registry import Collector
+
+_OVERHEAD_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 2.0)
+
+
+_ENGINE_S = (0.01, 0.05, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
+
+
+class Metrics:
+    """One per process; its registry is its own."""
+
+    def __init__(self, *counted_elsewhere: Collector) -> None:
+        self._registry = registry = CollectorRegistry()
+        self.requests = Counter(
+            "sf_requests",
+            "Requests of agents, by what they were answered.",
+            ["dialect", "status"],
+            registry=registry,
+        )
+        self.agent_bytes = Counter(
+            "sf_agent_bytes", "Bytes of bodies to and from agents.", ["direction"], registry=registry
+        )
+        self.overhead = Histogram(
+            "sf_gateway_overhead_seconds",
+            "Time of a request in which its turns were not with the router: reading, rendering, answering.",
+            buckets=_OVERHEAD_S,
+            registry=registry,
+        )
+        self.waiting = Histogram(
+            "sf_wait_seconds",
+            "Time of a turn until an engine first got it.",
+            buckets=_ENGINE_S,
+            registry=registry,
+        )
+        self.engine = Histogram(
+            "sf_engine_seconds",
+            "Time of a turn from the first engine that got it to its end, interruptions included.",
+            buckets=_ENGINE_S,
+            registry=registry,
+        )
+        self.prompt_tokens = Counter(
+            "sf_prompt_tokens",
+            "Prompt tokens: reused from the record, or encoded anew.",
+            ["origin"],
+            registry=registry,
+        )
+        for collector in counted_elsewhere:
+            registry.register(collector)
+
+    def text(self) -> bytes:
+        """In the text format of Prometheus, version 0.0.4."""
+        return generate_latest(self._registry)

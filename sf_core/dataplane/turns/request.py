@@ -1,0 +1,44 @@
+"""What any dialect asks for, in canonical form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from sf_core.dataplane.chat.messages import Message
+from sf_core.dataplane.chat.tool_formats import Tool
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    kind: Literal["auto", "none", "required"] = "auto"
+    name: str | None = None
+    """The tool that must be called; None with `required`: any of them."""
+    parallel: bool = True
+    """False: the turn ends with its first call."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRequest:
+    """One prompt and how to continue it."""
+
+    messages: list[Message] = field(default_factory=list)
+    text_or_ids: str | list[int] | None = None
+    """In place of messages: a text that is encoded as it is, or token ids."""
+    tools: list[Tool] = field(default_factory=list)
+    """As they are rendered."""
+    tool_choice: ToolChoice = ToolChoice()
+    stop: list[str] = field(default_factory=list)
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    num_samples: int = 1
+    """Turns to make of the prompt."""
+    stream: bool = False
+    logprobs: bool = False
+
+    @property
+    def calls_tools(self) -> bool:
+        return bool(self.tools) and self.tool_choice.kind != "none"

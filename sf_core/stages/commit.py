@@ -1,0 +1,73 @@
+"""The commit of a stage: a committed one answers from its manifest and changes nothing (design 5.6)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from sf_core.stages.run import Run, RunRef
+from sf_core.waits import collect_waits
+from storage.files import FileRef, fenced
+from storage.manifests import Manifest
+
+
+@dataclass
+class Outcome:
+    """What a stage read, wrote and found out."""
+
+    inputs: dict[str, str] = field(default_factory=dict)
+    outputs: list[FileRef] = field(default_factory=list)
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+Stage = Callable[..., dict[str, Any]]
+"""Called with a RunRef, an iteration, and what else `work` takes."""
+
+
+def commits_once(work: Callable[..., Outcome]) -> Stage:
+    """Make a stage of `work`: a committed one answers from its manifest, others run and commit."""
+    name = work.__name__
+
+    def stage(ref: RunRef, iteration: int, *more: Any) -> dict[str, Any]:
+        run = Run(ref)
+        manifest = run.directory.read_manifest(iteration, name)
+        if manifest is None:
+            run.dataplane.report_stage(iteration, name)
+            manifest = commit(run, iteration, name, lambda: work(run, iteration, *more))
+        return manifest.data
+
+    stage.__name__, stage.__doc__ = name, work.__doc__
+    return stage
+
+
+def commit(
+    run: Run,
+    iteration: int | None,
+    name: str,
+    work: Callable[[], Outcome],
+    check: Callable[[], None] = lambda: None,
+) -> Manifest:
+    """`check` is called directly before the manifest is written."""
+    started = time.time()
+    with collect_waits() as waits:
+        outcome = work()
+    times = {"started_at": started, "finished_at": time.time(), "waits": waits}
+    manifest = Manifest(
+        run_id=run.ref.run_id,
+        iteration=iteration,
+        stage=name,
+        attempt=run.ref.attempt,
+        inputs=outcome.inputs,
+        outputs=outcome.outputs,
+        data=outcome.data | times,
+    )
+    with fenced(check):
+        return run.directory.commit_manifest(manifest)
+
+
+def committed(run: Run, iteration: int, name: str) -> Manifest:
+    manifest = run.directory.read_manifest(iteration, name)
+    assert manifest is not None, f"{name} of iteration {iteration} must be committed first"
+    return manifest

@@ -1,0 +1,35 @@
+"""The end of a run: the trained policy as a folder, figures, timelines and the summary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sf_core.reports.devices import draw_timelines, record_figures
+from sf_core.reports.summary import summarise
+from sf_core.reports.tensorboard import write_events
+from sf_core.stages.run import Run, RunRef
+from storage.files import copy_folder
+from storage.weights import WEIGHT_FILES, load_weights, save_weights
+
+
+def finish(ref: RunRef) -> dict[str, Any]:
+    """Write the trained policy as a Hugging Face folder, figures, timelines, the summary and its picture.
+    Raises ValueError if a later attempt has begun."""
+    run = Run(ref)
+    run.directory.refuse_superseded(ref.attempt, "end the run")
+    export_policy(run)
+    record_figures(run.directory, run.config.train.iterations - 1, is_over=True)
+    write_events(run.directory, run.config.train.iterations - 1)
+    draw_timelines(run.directory)
+    return summarise(run.directory, run.config)
+
+
+def export_policy(run: Run) -> None:
+    """Write RUN/policy: the start folder's configuration and tokenizer with the newest weights. An emulated
+    run has none: what it publishes holds no weights."""
+    if run.config.engine.kind == "emulated":
+        return
+    version = run.resume_point().version
+    folder = run.directory.policy_dir
+    copy_folder(run.start_dir, folder, exclude=WEIGHT_FILES)
+    save_weights(folder, load_weights(run.weights(version).uri), version)

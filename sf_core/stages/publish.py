@@ -1,0 +1,23 @@
+"""The publish stage: the next version's weights to every engine."""
+
+from __future__ import annotations
+
+import time
+
+from sf_core.stages.commit import Outcome, commits_once, committed
+from sf_core.stages.run import Run
+
+
+@commits_once
+def publish(run: Run, iteration: int) -> Outcome:
+    """Hand the weights of the train stage to every engine; done when none samples with older ones."""
+    source = committed(run, iteration, "train")
+    version = int(source.data["version"])
+    # engines believe what they load
+    run.directory.verify(source)
+    if run.config.engine.kind == "emulated":
+        from sf_core.engines.emulated_device import device_model
+
+        time.sleep(device_model(run.config).verify_s())
+    answer = run.dataplane.publish(version, run.weights(version).uri)
+    return Outcome(inputs={"weights": source.outputs[0].sha256}, data={"version": version, **answer})

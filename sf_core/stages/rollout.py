@@ -1,0 +1,16 @@
+"""The rollout stage: a full batch, sealed as trajectories."""
+
+from __future__ import annotations
+
+from sf_core.stages.commit import Outcome, commits_once
+from sf_core.stages.run import Run
+from storage.files import FileRef
+
+
+@commits_once
+def rollout(run: Run, iteration: int) -> Outcome:
+    """Wait until the batch is full, then let the data plane seal its trajectories."""
+    settings = run.config.rollout
+    run.dataplane.wait_for_batch(iteration, settings.batch_timeout_s, settings.absence_timeout_s)
+    sealed = run.dataplane.seal_batch(iteration, run.ref.attempt)
+    return Outcome(outputs=[FileRef(**ref) for ref in sealed.pop("files")], data=sealed)

@@ -1,0 +1,96 @@
+"""The train stage: a batch to the next version's weights, on one or several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from sf_core.scheduling.plan import current_host, current_worker
+from sf_core.scheduling.timeline import Timeline
+from sf_core.stages.commit import Outcome, commit, committed
+from sf_core.stages.lease import switching_of
+from sf_core.stages.run import Run, RunRef
+from sf_core.training.gang import Seat, check_counts
+from sf_core.training.stored_steps import stored_batch
+from storage.files import FileRef, fenced
+from storage.gangs import GangFiles
+from storage.metrics import write_metrics
+
+if TYPE_CHECKING:
+    # torch is loaded only where training runs
+    from sf_core.training.torch.ranks import Ranks
+    from sf_core.training.torch.trainer import Trainer
+
+TrainerAt = Callable[..., AbstractContextManager[Any]]
+
+
+def train(ref: RunRef, iteration: int, seat: Seat) -> dict[str, Any]:
+    """One rank of the train step on the stored batch. Rank 0 writes the next version's weights and a
+    checkpoint and commits; the others return when it has."""
+    run = Run(ref)
+    if run.directory.read_manifest(iteration, "train") is None:
+        files = GangFiles(run.directory, iteration, ref.attempt, seat.epoch)
+        seated, trainer_at = _backend(run)
+        with ExitStack() as stack:
+            with switching_of(run).not_counting():
+                patience_s = run.config.train.gang_timeout_s
+                ranks = stack.enter_context(seated(files, seat, current_host(), patience_s))
+            check = partial(check_counts, files)
+            work = partial(_train, run, iteration, trainer_at, ranks, check)
+            if seat.rank == 0:
+                run.dataplane.report_stage(iteration, "train")
+                commit(run, iteration, "train", work, check)
+            else:
+                work()
+    return committed(run, iteration, "train").data
+
+
+def _backend(run: Run) -> tuple[Any, TrainerAt]:
+    """How ranks meet and who trains: torch, or clocks."""
+    if run.config.engine.kind == "emulated":
+        from sf_core.training import emulated
+
+        return emulated.seated, emulated.trainer_at
+    from sf_core.training.resident import trainer_at
+    from sf_core.training.torch.rendezvous import seated
+
+    return seated, trainer_at
+
+
+def _train(
+    run: Run, iteration: int, trainer_at: TrainerAt, ranks: Ranks, check: Callable[[], None]
+) -> Outcome:
+    source = committed(run, iteration, "filter")
+    step = f"train-{iteration}.{run.ref.attempt}"
+    with Timeline(run.directory, current_worker(), "train", step) as timeline, ExitStack() as stack:
+        with timeline.doing("moving", "load trainer", iteration):
+            trainer = stack.enter_context(trainer_at(run, iteration, ranks))
+            batch = stored_batch(run, iteration)
+        switching_of(run).note_training(timeline)
+        with timeline.doing("busy", "train", iteration):
+            metrics = trainer.step(batch)
+        # other tries write the same files, and what they wrote may count by now
+        with timeline.doing("moving", "save", iteration), fenced(check):
+            outputs = _write(run, iteration, trainer, metrics) if ranks.rank == 0 else []
+    return Outcome(
+        inputs={ref.uri: ref.sha256 for ref in source.outputs},
+        outputs=outputs,
+        data={
+            "version": trainer.version,
+            "ranks": ranks.size,
+            "device": trainer.device,
+            # a later attempt may have others, and this step must be made again as it was
+            "settings": run.config.train.model_dump(mode="json"),
+            **metrics,
+        },
+    )
+
+
+def _write(run: Run, iteration: int, trainer: Trainer, metrics: dict[str, float]) -> list[FileRef]:
+    version, config = trainer.version, run.config.train
+    weights = trainer.save_weights(run.directory.weights_dir(version))
+    if version % config.checkpoint_every == 0 or version == config.iterations:
+        trainer.save_checkpoint(run.directory.checkpoint_dir(version))
+    return [weights, write_metrics(run.directory, "train", iteration, [metrics])]
