@@ -1,4 +1,4 @@
-"""The flows. Whoever starts them, what they import is ours."""
+"""The Prefect flows. Importing them fails if other packages shadow ours, whatever started the process."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Measure a run's policy on the held-out tasks, with the same agents, data plane and engines as training."""
+"""Measures a run's policy on the held-out tasks, with the same agents, data plane and engines as training."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tasks.lease import Leases
 def evaluate(config: DeployedConfig) -> dict[str, Any]:
     """Measure the newest published version of a stored run, as it was configured; returns mean rewards.
 
-    Nothing is trained; of `config` count run_id, storage.root, evaluate.num_tasks and the addresses."""
+    Nothing is trained; only run_id, storage.root, evaluate.num_tasks and the addresses of `config` count."""
     evaluation = open_evaluation(config)
     if evaluation.measured is not None:
         return evaluation.measured.data
@@ -31,7 +31,7 @@ def evaluate(config: DeployedConfig) -> dict[str, Any]:
     plan = await_plan(scheduler_address(), config)
     run = begin_attempt(config, evaluate_only=True)
     Run(run).register(evaluate_only=True)
-    # before they are lent: trainers are, for what is known to be left
+    # before lend_trainers: trainers are lent only for work that is known to be left
     Run(run).dataplane.start_evaluation(version, config.evaluate.num_tasks)
     with crashing_without_scheduler(), freeing_workers(run), Leases(run, plan) as leases:
         leases.lend_trainers(version)

@@ -1,4 +1,4 @@
-"""Train an agent's policy: the RL loop. One iteration = rollout -> filter -> train -> publish.
+"""Trains an agent's policy: the RL loop. One iteration = rollout -> filter -> train -> publish.
 
 Start it with `sf train CONFIG`, or deploy it to a Prefect server.
 """
@@ -48,7 +48,7 @@ def train(config: DeployedConfig) -> dict[str, Any]:
     check_memory(config, read_workers(scheduler_address()))
     run = begin_attempt(config)
     trackers, page = Trackers(Run(run).directory, config), Page(run)
-    # interrupted, it frees the workers first
+    # freeing_workers is innermost: an interrupted flow frees the workers first
     with crashing_without_scheduler(), lean_settings(), trackers, page, freeing_workers(run):
         start_policy(config, run)
         Run(run).register()
@@ -60,7 +60,7 @@ def train(config: DeployedConfig) -> dict[str, Any]:
                 trackers.send(number)
                 page.iteration_is_through(number)
             Run(run).begin_evaluation(config.train.iterations)
-            # an attempt with nothing left to train has not lent them yet
+            # an attempt with nothing left to train has not lent its trainers yet
             leases.lend_trainers(config.train.iterations)
             last = submit(evaluate, run, config.train.iterations)
             measured = result_of(last, "the last evaluation", config.cluster.stage_timeout_s)
@@ -70,7 +70,7 @@ def train(config: DeployedConfig) -> dict[str, Any]:
 
 @flow(name="iteration", flow_run_name="{run.run_id}-{number}", task_runner=TaggedTaskRunner())
 def iteration(run: RunRef, plan: Plan, number: int, lent: list[tuple[str, str]]) -> None:
-    """One iteration. Stages with a manifest are done and are not submitted again."""
+    """One iteration of the loop. Stages with a manifest are done and not submitted again."""
     opened = Run(run)
     todo, patience_s = opened.pending_stages(number), opened.config.cluster.stage_timeout_s
     batch = [submit(evaluate, run, number)] if opened.evaluation_due(number) else []
@@ -88,7 +88,7 @@ def iteration(run: RunRef, plan: Plan, number: int, lent: list[tuple[str, str]])
             result_of(stage, f"batch {number}", patience_s)
         gang.take_devices(lent)
         trained = gang.has_committed()
-    # it waits for rank 0, which may be lost, with its worker, once it has committed
+    # publish depends on rank 0, which may be lost with its worker after its commit
     if published and not gang.has_returned():
         published = [submit(publish, run, number)]
     for stage in published:
@@ -96,7 +96,7 @@ def iteration(run: RunRef, plan: Plan, number: int, lent: list[tuple[str, str]])
 
 
 if __name__ == "__main__":
-    # by its name: a flow of `__main__` would be sent with every task, code and all
+    # imported by name: a flow of `__main__` would be sent with every task by value
     from flows.train import train as train_by_name
 
     train_by_name(open_config(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""Give the policy its start: the user's model, or the built-in one with a supervised warm start (cached)."""
+"""Makes version 0 of the policy: the user's model, or the built-in one with a cached warm start."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tasks.warmstart import warmstart as warmstart_task
 
 @flow(name="warmstart", flow_run_name=run_name_with_flow, task_runner=TaggedTaskRunner())
 def warmstart(config: DeployedConfig) -> str:
-    """Returns the Hugging Face folder that is version 0 of the run's policy."""
+    """Make version 0 of the run's policy; returns its Hugging Face folder."""
     config = settled(identified(config))
     check_start(config, by_a_worker=True)
     run = begin_attempt(config)
@@ -27,7 +27,7 @@ def warmstart(config: DeployedConfig) -> str:
 
 
 def start_policy(config: RunConfig, run: RunRef) -> str:
-    """The same in an attempt that has begun."""
+    """Make version 0 in an attempt that has begun; returns its Hugging Face folder."""
     directory = Run(run).directory
     if directory.read_manifest(None, "start") is None or start_fault(directory) is not None:
         tell(f"version 0 is made: {config.policy.model or 'the built-in policy, and its warm start'}")

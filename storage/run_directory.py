@@ -136,7 +136,7 @@ class RunDirectory:
         return self.path("timeline.png")
 
     def read_manifest(self, iteration: int | None, stage: str) -> Manifest | None:
-        """The manifest, None if not committed. Raises ValueError if it is broken or of another run or stage."""
+        """The manifest, None if not committed. Raises ValueError if it is broken or of another stage."""
         uri = self.manifest_file(iteration, stage)
         try:
             text = files.read_bytes(uri)
@@ -210,8 +210,8 @@ class RunDirectory:
         raise AssertionError("unreachable")
 
     def end_attempt(self, dataplane: str, host: str) -> None:
-        """Record that the data plane at this URL on this machine is gone for good, so that nothing waits for it,
-        if the newest attempt names it. Raises ValueError if the attempt's file is broken."""
+        """If the newest attempt names the data plane at this URL on this machine, record that it is gone for
+        good, so that nothing waits for it. Raises ValueError if the attempt's file is broken."""
         attempt = self.newest_attempt()
         if (attempt.dataplane, attempt.host) == (dataplane, host):
             ended = attempt.model_copy(update={"dataplane": ""})

@@ -92,7 +92,7 @@ def iter_trajectories(
 
 
 def first_rows(session_ids: pa.ChunkedArray) -> np.ndarray:
-    """Index of every session's first row, in order; values that its branches repeat are counted once so."""
+    """Index of every session's first row, in order, to count values that its branches repeat only once."""
     codes = session_ids.combine_chunks().dictionary_encode().indices.to_numpy()
     return np.sort(np.unique(codes, return_index=True)[1])
 

@@ -1,4 +1,4 @@
-"""How tasks reach Dask workers: the task runner, and submission by the tags that a task needs."""
+"""Submits Prefect tasks to Dask workers: the task runner, and submission by the tags that a task needs."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ from sf_core.waits import waiting_for
 R = TypeVar("R")
 
 is_waiting = threading.Event()
-"""Set while the flow of this process waits for a task. It asks the Prefect server for nothing then."""
+"""Set while the flow of this process waits for a task and so sends nothing to the Prefect server."""
 
 STATE_S = 5.0
-"""How long a worker may take to say how a task ended."""
+"""Longest that a worker may take to report how a task ended."""
 
 
 class TaggedTaskRunner(DaskTaskRunner):
@@ -66,8 +66,8 @@ class TaggedTaskRunner(DaskTaskRunner):
         wait_for: Iterable[PrefectDaskFuture[Any]] | None = None,
         dependencies: dict[str, set[RunInput]] | None = None,
     ) -> PrefectDaskFuture[Any]:
-        """As DaskTaskRunner does, for tasks that are no coroutines, with less to write out: flow and task by
-        name, what tasks are told of the flow once, and a key which Dask would make of all arguments."""
+        """Like DaskTaskRunner.submit for tasks that are no coroutines, but with less to serialise: flow and
+        task by name, the context of the flow once, and a key that does not hash all arguments."""
         task_run_id = uuid4()
         known = dependencies or {}
         inputs = {
@@ -91,15 +91,15 @@ class TaggedTaskRunner(DaskTaskRunner):
 
     @cached_property
     def _context(self) -> dict[str, Any]:
-        """What the tasks of a flow run are told of it. Each flow run has its task runner."""
+        """Context of the flow run that is sent with its tasks. Each flow run has its own task runner."""
         context = serialize_context()
         flow_run = context["flow_run_context"]
         return context | {"flow_run_context": flow_run | {"flow": _by_name(flow_run["flow"])}}
 
 
 class _Named:
-    """Pickled as a reference: cloudpickle takes a function that a decorator has replaced in its module for
-    one that exists only here, and sends its code with all that this refers to."""
+    """Pickles an object as a reference to its module. cloudpickle would send the code of a function that a
+    decorator has replaced in its module, with everything that the code refers to."""
 
     def __init__(self, module: str, name: str) -> None:
         self._place = module, name
@@ -113,14 +113,14 @@ def _find(module: str, name: str) -> Any:
 
 
 def _by_name(found: Any) -> Any:
-    """A task or a flow as its reference, if one leads to it."""
+    """A task or flow as a reference, if its module has it under its name."""
     module, name = found.fn.__module__, found.fn.__name__
     is_there = module != "__main__" and getattr(sys.modules.get(module), name, None) is found
     return _Named(module, name) if is_there else found
 
 
 def scheduler_address() -> str:
-    """Raises ValueError if neither the flow's configuration nor the environment names a scheduler."""
+    """Address of the Dask scheduler. Raises ValueError if neither configuration nor environment names one."""
     context = FlowRunContext.get()
     parameters = (context.parameters if context else None) or {}
     run, config = parameters.get("run"), parameters.get("config")
@@ -133,7 +133,7 @@ def scheduler_address() -> str:
 
 
 def dask_client() -> PrefectDaskClient:
-    """Of the flow that asks."""
+    """The Dask client of the current flow."""
     context = FlowRunContext.get()
     assert context is not None and isinstance(context.task_runner, TaggedTaskRunner)
     return context.task_runner.client
@@ -142,9 +142,9 @@ def dask_client() -> PrefectDaskClient:
 def submit(
     task: Task[..., Any], *args: Any, worker: str | None = None, **options: Any
 ) -> PrefectDaskFuture[Any]:
-    """Submit a task to the workers that carry the tags of its kind, or to that one of them. The run is its
-    first argument, or the `run` of that. Raises KeyError for a task that sf_core.scheduling.tags does not
-    know: Dask would run it anywhere."""
+    """Submit a task to the workers that carry the tags of its kind, or to the named one of them. Its first
+    argument is the run or has it as `run`. Raises KeyError for a task that sf_core.scheduling.tags does not
+    know, because Dask would run it anywhere."""
     kind = TASK_KINDS[task.name]
     resources = dict.fromkeys(kind.needs if worker is None else (*kind.needs, f"@{worker}"), 1)
     ref: RunRef = getattr(args[0], "run", args[0])
@@ -154,22 +154,22 @@ def submit(
 
 
 def result_of(future: PrefectFuture[R], what: str, timeout_s: float) -> R:
-    """What a task returned. Raises what it raised, or TimeoutError that says what was waited for."""
+    """Result of a task. Raises the task's error, or TimeoutError that says what was waited for."""
     with waiting_for(what, timeout_s) as wait:
         is_waiting.set()
         try:
             return future.result(timeout=timeout_s)
         except TimeoutError:
             wait.check()
-            # it was the task that timed out
+            # not this wait: the task itself raised the TimeoutError
             raise
         finally:
             is_waiting.clear()
 
 
 def is_known(future: PrefectDaskFuture[Any]) -> bool:
-    """Whether it can be said how a task that is done ended: Dask leaves that on the task's worker, with which
-    it may be lost. Raises what kept the task from running."""
+    """Whether the outcome of a finished task can still be read: Dask keeps it on the task's worker, which may
+    be lost. Raises the error that kept the task from running."""
     try:
         future.result(timeout=STATE_S, raise_on_failure=False)
     except TimeoutError:
@@ -178,12 +178,12 @@ def is_known(future: PrefectDaskFuture[Any]) -> bool:
 
 
 class SchedulerLostError(BaseException):
-    """No Exception: Prefect says of the run that it crashed, and the automation for that starts it again."""
+    """The Dask scheduler died. No Exception, so that Prefect marks the run as crashed and it is restarted."""
 
 
 @contextmanager
 def crashing_without_scheduler() -> Iterator[None]:
-    """Raises SchedulerLostError if tasks are gone because Dask's scheduler died."""
+    """Raises SchedulerLostError if tasks were cancelled because the Dask scheduler died."""
     try:
         yield
     except FutureCancelledError as error:
@@ -196,8 +196,8 @@ def crashing_without_scheduler() -> Iterator[None]:
 
 
 class _SettingsAsTheyAre(SettingsContext):
-    """Settings that travel with a task as one object. As fields, which is Prefect's way, they take 25 ms of
-    CPU to write out for each task, and 35 to 50 ms to be validated again before it begins."""
+    """Settings that are sent with a task as one object. As fields, which is Prefect's way, they take 25 ms of
+    CPU to serialise for each task, and 35 to 50 ms to validate again before it begins."""
 
     def serialize(self, include_secrets: bool = True) -> dict[str, Any]:
         return {"profile": self.profile, "settings": self.settings}
@@ -205,8 +205,8 @@ class _SettingsAsTheyAre(SettingsContext):
 
 @contextmanager
 def lean_settings() -> Iterator[None]:
-    """For the subflows of a flow: no heartbeats of their own, because ending each takes up to a second and
-    the parent's tell the same, and settings that are sent as they are."""
+    """Settings for subflows: no heartbeats of their own, because ending each takes up to a second and those
+    of the parent suffice, and settings that are sent as one object."""
     context = get_settings_context()
     lean = context.settings.copy_with_update(updates={PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
     with _SettingsAsTheyAre(profile=context.profile, settings=lean):

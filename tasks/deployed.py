@@ -1,7 +1,7 @@
-"""The configuration of a flow run that a deployment started: what was given, over what is deployed.
+"""The configuration of a flow run that a deployment started: the given settings over the deployed ones.
 
-Prefect replaces a parameter as a whole: one value given on the command line would take all others of the
-deployment back to our defaults.
+Prefect replaces a parameter as a whole: one setting given on the command line would reset all others of the
+deployment to our defaults.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 
 
 def over_deployed(given: Any) -> Any:
-    """The settings of this flow run as they were given, and those of its deployment where none was. Each
-    that differs from the deployment's is logged. What no deployment started is left as it is."""
+    """The settings given to this flow run, completed by those of its deployment; differences from the
+    deployment are logged. Without a deployment the settings are returned unchanged."""
     if not isinstance(given, Mapping) or (deployment_id := deployment.id) is None:
         return given
     with get_client(sync_client=True) as client:
@@ -31,10 +31,10 @@ def over_deployed(given: Any) -> Any:
     merged = merge_sections(settings, given)
     if changed := differences(settings, merged):
         sentence = f"as deployed by {deployed.name}, but for {', '.join(changed)}"
-        # Prefect looks for the run that a line belongs to in the context, which is made after this
+        # Prefect takes the run of a log line from the context, which is made after this
         log.warning(sentence, extra={"flow_run_id": flow_run.id})
     return merged
 
 
 DeployedConfig = Annotated[RunConfig, BeforeValidator(over_deployed)]
-"""What a flow takes as its `config`; to be validated when it is complete."""
+"""Type of a flow's parameter `config`: validated after it is completed by the deployment."""

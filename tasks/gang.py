@@ -1,5 +1,5 @@
-"""The train stage as the flow sees it: one rank task per trainer, all or none, tried again if they lose each
-other or are lost."""
+"""The train stage as the flow sees it: one rank task per trainer, all or none, retried if ranks lose each
+other or their worker."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ log = logging.getLogger(__name__)
 MAX_TRIES = 3
 
 LOOK_S = 1.0
-"""How often workers that have gone or joined are looked for."""
+"""Interval of checks for workers that have left or joined."""
 
 OF_OTHERS = (GangError, SupersededError, NoValidWorkerError)
-"""What ends a rank that has done nothing wrong."""
+"""Errors of a rank that are caused by something else."""
 
 Future = PrefectDaskFuture[Any]
 
 
 class Gang:
-    """The tries at one iteration's train stage. Each try has an epoch; ending a try fences it off."""
+    """The tries at the train stage of one iteration. Each try has an epoch; ending a try fences it off."""
 
     def __init__(self, run: RunRef, iteration: int, trainers: tuple[str, ...]) -> None:
-        """Without trainers there is nothing to do, and all of it is done."""
+        """Without trainers there is nothing to do, and the stage counts as committed."""
         self._run, self._iteration = Run(run), iteration
         self._epoch = -1
         self._ranks: dict[str, Future] = {}
@@ -51,7 +51,7 @@ class Gang:
             self._workers = here if len(here) >= fewest else trainers
 
     def submit(self, wait_for: Sequence[Future]) -> list[Future]:
-        """One rank task per worker; rank 0, whose return means that the stage is committed, first."""
+        """Submit one rank task per worker, rank 0 first; its return means that the stage is committed."""
         self._epoch += 1
         for rank, worker in enumerate(self._workers):
             seat = Seat(self._workers, rank, self._epoch)
@@ -61,12 +61,12 @@ class Gang:
         return list(self._ranks.values())
 
     def take_devices(self, lent: Iterable[tuple[str, str]]) -> None:
-        """Revoke the leases (worker, lease id) of this gang, and what has taken their place meanwhile. A rank
-        is ahead of the next lease in its worker's queue: the device goes straight to it. A worker whose rank
-        has not begun in time is held by something that does not yield, and is ended by force."""
+        """Revoke the leases (worker, lease id) of this gang, and those that have replaced them meanwhile. A
+        rank is ahead of the next lease in its worker's queue, so it gets the device directly. The process of
+        a worker whose rank has not begun in time is killed, because its device is not yielded."""
         config, is_first = self._run.config, self._epoch == 0
         known = {(worker, lease_id) for worker, lease_id in lent if worker in self._workers and is_first}
-        # what holds a worker that trains instead may be known only once it has begun there
+        # the lease on a worker that replaces another may be known only once it has begun there
         workers = [*dict(known)] if is_first else self._workers
         bound_s = config.cluster.yield_timeout_s + (0 if is_first else config.train.gang_timeout_s)
         what = f"devices to begin training of iteration {self._iteration}"
@@ -75,7 +75,7 @@ class Gang:
             self._revoke(known)
             while late := [worker for worker in workers if not self._has_begun(worker)]:
                 connected = _connected()
-                # of one that is away or was started again, nothing holds the device
+                # nothing holds the device of a worker that is away or was restarted
                 late = [w for w in late if w in connected and connected[w] == holders.get(w)]
                 if not late:
                     return
@@ -98,9 +98,9 @@ class Gang:
                 list(pool.map(lambda lease: dataplane.revoke(lease[1], bound_s), leases))
 
     def has_committed(self) -> bool:
-        """Wait for the ranks. False: they lost each other, or a worker was lost, and `submit` tries again on
-        those that are there now. Raises what a rank raised if there is nothing left to try, TimeoutError if
-        nobody comes who could train."""
+        """Wait for the ranks. False if they lost each other or a worker was lost: `submit` then retries on the
+        workers that are connected now. Raises the error of a rank if there is nothing left to try, and
+        TimeoutError if too few able workers join."""
         unfinished = self._await_ranks()
         if not self._ranks or self._run.directory.read_manifest(self._iteration, "train") is not None:
             return True
@@ -115,7 +115,7 @@ class Gang:
             raise reasons[0]
         log.warning("train of iteration %d: try %d failed (%s)", self._iteration, self._epoch, reasons[0])
         for worker in unfinished:
-            # it may hang, or compute for nobody: no later try shares the device with it
+            # the rank may hang, or go on in vain: no later try shares the device with it
             end_by_force(scheduler_address(), worker)
             self._ranks[worker].wrapped_future.cancel()
         lost = [w for w, error in errors.items() if error is not None and not isinstance(error, GangError)]
@@ -125,13 +125,13 @@ class Gang:
         return False
 
     def has_returned(self) -> bool:
-        """Whether Dask, too, knows of rank 0 that it is through. It may have failed after it committed, or
-        been lost with its worker, and a task that waits for it with it."""
+        """Whether rank 0 also returned to Dask. It may have failed after its commit, or been lost with its
+        worker, and with it a task that depends on it."""
         return not self._ranks or _error_of(self._ranks[self._workers[0]]) is None
 
     def _await_ranks(self) -> list[str]:
-        """Until all ranks are through or, after rank 0 or a failed one was, or one's worker was away for too
-        long, the others had time to notice or are gone. Returns the workers of those that are not through."""
+        """Wait until all ranks are done. Once rank 0 is, or a rank has failed, or its worker was away for too
+        long, the others have `gang_timeout_s` to end. Returns the workers of unfinished ranks."""
         config = self._run.config
         what = f"training of iteration {self._iteration} on {', '.join(self._workers)}"
         deadline: float | None = None
@@ -155,8 +155,8 @@ class Gang:
         return unfinished
 
     def _able_without(self, lost: set[str]) -> tuple[str, ...]:
-        """Who trains instead, chosen as at the start of the run. If there are not enough others, those that
-        were lost too, once their nannies have started them again. Waits while there are too few."""
+        """Workers that train instead, chosen as at the start of the run. Lost workers, restarted by their
+        nannies, are included only if the others are too few. Waits while all together are too few."""
         config = self._run.config
         what = f"workers to train iteration {self._iteration}"
         with waiting_for(what, config.cluster.stage_timeout_s) as waited:
@@ -172,7 +172,7 @@ class Gang:
                 time.sleep(LOOK_S)
 
     def _await_any(self, workers: list[str]) -> None:
-        """For `LOOK_S` at most."""
+        """Wait for the first of these ranks to end, for at most `LOOK_S`."""
         futures = [self._ranks[worker].wrapped_future for worker in workers]
         with suppress(TimeoutError), futures[0].client.as_current():
             wait(futures, timeout=LOOK_S, return_when="FIRST_COMPLETED")
@@ -187,13 +187,13 @@ class Gang:
 
 
 def _connected() -> dict[str, tuple[str, Worker]]:
-    """By name; with the address, of which a process that was started again has another one."""
+    """Address and worker by name. A restarted process has another address."""
     found = connected_workers(dask_client())
     return {worker.name: (address, worker) for address, worker in found.items()}
 
 
 def _here(workers: Iterable[str]) -> tuple[str, ...]:
-    """Those of them that are connected."""
+    """The connected ones of these workers."""
     connected = _connected()
     return tuple(worker for worker in workers if worker in connected)
 
@@ -203,6 +203,6 @@ def _error_of(future: Future) -> Exception | None:
         if not is_known(future):
             return GangError("how a rank ended was lost with its worker")
         future.result()
-    except Exception as error:  # whatever it is, the gang decides what follows from it
+    except Exception as error:  # the gang decides what follows from any error
         return error
     return None

@@ -1,6 +1,6 @@
-"""Which run a flow run works on: the one that its configuration names, or else one named after the flow run.
+"""Which run a flow run works on: the one that its configuration names, else one named after the flow run.
 
-A name that is drawn when the flow starts would be another one on every retry.
+A name drawn at the start of the flow would be another one on every retry.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from sf_core.config import RunConfig
 
 
 def identified(config: RunConfig) -> RunConfig:
-    """The configuration with a run_id. To be called inside a flow run."""
+    """The configuration with a run_id. Must be called inside a flow run."""
     if config.run_id is not None:
         return config
     return config.model_copy(update={"run_id": f"run-{str(flow_run.id)[-12:]}"})
 
 
 def run_name() -> str:
-    """Name of a flow run: that of its run."""
+    """Name of the flow run, which is that of its run."""
     return str(identified(flow_run.parameters["config"]).run_id)
 
 

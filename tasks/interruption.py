@@ -1,7 +1,7 @@
-"""What interrupts a flow (Cancel in the UI, the end of its process worker) stops its work on the devices.
+"""Stops the work on the devices when a flow is interrupted (Cancel in the UI, end of its process worker).
 
-Prefect tells the flow's process by a signal, which raises wherever the flow is, and kills it 30 s later. Dask
-drops what is queued, but lets run what runs, which would keep its device.
+Prefect interrupts the flow's process by a signal, which raises wherever the flow is, and kills it 30 s later.
+Dask drops queued tasks but lets running ones go on, which would keep their devices.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from tasks.cluster import dask_client, scheduler_address
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 5.0
-"""What runs has so long to end by itself: engines and agents do when their run is released, a train step may
-take minutes."""
+"""Time for running tasks to end by themselves: engines and agents do when their run is released, a train step
+may take minutes."""
 
 RELEASE_S = 2.0
-"""How long the data plane may take to release the run. Without it nothing ends by itself."""
+"""Time for the data plane to release the run. Without a release nothing ends by itself."""
 
 
 @contextmanager
@@ -40,7 +40,7 @@ def freeing_workers(run: RunRef) -> Iterator[None]:
     except BaseException:
         try:
             _free_workers(run)
-        except Exception as error:  # how the flow ends is up to what interrupted it
+        except Exception as error:  # the interruption, not this error, decides how the flow ends
             log.warning("interrupted; workers may still be busy: %s: %s", type(error).__name__, error)
         raise
 
@@ -57,12 +57,12 @@ def _release(run: RunRef) -> None:
     client = DataplaneClient(
         run.dataplane_url, run.run_id, dataplane_key(), patience_s=RELEASE_S, timeout_s=RELEASE_S
     )
-    # it may be gone, or not know the run yet: then all that is left is force
+    # the data plane may be gone, or not know the run yet: then only force is left
     with suppress(httpx.HTTPError, DataplaneError):
         client.release(run.attempt)
 
 
 def _give_up_tasks() -> None:
-    """Of the flow itself; those of a subflow are given up when it ends."""
+    """Cancel the tasks of the flow itself; those of a subflow are cancelled when it ends."""
     client = dask_client()
     client.cancel([Future(key, client) for key in list(client.futures)])

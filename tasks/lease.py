@@ -31,20 +31,20 @@ Future = PrefectDaskFuture[Any]
 log = logging.getLogger(__name__)
 
 UNANSWERED = (httpx.HTTPError, DataplaneError)
-"""The data plane is away, or does not know the run."""
+"""Errors of a data plane that is away or does not know the run."""
 
 RELEASED_S = 30.0
-"""How long the end of a lease is awaited after its release."""
+"""Longest wait for the end of a lease after its release."""
 
 LOOK_S = 1.0
-"""How often workers that have joined are looked for."""
+"""Interval of checks for workers that have joined."""
 
 LOSSES = (NoValidWorkerError, KilledWorker, ConnectionError, httpx.TransportError)
-"""What ends a lease through no fault of its own: its worker was away for long or died again and again, or the
-data plane did not answer."""
+"""Errors of a lease through no fault of its own: its worker was away for long or died repeatedly, or the data
+plane did not answer."""
 
 AGAIN_S = 30.0
-"""A worker whose lease was lost holds another one so long after it got that one at the soonest."""
+"""A worker whose lease was lost gets another one at the earliest this long after it got the lost one."""
 
 
 @task(name="lease", task_run_name="lease-{spec.lease_id}")
@@ -61,7 +61,7 @@ def agents(spec: LeaseSpec) -> int:
 
 @task(name="rewards", task_run_name="rewards-{spec.lease_id}")
 def rewards(spec: LeaseSpec) -> int:
-    """Hold a `reward` worker and score what agents answer until released."""
+    """Hold a `reward` worker and score the answers of agents until released."""
     return run_sessions(spec, "reward")
 
 
@@ -70,9 +70,9 @@ HELD_BY: dict[Duty, Task[..., Any]] = {"agent": agents, "rollout": lease, "rewar
 
 class Leases:
     """All leases of one flow attempt, and the plan that they follow. Rollout-only, agent and reward workers
-    are held throughout, those that join later from then on, unless `cluster.elastic` has their number follow
-    the queue; each trainer that is lent has one lease running and the next one queued behind it, so that no
-    submission stands between the end of training and the next token (design 5.1)."""
+    are held from when they join to the end, unless `cluster.elastic` makes their number follow the queue.
+    Each trainer that is lent has one lease running and the next one queued behind it, so that no submission
+    stands between the end of training and the next token (design 5.1)."""
 
     def __init__(self, run: RunRef, plan: Plan) -> None:
         self._run, self._plan = run, plan
@@ -82,20 +82,20 @@ class Leases:
             for duty, bounds in config.cluster.elastic.items()
         }
         self._held: dict[tuple[Duty, str], tuple[LeaseSpec, Future]] = {}
-        """By worker; the last one."""
+        """The last lease of each duty and worker."""
         self._lent: list[tuple[LeaseSpec, Future]] = []
         self._since: dict[str, float] = {}
-        """When a worker got its last lease, of the monotonic clock."""
+        """Monotonic time at which a worker got its last lease."""
         self._count = itertools.count()
         self._seen: dict[str, tuple[Worker, float]] = {}
-        """Every worker that was ever connected, and when it last was."""
+        """Every worker that was ever connected, and the monotonic time at which it last was."""
         self._changing = threading.RLock()
-        """Flow and watcher change leases. Prefect, too, expects one thread to submit: it numbers runs."""
+        """Guards the leases, which flow and watcher change. Prefect expects one submitter: it numbers runs."""
         self._is_over = threading.Event()
         self._failed: dict[str, BaseException] = {}
-        """By lease; what fails would fail again."""
+        """Errors by lease id; a lease that failed would fail again."""
         self._nobody_left: BaseException | None = None
-        """Why the run cannot go on."""
+        """The error because of which the run cannot go on."""
 
     def __enter__(self) -> Leases:
         for duty, workers in self._plan.held.items():
@@ -109,16 +109,16 @@ class Leases:
         return self
 
     def replan(self) -> Plan:
-        """The plan from now on, made as at the start of the run, of the workers that are there now; leases
-        follow it. If they allow none, the last one stands, and whoever waits for its trainers says so. Raises
-        FutureCancelledError if the leases are gone, with their scheduler."""
+        """Make the plan anew, as at the start of the run, from the current workers; leases follow it. If they
+        allow no plan the last one stays in force, and the wait for its trainers reports that. Raises
+        FutureCancelledError if the leases are gone with their scheduler."""
         with self._changing:
             for _, future in [*self._held.values(), *self._lent]:
                 if future.wrapped_future.cancelled():
                     future.wrapped_future.result()
             connected = self._connected()
             now, patience_s = time.monotonic(), self._config.train.gang_timeout_s
-            # one that is away may be restarting
+            # a worker that is away may be restarting
             there = [worker for worker, seen in self._seen.values() if now - seen <= patience_s]
             try:
                 plan = make_plan(there, self._config, trained=self._plan.trainers)
@@ -132,10 +132,10 @@ class Leases:
         return plan
 
     def _follow(self, connected: Container[str]) -> None:
-        """What a worker was held for under another plan ends: of a new trainer when training begins, as a
-        loan does, of a former one now."""
+        """End leases of an earlier plan: that of a new trainer when training begins, like a loan, that of a
+        former trainer now."""
         for (duty, worker), (spec, future) in list(self._held.items()):
-            # its device may have been taken to train in the place of a trainer that was lost
+            # its device may have been taken to replace a lost trainer
             was_taken = worker in connected and _was_revoked(future)
             if duty == "rollout" and (worker in self._plan.trainers or was_taken):
                 del self._held[duty, worker]
@@ -145,10 +145,9 @@ class Leases:
                 Run(self._run).dataplane.revoke(spec.lease_id, self._config.cluster.yield_timeout_s)
 
     def lend_trainers(self, iteration: int) -> list[tuple[str, str]]:
-        """Have every trainer lent until this iteration trains, and its next lease queued behind, if trainers
-        are lent.
+        """If trainers are lent, lend each one until this iteration trains, and queue its next lease behind.
 
-        Returns worker and id of the leases to revoke before training."""
+        Returns (worker, lease id) of the leases to revoke before training."""
         with self._changing:
             connected = self._connected()
             self._lent = [
@@ -159,9 +158,9 @@ class Leases:
             for worker in self._plan.trainers if self._plan.lent else ():
                 queued = [spec.after for spec, _ in self._lent if spec.worker == worker]
                 if not queued:
-                    # at the start of the run, or again after the gate has turned a loan down
+                    # at the start of the run, or again after the gate has refused a loan
                     self._lend(worker, after=iteration - 1 if iteration else None)
-                # behind the last one there is only an evaluation
+                # after the last iteration there is only an evaluation
                 if iteration not in queued and iteration < self._config.train.iterations:
                     self._lend(worker, after=iteration)
             return [(spec.worker, spec.lease_id) for spec, _ in self._lent if spec.after != iteration]
@@ -173,28 +172,28 @@ class Leases:
         interrupted = error is not None and not isinstance(error, Exception)
         self._watcher.join(LOOK_S if interrupted else RELEASED_S)
         if interrupted:
-            # tasks/interruption.py sees to it, in less time
+            # tasks/interruption.py frees the workers, in less time
             return
         begun = self._release()
         connected = self._connected()
         leases = [*self._held.values(), *self._lent]
-        # those that the data plane has never seen go last: while others end, they may find nothing to do
+        # leases that the data plane has never seen go last: while others end, they may find nothing to do
         for spec, future in sorted(leases, key=lambda lease: lease[0].holder not in begun):
             if spec.worker in connected and spec.holder in begun:
                 future.wait(timeout=RELEASED_S)
                 if not future.wrapped_future.done():
                     log.warning("lease %s was released and did not end", spec.lease_id)
             if not future.wrapped_future.done():
-                # it is queued, or its worker is gone or hangs; should it begin, it finds nothing to do
+                # queued, or its worker is gone or hangs; if the lease begins, it finds nothing to do
                 future.wrapped_future.cancel()
             elif error is None:
                 _has_ended(spec, future, is_there=spec.worker in connected)
         if self._nobody_left is not None:
-            # the stage that waited knows only that nobody works on the run any more
+            # the stage that waited knows only that no worker works on the run any more
             raise self._nobody_left
 
     def _release(self) -> set[str]:
-        """Send home what holds a worker; returns who will hear it."""
+        """Release all leases of the run; returns the holders that the data plane knows."""
         dataplane = Run(self._run).dataplane
         try:
             status = dataplane.status()
@@ -205,8 +204,8 @@ class Leases:
         return {*(engine["id"] for engine in status["engines"]), *status["runners"]}
 
     def _watch(self) -> None:
-        """Have workers that join hold a lease at once, and those whose lease was lost hold another. Ends the
-        run if nobody is left to do what it needs."""
+        """Give workers that join a lease at once, and those whose lease was lost another one. Ends the run if
+        no worker is left for a duty that it needs."""
         while not self._is_over.wait(LOOK_S):
             with self._changing:
                 connected = self._connected()
@@ -219,7 +218,7 @@ class Leases:
                     if (duty := duty_of(worker, self._plan.trainers)) is not None:
                         workers.setdefault(duty, []).append(name)
                 for duty, names in workers.items():
-                    # a data plane that is started again is asked again in the next round
+                    # a data plane that restarts is asked again in the next round
                     with suppress(*UNANSWERED):
                         self._adapt(duty, names)
                 self._note_failures()
@@ -228,8 +227,8 @@ class Leases:
                     return
 
     def _note_failures(self) -> None:
-        """Say at once what is otherwise raised at the end. A duty that has failed on all of its workers will
-        be done by nobody, and whoever waits for it would wait as long as for workers that may join."""
+        """Log failures of leases at once, which are otherwise raised at the end. If a duty has failed on all
+        its workers, no worker is left for it, and the run ends rather than wait for workers to join."""
         leases: dict[Duty, list[tuple[LeaseSpec, Future]]] = {"rollout": list(self._lent)}
         for (duty, _), lease in self._held.items():
             leases.setdefault(duty, []).append(lease)
@@ -248,8 +247,8 @@ class Leases:
         return self._failed.get(spec.lease_id)
 
     def _lost_loans(self, connected: Container[str]) -> list[tuple[LeaseSpec, BaseException]]:
-        """Of trainers that are there and could roll out again before they train. Training takes whatever then
-        holds the worker."""
+        """Lost leases of connected trainers that could roll out again before they train. Training revokes
+        whichever lease then holds the worker."""
         return [
             (spec, loss)
             for spec, future in self._lent
@@ -258,7 +257,7 @@ class Leases:
         ]
 
     def _adapt(self, duty: Duty, workers: list[str]) -> None:
-        """Have all of these workers hold a lease, or as many as the queue wants."""
+        """Have all of these workers hold a lease, or as many as the queue needs."""
         free = [worker for worker in workers if self._is_free(duty, worker)]
         num_lacking = len(free)
         if (elastic := self._elastic.get(duty)) is not None:
@@ -270,7 +269,7 @@ class Leases:
             holders = [spec.holder for spec, future in leases if not future.wrapped_future.done()]
             staying = [name for name in holders if name not in runners or not runners[name]["retiring"]]
             num_lacking = max(0, wanted - len(staying))
-            # one that the data plane does not know yet is retired when it is known and still one too many
+            # a runner that the data plane does not know yet is retired later, if there are still too many
             staying.sort(key=lambda name: name not in runners)
             for holder in staying[wanted:]:
                 if holder in runners:
@@ -283,20 +282,20 @@ class Leases:
             self._hold(duty, worker)
 
     def _connected(self) -> dict[str, Worker]:
-        """By name; none if the scheduler does not answer, which whoever waits for a stage is told."""
+        """Connected workers by name; empty if the scheduler does not answer, which stage waits report."""
         found = {worker.name: worker for worker in connected_workers(dask_client()).values()}
         now = time.monotonic()
         self._seen |= {name: (worker, now) for name, worker in found.items()}
         return found
 
     def _is_free(self, duty: Duty, worker: str) -> bool:
-        """It was never held, its lease was lost, or it was retired."""
+        """Whether the worker was never held, its lease was lost, or it was retired."""
         if (duty, worker) not in self._held:
             return True
         outcome = _outcome(self._held[duty, worker][1])
         if isinstance(outcome, LOSSES):
             return self._may_have_another(worker)
-        # one that failed would fail again; what with is raised at the end
+        # a lease that failed would fail again; its error is raised at the end
         has_returned = outcome is not None and not isinstance(outcome, BaseException)
         return duty in self._elastic and has_returned
 
@@ -318,23 +317,23 @@ class Leases:
 
 
 def _outcome(future: Future) -> Any:
-    """What a lease that is over returned or what ended it; None while that is not known."""
+    """The result or the error of a lease that is over; None while it is not known."""
     if future.wrapped_future.status not in ("finished", "error"):
         return None
     try:
         return future.result(raise_on_failure=False) if is_known(future) else None
     except Exception as error:
-        # of Dask; what the task itself raised is in the state that it returned
+        # an error of Dask; that of the task itself is in the state that it returned
         return error
 
 
 def _was_revoked(future: Future) -> bool:
-    """Its device was taken; an engine that somebody has drained stays away."""
+    """Whether the lease was revoked to take its device; a drained engine's worker gets no new lease."""
     return bool(_outcome(future) == "revoked")
 
 
 def _has_ended(spec: LeaseSpec, future: Future, *, is_there: bool) -> bool:
-    """Raises what ended it, unless it was lost or its worker is not there, which others may do without."""
+    """Whether the lease is over. Raises its error unless it was lost or its worker is not connected."""
     if not future.wrapped_future.done():
         return False
     if is_there and (loss := _loss(future)) is not None:
@@ -345,7 +344,7 @@ def _has_ended(spec: LeaseSpec, future: Future, *, is_there: bool) -> bool:
 
 
 def _loss(future: Future) -> BaseException | None:
-    """What ended a lease, if that is one of `LOSSES`."""
+    """The error that ended a lease, if it is one of `LOSSES`."""
     outcome = _outcome(future)
     return outcome if isinstance(outcome, LOSSES) else None
 

@@ -1,7 +1,8 @@
-"""Flow runs of a stack that is ended or begins again: what becomes of those that nobody works on.
+"""Sets the state of flow runs that lost their process when a stack ended.
 
-`python -m tasks.lost_runs up POOL RETRIES` before a process worker of the pool starts, `... down RUN...` when
-the one that worked on these has ended. The server is the stack's own: all its processes are on this machine.
+`python -m tasks.lost_runs up POOL RETRIES` is called before a process worker of the pool starts, `... down
+RUN...` after the worker of these runs has ended. The server is the stack's own, with all processes on this
+machine.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from sf_core.cli.stack.standing import FLOW_RUN
 from sf_core.cli.stack.supervisord_child import carriers
 
 CLAIMS = ["PENDING", "RUNNING", "CANCELLING"]
-"""Types of the states in which a run takes a place of its pool."""
+"""Types of the states in which a flow run takes a place in its pool."""
 
 
 def find_lost(client: SyncPrefectClient, pool: str) -> list[FlowRun]:
-    """Runs of the pool that claim to be on while no process of this machine works on them."""
+    """Flow runs of the pool whose state claims a process while no process of this machine works on them."""
     claiming = client.read_flow_runs(
         flow_run_filter=FlowRunFilter.model_validate({"state": {"type": {"any_": CLAIMS}}}),
         work_pool_filter=WorkPoolFilter.model_validate({"name": {"any_": [pool]}}),
@@ -33,15 +34,15 @@ def find_lost(client: SyncPrefectClient, pool: str) -> list[FlowRun]:
 
 
 def take_back(client: SyncPrefectClient, pool: str, retries: int) -> list[str]:
-    """Have lost runs started again, those excepted that were so often already; returns a line about each.
+    """Have lost runs restarted, except those restarted `retries` times already; returns a line about each.
 
-    Not by the automation for crashed runs: a server that began again takes an event only after the one before
-    it, and gives up those that it has not seen itself after 15 minutes."""
+    The automation for crashed runs cannot do this: a restarted server takes an event only after the one
+    before it, and gives up waiting for one that it has not seen itself after 15 minutes."""
     return [_move(client, run, _once_lost(run, retries)) for run in find_lost(client, pool)]
 
 
 def hand_over(client: SyncPrefectClient, runs: Iterable[UUID]) -> list[str]:
-    """Leave runs that were ended with their stack to the next one; returns a line about each."""
+    """Leave flow runs that ended with their stack to the next stack; returns a line about each."""
     lines = []
     for run in map(client.read_flow_run, runs):
         assert run.state

@@ -1,5 +1,5 @@
-"""A run's page in Prefect: artifacts of its flow run, changed in place while the run goes on, and a line of
-its log for each iteration."""
+"""The page of a run in Prefect: artifacts of its flow run, updated in place while the run goes on, and a log
+line for each iteration."""
 
 from __future__ import annotations
 
@@ -37,30 +37,30 @@ from tasks.cluster import is_waiting
 log = logging.getLogger(__name__)
 
 QUIET_S = 10.0
-"""The page is written while the flow waits for a task, or after so long. Of two writers at a time a Prefect
-server on SQLite may refuse one (503), and unless the server is ours (tasks/prefect_server.py) the flow would
-ask again only 2 s later, with its devices idle."""
+"""Longest that a write of the page waits for the flow to wait for a task. Of two simultaneous writers a
+Prefect server on SQLite may refuse one (503), and unless the server is ours (tasks/prefect_server.py) the
+flow would retry only 2 s later, with its devices idle."""
 
 RENEW_EVERY_S = 5.0
-"""It takes some 0.3 s of the interpreter that turns the iterations, which may be as short as two seconds."""
+"""A renewal takes about 0.3 s of the interpreter that runs the flow; iterations may be as short as 2 s."""
 
 REPORT_EVERY_S = 60.0
-"""The report has pictures, which take half a second to draw: it is there after a minute, or at the end of a
-shorter run. The table and the bar follow every iteration."""
+"""The report has pictures, which take half a second to draw: it appears after a minute, or at the end of a
+shorter run. The table and the progress bar are renewed with the iterations."""
 
 WAITS_EVERY_S = 30.0
 
 KEYS = {"progress": "progress", "iterations": "table", "report": "markdown", "waiting": "markdown"}
-"""Artifacts and their types. The keys are the same for all runs, or every run would add lines to the page of
-artifacts."""
+"""Artifact types by key. The keys are the same for all runs, or every run would add lines to Prefect's page
+of artifacts."""
 
 
 class Page:
-    """Renewed in a thread of its own: the flow that turns the iterations does not wait for it, and a page
-    that cannot be written costs the run nothing."""
+    """Renews the page in a thread of its own: the flow does not wait for it, and a page that cannot be
+    written costs the run nothing."""
 
     def __init__(self, run: RunRef) -> None:
-        """To be made in the flow run whose page it is."""
+        """Must be called in the flow run that owns the page."""
         self._flow_run_id = UUID(flow_run.id)
         self._run = Run(run)
         self._page = RunPage(self._run.directory)
@@ -81,7 +81,7 @@ class Page:
         return self
 
     def iteration_is_through(self, number: int) -> None:
-        """Log a line of it, and show it soon."""
+        """Log a line about the iteration, and show it on the page soon."""
         self._soon(self._tell, number)
         self._show(number)
 
@@ -89,7 +89,7 @@ class Page:
         tell(iteration_line(self._run.directory, number, self._run.config.train.iterations))
 
     def _show(self, number: int) -> None:
-        """If the page is still being renewed, or just was, the next call or the end shows this one too."""
+        """Renew the page, unless it is being renewed or just was: then the next renewal includes this one."""
         self._newest = number
         is_due = time.monotonic() - self._renewed_at > RENEW_EVERY_S
         if is_due and (self._latest is None or self._latest.done()):
@@ -111,13 +111,13 @@ class Page:
         return self._soon(self._renew, newest, is_last)
 
     def _soon(self, change: Callable[..., None], *args: Any) -> Future[None]:
-        # Prefect finds the run a line of the log belongs to by the context
+        # Prefect finds the run that a log line belongs to by the context
         return self._thread.submit(copy_context().run, self._try, change, *args)
 
     def _try(self, change: Callable[..., None], *args: Any) -> None:
         try:
             change(*args)
-        except Exception as error:  # the run is worth more than its page, and the next one may succeed
+        except Exception as error:  # the run must not fail with its page, and the next renewal may succeed
             log.warning("the run's page is not up to date: %s: %s", type(error).__name__, error)
 
     def _renew(self, newest: int, is_last: bool) -> None:
@@ -131,7 +131,7 @@ class Page:
     def _watch_waits(self) -> None:
         while not self._is_over.wait(WAITS_EVERY_S):
             waits = [wait.facts() for wait in long_waits()]
-            with suppress(httpx.HTTPError, DataplaneError):  # told by the tasks that need it
+            with suppress(httpx.HTTPError, DataplaneError):  # reported by the tasks that need the data plane
                 waits += filter(None, [self._dataplane.status().get("wait")])
             with suppress(RuntimeError):  # the run has just ended
                 self._soon(self._show_waits, waits)

@@ -1,4 +1,4 @@
-"""A Prefect server of ours, for `uvicorn --factory`: Prefect's own, which says when to ask again."""
+"""Our Prefect server, for `uvicorn --factory`: Prefect's own, whose 503 answers say when to retry."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from prefect.server.api import server
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 RETRY_AFTER_S = b"0.1"
-"""A transaction on SQLite lasts some milliseconds."""
+"""Seconds; a transaction on SQLite lasts some milliseconds."""
 
 
 class RetrySoon:
-    """Adds Retry-After to answers of status 503. On SQLite one of two that write at the same moment gets it,
-    and Prefect's client, if it is not told, asks again only after two seconds."""
+    """Adds Retry-After to answers of status 503. On SQLite one of two simultaneous writers gets such an
+    answer, and without the header Prefect's client retries only after two seconds."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

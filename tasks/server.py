@@ -1,6 +1,6 @@
-"""What we need on a Prefect server: a work pool for one run at a time, and automations for lost runs.
+"""Sets up a Prefect server: a work pool for one run at a time, and automations for lost runs.
 
-Everything is found by its name and changed in place, so that setting up again does no harm.
+Existing objects are found by name and changed in place, so that setting up again does no harm.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from prefect.events.schemas.automations import Automation, AutomationCore, Event
 from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 
 TAG = {"prefect.resource.id": "prefect.tag.seamlessflow", "prefect.resource.role": "tag"}
-"""Our deployments carry it; flows of others on the same server are left alone."""
+"""Tag of our deployments, so that other flows on the same server are left alone."""
 
 RETRY_AFTER_S = 20.0
-"""Prefect looks at such intervals, so that a crashed run starts again after one to two of them."""
+"""Prefect evaluates the automation at this interval: a crashed run restarts after one to two of them."""
 
 ENDED = ("Completed", "Failed", "Crashed", "Cancelled", "Cancelling", "Paused", "Suspended", "AwaitingRetry")
 
@@ -28,14 +28,14 @@ ENDED = ("Completed", "Failed", "Crashed", "Cancelled", "Cancelling", "Paused", 
 def setup(client: SyncPrefectClient, pool: str, retries: int, silence_s: float) -> list[str]:
     """Create or update the pool and the automations; returns a line about each.
 
-    retries: of one flow run. silence_s: seconds without a heartbeat after which a run has crashed."""
+    retries: bound for one flow run. silence_s: seconds without a heartbeat after which a run has crashed."""
     lines = [_put_pool(client, pool)]
     for wanted in (crash_silent_runs(silence_s), retry_crashed_runs(pool, retries)):
         found = client.read_automations_by_name(wanted.name)
         if not found:
             client.create_automation(wanted)
         elif not _is(found[0], wanted):
-            # an update sends what was set, which defaults such as the types of actions were not
+            # an update sends only fields that were set; defaults such as the types of actions were not
             complete = AutomationCore.model_validate(wanted.model_dump(exclude={"owner_resource"}))
             client.update_automation(found[0].id, complete)
         lines.append(f"automation {wanted.name!r}: {wanted.description}")
@@ -43,7 +43,7 @@ def setup(client: SyncPrefectClient, pool: str, retries: int, silence_s: float) 
 
 
 def crash_silent_runs(silence_s: float) -> AutomationCore:
-    """A run whose process died together with its worker would be Running for ever."""
+    """Automation for runs whose process died together with its worker; they would be Running for ever."""
     heartbeat = "prefect.flow-run.heartbeat"
     return AutomationCore(
         name="seamlessflow: crash silent runs",
@@ -65,10 +65,10 @@ def crash_silent_runs(silence_s: float) -> AutomationCore:
 
 
 def retry_crashed_runs(pool: str, retries: int) -> AutomationCore:
-    """Prefect counts the starts of a flow run and sends the count with every change of its state: that bounds
-    the retries. A run that crashed before its first start has count 0 and is not retried: it would stay 0.
+    """Automation that restarts crashed runs. Prefect sends the number of starts with every change of a flow
+    run's state, which bounds the retries. A run that crashed before its first start stays at 0: no retry.
 
-    It waits, because a worker tells of a crash twice, seconds apart, and the second would undo the retry."""
+    It waits, because a worker reports a crash twice, seconds apart, and the second report would undo it."""
     return AutomationCore(
         name="seamlessflow: retry crashed runs",
         description=f"a flow run that crashed is started again, at most {retries} times",
@@ -79,7 +79,7 @@ def retry_crashed_runs(pool: str, retries: int) -> AutomationCore:
             match_related={"prefect.resource.role": "work-pool", "prefect.resource.name": pool},
             for_each={"prefect.resource.id"},
             after={"prefect.flow-run.Crashed"},
-            # somebody else has seen to it
+            # the run was restarted by other means
             expect={f"prefect.flow-run.{state}" for state in ("Scheduled", "AwaitingRetry", "Pending")},
             within=timedelta(seconds=RETRY_AFTER_S),
         ),
@@ -88,7 +88,7 @@ def retry_crashed_runs(pool: str, retries: int) -> AutomationCore:
                 state=StateType.SCHEDULED,
                 name="AwaitingRetry",
                 message="it crashed; started again where its run stopped",
-                # as the button Retry does: a run that has ended may otherwise not be scheduled
+                # like the button Retry: a run that has ended may otherwise not be scheduled
                 force=True,
             )
         ],
@@ -96,8 +96,8 @@ def retry_crashed_runs(pool: str, retries: int) -> AutomationCore:
 
 
 def _is(found: Automation, wanted: AutomationCore) -> bool:
-    """Whether it is there as wanted. One that is written again forgets the silences that it had begun to
-    count: a run that was lost by then would never be found."""
+    """Whether the automation exists as wanted. Rewriting it would reset the silences that it is measuring: a
+    run that is lost already would never be found."""
     ours = AutomationCore.model_fields.keys() - {"owner_resource"}
     return all(getattr(found, name) == getattr(wanted, name) for name in ours)
 

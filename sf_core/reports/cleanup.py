@@ -1,9 +1,9 @@
-"""What a run directory can spare: old checkpoints, old weights, what writes that were cut off have left, the
+"""What can be deleted from a run directory: old checkpoints, old weights, remains of interrupted writes, the
 journal of a finished run.
 
-Owns what must stay: the weights that a resume publishes again, the checkpoint it trains on from, the newest
-policy; and everything newer, which a stage that is not committed yet may have made. Batches always stay: with
-them every policy version can be made again (design 5.6).
+Owns what must stay: the weights that a resume publishes again, the checkpoint it continues from, the newest
+policy, and everything newer, which a stage that is not committed yet may have written. Batches always stay:
+with them every policy version can be rebuilt (design 5.6).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from storage.run_directory import RunDirectory
 
 @dataclass(frozen=True, slots=True)
 class Spare:
-    """Something that can go."""
+    """Something that can be deleted."""
 
     run: RunDirectory
     kind: str
-    """checkpoints, weights, unfinished, journal."""
+    """checkpoints, weights, unfinished or journal."""
     uri: str
     bytes: int
 
@@ -42,22 +42,22 @@ class Spare:
 @dataclass(frozen=True, slots=True)
 class Keep:
     checkpoints: int = 1
-    """Newest complete ones."""
+    """How many of the newest complete checkpoints stay."""
     weights: int = 1
-    """Newest published versions."""
+    """How many of the newest published versions stay."""
     journals: bool = True
 
 
 def check_not_linked(run: RunDirectory, where: str) -> None:
-    """Raises ValueError if the folder holds only a link to the run: it may be kept for somebody else."""
+    """Raises ValueError if the folder holds only a link to the run, which others may still need."""
     if run.uri != files.absolute(where) and not files.lies_in(run.uri, where):
         raise ValueError(f"{run.uri}: is a link to a run elsewhere; to clean that up, name it")
 
 
 def spares(run: RunDirectory, keep: Keep) -> list[Spare]:
-    """Oldest first. Raises BusyError, or ValueError with one sentence if it cannot be told."""
+    """What can be deleted, oldest first. Raises BusyError like `check_idle`, or ValueError like it."""
     finished = is_finished(run, run.read_config(RunConfig).train.iterations)
-    # nobody works on a finished run, whether or not that can be asked
+    # no flow works on a finished run, even if its data plane cannot be asked
     if not finished:
         check_idle(run)
     found = _old_checkpoints(run, _num_committed(run, "train"), keep.checkpoints)
@@ -66,7 +66,7 @@ def spares(run: RunDirectory, keep: Keep) -> list[Spare]:
     # a data plane that still knows the run has the file open
     if not keep.journals and finished and is_served(run) == "no":
         found.append(("journal", run.journal_dir))
-    # what a link leads to may be another run's
+    # the target of a link may belong to another run
     own = [(kind, uri) for kind, uri in found if files.lies_in(uri, run.uri)]
     sizes = [Spare(run, kind, uri, files.folder_bytes(uri)) for kind, uri in own]
     return [spare for spare in sizes if spare.bytes]
@@ -85,7 +85,7 @@ def _old_weights(run: RunDirectory, published: int, keep: int) -> list[tuple[str
 
 
 def _unfinished(run: RunDirectory, going: list[str]) -> list[tuple[str, str]]:
-    """Where files are large. A process that is killed while it writes leaves what it has written."""
+    """Partial files left by killed processes, where files are large."""
     uris = [uri for kind in ("checkpoints", "weights") for uri in files.list_unfinished(run.path(kind))]
     return [("unfinished", uri) for uri in uris if uri.rsplit("/", 1)[0] not in going]
 
@@ -96,5 +96,5 @@ def _versions(run: RunDirectory, kind: str) -> list[int]:
 
 
 def _num_committed(run: RunDirectory, stage: str) -> int:
-    """Iterations before the first in which the stage is to be done."""
+    """Number of leading iterations in which the stage is committed."""
     return next(k for k in itertools.count() if run.read_manifest(k, stage) is None)

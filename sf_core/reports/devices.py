@@ -1,5 +1,5 @@
-"""What the devices of a run did, told from its directory alone: figures per iteration, timeline.json and
-timeline.png. Behind the `finish` stage, `sf inspect` and the run's page.
+"""What the devices of a run did, from its directory alone: figures per iteration, timeline.json and
+timeline.png. Used by the `finish` stage, `sf inspect` and the run's page.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from storage.metrics import read_metrics, write_metrics
 from storage.run_directory import RunDirectory
 
 NUM_DRAWN = 8
-"""timeline.png shows so many iterations, the last."""
+"""Number of iterations in timeline.png, the last ones."""
 
 Figures = dict[str, float]
 
@@ -36,22 +36,22 @@ COLUMNS = {
     "tokens_rollout_only": "tokens own",
     "tokens_lent": "tokens lent",
 }
-"""Figures in the order of a table, and what they are called there."""
+"""Figures in the order of a table, with their column titles."""
 
 MAX_DEVICES = 8
-"""A table has columns for so many devices; the idle time of more is in the metrics."""
+"""Number of devices with a column in a table; the idle time of more is in the metrics."""
 
 
 def record_figures(run: RunDirectory, newest: int, *, is_over: bool = False) -> None:
-    """Write the figures of every iteration up to `newest` that has none yet and is settled: whose devices
-    have written all they did in it.
+    """Write the figures of every iteration up to `newest` that has none yet and is settled, which means that
+    its devices have written all spans in it.
 
-    Engines write when they take weights, every 15 s and at the end. So an iteration is settled when the next
-    one is published, when that time has passed, or when the run is over."""
+    Engines write spans when they load weights, every 15 s and at the end. So an iteration is settled when the
+    next one is published, when twice that time has passed, or when the run is over."""
     first = newest + 1
     while first > 0 and not files.exists(run.metrics_file("devices", first - 1)):
         first -= 1
-    # the iteration before tells where the first begins, and from what its devices were switched
+    # the iteration before gives the start of the first, and the tags that its devices had before
     iterations = {i.number: i for i in read_iterations(run, max(0, first - 1))}
     windows = iteration_windows(iterations.values())
     due = [
@@ -71,14 +71,14 @@ def record_figures(run: RunDirectory, newest: int, *, is_over: bool = False) -> 
 
 
 def read_figures(run: RunDirectory, iterations: Sequence[int]) -> dict[int, Figures]:
-    """What `record_figures` has written, by iteration; of these iterations."""
+    """What `record_figures` has written of these iterations, by iteration."""
     uris = {k: run.metrics_file("devices", k) for k in iterations}
     return {k: read_metrics(uri)[0] for k, uri in uris.items() if files.exists(uri)}
 
 
 def draw_timelines(run: RunDirectory) -> None:
-    """Write timeline.json, of the whole run, and timeline.png, of its last iterations. Takes time in
-    proportion to the run."""
+    """Write timeline.json of the whole run and timeline.png of its last iterations. Takes time proportional
+    to the length of the run."""
     iterations, spans = list(read_iterations(run)), read_spans(run)
     trace = chrome_trace(run.run_id, spans, list(_bars(iterations)))
     files.write_atomic(run.trace_file, json.dumps(trace, separators=(",", ":")).encode())
@@ -86,13 +86,13 @@ def draw_timelines(run: RunDirectory) -> None:
 
 
 def timeline_picture(run: RunDirectory, windows: Mapping[int, Window]) -> bytes:
-    """The PNG alone, of the last of these iterations; reads no more than they need."""
+    """timeline.png as bytes, of the last of these iterations; reads no more spans than they need."""
     newest = list(windows.values())[-NUM_DRAWN:]
     return _picture(run, windows, read_spans(run, since=newest[0][0] if newest else 0.0))
 
 
 def table(figures: Mapping[int, Figures]) -> tuple[list[str], list[list[str]]]:
-    """The figures of some iterations for people: names of the columns, and the cells of each row."""
+    """The figures of some iterations as text: column titles, and the cells of each row."""
     devices = sorted({name for row in figures.values() for name in row if name.startswith("idle_")})
     names = {name: f"idle {name.removeprefix('idle_')}" for name in devices[:MAX_DEVICES]} | COLUMNS
     rows = [
@@ -103,7 +103,7 @@ def table(figures: Mapping[int, Figures]) -> tuple[list[str], list[list[str]]]:
 
 
 def markdown_table(figures: Mapping[int, Figures]) -> str:
-    """The same for a page."""
+    """The same table in Markdown."""
     names, rows = table(figures)
     lines = [names, ["---:"] * len(names), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

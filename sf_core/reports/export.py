@@ -1,8 +1,8 @@
 """Committed trajectories as files that other training tools read: one row per branch.
 
 Owns the three formats. Each holds the conversation and its tools as text: exact ids, log-probs and versions
-are in the run's own Parquet only. Left out are branches that a format cannot hold. Every row says whether it
-renders to what the policy saw (rendered.py).
+are in the run's own Parquet only. Branches that a format cannot hold are left out. Every row says whether it
+renders to what the policy saw (sf_core/dataplane/chat/rendered.py).
 """
 
 from __future__ import annotations
@@ -31,38 +31,38 @@ from storage.run_directory import RunDirectory
 from storage.trajectories import iter_trajectories, iteration_of
 
 FACTS = ("iteration", "session_id", "branch_id", "group_id", "task_id", "environment", "reward")
-"""Columns that every format carries beside the conversation."""
+"""Columns of every format beside the conversation."""
 
 MAX_ROWS = 256
-"""Held at once."""
+"""Number of rows held at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
     rows: int
     left_out: Counter[str]
-    """Branches, by the reason."""
+    """Numbers of branches left out, by the reason."""
     unlike: int = 0
-    """Rows that render to something else than the policy saw."""
+    """Number of rows that render to something else than the policy saw."""
     unchecked: str | None = None
-    """Why no row was looked at for that."""
+    """Why rendering was not checked; None if it was."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
     messages: list[Message]
     trained: list[bool] | None
-    """Per message: the policy wrote it, and no earlier branch holds it; None if that cannot be told."""
+    """Whether each message was sampled and is in no earlier branch; None if that cannot be told."""
     tools: str | None
-    """As JSON; None without any."""
+    """Tools as JSON text; None if there are none."""
     seen: np.ndarray
-    """Ids before the last answer."""
+    """Token ids before the last answer."""
     facts: dict[str, Any]
 
 
 Row = dict[str, Any]
 Rendered = tuple[list[Message], list[Tool]]
-"""Messages and tools as the tool that reads a row gives them to a chat template."""
+"""Messages and tools as a reader of the format passes them to a chat template."""
 
 
 class Format(Protocol):
@@ -71,15 +71,15 @@ class Format(Protocol):
     def rendered(self, conversation: Conversation) -> Rendered: ...
 
     def convert(self, conversation: Conversation) -> Row | str:
-        """A row, or why the format cannot hold it."""
+        """A row, or the reason why the format cannot hold it."""
 
     def write(self, uri: str, parts: Iterable[list[Row]]) -> None:
-        """Some rows after the other."""
+        """Write lists of rows one after the other."""
 
 
 def export(run_uri: str, format_name: str, out: str, *, opened: bool = False) -> Exported:
-    """What was sampled for iterations, or the sessions that agents opened. Raises ValueError with one
-    sentence: no run, nothing there, unknown format, wrong or taken name."""
+    """Export the trajectories of iterations, or the sessions that agents opened. Raises ValueError with one
+    sentence: no run, nothing to export, unknown format, wrong or taken name."""
     make = FORMATS.get(format_name)
     if make is None:
         raise ValueError(f"{format_name}: no such format; there are {', '.join(FORMATS)}")
@@ -121,7 +121,7 @@ def export(run_uri: str, format_name: str, out: str, *, opened: bool = False) ->
 
 def _conversations(uri: str) -> Iterator[list[Conversation]]:
     iteration = iteration_of(uri)
-    # it is in no file
+    # `iteration` is in the URI, not in the file
     columns = [name for name in FACTS if name != "iteration"]
     columns += ["shared_prefix", "messages", "tools", "turns", "token_ids"]
     for batch in iter_trajectories(uri, MAX_ROWS, columns):
@@ -148,8 +148,8 @@ def _open_reader(run: RunDirectory) -> tuple[Reader | None, str | None]:
 def _trained(
     messages: Sequence[Message], turns: Sequence[dict[str, Any]], shared_prefix: int
 ) -> list[bool] | None:
-    """A turn may stand for several messages, of tool results that share one end or of a prompt that is shared
-    in part; answers among them were given, or written anew by the template, and are no turn of their own."""
+    """Whether each message is trained. A turn may cover several messages (tool results with one end, a prompt
+    shared in part); a given answer, or one rewritten by the template, has no turn of its own."""
     places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     written = [turn for turn in turns if turn["role"] == "assistant"]
     own = [turn["engine"] is not None and turn["end"] > shared_prefix for turn in written]
@@ -171,7 +171,7 @@ class _JsonLines:
     ending = ".jsonl"
 
     def __init__(self, parts: Sequence[str]) -> None:
-        """JSON has no types that depend on what is to be written."""
+        """`parts` is ignored: JSON needs no schema before writing."""
 
     def rendered(self, conversation: Conversation) -> Rendered:
         messages = [_without(message, "unparsed_calls") for message in conversation.messages]
@@ -184,7 +184,7 @@ class _JsonLines:
 
 
 class Trl(_JsonLines):
-    """TRL's conversational prompt-completion type: messages up to the first that is trained, and from it on;
+    """TRL's conversational prompt-completion type: messages before the first trained one, and the rest;
     huggingface.co/docs/trl/dataset_formats (docs/source/dataset_formats.md of huggingface/trl). Its trainers
     take `tools` as JSON text too, which `datasets` leaves as it is."""
 
@@ -202,8 +202,8 @@ class Trl(_JsonLines):
 class Verl:
     """verl's MultiTurnSFTDataset (verl/utils/dataset/multiturn_sft_dataset.py of verl-project/verl): Parquet
     with a list of messages; `trainable` false keeps an assistant message out of the loss. Parquet has one
-    type per field: arguments of tool calls are JSON strings, as in OpenAI's API, and what one tool of the
-    file has is null in all others."""
+    type per field: arguments of tool calls are JSON strings, as in OpenAI's API, and a field that one tool
+    has is null in all others."""
 
     ending = ".parquet"
 
@@ -251,8 +251,8 @@ def _distinct_tools(uri: str) -> Iterator[str]:
 
 
 def _in_parquet(tools: dict[str, list[Tool]]) -> tuple[dict[str, list[Tool]], pa.DataType]:
-    """Every list of tools as it comes back from a column that holds them all, and the type of that; none
-    where there is no such type."""
+    """Every list of tools as read back from a Parquet column that holds them all, and the column's type; no
+    tools if there is no such type."""
     held = BytesIO()
     try:
         pq.write_table(pa.table({"tools": pa.array(tools.values())}), held)
@@ -265,8 +265,8 @@ def _in_parquet(tools: dict[str, list[Tool]]) -> tuple[dict[str, list[Tool]], pa
 class ShareGpt(_JsonLines):
     """ShareGPT as LLaMA-Factory reads it (SharegptDatasetConverter and OpenAIDatasetConverter of
     src/llamafactory/data/converter.py in hiyouga/LlamaFactory): from human or observation, then from gpt or
-    function_call, strictly in turn. Messages of one side that follow each other become one; text beside a
-    call is left out, as there. `tools` is JSON text."""
+    function_call, strictly alternating. Consecutive messages of one speaker are joined; text beside a call is
+    left out, as there. `tools` is JSON text."""
 
     def convert(self, conversation: Conversation) -> Row | str:
         messages = conversation.messages
@@ -288,7 +288,7 @@ class ShareGpt(_JsonLines):
 
 
 _JOINTS = {"human": "\n", "observation": "\n</tool_response>\n<tool_response>\n"}
-"""Between messages of one speaker; those of the other side, the policy's, are never joined."""
+"""Separators between joined messages of one speaker; messages of the policy's side are never joined."""
 
 
 def _said(message: Message) -> tuple[str, str]:

@@ -15,11 +15,11 @@ COLOURS = {"rollout": "#4c9f70", "train": "#d1495b"}
 MOVING = "#e9b44c"
 INK = "#2e4057"
 GROUND = "#f3f1ec"
-"""Where nobody holds the device."""
+"""Colour of idle time, in which no tag holds the device."""
 
 
 def draw_curve(rewards: Mapping[int, float], evaluations: Mapping[int, float]) -> bytes:
-    """rewards: mean by iteration; evaluations: held-out reward by policy version."""
+    """PNG of the reward curve. rewards: mean by iteration; evaluations: held-out reward by policy version."""
     figure, axes = _plots(figsize=(9, 3), constrained_layout=True)
     _draw_rewards(axes, rewards, evaluations)
     return _png(figure)
@@ -32,8 +32,8 @@ def draw_run(
     spans: Sequence[Span],
     boundaries: Sequence[float],
 ) -> bytes:
-    """rewards: mean per iteration; evaluations: held-out reward by policy version; boundaries: Unix seconds
-    at which iterations ended."""
+    """PNG of a run. rewards: mean per iteration; evaluations: held-out reward by policy version; boundaries:
+    Unix seconds at which iterations ended."""
     workers = sorted({span.worker for span in spans})
     figure, (curve, lanes) = _plots(
         2, 1, figsize=(10, 5.2), height_ratios=[2.4, 0.35 + 0.45 * len(workers)], constrained_layout=True
@@ -51,14 +51,14 @@ def draw_run(
 def draw_timeline(
     *, title: str, spans: Sequence[Span], iterations: Mapping[int, tuple[float, float]]
 ) -> bytes:
-    """These iterations, given by number with start and end in Unix seconds.
+    """PNG of these iterations, given by number with start and end in Unix seconds.
 
-    One row per device, a colour per active tag; where the ground shows, nobody held the device."""
+    One row per device, a colour per active tag; where the background shows, no tag held the device."""
     start = min((window[0] for window in iterations.values()), default=0.0)
     end = max((window[1] for window in iterations.values()), default=1.0)
     inside = [span for span in spans if span.end > start and span.start < end]
     devices = by_worker(inside)
-    # trainers below, so that what goes on while they train stands above
+    # trainers below, so that rollout during training stands above them
     workers = sorted(devices, key=lambda worker: (any(s.tag == "train" for s in devices[worker]), worker))
     figure, axes = _plots(figsize=(12, 1.6 + 0.55 * max(1, len(workers))), constrained_layout=True)
     _draw_devices(axes, workers, inside, start)
@@ -82,7 +82,7 @@ def draw_timeline(
 
 
 def _draw_rewards(axes: Any, rewards: Mapping[int, float], evaluations: Mapping[int, float]) -> None:
-    # with marks, or a single iteration would not be seen
+    # with markers, or a single iteration would be invisible
     line = {"color": "#8a8f98", "linewidth": 1.2, "marker": ".", "markersize": 3}
     axes.plot(list(rewards), list(rewards.values()), label="training batches", **line)
     axes.plot(list(evaluations), list(evaluations.values()), "o-", color=INK, label="held-out tasks")
@@ -93,8 +93,8 @@ def _draw_rewards(axes: Any, rewards: Mapping[int, float], evaluations: Mapping[
 
 
 def _draw_devices(axes: Any, workers: Sequence[str], spans: Sequence[Span], origin: float) -> None:
-    """One row per device: light where a tag holds it, full where it computes."""
-    # what happens while a device is held is drawn over that
+    """Draw one row per device: pale where a tag holds it, solid where it computes."""
+    # later kinds are drawn over the spans that hold the device
     for kind in ("held", "moving", "busy"):
         bars: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
         for span in spans:

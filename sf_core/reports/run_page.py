@@ -1,6 +1,6 @@
-"""What a run's page shows while it goes on: a table of its iterations, and a report in Markdown.
+"""What a run's page shows while the run goes on: a table of its iterations, and a report in Markdown.
 
-Reads the run directory alone. Where the page is, and when it is renewed, is tasks/page.py's.
+Reads the run directory alone. Where the page is, and when it is updated, is tasks/page.py's.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from sf_core.waits import Facts, clock
 from storage.run_directory import RunDirectory
 
 NUM_ROWS = 100
-"""The page shows so many iterations, the last; `sf inspect` shows all."""
+"""Number of iterations on the page, the last ones; `sf inspect` shows all."""
 NUM_DEVICE_ROWS = 20
 
 Row = dict[str, float | str | None]
 
 
 class RunPage:
-    """The newest iterations of a run. An update reads only what was not settled at the one before."""
+    """The newest iterations of a run. An update reads only what was not settled at the last update."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
@@ -36,14 +36,14 @@ class RunPage:
         self._held_out: dict[int, float] = {}
 
     def update(self, newest: int) -> None:
-        """Read what is committed up to this iteration, which is through. Records the figures of its devices
-        and writes the event files, as far as they are due."""
+        """Read what is committed up to this iteration, which must be through. Also records device figures and
+        writes event files, as far as they are due."""
         record_figures(self._run, newest)
         write_events(self._run, newest)
         oldest = max(0, newest + 1 - NUM_ROWS)
-        # the devices of an iteration are settled, and what it made is evaluated, while the next one runs
+        # device figures and the evaluation of an iteration come while the next one runs
         first = max(oldest, max(self._rows, default=oldest) - 1)
-        # the iteration before tells where the first begins
+        # the window of the first begins at the end of the iteration before
         iterations = {i.number: i for i in read_iterations(self._run, max(0, first - 1)) if i.is_through}
         self._windows |= {k: w for k, w in iteration_windows(iterations.values()).items() if k >= first}
         self._held_out |= self._evaluations(range(first, newest + 2))
@@ -57,16 +57,16 @@ class RunPage:
 
     @property
     def progress(self) -> float:
-        """Percent of the iterations."""
+        """Percentage of iterations that are through."""
         return 100 * (max(self._rows, default=-1) + 1) / self._num_iterations
 
     @property
     def table(self) -> list[Row]:
-        """Newest first. What is not known, or not yet, is None."""
+        """Rows by iteration, newest first; what is not known yet is None."""
         return [self._rows[number] for number in sorted(self._rows, reverse=True)]
 
     def report(self) -> str:
-        """Markdown with the pictures in it, because a server cannot read the run directory."""
+        """Markdown with embedded pictures, because a server cannot read the run directory."""
         newest = max(self._rows, default=-1)
         rewards = {number: float(row["reward"] or 0.0) for number, row in self._rows.items()}
         devices = read_figures(self._run, range(max(0, newest + 1 - NUM_DEVICE_ROWS), newest + 1))
@@ -115,7 +115,7 @@ class RunPage:
         return {
             "iteration": number,
             "reward": _rounded(stages["rollout"].data["reward_mean"], 4),
-            # what an iteration has made is the next version
+            # an iteration makes the next version
             "failed sessions": failures_text(failures_of(stages["rollout"])),
             "held-out reward": _rounded(self._held_out.get(number + 1), 4),
             "lag": _rounded(sum(lag * count for lag, count in enumerate(lags)) / max(1, sum(lags)), 3),
@@ -126,7 +126,7 @@ class RunPage:
 
 
 def waits_table(waits: Sequence[Facts]) -> str:
-    """Markdown of what is waited for."""
+    """Markdown table of the current waits."""
     if not waits:
         return "Nothing is waited for that takes long."
     lines = [f"| {clock(wait['since'])} | {clock(wait['until'])} | {wait['what']} |" for wait in waits]
@@ -134,7 +134,7 @@ def waits_table(waits: Sequence[Facts]) -> str:
 
 
 def _rounded(value: float | None, digits: int) -> float | None:
-    """Without NaN, which JSON does not have."""
+    """The rounded value; None for NaN, which JSON does not have."""
     return None if value is None or math.isnan(value) else round(value, digits)
 
 

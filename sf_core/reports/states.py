@@ -1,4 +1,4 @@
-"""Run directories as a list shows them: how far each is, its size, and whether anybody works on it."""
+"""State of run directories: how far each run is, its size, and whether a flow works on it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from storage.errors import StorageError
 from storage.run_directory import RunDirectory
 
 STATUS_S = 5.0
-"""A data plane that takes longer to answer cannot be asked."""
+"""How long a data plane may take to answer."""
 
 RESTART_S = 20.0
 """A data plane that died is started again within this time, also on a busy machine."""
@@ -30,22 +30,22 @@ LOOK_S = 1.0
 
 
 State = Literal["finished", "running", "stopped", "unknown", "unreadable"]
-"""unknown: it is not finished, and whether anybody works on it cannot be told; unreadable: one of
-its files cannot be read."""
+"""unknown: not finished, and it cannot be told whether a flow works on it; unreadable: one of its files
+cannot be read."""
 
 
 class BusyError(ValueError):
-    """The run is being worked on, or it cannot be told whether it is."""
+    """A flow works on the run, or it cannot be told whether one does."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
     published: int
-    """Iterations that are committed to the end; the newest policy version."""
+    """Number of published iterations, which is the newest policy version."""
     reward: float | None
-    """Mean of the newest batch."""
+    """Mean reward of the newest batch."""
     held_out: float | None
-    """Mean of the newest evaluation."""
+    """Mean reward of the newest evaluation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class RunState:
     state: State
     progress: Progress
     iterations: int | None
-    """As configured; None if the run cannot be read."""
+    """Configured number of iterations; None if the run cannot be read."""
     bytes: int
     fault: str | None = None
     """Why the run cannot be read."""
@@ -89,8 +89,8 @@ def _state(run: RunDirectory) -> Literal["running", "stopped", "unknown"]:
 
 
 def is_finished(run: RunDirectory, iterations: int) -> bool:
-    """Whether so many iterations are committed and summed up: a summary may be from before the run was given
-    more of them. Raises ValueError if a file is broken."""
+    """Whether this many iterations are committed and summarised; the summary may be older than an extension
+    of the run. Raises ValueError if a file is broken."""
     summary = run.read_summary()
     summed_up = 0 if summary is None else summary.get("iterations", 0)
     if not isinstance(summed_up, int):
@@ -101,7 +101,7 @@ def is_finished(run: RunDirectory, iterations: int) -> bool:
 
 
 def progress(run: RunDirectory) -> Progress:
-    """Reads the newest manifests only."""
+    """Progress of a run, from its newest manifests only."""
     published, reward, held_out = 0, None, None
     for number in _numbers_downwards(run):
         if not published and run.read_manifest(number, "publish") is not None:
@@ -116,10 +116,10 @@ def progress(run: RunDirectory) -> Progress:
 
 
 def await_restarts(runs: Iterable[RunDirectory], tell: Callable[[str], None]) -> None:
-    """Let data planes come back that may be starting again: a run whose data plane is away for a moment would
-    count as idle. Returns at once if all answer, else `tell` hears of it. Finished runs do not matter."""
+    """Wait for data planes that may be restarting, because a run whose data plane is briefly away would count
+    as idle. Returns at once if all answer, else calls `tell` first. Ignores finished runs."""
     silent = [run for run in runs if _is_silent(run)]
-    # of a flow that a command started, the command has waited already
+    # if a command started this flow, the command has waited already
     now = time.time()
     left_s = RESTART_S - max(0.0, now - (command_started_at() or now))
     if silent and left_s > 0:
@@ -132,16 +132,16 @@ def await_restarts(runs: Iterable[RunDirectory], tell: Callable[[str], None]) ->
 
 
 def check_idle(run: RunDirectory) -> None:
-    """Raises BusyError unless `is_served` says that nobody works on it, or ValueError if a file is broken."""
+    """Raises BusyError unless `is_served` says that no flow works on it; ValueError if a file is broken."""
     if is_served(run) == "running":
         raise BusyError(f"{run.run_id}: is being worked on; stop it or wait for its end")
 
 
 def is_served(run: RunDirectory) -> Literal["no", "released", "running"]:
-    """What the data plane of the newest attempt says: it does not know the run or is not there, it knows the
-    run and has released it, or a flow works on it.
+    """What the data plane of the newest attempt answers. no: it is gone or does not know the run; released:
+    it knows the run and has released it; running: a flow works on the run.
 
-    Raises BusyError with one sentence if the data plane cannot be asked or does not say."""
+    Raises BusyError with one sentence if the data plane cannot be asked or does not tell."""
     answer = _ask(run)
     return "no" if answer == "silent" else answer
 
@@ -151,12 +151,12 @@ def _is_silent(run: RunDirectory) -> bool:
         config = run.read_config(RunConfig)
         return not is_finished(run, config.train.iterations) and _ask(run) == "silent"
     except ValueError:
-        # whoever asks next raises it
+        # the caller's next read raises it
         return False
 
 
 def _ask(run: RunDirectory) -> Literal["silent", "no", "released", "running"]:
-    """silent: nobody listens at its address, or nobody who speaks HTTP."""
+    """Like `is_served`, with silent if nothing at the data plane's address speaks HTTP."""
     attempt = run.newest_attempt()
     url = attempt.dataplane
     if url is None:
@@ -190,7 +190,7 @@ def _ask(run: RunDirectory) -> Literal["silent", "no", "released", "running"]:
 
 
 def _is_refused(error: BaseException | None) -> bool:
-    """Whether its machine was reached and nobody listens there."""
+    """Whether the machine was reached and refused the connection."""
     while error is not None and not isinstance(error, ConnectionRefusedError):
         error = error.__cause__ or error.__context__
     return error is not None
@@ -209,7 +209,7 @@ def _is_elsewhere(run: RunDirectory, run_dir: str) -> bool:
         return False
     if "://" in run_dir or "://" in run.uri:
         return True
-    # a folder that is not here may be this one, as its host has it mounted
+    # a path missing here may be this folder, mounted elsewhere on the data plane's host
     return os.path.exists(run_dir) and not os.path.samefile(run_dir, run.uri)
 
 

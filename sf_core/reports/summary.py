@@ -1,4 +1,4 @@
-"""What happened in a run, computed from its directory alone: summary.json and the picture beside it."""
+"""Summary of a run, computed from its directory alone: summary.json and summary.png."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def summarise(directory: RunDirectory, config: RunConfig) -> dict[str, Any]:
     """Write summary.json and summary.png of a run whose iterations are all committed.
 
     seconds_rl is the time from the first `rollout` to the last `publish`, evaluations included, without the
-    time between two attempts and what the first of them did of an iteration that the other one ended;
-    tokens_per_second counts what was sampled in it, idle_fraction is the share of it in which a device
-    computed nothing, loading_fraction the part of that in which it loaded;
+    time between two attempts and what the first did of an iteration that the second finished;
+    tokens_per_second counts the tokens sampled in it, idle_fraction is the share of it in which a device
+    computed nothing, loading_fraction the share in which it loaded;
     orchestration_seconds_per_iteration is what no stage accounts for: Prefect, Dask and manifests.
     """
     iterations = list(islice(read_iterations(directory), config.train.iterations))
@@ -74,7 +74,7 @@ def orchestration_seconds(iterations: Sequence[Iteration]) -> float:
 def _shares(
     share_of: Callable[[list[Span], Window], float], spans: list[Span], windows: list[Window]
 ) -> dict[str, float]:
-    """By device: a share of each window as a share of all of them."""
+    """Mean over the windows of `share_of` for each device, weighted by their lengths."""
     length = sum(end - start for start, end in windows)
     return {
         worker: round(sum(share_of(own, w) * (w[1] - w[0]) for w in windows) / length, 4) if length else 0.0

@@ -1,6 +1,6 @@
-"""A run directory for people: its iterations as a table, one session turn by turn. Behind `sf inspect`.
+"""A run directory in the terminal: its iterations as a table, one session turn by turn. Behind `sf inspect`.
 
-Owns how it looks, with marks that survive a pipe. The figures are sf_core/reports/view.py's.
+Owns the layout, whose marks survive a pipe. The figures are from sf_core/reports/view.py.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def inspect_run(uri: str) -> RenderableType:
         table.add_row("start", "", held_out[0])
     for row in rows:
         stages = " ".join(stage[0].upper() if stage in row.committed else "." for stage in STAGES)
-        # what an iteration has made is the next version
+        # an iteration makes the next version
         table.add_row(*_figures(row, held_out.get(row.iteration + 1, "")), stages)
     trained = sum_failures(row.rollout.failures for row in rows if row.rollout is not None)
     measured = view.held_out_failures(run, len(rows) + 1)
@@ -89,7 +89,7 @@ def _table(title: str = "") -> Table:
 
 
 def _devices(run: RunDirectory, iterations: int) -> RenderableType:
-    """What is recorded of the devices so far."""
+    """Table of the device figures recorded so far."""
     figures = devices.read_figures(run, range(iterations))
     if not figures:
         return Text()
@@ -142,12 +142,12 @@ def _branch(row: Trajectory, decode: Decode, fate: str) -> RenderableType:
             _range(row.policy_versions[turn.start : turn.end]),
             _turn_text(row, turn, decode),
         )
-    # as the table's own it would be broken at its width
+    # a title of the table itself would be wrapped at the table's width
     return Group(Text(title, style="italic"), table)
 
 
 def _tools(definitions: str) -> str:
-    """Their names."""
+    """Names of the tools, as text."""
     return _printable(", ".join(tool["function"]["name"] for tool in json.loads(definitions)))
 
 
@@ -156,7 +156,7 @@ def _short(row: Trajectory, branch_id: str | None) -> str:
 
 
 def _turn_text(row: Trajectory, turn: TurnSpan, decode: Decode) -> Text:
-    """The turn's tokens; runs of equal state (given, carried, trained) are decoded together."""
+    """Text of the turn's tokens; runs of equal state (given, carried, trained) are decoded together."""
     span = slice(turn.start, turn.end)
     state = (row.policy_versions[span] != NOT_SAMPLED).astype(int) + row.loss_mask[span]
     cuts = np.flatnonzero(np.diff(state)) + 1
@@ -169,8 +169,8 @@ def _turn_text(row: Trajectory, turn: TurnSpan, decode: Decode) -> Text:
 
 
 def _printable(text: str) -> str:
-    """A policy may sample anything, and an agent name its tasks so: line ends are shown, nothing else may
-    steer the terminal."""
+    """Text that cannot steer the terminal, because policies sample anything: line ends and unprintable
+    characters are replaced."""
     shown = text.replace("\n", "↵")
     return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in shown)
 
@@ -191,7 +191,7 @@ def _reward(row: Trajectory) -> str:
 
 
 def _decoder(run: RunDirectory) -> Decode:
-    """Decoder of the run's tokenizer; a run without one shows ids."""
+    """Decoder of the run's tokenizer; shows ids if the run has none."""
     tokenizer = open_tokenizer(run)
     if tokenizer is None:
         return lambda ids: " ".join(map(str, ids))

@@ -1,4 +1,4 @@
-"""A run's metrics as TensorBoard reads them: one event file for each file of metrics, written whole."""
+"""A run's metrics for TensorBoard: one event file for each file of metrics, written atomically."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from storage.run_directory import RunDirectory
 log = logging.getLogger(__name__)
 
 FORMAT = "brain.Event:2"
-"""What TensorBoard expects the first record of a file to say."""
+"""Version that TensorBoard expects in the first record of a file."""
 
 
 def write_events(run: RunDirectory, newest: int) -> None:
-    """Write what iterations up to `newest`, and evaluations of what they made, have no event file of yet.
+    """Write the event files still missing for iterations up to `newest` and evaluations of their policies.
 
-    Never raises: the run is worth more than its curves. A failure is one line of the log, and the next call
-    writes what is missing."""
+    Never raises, because the run matters more than its curves. A failure is one line of the log, and the next
+    call writes what is missing."""
     try:
         _write_kind(run, "train", newest)
         _write_kind(run, "devices", newest)
         _write_kind(run, "evaluation", newest + 1)
-    except Exception as error:  # what is missing is written by the next call
+    except Exception as error:  # the next call writes what is missing
         log.warning("run %s: metrics are not written for TensorBoard: %s", run.run_id, error)
 
 
@@ -39,7 +39,7 @@ def _write_kind(run: RunDirectory, kind: Kind, newest: int) -> None:
 
 
 def encode_events(points: Sequence[Point]) -> bytes:
-    """As TensorBoard scalars."""
+    """Bytes of an event file with these points as TensorBoard scalars."""
     # their import takes 0.2 s, which a command that only reads a run need not wait for
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary

@@ -1,4 +1,4 @@
-"""A run's time in the Trace Event Format of Chrome: opens in Perfetto (ui.perfetto.dev) and chrome://tracing.
+"""A run's timeline in Chrome's Trace Event Format, for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
 The format: "Trace Event Format", Google, 2016 (complete events `X`, metadata events `M`). A process is a
 worker, or the run itself; its threads are tracks. Times are microseconds since the run's first span.
@@ -16,14 +16,14 @@ from sf_core.scheduling.timeline import Span
 Event = dict[str, Any]
 
 RUN = 1
-"""Process id of the run; workers follow."""
+"""Process id of the run; those of workers follow."""
 
 TRACKS = {"held": (1, "active tag"), "busy": (2, "busy"), "moving": (2, "busy"), "wait": (3, "waits")}
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A part of the run's own time: an iteration, a stage, a wait."""
+    """A bar in the run's own tracks: an iteration, a stage or a wait."""
 
     track: str
     name: str
@@ -34,7 +34,7 @@ class Bar:
 
 
 def chrome_trace(run_id: str, spans: Sequence[Span], bars: Sequence[Bar]) -> dict[str, Any]:
-    """The whole file, as JSON writes it. Tracks of the run are in the order in which `bars` name them."""
+    """The trace file as a JSON object. The run's tracks are in the order in which `bars` name them."""
     origin = min([*(span.start for span in spans), *(bar.start for bar in bars)], default=0.0)
     events = list(_named(RUN, f"run {run_id}"))
     tracks = list(dict.fromkeys(bar.track for bar in bars))
@@ -66,7 +66,7 @@ def _device_event(process: int, span: Span, origin: float) -> Event:
 def _complete(
     process: int, track: int, name: str, category: str, start: float, end: float, facts: Mapping[str, Any]
 ) -> Event:
-    # the end is rounded, not the duration: what follows without a gap must not overlap
+    # the end is rounded, not the duration, so that adjacent events do not overlap
     begin = round(start * 1e6)
     duration = max(0, round(end * 1e6) - begin)
     return {

@@ -1,7 +1,7 @@
-"""A run's metrics in MLflow and Weights & Biases, where its configuration asks for that.
+"""A run's metrics in MLflow and Weights & Biases, if its configuration asks for that.
 
-They get what the metrics' Parquet holds, in a thread of their own: a tracker that is slow or away holds up
-nothing. What was sent is noted in the run directory, so that a run that goes on sends the rest.
+A thread of its own sends what the metrics' Parquet holds, so a slow or missing tracker delays nothing. What
+was sent is noted in the run directory, so that a resumed run sends the rest.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from storage.run_directory import RunDirectory
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 60.0
-"""How long the end of a run waits for what is still to be sent."""
+"""How long the end of a run waits for metrics still to be sent."""
 
 End = Literal["finished", "failed", "interrupted"]
 """How an attempt on a run ended."""
@@ -35,10 +35,10 @@ KINDS: tuple[Kind, ...] = ("train", "devices", "evaluation")
 
 
 class Trackers:
-    """Those of one run, as a context: on leaving it, the rest is sent. What a tracker does not take is one
-    line of the log, and is sent with the next call.
+    """The trackers of one run, as a context that sends the rest on exit. What a tracker does not accept is
+    one line of the log, and is sent again with the next call.
 
-    Raises ConfigError, one sentence, if the package of one is not installed."""
+    Raises ConfigError, one sentence, if a tracker's package is not installed."""
 
     def __init__(self, run: RunDirectory, config: RunConfig) -> None:
         chosen = {name: getattr(config.track, name) for name in _MAKE}
@@ -61,7 +61,7 @@ class Trackers:
         if not self._feeds:
             return
         if kind is not None:
-            # what interrupts a flow is no Exception
+            # interruptions of a flow do not derive from Exception
             self._end = "failed" if issubclass(kind, Exception) else "interrupted"
         self.send(self._last)
         self._due.put(None)
@@ -70,7 +70,7 @@ class Trackers:
             log.warning("trackers have not taken the last metrics within %.0f s", PATIENCE_S)
 
     def send(self, newest: int) -> None:
-        """Send what iterations up to `newest` measured, and evaluations of what they made. Does not wait."""
+        """Queue the metrics of iterations up to `newest` and evaluations of their policies. Does not wait."""
         self._due.put(newest)
 
     def _send_all(self) -> None:
@@ -82,10 +82,10 @@ class Trackers:
 
 
 class _Tracker(Protocol):
-    """One run at a tracker, which shows it as running until it is closed."""
+    """One run in a tracker, which shows it as running until `close`."""
 
     run_id: str
-    """Its name there."""
+    """Id of the run in the tracker."""
 
     def send(self, kind: Kind, points: list[Point]) -> None: ...
 
@@ -93,7 +93,7 @@ class _Tracker(Protocol):
 
 
 class _Feed:
-    """What one tracker was sent, and the rest."""
+    """Sends one tracker what it has not been sent yet."""
 
     def __init__(self, run: RunDirectory, config: RunConfig, name: str) -> None:
         self._run, self._config, self._name = run, config, name
@@ -113,7 +113,7 @@ class _Feed:
     def close(self, end: End) -> None:
         with self._telling("how it ended"):
             note = self._read_note()
-            # also where this attempt had nothing to send: an earlier one may have ended otherwise
+            # even if this attempt sent nothing: an earlier one may have ended in another state
             if "run_id" in note:
                 self._open(note).close(end)
 
@@ -121,11 +121,11 @@ class _Feed:
     def _telling(self, what: str) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # a run is worth more than its curves
+        except Exception as error:  # the run matters more than its curves
             log.warning("run %s: %s did not take %s: %s", self._run.run_id, self._name, what, error)
 
     def _open(self, note: dict[str, Any]) -> _Tracker:
-        """The tracker's run, which the note names from then on, whatever the tracker takes of it."""
+        """The run in the tracker; its id is noted at once, even if the tracker then accepts nothing."""
         if self._tracker is None:
             self._tracker = _MAKE[self._name](self._config, note.get("run_id"))
             note["run_id"] = self._tracker.run_id
@@ -154,14 +154,14 @@ class _MlflowRun:
         self.run_id = known or self._create(config)
         if known is not None:
             self._client.update_run(known, "RUNNING")
-        # a parameter that it has cannot be changed
+        # MLflow parameters cannot be changed once set
         taken = self._client.get_run(known).data.params if known is not None else {}
         self._settings = [
             Param(name, value[:MLFLOW_PARAM_CHARS])
             for name, value in _flat(config.model_dump())
             if name not in taken
         ]
-        """Not sent yet."""
+        """Parameters not sent yet."""
 
     def _create(self, config: RunConfig) -> str:
         name = str(config.track.mlflow)
@@ -189,22 +189,22 @@ class _WandbRun:
     def __init__(self, config: RunConfig, known: str | None) -> None:
         import wandb
 
-        # a run directory may have been begun again, or be another's of this name; at most 128 characters
+        # random: the run may have been begun anew, or another may have its name; at most 128 characters
         self.run_id = known or f"{config.run_id}-{secrets.token_hex(4)}"
         self._run = wandb.init(
             project=config.track.wandb,
             id=self.run_id,
-            # one that it has may have been given another name there
+            # an existing run may have been renamed there
             name=None if known else config.run_id,
             resume="allow",
             config=config.model_dump(),
-            # metrics only: neither the console nor the machine nor anybody's code
+            # metrics only: no console output, machine statistics or code
             settings=wandb.Settings(
                 console="off", x_disable_stats=True, disable_git=True, disable_code=True, silent=True
             ),
         )
         for kind in KINDS:
-            # one run has several rows per kind and iteration: its own counter says nothing
+            # W&B's own step counts rows, of which there are several per iteration
             self._run.define_metric(f"{kind}/step", hidden=True)
             self._run.define_metric(f"{kind}/*", step_metric=f"{kind}/step")
 
@@ -219,7 +219,7 @@ class _WandbRun:
 
 
 MLFLOW_BATCH = 100
-"""Parameters that MLflow takes at once."""
+"""Number of parameters that MLflow accepts at once."""
 
 MLFLOW_PARAM_CHARS = 6000
 

@@ -1,6 +1,6 @@
 """What a run directory tells about a run: figures per iteration, and the rows of one session.
 
-Reads manifests and the files they name, nothing else. How it looks is sf_core/reports/tables.py's.
+Reads manifests and the files they name, nothing else. The layout is sf_core/reports/tables.py's.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from storage.trajectories import read_trajectories, to_rows
 
 @dataclass(frozen=True, slots=True)
 class RolloutFigures:
-    """Of the trajectories of one iteration."""
+    """Figures of the trajectories of one iteration."""
 
     sessions: int
     reward_mean: float
-    """Over sessions that have a reward."""
+    """Mean over the sessions that have a reward."""
     tokens_sampled: int
     lag_mean: float
-    """Over sampled tokens: version being updated minus version that sampled the token."""
+    """Mean over sampled tokens of the version being updated minus the version that sampled the token."""
     lag_max: int
     example: str
     """The id of one session."""
     failures: dict[str, int]
-    """Sessions that failed and count, by the reason."""
+    """Numbers of failed sessions that count, by the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class IterationFigures:
     iteration: int
     committed: tuple[str, ...]
-    """Stages that are done."""
+    """Committed stages."""
     rollout: RolloutFigures | None
 
 
@@ -54,15 +54,15 @@ SamplingKind = Literal["trains iteration", "evaluates version", "opened at versi
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The sessions of one iteration, of the evaluation of one policy version, or those that agents opened and
-    this version was the newest to sample."""
+    """The sessions of one iteration, of the evaluation of one policy version, or the sessions opened by
+    agents for which this version was the newest to sample."""
 
     kind: SamplingKind
     number: int
     uris: list[str]
     """Parquet files with the columns of storage.schema.SCHEMA."""
     is_trained: bool = False
-    """A step has used them."""
+    """Whether a train step has used the sessions."""
 
     @property
     def label(self) -> str:
@@ -80,13 +80,13 @@ class Sampling:
 class SessionRows:
     session_id: str
     origin: str
-    """The iteration that trains it, the policy version that it evaluates, or the newest that sampled it."""
+    """Label of the `Sampling` that holds the session."""
     fate: str
     branches: list[Trajectory]
 
 
 def open_run(uri: str) -> RunDirectory:
-    """Raises ValueError with one sentence, and names like it, if no run is there."""
+    """Open a run. Raises ValueError with one sentence, and similar names, if no run is there."""
     run = RunDirectory(uri)
     if files.exists(run.path("config.json")):
         return run
@@ -96,31 +96,31 @@ def open_run(uri: str) -> RunDirectory:
 
 
 def iteration_figures(run: RunDirectory) -> list[IterationFigures]:
-    """All iterations of which a stage is committed, in order."""
+    """Figures of all iterations with a committed stage, in order."""
     rows = (_figures(run, iteration) for iteration in itertools.count())
     return list(itertools.takewhile(lambda row: row.committed, rows))
 
 
 def held_out_rewards(run: RunDirectory, versions: int) -> dict[int, float]:
-    """Mean held-out reward by policy version, of those below `versions` that were evaluated."""
+    """Mean held-out reward by policy version, for evaluated versions below `versions`."""
     manifests = {version: run.read_manifest(version, "evaluate") for version in range(versions)}
     return {version: m.data["reward_mean"] for version, m in manifests.items() if m is not None}
 
 
 def failures_of(manifest: Manifest) -> dict[str, int]:
-    """Sessions of a rollout or an evaluation that failed and count, by the reason; runs of earlier versions
-    had none."""
+    """Numbers of failed sessions of a rollout or an evaluation that count, by the reason; none in manifests
+    of earlier versions."""
     return dict(manifest.data.get("failures", {}))
 
 
 def held_out_failures(run: RunDirectory, versions: int) -> dict[str, int]:
-    """Of all evaluations of versions below `versions`."""
+    """Failures of all evaluations of versions below `versions`, summed by reason."""
     manifests = (run.read_manifest(version, "evaluate") for version in range(versions))
     return sum_failures(failures_of(manifest) for manifest in manifests if manifest is not None)
 
 
 def find_session(run: RunDirectory, session_id: str) -> SessionRows:
-    """Raises ValueError with one sentence, and ids like it, if the run committed no such session."""
+    """Rows of one session. Raises ValueError with one sentence, and similar ids, if there is none."""
     seen: list[str] = []
     for sampling in samplings(run):
         for uri in sampling.uris:
@@ -135,8 +135,8 @@ def find_session(run: RunDirectory, session_id: str) -> SessionRows:
 
 
 def samplings(run: RunDirectory) -> Iterator[Sampling]:
-    """Everything that is committed and holds sessions, in order; then what agents opened, which is in whole
-    files that no manifest names."""
+    """All committed sessions by iteration and evaluation, in order; then those opened by agents, whose files
+    no manifest names."""
     for number in itertools.count():
         rollout, evaluate = (run.read_manifest(number, stage) for stage in ("rollout", "evaluate"))
         if evaluate is not None:
@@ -202,7 +202,7 @@ Window = tuple[float, float]
 class Iteration:
     number: int
     stages: Mapping[str, Manifest]
-    """What is committed: the stages, and `evaluate` where this version was evaluated."""
+    """Committed manifests: of stages, and of `evaluate` if this version was evaluated."""
 
     @property
     def is_through(self) -> bool:
@@ -210,13 +210,13 @@ class Iteration:
 
     @property
     def sampled_tokens(self) -> int:
-        """Evaluations included; without those that were sampled before its window, by an earlier attempt."""
+        """Tokens sampled in its window, evaluations included; not those of stages of an earlier attempt."""
         last = self.stages["publish"].attempt
         return sum(m.data.get("sampled_tokens", 0) for m in self.stages.values() if m.attempt == last)
 
 
 def read_iterations(run: RunDirectory, first: int = 0) -> Iterator[Iteration]:
-    """In order, as far as a stage is committed; the last may not be through."""
+    """Iterations with a committed stage, in order; the last may not be through."""
     for number in count(first):
         found = {stage: run.read_manifest(number, stage) for stage in (*STAGES, "evaluate")}
         stages = {stage: manifest for stage, manifest in found.items() if manifest is not None}
@@ -226,8 +226,8 @@ def read_iterations(run: RunDirectory, first: int = 0) -> Iterator[Iteration]:
 
 
 def iteration_windows(iterations: Iterable[Iteration]) -> dict[int, Window]:
-    """By number, of those that are through: from the end of the iteration before to its own end; of the one
-    that an attempt began with, from the start of the first stage that this attempt committed."""
+    """Windows of the iterations that are through, by number: from the end of the one before to its own end;
+    for an attempt's first iteration, from the start of the first stage that this attempt committed."""
     windows: dict[int, Window] = {}
     attempt, reached = None, 0.0
     for iteration in iterations:

@@ -1,4 +1,4 @@
-"""Splits sampled text, as it arrives, into reasoning, content and tool calls, and ends it at a stop string."""
+"""Splits sampled text, as it arrives, into reasoning, content and tool calls; ends it at a stop string."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class AnswerStream:
     def __init__(self, splitter: CallSplitter | None, reasoning: ReasoningSplitter | None = None) -> None:
         self._splitter, self._reasoning = splitter, reasoning
         self._blank = ""
-        """White space before content or after a call, held back: it is content only if more content follows."""
+        """Held back white space before content or after a call: content only if more content follows."""
         self._follows_call = False
         self.content = ""
         self.reasoning = ""

@@ -21,7 +21,7 @@ Message = dict[str, Any]
 
 
 def assistant_message(content: str, calls: list[ToolCall], turn_id: str, reasoning: str = "") -> Message:
-    """A sampled answer. Call ids are derived from the turn, so equal calls of two turns have different ids."""
+    """A sampled answer. Call ids are derived from the turn, so equal calls of two turns differ in id."""
     message: Message = {"role": "assistant", "content": content}
     if reasoning:
         message["reasoning_content"] = reasoning
@@ -41,7 +41,7 @@ def tool_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
 
 
 def chain_keys(tools: list[Tool], messages: list[Message]) -> list[bytes]:
-    """Chained hashes, one of the tools, then one per message: equal keys mean equal tools and messages so far."""
+    """Chained hashes: of the tools, then one per message. Equal keys: equal tools and messages so far."""
     keys = [blake2b(orjson.dumps(tools, option=orjson.OPT_SORT_KEYS), digest_size=16).digest()]
     for message in messages:
         keys.append(extend_chain(keys[-1], message))

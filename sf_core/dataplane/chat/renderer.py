@@ -1,6 +1,6 @@
 """Text to ids and back, by the tokenizer, chat template and end-of-turn tokens of the run's model folder.
 
-Owns the suffix rule: the text that a request adds to recorded ids begins at an end-of-turn token.
+Owns the suffix rule: what a request adds to recorded ids is cut from the rendering at an end-of-turn token.
 Uses tokenizers and jinja2 directly, because transformers imports torch: 3 s and 250 MB.
 """
 
@@ -58,7 +58,7 @@ class Renderer:
         """Answers may begin with reasoning between think tags."""
         self.vocab_size = self._tokenizer.get_vocab_size()
         self.num_ids = max(self.vocab_size, _num_rows(folder))
-        """Number of ids that the policy may sample: networks are often padded beyond the tokenizer's vocabulary."""
+        """Number of ids that the policy may sample; networks are often padded beyond the vocabulary."""
         self._template = _compile(template)
         self._special = {name: _text(config[name]) for name in _SPECIAL if config.get(name)}
         self.stop_texts = self._read_stops(folder)

@@ -69,7 +69,7 @@ class Journal:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
         self._file: FileIO | None = None
         self._end = self._synced_end = 0
-        """Valid bytes of the file, and how many are on disk; what follows the valid ones is a torn write."""
+        """Bytes of the file that are valid, and that are on disk; what follows is a torn write."""
         self._exclusive = asyncio.Lock()
         """Held while the thread works on the whole file; what is appended meanwhile is written afterwards."""
         self._frames: list[bytes] = []
@@ -88,7 +88,8 @@ class Journal:
 
     async def replay(self) -> AsyncGenerator[Record, None]:
         """All intact records, oldest first, read piece by piece: appends go on in between. A broken record is
-        a torn write and cut off with all behind it. Raises ApiError 503 while the journal cannot be written."""
+        a torn write and cut off with all behind it. Raises ApiError 503 while the journal cannot be
+        written."""
         pieces = self._read()
         while piece := await self._exclusively(lambda: partial(next, pieces, None)):
             for record in piece:

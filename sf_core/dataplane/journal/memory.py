@@ -1,7 +1,7 @@
 """Keeps the memory of sessions and results below one bound by spilling idle ones to disk.
 
 Owns the bound, the order of use and the spill files. How a session is written and read back is in
-session_records.py, a result in records.py. Spill files are never the only copy of anything, because the
+session_records.py, a result in finished.py. Spill files are never the only copy of anything, because the
 journal has it all: they are not forced to disk, and those of a dead process are removed (recovery.py).
 """
 

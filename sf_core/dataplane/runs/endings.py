@@ -1,8 +1,8 @@
-"""How the sessions of a run end: a report becomes a result, another try, or a rejected group.
+"""How the sessions of a run end: a report becomes a result, a retry, or a rejected group.
 
-Owns that nobody waits for a session that nobody works on: whatever is raised while one is closed and
-exported, its place is given out again or its group is rejected with the reason. What a failure is worth, the
-rollout manager says."""
+Owns that no session is waited for without a runner: whatever is raised while one is closed and exported, its
+place is given out again or its group is rejected with the reason. The rollout manager decides what a failure
+is worth."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Endings:
         self._run = run
 
     async def end(self, session: Session, report: FinishBody) -> None:
-        """Returns when the end is on disk. Raises ApiError, and with `retry_after_s` if nothing has
-        happened."""
+        """End a session as reported; returns when the end is on disk. Raises ApiError, with `retry_after_s`
+        if nothing has happened."""
         report = report.or_earlier(session.reward, session.reward_parts)
         if (claim := session.claim) is None:
             await self._end_opened(session, report)
@@ -62,7 +62,7 @@ class Endings:
             run.changed.notify()
 
     async def _end_opened(self, session: Session, report: FinishBody) -> None:
-        """One that failed leaves nothing, one without a reward goes on: nobody would do it again."""
+        """End an external session. If it failed it leaves nothing; without a reward it stays open."""
         run = self._run
         run.journal.check()
         if report.status == "failed":
@@ -83,7 +83,7 @@ class Endings:
         run.counters["opened_sessions"] += 1
 
     async def _end_given(self, session: Session, claim: Claim, report: FinishBody) -> None:
-        """Of a session that a runner was given; the report has a reward, also of a failure."""
+        """End a session that a runner was given; the report has a reward, also that of a failure."""
         report = report.model_copy(
             update={
                 "task_id": report.task_id or session.task_id,
@@ -101,7 +101,7 @@ class Endings:
         raise refusal
 
     async def _give_up(self, session: Session, claim: Claim, report: FinishBody, error: str) -> None:
-        """Nothing is left of the session, and nobody else ends it."""
+        """Settle a session of which nothing could be recorded, because nothing else would end it."""
         run = self._run
         if run.sessions.get(session.session_id) is session:
             run.drop(session, error)
@@ -112,7 +112,7 @@ class Endings:
         await self._settle(claim, nothing, error)
 
     async def _settle(self, claim: Claim, result: FinishedSession, error: str) -> None:
-        """`error` says why, of one that failed."""
+        """Count a result or its failure; `error` is the reason of a failure."""
         if claim.place.split == "train" and not result.trajectories and result.status not in REASONS:
             has_overflowed = result.status == "finished_after_overflow"
             result.status = "context_overflow" if has_overflowed else "agent_error"
@@ -150,7 +150,7 @@ class Endings:
 
 
 def _refusal(session: Session, error: Exception) -> ApiError:
-    """What whoever reported the end is told."""
+    """The error with which the report of an end is answered."""
     if isinstance(error, ApiError):
         return error
     log.error("session %s could not be recorded", session.session_id, exc_info=error)
@@ -163,11 +163,11 @@ def _no_reward() -> ApiError:
 
 
 class Closing(dict[str, Session]):
-    """By id."""
+    """Sessions whose end is being recorded, by id."""
 
     def check(self, session_id: str) -> None:
-        """Raises ApiError 503 for one of them: who reports its end again must not be told that there is none,
-        nor that it is recorded."""
+        """Raises ApiError 503 for one of them: a second report of its end must be told neither that the
+        session is unknown nor that its end is recorded."""
         if session_id in self:
             raise ApiError(
                 503,
@@ -178,7 +178,7 @@ class Closing(dict[str, Session]):
 
     @contextmanager
     def holding(self, session: Session) -> Iterator[None]:
-        """Raises ApiError as `check` does."""
+        """Contain a session while its end is recorded. Raises ApiError as `check` does."""
         self.check(session.session_id)
         self[session.session_id] = session
         try:

@@ -1,7 +1,7 @@
-"""Sessions that agents opened for themselves: once finished they are rows of the run directory.
+"""Storage of finished external sessions, which clients opened themselves, as rows of the run directory.
 
-Owns which of them share a file, and that each gets there once. Until then they are in the journal
-(records.py), which a restart finds them in.
+Owns which of them share a file, and that each is stored once. Until then they are in the journal
+(records.py), where a restart finds them.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from sf_core.dataplane.sessions.finished import FinishedSession
 log = logging.getLogger(__name__)
 
 MAX_TOGETHER = 256
-"""Sessions of a file."""
+"""Most sessions of a file."""
 
 RETRY_S = 10.0
-"""After an error of the storage nothing is written for so long."""
+"""Seconds after a storage error in which nothing is written."""
 
 SPARE_BYTES = 64 * 2**20
-"""The journal may grow to twice what it held when it was last compacted, and so much more."""
+"""The journal is compacted when it has outgrown twice its size after the last compaction by this much."""
 
 
 class OpenedStore:
-    """Writes those of one run, one file after the other.
+    """Writes the external sessions of one run, one file after the other.
 
-    A file is named after the oldest session that is not known to be stored. Killed behind a write that it did
-    not record, the process that comes next begins with that session again, and writes a file of the same name
-    that holds at least the same sessions: each is in exactly one file.
+    A file is named after the oldest session that is not known to be stored. If the process is killed after a
+    write and before its record, the next process begins with that session again and writes a file of the same
+    name that holds at least the same sessions: each is in exactly one file.
     """
 
     def __init__(self, run: Run) -> None:
@@ -48,7 +48,7 @@ class OpenedStore:
         self._compacted_bytes = 0
 
     def store_soon(self) -> None:
-        """To be called now and then: what has finished meanwhile shares a file."""
+        """Start storing; to be called periodically, so that sessions that finish in between share a file."""
         is_busy = self._storing is not None and not self._storing.done()
         if self._run.results.opened and not is_busy and time.monotonic() >= self._retry_at:
             self._storing = asyncio.ensure_future(self.store_or_try_later())
@@ -62,13 +62,13 @@ class OpenedStore:
             log.warning("run %s: %d opened sessions wait: %s", self._run.spec.run_id, num_waiting, error)
 
     async def store(self) -> None:
-        """Write all there are. Raises ApiError or OSError; what is not written stays."""
+        """Write all finished ones. Raises ApiError or OSError; those that are not written stay."""
         async with self._one_at_a_time:
             while self._run.results.opened:
                 await self._store_oldest()
 
     async def close(self) -> None:
-        """Returns when nothing is being written, or can be."""
+        """Stop storing; returns when nothing is being written, or the journal cannot be."""
         with suppress(ApiError):
             await self._run.journal.attend(self._end())
 
@@ -89,7 +89,7 @@ class OpenedStore:
         await run.journal.append(stored_record(session_ids))
         run.results.drop_opened(session_ids)
         if run.journal.path.stat().st_size > 2 * self._compacted_bytes + SPARE_BYTES:
-            # no batch need ever be sealed where agents open sessions
+            # sealing compacts too, but a run with external sessions may never seal a batch
             await run.compact(partial(compaction, run))
             self._compacted_bytes = run.journal.path.stat().st_size
 

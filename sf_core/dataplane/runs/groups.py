@@ -1,4 +1,4 @@
-"""The sessions of one task instance whose rewards are compared, and how far each has come. Pure state."""
+"""Groups: the sessions of one task whose rewards are compared, and the progress of each. Pure state."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Group:
     size: int
     members: list[Member] = field(init=False)
     num_done: int = field(default=0, init=False)
-    """Members that are done; kept, like `min_version`, because a batch may look at 100,000 groups."""
+    """Members that are done; cached, like `min_version`, because a batch may look at 100,000 groups."""
     min_version: int | None = field(default=None, init=False)
     """Oldest policy version of any token; None before the first token."""
 
@@ -52,21 +52,21 @@ class Group:
                 yield Claim(Place(self.split, self.index, i), member.attempt, member.num_failures)
 
     def note_started(self, claim: Claim, version: int) -> None:
-        """A token of the session may have been sampled by this version or a later one."""
+        """Note that a token of the session may have been sampled by this version or a later one."""
         member = self.members[claim.place.member]
         if member.min_version is None:
             member.min_version = version
             self._count()
 
     def reopen(self, claim: Claim) -> None:
-        """The session was lost without a fault of its own; it is given out again."""
+        """Open the place of a running session again, without counting a failure."""
         member = self.members[claim.place.member]
         if member.is_running(claim.attempt):
             member.progress, member.min_version = Progress.OPEN, None
             self._count()
 
     def resume(self, claim: Claim) -> None:
-        """It was given out by an earlier process."""
+        """Note that a session given out by an earlier process still runs."""
         member = self.members[claim.place.member]
         if claim.attempt > member.attempt:
             self.note_given_out(claim)
@@ -74,7 +74,7 @@ class Group:
             self._count()
 
     def note_given_out(self, claim: Claim) -> None:
-        """By an earlier process: neither its number nor its draws come again."""
+        """Note a claim that an earlier process gave out: neither its number nor its draws are reused."""
         member = self.members[claim.place.member]
         member.attempt = max(member.attempt, claim.attempt)
         member.num_failures = max(member.num_failures, claim.draw)
@@ -86,7 +86,7 @@ class Group:
         self._count()
 
     def fail(self, claim: Claim) -> int:
-        """Returns how often sessions of this place have failed by now."""
+        """Open the place again; returns how often its sessions have failed by now."""
         self.reopen(claim)
         member = self.members[claim.place.member]
         member.num_failures += 1

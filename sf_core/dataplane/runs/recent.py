@@ -1,4 +1,4 @@
-"""How the sessions of a run ended of late: for who watches it, and for who waits for more of them."""
+"""Rewards, lengths and failures of a run's latest sessions, and its token rate, as status reports them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Outcomes:
         self._tokens: deque[int] = deque(maxlen=NUM_RECENT)
         self.last_error = ""
         self.failures_in_a_row = 0
-        """Sessions that failed and are tried again or left out, since one counted."""
+        """Sessions that failed and are retried or excluded, since the last one that counted."""
 
     def note_finished(self, result: FinishedSession, error: str = "") -> None:
-        """`error`: it failed so, and counts as it is: that tells of the policy, not of a broken agent."""
+        """Count a session with its reward. `error`: why it failed, if its failure counts as the policy's."""
         self.failures_in_a_row = 0
         self.last_error = error or self.last_error
         self._rewards.append(result.reward)
@@ -31,23 +31,23 @@ class Outcomes:
         self.last_error = error
 
     def forget_failures(self) -> None:
-        """What made them fail may have been mended."""
+        """Reset the failures, whose cause may have been mended."""
         self.failures_in_a_row, self.last_error = 0, ""
 
     @property
     def mean_reward(self) -> float | None:
-        """None before a session has finished."""
+        """Mean reward of the last NUM_RECENT sessions; None before one has finished."""
         return sum(self._rewards) / len(self._rewards) if self._rewards else None
 
     @property
     def mean_tokens(self) -> float | None:
-        """Sampled in a session; None before one has finished."""
+        """Mean number of tokens sampled in one of them; None before one has finished."""
         return sum(self._tokens) / len(self._tokens) if self._tokens else None
 
 
 @dataclass
 class TokenMeter:
-    """Tokens per second over a sliding window."""
+    """Tokens in total, and per second over a sliding window."""
 
     window_s: float = 10.0
     total: int = 0

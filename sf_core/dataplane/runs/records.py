@@ -1,4 +1,4 @@
-"""What the journal holds of a run, as MessagePack values and back.
+"""Records of a run in its journal, made and read as MessagePack values.
 
 A record is a map whose first key is its kind. Records of turns are in turn_records.py; what records do to a
 run is in recovery.py.
@@ -19,14 +19,14 @@ from sf_core.types import WeightsRef
 
 
 def run_record(spec: RunSpec, num_gateways: int = 1) -> Record:
-    """A flow registered the run; the first record of every journal. With more than one gateway process the
-    turns are in journals of their own."""
+    """A flow registered the run; the first record of every journal. With more than one gateway process, the
+    turns are in separate journals."""
     record = {"run": spec.model_dump() | {"key": spec.agents_key}}
     return record if num_gateways == 1 else record | {"gateways": num_gateways}
 
 
 def gateways_of(record: Record) -> int:
-    """How many processes recorded the turns of the run, from this record of its registration on."""
+    """Number of processes that record the turns of the run from this registration on."""
     return int(record.get("gateways", 1))
 
 
@@ -47,7 +47,7 @@ def revoked_record(lease_id: str) -> Record:
 
 
 def paused_record(engine_id: str | None) -> Record:
-    """Of one engine, or of the run."""
+    """One engine was paused, or the run (None)."""
     return {"paused": engine_id}
 
 
@@ -79,27 +79,27 @@ def _session_value(session: Session) -> list[Any]:
 
 
 def rewarded_record(session: Session) -> Record:
-    """Of a session that goes on."""
+    """A reward was reported for a session that stays open."""
     return {"rewarded": session.session_id, "reward": session.reward, "parts": session.reward_parts}
 
 
 def named_record(session: Session) -> Record:
-    """Of a session that goes on: what it works on."""
+    """The runner named the task of a session that stays open."""
     return {"named": session.session_id, "task_id": session.task_id, "environment": session.environment}
 
 
 def answered_record(session: Session) -> Record:
-    """Of a session whose agent is through; what it answered is to be scored."""
+    """The agent of a session is done, and its answer is to be scored."""
     return {"answered": session.session_id, "answer": session.answer}
 
 
 def closed_record(session: Session) -> Record:
-    """The end of a session that was no runner's and leaves nothing."""
+    """An external session ended without a result."""
     return {"closed": session.session_id}
 
 
 def stored_record(session_ids: list[str]) -> Record:
-    """The rows of finished sessions that were no runner's are in the run directory."""
+    """The rows of finished external sessions are in the run directory."""
     return {"stored": session_ids}
 
 

@@ -1,8 +1,8 @@
-"""A run as it was before the data plane died: its journal, replayed.
+"""Recovery of a run from its journal after the data plane died.
 
-Owns what every record does to a run (records of turns: turn_recovery.py), and what a compacted journal must
+Owns what every record does to a run (records of turns: turns/recovery.py), and what a compacted journal must
 still hold. A restarted data plane opens by itself the runs that were open (open_runs.py); a run that a flow
-registers is opened from its journal first, and then registered like one that was open all the time. Records
+registers is restored from its journal first, and then registered like one that was open all the time. Records
 are in records.py and turn_records.py, framing in journal.py. Memory stays below its bound throughout
 (memory.py).
 """
@@ -39,7 +39,7 @@ from sf_core.dataplane.turns.recovery import TURN_KINDS, replay_turn, session_of
 from sf_core.types import WeightsRef
 
 Answers = dict[int, dict[str, Any]]
-"""What was said of each sealed batch, to be said again."""
+"""Answers to the seals of batches, by batch, to be repeated on request."""
 
 Past = list[Record | FinishedSession]
 
@@ -49,7 +49,7 @@ MakeRun = Callable[[RunSpec, Renderer, Journal, float, Memory], Run]
 async def open_run(
     spec: RunSpec, journal: Journal, grace_s: float, memory: Memory, make: MakeRun = Run
 ) -> tuple[Run, Answers]:
-    """A registered run, with all that its journal knows of it. Raises ApiError if it cannot be opened."""
+    """Open the run of a registration, restored from its journal if that has it. Raises ApiError."""
     reopened = await reopen_run(journal, grace_s, memory, make)
     if reopened is None:
         run = make(spec, await read_renderer(spec.model_dir), journal, grace_s, memory)
@@ -69,8 +69,8 @@ async def open_run(
 async def reopen_run(
     journal: Journal, grace_s: float, memory: Memory, make: MakeRun = Run
 ) -> tuple[Run, Answers] | None:
-    """A run as its journal has it; None if there is nothing in it. Raises ApiError if it cannot be opened."""
-    # what a dead process left on disk is in the journal too
+    """Restore a run from its journal; None if that holds none. Raises ApiError if it cannot be opened."""
+    # everything that a dead process spilled is in the journal too
     await asyncio.to_thread(shutil.rmtree, spill_dir_of(journal), ignore_errors=True)
     replaying: _Replay | None = None
     async with aclosing(journal.replay()) as records:
@@ -88,8 +88,8 @@ async def reopen_run(
 
 
 async def read_past(run: Run, spec: RunSpec, num_records: int | None = None) -> Past:
-    """What the first records of the journal tell a run that this flow makes start over; nothing, for one that
-    goes on."""
+    """Results, rejections and claims in the first `num_records` records of the journal (None: in all), if
+    this registration makes the run start over; nothing if the run goes on."""
     past: Past = []
     if run.knows_batch(spec.iteration) or spec.attempt < run.spec.attempt:
         return past
@@ -108,8 +108,8 @@ async def read_past(run: Run, spec: RunSpec, num_records: int | None = None) -> 
 
 
 def begin_attempt(run: Run, spec: RunSpec, past: Past) -> bool:
-    """An attempt of the flow begins. True if the run starts over from what this flow says is done: then only
-    results are taken from the journal so far."""
+    """Begin an attempt of the flow. True if the run starts over from the progress that `spec` states: then
+    only `past` is taken over from the journal."""
     run.begin_attempt(spec)
     if run.knows_batch(spec.iteration):
         run.manager.rules = rules_of(spec)
@@ -132,15 +132,15 @@ def begin_attempt(run: Run, spec: RunSpec, past: Past) -> bool:
 
 
 class _Replay:
-    """Brings a new run to where its records end."""
+    """Applies the records of a journal to a new run, one by one."""
 
     def __init__(self, run: Run, first: Record) -> None:
         self._run = run
         self._answers: Answers = {}
         self._num_applied = 1
-        """With the first one, which made the run."""
+        """Number of records applied, with the first one, which made the run."""
         self._num_gateways = gateways_of(first)
-        """Of the last process that wrote here."""
+        """Number of gateway processes of the data plane that last wrote this journal."""
 
     async def apply(self, record: Record) -> None:
         run, manager = self._run, self._run.manager
@@ -196,13 +196,13 @@ class _Replay:
         self._num_applied += 1
 
     async def finish(self) -> tuple[Run, Answers]:
-        """Raises ApiError if its open sessions cannot go on here."""
+        """The restored run. Raises ApiError if its open sessions cannot go on in this data plane."""
         run = self._run
         for session in list(run.sessions.values()):
             if session.claim is not None and run.manager.group_of(session.claim) is None:
                 run.forget(session.session_id)
             elif session.runner:
-                # a runner that died meanwhile is missed as any other
+                # a runner that died meanwhile is found silent as any other
                 run.runners.setdefault(session.runner, Runner(run.spec.attempt))
         if self._num_gateways != run.num_gateways:
             self._check_gateways()
@@ -210,8 +210,8 @@ class _Replay:
         return run, self._answers
 
     def _check_gateways(self) -> None:
-        """Each gateway process has the turns of its sessions in a journal of its own: only as many as there
-        were can go on with open sessions."""
+        """Raises ApiError if sessions are open: every gateway process has the turns of its sessions in its
+        own journal, so that only the same number of processes can go on with them."""
         run, before = self._run, self._num_gateways
         if run.sessions:
             run.leave_memory()
@@ -255,8 +255,8 @@ def _take_back(run: Run, claim: Claim, finished: FinishedSession) -> None:
 
 
 def compaction(run: Run) -> Compaction:
-    """All that a restart could need, as of now. The last sealed batch is among it, because its flow may not
-    have committed it."""
+    """All that a restart could need, as of now. Includes the last sealed batch, because its flow may not have
+    committed it."""
     manager, weights = run.manager, run.router.weights
     last = manager.next_batch - 1
     batch = manager.batches.get(last, Batch([], {}))

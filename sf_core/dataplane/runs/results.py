@@ -1,6 +1,6 @@
-"""What finished sessions of a run have left, until their rows are in the run directory.
+"""Results of a run's finished sessions, until their rows are in the run directory.
 
-Owns which results there are. batches.py and opened.py write them; memory.py holds them, at times on disk.
+Owns which results there are. sealing.py and external.py write them; memory.py holds them, at times on disk.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from storage.schema import Trajectory
 
 class Results:
     def __init__(self, memory: Memory, folder: Path) -> None:
-        """While memory has no room for them, they are in files of this folder."""
+        """Results are spilled to `folder` while memory has no room for them."""
         self._memory, self._folder = memory, folder
         self.by_place: dict[Place, FinishedSession] = {}
-        """For their batches and evaluations."""
+        """Results of claimed sessions, for their batches and evaluations."""
         self.opened: dict[str, FinishedSession] = {}
-        """Of sessions that no runner was given, by id, in the order in which the journal has them."""
+        """Results of external sessions, by id, in the order in which the journal has them."""
 
     def hold(self, result: FinishedSession) -> FinishedSession:
-        """Count it among what memory holds, until it is kept and dropped, or let go."""
-        # nobody asks for it before it is written
+        """Count a result against the memory bound until it is dropped or let go."""
+        # results go first because they are not read before they are written
         self._memory.add(result, self._folder, goes_first=True)
         return result
 
@@ -33,7 +33,7 @@ class Results:
         self._memory.remove(result)
 
     def keep(self, place: Place, result: FinishedSession) -> None:
-        """For its batch or evaluation, until `drop`."""
+        """Keep a result for its batch or evaluation, until `drop`."""
         self.drop(place)
         self.by_place[place] = result
 
@@ -51,7 +51,7 @@ class Results:
         self.drop_opened(list(self.opened))
 
     def reader_of(self, result: FinishedSession) -> Callable[[], Sequence[Trajectory]]:
-        """Gives its trajectories, in any thread. Raises OSError if they are on disk and cannot be read."""
+        """Function that returns the trajectories, in any thread. It raises OSError if they cannot be read."""
         read, trajectories = self._memory.reader(result), result.trajectories
         if read is None:
             return lambda: trajectories

@@ -1,4 +1,4 @@
-"""Which sessions are given out, and which groups make a batch. Events in, decisions out: no clock, no IO.
+"""Decides which sessions are given out and which groups make a batch. No clock, no IO.
 
 Owns admission under the lag bound, the group rule, the gate and the choice of a batch. A group that cannot
 count is rejected whole, with the reason.
@@ -26,7 +26,7 @@ class BatchRules:
     gate: Literal["all", "varied"]
     session_attempts: int
     num_batches: int
-    """Batches of the whole run: no group is started that none of them needs."""
+    """Batches of the whole run; no group is started that none of them needs."""
     on_failure: FailureRules = field(default_factory=FailureRules)
     failed_reward: float = 0.0
 
@@ -44,11 +44,11 @@ class Readiness:
 @dataclass(frozen=True, slots=True)
 class Batch:
     groups: list[int]
-    """In order of (min_version, index)."""
+    """Group indices in order of (min_version, index)."""
     rejected: dict[int, str]
     """Groups rejected since the last batch, and why."""
     dropped: list[int] = field(default_factory=list)
-    """Those of them that were rejected for this batch to be within the lag bound."""
+    """Those of `rejected` that sealing this batch has rejected because of the lag bound."""
 
 
 class RolloutManager:
@@ -87,21 +87,21 @@ class RolloutManager:
         return group if running else None
 
     def note_started(self, claim: Claim, version: int) -> None:
-        """An engine of this version may have sampled a token of the session."""
+        """Note that an engine of this version may have sampled a token of the session."""
         if (group := self.group_of(claim)) is not None:
             group.note_started(claim, version)
 
     def finish(self, claim: Claim, reward: float, min_version: int | None) -> list[int]:
-        """`min_version` is that of the oldest sampled token. Returns the groups rejected by this."""
+        """Count a finished session; `min_version` is that of its oldest token. Returns rejected groups."""
         if (group := self.group_of(claim)) is None:
             return []
         group.finish(claim, reward, min_version)
         return self._gate(group)
 
     def worth(self, claim: Claim, reason: Reason, can_train: bool) -> float | None:
-        """The reward with which a session ends that failed; None: it is to `fail`, because it is tried again
-        or its group is left out. `can_train`: the policy has sampled something in it. A held-out session that
-        would be left out ends with the reward too: a mean over all tasks has no other place for it."""
+        """The reward with which a failed session ends; None: it is to `fail`, because it is retried or its
+        group is rejected. `can_train`: the policy has sampled a token in it. A held-out session ends with the
+        reward at its last attempt in any case, because the mean is over all tasks."""
         if (group := self.group_of(claim)) is None:
             return None
         rule = self.rules.on_failure.rule_for(reason) if can_train else "retry_then_exclude"
@@ -110,7 +110,7 @@ class RolloutManager:
         return self.rules.failed_reward if ends else None
 
     def fail(self, claim: Claim, reason: Reason) -> list[int]:
-        """Returns the groups rejected by this."""
+        """Open the place of a failed session again, or reject its group. Returns the groups rejected."""
         if (group := self.group_of(claim)) is None or group.fail(claim) < self.rules.session_attempts:
             return []
         if group.split == "holdout":
@@ -119,7 +119,7 @@ class RolloutManager:
         return self._reject([group.index], reason)
 
     def lose(self, claim: Claim) -> None:
-        """The session's runner is gone; it is given out again."""
+        """Open the place of a session whose runner is gone."""
         if (group := self.group_of(claim)) is not None:
             group.reopen(claim)
 
@@ -144,8 +144,8 @@ class RolloutManager:
         return Readiness(not waiting_for, len(accepted), needed, in_flight, waiting_for)
 
     def num_sessions_left(self) -> int:
-        """Sessions still to run for the next batch and for those that the lag bound lets run before it is
-        trained on, and the held-out ones. Of the groups, those count that have come furthest."""
+        """Sessions still to run for the next batch, for the batches that the lag bound admits before it is
+        trained on, and for evaluations. Counts those groups that have the fewest sessions left."""
         rules = self.rules
         held_out = sum(group.size - group.num_done for group in self.evaluations.values())
         batches = min(1 + rules.lag_bound, rules.num_batches - self.next_batch)
@@ -154,7 +154,7 @@ class RolloutManager:
         return held_out + sum(missing) + rules.group_size * (num_groups - len(missing))
 
     def num_open_sessions(self) -> int:
-        """Sessions that would be given out now to whoever claims them."""
+        """Number of sessions that claims could get now."""
         groups = [*self.evaluations.values(), *self.groups.values()]
         to_admit = max(0, self._num_admissible() - len(self.groups))
         return sum(group.num_open for group in groups) + self.rules.group_size * to_admit
@@ -189,19 +189,19 @@ class RolloutManager:
             self.evaluations[version] = Group("holdout", version, num_tasks)
 
     def restore_attempt(self, claim: Claim) -> None:
-        """The session was given out before a restart: it is not given out again under the same number."""
+        """Note that a session was given out before a restart, so that its attempt number is not reused."""
         if (group := self._restored_group(claim)) is not None:
             group.note_given_out(claim)
 
     def restore_running(self, claim: Claim) -> bool:
-        """The session was given out before a restart and may still run; False if its group does not count."""
+        """Note that a session given out before a restart may still run; False if its group does not count."""
         if (group := self._restored_group(claim)) is None:
             return False
         group.resume(claim)
         return True
 
     def restore_sealed(self, index: int, batch: Batch) -> None:
-        """The batch was sealed before a restart."""
+        """Note a batch that was sealed before a restart."""
         for group in (*batch.groups, *batch.rejected):
             self.groups.pop(group, None)
             self.rejected.pop(group, None)
@@ -211,18 +211,18 @@ class RolloutManager:
         self.batches.pop(index - 2, None)
 
     def is_done(self, claim: Claim) -> bool:
-        """Whether the session's result is one of those a batch or an evaluation waits for."""
+        """Whether a batch or an evaluation that is not written yet needs the session's result."""
         group = self._group(claim)
         return group is not None and group.members[claim.place.member].progress is Progress.DONE
 
     def done_before(self, batch: int) -> list[int]:
-        """Groups that were done before this batch, the last sealed one or the next, was begun."""
+        """Groups consumed or rejected before this batch, which is the last sealed one or the next."""
         later = {group for b, sealed in self.batches.items() if b >= batch for group in sealed.groups}
         later |= {group for b, sealed in self.batches.items() if b >= batch for group in sealed.rejected}
         return sorted(self._done - later - self.rejected.keys())
 
     def restore_finished(self, claim: Claim, reward: float | None, min_version: int | None) -> list[int]:
-        """The session finished before a restart. Returns the groups rejected by this."""
+        """Note a session that finished before a restart. Returns the groups rejected by it."""
         if (group := self._restored_group(claim)) is None:
             return []
         group.finish(claim, reward, min_version)
@@ -294,7 +294,7 @@ class RolloutManager:
         return oldest + self.rules.lag_bound
 
     def _is_expired(self, group: Group) -> bool:
-        """Never so within one run of the rules; after a restart with other rules or versions it may be."""
+        """Whether its deadline has passed, which only a restart with other rules or versions can cause."""
         return self._deadline(group) < self.next_batch
 
     def _choose(self) -> list[int]:
@@ -303,8 +303,8 @@ class RolloutManager:
         return [group.index for group in accepted[: self.rules.groups_per_batch]]
 
     def _late(self, chosen: list[int], batch: int) -> list[int]:
-        """In-flight groups that stand in the way of `batch` being made of `chosen`: were they left behind,
-        the batches up to some deadline could not hold all groups due by then. Fewest, earliest first."""
+        """In-flight groups that keep `batch` from being made of `chosen`: were they left behind, the batches
+        up to some deadline could not hold all groups due by then. As few as possible, earliest first."""
         taken = set(chosen)
         rest = [g for g in self.groups.values() if g.index not in taken and g.min_version is not None]
         rest.sort(key=lambda group: (self._deadline(group), not group.is_complete))

@@ -1,7 +1,7 @@
-"""One run in the data plane: its sessions, and how they come and go.
+"""One run in the data plane: its attempts, its runners, and the sessions that they claim and finish.
 
-Joins router, rollout manager and journal. Owns which sessions runners and agents work on. What finished ones
-leave is in results.py, what their turns need in host.py. Speaks no HTTP.
+Joins router, rollout manager and journal. Owns which sessions runners and agents work on. The results of
+finished ones are in results.py, what turns need is in host.py. Speaks no HTTP.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from sf_core.types import WeightsRef
 log = logging.getLogger(__name__)
 
 RUNNER_SILENCE_S = 15.0
-"""A runner not heard from for this long has lost its sessions."""
+"""A runner not heard from for this long loses its sessions."""
 
 
 def rules_of(spec: RunSpec) -> BatchRules:
@@ -78,7 +78,7 @@ def limits_of(spec: RunSpec) -> Limits:
 class Run(SessionHost):
     router: Router
     num_gateways = 1
-    """Processes that serve its sessions."""
+    """Number of processes that serve its sessions."""
 
     def __init__(
         self,
@@ -97,20 +97,20 @@ class Run(SessionHost):
         self.runners = Runners()
         self.revoked_leases: set[str] = set()
         self.lease_epochs: dict[str, int] = {}
-        """Of each lease the highest that has said hello: Dask may start one again while it still runs."""
+        """Highest epoch per lease that has said hello: Dask may restart a lease while it still runs."""
         self.changed = Signal()
-        """Something a long poll may wait for has happened."""
+        """Notified when something has happened that a long poll may wait for."""
         self.stage: dict[str, Any] = {}
         self.meter = TokenMeter()
         self.outcomes = Outcomes()
         self.serving_s = 0.0
-        """Time in which an engine served and turns were recorded; sessions age by it, in no pause."""
+        """Seconds in which an engine served and turns were recorded: the clock of session timeouts."""
 
     # --- registration
 
     def begin_attempt(self, spec: RunSpec) -> None:
-        """Another attempt of the flow (or the same again): finished sessions are kept, running ones are given
-        out again, because their runner belongs to the earlier attempt."""
+        """Begin another attempt of the flow, or the same again: finished sessions are kept; another attempt
+        gives out running ones again, whose runners belong to an earlier one. Raises ApiError 409."""
         if spec.attempt < self.spec.attempt:
             raise ApiError.superseded(spec.run_id, spec.attempt)
         if spec.attempt > self.spec.attempt:
@@ -125,7 +125,7 @@ class Run(SessionHost):
         self.changed.notify()
 
     def forget_progress(self) -> None:
-        """Start over from what the flow says is done."""
+        """Start over from the progress that the flow has stated in `spec`."""
         for session in [s for s in self.sessions.values() if s.claim is not None]:
             self._take_back(session, "the run starts over")
         self.router.weights = WeightsRef(self.spec.version, self.spec.weights_uri)
@@ -136,8 +136,8 @@ class Run(SessionHost):
             self.results.drop(place)
 
     def knows_batch(self, batch: int) -> bool:
-        """Whether the groups here fit a flow whose next batch is this one: it may not have heard of the last
-        seal."""
+        """Whether a flow whose next batch is this one can go on with the groups here; it may have missed the
+        answer to the last seal."""
         manager = self.manager
         return batch == manager.next_batch or (batch == manager.next_batch - 1 and batch in manager.batches)
 
@@ -148,8 +148,8 @@ class Run(SessionHost):
     # --- runners and their sessions
 
     async def claim(self, body: ClaimBody) -> tuple[list[Session], bool]:
-        """Sessions for a runner, and whether it is released. Waits for some; is its sign of life too.
-        Those with an answer are to be scored."""
+        """Sessions for a runner, and whether it is released. Waits for some; is a sign of life of the runner.
+        Sessions with an answer are to be scored."""
         attempt = self.spec.attempt if body.attempt is None else body.attempt
         runner = self.runners.setdefault(body.runner, Runner(attempt, work=body.work))
         if body.running is not None:
@@ -169,12 +169,12 @@ class Run(SessionHost):
             runner.num_polls -= 1
             runner.silent_s = 0.0
         if opened := [session for session in sessions if session.answer is None]:
-            # refused, the runner does not name them the next time: they are taken back
+            # if this is refused, the runner does not name them in its next claim, and they are taken back
             await self.journal.attend(self.journal.append(opened_record(opened)))
         return sessions, self._is_released(body.runner)
 
     async def _note_tasks(self, tasks: Mapping[str, TaskName]) -> None:
-        """What sessions work on: rows of one that its runner does not end need it too."""
+        """Record the tasks of sessions: rows of a session that its runner does not end need them too."""
         recording = []
         for session_id, task in tasks.items():
             session = self.sessions.get(session_id)
@@ -185,13 +185,13 @@ class Run(SessionHost):
             await self.journal.attend(asyncio.gather(*recording))
 
     def retire(self, name: str) -> None:
-        """Release this runner when it is through with what it has. Raises ApiError 404."""
+        """Release this runner once it has finished its sessions. Raises ApiError 404."""
         self.runners.retire(name)
         self.changed.notify()
 
     @property
     def is_scored_elsewhere(self) -> bool:
-        """Whether runners of agents leave the rewards to others."""
+        """Whether agent runners leave the scoring to reward runners."""
         return self.runners.of("reward", self.spec.attempt) > 0
 
     def ended(self, session_ids: list[str]) -> list[str]:
@@ -222,11 +222,11 @@ class Run(SessionHost):
         self.manager.note_started(claim, version)
 
     async def announce(self) -> None:
-        """Returns when whoever serves its turns knows the run as it is now: in one process at once."""
+        """Return when all processes that serve its turns know the run as it is now."""
 
     @property
     def unfinished(self) -> set[str]:
-        """The sessions whose end the journal does not hold."""
+        """Ids of sessions whose end the journal does not hold."""
         return self.sessions.keys() | self.closing.keys()
 
     async def compact(self, choose: Callable[[], Compaction]) -> None:
@@ -238,7 +238,7 @@ class Run(SessionHost):
         return session_tree(self.spec, session)
 
     async def open_for(self, body: SessionBody) -> Session:
-        """A session that no runner was given."""
+        """Open an external session, which no runner was given."""
         session_id = f"{self.spec.run_id}.open.{secrets.token_hex(8)}"
         facts = body.model_dump(include={"group", "task_id", "environment", "metadata"})
         session = Session(session_id, **facts)
@@ -251,21 +251,21 @@ class Run(SessionHost):
         await self.journal.append(rewarded_record(session))
 
     async def finish(self, session: Session, body: FinishBody) -> None:
-        """The agent's or its runner's report. Returns when the result is on disk. Raises ApiError 503 while
-        that of an earlier report is not."""
+        """End a session as its agent or runner reports. Returns when the result is on disk. Raises ApiError
+        503 while the result of an earlier report is not."""
         with self.closing.holding(session):
-            if self.sessions.get(session.session_id) is session:  # else it ended while this was on its way
+            if self.sessions.get(session.session_id) is session:  # else it ended before this report came
                 await self.endings.end(session, body)
 
     async def take_out(self, session: Session, report: FinishBody) -> FinishedSession:
-        """What a session leaves behind that is served no more from here on. Raises ApiError 404 if it ended
-        meanwhile, and whatever goes wrong."""
+        """Stop serving a session and return its result. Raises ApiError 404 if it ended meanwhile, and
+        whatever its export raises."""
         await self.bring_back(session)
         self.drop(session, report.parting)
         return self.export(session, report)
 
     async def reject(self, indices: list[int]) -> None:
-        """These groups are rejected by the manager: forget them."""
+        """Record and forget groups that the manager has rejected."""
         reasons = {index: self.manager.rejected[index] for index in indices}
         for index, reason in reasons.items():
             self.counters[f"rejected_groups.{reason}"] += 1
@@ -283,16 +283,16 @@ class Run(SessionHost):
 
     @property
     def is_over(self) -> bool:
-        """Released, with nothing left that an engine holds or the journal alone."""
+        """Whether it is released, has no engine connected, and leaves nothing in the journal alone."""
         return self.released and not (self.router.links or self.unfinished or self.results.opened)
 
     async def leave(self) -> None:
-        """It is served no more; all there is of it is in its journal and its directory."""
+        """Stop serving the run; its journal and its directory hold all there is of it."""
         self.leave_memory()
         await self.journal.close()
 
     def leave_memory(self) -> None:
-        """It will not be served."""
+        """Free the memory of its sessions and results."""
         for session_id in list(self.sessions):
             self.forget(session_id)
         self.results.drop_all()
@@ -306,17 +306,17 @@ class Run(SessionHost):
         self.changed.notify()
 
     def release(self) -> None:
-        """The run is over: runners are sent home, sessions end. Should another attempt of the flow go on with
-        it, what they worked on is given out again."""
+        """End the run: runners are released, sessions end. If another attempt of the flow goes on with it,
+        the places of these sessions are given out again."""
         self.released = True
         for session in list(self.sessions.values()):
             self._take_back(session, "the run was released")
         self.changed.notify()
 
     async def sweep(self, elapsed_s: float) -> None:
-        """Look after what makes no request: silent runners and sessions that run too long."""
+        """Sweep the router, silent runners and sessions that run too long; called once a second."""
         self.router.sweep()
-        # agents that are refused lose no time
+        # sessions do not age while their agents are refused
         if self.router.is_serving and self.journal.failure is None:
             self.serving_s += elapsed_s
         for name in self.runners.take_silent(elapsed_s, RUNNER_SILENCE_S):
@@ -332,12 +332,12 @@ class Run(SessionHost):
                 log.warning("run %s: a session that %s: %s", self.spec.run_id, error, raised)
 
     async def revoke(self, lease_id: str) -> None:
-        """An engine of this lease is not taken any more."""
+        """Accept no engine of this lease from now on."""
         self.revoked_leases.add(lease_id)
         await self.journal.append(revoked_record(lease_id))
 
     async def pause(self, mode: PauseMode, engine_id: str | None) -> int:
-        """See Router.pause; it outlives this process. Raises ApiError for an engine that is not connected."""
+        """See Router.pause; the pause outlives this process. Raises ApiError 404 for an unknown engine."""
         if engine_id is not None:
             self.router.find(engine_id)
         recorded = self.journal.append(paused_record(engine_id))
@@ -352,7 +352,7 @@ class Run(SessionHost):
         return [s for s in self.sessions.values() if s.claim is not None and s.runner == runner]
 
     def _lose(self, session: Session) -> None:
-        """Its runner is gone or knows nothing of it: another one gets its place, or its answer."""
+        """Free the place or the answer of a session whose runner is gone or did not name it, for another."""
         if session.answer is not None:
             if session.runner:
                 self.runners.await_reward(session)

@@ -1,4 +1,4 @@
-"""The runners of a run, and the answers on their way from those that run agents to those that score them."""
+"""The runners of a run, and the answers that agent runners leave to reward runners."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from sf_core.dataplane.sessions.session import Session
 @dataclass
 class Runner:
     attempt: int
-    """Of the flow that started it, or under which it was first heard."""
+    """Attempt of the flow that started it, or the current one at its first claim."""
     silent_s: float = 0.0
-    """Since it was last heard, as far as the data plane could have heard it."""
+    """Seconds since it was last heard, counting only time in which the data plane could hear it."""
     work: Work = "agent"
     num_polls: int = 0
-    """Claims it is waiting in."""
+    """Number of its claims that are waiting."""
     is_retiring: bool = False
-    """It is given nothing new, and is released when it is through."""
+    """It gets nothing new, and is released once it has finished its sessions."""
 
 
 class Runners(dict[str, Runner]):
-    """By name."""
+    """The runners of a run, by name."""
 
     def __init__(self) -> None:
         super().__init__()
         self._answers: deque[Session] = deque()
 
     def of(self, work: Work, attempt: int) -> int:
-        """How many do this work and go on with it."""
+        """Number of runners of this work and this attempt or a later one that are not retiring."""
         return sum(r.work == work and r.attempt >= attempt and not r.is_retiring for r in self.values())
 
     def await_reward(self, session: Session) -> None:
-        """Nobody works on this session now; its answer is to be scored."""
+        """Queue the answer of a session for scoring; no runner works on the session until then."""
         session.runner = ""
         self._answers.append(session)
 
     def take_answers(self, name: str, limit: int, open_ones: Mapping[str, Session]) -> list[Session]:
-        """Open sessions whose answers this runner scores from now on, in the order in which they came."""
+        """Open sessions whose answers this runner scores from now on, in the order of the queue."""
         taken: list[Session] = []
         while self._answers and len(taken) < limit:
             session = self._answers.popleft()
@@ -51,12 +51,12 @@ class Runners(dict[str, Runner]):
         return taken
 
     def hear(self, name: str) -> None:
-        """It lives."""
+        """Note a sign of life; no effect for an unknown runner."""
         if name in self:
             self[name].silent_s = 0.0
 
     def take_silent(self, elapsed_s: float, bound_s: float) -> list[str]:
-        """So much time has passed: forgets those that were silent for longer than the bound; their names."""
+        """Age runners by `elapsed_s`; forget those silent for longer than the bound, return their names."""
         for runner in self.values():
             runner.silent_s = 0.0 if runner.num_polls else runner.silent_s + elapsed_s
         silent = [name for name, runner in self.items() if runner.silent_s > bound_s]
@@ -65,7 +65,7 @@ class Runners(dict[str, Runner]):
         return silent
 
     def retire(self, name: str) -> None:
-        """Raises ApiError 404."""
+        """Give this runner nothing new. Raises ApiError 404."""
         if name not in self:
             raise ApiError(404, f"No runner {name} is connected.", code="runner_not_found")
         self[name].is_retiring = True

@@ -1,7 +1,7 @@
 """Sealing: finished sessions leave the data plane as trajectory files in the run directory.
 
-A batch is sealed once; asked again, the same answer comes back. The journal keeps the groups of the last
-sealed batch, because its flow may not have committed what it was told.
+A batch is sealed once; later requests get the same answer. The journal keeps the groups of the last sealed
+batch, because its flow may not have committed the answer.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Sealer:
         return await self._once("evaluations", version, attempt, self._write_evaluation)
 
     def remember(self, answers: Answers) -> None:
-        """Batches that were sealed before a restart."""
+        """Take over the answers of batches that were sealed before a restart."""
         for index, answer in answers.items():
             self._sealed["trajectories", index] = asyncio.ensure_future(_known(answer))
 
@@ -62,7 +62,7 @@ class Sealer:
         try:
             return await asyncio.shield(task)
         except Exception:
-            # what failed may work the next time; what was chosen stays chosen
+            # writing may succeed the next time; the groups of the batch stay chosen
             self._sealed.pop((kind, index), None)
             raise
 
@@ -88,7 +88,7 @@ class Sealer:
         }
         await run.journal.append(sealed_record(index, batch, answer))
         await run.compact(partial(compaction, run))
-        # last, because all of this may be done again
+        # counted last, because everything above is repeated if it fails
         run.count("sealed_groups", len(batch.groups))
         for dropped in batch.dropped:
             run.count(f"rejected_groups.{batch.rejected[dropped]}")
@@ -106,15 +106,15 @@ class Sealer:
             run.results.drop(place)
         for older in [v for v in run.manager.evaluations if v < version]:
             del run.manager.evaluations[older]
-        # after a restart the journal has given back those of the last sealed evaluation
+        # after a restart there are those of the last sealed evaluation, from the journal
         for place in [p for p in run.results.by_place if p.split == "holdout" and p.group < version]:
             run.results.drop(place)
         by_environment: dict[str, list[float]] = defaultdict(list)
         for session in sessions:
-            if session.environment or session.status not in REASONS:  # where it failed at once, nobody knows
+            if session.environment or session.status not in REASONS:  # unknown if it failed at once
                 by_environment[session.environment].append(session.reward)
         failures = count_failures(session.status for session in sessions)
-        # of a task that failed before this version of the journal there is no result
+        # journals of earlier versions have no result of a failed task
         num_missing = group.size - len(sessions)
         earned = sum(session.reward for session in sessions) + num_missing * run.spec.failed_reward
         return answer | {
@@ -130,7 +130,7 @@ class Sealer:
 async def write_sessions(
     run: Run, kind: TrajectoryKind, index: int, part: str, sessions: Sequence[FinishedSession]
 ) -> Sealed:
-    """One file, and what it holds. Raises ApiError 500 if it cannot be written."""
+    """Write one file and describe what it holds. Raises ApiError 500 if it cannot be written."""
     directory = RunDirectory(run.spec.run_dir)
     readers = [run.results.reader_of(session) for session in sessions]
 

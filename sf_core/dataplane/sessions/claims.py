@@ -1,4 +1,4 @@
-"""Which session of which group a runner was given, and how a journal has it."""
+"""Names the session of a group that a runner was given, and its form in a journal."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Claim(NamedTuple):
     attempt: int
     """How often the place was given out before."""
     draw: int = 0
-    """How many of those failed. It is part of what every draw depends on: what the policy may have caused is
-    tried with others, what was lost with the same."""
+    """How many of those failed. Part of the sampling seed: after a failure that the policy may have caused
+    other tokens are sampled, after a loss the same ones."""
 
     def session_id(self, run_id: str) -> str:
         letter = "g" if self.place.split == "train" else "e"
@@ -36,6 +36,6 @@ def claim_value(claim: Claim) -> list[Any]:
 
 
 def read_claim(value: list[Any]) -> Claim:
-    # in journals of earlier versions no claim has a number of its draw
+    # claims in journals of earlier versions have no draw
     split, group, member, attempt, *draw = value
     return Claim(Place(split, group, member), attempt, *draw)

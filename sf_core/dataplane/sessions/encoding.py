@@ -1,6 +1,6 @@
-"""The tokens of a request: recorded ones as far as they say what its rendering says, encoded ones behind.
+"""The tokens of a request: recorded ones as far as they match its rendering, newly encoded ones after them.
 
-Owns where encoding begins: always at a special token (docs/architecture.md), never inside what is recorded.
+Owns where encoding begins: always at a special token (docs/architecture.md), never inside recorded tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sf_core.types import Ids
 
 class Encoded(NamedTuple):
     place: Place
-    """What is recorded of the request's tokens ends here."""
+    """Where the recorded tokens of the request end."""
     ids: Ids
     text: TextMark
     seam: Seam | None
@@ -26,15 +26,15 @@ class Encoded(NamedTuple):
 def encode_request(
     conversation: Conversation, matched: Turn | None, tools: list[Tool], renderer: Renderer
 ) -> Encoded:
-    """`matched` is the deepest recorded turn whose conversation begins this one. Raises
-    jinja2.TemplateError."""
+    """Encode what is not recorded of a request. `matched` is the deepest recorded turn whose conversation
+    this one begins with. Raises jinja2.TemplateError."""
     if matched is not None:
         rest = _render_addition(conversation, matched, tools, renderer)
         if rest is not None and (extension := _extend(matched, rest, renderer)):
             return extension
     messages = list(conversation.messages)
     for turn in matched.conversation() if matched else ():
-        # agents send answers back without their reasoning; what of it is shown is the template's choice
+        # agents send answers back without their reasoning; the template decides how much of it is shown
         messages[turn.prompt.num_messages] = turn.message
     text = renderer.render(messages, tools)
     if matched is None:
@@ -51,12 +51,12 @@ def encode_request(
 def _render_addition(
     conversation: Conversation, matched: Turn, tools: list[Tool], renderer: Renderer
 ) -> str | None:
-    """What the rendering shows behind that of the matched turn's prompt, made without the history between
-    the opening and that turn; None where only the whole rendering can tell."""
+    """The rendering after that of the matched turn's prompt, made without the history between the opening
+    and that turn; None if the whole conversation must be rendered."""
     before = matched.prompt.num_messages
     added = conversation.messages[before + 1 :]
     if before.bit_length() != len(conversation.messages).bit_length():
-        # now and then the whole is rendered, so that a template that fooled the probes is noticed
+        # whenever the history doubles all of it is rendered, to notice a template that fooled the probes
         return None
     if not renderer.is_append_only(added):
         return None
@@ -69,10 +69,10 @@ def _render_addition(
 
 
 def _extend(turn: Turn, rest: str, renderer: Renderer) -> Encoded | None:
-    """A request whose rendering shows `rest` behind the turn's prompt; None if that does not begin with all
-    the turn said and with its end."""
+    """The tokens of a request that extends `turn`, with `rest` rendered after the turn's prompt; None if
+    `rest` does not begin with the whole answer and its end-of-turn token."""
     if any(stop in str(turn.message) for stop in renderer.stop_texts.values()):
-        # the answer spells an end-of-turn token in ordinary ones: the cut would fall inside it
+        # the answer spells an end-of-turn token in ordinary tokens: the cut would fall inside the answer
         return None
     suffix = renderer.suffix_after_turn(rest, int(turn.ids[-1]) if len(turn.ids) else None)
     if suffix is None:
@@ -95,7 +95,7 @@ def _encode_behind(place: Place, mark: TextMark, text: str, renderer: Renderer) 
 
 
 def _last_common_seam(matched: Turn, text: str) -> tuple[Place, TextMark]:
-    """The last place of the conversation's recorded tokens up to which they say what this text says."""
+    """The last seam in the conversation's recorded tokens up to which their text is a prefix of this one."""
     prompts = [turn.prompt for turn in matched.conversation() if turn.prompt.seam is not None]
     place, last, mark = Place(None, 0), NO_TEXT, NO_TEXT
     for prompt in sorted(prompts, key=lambda prompt: prompt.seam.text.length if prompt.seam else 0):

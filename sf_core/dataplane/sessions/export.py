@@ -1,7 +1,7 @@
 """A finished session's turn tree as trajectories, one per root-to-leaf path.
 
 Every sampled token is trained in exactly one branch, the first that contains it; later branches repeat it
-with mask False. Iterative: trees may be thousands of turns deep.
+with mask False. Iterative, because trees may be thousands of turns deep.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def export_session(
         covered.take(path, branch)
         token_ids, logprobs, versions = _columns(path, leaf.end)
         mask = versions != NOT_SAMPLED
-        # what an earlier branch holds is trained there
+        # tokens that an earlier branch holds are trained there
         mask[:shared_prefix] = False
         trajectories.append(
             Trajectory(
@@ -76,7 +76,7 @@ def export_session(
 
 @dataclass
 class _Covered:
-    """How far into each node the branches so far reach, and the first that reaches as far."""
+    """For each node, how far the branches so far reach into it, and the first of them that reaches as far."""
 
     reach: dict[Node, tuple[int, int]] = field(default_factory=dict)
 
@@ -99,8 +99,8 @@ class _Covered:
 
 
 def _leaves(turns: list[Turn]) -> list[Turn]:
-    """The ends of the branches, so ordered that the first branch to hold a token of a turn holds the whole
-    turn: each turn's own branch comes before those that later requests forked off inside it."""
+    """The last turns of the branches, ordered so that the first branch to hold a token of a turn holds the
+    whole turn: each turn's own branch comes before those that later requests forked off inside it."""
     first_leaf: dict[Turn, Turn] = {}
     inner = {parent for turn in turns if (parent := _whole_parent(turn)) is not None}
     for leaf in turns:
@@ -112,8 +112,8 @@ def _leaves(turns: list[Turn]) -> list[Turn]:
 
 
 def _whole_parent(turn: Turn) -> Turn | None:
-    """The turn before this one on its line, if the line holds all of it and it was asked with the same tools:
-    a branch has one set of tools, also where the template does not show them."""
+    """The previous turn on this turn's line, if the line holds all of that turn and its tools are the same:
+    a branch has one set of tools, even where the template does not show them."""
     prompt = turn.prompt
     for node, end in line(prompt.parent, prompt.start):
         if isinstance(node, Turn):
@@ -152,7 +152,7 @@ def _spans(path: _Path, stop_ids: tuple[int, ...]) -> list[TurnSpan]:
                     "assistant",
                     node.start,
                     end,
-                    # of a turn that goes on otherwise here, the row does not have the end
+                    # a branch that forks off inside a turn lacks the end of the turn
                     node.finish_reason.value if end == node.end else None,
                     node.engine,
                     sampling.temperature,
@@ -166,8 +166,8 @@ def _spans(path: _Path, stop_ids: tuple[int, ...]) -> list[TurnSpan]:
 
 
 def _prompt_spans(prompt: Prompt, end: int, stop_ids: tuple[int, ...]) -> list[TurnSpan]:
-    """One span per message, as far as end-of-turn tokens tell them apart. What a template puts before the
-    first message belongs to that one, the header of the coming answer to the last. A prompt that is shared in
+    """One span per message, as far as end-of-turn tokens tell them apart. Template text before the first
+    message belongs to the first span, the header of the coming answer to the last. A prompt that is shared in
     part, or that came as ids, is one span: `prompt`, unless all its messages are of one role."""
     roles = [message["role"] for message in prompt.messages]
     is_end = np.logical_or.reduce([prompt.ids == stop for stop in stop_ids])

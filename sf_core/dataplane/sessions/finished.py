@@ -1,4 +1,4 @@
-"""What a session leaves behind when it is over, until its rows are stored, and how a journal has it."""
+"""The result of a session that is over, kept until its rows are stored, and its form in a journal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ARRAYS = {
 
 
 RESULT_BYTES, TRAJECTORY_BYTES, SPAN_BYTES = 600, 1000, 200
-"""Memory that objects take beside tokens and texts, as measured."""
+"""Measured memory of the objects, without tokens and texts."""
 
 
 _turn_values = attrgetter(*(field.name for field in fields(TurnSpan)))
@@ -32,11 +32,11 @@ _turn_values = attrgetter(*(field.name for field in fields(TurnSpan)))
 
 @dataclass(slots=True, eq=False)
 class FinishedSession:
-    """A session that is over and has its reward. memory.py holds it until its rows are stored."""
+    """A session that is over and has its reward. journal/memory.py holds it until its rows are stored."""
 
     session_id: str
     claim: Claim | None
-    """None if no runner was given it."""
+    """None for a session that no runner was given."""
     reward: float
     environment: str
     min_version: int | None

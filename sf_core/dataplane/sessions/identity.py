@@ -1,4 +1,4 @@
-"""The identity of requests, at the cost of what is new in them.
+"""The identity of requests, of which only what is new is hashed.
 
 A request repeats the whole history. Its messages are compared with those of the session's latest requests,
 which is many times cheaper than hashing them, and hashed from the first new one on.
@@ -16,15 +16,15 @@ from sf_core.dataplane.chat.messages import Message, chain_keys, extend_chain
 from sf_core.dataplane.chat.tool_formats import Tool
 
 NUM_KEPT = 16
-"""Conversations of a session that may go on in turns without being hashed anew."""
+"""Number of conversations of a session that may alternate without being hashed again."""
 
 
 KEY_BYTES = 70
-"""Memory of a message's key and of the references to both."""
+"""Memory of a message's key, and of the references to message and key."""
 
 
 class Conversation:
-    """One request's messages and the keys of their chain: the tools', then one per message."""
+    """One request's messages and their chained keys: one of the tools, then one per message."""
 
     __slots__ = ("_numbers", "keys", "messages", "num_known", "opening_text")
 
@@ -32,11 +32,11 @@ class Conversation:
         self.messages: list[Message] = []
         self.keys = [tools_key]
         self.opening_text: str | None = None
-        """Rendering of the messages up to the first of a user, once somebody needed it."""
+        """Rendering of the messages up to the first user message; None until it is needed."""
         self.num_known = 0
-        """Messages that an earlier request had."""
+        """Number of leading messages that an earlier request had."""
         self._numbers: dict[int, bytes] = {}
-        """The calls of messages whose arguments hold numbers: to Python 1, 1.0 and True are equal."""
+        """Encoded calls whose arguments hold numbers, by message: to Python 1, 1.0 and True are equal."""
 
     def extend(self, messages: list[Message], answers: Container[bytes]) -> None:
         for message in messages:
@@ -45,7 +45,7 @@ class Conversation:
             self.messages.append(message)
             key = extend_chain(self.keys[-1], message)
             if "name" in message and message["role"] == "assistant":
-                # agents name the answers that they send back; the policy gave them no name
+                # agents add a name to answers that they send back; the sampled answer has none
                 unnamed = {field: value for field, value in message.items() if field != "name"}
                 answer = extend_chain(self.keys[-1], unnamed)
                 key = answer if answer in answers else key
@@ -59,7 +59,7 @@ class Conversation:
         return copy
 
     def num_shared(self, messages: list[Message]) -> int:
-        """How many messages the two have in common from the start."""
+        """Number of leading messages that this conversation and `messages` share."""
         num = len(self.messages)
         if self.messages != messages[:num]:
             pairs = zip(self.messages, messages, strict=False)
@@ -78,14 +78,14 @@ class Conversations:
 
     @property
     def num_bytes(self) -> int:
-        """Of memory, about, without the messages."""
+        """Approximate memory in bytes, without the messages."""
         texts = sum(sys.getsizeof(conversation.opening_text) for conversation in self._recent)
         return texts + sum(KEY_BYTES * len(conversation.keys) for conversation in self._recent)
 
     def recall(
         self, tools: list[Tool], messages: list[Message], answers: Container[bytes] = ()
     ) -> Conversation:
-        """The conversation of exactly these messages. `answers` are the keys of what was sampled."""
+        """The conversation of exactly these messages. `answers` are the keys of sampled answers."""
         tools_key = chain_keys(tools, [])[0]
         best, shared = Conversation(tools_key), 0
         for conversation in reversed(self._recent):
@@ -112,5 +112,5 @@ _NUMBER = re.compile(rb"[:,\[](?:[-0-9]|true|false)")
 
 
 def _has_number(calls: bytes) -> bool:
-    """True as well for some strings, which costs time only."""
+    """Whether calls may hold a number; true for some strings as well, which costs time only."""
     return _NUMBER.search(calls) is not None

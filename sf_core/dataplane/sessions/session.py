@@ -1,7 +1,7 @@
 """One session: which recorded turn a request extends, what it adds, and what was sampled for it.
 
-Owns token truth (design 5.3): recorded ids are reused, only what follows them is rendered and encoded. The
-tokens themselves are in tree.py.
+Recorded ids are always reused; only what follows them is rendered and encoded (design 5.3). The tokens
+themselves are in tree.py.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from sf_core.types import FinishReason, Ids
 __all__ = ["Prompt", "Session", "Turn"]
 
 NUM_TIPS = 16
-"""Latest turns that a prompt of ids is compared with as a whole."""
+"""Number of latest turns whose whole line is compared with a prompt given as ids."""
 
 SESSION_BYTES, PROMPT_BYTES, TURN_BYTES = 2500, 800, 1200
-"""Memory that objects take beside tokens and texts, as measured."""
+"""Measured memory of the objects, without tokens and texts."""
 
 if TYPE_CHECKING:
     from sf_core.dataplane.sessions.turn_records import RecordedTurn
@@ -60,31 +60,31 @@ class InFlightTurn(Protocol):
 class Session:
     session_id: str
     claim: Claim | None = None
-    """None if no runner was given it."""
+    """None for a session that no runner was given."""
     runner: str = ""
     expires_at: float = float("inf")
-    """On the run's serving clock."""
+    """Deadline on the run's serving clock."""
     floor: int = 0
-    """Oldest policy version that may answer it."""
+    """Oldest policy version that may answer its requests."""
     group: str | None = None
     task_id: str = ""
     environment: str = ""
     metadata: dict[str, Any] = field(default_factory=dict)
-    """Whatever its maker wrote."""
+    """Free-form values given when the session was opened."""
     answer: str | None = None
-    """What the agent answered, as JSON, from the end of the agent until another runner has scored it."""
+    """The agent's answer as JSON, from the end of the agent until another runner has scored it."""
     reward: float | None = None
     reward_parts: dict[str, float] = field(default_factory=dict)
     started_at: float = field(default_factory=time.time)
     prompts: list[Prompt] = field(default_factory=list)
-    """In the order in which they were first asked."""
+    """Prompts in the order of their first requests."""
     turns: list[Turn] = field(default_factory=list)
     abandoned: list[Turn] = field(default_factory=list)
-    """Turns whose answer nobody got, as far as they came. Never trained."""
+    """Turns whose answer was not delivered, as far as they were sampled. Never trained on."""
     served: list[InFlightTurn] = field(default_factory=list)
-    """Turns in flight or with a client that still gets its answer."""
+    """Turns in flight, or whose answer a client is still being sent."""
     recorded: list[RecordedTurn] = field(default_factory=list)
-    """Other turns whose request may come again: no later one extends them."""
+    """Other turns whose request may be retried: no later turn extends them."""
     running: set[Generation] = field(default_factory=set)
     has_overflowed: bool = False
     """No turn was begun since a request did not fit into the context window."""
@@ -93,22 +93,22 @@ class Session:
     _tapes: Tapes = field(default_factory=Tapes)
     _conversations: Conversations = field(default_factory=Conversations)
     _prompts: dict[tuple[bytes, str], Prompt] = field(default_factory=dict)
-    """By chain and forced text."""
+    """Prompts by chain key and forced text."""
     _num_recorded: int = 0
-    """Prompts that the journal holds."""
+    """Number of prompts that the journal holds."""
     _answers: dict[bytes, Turn] = field(default_factory=dict)
-    """By identity of the request extended by the answer."""
+    """Turns by the chain key of their request and answer."""
     _openings: set[bytes] = field(default_factory=set)
-    """Identities of tools, and of tools and first message, seen so far."""
+    """Chain keys of tools, and of tools with first message, seen so far."""
     _num_bytes: int = 0
-    """Of prompts and turns."""
+    """Approximate memory of prompts and turns."""
 
     def open_prompt(
         self, messages: list[Message], tools: list[Tool], renderer: Renderer, forced: str = ""
     ) -> Prompt:
-        """The prompt this request stands for, new or asked before. Raises jinja2.TemplateError.
+        """The prompt of a request, new or asked before. Raises jinja2.TemplateError.
 
-        `forced` is how the answer must begin: it is encoded behind the prompt and belongs to it."""
+        `forced` is how the answer must begin; it is encoded as the end of the prompt."""
         conversation = self._conversations.recall(tools, messages, self._answers)
         keys = conversation.keys
         prompt = self._prompts.get((keys[-1], forced))
@@ -130,8 +130,8 @@ class Session:
         return prompt
 
     def open_ids(self, ids: list[int]) -> Prompt:
-        """The prompt that consists of these ids, new or asked before. What any recorded line begins with is
-        shared with it, token by token."""
+        """The prompt that consists of these ids, new or asked before. It shares its tokens with recorded lines
+        as far as they agree."""
         array = np.array(ids, dtype=np.int32)
         chain = blake2b(array.tobytes(), digest_size=16, person=b"ids").digest()
         prompt = self._prompts.get((chain, ""))
@@ -145,8 +145,8 @@ class Session:
         return prompt
 
     def begin_sample(self, prompt: Prompt, nth: int) -> int:
-        """A turn is begun from this prompt, the `nth` of its request, from 0; one that was begun before has a
-        negative one. Returns its number among the prompt's turns."""
+        """Count a turn begun from this prompt; returns its number among the prompt's turns. `nth` is its index
+        in its request, or negative for a turn that the session's counters include already."""
         if nth == 0 and prompt.num_samples:
             self.branch_reasons["asked_again"] += 1
         elif nth == 0 and prompt.branch_reason is not None:
@@ -160,7 +160,7 @@ class Session:
         return f"{self.session_id}.{prompt.index}.{sample}"
 
     def find_turn(self, turn_id: str) -> Turn | None:
-        """A finished turn; late ones are found at once."""
+        """The finished turn with this id; searched from the latest one back."""
         return next((t for t in reversed(self.turns) if self.turn_id(t.prompt, t.sample) == turn_id), None)
 
     def commit(
@@ -180,16 +180,16 @@ class Session:
         return turn
 
     def abandon(self, generation: Generation, prompt: Prompt, sample: int, message: Message) -> Turn:
-        """Record what there is of a turn that nobody waits for any more."""
+        """Record what was sampled of a turn that no client waits for any more."""
         turn = _turn(generation, prompt, sample, message, FinishReason.ABORT, 0, len(self.abandoned))
         self.abandoned.append(turn)
         self._num_bytes += _turn_bytes(turn)
         return turn
 
     def set_aside_unanswered(self) -> int:
-        """Tokens count if their answer was given: a turn that ended after its client had gone for good is an
-        abandoned one. What a restart found is believed to have arrived. For the end of the session; returns
-        how many there were."""
+        """When the session ends, move turns whose answer was not delivered to the abandoned ones: only tokens
+        of delivered answers are trained on. Answers that a restart found count as delivered. Returns how many
+        were moved."""
         known = [*(served.known for served in self.served), *self.recorded]
         unanswered = {recorded.turn for recorded in known if recorded.is_unanswered}
         aside = [turn for turn in self.turns if turn in unanswered]
@@ -199,28 +199,28 @@ class Session:
 
     @property
     def num_unfinished(self) -> int:
-        """Turns that go on if their requests come again; abandoned ones, if the session ends before."""
+        """Number of unfinished turns: a retry continues them, the end of the session abandons them."""
         return sum(recorded.turn is None for recorded in self.recorded)
 
     def take_unrecorded(self) -> list[Prompt]:
-        """Prompts that were opened since the last call, for the journal."""
+        """Prompts opened since the last call, for the journal."""
         start, self._num_recorded = self._num_recorded, len(self.prompts)
         return self.prompts[start:]
 
     def restore_prompt(self, prompt: Prompt) -> None:
-        """Take back a prompt that was recorded."""
+        """Add a prompt read from records."""
         prompt.tapes = self._tapes
         self._take_prompt(prompt)
 
     def restore_turn(self, turn: Turn) -> None:
-        """Take back a turn, finished or abandoned, that was recorded."""
+        """Add a turn read from records, finished or abandoned."""
         if turn.finish_reason is FinishReason.ABORT:
             self.abandoned.append(turn)
             self._num_bytes += _turn_bytes(turn)
         else:
             self._add_turn(turn)
 
-    # --- as something that memory.py holds
+    # --- Spillable of journal/memory.py
 
     @property
     def label(self) -> str:
@@ -232,7 +232,7 @@ class Session:
 
     @property
     def num_bytes(self) -> int:
-        """Of memory, about. Costs no more than what a request looks at anyway."""
+        """Approximate memory in bytes; takes no longer than what each request does anyway."""
         sampled = sum(12 * len(recorded.tokens.ids) for recorded in self.recorded if recorded.turn is None)
         kept = self._tapes.num_bytes + self._conversations.num_bytes
         return SESSION_BYTES + size_of(self.metadata) + self._num_bytes + kept + sampled
@@ -246,7 +246,7 @@ class Session:
         return records_of(self)
 
     def drop(self) -> None:
-        """Keep the session's facts only, and which of its prompts the journal holds."""
+        """Free prompts and turns; the other fields and the number of journalled prompts stay."""
         self._tapes.clear()
         blank = Session(self.session_id)
         for name in _RECORD:
@@ -338,9 +338,9 @@ class Session:
         return "forked" if place.node.has_continuation else None
 
     def _repeated_turn(self, ids: Ids) -> Turn | None:
-        """One of the latest turns, if the ids begin with its whole line: most requests do."""
+        """One of the latest turns whose whole line the ids begin with; most requests have one."""
         for turn in islice(reversed(self.turns), NUM_TIPS):
-            # the turn's own ids first: they tell most lines apart at no cost
+            # the turn's own ids first: they tell most lines apart at little cost
             ends_alike = turn.end <= len(ids) and np.array_equal(turn.ids, ids[turn.start : turn.end])
             if ends_alike and np.array_equal(self._tapes.read(turn), ids[: turn.end]):
                 return turn
@@ -367,7 +367,7 @@ def _turn_bytes(turn: Turn) -> int:
 
 
 def _hold_once(conversation: Conversation, matched: Turn) -> None:
-    """Messages of a request that are in the record are held there only."""
+    """Replace recorded messages of a request by the recorded objects, to hold them once."""
     held = conversation.messages
     for turn in matched.conversation():
         at = turn.prompt.num_messages

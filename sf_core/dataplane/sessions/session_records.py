@@ -1,6 +1,6 @@
-"""A session's turns as records, and back: what a restart replays, and what memory.py puts on disk.
+"""A session's turns as records, and back: for restarts, and for sessions on disk (journal/memory.py).
 
-Owns what every record does to a session. How records look is in turn_records.py.
+Owns the effect of each record on a session; turn_records.py owns the form of records.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
     from sf_core.dataplane.sessions.session import Session
 
 COUNTED = -1
-"""Instead of the number of a sample among those of its request: the session has counted it already."""
+"""Replaces the number of a sample in its request if the session's counters include it already."""
 
 NOBODY = b""
 """Identity of a request that cannot come again."""
 
 
 def records_of(session: Session) -> Iterator[Record]:
-    """All turns of a session that has none in flight, in the order in which they came. Only lists that the
-    session goes on with are read at once: the rest may be iterated in another thread."""
+    """Records of all turns of a session that has none in flight, in order. Lists that the session goes on to
+    change are read before this returns, so that the records may be iterated in another thread."""
     may_come_again = {known.turn: known for known in session.recorded if known.turn is not None}
     ended = _records(session.session_id, [*session.nodes], [*session.abandoned], may_come_again)
     unfinished = [
@@ -76,8 +76,8 @@ def _turn_records(session_id: str, turn: Turn, known: RecordedTurn | None) -> It
 
 
 def replay(session: Session, record: Record) -> None:
-    """Bring a session to where it was after this record. A turn's records are in order, those of several
-    turns in any."""
+    """Apply a record to a session. The records of one turn come in order, those of several turns may
+    interleave."""
     kind = kind_of(record)
     if kind == "prompt":
         return session.restore_prompt(read_prompt(record["prompt"], session))
@@ -89,7 +89,7 @@ def replay(session: Session, record: Record) -> None:
         return _begin_turn(session, record, key)
     recorded = next((recorded for recorded in reversed(session.recorded) if recorded.key == key), None)
     if recorded is None:
-        return  # delivered, and extended before that was written
+        return  # a later turn extended it before its delivery was written
     match kind:
         case "chunk":
             *tokens, recorded.engines = record["chunk"][3:]

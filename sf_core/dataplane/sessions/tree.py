@@ -1,8 +1,8 @@
 """The tokens of one session as a tree: prompts and turns, each holding only what it adds.
 
-Owns which tokens are shared. A prompt begins with the tokens of a recorded line as far as it repeats them, be
-it to the end of a turn, into the middle of one or of another prompt, and adds the rest. Iterative throughout:
-lines may be thousands of turns long.
+Owns which tokens are shared. A line is the path from the root to a node. A prompt shares the tokens of a line
+as far as it repeats them, to the end of a turn or into the middle of a turn or prompt, and adds the rest.
+Iterative throughout, because lines may be thousands of turns long.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from sf_core.dataplane.chat.messages import Message
 from sf_core.types import FinishReason, Ids, Sampling
 
 NUM_TAPES = 8
-"""Lines of a session that may go on in turns without being put together anew."""
+"""Number of lines of a session that may alternate without being put together again."""
 
 
 class TextMark(NamedTuple):
-    """A text, known by its length and checksum; both follow from those of a beginning and the rest."""
+    """Length and checksum of a text; both can be extended by further text without the text so far."""
 
     length: int
-    """In characters."""
+    """Number of characters."""
     crc: int
 
     def extended(self, text: str) -> TextMark:
         return TextMark(self.length + len(text), crc32(text.encode(), self.crc))
 
     def rest_of(self, text: str) -> str | None:
-        """What follows this text in another; None if that one does not begin with it."""
+        """The rest of `text` after this one; None if `text` does not begin with this one."""
         if len(text) < self.length or NO_TEXT.extended(text[: self.length]) != self:
             return None
         return text[self.length :]
@@ -43,49 +43,49 @@ NO_TEXT = TextMark(0, 0)
 
 
 class Seam(NamedTuple):
-    """The last end-of-turn token in what a prompt encodes. Text is split there before it is encoded, so
-    whatever is rendered otherwise behind it can be encoded from it on."""
+    """The last end-of-turn token in what a prompt encodes. Tokenizers split text there before encoding, so a
+    rendering that differs only behind the seam can be encoded from the seam on."""
 
     num_tokens: int
-    """Of the whole prompt, before it."""
+    """Tokens of the whole prompt before the seam."""
     text: TextMark
-    """Of the rendering, before it."""
+    """The rendering before the seam."""
 
 
 @dataclass(slots=True, eq=False)
 class Prompt:
-    """What one request adds to the tokens recorded before it. Asked again, it gets another turn."""
+    """What one request adds to the tokens recorded before it. Each time it is asked it gets another turn."""
 
     parent: Node | None
-    """Whose line of tokens it begins with; all of it up to `start`."""
+    """Node whose line holds the prompt's tokens up to `start`."""
     start: int
-    """Tokens before `ids`."""
+    """Number of tokens before `ids`."""
     ids: Ids
     continues: Turn | None
-    """The answer that its new messages follow; its tokens are the parent unless the template rewrote it."""
+    """The turn that its new messages answer; also the parent, unless the template rewrote that turn."""
     messages: list[Message]
-    """Those it adds."""
+    """Messages that it adds."""
     num_messages: int
-    """Of the whole request."""
+    """Number of messages of the whole request."""
     chain: bytes
     """Identity of the whole request: tools and all messages, or all ids."""
     index: int
     """Position among the session's prompts."""
     text: TextMark
-    """The rendering of the whole request, which any later extension begins with."""
+    """The rendering of the whole request, with which renderings of later extensions begin."""
     seam: Seam | None
     branch_reason: str | None
-    """Why it is no extension of the session's tokens so far; None if it is, and for the first."""
+    """Why it begins a new branch; None if it extends the tokens of a turn, and for the first prompt."""
     forced: str = ""
-    """How its answers begin: text at the end of `ids` that is no part of the rendering."""
+    """Forced beginning of its answers: encoded at the end of `ids`, but no part of the rendering."""
     opening: Sequence[bytes] = ()
-    """Identities of the tools, and of tools and first message, where its conversation begins here."""
+    """Chain keys of tools, and of tools with first message, if its conversation begins here."""
     tools: bytes = b""
     """The tools of its conversation as JSON; empty without any."""
     num_samples: int = 0
-    """Turns begun from it."""
+    """Number of turns begun from it."""
     tapes: Tapes = field(default_factory=lambda: Tapes())
-    """The session's."""
+    """Tapes of the whole session."""
 
     @property
     def end(self) -> int:
@@ -123,7 +123,7 @@ class Turn:
     interruptions: int
     num_unparsed_calls: int
     index: int
-    """Position among the session's turns; of an abandoned one, among those."""
+    """Position among the session's turns, or among its abandoned turns."""
     has_continuation: bool = False
 
     @property
@@ -139,7 +139,7 @@ class Turn:
         return self.prompt
 
     def conversation(self) -> Iterator[Turn]:
-        """This turn and those its messages follow, latest first."""
+        """This turn and the earlier turns of its conversation, latest first."""
         turn: Turn | None = self
         while turn is not None:
             yield turn
@@ -150,7 +150,7 @@ Node = Prompt | Turn
 
 
 def line(node: Node | None, end: int) -> Iterator[tuple[Node, int]]:
-    """The nodes that hold the first `end` tokens up to and with `node`, latest first; each with the position
+    """The nodes that hold the first `end` tokens of the line of `node`, latest first, each with the position
     where its part ends."""
     while node is not None:
         yield node, end
@@ -159,18 +159,18 @@ def line(node: Node | None, end: int) -> Iterator[tuple[Node, int]]:
 
 
 class Tapes:
-    """The latest lines laid out flat: a prompt that extends one costs a copy, not a walk over its turns."""
+    """The ids of the latest lines as flat arrays: extending one costs a copy, not a walk over its turns."""
 
     def __init__(self) -> None:
         self._tapes: list[tuple[Node, array[int]]] = []
-        """Each with the node it ends with; the latest last."""
+        """Last node and ids of each line, the latest line last."""
 
     @property
     def num_bytes(self) -> int:
         return sum(4 * len(tape) for _, tape in self._tapes)
 
     def clear(self) -> None:
-        """Forget all; prompts hold the tapes, which hold prompts: nothing of a session would be freed."""
+        """Forget all lines. Prompts and tapes refer to each other, so nothing would be freed otherwise."""
         self._tapes.clear()
 
     def read(self, node: Node) -> array[int]:
@@ -191,7 +191,7 @@ class Tapes:
 
 @dataclass(slots=True)
 class Place:
-    """Behind the first `at` tokens of the line of a node."""
+    """The position after the first `at` tokens of a node's line."""
 
     node: Node | None
     at: int
@@ -200,9 +200,9 @@ class Place:
 @dataclass(slots=True)
 class TokenTree:
     nodes: list[Node] = field(default_factory=list)
-    """In the order in which they were added."""
+    """Nodes in the order in which they were added."""
     _children: dict[tuple[Node | None, int, int], list[Node]] = field(default_factory=dict)
-    """By the place they begin at and their first id."""
+    """Nodes by parent, start and first id."""
 
     def add(self, node: Node) -> None:
         self.nodes.append(node)
@@ -211,7 +211,7 @@ class TokenTree:
             self._children.setdefault(key, []).append(node)
 
     def follow(self, place: Place, ids: Ids) -> tuple[Place, Ids]:
-        """Walk on from a place as far as recorded tokens repeat these ids: where that ends, and the rest."""
+        """Walk on from a place as far as recorded tokens equal `ids`; returns the end and the remaining ids."""
         node, at = place.node, place.at
         if node is not None and at < node.end:
             num_common = common_length(node.ids[at - node.start :], ids)
@@ -235,7 +235,7 @@ def place_at(node: Node | None, at: int) -> Place:
 
 
 def last_whole_turn(place: Place) -> Turn | None:
-    """The last turn before a place whose tokens are all on its line."""
+    """The last turn that the line up to a place holds whole."""
     for node, end in line(place.node, place.at):
         if isinstance(node, Turn) and end == node.end:
             return node

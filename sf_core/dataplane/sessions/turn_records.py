@@ -1,4 +1,4 @@
-"""What the journal holds of turns, as MessagePack values and back.
+"""The journal's records of turns, as MessagePack values and back.
 
 Deltas only: a prompt names the prompt or turn whose tokens it begins with, a turn's record holds the tokens
 that no chunk before it held.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class TurnKey(NamedTuple):
-    """A turn among all of its run, from its beginning on."""
+    """Identifies a turn within its run, from its beginning on."""
 
     session_id: str
     prompt: int
@@ -34,13 +34,12 @@ class TurnKey(NamedTuple):
 
 
 def prompt_record(prompt: Prompt) -> Record:
-    """A prompt by itself."""
     return {"prompt": _prompt_value(prompt)}
 
 
 def begun_record(key: TurnKey, nth: int, identity: bytes, prompts: Sequence[Prompt]) -> Record:
-    """A turn was begun, the `nth` sample of its request. `prompts` are those opened since the last such
-    record of the session: later ones may begin with the tokens of any of them."""
+    """A turn was begun, the `nth` sample of its request. `prompts` are those opened since the session's last
+    such record: later prompts may begin with the tokens of any of them."""
     return {"begun": [*key, nth, identity], "prompts": [_prompt_value(prompt) for prompt in prompts]}
 
 
@@ -49,7 +48,7 @@ def chunk_record(key: TurnKey, tokens: Tokens, engine: str) -> Record:
 
 
 def turn_record(key: TurnKey, turn: Turn, num_recorded: int) -> Record:
-    """The end of a turn; its first tokens are in chunks already."""
+    """A turn has ended; its first `num_recorded` tokens are in chunk records already."""
     tail = Tokens(turn.ids, turn.logprobs, turn.versions).since(num_recorded)
     facts = [getattr(turn, name) for name in _TURN_FACTS]
     sampling = turn.sampling
@@ -60,12 +59,12 @@ def turn_record(key: TurnKey, turn: Turn, num_recorded: int) -> Record:
 
 
 def delivered_record(key: TurnKey) -> Record:
-    """The agent has its answer, as far as can be seen from here."""
+    """All of a turn's answer was sent to the agent."""
     return {"delivered": list(key)}
 
 
 def unanswered_record(key: TurnKey) -> Record:
-    """Nobody has got its answer."""
+    """A turn's answer was not delivered."""
     return {"unanswered": list(key)}
 
 
@@ -107,21 +106,21 @@ NO_TOKENS = Tokens.of(b"", b"", b"")
 
 @dataclass(slots=True, eq=False)
 class RecordedTurn:
-    """A turn that was begun, as far as its records go: what a restart finds of it, and what is left of it
-    once nobody waits for it."""
+    """A turn that was begun, as far as it is recorded: what a restart finds of it, and what remains of it when
+    no client waits for it."""
 
     key: TurnKey
     identity: bytes
-    """By what its request is known when it comes again."""
+    """Identifies its request when that is retried (Ticket.identity)."""
     prompt: Prompt
     chunks: list[Tokens] = field(default_factory=list)
-    """What was sampled until it is finished."""
+    """Tokens sampled so far; empty once it is finished."""
     engines: str = ""
     turn: Turn | None = None
-    """Once it is finished."""
+    """The finished turn; None until then."""
     delivered: bool = False
     unanswered: bool = False
-    """Nobody has got its answer: of what a restart found, this is never known."""
+    """Its answer was not delivered; False for turns that a restart found, where this is not known."""
 
     @property
     def tokens(self) -> Tokens:
@@ -133,17 +132,17 @@ class RecordedTurn:
 
     @property
     def is_unanswered(self) -> bool:
-        """Neither was its answer delivered nor does a later turn extend it."""
+        """Its answer was not delivered, and no later turn extends it."""
         return self.unanswered and self.turn is not None and not self.turn.has_continuation
 
     def may_be_asked_again(self, prompt: Prompt, identity: bytes) -> bool:
-        """Whether it is still worth keeping when this prompt is asked, by a request of this identity: who
-        extends an answer has got it."""
+        """Whether its request may still be retried after a request of this identity has asked `prompt`: an agent
+        that extends an answer has received it."""
         is_extended = prompt.continues is not None and prompt.continues is self.turn
         return self.turn is None or not (is_extended or identity == self.identity)
 
     def restore(self, generation: Generation) -> None:
-        """Bring a new generation of the same request to where this turn was."""
+        """Bring a new generation of the same request to the state of this turn."""
         ids, logprobs, versions = self.tokens
         edges = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(ids)] if len(ids) else []
         for start, end in pairwise(edges):
@@ -160,7 +159,7 @@ class RecordedTurn:
 
 
 def read_prompt(value: list[Any], session: Session) -> Prompt:
-    """As the session so far makes it."""
+    """The prompt of a record; refers to prompts and turns that the session already has."""
     # journals of earlier versions lack the last fields
     values = dict(zip(_PROMPT_FIELDS, value, strict=False))
     continues = None if values["continues"] is None else session.turns[values["continues"]]
@@ -177,7 +176,7 @@ def read_prompt(value: list[Any], session: Session) -> Prompt:
 
 
 def read_turn(record: Record, prompt: Prompt, before: Tokens) -> Turn:
-    """`before` are the tokens of its chunks."""
+    """The turn of a record; `before` are the tokens of its chunk records."""
     value = record["turn"]
     tokens = Tokens.joined([before, Tokens.of(*value[3:6])])
     message, finish_reason, sampled_how = value[6:9]

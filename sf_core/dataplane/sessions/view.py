@@ -1,4 +1,4 @@
-"""A session's turn tree as JSON, for people and tools that look at one."""
+"""A session's turn tree as JSON, for people and tools that inspect it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The tokens of sessions as compressed blocks, decoded by the browser when a session is opened.
 
-The telling sessions of every iteration come first, then all others, newest first, until the budget is used.
-A block is zlib over: the length of its JSON (uint32), the JSON, padding to four bytes, and four arrays with
-one element per token: ids int32, policy versions int32, log-probs int16 in thousandths, states uint8. All
-are little-endian. sessions.js reads it.
+The most informative sessions of every iteration come first, then all others, newest first, until the budget
+is used. A block is zlib over: the length of its JSON (uint32), the JSON, padding to four bytes, and four
+arrays with one element per token: ids int32, policy versions int32, log-probs int16 in thousandths, states
+uint8. All are little-endian. sessions.js reads it.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from storage.schema import NOT_SAMPLED, Trajectory
 from storage.trajectories import to_rows
 
 BLOCK_TOKENS = 60_000
-"""Decoded as one: a few hundredths of a second in a browser."""
+"""Most tokens in a block of several sessions: decoding takes a browser a few hundredths of a second."""
 
 GIVEN, CARRIED, TRAINED = 0, 1, 2
 """State of a token: not sampled; sampled, trained in another branch; sampled and trained here."""
 
 MAX_MISSES = 3
-"""After so many samplings in a row of which nothing fits, older ones are not read: it would be in full."""
+"""After this many samplings in a row without a fitting session, older files are not read in full."""
 
 NO_LOGPROB = 1
-"""No log-prob is positive."""
+"""Mark of a missing log-prob; no real one is positive."""
 
 
 @dataclass(slots=True)
 class Embedded:
-    """The sessions of a page."""
+    """The sessions embedded in a page."""
 
     facts: list[SessionFacts] = field(default_factory=list)
     block_of: list[int] = field(default_factory=list)
     """Number of the block that holds the session, one for each of `facts`."""
     blocks: list[str] = field(default_factory=list)
     token_ids: set[int] = field(default_factory=set)
-    """Every id that occurs."""
+    """All token ids that occur."""
     num_all: int = 0
-    """Sessions of the run."""
+    """Number of sessions in the run."""
 
     @property
     def num_characters(self) -> int:
@@ -58,7 +58,7 @@ class Embedded:
 
 
 def embed_sessions(samplings: Sequence[Sampling], budget: int) -> Embedded:
-    """Blocks of at most `budget` characters in sum. Raises ValueError if a file is missing or broken."""
+    """Blocks of at most `budget` characters in total. Raises ValueError if a file is missing or broken."""
     newest_first = [(sampling, list_sessions(sampling)) for sampling in reversed(samplings)]
     embedded = Embedded(num_all=sum(len(sessions) for _, sessions in newest_first))
     told = {session.session_id for _, sessions in newest_first for session in telling(sessions)}
@@ -66,7 +66,7 @@ def embed_sessions(samplings: Sequence[Sampling], budget: int) -> Embedded:
         misses = 0
         for sampling, sessions in newest_first:
             wanted = [session for session in sessions if (session.session_id in told) == are_telling]
-            # a little is left over: blocks do not come in every size
+            # blocks do not come in every size, so a little of the budget stays unused
             if wanted and misses < MAX_MISSES and embedded.num_characters < 0.98 * budget:
                 fits = _embed(embedded, sampling, wanted, budget)
                 misses = 0 if fits else misses + 1
@@ -78,7 +78,7 @@ def compress(data: bytes) -> str:
 
 
 def _embed(embedded: Embedded, sampling: Sampling, sessions: Sequence[SessionFacts], budget: int) -> bool:
-    """Whether any of them fits."""
+    """Add the sessions that fit; returns whether any did."""
     num_before = len(embedded.blocks)
     table = read_sampling(sampling)
     wanted = pa.array([session.session_id for session in sessions])
@@ -110,7 +110,7 @@ def _parts(sessions: Sequence[SessionFacts]) -> Iterator[list[SessionFacts]]:
 
 
 def encode_block(sessions: Sequence[Sequence[Trajectory]]) -> bytes:
-    """The branches of some sessions. What a branch repeats from its parent is not in it again."""
+    """Block of the branches of some sessions, each without the prefix that it shares with its parent."""
     described, own, reached = [], [], 0
     for branches in sessions:
         first, ids, entries = branches[0], {row.branch_id for row in branches}, []
@@ -140,7 +140,7 @@ def encode_block(sessions: Sequence[Sequence[Trajectory]]) -> bytes:
 
 
 def _branch(row: Trajectory, parent: str | None, shared: int, begin: int) -> dict[str, Any]:
-    """`begin` is the place in the block of its first token that the parent has not."""
+    """`begin` is the index in the block of the branch's first token that is not its parent's."""
     return {
         "id": row.branch_id,
         "parent": parent,

@@ -1,6 +1,6 @@
-"""The figures of a run as the report page draws them: plain lists and mappings that JSON keeps.
+"""The figures of a run for the report page, as lists and mappings that JSON can hold.
 
-Owns which figures are shown. How they look is report.html's and its scripts'.
+Owns which figures are shown. Their layout is in report.html and its scripts.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ from storage.run_directory import STAGES, RunDirectory
 from storage.trajectories import read_trajectories
 
 TRAINING = ("entropy", "kl", "clip_fraction", "grad_norm", "length_mean")
-"""Metrics of the train stage that are drawn where a run has them."""
+"""Metrics of the train stage that are drawn if a run has them."""
 
 TIMELINE_STEPS = 4000
-"""Gaps shorter than this part of the run are closed in the timeline: nobody could see them."""
+"""Gaps shorter than the run divided by this are closed in the timeline: they would be invisible."""
 
 
 def run_figures(run: RunDirectory) -> dict[str, Any]:
-    """Everything but the sessions. Raises ValueError if a committed file is missing or broken."""
+    """All figures of the page, not the sessions. Raises ValueError if a committed file is missing or
+    broken."""
     iterations = list(read_iterations(run))
     windows = iteration_windows(iterations)
     rollouts = {
         row.iteration: asdict(row.rollout) for row in view.iteration_figures(run) if row.rollout is not None
     }
-    # writes: only behind what finds a broken run, and who may only read gets the figures that are there
+    # writes, so only after the checks for broken files; without write access older figures are shown
     with suppress(StorageError):
         device_report.record_figures(run, len(iterations) - 1)
     devices = device_report.read_figures(run, range(len(iterations)))
@@ -83,7 +84,7 @@ def _timeline(spans: Sequence[Span], windows: Iterable[Window]) -> dict[str, Any
 
 
 def _bars(spans: Iterable[Span], begin: float, gap_s: float) -> list[list[Any]]:
-    """[tag, kind, label, start, end] with seconds since `begin`; near neighbours of one sort become one."""
+    """Bars [tag, kind, label, start, end] in seconds since `begin`; close ones of one sort are merged."""
     sorts: dict[tuple[str, str, str], list[list[float]]] = defaultdict(list)
     for span in spans:
         bars = sorts[span.tag, span.kind, span.label]
@@ -99,7 +100,7 @@ def _bars(spans: Iterable[Span], begin: float, gap_s: float) -> list[list[Any]]:
 
 
 def _groups(run: RunDirectory, iteration: Iteration) -> list[list[Any]]:
-    """[iteration, group, task, rewards, decision] of every group, the rejected ones with their reason."""
+    """Rows [iteration, group, task, rewards, decision]; the decision on a rejected group is the reason."""
     number, stages = iteration.number, iteration.stages
     rows = []
     if "filter" in stages:

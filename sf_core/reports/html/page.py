@@ -1,7 +1,7 @@
-"""`sf report`: a run as one HTML file that opens offline. Owns what is put together and how large it gets.
+"""`sf report`: a run as one HTML file that opens offline. Owns the assembly of the page and its size.
 
-Everything agents wrote travels as compressed data and reaches the page as text nodes; a
-Content-Security-Policy allows the page's own script and style by their hashes and no request at all.
+All text of agents is embedded as compressed data and inserted as text nodes; a Content-Security-Policy allows
+the page's own script and style by their hashes and no request at all.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def render(run: RunDirectory, max_bytes: int) -> bytes:
         raise ValueError(
             f"{run.uri}: the figures alone take {base / 1e6:.1f} MB; allow more than {max_bytes / 1e6:g} MB"
         )
-    # the list of sessions and the vocabulary take their part
+    # the rest is for the list of sessions and the vocabulary
     budget = int((max_bytes - base) * 0.9)
     embedded = embed_sessions(list(view.samplings(run)), budget)
     page = _fill(run, figures, embedded)
@@ -98,14 +98,14 @@ def _session_list(embedded: Embedded) -> dict[str, object]:
 
 
 def _vocabulary(run: RunDirectory, embedded: Embedded) -> dict[str, object]:
-    """Bytes as characters 0 to 255, which JSON keeps."""
+    """Token ids and their bytes, as characters 0 to 255, which JSON can hold."""
     ids = sorted(embedded.token_ids)
     tokenizer = open_tokenizer(run) if ids else None
     return {"ids": ids, "bytes": [piece.decode("latin-1") for piece in token_bytes(tokenizer, ids)]}
 
 
 def _json(value: object) -> str:
-    """NaN becomes null: browsers read no NaN."""
+    """Compressed JSON with null for NaN, which browsers cannot parse."""
     return compress(orjson.dumps(value))
 
 

@@ -1,4 +1,4 @@
-"""The sessions of a run in one line each, and which of them tell most. Reads no tokens."""
+"""The list of a run's sessions, one line each, and the choice of the most informative. Reads no token ids."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class SessionFacts:
 
     session_id: str
     kind: str
-    """As in Sampling, as are `number` and `fate`."""
+    """Kind of the session's Sampling; `number` and `fate` are the Sampling's too."""
     number: int
     fate: str
     task_id: str
@@ -45,7 +45,7 @@ class SessionFacts:
     status: str
     branches: int
     tokens: int
-    """Of all branches."""
+    """Number of tokens in all branches."""
     sampled: int
     min_version: int | None
     max_version: int | None
@@ -53,7 +53,7 @@ class SessionFacts:
 
 
 def list_sessions(sampling: Sampling) -> list[SessionFacts]:
-    """Raises ValueError with one sentence if a file is missing or broken."""
+    """One line per session. Raises ValueError with one sentence if a file is missing or broken."""
     table = read_sampling(sampling, COLUMNS)
     if not len(table):
         return []
@@ -76,7 +76,7 @@ def read_sampling(sampling: Sampling, columns: list[str] = SCHEMA.names) -> pa.T
 
 
 def telling(sessions: Sequence[SessionFacts]) -> Iterator[SessionFacts]:
-    """The two that stand out most, for every reason to look at a session."""
+    """The two most extreme sessions by each criterion: interruptions, branches, versions, tokens, reward."""
     reasons: tuple[Callable[[SessionFacts], float], ...] = (
         lambda session: session.interruptions,
         lambda session: session.branches,
