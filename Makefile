@@ -1,6 +1,3 @@
-# make run: set up and train the quickstart policy, as runs/quickstart; called again it goes on with that run, or
-# shows it once it is finished, and make run RUN=another trains another.   make test: set up and pass the tests.
-# make up: start Prefect, Dask and the data plane to stay, with our deployments.   make down: end them.
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.ready
@@ -8,9 +5,13 @@ STAMP := .venv/.ready
 # containers like to set it; each of the many processes of a stack would then compile our modules anew
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup run up down test pytest nightly mutations chaos check audit clean
+.DEFAULT_GOAL := help
+.PHONY: help setup run up down test pytest nightly mutations chaos check audit clean
 
-setup: $(STAMP)
+help: ## this list
+	@awk -F ':[^#]*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## .venv with everything
 
 # torch first and exactly: any other order or version pulls several GB of CUDA packages (docs/decisions/001)
 $(STAMP): pyproject.toml
@@ -23,48 +24,48 @@ $(STAMP): pyproject.toml
 	touch $(STAMP)
 
 RUN = quickstart
-run: setup
+run: setup ## train the quickstart policy as runs/quickstart, go on with it, or show it; RUN=another trains another
 	$(BIN)/sf train configs/quickstart.yaml --set run_id=$(RUN)
 
-up: setup
+up: setup ## start Prefect, Dask and the data plane to stay, with our deployments
 	$(BIN)/sf up
 
-down: setup
+down: setup ## end them
 	$(BIN)/sf down
 
-check: setup
+check: setup ## ruff, mypy and the import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	nice -n 19 $(BIN)/mypy
 	$(BIN)/lint-imports
 
 # side by side: types are checked in the time that the tests leave, whose workers give way too
-test: setup
+test: setup ## set up, check, and pass the tests
 	$(MAKE) --jobs 2 check pytest
 
 # for one file, or a debugger: .venv/bin/pytest FILE
-pytest: setup
+pytest: setup ## the tests without the check
 	$(BIN)/pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 
 # minutes of kills, retries and emulated fleets, then the mutations; on a machine with nothing else
-nightly: check
+nightly: check ## what takes longer: sizes, kills, emulated fleets, then the mutations; on a machine with nothing else
 	$(BIN)/pytest -m nightly
 	$(MAKE) mutations
 
 # wrong edits on the way of the training signal, each of which the tests of its own module must catch; minutes.
 # for some of them: .venv/bin/python -m tests.mutations WORD ...
-mutations: setup
+mutations: setup ## wrong edits on the way of the training signal, each of which a test must catch
 	$(BIN)/python -m tests.mutations
 
 # a stack that is killed, stopped, starved of disk and cut off in random order, and what that costs
 SEED ?= 0
 ROUNDS ?= 1
-chaos: setup
+chaos: setup ## a stack that is killed, stopped, starved of disk and cut off; SEED=n ROUNDS=n
 	$(BIN)/python -m tests.chaos --seed $(SEED) --rounds $(ROUNDS)
 
 # what is installed against the advisories of PyPI (docs/threat-model.md); first, whether it has any: of this there are
 ADVISED := https://pypi.org/pypi/jinja2/2.11.2/json
-audit: setup
+audit: setup ## installed packages against the advisories of PyPI
 	@$(BIN)/python -c 'import httpx; assert httpx.get("$(ADVISED)", timeout=20).json()["vulnerabilities"]' 2> /dev/null || \
 	  { echo "audit: nothing is known: no advisories at $(ADVISED); call it where PyPI itself is reached"; exit 1; }
 	test -x .venv/audit/bin/pip-audit || { $(PYTHON) -m venv .venv/audit && \
@@ -73,5 +74,5 @@ audit: setup
 	$(BIN)/python -m pip list --format freeze --exclude-editable | sed 's/+.*//' > .venv/audit.txt
 	PIP_AUDIT_LOGLEVEL=ERROR .venv/audit/bin/pip-audit --strict --no-deps --disable-pip -r .venv/audit.txt
 
-clean:
+clean: ## remove .venv
 	rm -rf .venv

@@ -68,7 +68,7 @@ class Capture:
         self.renderer, self.session = renderer, Session("s")
         self.turn_seconds: list[float] = []
         self.copy_seconds: list[float] = []
-        """Of the prompt that goes to the engine: the one thing that must grow with the history."""
+        """Time to lay out each prompt for the engine, the one cost that must grow with the history."""
         self._rng = np.random.default_rng(seed)
         size = renderer._tokenizer.get_vocab_size()
         texts = {token: renderer.decode([token]) for token in range(size)}
@@ -82,7 +82,7 @@ class Capture:
         return self._answer(prompt, num_tokens, start)
 
     def ask_ids(self, ids: list[int], num_tokens: int) -> list[int]:
-        """Returns the ids of the answer."""
+        """Send a prompt of ids; returns the ids of the answer."""
         start = time.perf_counter()
         self._answer(self.session.open_ids(ids), num_tokens, start)
         return self.session.turns[-1].ids.tolist()
@@ -158,7 +158,7 @@ def retokenised(capture: Capture, scale: float) -> None:
 
 
 def sub_agents(capture: Capture, scale: float) -> None:
-    """Ten, with system prompts of their own, called one after the other by one that goes on."""
+    """Ten sub-agents with system prompts of their own, called in turn by a main agent that goes on."""
     main: list[Message] = []
     subs: list[list[Message]] = [[{"role": "system", "content": f"You are agent {i}."}] for i in range(10)]
     for _ in range(times(10, scale)):
@@ -175,7 +175,7 @@ def compaction(capture: Capture, scale: float) -> None:
 
 
 def parallel_agents(capture: Capture, scale: float) -> None:
-    """Four with the same system prompt, in turns."""
+    """Four agents with the same system prompt, in turns."""
     agents: list[list[Message]] = [[{"role": "system", "content": capture.text(200)}]] * 4
     for _ in range(times(30, scale)):
         agents = [converse(capture, messages, 1) for messages in agents]
@@ -256,8 +256,7 @@ def _around(seconds: list[float], turn: int) -> float:
 
 
 def _peak_mb(kind: Callable[[Capture, float], None], renderer: Renderer, scale: float) -> float:
-    """Peak memory of recording and export, without what the tokens themselves need: in the session and in the
-    rows."""
+    """Peak memory of recording and export, less the arrays of tokens in the session and in the rows."""
     tracemalloc.start()
     capture = Capture(renderer)
     kind(capture, scale)

@@ -97,7 +97,7 @@ def compare(size: str, load: Load, max_running: int, repeats: int) -> dict[str, 
         model.save_pretrained(Path(folder))
         context_length = load.prompt_tokens + load.max_tokens
         engine = TorchEngine(folder, max_running=max_running, context_length=context_length)
-    # New prompts every time: the engine would still know those it has seen.
+    # new prompts every time, because the engine would have cached earlier ones
     runs = {
         "ours": lambda: run_engine(engine, load.ids(), load),
         "transformers": lambda: run_transformers(model, load.ids(), load),
@@ -118,7 +118,7 @@ def compare(size: str, load: Load, max_running: int, repeats: int) -> dict[str, 
 
 
 def measure(run: Callable[[], None]) -> tuple[float, float]:
-    """Wall and CPU seconds."""
+    """Wall and CPU seconds of a run."""
     wall, cpu = time.perf_counter(), time.process_time()
     run()
     return time.perf_counter() - wall, time.process_time() - cpu

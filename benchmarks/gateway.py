@@ -145,10 +145,10 @@ def measure_ours(name: str) -> Callable[[Supervisor, Path, Sizes], Line]:
 
 
 def load_ours(ours: Gateway, run_id: str, name: str, sizes: Sizes) -> tuple[Measured, float, float]:
-    """A new run under this load, and CPU milliseconds per request: of the hub, of its gateway processes."""
+    """Figures of a new run under this load; CPU ms per request of the hub, and of its gateways."""
     ours.register(run_id)
     ours.connect(run_id, "e0", LOADS[name][0])
-    # enough for every session to be new
+    # enough ids for every session to be new
     with ours.sessions(run_id, 10_000) as session_ids:
         before = ours.cpu_s(), ours.gateways_cpu_s()
         measured = run(ours.target(session_ids), load_of(name, sizes), sizes.seconds)
@@ -160,7 +160,7 @@ def load_ours(ours: Gateway, run_id: str, name: str, sizes: Sizes) -> tuple[Meas
 
 
 def compare(stack: Supervisor, folder: Path, sizes: Sizes, names: list[str], peers: list[str]) -> Line:
-    """The same loads on the floor and on the peers before it."""
+    """The same loads on the minimal server, and on the peers with it as upstream."""
     address = start_floor(stack, folder)
     delays = tuple(sorted({LOADS[name][0] for name in names}))
     line: Line = {}
@@ -172,7 +172,7 @@ def compare(stack: Supervisor, folder: Path, sizes: Sizes, names: list[str], pee
             with running_peer(stack, folder, peer, address, delays) as targets:
                 for name in names:
                     target, load = targets[LOADS[name][0]], load_of(name, sizes)
-                    # the first seconds of a peer, with all its imports, are not its speed
+                    # a warm-up: in the first seconds a peer still imports
                     run(target, load, sizes.seconds)
                     measured = run(target, load, sizes.seconds)
                     line |= prefixed(peer, figures(name, measured))
@@ -213,7 +213,7 @@ def gateways_section(stack: Supervisor, folder: Path, sizes: Sizes) -> Line:
             for name in ("overhead", "throughput"):
                 measured, hub_ms, gateways_ms = load_ours(ours, f"{prefix}_{name}", name, sizes)
                 line |= prefixed(prefix, figures(name, measured))
-        # of the last load: that of all that work at once
+        # the figures of the last load, throughput
         line |= prefixed(
             prefix, {"hub_cpu_ms_per_request": hub_ms, "gateways_cpu_ms_per_request": gateways_ms}
         )

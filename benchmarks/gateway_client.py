@@ -1,7 +1,7 @@
 """The load of benchmarks/gateway.py: HTTP/1.1 by hand over asyncio sockets, because an SDK costs more CPU
 than the gateway it would measure.
 
-Owns connections, conversations and latencies; knows nothing of who answers.
+Owns connections, conversations and latencies; knows nothing of the server.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Connection(asyncio.Protocol):
 
     def __init__(self) -> None:
         self.arrivals: list[float] = []
-        """When data of the current answer came."""
+        """Times at which data of the current answer arrived."""
         self._data = bytearray()
         self._answered: asyncio.Future[None] | None = None
         self._transport: asyncio.Transport | None = None
@@ -41,8 +41,7 @@ class Connection(asyncio.Protocol):
         return connection
 
     async def post(self, path: str, body: bytes) -> tuple[int, bytes]:
-        """Status and body; the body of a stream as it came, with the marks of its chunks. Raises
-        ConnectionError."""
+        """Status and raw body, with the chunk headers of a stream. Raises ConnectionError."""
         assert self._transport is not None
         self._data.clear()
         self.arrivals = []
@@ -58,7 +57,7 @@ class Connection(asyncio.Protocol):
             self._transport.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # not asyncio's class under uvloop
+        # a cast, because uvloop's transport is not asyncio's class
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
@@ -82,14 +81,14 @@ class Connection(asyncio.Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What every slot asks, again and again: sessions of some turns, each with the whole history."""
+    """The sessions that every slot repeats: some turns, each with the whole history."""
 
     concurrency: int
     max_tokens: int
     turns: int = 5
-    """Of one session."""
+    """Turns of a session."""
     prompt_tokens: int = 40
-    """Of the first message; later ones are a word."""
+    """Tokens of the first message; later messages are one word."""
     logprobs: bool = False
 
 
@@ -100,15 +99,15 @@ class Target:
     address: tuple[str, int]
     model: str
     paths: list[str]
-    """Of the chat endpoint, one per session; used again from the start when they run out."""
+    """Paths of the chat endpoint, one per session; reused from the start when they run out."""
 
 
 @dataclass(slots=True)
 class Measured:
     latencies_s: list[float] = field(default_factory=list)
-    """Of turns that began and ended in the measured time."""
+    """Latencies of turns that began and ended in the measured time."""
     num_done: int = 0
-    """Turns in all."""
+    """Number of turns, the warm-up included."""
     wall_s: float = 0.0
     num_errors: int = 0
     first_error: str = ""
@@ -127,7 +126,7 @@ class Measured:
 
 
 def answer_text(num_tokens: int) -> str:
-    """What the emulated engine's tokens are in the built-in policy's vocabulary: one character each."""
+    """Text of the emulated engine's tokens in the built-in policy's vocabulary, one character each."""
     return "".join(chr(31 + FIRST_ID + i % NUM_IDS) for i in range(num_tokens))
 
 
@@ -145,12 +144,12 @@ def streamed_content(body: bytes) -> str:
 
 
 async def measure(target: Target, load: Load, seconds: float) -> Measured:
-    """Keep the target under this load; what happens in the first WARMUP_S is not counted."""
+    """Keep the target under this load; the first WARMUP_S are not counted."""
     measured = Measured()
     paths = _endless(target.paths)
     begin = time.perf_counter() + WARMUP_S
     end = begin + seconds
-    # slots that begin together would stay together, and queue behind each other
+    # slots that start together would stay in step and queue behind each other
     offsets = random.Random(0)
     await asyncio.gather(
         *(
@@ -191,7 +190,7 @@ async def _slot(
 async def converse(
     connection: Connection, target: Target, load: Load, path: str, opening: str, until: float = float("inf")
 ) -> list[tuple[float, float]]:
-    """One session; returns start and end of each turn. Raises ValueError for a wrong answer."""
+    """Run one session; returns start and end of each turn. Raises ValueError for a wrong answer."""
     first = (opening + "x" * load.prompt_tokens)[: load.prompt_tokens]
     messages = [{"role": "user", "content": first}]
     options = {"logprobs": True} if load.logprobs else {}

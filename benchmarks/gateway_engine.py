@@ -15,15 +15,15 @@ from sf_core.types import Chunk, FinishReason, GenerationRequest
 
 
 class SteppingEngine:
-    """Samples one token for every request at each step, all at the same moment, as a device does, and
-    reports them at once. A step takes `step_s`, or what the reporting takes if that is longer."""
+    """Samples one token for every request at each step, as a device does, and reports them at once. A step
+    takes `step_s`, or the time of the reporting if that is longer."""
 
     def __init__(self, step_s: float, version: int) -> None:
         self.version = version
         self._step_s = step_s
         self._next_at = time.monotonic()
         self._running: dict[str, tuple[int, int]] = {}
-        """Position of the next token in its turn, and of the end."""
+        """Positions of the next token and of the end, by request."""
 
     @property
     def num_requests(self) -> int:
@@ -41,7 +41,7 @@ class SteppingEngine:
     def step(self) -> list[Chunk]:
         now = time.monotonic()
         if now < self._next_at:
-            # new requests are seen meanwhile
+            # short, so that new requests are seen
             time.sleep(min(self._next_at - now, MAX_SLEEP_S))
             return []
         self._next_at = max(self._next_at + self._step_s, now)

@@ -3,7 +3,7 @@ their tokens. The client's own cost is measured against it, and it is the upstre
 
     python -m benchmarks.gateway_floor PORT_FILE
 
-The path says the delay of a token in milliseconds: /10/v1/chat/completions.
+The path gives the delay of a token in milliseconds: /10/v1/chat/completions.
 """
 
 from __future__ import annotations

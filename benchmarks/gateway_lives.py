@@ -1,5 +1,5 @@
-"""What happens in the life of a run rather than of a request: many sessions, long ones, interruptions, the
-journal. Sections of benchmarks/gateway.py; each returns its figures."""
+"""Figures of a run's life rather than of a request: many sessions, long ones, interruptions, the journal.
+Sections of benchmarks/gateway.py; each returns its figures."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Line = dict[str, Any]
 
 
 async def many_sessions(gateway: Gateway, count: int, turns: int) -> Line:
-    """All sessions at once, each on its own connection, 20 tokens a turn; then all are reported."""
+    """Run all sessions at once, each on its own connection, 20 tokens a turn; then report all."""
     gateway.register("sessions")
     await asyncio.to_thread(gateway.connect, "sessions", "e0", TOKEN_DELAY_MS)
     load = Load(count, 20, turns=turns)
@@ -91,7 +91,7 @@ def _finish(gateway: Gateway, session_ids: list[str], together: int = 100) -> in
 
 
 async def long_sessions(gateway: Gateway, turns: int, count: int = 8, window: int = 10) -> Line:
-    """CPU of the data plane per turn, means over a window of turns of some sessions one after the other."""
+    """CPU of the data plane per turn: means over `window` turns of `count` sessions served in turn."""
     gateway.register("turns")
     await asyncio.to_thread(gateway.connect, "turns", "e0", 0)
     sampled = TOKENS_PER_TURN - 10
@@ -120,7 +120,7 @@ async def long_sessions(gateway: Gateway, turns: int, count: int = 8, window: in
 
 
 async def interruptions(gateway: Gateway, num_streams: int, num_tokens: int = 800) -> Line:
-    """Streams on one engine are paused and resumed, then the engine is taken away and another goes on.
+    """Pause and resume streams on one engine, then evacuate it, so that another one continues them.
 
     pause_ms: until no stream gets a token any more. resume_ms, evacuate_gap_ms: until every stream gets one
     again. evacuate_ms: until the engine has yielded.
@@ -189,8 +189,8 @@ async def _all_again(streams: list[Connection], after: float, since: float | Non
 
 
 async def journal(folder: Path, turns: int, concurrency: int = 64) -> Line:
-    """Turns of 200 tokens, ten to a session, recorded by so many sessions at once; each turn waits for its
-    fsync. Then the run is opened again from what was written."""
+    """Record turns of 200 tokens, ten to a session, in `concurrency` sessions at once; each turn waits for
+    its fsync. Then open the run again from its journal."""
     make_policy(str(folder / "model"), RunConfig().policy, seed=0)
     plane = DataPlane(str(folder / "plane"))
     run = await plane.register(_journaled_run(folder))

@@ -1,5 +1,4 @@
-"""Memory of many sessions, with room for all of them and with room for a few: a section of
-benchmarks/gateway.py."""
+"""Memory of many sessions, with room for all of them and for a few. A section of benchmarks/gateway.py."""
 
 from __future__ import annotations
 
@@ -24,9 +23,9 @@ Line = dict[str, Any]
 
 
 def memory(stack: Supervisor, folder: Path, sessions: int, turns: int, bound_mb: float) -> Line:
-    """All sessions are played, `TOGETHER` at a time; then some of the first are asked for twice more.
+    """Play all sessions, `TOGETHER` at a time; then ask the first `NUM_TIMED` for two more turns.
 
-    reload_ms_*: what the first of these turns took longer than the second, whose session was in memory."""
+    reload_ms_*: how much longer the first of these turns took than the second, with its session in memory."""
     line: Line = {"memory_sessions": sessions, "memory_turns": turns, "memory_bound_mb": bound_mb}
     for room_mb, name in ((ROOM_MB, "unbounded"), (bound_mb, "bounded")):
         with gateway(stack, folder, memory_mb=room_mb) as ours:
@@ -70,7 +69,7 @@ async def _play(ours: Gateway, run_id: str, count: int, turns: int) -> Line:
 
 
 async def _ask_twice(address: tuple[str, int], paths: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Milliseconds of a first and of a second further turn of each session."""
+    """Milliseconds of the first and of the second additional turn of each session."""
     connection = await Connection.open(address)
     took_ms = np.zeros((2, len(paths)))
     for i, path in enumerate(paths):

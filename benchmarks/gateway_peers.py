@@ -1,6 +1,6 @@
 """The peers of benchmarks/gateway.py: LiteLLM's proxy and agent-lightning's LLM proxy, before one upstream.
 
-Owns their environments and how each is started, as its own documentation says, with one worker process. A
+Owns their environments and their start, as each one's documentation says, with one worker process. A
 peer that cannot be installed or does not start raises StackError; its figures are left out with the reason.
 """
 
@@ -29,9 +29,9 @@ QUIET = {
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",
     "LITELLM_LOG": "ERROR",
     "LITELLM_MODE": "PRODUCTION",
-    # on loopback nobody needs a key; without one LiteLLM also skips checking it
+    # no key is needed on loopback, and LiteLLM then skips the check too
     "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true",
-    # the data plane's own packages are of no use there, and of other versions
+    # our own packages have other versions than the peer's environment
     "PYTHONPATH": "",
 }
 
@@ -55,7 +55,7 @@ def ensure_venv(name: str, packages: tuple[str, ...]) -> Path:
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise StackError(f"{name} cannot be installed: {done.stderr.strip()[-300:]}")
-    # marker last: its existence means every package is installed
+    # last, because the marker means that every package is installed
     marker.write_text(wanted)
     return python
 

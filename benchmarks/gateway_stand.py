@@ -1,5 +1,5 @@
-"""What stands behind and beside the gateway while it is measured: our data plane and engines as processes of
-their own, the minimal server, and a model folder whose tokens are characters."""
+"""The processes around the measured gateway: our data plane and engines, and the minimal server; and a model
+folder whose tokens are characters."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KEEP_ALIVE_S = 5.0
 
 @dataclass
 class Gateway:
-    """Our data plane, with one run per load so that no load sees the sessions of another."""
+    """Our data plane, with one run per load, so that loads share no sessions."""
 
     stack: Supervisor
     folder: Path
@@ -67,7 +67,7 @@ class Gateway:
         )
 
     def connect(self, run_id: str, lease: str, token_delay_ms: float, *, stepping: bool = False) -> None:
-        """Start an emulated engine, or one that steps; returns when the data plane may use it."""
+        """Start an emulated engine, or a SteppingEngine; returns when the data plane may use it."""
         module = [sys.executable, "-m", "benchmarks.gateway_engine"]
         command = [*module, str(self.http.base_url), run_id, lease, str(token_delay_ms)]
         command += ["--stepping"] if stepping else []
@@ -104,12 +104,12 @@ class Gateway:
         return Target(self.address, MODEL, [f"/sessions/{name}/v1/chat/completions" for name in session_ids])
 
     def cpu_s(self) -> float:
-        """CPU seconds of the data plane so far, in nanosecond steps; of its hub, where it has several
+        """CPU seconds so far, to the nanosecond, of the data plane, or of its hub if it has several
         processes."""
         return _cpu_s(self.process.pid())
 
     def gateways_cpu_s(self) -> float:
-        """Of its gateway processes together."""
+        """CPU seconds so far of its gateway processes together."""
         return sum(_cpu_s(child.pid) for child in psutil.Process(self.process.pid()).children())
 
     def rss_mb(self) -> float:

@@ -1,9 +1,9 @@
-"""Every agent streams: tokens per second through one data plane, and what they cost it. A section of
+"""All agents stream: tokens per second through one data plane, and their CPU cost. A section of
 benchmarks/gateway.py.
 
-Behind it is one engine that samples a token for each request at every step and reports it at once. The client
-keeps all that it gets and reads it when the time is over, so that it is not what is measured; whole answers
-are compared with what was sampled.
+One engine samples a token for each request at every step and reports it at once. The client stores what it
+receives and parses it when the time is over, so that its own cost is not measured; whole answers are compared
+with what was sampled.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _EVENT = re.compile(rb"data: (\{.*\})\n\n")
 
 @dataclass(frozen=True, slots=True)
 class Streaming:
-    """How a dialect is asked for a stream, and where its events have their text."""
+    """How to request a stream in a dialect, and where its events have their text."""
 
     path: str
     body: Callable[[int], Line]
-    """The request, made from the number of tokens."""
+    """Request for a number of tokens."""
     text: Callable[[Line], str]
     """The text of one event."""
 
@@ -74,10 +74,10 @@ DIALECTS = {
 
 
 async def stream_all(gateway: Gateway, count: int, num_tokens: int, step_ms: float) -> Line:
-    """All sessions at once, one answer each, in one dialect after the other.
+    """Run all sessions at once, one answer each, in one dialect after the other.
 
     Per dialect: tokens_per_second; tokens_per_core_second, by the CPU of the data plane, turns begun and
-    ended included; events_per_token; gap_ms, between what an agent gets and the next it gets; answers_wrong.
+    ended included; events_per_token; gap_ms, between successive arrivals at an agent; answers_wrong.
     """
     line: Line = {"stream_sessions": count, "stream_answer_tokens": num_tokens, "stream_step_ms": step_ms}
     for name, dialect in DIALECTS.items():
@@ -102,7 +102,7 @@ async def _stream(gateway: Gateway, session_ids: list[str], dialect: Streaming, 
     )
     seconds = time.perf_counter() - started
     cpu_s = gateway.cpu_s() + gateway.gateways_cpu_s() - cpu_s
-    # what comes first and last is more than a token
+    # the first and last events carry more than a token
     gaps_s = np.concatenate([np.diff(connection.arrivals[2:-1]) for connection in connections])
     for connection in connections:
         connection.close()
@@ -119,7 +119,7 @@ async def _stream(gateway: Gateway, session_ids: list[str], dialect: Streaming, 
 
 
 def _read(status: int, answer: bytes, dialect: Streaming) -> tuple[str, int]:
-    """The text, and how many events it came in."""
+    """The text, and the number of events that carry some of it."""
     if status != 200:
         raise ValueError(f"status {status}: {answer[:300]!r}")
     texts = [dialect.text(orjson.loads(event)) for event in _EVENT.findall(answer)]

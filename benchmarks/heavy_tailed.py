@@ -1,9 +1,9 @@
-"""Agents whose sessions have lengths with a heavy tail, the same in every run: several turns, between which
-tools take their time, on emulated devices; one turn on real ones.
+"""Agents with heavy-tailed session lengths, the same in every run: several turns with tool calls in between
+on emulated devices; one turn on real ones.
 
-An emulated engine samples as many tokens as it is asked for, so the agent draws the length of its answers.
-The torch engine samples at most so many: the policy may stop before. SF_BENCHMARK_TIME_DILATION says how many
-emulated seconds pass in a real one.
+An emulated engine samples as many tokens as requested, so the agent draws the length of its answers. With the
+torch engine the policy may stop earlier. SF_BENCHMARK_TIME_DILATION is the number of emulated seconds in a
+real one.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from sf_core.scheduling.simulation.variants import TOOLS, Lognormal
 from sf_core.types import Endpoint, Task
 
 LENGTHS = Lognormal(prompt=140, median=600.0, sigma=1.2, longest=5000, tools=TOOLS)
-"""About one in twenty-five sessions would be longer, and is cut there as by a token budget. Six turns on
-average, 25 at most."""
+"""About one length in twenty-five is cut at `longest`, as by a token budget. Six turns on average, 25 at
+most."""
 
 TEMPLATE_TOKENS = 8
-"""Tokens of marks and roles in a message that follows an answer."""
+"""Tokens that the template adds to a message after an answer."""
 
 REAL_LENGTHS = Lognormal(prompt=60, median=60.0, sigma=1.2, longest=440)
-"""For the built-in policy on a CPU core."""
+"""Lengths for the built-in policy on a CPU core."""
 
 
 def tasks(split: str, index: int) -> Task:

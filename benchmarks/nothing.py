@@ -1,5 +1,5 @@
-"""A run in which the work is nothing: instant tasks, a one-request agent, canned tokens, and plain Prefect
-flows of no-op tasks as the baseline. Used by benchmarks/orchestration.py."""
+"""A run without work: instant tasks, a one-request agent and canned tokens; and plain Prefect flows of no-op
+tasks as the baseline. Used by benchmarks/orchestration.py."""
 
 from __future__ import annotations
 
@@ -40,8 +40,7 @@ def noop(name: str, iteration: int) -> str:
 
 
 def plain_iterations(address: str, iterations: int) -> list[float]:
-    """Seconds per iteration of what one would write with Prefect and Dask alone: subflows of four no-op tasks
-    that wait for each other."""
+    """Seconds per iteration of subflows with four no-op tasks in sequence, on Prefect and Dask alone."""
     seconds = []
 
     @flow(task_runner=DaskTaskRunner(address=address))

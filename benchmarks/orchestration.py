@@ -1,6 +1,6 @@
-"""Seconds per iteration spent in Prefect, Dask and manifests when the work is nothing. Baseline, same run
-and server: plain Prefect subflows of four no-op tasks. Where there is work, and what a hand-over of a device
-takes there, benchmarks/quickstart.py measures.
+"""Seconds per iteration spent in Prefect, Dask and manifests without any work. Baseline, same run and server:
+plain Prefect subflows of four no-op tasks. benchmarks/quickstart.py measures iterations with work, and the
+hand-over of a device.
 
     python -m benchmarks.orchestration
 """
@@ -44,7 +44,7 @@ def main(iterations: int = 12, warmup: int = 2) -> None:
 
 
 def run_flow(config: RunConfig, folder: Path, env: dict[str, str]) -> None:
-    """Train to the end."""
+    """Run the flow to its end."""
     (folder / "flow.json").write_text(config.model_dump_json())
     _python(["-m", "flows.train", str(folder / "flow.json")], env)
 

@@ -63,13 +63,13 @@ class Panel:
 
 
 SHARED_KV, WHOLE_KV = 180_000, 377_000
-"""Tokens that an H100 has room for beside weights and a quarter of a trainer's state, or weights alone."""
+"""KV cache of an H100 in tokens, beside weights and a quarter of a trainer's state, or weights alone."""
 
 TRAIN_SHARE = 0.44
 """Share of training in the device time of a batch, at a cap of 64 (docs/pipelines.md)."""
 
 SECONDS_OF_SAMPLING, WAITS, MEAN_OF_MEDIAN = 11.2, 4.8, 2.05
-"""Seconds that a session samples, at a cap of 64; its tool calls; the mean time of a call over the median."""
+"""Seconds of sampling per session at a cap of 64; mean number of tool calls; mean over median of a call."""
 
 
 def emulated(weights: dict[str, Any], **emulation: float) -> RunConfig:
@@ -80,7 +80,7 @@ def emulated(weights: dict[str, Any], **emulation: float) -> RunConfig:
 
 
 def cap(weights: dict[str, Any], value: float) -> Point:
-    """Above 64 there is no room for a trainer's state: that is taken to be moved elsewhere for nothing."""
+    """Above 64 there is no room for a trainer's state, which is assumed to be moved away at no cost."""
     config = emulated(weights, kv_tokens=SHARED_KV if value <= 64 else WHOLE_KV)
     engine = config.engine.model_copy(update={"max_running": int(value)})
     return Point(config.model_copy(update={"engine": engine}))
@@ -115,13 +115,13 @@ def weight_path(factor: float) -> Point:
 
 
 def share_of_training(weights: dict[str, Any], share: float) -> Point:
-    """Decoding is bound by memory: FLOP/s change what training takes, and prefill, which is little."""
+    """Vary the FLOP/s: they change training and prefill, which is little; decoding is bound by memory."""
     faster = TRAIN_SHARE / (1 - TRAIN_SHARE) * (1 - share) / share
     return Point(emulated(weights, peak_flops=989e12 * faster))
 
 
 def tail(weights: dict[str, Any], sigma: float) -> Point:
-    """The mean of what is not cut stays about the same."""
+    """Vary the tail; the mean length before the cut stays the same."""
     mean = LENGTHS.median * math.exp(LENGTHS.sigma**2 / 2)
     lengths = replace(LENGTHS, sigma=sigma, median=mean / math.exp(sigma**2 / 2))
     return Point(emulated(weights), lengths=lengths)

@@ -51,7 +51,7 @@ from storage.run_directory import RunDirectory
 
 PART = "benchmarks.heavy_tailed"
 SESSIONS_PER_DEVICE = 64
-"""In a batch."""
+"""Sessions of a batch, per device."""
 
 
 def main(
@@ -103,7 +103,7 @@ DEADLINES = (
 
 
 def base_config(devices: int, iterations: int) -> RunConfig:
-    """Deadlines have room for weights that take minutes to be stored and loaded."""
+    """Configuration with deadlines long enough for weights that take minutes to be stored and loaded."""
     return validate_config(
         {
             "policy": {"hidden_size": 32, "num_layers": 1, "warmstart": None},
@@ -112,7 +112,7 @@ def base_config(devices: int, iterations: int) -> RunConfig:
                 "group_size": 8,
                 "groups_per_batch": SESSIONS_PER_DEVICE * devices // 8,
                 "max_tokens": LENGTHS.longest,
-                # whatever is admitted under a lag of 1 may run
+                # every session admitted under a lag bound of 1 may run
                 "concurrency": 2 * SESSIONS_PER_DEVICE * devices,
                 "session_timeout_s": 3600,
                 "request_patience_s": 3600,
@@ -127,8 +127,8 @@ def base_config(devices: int, iterations: int) -> RunConfig:
 
 
 def emulated_config(devices: int, iterations: int, overrides: list[str] | None = None) -> RunConfig:
-    """Slowed down where the fleet would sample more than one data plane on two cores can serve: eight devices
-    sample up to 50,000 tokens per second. What has a deadline then takes longer too."""
+    """Configuration slowed down, deadlines included, for fleets that one data plane on two cores could not
+    serve: eight devices sample up to 50,000 tokens per second."""
     settings = base_config(devices, iterations).model_dump()
     pace = settings["emulation"]["time_dilation"] = min(1.0, 8 / devices)
     for section, deadline in DEADLINES:
@@ -138,10 +138,10 @@ def emulated_config(devices: int, iterations: int, overrides: list[str] | None =
 
 def real_config(iterations: int) -> RunConfig:
     """Thirteen million parameters: with fewer, gateway and orchestration, which share the devices' cores,
-    take as much of them as the devices do. Two requests at once: the reading of weights bounds decoding
-    then, as on a large device, and training is some 30 % of the device time. With 16 it is the bottleneck,
-    and a trainer has no time to lend. Train steps are whole but too small for the policy to change how long
-    its answers are: all pipelines sample the same work."""
+    take as much of them as the devices do. Two requests at once: reading weights then bounds decoding, as on
+    a large device, and training is some 30 % of the device time; with 16 it is the bottleneck, and trainers
+    have no time to lend. The learning rate is too small to change the lengths of answers, so that all
+    pipelines sample the same work."""
     return validate_config(
         {
             "policy": {"hidden_size": 384, "num_layers": 6, "warmstart": None},
@@ -164,7 +164,7 @@ def real_config(iterations: int) -> RunConfig:
 
 
 def run_all(folder: Path, names: list[str], devices: Devices, config: RunConfig) -> dict[str, Any]:
-    """On one stack, one pipeline after the other."""
+    """Run one pipeline after the other on one stack."""
     results = {}
     workers = worker_configs(names[0], devices)
     with running_stack(folder, workers, config.emulation.time_dilation) as (stack, services):
@@ -210,7 +210,7 @@ def is_device(process: str, workers: dict[str, WorkerConfig]) -> bool:
 
 
 def pin(devices: list[Process]) -> None:
-    """Each on a core of its own, with the processes that it has started and will start."""
+    """Pin each device's process, with its present and future children, to a core of its own."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < len(devices):
         raise SystemExit(
@@ -242,7 +242,7 @@ def run_one(
 
 
 def figures(directory: RunDirectory) -> dict[str, Any]:
-    """Of the iterations after the warm-up but the last one, which none overlaps, over all devices."""
+    """Figures of all devices after the warm-up, without the last iteration, which none overlaps."""
     iterations = list(read_iterations(directory))
     windows = iteration_windows(iterations)
     counted = list(islice(iterations, WARMUP, len(iterations) - 1))

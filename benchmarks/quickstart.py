@@ -1,7 +1,7 @@
-"""The iterations of the real quickstart: what they take beside their stages, what the devices idle, and a
-device's hand-over from one tag to the other up to the first work done.
+"""The iterations of the real quickstart: time outside their stages, idle time of the devices, and a device's
+hand-over from one tag to the other up to the first work done.
 
-configs/quickstart.yaml as `make run` has it, with fewer iterations; the first two and the last do not count.
+Runs configs/quickstart.yaml like `make run`, with fewer iterations; the first two and the last do not count.
 No baseline: other trainers have no such iterations. Aims: 0.5 s without a stage at work, 10 % and 20 % idle.
 
     python -m benchmarks.quickstart
@@ -52,9 +52,9 @@ def main(iterations: int = 23) -> None:
 
 
 def measure(run: RunDirectory) -> dict[str, object]:
-    """The line of a run that has ended."""
+    """Figures of a run that has ended."""
     iterations, spans = list(read_iterations(run)), read_spans(run)
-    # the last one has nothing left to sample for
+    # without the last, which has no later batch to sample for
     windows = list(iteration_windows(iterations).values())[WARMUP:-1]
     counted = iterations[WARMUP : WARMUP + len(windows)]
     figures = [device_figures(spans, window) for window in windows]
@@ -78,7 +78,7 @@ def measure(run: RunDirectory) -> dict[str, object]:
 
 
 def _idle(figures: list[DeviceFigures], worker: str) -> float:
-    """As a share of the time of all windows."""
+    """Idle share of the worker over all windows."""
     idle = sum(figure.idle.get(worker, 1.0) * figure.seconds for figure in figures)
     return round(idle / sum(figure.seconds for figure in figures), 3)
 

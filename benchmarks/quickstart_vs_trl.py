@@ -4,9 +4,9 @@ Both sides get the same model, prompts, group size (32 prompts x 16 completions)
 64), dtype (float32) and two cores; warm steps only; ours with gateway, agents and orchestration included.
 The two take turns, and the median pair counts.
 
-With overlap much of a batch is sampled while the one before is trained on. The window therefore ends where an
-iteration does that another one follows: what was sampled before it for its first batch is made up for by what
-is sampled in it for the batch after its last.
+With overlap much of a batch is sampled while the previous one is trained on. So the window ends with an
+iteration that another one follows: tokens sampled before the window for its first batch are balanced by those
+sampled in it for the batch after its last.
 
     python -m benchmarks.quickstart_vs_trl
 """
@@ -98,7 +98,7 @@ def run_trl(folder: Path, steps: int) -> dict[str, Any]:
 
 
 def run_ours(folder: Path, given: Path, steps: int) -> dict[str, Any]:
-    """In an empty folder; model and prompts are in `given`."""
+    """Run our side in an empty folder; model and prompts are in `given`."""
     env = {
         "PREFECT_HOME": str(folder / "prefect"),
         "PYTHONPATH": str(Path.cwd()),
@@ -156,7 +156,7 @@ def our_config(folder: Path, model: Path, services: Services, steps: int) -> Run
 
 
 def _wait(flow: Process, directory: RunDirectory, number: int, stack: Supervisor) -> dict[str, float]:
-    """CPU seconds by part at the moment an iteration is published."""
+    """Time and CPU seconds by part when an iteration is published."""
     while directory.read_manifest(number, "publish") is None:
         if flow.code() is not None:
             raise SystemExit(f"our run ended early: {flow.tail(20)}")
@@ -168,7 +168,7 @@ PARTS = {"worker-r0": "devices", "worker-t0": "devices", "worker-a0": "agents", 
 
 
 def cpu_by_part(stack: Supervisor) -> dict[str, float]:
-    """CPU seconds so far of each part; what is none of them is orchestration."""
+    """CPU seconds so far by part; every other process counts as orchestration."""
     seconds: dict[str, float] = defaultdict(float)
     for process in stack.processes.values():
         root = psutil.Process(process.pid())

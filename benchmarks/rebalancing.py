@@ -1,4 +1,4 @@
-"""What moving requests from long queues to short ones is worth: every pipeline, simulated with and without.
+"""Gain from moving requests from long queues to short ones: every pipeline, simulated with and without.
 
     python -m benchmarks.rebalancing
 

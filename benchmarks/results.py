@@ -3,7 +3,7 @@
     python -m benchmarks.results capture storage     runs these and keeps the JSON line that each printed
     python -m benchmarks.results                     runs all: hours, on a machine with nothing else
 
-Only a committed tree is measured, so that the commit says what was. `python -m benchmarks.table` makes
+Only a committed tree is measured, so that the commit identifies the code. `python -m benchmarks.table` makes
 README's table from the files.
 """
 
@@ -39,10 +39,10 @@ COMMANDS = {
     "weight_path": "benchmarks.weight_path",
     "pipelines": "benchmarks.pipelines",
 }
-"""What `python -m` runs for each name."""
+"""Arguments of `python -m`, by the name of the benchmark."""
 
 MADE_FROM_RESULTS = ("README.md", "benchmarks/results/")
-"""May differ from the commit while a benchmark runs: what the last ones left."""
+"""Paths that may differ from the commit, because earlier benchmarks write them."""
 
 
 def main(
@@ -56,7 +56,7 @@ def main(
 
 
 def keep(name: str, folder: Path = RESULTS) -> None:
-    """Run a benchmark and store its line. Raises SystemExit when it fails or prints none."""
+    """Run a benchmark and store its line. Raises SystemExit if it fails or prints none."""
     commit = commit_of(ROOT)
     started, load = datetime.now(UTC), os.getloadavg()[0]
     done = subprocess.run(
@@ -88,7 +88,7 @@ def machine() -> dict[str, Any]:
 
 
 def commit_of(root: Path) -> str:
-    """Hash of the commit that is checked out. Raises SystemExit where tracked files differ from it."""
+    """Hash of the checked-out commit. Raises SystemExit if tracked files differ from it."""
     changed = [line[3:] for line in _git(root, "status", "--porcelain", "--untracked-files=no").splitlines()]
     if differing := [path for path in changed if not path.startswith(MADE_FROM_RESULTS)]:
         raise SystemExit(f"commit first, then measure: {', '.join(differing)} differ from the commit")
@@ -103,7 +103,7 @@ def _git(root: Path, *arguments: str) -> str:
 
 
 def last_line(name: str, output: str) -> dict[str, Any]:
-    """The figures a benchmark printed. Raises SystemExit where there are none."""
+    """The figures that a benchmark printed. Raises SystemExit if there are none."""
     lines = output.strip().splitlines()
     try:
         line = json.loads(lines[-1])

@@ -34,12 +34,12 @@ async def agent(task: Task, endpoint: Endpoint) -> str:
 
 
 async def ask(endpoint: Endpoint, prompt: str, **options: Any) -> str:
-    """The text of one chat completion; options are further fields of the request."""
+    """Text of one chat completion; `options` are further fields of the request."""
     return await answer(endpoint, [{"role": "user", "content": prompt}], **options)
 
 
 async def answer(endpoint: Endpoint, messages: list[Message], **options: Any) -> str:
-    """The same for a conversation."""
+    """Text of the answer to a conversation."""
     body = {"model": endpoint.model, "messages": messages, **options}
     headers = {"Authorization": f"Bearer {endpoint.api_key}"}
     http = connections(get_running_loop())

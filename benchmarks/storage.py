@@ -39,7 +39,7 @@ from storage.trajectories import iter_trajectories, read_trajectories, to_rows, 
 
 TOKENS, TURNS, VOCABULARY, GROUP = 1000, 10, 32_000, 8
 PIECE = 64
-"""Rows at a time, where memory is measured."""
+"""Number of rows held at once when memory is measured."""
 REPEATS = 5
 
 
@@ -93,7 +93,7 @@ class Format:
     """(folder, rows) -> file of one iteration."""
     rewards: Callable[[str], list[Any]]
     rows: Callable[[str], int]
-    """Reads every column of all rows, for use in Python; returns how many there are."""
+    """Reads every column of all rows into Python objects; returns the number of rows."""
 
 
 def _write_parquet(folder: str, rows: Iterable[Trajectory]) -> str:
@@ -164,7 +164,7 @@ def compare(rows: int) -> dict[str, Any]:
 
 
 def _seconds(act: Callable[[], Any]) -> tuple[float, Any]:
-    """The best of REPEATS, and what came out."""
+    """Seconds of the best of REPEATS, and the result."""
     best = float("inf")
     for _ in range(REPEATS):
         started = time.perf_counter()
@@ -198,7 +198,7 @@ def _alone(act: Callable[[str, int], None], *arguments: Any) -> float:
 
 def _grown(act: Callable[[str, int], None], place: str, rows: int) -> float:
     before = _resident_mb("VmRSS")
-    # Linux: the highest mark begins again at what is resident now
+    # on Linux this resets VmHWM to the current size
     Path("/proc/self/clear_refs").write_text("5")
     act(place, rows)
     return round(_resident_mb("VmHWM") - before, 1)

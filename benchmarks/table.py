@@ -1,6 +1,6 @@
-"""README's table of what was measured, made from benchmarks/results/: `python -m benchmarks.table`.
+"""README's table of measurements, made from benchmarks/results/: `python -m benchmarks.table`.
 
-A row whose benchmark has no file there is left out.
+Rows without a results file are left out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BEGIN, END = "<!-- from here: python -m benchmarks.table -->", "<!-- to here -->
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Texts in the format language of `str.format`, whose fields are those of the benchmark's line."""
+    """A row of `str.format` templates, whose fields are those of the benchmark's line."""
 
     result: str
     """Name of a benchmark in benchmarks/results.py."""
@@ -165,7 +165,7 @@ def _machine(machine: dict[str, Any]) -> str:
 
 
 def in_readme(readme: str, inside: str) -> str:
-    """The text with this between the marks. Raises ValueError where they are missing."""
+    """README with `inside` between the marks. Raises ValueError if they are missing."""
     before, begin, rest = readme.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):

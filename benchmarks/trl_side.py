@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 VENV = Path(__file__).resolve().parents[1] / ".venvs" / "trl"
-# torch goes first and alone: at exactly this version pip finds the CPU build
+# torch first and alone: with this exact version pip finds the CPU build
 TORCH = "torch==2.13.0"
 TRL = (TORCH, "trl==1.16.*", "transformers==5.23.0", "accelerate==1.15.0", "datasets==5.2.0", "psutil>=6")
 WARMUP_STEPS = 2
@@ -46,7 +46,7 @@ def ensure_venv() -> Path:
     subprocess.run([sys.executable, "-m", "venv", str(VENV)], check=True)
     for packages in ((TORCH,), TRL):
         subprocess.run([str(python), "-m", "pip", "install", "--quiet", *packages], check=True)
-    # marker last: its existence means every package is installed
+    # last, because the marker means that every package is installed
     marker.write_text(wanted)
     return python
 
@@ -123,7 +123,7 @@ def grpo_config(options: argparse.Namespace, output_dir: str) -> Any:
 
 
 class Meter:
-    """Seconds, CPU seconds and tokens of each step, from one update's end to the next, over all processes."""
+    """Records seconds, CPU seconds and tokens of steps, between ends of updates, over all processes."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []

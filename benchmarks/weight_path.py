@@ -1,15 +1,14 @@
-"""What weights cost on their way from a trainer to the engines, with the code that a run has for it: bytes,
-seconds and bytes per second of every step, in float32, for built-in policies of ten and a hundred million
-parameters. Prints one JSON line.
+"""Cost of the weights' path from a trainer to the engines, with the code of a real run: bytes, seconds and
+bytes per second of every step, in float32, for built-in policies of ten and a hundred million parameters.
+Prints one JSON line.
 
     python -m benchmarks.weight_path
 
 write: rank 0 copies, serialises, hashes and writes its weights and commits the manifest. checkpoint: the
 same for weights and Adam's moments. verify: `publish` reads the file again and hashes it. load: an engine
-that runs takes it over. loan: a device that is lent makes its engine, from the start folder, and takes it
-over. Each is the best of the repeats, as the machine may do other things too; files are read from the page
-cache, so a slower storage takes longer. `cpu_bytes_per_second` counts the process's CPU seconds alone: what
-the code could do with a storage that costs nothing.
+that runs loads it. loan: a device that is lent makes its engine from the start folder, and loads it. Each is
+the best of the repeats, as the machine may be busy; files are read from the page cache, so a slower storage
+takes longer. `cpu_bytes_per_second` counts the process's CPU seconds alone, as if storage cost nothing.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def measure(folder: Path, policy: PolicyConfig, repeats: int) -> dict[str, Any]:
     start = str(folder / "start")
     make_policy(start, policy, seed=0)
     trainer = Trainer(start, TrainConfig(), seed=0)
-    trainer.step(_batch())  # Adam has its moments from now on
+    trainer.step(_batch())  # makes Adam's moments, which the checkpoint holds
     run = RunDirectory(str(folder / "run"))
     attempt = run.begin_attempt()
     engine = _engine(start)

@@ -98,7 +98,7 @@ class Gang:
                 list(pool.map(lambda lease: dataplane.revoke(lease[1], bound_s), leases))
 
     def has_committed(self) -> bool:
-        """Wait for the ranks. False if they lost each other or a worker was lost: `submit` then retries on the
+        """Wait for the ranks. False if they lost each other or a worker was lost; `submit` then retries on
         workers that are connected now. Raises the error of a rank if there is nothing left to try, and
         TimeoutError if too few able workers join."""
         unfinished = self._await_ranks()

@@ -90,7 +90,7 @@ class Leases:
         self._seen: dict[str, tuple[Worker, float]] = {}
         """Every worker that was ever connected, and the monotonic time at which it last was."""
         self._changing = threading.RLock()
-        """Guards the leases, which flow and watcher change. Prefect expects one submitter: it numbers runs."""
+        """Guards leases, which flow and watcher change. Prefect numbers runs and expects one submitter."""
         self._is_over = threading.Event()
         self._failed: dict[str, BaseException] = {}
         """Errors by lease id; a lease that failed would fail again."""

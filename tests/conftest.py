@@ -21,11 +21,11 @@ os.environ.pop("COLUMNS", None)
 
 
 QUICKSTART = ("tests/e2e/test_data.py", "tests/e2e/test_quickstart.py")
-"""Their tests read one run, which takes a minute or two to train."""
+"""Files whose tests read one run, which takes a minute or two to train."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The workers of pytest-xdist begin with the tests on the cluster, which take longest."""
+    """Put the tests on the cluster first, because they take longest."""
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: not _is_on_cluster(item))
 
@@ -36,8 +36,8 @@ def _is_on_cluster(item: pytest.Item) -> bool:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Work is dealt out by files, whose tests share fixtures. Marks cannot say more: pytest 9.2 and
-    pytest-xdist 3.8 pass over groups without a word."""
+    """Distribute tests by file, because the tests of a file share fixtures. Marks cannot refine this: pytest
+    9.2 with pytest-xdist 3.8 silently ignores groups."""
     from xdist.scheduler import LoadGroupScheduling
 
     class ByFile(LoadGroupScheduling):
@@ -50,8 +50,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.fixture(scope="session")
 def s3_bucket() -> Iterator[str]:
-    """URL of a bucket on a server that the environment names. One for all tests: filesystems are kept by
-    process, and know the server they were made for."""
+    """URL of a bucket on the server that the environment names. All tests share it, because filesystems are
+    cached per process with the server that they were made for."""
     with s3_server() as env, pytest.MonkeyPatch.context() as patch:
         for name, value in env.items():
             patch.setenv(name, value)
@@ -61,7 +61,7 @@ def s3_bucket() -> Iterator[str]:
 
 @pytest.fixture
 def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[SilentProxy]:
-    """Named by the environment of this process. Ask for it last: it is for what the test calls."""
+    """Proxy named in this process's environment. Request it last, so that other fixtures do not use it."""
     with silent_proxy() as proxy:
         for name, value in proxy.environment.items():
             monkeypatch.setenv(name, value)
@@ -70,7 +70,7 @@ def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[SilentProxy]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """For no longer than a module: its event loop runs in the main thread, where other tests start theirs."""
+    """Browser of one module: its event loop runs in the main thread, where other tests start theirs."""
     program = shutil.which("chromium")
     if program is None:
         if os.environ.get("CI") == "true":

@@ -1,4 +1,4 @@
-"""A proxy as a company's network has one, which does not reach what is on this machine."""
+"""A proxy like that of a company network, which cannot reach this machine's own services."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EXCEPTIONS = ("NO_PROXY", "no_proxy")
 
 @dataclass
 class SilentProxy:
-    """Takes connections and never says anything."""
+    """Accepts connections and never answers."""
 
     listening: socket.socket
 

@@ -1,4 +1,4 @@
-"""An S3 server (moto's) as a process of its own, and what the environment must say to use it."""
+"""An S3 server (moto's) as a process of its own, and the environment variables to use it."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
     python agentlightning_proxy.py PORT ROLLOUTS READY_FILE MODELS_JSON
 
-Started as cheaply as it can record: in one process with an in-memory store, which spares it requests to the
-store's server. Writes one path per rollout to READY_FILE once it serves.
+Runs in its cheapest recording form: one process with an in-memory store, which saves requests to the store's
+server. Writes one path per rollout to READY_FILE once it serves.
 """
 
 from __future__ import annotations

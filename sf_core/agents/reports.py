@@ -1,5 +1,4 @@
-"""Reports on sessions that have ended, on their way to the data plane: many in one request, each until it is
-answered."""
+"""Sends reports on ended sessions to the data plane: many in one request, each until it is answered."""
 
 from __future__ import annotations
 
@@ -18,35 +17,34 @@ from sf_core.dataplane.control.client import refusal_of
 log = logging.getLogger(__name__)
 
 REQUEST_BYTES = 2**20
-"""Of a request with more than one report: far below what data planes and proxies take."""
+"""Size limit of a request with more than one report, far below what data planes and proxies take."""
 
 GATHER_S = 0.01
-"""Sessions end in bursts: what is reported within this time shares a request."""
+"""Sessions end in bursts: reports within this time share a request."""
 
 MAX_ERROR = 2000
-"""Characters of the reason why a session failed."""
+"""Most characters of the reason why a session failed."""
 
 NOT_NOW = (404, 429, 502, 503, 504)
-"""Statuses that say nothing of the reports: the data plane is away, cannot record anything, or does not know
-the run yet."""
+"""Statuses worth a retry: the data plane is away, cannot record anything, or does not know the run yet."""
 
 Report = tuple[str, bytes]
-"""Session id, JSON."""
+"""Session id, and the report as JSON."""
 
 
 class _NotNowError(Exception):
-    """Worth another try."""
+    """The request is to be sent again."""
 
 
 class Reports:
     def __init__(self, path: str, on_answer: Callable[[str], None]) -> None:
-        """`on_answer` is told the id of each session whose report the data plane has answered."""
+        """`on_answer` is called with the id of each session whose report the data plane has answered."""
         self._path, self._on_answer = path, on_answer
         self._waiting: asyncio.Queue[Report] = asyncio.Queue()
         self.num_finished = 0
 
     def add(self, session_id: str, report: dict[str, Any]) -> None:
-        """Raises ValueError for one that cannot be sent."""
+        """Queue a report. Raises ValueError for one that cannot be sent."""
         try:
             self._waiting.put_nowait((session_id, orjson.dumps(report | {"session_id": session_id})))
         except TypeError as error:
@@ -56,12 +54,12 @@ class Reports:
             ) from None
 
     def add_failure(self, session_id: str, reason: str, cause: Cause = "agent", **task: str) -> None:
-        """`task` are its id and environment, where they are known."""
+        """Queue a failure. `task` has the task's id and environment, where they are known."""
         self._waiting.put_nowait(_failure(session_id, reason, cause, **task))
 
     async def send(self, http: httpx.AsyncClient) -> NoReturn:
-        """Send whatever is added, and again until it is answered: whoever claims notices when the data plane
-        is away for too long, and cancels this."""
+        """Send queued reports, and again until they are answered. The runner cancels this when the data plane
+        has not answered its claims for too long."""
         while True:
             reports = [await self._waiting.get()]
             await asyncio.sleep(GATHER_S)
@@ -71,7 +69,7 @@ class Reports:
                 await self._deliver(http, part)
 
     async def _deliver(self, http: httpx.AsyncClient, reports: list[Report], instead: bool = False) -> None:
-        """`instead`: of a report that was refused."""
+        """`instead`: the report replaces one that was refused."""
         response = await self._post(http, reports)
         if response.is_success:
             answer = orjson.loads(response.content)
@@ -79,7 +77,7 @@ class Reports:
             for session_id, reason in answer["refused"].items():
                 log.warning("the report on session %s was refused: %s", session_id, reason)
         elif len(reports) > 1:
-            # one of them may be to blame
+            # one of them may be the cause
             for report in reports:
                 await self._deliver(http, [report])
             return
@@ -107,7 +105,7 @@ class Reports:
 
 
 def as_text(words: str) -> str:
-    """Words of the user's code, which may hold anything that the agent has read, as what can be written."""
+    """Text of user code, which may hold anything that the agent has read, with invalid characters escaped."""
     return words.encode(errors="backslashreplace").decode()
 
 
@@ -120,7 +118,7 @@ def _failure(session_id: str, reason: str, cause: Cause, **task: str) -> Report:
 
 
 def _parts(reports: list[Report]) -> Iterator[list[Report]]:
-    """Each for one request."""
+    """The reports of each request."""
     part: list[Report] = []
     num_bytes = 0
     for report in reports:

@@ -1,5 +1,5 @@
 """Claims sessions from the rollout manager, runs the user's agent on each, scores it and reports. Where other
-runners score, they claim what the agent answered in the same way.
+runners score, they claim the agents' answers in the same way.
 
 The agent is a black box: it gets a task and an endpoint. What it raises fails its session, never the runner.
 """
@@ -30,30 +30,29 @@ from sf_core.types import Endpoint, Task
 log = logging.getLogger(__name__)
 
 MAX_CLAIM = 256
-"""Sessions of one claim: agents that start all at once would keep the first of them waiting."""
+"""Most sessions of one claim: if more agents started at once, the first of them would wait for the others."""
 
 BEAT_S = 3.0
-"""How often the data plane is told that the runner lives, and which sessions it works on."""
+"""Seconds between heartbeats, and between claims that name the runner's sessions."""
 
 MAX_NAMES = 4096
-"""Most bytes of a task's id and environment that a claim tells before the session ends."""
+"""Task ids and environments of more bytes are left out of claims and sent with the session's report only."""
 
 LOOK_S = 2.0
-"""How long a runner waits that has no room, or is given nothing, before it hears again what has become of its
-sessions."""
+"""Seconds after which a runner without room or new sessions asks again what has become of its sessions."""
 
 
 @dataclass
 class _Work:
-    """What a session's failure is reported with."""
+    """Facts that the report on a failed session needs."""
 
     task: dict[str, str] = field(default_factory=dict)
-    """Its id and environment, once there is one."""
+    """Id and environment of the task, once it is made."""
     cause: Cause = "agent"
 
 
 class AgentRunner:
-    """Runs up to `concurrency` sessions at once: on one event loop, plain functions in threads."""
+    """Runs up to `concurrency` sessions at once on one event loop, with plain functions in threads."""
 
     def __init__(
         self,
@@ -71,26 +70,26 @@ class AgentRunner:
         work: Literal["agent", "reward"] = "agent",
         patience_s: float = 60.0,
     ) -> None:
-        """One that works on rewards claims answers only. See `run` for `patience_s`."""
+        """A runner with `work` "reward" claims answers only. See `run` for `patience_s`."""
         self._url, self._key, self._run_id, self._runner_id = url, key, run_id, runner_id
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._attempt = attempt
-        """Of the flow: when a later one begins, the data plane releases this runner."""
+        """Attempt of the flow: when a later one begins, the data plane releases this runner."""
         self._tasks, self._agent, self._reward = tasks, agent, reward
         self._concurrency, self._kind, self._patience_s = concurrency, work, patience_s
         self._alone_since: float | None = None
-        """When the first of the claims failed since one was answered; of the monotonic clock."""
+        """Monotonic time of the first claim that failed since one was answered."""
         self._is_scored_elsewhere = False
         # every seed starts elsewhere among the training tasks; the held-out ones are the same for all
         self._first_index = {"train": seed * 0x9E3779B1 % 2**32, "holdout": 0}
         self._running: dict[str, asyncio.Task[None]] = {}
-        """Sessions until they are reported; the data plane takes back those that a claim which names any does
-        not name."""
+        """Sessions until they are reported. When a claim names sessions, the data plane takes back those that
+        it does not name."""
         self._named_at = -math.inf
-        """When they were last named; of the monotonic clock."""
+        """Monotonic time at which a claim last named them."""
         self._reports = Reports(f"/runs/{run_id}/finished", self._note_reported)
         self._has_reported = asyncio.Event()
-        """Since a claim was begun."""
+        """Whether a report was answered since the last claim began."""
         self._threads = Threads()
         self._logged: set[tuple[str, str, int]] = set()
         self._untold: dict[str, dict[str, str]] = {}
@@ -105,7 +104,7 @@ class AgentRunner:
         """
         limits = httpx.Limits(max_connections=64, max_keepalive_connections=64)
         timeout = httpx.Timeout(60.0)
-        # given a transport, it uses no proxy that the environment names; agents' own clients may
+        # with a transport of its own the client uses no proxy of the environment; agents' clients may
         direct = httpx.AsyncHTTPTransport(limits=limits)
         reach_directly(self._url)
         http = httpx.AsyncClient(base_url=self._url, headers=self._headers, timeout=timeout, transport=direct)
@@ -130,8 +129,8 @@ class AgentRunner:
 
     @contextmanager
     def _beating(self) -> Iterator[None]:
-        """Say that the runner lives, from a thread: agents may keep the event loop busy, and a runner that is
-        not heard has lost its sessions."""
+        """Send heartbeats from a thread: agents may keep the event loop busy, and a silent runner loses its
+        sessions."""
         is_over = threading.Event()
 
         def beat() -> None:
@@ -141,7 +140,7 @@ class AgentRunner:
                 base_url=self._url, headers=self._headers, timeout=BEAT_S, transport=direct
             ) as http:
                 while not is_over.wait(BEAT_S):
-                    # claims tell of a data plane that is away
+                    # claims notice a data plane that is away
                     with suppress(httpx.HTTPError):
                         http.post(path)
 
@@ -209,7 +208,7 @@ class AgentRunner:
         session_id, work = claim["session_id"], _Work()
         try:
             self._reports.add(session_id, await self._report_on(claim, work, run_key or self._key or "none"))
-        # the user's code may raise anything, end its program or cancel itself: it costs one session
+        # user code may raise anything, exit the program or cancel itself: that fails one session
         except (Exception, SystemExit, asyncio.CancelledError) as error:
             current = asyncio.current_task()
             if current is not None and current.cancelling():
@@ -258,7 +257,7 @@ class AgentRunner:
 
 
 def _named(task: Task) -> dict[str, str]:
-    """Nothing of a task whose names cannot be told: the report on its session will say so."""
+    """Id and environment of a task; empty if a claim cannot carry them, which the session's report tells."""
     names = {"task_id": task.task_id, "environment": task.environment}
     try:
         is_told = len(orjson.dumps(names)) < MAX_NAMES
@@ -270,7 +269,7 @@ def _named(task: Task) -> dict[str, str]:
 def _sentence(error: BaseException) -> str:
     try:
         text = str(error)
-    except Exception:  # it is the user's too
+    except Exception:  # __str__ is user code too
         text = "it cannot say why"
     return f"{type(error).__name__}: {text}"
 

@@ -1,6 +1,6 @@
-"""Plain functions beside an event loop: each call has a thread of its own.
+"""Runs plain functions beside an event loop, each call in a thread of its own.
 
-A pool would do worse: what hangs in it keeps others waiting, and at the end it is waited for.
+A pool would do worse: calls that hang in it keep others waiting, and the process waits for them at its end.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 MAX_LEFT = 256
-"""Calls that may go on unawaited before they take the place of others."""
+"""Number of abandoned calls that may go on before they take the place of others."""
 
 
 class Threads:
-    """Nobody can stop a thread: a call that nobody waits for any more goes on by itself, at the latest until
-    the process ends."""
+    """A thread cannot be stopped: an abandoned call goes on until it returns or the process ends."""
 
     def __init__(self) -> None:
         self._num_left = 0
@@ -29,11 +28,11 @@ class Threads:
 
     @property
     def num_excess(self) -> int:
-        """Calls that go on unawaited and are too many."""
+        """Number of abandoned calls beyond MAX_LEFT."""
         return max(0, self._num_left - MAX_LEFT)
 
     async def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """What the function returns or raises."""
+        """Call the function in a thread; returns or raises what it does."""
         loop = asyncio.get_running_loop()
         outcome: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
         context = copy_context()
@@ -42,14 +41,14 @@ class Threads:
             if outcome.cancelled():
                 self._num_left -= 1
             else:
-                # as a value: futures refuse a StopIteration, and who waits would wait for ever
+                # as a value: futures refuse a StopIteration, and the caller would wait for ever
                 outcome.set_result((value, error))
 
         def work() -> None:
             value, error = None, None
             try:
                 value = context.run(function, *args)
-            except BaseException as raised:  # for whoever waits
+            except BaseException as raised:  # raised again in the caller
                 error = raised
             with suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(settle, value, error)

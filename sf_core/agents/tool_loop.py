@@ -24,7 +24,7 @@ class Tool:
     parameters: dict[str, Any]
     """JSON schema of the arguments."""
     function: Callable[..., str]
-    """Called with the arguments by keyword; what it raises is told to the model as the result."""
+    """Called with the arguments by keyword; an error that it raises is shown to the model as the result."""
 
     @property
     def schema(self) -> Any:
@@ -88,7 +88,7 @@ async def _http_client() -> DefaultAioHttpClient:
 
 async def _close_with_the_loop(client: DefaultAioHttpClient) -> AsyncGenerator[None]:
     """An event loop ends the asynchronous generators begun on it before it closes: the only moment at which
-    nobody uses the client any more and it can still be closed."""
+    the client is no longer used and can still be closed."""
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""What share of the devices' time a plan is expected to leave idle, from the work of an iteration."""
+"""Predicts which share of device time a plan leaves idle, from the measured work of an iteration."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from sf_core.scheduling.timeline import read_spans
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Device-seconds of one iteration, added up over the devices."""
+    """Device-seconds of one iteration, summed over the devices."""
 
     rollout: float
     train: float
 
 
 def measured_work(uri: str) -> Work | None:
-    """The mean over the iterations that a run has trained; None if it has trained none.
+    """Mean work of the iterations that a run has trained; None if it has trained none.
 
     Raises ValueError with one sentence if there is no such run."""
     run = open_run(uri)
@@ -35,7 +35,7 @@ def measured_work(uri: str) -> Work | None:
 
 
 def expected_bubble(plan: Plan, overlap: bool, work: Work) -> float:
-    """Idle share of all devices, 0 to 1, if work could be divided at will and switching cost nothing.
+    """Idle share of all devices, 0 to 1, if work could be divided freely and switching cost nothing.
 
     With A workers that only roll out, B trainers, R and T device-seconds of rollout and training, an
     iteration takes at least

@@ -1,4 +1,4 @@
-"""One command at a time works in the folder of a run, and the next one is told which it is."""
+"""Lock on the folder of a run: one command at a time works there, and a second one is told which it is."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class HeldError(ValueError):
 
 
 def hold(folder: Path) -> TextIO:
-    """Keep other commands out of the folder until the returned file is closed or this process ends. Raises
-    HeldError. A filesystem without locks keeps nobody out."""
+    """Lock the folder against other commands until the returned file is closed or this process ends. Raises
+    HeldError. On a filesystem without locks it has no effect."""
     file = open(folder / "command.lock", "a+")  # noqa: SIM115 the caller closes it
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -39,7 +39,7 @@ def hold(folder: Path) -> TextIO:
 
 
 def _holder(facts: str) -> str:
-    # it may not have written them yet
+    # the holder may not have written its facts yet
     with suppress(ValueError, KeyError, TypeError):
         read = json.loads(facts)
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(read["since"]))

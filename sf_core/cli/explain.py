@@ -1,4 +1,4 @@
-"""A plan for people: what would run where, and why. Behind `sf plan`; decides nothing itself."""
+"""The output of `sf plan`: what would run where, and why. Decides nothing itself."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from storage.run_directory import RunDirectory
 def explain_plan(
     config: RunConfig, *, scheduler: str | None = None, measured: str | None = None
 ) -> RenderableType:
-    """The plan of a run on the workers of that scheduler, else on those that it would get; with the times of
-    the run directory `measured`, else of an earlier attempt of this run.
+    """The plan of a run on the workers of `scheduler`, else on those that the run would get. Bubbles are from
+    the times of the run directory `measured`, else of an earlier attempt of this run.
 
     Raises ValueError, one sentence, if the run could not start or there is no such scheduler or run."""
     workers = find_workers(config, scheduler)
@@ -73,7 +73,7 @@ def _figures(worker: Worker, config: RunConfig) -> list[str]:
 
 
 def _duty(worker: Worker, workers: list[Worker], plan: Plan, config: RunConfig) -> str:
-    """What a worker does in this plan, and why."""
+    """The duty of a worker in this plan, and the reason."""
     if worker.name in plan.trainers:
         lent = ", rolls out between steps" if plan.lent else ""
         return (

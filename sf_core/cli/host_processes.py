@@ -1,6 +1,6 @@
-"""Servers of a cluster of several machines, each of them the process of one command: Prefect's and Dask's.
+"""Turns the process of a command into a server of a cluster on several machines: Prefect's or Dask's.
 
-They never return. What others can reach has a password or TLS, or does not start.
+The functions never return. A server that other machines can reach needs a password or TLS to start.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The commands that are one part of a cluster each, on whichever machine: servers and workers."""
+"""The commands that each run one part of a cluster, on any machine: servers and workers."""
 
 from __future__ import annotations
 

@@ -47,15 +47,15 @@ from storage.files import absolute, check_writable, is_local
 from storage.run_directory import RunDirectory
 
 FLOW_STARTS = 3
-"""Of a flow that fails after a part that it needs was started again."""
+"""Maximum number of starts of a flow that fails after a process that it needs was restarted."""
 
 
 class LaunchError(RuntimeError):
-    """The run did not end well; the message says why and how to go on."""
+    """The run failed; the message says why and how to resume it."""
 
 
 def launch(flow: str, config: RunConfig, console: Console) -> None:
-    """Run `flows.<flow>` to its end. Whatever happens, every process started here is gone afterwards."""
+    """Run `flows.<flow>` to its end. In any case, every process started here has ended afterwards."""
     started_at = time.time()
     name = config.run_id or new_run_id("run")
     config = _updated(config, run_id=name, storage={"root": absolute(config.storage.root)})
@@ -69,7 +69,7 @@ def launch(flow: str, config: RunConfig, console: Console) -> None:
                 return
             config = evaluation.config
         else:
-            # first: it may have been given more iterations than are done
+            # first: the caller may ask for more iterations than are done
             config = settled(config, tell)
             if is_finished(directory, config.train.iterations):
                 more = "a larger train.iterations makes it go on, another run_id begins another"
@@ -109,7 +109,7 @@ def launch(flow: str, config: RunConfig, console: Console) -> None:
 
 
 def _check_surroundings(config: RunConfig) -> None:
-    """Raises OSError, one sentence, if what is started here cannot work here."""
+    """Raises OSError, one sentence, if the limits or folders of this machine do not allow the run."""
     check_open_files()
     if prefect_api_url() is None:
         check_place(prefect_home(), *PREFECT_HOME)
@@ -120,7 +120,7 @@ def _check_surroundings(config: RunConfig) -> None:
 def _run(
     flow: str, config: RunConfig, stack: Supervisor, ended: ExitStack, local: Path, console: Console
 ) -> None:
-    """`ended` is left when the stack is gone."""
+    """Start the services and the flow, and wait for its end. `ended` is closed after the stack has ended."""
     dataplane = config.dataplane.url or dataplane_url()
     with _progress(console, config.train.iterations) as progress:
         progress.note("starting Prefect, Dask and the data plane")
@@ -138,10 +138,10 @@ def _run(
         progress.note(f"watch it at {services.api.removesuffix('/api')}")
         file = local / "flow.json"
         file.write_text(config.model_dump_json())
-        # addresses are not in the configuration, which is kept: the next attempt may meet others
+        # addresses are not in the stored configuration: the next attempt may have others
         command = [sys.executable, "-m", f"flows.{flow}", str(file)]
         part = Part(f"flow-{flow}", command, services.addresses, once=True)
-        # workers that were there before are somebody else's to start and end
+        # this command does not start or end workers of a cluster that it did not start
         is_ours = scheduler_of(config) is None
         runners = LocalRunners(stack, config, services.scheduler, local) if is_ours else None
         watch = partial(
@@ -166,7 +166,7 @@ def _run(
 
 @contextmanager
 def _progress(console: Console, iterations: int) -> Iterator[RunProgress | LineProgress]:
-    """Live in a terminal, line by line elsewhere."""
+    """Live display in a terminal, log lines elsewhere."""
     if console.is_terminal:
         live = RunProgress(console, iterations)
         with Live(live, console=console, refresh_per_second=4):
@@ -176,7 +176,7 @@ def _progress(console: Console, iterations: int) -> Iterator[RunProgress | LineP
 
 
 def _note_end(config: RunConfig, dataplane: str) -> None:
-    """So that nobody waits for the data plane to be started again."""
+    """Record that the data plane has ended, so that nothing waits for its restart."""
     with suppress(ValueError, StorageError):
         RunDirectory(config.run_dir).end_attempt(dataplane, socket.gethostname())
 
@@ -186,7 +186,7 @@ def _how_to_go_on(flow: str, run_id: str) -> str:
 
 
 def _run_once(part: Part, stack: Supervisor, watch: Callable[[Process], int]) -> tuple[str, list[str]]:
-    """Why the flow failed, empty if it did not, and what ended meanwhile and is started again."""
+    """Run the flow once. Returns why it failed, empty if it did not, and the processes restarted."""
     log = stack.logs / f"{part.name}.log"
     log_bytes = log.stat().st_size if log.exists() else 0
     [process] = stack.start(part)
@@ -194,7 +194,7 @@ def _run_once(part: Part, stack: Supervisor, watch: Callable[[Process], int]) ->
     try:
         code = watch(process)
     finally:
-        # first: it would report the loss of everything else as errors
+        # first: the flow would report the loss of everything else as errors
         stack.remove(process)
     failure = f"{_reason(log, log_bytes, code)}; log: {log}" if code else ""
     return failure, [name for name, pid in stack.pids().items() if before.get(name, pid) != pid]
@@ -208,11 +208,11 @@ def _watch(
     runners: LocalRunners | None,
     logged: NewLines,
 ) -> int:
-    """The code with which the flow ends."""
+    """Show progress until the flow ends; returns its exit code."""
     client = DataplaneClient(dataplane, str(config.run_id), dataplane_key(), patience_s=0.5)
     held_out = HeldOutRewards(config)
     while True:
-        # first: what it wrote at its end is read after that
+        # before reading the log, so that its last lines are read too
         code = process.code()
         for line in logged.read():
             progress.hear(line)
@@ -227,9 +227,9 @@ def _watch(
 
 
 def _reason(log: Path, begins_at: int, code: int) -> str:
-    """The last line that states an error of what this flow logged: those before it share the file."""
+    """The last line with an error that this flow logged; earlier starts have written to the same file."""
     logged = log.read_bytes()
-    # shorter than it was, it was rotated since
+    # a shorter file was rotated meanwhile
     own = logged[begins_at:] if len(logged) >= begins_at else logged
     lines = own.decode(errors="replace").splitlines()
     stated = [line for line in lines if "Error:" in line and not line.startswith(" ")]

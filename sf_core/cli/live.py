@@ -1,5 +1,5 @@
-"""How a run tells its progress: live in a terminal, line by line elsewhere and in its log. Shows what the
-data plane reports and what is committed, knows nothing of flows."""
+"""Shows the progress of a run: live in a terminal, line by line elsewhere and in its log. Reads the status of
+the data plane and committed manifests; knows nothing of flows."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from sf_core.waits import clock
 from storage.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
-# whatever the level of others is: it is what a log is looked into for
+# independent of the level of other loggers: progress is what users look for in a log
 log.setLevel(logging.INFO)
 
 STRAGGLER_S = 30.0
-"""A session that runs longer is shown."""
+"""Age from which the oldest session is shown."""
 
 LOOK_S = 3.0
-"""So often held-out rewards are looked for: in an object store each look is a request."""
+"""Interval of reads of held-out rewards: in an object store each read is a request."""
 
 
 class RunProgress:
-    """Two bars, iterations of the run and groups of the batch, and one line of figures."""
+    """Live display: bars for iterations of the run and groups of the batch, and a line of figures."""
 
     def __init__(self, console: Console, iterations: int) -> None:
         self._bars = Progress(
@@ -54,7 +54,7 @@ class RunProgress:
         self._bars.update(self._iterations, note=text)
 
     def update(self, status: dict[str, Any], held_out: Mapping[int, float]) -> None:
-        """Show what the data plane reports, and the held-out rewards by policy version."""
+        """Show the status of the run in the data plane, and the held-out rewards by policy version."""
         note = f"{status['stage']} {status['iteration']}" if "stage" in status else "starting"
         self._bars.update(self._iterations, completed=status["next_batch"], note=note)
         needed = status["groups_needed"]
@@ -80,14 +80,14 @@ class RunProgress:
         self._line = Text("\n".join("  " + line for line in lines), style="dim")
 
     def hear(self, line: str) -> None:
-        """A line of the flow's log: what it tells is shown already."""
+        """Ignore a line of the flow's log, whose content is shown already."""
 
     def __rich__(self) -> RenderableType:
         return Group(self._bars, self._line)
 
 
 class LineProgress:
-    """The same where there is no terminal: a line for each thing that is done, or is awaited for long."""
+    """Display without a terminal: a line for each completed step and each long wait."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -105,8 +105,8 @@ class LineProgress:
             self._waits_since = wait["since"]
 
     def hear(self, line: str) -> None:
-        """Pass on what a line of the flow's log tells of its progress, or of what it waits for. The data
-        plane, once it serves the run, tells better what that is."""
+        """Print the progress or the wait in a line of the flow's log. Once the data plane serves the run, its
+        status replaces the flow's lines about waits."""
         if (found := _LOGGED.match(line)) and (found["by"] == __name__ or not self._is_served):
             self.note(found["told"])
 
@@ -114,22 +114,22 @@ class LineProgress:
 _LOGGED = re.compile(
     rf"\S+ \| \w+ +\| (?P<by>{re.escape(__name__)}|{re.escape(waits.__name__)}) - (?P<told>.*)"
 )
-"""As Prefect writes a line of ours."""
+"""Matches a line of this logger or of sf_core.waits in Prefect's format."""
 
 
 class NewLines:
-    """The lines that a log gets from now on."""
+    """Reads the lines appended to a log from now on."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
         self._at = file.stat().st_size if file.exists() else 0
 
     def read(self) -> Iterator[str]:
-        """Those that are complete and were not given yet."""
+        """Complete lines that were not returned yet."""
         if not self._file.exists():
             return
         if self._file.stat().st_size < self._at:
-            # it was rotated
+            # the log was rotated
             self._at = 0
         with open(self._file, "rb") as file:
             file.seek(self._at)
@@ -140,13 +140,13 @@ class NewLines:
 
 
 def tell(line: str) -> None:
-    """Write it to the log of the flow, and of its run in Prefect."""
+    """Write a line of progress to the log of the flow and to that of its run in Prefect."""
     log.info("%s", line)
 
 
 def iteration_line(run: RunDirectory, number: int, iterations: int) -> str:
-    """What one iteration that is through has come to."""
-    # the iteration before tells when it began
+    """Rewards, tokens per second and duration of a finished iteration, as one line."""
+    # the window of an iteration begins at the end of the one before
     read = list(islice(read_iterations(run, max(0, number - 1)), 2 if number else 1))
     iteration, (start, end) = read[-1], iteration_windows(read)[number]
     figures = [f"reward {iteration.stages['rollout'].data['reward_mean']:.3f}"]
@@ -158,7 +158,7 @@ def iteration_line(run: RunDirectory, number: int, iterations: int) -> str:
 
 
 class HeldOutRewards:
-    """What a run's evaluations have come to, by policy version, read while it goes on."""
+    """Held-out rewards of a running run, by policy version."""
 
     def __init__(self, config: RunConfig) -> None:
         self._directory = RunDirectory(config.run_dir)
@@ -168,10 +168,9 @@ class HeldOutRewards:
         self._looked_at = float("-inf")
 
     def look(self) -> Mapping[int, float]:
-        """What is known. Reads manifests, and not more often than every `LOOK_S`."""
+        """The rewards known so far. Reads manifests, at most once every `LOOK_S`."""
         if time.monotonic() - self._looked_at >= LOOK_S:
-            # a storage that fails for a moment or a broken manifest delays what is shown; the run has its own
-            # patience, and its own sentence
+            # a storage failure or a broken manifest only delays the display; the run itself reports it
             with suppress(OSError, ValueError):
                 self._read()
             self._looked_at = time.monotonic()

@@ -1,4 +1,4 @@
-"""The command `sf`. Parses, starts what is missing, shows progress and prints results; no logic of its."""
+"""The command `sf`: parses arguments, calls the code that does the work, and prints results and errors."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ DEFAULT_STACK = Path(".stack")
 
 @app.command()
 def train(config: ConfigFile, overrides: Overrides = None) -> None:
-    """Train an agent's policy; the same run_id goes on where it stopped."""
+    """Train an agent's policy; an existing run_id resumes where it stopped."""
     _launch("train", _config(config, overrides))
 
 
 @app.command()
 def resume(run: RunDir) -> None:
-    """Go on with a run that stopped, as it was configured."""
+    """Resume a run that stopped, as it was configured."""
     _launch("train", _stored_config(run))
 
 
@@ -136,7 +136,7 @@ def inspect(
 
 @app.command()
 def settings() -> None:
-    """Print every setting with its default and what it means, as a configuration file."""
+    """Print every setting with its default and description, as a configuration file."""
     from sf_core.config.reference import settings_page
 
     print(settings_page(), end="")
@@ -154,7 +154,7 @@ def plan(
         str | None, typer.Option(help="Directory of a run whose times are used.", show_default=False)
     ] = None,
 ) -> None:
-    """Say what would run where and why, without starting anything."""
+    """Show what would run where and why, without starting anything."""
     from sf_core.cli.explain import explain_plan
 
     settings = _config(config, overrides)
@@ -229,7 +229,7 @@ def _stored_config(run: str, overrides: list[str] | None = None) -> RunConfig:
 
 
 def _runnable(config: RunConfig, source: str) -> RunConfig:
-    """The configuration, if what it names is there."""
+    """The configuration, after its Python references and model folder were checked."""
     from sf_core.stages.run import load_object
     from sf_core.stages.start import check_start
 
@@ -275,7 +275,7 @@ def main() -> None:
     )
 
     try:
-        # as the processes that a command starts look for them
+        # the path on which the processes of a command look for packages
         check_names([os.getcwd(), *sys.path])
     except ImportError as error:
         say_error(str(error))

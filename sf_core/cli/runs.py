@@ -1,4 +1,4 @@
-"""The commands `sf ls`, `gc`, `report`, `export` and `replay`: what can be done with run directories."""
+"""The commands that work on run directories: `sf ls`, `gc`, `report`, `export` and `replay`."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def export(
     to: Annotated[str, typer.Option(help="trl, verl or sharegpt.", show_default=False)],
     opened: Annotated[bool, typer.Option("--opened", help="Sessions that agents opened instead.")] = False,
 ) -> None:
-    """Write a run's trajectories as another training tool reads them."""
+    """Write a run's trajectories in the format of another training tool."""
     from sf_core.reports.export import export
 
     try:

@@ -18,8 +18,8 @@ from storage.trajectories import read_trajectories
 
 
 class MeasuredLengths:
-    """Drawn from the sessions of a run, each taken as one turn: prompt tokens and sampled tokens, as its
-    Parquet has them.
+    """Session lengths drawn from the stored sessions of a run; each session counts as one turn of its prompt
+    tokens and its sampled tokens.
 
     Raises ValueError if there is no such run, or it has no iteration yet."""
 
@@ -43,7 +43,7 @@ class MeasuredLengths:
 
 
 def _lengths_in(uri: str) -> Iterator[tuple[str, int, int]]:
-    """Of every row: session, tokens that were neither sampled nor in its parent branch, sampled tokens."""
+    """Session of each row, its tokens neither sampled nor in the parent branch, and its sampled tokens."""
     columns = ["session_id", "token_ids", "loss_mask", "shared_prefix"]
     table = read_trajectories(uri, columns)
     lengths = pc.list_value_length(table["token_ids"]).to_pylist()
@@ -65,7 +65,7 @@ def comparison(
     failures: Failures | None = None,
     picture: str | None = None,
 ) -> Table:
-    """All pipelines in a table; `picture` is where the timeline of the multiplexed one is drawn.
+    """Table of all simulated pipelines; the timeline of the multiplexed one is drawn to `picture`.
 
     Raises ValueError, one sentence, if the devices or iterations are too few."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)

@@ -1,4 +1,4 @@
-"""Where the command line prints, and how it refuses."""
+"""Consoles of the command line, and how it reports errors."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.text import Text
 
 WIDE = 500
-"""Columns of what goes into a pipe or a file: there a table would be cut to 80, down to its row numbers."""
+"""Width of output into a pipe or a file, where a table would otherwise be cut to 80 columns."""
 
-# what is printed holds names and paths of the user: `[v2]` in them is no markup, `:x:` no emoji
+# output has names and paths of the user: `[v2]` in them is no markup, `:x:` no emoji
 console = Console(
     markup=False,
     emoji=False,
@@ -23,7 +23,7 @@ errors = Console(stderr=True, markup=False, emoji=False)
 
 
 def fail(message: str) -> NoReturn:
-    """End the command: bad input, said in one sentence."""
+    """Report bad input in one sentence and end the command."""
     say_error(message)
     raise typer.Exit(2)
 

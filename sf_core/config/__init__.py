@@ -1,5 +1,4 @@
-"""The settings of a run: their defaults and bounds, and how they are read, refused and documented. The effect
-of a setting belongs to the package that reads it."""
+"""Settings of a run: how they are read and refused. Their effects belong to the code that uses them."""
 
 from sf_core.config.run_config import (
     ClusterConfig,

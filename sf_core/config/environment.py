@@ -1,4 +1,4 @@
-"""The only module that reads environment variables; everything else is passed their values."""
+"""Surroundings of this process: variables (other modules are passed their values), import path, limits."""
 
 from __future__ import annotations
 
@@ -87,18 +87,18 @@ def visible_cuda_devices() -> list[str] | None:
 
 
 NAMES = ("flows", "tasks", "storage", "sf_core")
-"""Our packages. These are common names, and what is first on the path is imported."""
+"""Our top-level packages. Their names are common, and the first match on the path is imported."""
 
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 OPEN_FILES = 4096
-"""So many are asked for: sockets count, and a data plane has one for each request that waits."""
+"""Requested limit: sockets count, and a data plane has one for each request that waits."""
 
 
 FEWEST_OPEN_FILES = 1024
-"""With fewer, supervisord refuses to start."""
+"""Limit below which supervisord refuses to start."""
 
 
 PREFECT_HOME = ("PREFECT_HOME", "where Prefect keeps its database")
@@ -108,15 +108,15 @@ CACHE_DIR = ("SF_CACHE_DIR", "where policies that were warm-started are kept")
 
 
 def check_names(path: Iterable[str]) -> None:
-    """Raises ImportError, one sentence, if something else would be imported by a name of ours in a process
-    that looks in these places, which are the entries of its `sys.path`."""
+    """Raises ImportError, one sentence, if a process with these entries of `sys.path` would import other
+    packages under our names."""
     places = list(path)
     for name in NAMES:
         spec = PathFinder.find_spec(name, places)
-        # None: it is installed from a clone, by a finder that is asked after all places
+        # None: an editable install, whose finder is asked after all entries of the path
         if spec is None:
             continue
-        # a folder without __init__.py, such as one of data, has no origin
+        # a folder without __init__.py, such as one with data, has no origin
         found = Path(spec.origin or next(iter(spec.submodule_search_locations or [name]))).resolve()
         if not found.is_relative_to(ROOT):
             raise ImportError(
@@ -127,7 +127,7 @@ def check_names(path: Iterable[str]) -> None:
 
 
 def raise_open_files() -> None:
-    """Let this process and what it starts have as many open files as they may need and the system allows."""
+    """Raise the limit on open files of this process and its children to OPEN_FILES, if the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -135,7 +135,7 @@ def raise_open_files() -> None:
 
 
 def check_open_files() -> None:
-    """Raises OSError, one sentence, if a stack cannot start with so few."""
+    """Raises OSError, one sentence, if the limit on open files is too low for a stack."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < FEWEST_OPEN_FILES:
         raise OSError(
@@ -146,14 +146,14 @@ def check_open_files() -> None:
 
 
 def check_place(folder: Path, variable: str, purpose: str) -> None:
-    """Raises OSError, one sentence, if nothing can be written into the folder, which the environment variable
+    """Raises OSError, one sentence, if files cannot be written into the folder that this environment variable
     sets."""
     if reason := why_not_writable(folder):
         raise OSError(f"{folder}, {purpose}, cannot be written ({reason}): set {variable} to another folder")
 
 
 def why_not_writable(folder: Path) -> str | None:
-    """The system's reason, None if files can be made there; makes the folder."""
+    """Reason of the system why files cannot be created in the folder, else None. Creates the folder."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()

@@ -180,7 +180,7 @@ class EngineConfig(Settings):
     kv_on_update: Literal["recompute", "keep"] = "recompute"
     """What happens to the KV cache of running requests when weights change."""
     script: Reference | None = None
-    """For the scripted engine: function (prompt_ids, seed) -> token ids of the answer, in the vocabulary of
+    """Function of the scripted engine: (prompt_ids, seed) -> token ids of the answer, in the vocabulary of
     `policy.model` or the built-in policy (RUN/start/tokenizer.json). The turn ends after the last id, or at
     an end-of-turn token. The start of a forced tool call ends prompt_ids and is not part of the answer."""
 
@@ -199,7 +199,7 @@ class EmulationConfig(Settings):
     bytes_per_parameter: float = Field(2.0, gt=0)
     """Bytes per parameter of the weights in device memory."""
     kv_bytes_per_token: float = Field(147456.0, ge=0)
-    """KV cache per token: 2 x layers x KV heads x head width x bytes per element."""
+    """Bytes of KV cache per token: 2 x layers x KV heads x head width x bytes per element."""
     kv_tokens: int = Field(180_000, ge=0)
     """Capacity of the KV cache in tokens; a turn reuses what an earlier one left in it. 0: no reuse."""
     stored_bytes_per_parameter: float = Field(4.0, gt=0)
@@ -389,4 +389,4 @@ class RunConfig(Settings):
 
 
 BUILT_IN_CONTEXT = 2048
-"""Of the built-in policy."""
+"""Number of positions of the built-in policy."""

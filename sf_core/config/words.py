@@ -32,7 +32,7 @@ def loading(share: float) -> str:
 
 
 def is_word(value: str) -> str:
-    """Returns a tag or a worker's name as it is. Raises ValueError if Dask's `--resources` could not hold it.
+    """Returns a tag or a worker's name unchanged. Raises ValueError if Dask's `--resources` cannot hold it.
 
     >>> is_word("h20")
     'h20'

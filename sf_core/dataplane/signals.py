@@ -18,7 +18,7 @@ class Signal:
         self._event = asyncio.Event()
 
     async def wait(self) -> None:
-        """Returns at the next `notify`."""
+        """Return at the next `notify`."""
         await self._event.wait()
 
     async def until(self, condition: Callable[[], Any], timeout_s: float | None = None) -> bool:

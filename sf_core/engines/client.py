@@ -24,20 +24,20 @@ from sf_core.types import Chunk, FinishReason, WeightsRef
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 20.0
-"""Both ends send a ping this often and give up on the other when no answer comes for as long again. Answers
-come from a thread of their own, so that a long step or the loading of weights is no silence."""
+"""Both ends send a ping this often and give up on the other when no pong comes for as long again. Pongs are
+sent by a thread of their own, so that a long step or the loading of weights does not look like silence."""
 
 BUSY_GAP_S = 0.05
-"""Steps closer together than this are one span of work."""
+"""Steps closer together than this are recorded as one span of work."""
 
 MAX_SPAN_S = 5.0
-"""A span of work is told of after so long, even if the work goes on."""
+"""A span of work is recorded after so long, even if the work goes on."""
 
 MakeEngine = Callable[[WeightsRef], Engine]
 
 
 class Recorder(Protocol):
-    """Is told what the engine did; sf_core.scheduling.timeline is one."""
+    """Records what the engine did; sf_core.scheduling.timeline has one."""
 
     def add(
         self,
@@ -52,7 +52,7 @@ class Recorder(Protocol):
         """Times in Unix seconds."""
 
     def flush(self) -> None:
-        """A good moment to write: the engine has just taken new weights."""
+        """Called when the engine has just loaded new weights, a good moment to write."""
 
 
 def serve_engine(
@@ -67,7 +67,7 @@ def serve_engine(
     """Serve one lease until told to yield; returns the reason that was given.
 
     The engine is made once the data plane has said which weights it wants, and is closed before the lease is
-    given back. The recorder is told of every span of sampling, loading, yielding and waiting. A connection
+    given back. The recorder gets every span of sampling, loading, yielding and waiting. A connection
     that breaks is made again; raises ConnectionError once `patience_s` have passed since it broke, and
     ValueError if the data plane ended it because of what the engine sent. What the engine raises ends the
     lease.
@@ -104,11 +104,11 @@ class _EngineClient:
         self._hello, self._make_engine = hello, make_engine
         self._recorder, self._steps = recorder, _Steps(recorder)
         self._told_to_stop: float | None = None
-        """When everything in flight was taken back, which is how the data plane begins to take the device."""
+        """Unix time at which all requests were aborted, as the data plane does before it takes the device."""
         self._engine: Engine | None = None
         self._paused = False
         self.alone_since = time.monotonic()
-        """Since when no data plane has welcomed it."""
+        """Monotonic time since which no data plane has welcomed it."""
         self._welcomed = False
 
     def serve(self) -> str:
@@ -203,7 +203,7 @@ class _EngineClient:
                     try:
                         engine.submit(request)
                     except ValueError as error:
-                        # the data plane refuses the request for it; others may be served
+                        # the data plane then refuses this request; others may be served
                         log.error("a request cannot be done here: %s", error)
                         ended = Chunk(request.request_id, [], [], engine.version, FinishReason.LENGTH)
                         self._send_chunks(socket, [ended])
@@ -270,7 +270,7 @@ class _Steps:
             self.end()
 
     def give_back(self, tokens: int, version: int) -> None:
-        """Tokens sampled in earlier steps that no step reported: their requests were aborted before."""
+        """Add tokens of earlier steps that no step reported, because their requests were aborted before."""
         if tokens:
             now = time.time()
             self.add(now, now, version, tokens)

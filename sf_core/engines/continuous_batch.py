@@ -1,6 +1,6 @@
-"""Requests that decode together at a pace that follows the batch: what continuous batching does to time.
+"""A timing model of continuous batching: requests that decode together, at a pace that follows the batch.
 
-Pure: time is given to it. Prompts are prefilled one after the other, and decoding stands still meanwhile;
+Pure: the caller passes the time. Prompts are prefilled one after the other while decoding stands still;
 then every running request gets one token per step. Between two events the pace is taken as linear in the
 context.
 """
@@ -15,7 +15,7 @@ from itertools import count
 from typing import Protocol
 
 _EPSILON = 1e-6
-"""Of a step, and of a second: what rounding may cost."""
+"""Tolerance for rounding, in steps and in seconds."""
 
 
 class Pace(Protocol):
@@ -24,7 +24,7 @@ class Pace(Protocol):
     def prefill_s(self, num_tokens: int) -> float: ...
 
     def decode_s(self, num_running: int, context: float) -> float:
-        """One token for each of `num_running` requests with so many tokens of context together."""
+        """One token for each of `num_running` requests that hold `context` tokens together."""
         ...
 
 
@@ -50,11 +50,11 @@ class Slot:
     num_wanted: int
     """Tokens to sample."""
     report_every: int
-    """It is due at every multiple of so many tokens, and at its end."""
+    """The request is due at every multiple of so many tokens, and at its end."""
     num_cached: int = 0
     """Tokens of its prompt that need no prefill."""
     started: float | None = None
-    """Step at which its prompt was in; None while it waits for its prefill."""
+    """Step at which its prefill ended; None until then."""
     has_left: bool = False
 
 
@@ -63,13 +63,13 @@ class ContinuousBatch:
         self._pace = pace
         self._steps = 0.0
         self._prefills: deque[tuple[Slot | None, float]] = deque()
-        """Requests without KV, and the seconds that each prefill still takes; None: KV computed again."""
+        """Requests that wait for prefill, and the seconds each still takes; None: all KV is recomputed."""
         self._due: list[tuple[float, int, Slot]] = []
-        """Heap of steps at which a request is due; those of requests that left are passed over."""
+        """Heap of the steps at which requests are due; entries of requests that left are skipped."""
         self._order = count()
         self._num_running = 0
         self._context = 0.0
-        """Tokens of context of those running, at step 0 of each: prompt - started, summed up."""
+        """Tokens of context of the running requests as of step 0: the sum of prompt - started."""
 
     def join(
         self,
@@ -80,14 +80,13 @@ class ContinuousBatch:
         *,
         num_cached: int = 0,
     ) -> Slot:
-        """A request asks for tokens from now on; so many of its prompt's are computed already. By default it
-        is due at its end only."""
+        """Add a request; `num_cached` prompt tokens need no prefill. By default it is due at its end only."""
         slot = Slot(name, num_prompt, num_wanted, report_every or num_wanted, num_cached)
         self._prefills.append((slot, self._pace.prefill_s(num_prompt - num_cached)))
         return slot
 
     def leave(self, slot: Slot) -> None:
-        """Sample no more for it. No effect on one that is through."""
+        """Remove a request. No effect on one that has ended."""
         if slot.has_left:
             return
         slot.has_left = True
@@ -97,11 +96,11 @@ class ContinuousBatch:
 
     @property
     def context(self) -> int:
-        """Tokens that those running hold together."""
+        """Tokens that the running requests hold together."""
         return round(self._context + self._num_running * self._steps)
 
     def recompute(self) -> None:
-        """The KV of what runs is computed again, as one more prefill."""
+        """Recompute the KV of the running requests, as one more prefill."""
         self._prefills.appendleft((None, self._pace.prefill_s(self.context)))
 
     def num_sampled(self, slot: Slot) -> int:
@@ -110,14 +109,14 @@ class ContinuousBatch:
         return min(slot.num_wanted, int(self._steps - slot.started + _EPSILON))
 
     def next_due_s(self) -> float | None:
-        """Seconds until something happens, if nobody joins or leaves; None if nothing ever will."""
+        """Seconds until the next event, if no request joins or leaves; None if there is none."""
         self._forget_the_left()
         if self._prefills:
             return self._prefills[0][1]
         return self._seconds_for(self._due[0][0] - self._steps) if self._due else None
 
     def advance(self, seconds: float) -> list[Slot]:
-        """Let time pass; returns the requests that were due, in order. Those through have left."""
+        """Let time pass; returns the requests that were due, in order. Those that ended have left."""
         due: list[Slot] = []
         while (needed := self.next_due_s()) is not None:
             if needed > seconds + _EPSILON:
@@ -133,7 +132,7 @@ class ContinuousBatch:
         return due
 
     def _pass(self, seconds: float) -> None:
-        """Time in which nothing happens."""
+        """Let time pass in which nothing is due."""
         if self._prefills:
             slot, needed = self._prefills[0]
             self._prefills[0] = (slot, needed - seconds)
@@ -179,7 +178,7 @@ class ContinuousBatch:
         return (math.sqrt(now * now + 2 * growth * seconds) - now) / growth
 
     def _pace_now(self) -> tuple[float, float]:
-        """Seconds of a step now, and how many more the next one takes, with B more tokens of context."""
+        """Seconds of a step now, and how many more the next one takes, with one more token per request."""
         running, context = self._num_running, self._context + self._num_running * self._steps
         now = self._pace.decode_s(running, context)
         return now, self._pace.decode_s(running, context + running) - now

@@ -1,4 +1,4 @@
-"""How long a device takes for what a run asks of it. Pure arithmetic: nothing is computed, nothing waits.
+"""How long a device takes for the work of a run. Pure arithmetic: nothing is computed, nothing waits.
 
 The emulated engine and trainer sleep for these times, and the simulator adds them up.
 """
@@ -12,12 +12,12 @@ from sf_core.config import EmulationConfig
 from sf_core.config.devices import Device
 
 CHECKPOINT_BYTES = 12
-"""Per parameter: a float32 copy and Adam's two moments."""
+"""Bytes per parameter: a float32 copy and Adam's two moments."""
 
 
 @dataclass(frozen=True)
 class DeviceModel:
-    """Seconds, real ones: emulated seconds divided by `time_dilation`.
+    """Durations in real seconds: emulated seconds divided by `time_dilation`.
 
     A kernel takes the longer of its arithmetic and its memory traffic (roofline: Williams et al. 2009). A
     token costs 2N FLOPs forward and 6N forward and backward, N parameters; attention's own FLOPs are left out
@@ -26,10 +26,10 @@ class DeviceModel:
 
     settings: EmulationConfig
     device: Device | None = None
-    """Whose peak and memory bandwidth count instead of those of the settings."""
+    """If given, its peak and memory bandwidth replace those of the settings."""
 
     def prefill_s(self, num_tokens: int) -> float:
-        """A prompt of T tokens: max(2NT / (peak x utilisation), bytes of the weights / bandwidth)."""
+        """Prefill of T tokens: max(2NT / (peak x utilisation), bytes of the weights / bandwidth)."""
         if num_tokens <= 0:
             return 0.0
         compute = 2 * self.settings.parameters * num_tokens / self._flops
@@ -59,12 +59,12 @@ class DeviceModel:
         return self.real_s(self._stored_bytes / self.settings.verify_bandwidth)
 
     def weight_load_s(self) -> float:
-        """An engine takes over stored weights: their bytes / load bandwidth."""
+        """An engine loads stored weights: their bytes / load bandwidth."""
         return self.real_s(self._stored_bytes / self.settings.load_bandwidth)
 
     def to_rollout_s(self, version: int) -> float:
-        """The device becomes an engine with this version: it is made from the policy that the run began with,
-        version 0, and takes over any later one."""
+        """The device becomes an engine with this version: the engine is made with version 0, the start of the
+        run, and loads any later one."""
         if self.settings.to_rollout_s is not None:
             return self.real_s(self.settings.to_rollout_s)
         return self.weight_load_s() * (2 if version else 1)
@@ -74,7 +74,7 @@ class DeviceModel:
         return self.real_s(self.settings.to_train_s)
 
     def real_s(self, seconds: float) -> float:
-        """On the clock of the machine; an agent's tools are as slow or fast as the devices."""
+        """Emulated seconds on the clock of the machine; the times of agents' tools are divided alike."""
         return seconds / self.settings.time_dilation
 
     @cached_property

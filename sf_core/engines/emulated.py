@@ -19,13 +19,13 @@ FIRST_ID, NUM_IDS = 10, 64
 none."""
 
 MAX_SLEEP_S = 0.0005
-"""So late, at most, a request is seen that arrives while nothing is due."""
+"""Longest sleep: a request that arrives while nothing is due is seen this late at most."""
 
 STALL_S = 0.1
 """Steps further apart are a pause: nothing is sampled between them."""
 
 BLOCK = 16
-"""What is kept is found again in whole blocks of so many tokens, as vLLM's prefix cache has it."""
+"""Tokens per block of the prefix cache, which finds whole blocks only, like vLLM's."""
 
 Value = TypeVar("Value", int, float)
 
@@ -39,9 +39,9 @@ class EmulatedEngine:
     """Every running request gets one token per step, and a step takes as long as `pace` says; a number is the
     delay of a token, at 0 the whole answer comes in the next step. Turns end with LENGTH at their budget.
 
-    `weight_load_s` is slept when weights are loaded; with `recompute` the KV of what runs is prefilled again.
-    A prompt that begins with the tokens of a turn that ended here goes on from its KV, if `kv_tokens` had
-    room for it and no weights were loaded since; others are prefilled whole.
+    `weight_load_s` is slept when weights are loaded; with `recompute` the KV of running requests is prefilled
+    again. A prompt that begins with the tokens of a turn that ended here reuses the KV of that turn, if
+    `kv_tokens` had room for it and no weights were loaded since; other prompts are prefilled whole.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class EmulatedEngine:
         self._kept = KeptPrefixes(kv_tokens) if kv_tokens else None
         self._turns: dict[str, _Turn] = {}
         self._unreported: list[Chunk] = []
-        """What was due while no step was asked for."""
+        """Chunks that were due between steps."""
         self._last_tick = now()
 
     @property
@@ -77,7 +77,7 @@ class EmulatedEngine:
 
     @property
     def num_requests(self) -> int:
-        # the driver asks for no step while there are none: one whose end was not reported is not over
+        # at 0 the driver asks for no more steps, so a request whose end was not reported counts
         return len(self._turns) + sum(chunk.finish_reason is not None for chunk in self._unreported)
 
     def submit(self, request: GenerationRequest) -> None:
@@ -101,7 +101,7 @@ class EmulatedEngine:
         return self._take_unreported() + chunks
 
     def step(self) -> list[Chunk]:
-        """Sleeps until a report is due, `max_sleep_s` at most, and gives those that are."""
+        """Sleep until a chunk is due, `max_sleep_s` at most; returns the chunks that are due."""
         self._tick()
         if not self._unreported and (wait_s := self._batch.next_due_s()):
             self._sleep(min(wait_s, self._max_sleep_s))
@@ -109,7 +109,7 @@ class EmulatedEngine:
         return self._take_unreported()
 
     def load_weights(self, uri: str, version: int) -> None:
-        """Only the version changes; the folder is not read. What was sampled before keeps the old one."""
+        """Only the version changes; the folder is not read. Tokens sampled before keep the old version."""
         self._tick()
         chunks = [self._report(turn) for turn in list(self._turns.values())]
         self._unreported += [chunk for chunk in chunks if chunk.token_ids]
@@ -140,7 +140,7 @@ class EmulatedEngine:
         return chunks
 
     def _report(self, turn: _Turn, finish_reason: FinishReason | None = None) -> Chunk:
-        """Everything sampled by now and not reported yet."""
+        """A chunk of all tokens sampled by now and not reported yet."""
         start, end = turn.num_reported, self._batch.num_sampled(turn.slot)
         turn.num_reported = end
         if end == turn.request.max_tokens:
@@ -158,7 +158,7 @@ class EmulatedEngine:
         )
 
     def _keep(self, turn: _Turn) -> None:
-        """The turn leaves its KV; that of a prompt whose prefill had not ended is lost."""
+        """Keep the KV of a turn that ended; it is lost if no token was sampled."""
         if self._kept is not None and turn.num_reported:
             sampled = _cycle(_IDS, turn.request.position, turn.num_reported)
             blocks = _blocks([*turn.request.prompt_ids, *sampled])
@@ -168,7 +168,7 @@ class EmulatedEngine:
     def _take_kept(self, request: GenerationRequest) -> int:
         if self._kept is None:
             return 0
-        blocks = _blocks(request.prompt_ids[:-1])  # the first draw needs the logits of the last one
+        blocks = _blocks(request.prompt_ids[:-1])  # the first draw needs the logits of the last token
         longest = next((block for block in reversed(blocks) if block in self._kept), None)
         return 0 if longest is None else self._kept.take(longest)
 
@@ -180,7 +180,7 @@ class _Turn:
 
 
 def _blocks(ids: Sequence[int]) -> list[int]:
-    """One number for the ids up to the end of each whole block: equal ids, equal numbers."""
+    """Chained hashes, one per whole block, of all ids up to its end."""
     numbers, number = [], 0
     data = array("i", ids).tobytes()
     for end in range(_BLOCK_BYTES, len(data) + 1, _BLOCK_BYTES):

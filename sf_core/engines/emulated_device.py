@@ -1,6 +1,6 @@
-"""The device that this process pretends to have: one active tag at a time, and switching takes time.
+"""The device that this process emulates: it has one active tag at a time, and switching takes time.
 
-It is what the worker said of its device, else that of the configuration.
+Its figures are those that the worker declares, else those of the configuration.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ from sf_core.engines.device_model import DeviceModel
 from sf_core.engines.emulated import EmulatedEngine
 
 MAX_SLEEP_S = 0.01
-"""An emulated engine looks for requests this often: a hundredth of a second in turns of seconds, and tens of
-engines share a core."""
+"""Longest sleep of an emulated engine: turns take seconds, and tens of engines share a core."""
 
 STALL_S = 2.0
-"""On a machine with more engines than cores a step may come late; what it missed is made up for."""
+"""Steps may come this late, on a machine with more engines than cores; missed tokens are made up for."""
 
 REPORT_EVERY = 256
 
 own_device: Device | None = None
-"""What this process's worker says of its device; None: as the configuration has it."""
+"""The device that this process's worker declares; None: that of the configuration."""
 
 _active: str | None = None
 
@@ -32,7 +31,7 @@ def device_model(config: RunConfig) -> DeviceModel:
 
 
 def switch_to(tag: str, seconds: float) -> None:
-    """Sleeps as long as the switch takes; not at all if the device holds the tag already."""
+    """Sleep as long as the switch takes; not at all if the device holds the tag already."""
     global _active
     if _active != tag:
         time.sleep(seconds)
@@ -40,7 +39,7 @@ def switch_to(tag: str, seconds: float) -> None:
 
 
 def emulated_engine(config: RunConfig, version: int) -> EmulatedEngine:
-    """The engine of this process's device, once its weights are in."""
+    """The engine of this process's device, after the time that switching and loading take."""
     model = device_model(config)
     switch_to("rollout", model.to_rollout_s(version))
     return EmulatedEngine(

@@ -1,6 +1,6 @@
-"""What ended turns leave in a device's memory, for the next turns of their sessions. Pure.
+"""A model of a device's prefix cache: KV that turns leave for the next turns of their sessions. Pure.
 
-The emulated engine and the simulator ask the same code: keys are theirs, tokens are only counted.
+The emulated engine and the simulator share it. They choose the keys; tokens are only counted.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from collections.abc import Hashable
 
 
 class KeptPrefixes:
-    """Keys and values of so many tokens find room, those of running requests among them; what was left first
-    is forgotten first."""
+    """Holds KV of `room` tokens, that of running requests included; evicts the oldest entry first."""
 
     def __init__(self, room: int) -> None:
         self._room = room
@@ -19,7 +18,7 @@ class KeptPrefixes:
         self._num_tokens = 0
 
     def keep(self, key: Hashable, num_tokens: int, num_running: int) -> None:
-        """A turn has ended, those that run hold `num_running` tokens."""
+        """Keep the KV of a turn that ended, while running requests hold `num_running` tokens."""
         self.take(key)
         self._kept[key] = num_tokens
         self._num_tokens += num_tokens
@@ -27,7 +26,7 @@ class KeptPrefixes:
             self._num_tokens -= self._kept.popitem(last=False)[1]
 
     def take(self, key: Hashable) -> int:
-        """A turn goes on from there: how many tokens it need not compute; 0 if nothing is kept."""
+        """Remove an entry that a turn reuses; returns how many tokens it holds, 0 if nothing is kept."""
         num_tokens = self._kept.pop(key, 0)
         self._num_tokens -= num_tokens
         return num_tokens
@@ -36,6 +35,6 @@ class KeptPrefixes:
         return key in self._kept
 
     def clear(self) -> None:
-        """Other weights are loaded."""
+        """Forget all entries, because other weights are loaded."""
         self._kept.clear()
         self._num_tokens = 0

@@ -1,4 +1,4 @@
-"""What every engine offers. Engines take ids and give ids; they know no text, no HTTP and no sessions."""
+"""The interface of engines. Engines take ids and give ids; they know no text, no HTTP and no sessions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Engine(Protocol):
         ...
 
     def step(self) -> list[Chunk]:
-        """Sample one token for every running request; returns what is to be reported. Empty if idle."""
+        """Sample one token for every running request; returns the chunks to report. Empty if idle."""
         ...
 
     def load_weights(self, uri: str, version: int) -> None:

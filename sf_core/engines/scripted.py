@@ -76,7 +76,7 @@ class _Turn:
     def __init__(self, request: GenerationRequest, script_ids: list[int]) -> None:
         self.request = request
         self.version = 0
-        """Of the unreported tokens."""
+        """Policy version of the unreported tokens."""
         self.unreported = 0
         self._script_ids = script_ids
         self._sampled = 0
@@ -86,7 +86,7 @@ class _Turn:
         return self.unreported >= (1 if self.request.stream else _REPORT_EVERY)
 
     def advance(self, num_tokens: int, version: int) -> FinishReason | None:
-        """Sample up to num_tokens; says whether and why the turn ended."""
+        """Sample up to num_tokens; returns why the turn ended, None if it did not."""
         self.version = version
         for _ in range(num_tokens):
             if self._sampled == len(self._script_ids):

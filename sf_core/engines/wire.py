@@ -1,4 +1,4 @@
-"""Frames between data plane and engines: MessagePack maps with one key that says what they are.
+"""Frames between data plane and engines: MessagePack maps with one key, the kind of the frame.
 
 Owns their encoding, for both ends. Knows nothing of sockets.
 
@@ -17,7 +17,7 @@ import msgpack
 from sf_core.types import Chunk, FinishReason, GenerationRequest, Sampling
 
 UNKNOWN_RUN = 4404
-"""Close code: the run is not registered yet, or not any more after a restart. The engine tries again."""
+"""Close code: the run is not registered yet, or no longer after a restart. The engine tries again."""
 
 BAD_FRAME = 4400
 """Close code: the engine sent what no engine may send; the reason says what. It does not try again."""

@@ -1,5 +1,4 @@
-"""How much memory the keys and values of an engine take, by its settings and the model's Hugging Face
-configuration. Loads no library that computes."""
+"""Size of an engine's KV cache, by its settings and the model's configuration. Imports no tensor library."""
 
 from __future__ import annotations
 
@@ -8,25 +7,25 @@ from collections.abc import Mapping
 from typing import Any
 
 ELEMENT_BYTES = 4
-"""The engine holds them in float32."""
+"""Keys and values are float32."""
 
 _BLOCK = 16
 """The capacity grows in steps of this many tokens."""
 
 
 def round_up(length: int) -> int:
-    """The tokens of a slot that has room for so many."""
+    """Capacity of a slot that has room for so many tokens."""
     return -(-length // _BLOCK) * _BLOCK
 
 
 def layer_elements(num_slots: int, num_kv_heads: int, length: int, head_dim: int) -> int:
-    """Keys and values of one layer."""
+    """Number of elements of the keys and values of one layer."""
     return 2 * math.prod((num_slots, num_kv_heads, round_up(length), head_dim))
 
 
 def cache_bytes(config: Mapping[str, Any], max_running: int, context_length: int) -> int | None:
-    """What the engine reserves for this many requests of this many tokens; None if the configuration does not
-    say in the usual names what shape the model has."""
+    """Bytes that the engine reserves for this many requests of this many tokens; None if the configuration
+    does not give the model's shape by the usual names."""
     config = config.get("text_config") or config
     try:
         num_layers, num_heads = int(config["num_hidden_layers"]), int(config["num_attention_heads"])
@@ -34,13 +33,13 @@ def cache_bytes(config: Mapping[str, Any], max_running: int, context_length: int
         head_dim = int(config.get("head_dim") or config["hidden_size"] // num_heads)
     except (KeyError, TypeError, ValueError, ZeroDivisionError):
         return None
-    # one piece more than there are layers: each is laid out anew from its own into the spare one
+    # one piece more than there are layers: to change its capacity, each layer is copied to the spare one
     elements = layer_elements(max_running, num_kv_heads, context_length, head_dim)
     return ELEMENT_BYTES * (num_layers + 1) * elements
 
 
 def too_large(num_bytes: int, max_running: int, context_length: int, given: str) -> str:
-    """The sentence for a cache that does not fit; `given` says what there is instead."""
+    """The error sentence for a cache that does not fit; `given` says how much memory there is."""
     return (
         f"the engine's cache takes {num_bytes / 1e9:,.1f} GB, for engine.max_running {max_running} requests "
         f"of engine.context_length {context_length} tokens, and {given}: lower one of the two"

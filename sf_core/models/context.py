@@ -1,4 +1,4 @@
-"""How long a sequence a model is for, by its Hugging Face configuration. Loads no library that computes."""
+"""The longest sequence of a model, by its Hugging Face configuration. Imports no tensor library."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 
 
 def check_context(config: Mapping[str, Any], context_length: int) -> None:
-    """Raises ValueError if the model is not for sequences of this many tokens."""
+    """Raises ValueError if the model does not support sequences of this many tokens."""
     longest = longest_context(config)
     if longest is not None and context_length > longest:
         raise ValueError(
@@ -19,15 +19,15 @@ def check_context(config: Mapping[str, Any], context_length: int) -> None:
 
 
 def longest_context(config: Mapping[str, Any]) -> int | None:
-    """In tokens; None if it does not say. As vLLM derives its max_model_len, but for rotations that change if
-    a sequence grows beyond some length (`dynamic`, `longrope`): cached keys would keep the old one, and one
-    long sequence of a batch would change what the others get. They are for no more than that length."""
+    """Tokens of the longest sequence, as vLLM derives max_model_len; None if the configuration does not say.
+    Unlike in vLLM, rotations that change beyond some length (`dynamic`, `longrope`) end there: cached keys
+    would keep the old rotation, and one long sequence of a batch would change what the others get."""
     config = config.get("text_config") or config
     positions = next((int(config[name]) for name in NAMES if config.get(name)), None)
     if positions is None:
         return None
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    # some have one for each kind of layer
+    # some models have one for each kind of layer
     ropes = [one for one in rope.values() if isinstance(one, Mapping)] or [rope]
     return min(_reach(one, positions, config.get("original_max_position_embeddings")) for one in ropes)
 

@@ -25,7 +25,7 @@ Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
-    """What the parameters do not tell. Biases, qk-norm and tied embeddings are seen from the parameters."""
+    """The shape of a decoder where the parameters do not show it, as they do biases and tied embeddings."""
 
     num_layers: int
     num_heads: int
@@ -86,7 +86,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """Fused parameters. Differentiable functions of those they were fused from."""
+    """Fused parameters, differentiable functions of the parameters they were fused from."""
 
     spec: DecoderSpec
     embedding: torch.Tensor
@@ -117,7 +117,7 @@ class Decoder:
 
 
 def fuse(params: Params, spec: DecoderSpec, projections: Projections = PLAIN) -> Decoder:
-    """Gradients reach `params` through the result, so a trainer fuses before each forward pass."""
+    """Fuse the parameters. Gradients reach `params`, so a trainer fuses before each forward pass."""
 
     def get(name: str) -> torch.Tensor:
         return params[f"model.{name}"]

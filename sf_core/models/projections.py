@@ -1,4 +1,4 @@
-"""The matrix products of a decoder, each with the cheap operation that follows it, in two makes: PLAIN
+"""The matrix products of a decoder, each with the cheap operation that follows it, in two versions: PLAIN
 differentiates and runs anywhere, PACKED is faster on CPU. Knows no layers."""
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ AddProject = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Projections:
-    """How projections are made of weights [width out, width in] and biases [width out]."""
+    """Functions that make projections of weights [width out, width in] and biases [width out]."""
 
     linear: Callable[[torch.Tensor, torch.Tensor | None], Project]
     residual: Callable[[torch.Tensor, torch.Tensor | None], AddProject]
     gated: Callable[[torch.Tensor, torch.Tensor], Project]
-    """Of the weights of gate and up: silu(gate(x)) * up(x)."""
+    """(weights of gate, weights of up) -> silu(gate(x)) * up(x)."""
 
 
 def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Project:
@@ -73,10 +73,10 @@ def _packed_gated(gate: torch.Tensor, up: torch.Tensor) -> Project:
 
 
 PACKED = Projections(_packed_linear, _packed_residual, _packed_gated)
-"""For float32 on CPU, without gradients."""
+"""Projections for float32 on CPU, without gradients."""
 
 
 def fastest(dtype: torch.dtype, device: torch.device) -> Projections:
-    """For inference."""
+    """The fastest projections for inference."""
     packs = device.type == "cpu" and dtype == torch.float32 and torch.backends.mkldnn.is_available()
     return PACKED if packs else PLAIN

@@ -1,4 +1,4 @@
-"""The tokenizer a run started from, read from its directory alone, and single tokens as bytes.
+"""The tokenizer that a run started from, read from the run directory alone, and single tokens as bytes.
 
 Uses tokenizers directly, because transformers imports torch: 3 s.
 """
@@ -22,7 +22,7 @@ def open_tokenizer(run: RunDirectory) -> Tokenizer | None:
 
 
 def token_bytes(tokenizer: Tokenizer | None, ids: Iterable[int]) -> list[bytes]:
-    """What each token adds to the text, in bytes: a token may hold only a part of a UTF-8 character.
+    """The bytes that each token adds to the text: a token may hold only a part of a UTF-8 character.
 
     Without a tokenizer, and for ids it does not know, the id itself is shown.
     """

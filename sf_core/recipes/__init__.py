@@ -1,0 +1,1 @@
+"""Algorithms as parts that a configuration names. Pure: no files, clocks, torch or network."""

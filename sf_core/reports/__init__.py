@@ -1,0 +1,1 @@
+"""A run directory, read: figures, tables, pictures, pages, exports, trackers and clean-up. Runs no stage."""

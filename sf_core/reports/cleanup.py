@@ -55,7 +55,7 @@ def check_not_linked(run: RunDirectory, where: str) -> None:
 
 
 def spares(run: RunDirectory, keep: Keep) -> list[Spare]:
-    """What can be deleted, oldest first. Raises BusyError like `check_idle`, or ValueError like it."""
+    """What can be deleted, oldest first. Raises BusyError or ValueError like `check_idle`."""
     finished = is_finished(run, run.read_config(RunConfig).train.iterations)
     # no flow works on a finished run, even if its data plane cannot be asked
     if not finished:

@@ -1,4 +1,4 @@
-"""The commit of a stage: a committed one answers from its manifest and changes nothing (design 5.6)."""
+"""Commits stages: a stage runs once, and afterwards returns the data of its manifest (design 5.6)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from storage.manifests import Manifest
 
 @dataclass
 class Outcome:
-    """What a stage read, wrote and found out."""
+    """Inputs, outputs and data of a stage, for its manifest."""
 
     inputs: dict[str, str] = field(default_factory=dict)
     outputs: list[FileRef] = field(default_factory=list)
@@ -23,11 +23,11 @@ class Outcome:
 
 
 Stage = Callable[..., dict[str, Any]]
-"""Called with a RunRef, an iteration, and what else `work` takes."""
+"""Function of a RunRef, an iteration, and the other arguments of `work`; returns the manifest's data."""
 
 
 def commits_once(work: Callable[..., Outcome]) -> Stage:
-    """Make a stage of `work`: a committed one answers from its manifest, others run and commit."""
+    """Make a stage of `work`, which runs and commits only if the stage is not committed yet."""
     name = work.__name__
 
     def stage(ref: RunRef, iteration: int, *more: Any) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def commit(
     work: Callable[[], Outcome],
     check: Callable[[], None] = lambda: None,
 ) -> Manifest:
-    """`check` is called directly before the manifest is written."""
+    """Run `work` and commit its outcome; `check` is called directly before the manifest is written."""
     started = time.time()
     with collect_waits() as waits:
         outcome = work()

@@ -1,4 +1,4 @@
-"""The evaluate stage: the mean reward of a version on held-out tasks."""
+"""The evaluate stage, which measures a policy version on held-out tasks. Also opens stored runs for it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from storage.run_directory import RunDirectory
 
 @commits_once
 def evaluate(run: Run, version: int, num_tasks: int | None = None) -> Outcome:
-    """Mean reward of this version on so many held-out tasks, by default as configured; these sessions never
-    train. An evaluation that has begun is ended with the number it began with. Raises ValueError if engines
+    """Mean reward of this version on `num_tasks` held-out tasks, by default as configured; these sessions are
+    never trained on. An evaluation that has begun keeps its number of tasks. Raises ValueError if engines
     serve another version."""
     run.refuse_unserved(version)
     settings = run.config.rollout
@@ -39,16 +39,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Of the newest published version of a run."""
+    """The evaluation of the newest published version of a run."""
 
     config: RunConfig
-    """The stored one; number of tasks and addresses are the caller's."""
+    """The stored configuration, with the caller's number of tasks, local workers and addresses."""
     version: int
     measured: Manifest | None
-    """What the version was measured as already: that is done once."""
+    """Manifest of the evaluation if it is done already, as each version is measured once."""
 
     def describe(self) -> str:
-        """The result, once there is one."""
+        """The result in one sentence. Must be called after the evaluation is committed."""
         manifest = RunDirectory(self.config.run_dir).read_manifest(self.version, "evaluate")
         assert manifest is not None, f"version {self.version} must be measured first"
         parts = ", ".join(f"{name} {reward:.3f}" for name, reward in manifest.data["by_environment"].items())
@@ -59,11 +59,11 @@ class Evaluation:
 
 
 def open_evaluation(config: RunConfig, tell: Callable[[str], None] = log.warning) -> Evaluation:
-    """The evaluation of the run that `config` names; if it is done already, `tell` hears the result.
+    """The evaluation of the run that `config` names; if it is done already, the result is passed to `tell`.
 
-    Raises ValueError with one sentence if there is no such run, if it is being trained or that cannot be
-    told, if it has no policy yet, if it would be measured otherwise than configured, or if the version was
-    measured over another number of tasks than is asked for."""
+    Raises ValueError with one sentence if there is no such run, if it is or may be in training, if it has no
+    policy yet, if settings differ from those it was configured with, or if the version was already measured
+    over another number of tasks."""
     if config.run_id is None:
         raise ValueError("run_id: say which run to evaluate")
     run = RunDirectory(config.run_dir)
@@ -73,7 +73,7 @@ def open_evaluation(config: RunConfig, tell: Callable[[str], None] = log.warning
     if measured is None:
         if not version and run.read_manifest(None, "start") is None:
             raise ValueError(f"{run.run_id}: has no policy yet to evaluate; `sf resume {run.uri}` makes it")
-        # another evaluation that began may have died; this one goes on with it
+        # an evaluation that began before may have died; this one continues it
         if not run.newest_attempt().evaluate_only:
             await_restarts([run], tell)
             check_idle(run)

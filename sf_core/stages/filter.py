@@ -1,4 +1,4 @@
-"""The filter stage: trajectories to a batch with advantages."""
+"""The filter stage: turns sealed trajectories into a batch with advantages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from storage.trajectories import first_rows, read_trajectories
 
 @commits_once
 def filter(run: Run, iteration: int) -> Outcome:
-    """Map every session's advantage onto its sampled tokens and write the batch."""
+    """Write the batch: every session's advantage on each of its trained tokens, 0 on the others."""
     source = committed(run, iteration, "rollout")
     rows = pa.concat_tables(read_trajectories(run.directory.path(ref.uri)) for ref in source.outputs)
     rewards, first = rows["reward"].to_numpy(), first_rows(rows["session_id"])
@@ -57,7 +57,7 @@ def session_advantages(
 
 
 def lag_histogram(rows: pa.Table, iteration: int) -> list[int]:
-    """How many trained tokens have lag 0, 1, ...; `rows` are trajectories."""
+    """Number of trained tokens with lag 0, 1, ...; `rows` are trajectories."""
     mask = pc.list_flatten(rows["loss_mask"])
     versions = pc.list_flatten(rows["policy_versions"]).filter(mask).to_numpy()
     return [int(number) for number in np.bincount(iteration - versions)]

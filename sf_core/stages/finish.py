@@ -1,4 +1,4 @@
-"""The end of a run: the trained policy as a folder, figures, timelines and the summary."""
+"""The last task of a run: writes the trained policy, figures, timelines and the summary."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def finish(ref: RunRef) -> dict[str, Any]:
 
 def export_policy(run: Run) -> None:
     """Write RUN/policy: the start folder's configuration and tokenizer with the newest weights. An emulated
-    run has none: what it publishes holds no weights."""
+    run gets none, because it computes no weights."""
     if run.config.engine.kind == "emulated":
         return
     version = run.resume_point().version

@@ -1,6 +1,6 @@
-"""A worker's time under `rollout`, `agent` or `reward`: what the lease tasks run, until told to yield.
+"""What lease tasks run: a worker as an engine, as an agent runner or as a scorer, until told to yield.
 
-The data plane decides when a lease ends; Dask only decides when it starts.
+Dask decides when a lease starts, the data plane when it ends.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class LeaseSpec:
     run: RunRef
     worker: str
     lease_id: str
-    """Names the lease within the run; a lease that Dask runs again keeps it."""
+    """Id of the lease within the run, kept when Dask runs the lease again."""
     after: int | None = None
-    """Iteration that must be trained before this lease may start on the trainer."""
+    """Iteration that must be trained before this lease may start on a trainer."""
     trainers: tuple[str, ...] = ()
-    """The workers that are lent together, this one among them; none if its lease lasts the run."""
+    """Workers that are lent together, this one included; empty for a lease that lasts the whole run."""
 
     @property
     def holder(self) -> str:
-        """Names the engine or runner in the data plane."""
+        """Id of the engine or runner in the data plane."""
         return f"{self.worker}:{self.lease_id}"
 
 
@@ -81,7 +81,7 @@ def serve_lease(spec: LeaseSpec) -> str:
 
 
 def engine_factory(run: Run) -> Callable[[WeightsRef], Engine]:
-    """How this run's engine is made from published weights."""
+    """A function that makes this run's engine from published weights."""
     settings = run.config.engine
 
     def make(weights: WeightsRef) -> Engine:
@@ -113,8 +113,8 @@ def engine_factory(run: Run) -> Callable[[WeightsRef], Engine]:
 
 
 def run_sessions(spec: LeaseSpec, work: Work) -> int:
-    """Hold a worker: claim sessions and run the agent on them, or score what it answered, until released.
-    Returns how many. Raises ConnectionError as `AgentRunner.run` does."""
+    """Hold a worker: claim sessions and run the agent on them, or score answers, until released. Returns the
+    number of sessions. Raises ConnectionError as `AgentRunner.run` does."""
     run = Run(spec.run)
     environment = run.config.environment
     runner = AgentRunner(
@@ -134,23 +134,26 @@ def run_sessions(spec: LeaseSpec, work: Work) -> int:
 
 
 class Switching:
+    """Measures a device's switches between training and rollout and asks the gate about the next. Kept in the
+    worker process between tasks, as the trainer is."""
+
     def __init__(self, gate: LendingGate, now: Callable[[], float] = time.monotonic) -> None:
         self.gate = gate
         self._now = now
         self._lease_over_at: float | None = None
         self._refusals: list[tuple[Refusal, float]] = []
-        """Since the train step before; Unix seconds."""
+        """Refusals since the last train step, with their Unix time."""
 
     def decide(self, work: WorkLeft) -> Verdict:
-        """Whether the device is lent now. A refusal is remembered until the next train step, whose timeline
-        tells of it."""
+        """Whether the device is lent now. A refusal is kept until the next train step, which writes it to its
+        timeline."""
         verdict = self.gate.decide(self._now(), work)
         if verdict.refusal is not None:
             self._refusals.append((verdict.refusal, time.time()))
         return verdict
 
     def measured(self, make_engine: MakeEngine) -> MakeEngine:
-        """From the start of a lease until its engine holds its weights: the switch to rollout."""
+        """Measure the switch to rollout, from this call at the start of a lease until the engine is made."""
         started = self._now()
         self._lease_over_at = None
 
@@ -162,22 +165,22 @@ class Switching:
         return make
 
     def note_revoked(self) -> None:
-        """The lease that began last is over, and training comes next. Any other end of it is no switch: a
-        device that was released or lost its data plane waits for nobody knows what."""
+        """The lease was revoked for training: the switch to training begins. After any other end of a lease
+        it is unknown what the device does next, so no switch is measured."""
         self._lease_over_at = self._now()
 
     @contextmanager
     def not_counting(self) -> Iterator[None]:
-        """Other ranks are awaited: that is no switch of this device, however long theirs take. If they do not
-        come, the next try begins whenever it can, and tells nothing of the switch."""
+        """Leave the block, a wait for other ranks, out of the measured switch. If it raises because they did
+        not come, this switch is not measured at all."""
         over_at, self._lease_over_at, started = self._lease_over_at, None, self._now()
         yield
         if over_at is not None:
             self._lease_over_at = over_at + self._now() - started
 
     def note_training(self, timeline: Timeline) -> None:
-        """The first work of a train step begins: since the end of the lease before it the device switched, or
-        it waited because it was not lent."""
+        """The work of a train step begins: record the duration of the switch to it, or the times in which the
+        device waited because it was not lent."""
         if self._lease_over_at is not None:
             self.gate.note_to_train(self._now() - self._lease_over_at)
             self._lease_over_at = None

@@ -1,4 +1,4 @@
-"""The publish stage: the next version's weights to every engine."""
+"""The publish stage: hands the weights of the next version to every engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def publish(run: Run, iteration: int) -> Outcome:
     """Hand the weights of the train stage to every engine; done when none samples with older ones."""
     source = committed(run, iteration, "train")
     version = int(source.data["version"])
-    # engines believe what they load
+    # engines do not check what they load
     run.directory.verify(source)
     if run.config.engine.kind == "emulated":
         from sf_core.engines.emulated_device import device_model

@@ -1,7 +1,7 @@
-"""A training step of a stored run done again: from the checkpoint before it, on the batch that was stored.
+"""`sf replay`: repeats a train step of a stored run, from the checkpoint before it, on the stored batch.
 
-Samples nothing and writes nothing. A step is a function of the weights, the optimiser's state, the batch and
-the settings, so the new weights are the old ones bit for bit, on the same machine with the same libraries.
+Samples nothing and writes nothing. A step is a function of the weights, the optimiser state, the batch and
+the settings, so the new weights are bitwise equal to the old ones, on the same machine and libraries.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from storage.weights import FILE_NAME, load_weights, save_weights
 class Replay:
     iteration: int
     equal: bool
-    """Bit for bit; told by the checksum of the stored weights if they are gone."""
+    """Whether the weights are bitwise equal; if the stored ones are gone, by the checksum in the manifest."""
     largest_difference: float | None
-    """Of any element of the weights; None if the stored weights are gone."""
+    """Largest absolute difference of an element of the weights; None if the stored weights are gone."""
     metrics: dict[str, tuple[float, float]]
-    """Now and then, of those that differ and do not measure time."""
+    """(New, stored) value of each metric that differs and does not measure time."""
 
 
 def replay(uri: str, iteration: int) -> Replay:
-    """Raises ValueError with one sentence if there is no such run or iteration, if its batch is damaged, or
-    if the run is emulated."""
+    """Train the iteration again and compare. Raises ValueError with one sentence if there is no such run or
+    iteration, its batch is damaged, its GPU is missing, or the run is emulated."""
     directory = open_run(uri)
     train = _committed(directory, iteration, "train")
     _committed(directory, iteration, "filter")
@@ -45,9 +45,9 @@ def replay(uri: str, iteration: int) -> Replay:
         raise ValueError(f"{directory.run_id}: is emulated, so its trainers slept and computed no weights")
     batch = stored_batch(run, iteration)
     workers = run.config.cluster.workers.values()
-    # sums are split among threads: another number of them rounds otherwise
+    # sums are split among threads: another number of threads rounds differently
     torch.set_num_threads(next((worker_threads(w) for w in workers if "train" in w.tags), 1))
-    # earlier versions did not keep it
+    # manifests of earlier versions have no device
     device = train.data.get("device")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"iteration {iteration} was trained on a GPU, which rounds otherwise; here is none")
@@ -94,7 +94,7 @@ def _changed(metrics: dict[str, float], train: Manifest) -> dict[str, tuple[floa
     pairs = {
         name: (value, train.data[name])
         for name, value in metrics.items()
-        # JSON keeps no NaN: a mean over no tokens is null there
+        # JSON has no NaN: a mean over no tokens is null in the manifest
         if not name.endswith("seconds") and train.data.get(name) is not None
     }
     return {name: pair for name, pair in pairs.items() if not math.isclose(*pair, rel_tol=0.0)}

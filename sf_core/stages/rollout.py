@@ -1,4 +1,4 @@
-"""The rollout stage: a full batch, sealed as trajectories."""
+"""The rollout stage: waits for a full batch, which is sealed as trajectories."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A run as its parts see it: RunRef crosses task borders, Run opens what the reference names.
+"""A run as flows and tasks see it: RunRef is passed between them, and Run opens the run that it names.
 
-Owns how a flow attempt finds its place: which stage comes next and what the data plane must know.
+Owns how a flow attempt resumes: which stages are pending, and what the data plane is told of the run.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from storage.run_directory import STAGES, RunDirectory
 
 @dataclass(frozen=True, slots=True)
 class RunRef:
-    """Names a run and the attempt that works on it. Small, picklable, holds no secret."""
+    """Reference to a run and the attempt that works on it. Small, picklable, without secrets."""
 
     run_id: str
     uri: str
-    """The run directory."""
+    """URI of the run directory."""
     dataplane_url: str
     attempt: int
-    """Counts the flow attempts on this run directory; older ones are fenced off."""
+    """Number of the flow attempt on this run directory; older attempts are fenced off."""
     nonce: str = ""
-    """Random. A run directory that was removed and begun again counts from 1 again: processes that outlive it
-    tell its attempts from the old ones by this."""
+    """Random. Attempts of a run directory that was removed and begun again count from 1 again: processes that
+    outlived the old directory tell them from the old ones by the nonce."""
 
 
 class Run:
-    """What a task opens from a RunRef: directory, configuration, data plane."""
+    """An opened run: its directory, configuration and data plane."""
 
     def __init__(self, ref: RunRef) -> None:
         self.ref = ref
@@ -54,7 +54,7 @@ class Run:
 
     @property
     def start_dir(self) -> str:
-        """The Hugging Face folder the run starts from; its weights are version 0."""
+        """Hugging Face folder that the run starts from; its weights are version 0."""
         return self.directory.start_dir
 
     def weights(self, version: int) -> WeightsRef:
@@ -64,12 +64,12 @@ class Run:
     def pending_stages(self, iteration: int) -> list[str]:
         """Stages of an iteration without a manifest, in order.
 
-        Raises ValueError if a later attempt has begun: stages that it commits would count as our own."""
+        Raises ValueError if a later attempt has begun: the stages it commits would count as our own."""
         self.directory.refuse_superseded(self.ref.attempt, f"go on with iteration {iteration}")
         return [stage for stage in STAGES if self.directory.read_manifest(iteration, stage) is None]
 
     def resume_point(self) -> ResumePoint:
-        """Read the manifests: where the run stands."""
+        """Where to resume, by the manifests."""
         iteration = 0
         done: set[int] = set()
         while (manifest := self.directory.read_manifest(iteration, "rollout")) is not None:
@@ -88,13 +88,13 @@ class Run:
         return range(first, self.config.train.iterations)
 
     def evaluation_due(self, version: int) -> bool:
-        """Every so many versions, and of the last one, unless it is committed."""
+        """Whether to evaluate this version: every `evaluate.every`-th and the last one, unless committed."""
         config = self.config
         counts = version % config.evaluate.every == 0 or version == config.train.iterations
         return counts and self.directory.read_manifest(version, "evaluate") is None
 
     def refuse_unserved(self, version: int) -> None:
-        """Raises ValueError unless this is the newest published version, which is what engines serve."""
+        """Raises ValueError unless this is the newest published version, which engines serve."""
         if not self._is_published(version) or self._is_published(version + 1):
             served = self.resume_point().version
             raise ValueError(
@@ -105,12 +105,12 @@ class Run:
         return version == 0 or self.directory.read_manifest(version - 1, "publish") is not None
 
     def begin_evaluation(self, version: int) -> None:
-        """Have the held-out tasks given out, if this version is due. Trainers are lent for what is known."""
+        """Start the evaluation of this version if it is due, so that trainers are lent for it too."""
         if self.evaluation_due(version):
             self.dataplane.start_evaluation(version, self.config.evaluate.num_tasks)
 
     def register(self, *, evaluate_only: bool = False) -> ResumePoint:
-        """Tell the data plane about this attempt; it keeps the sessions it already has."""
+        """Register this attempt with the data plane, which keeps the sessions it already has."""
         point, config = self.resume_point(), self.config
         rollout = config.rollout
         weights = self.weights(point.version)
@@ -158,8 +158,8 @@ class ResumePoint:
 
 
 def begin_attempt(config: RunConfig, *, evaluate_only: bool = False) -> RunRef:
-    """Open or create the run directory for a new flow attempt; older attempts are fenced off from here on.
-    One that only evaluates leaves the configuration that is stored there.
+    """Open or create the run directory for a new flow attempt; older attempts are fenced off from now on. An
+    attempt that only evaluates does not change the stored configuration.
 
     Raises ValueError if no data plane is named."""
     url = config.dataplane.url or dataplane_url()
@@ -188,7 +188,7 @@ def new_run_id(name: str) -> str:
 
 
 def open_config(uri: str) -> RunConfig:
-    """Read a resolved configuration."""
+    """Read a complete configuration."""
     return RunConfig.model_validate_json(read_bytes(uri))
 
 
@@ -198,8 +198,8 @@ def _read_config(ref: RunRef) -> RunConfig:
 
 
 def load_object(reference: str) -> Callable[..., Any]:
-    """Import package.module:name. Raises ValueError with one sentence if that fails, or if it is nothing that
-    can be called."""
+    """Import package.module:name. Raises ValueError with one sentence if that fails or the object is not
+    callable."""
     module, _, name = reference.partition(":")
     try:
         imported = importlib.import_module(module)
@@ -215,8 +215,8 @@ def load_object(reference: str) -> Callable[..., Any]:
 
 
 def check_held_out(config: RunConfig) -> None:
-    """Raises ValueError with one sentence if the environment has fewer held-out tasks than are asked for:
-    each that is not there would count as one that earned nothing. Asks for the last one only."""
+    """Raises ValueError with one sentence if the environment has too few held-out tasks, because a missing
+    one would count as one that earned nothing. Only the last one is requested."""
     tasks, last = load_object(config.environment.tasks), config.evaluate.num_tasks - 1
     try:
         tasks("holdout", last)
@@ -226,7 +226,7 @@ def check_held_out(config: RunConfig) -> None:
 
 
 def _told(error: Exception) -> str:
-    """What an import raised, and the line of the module that it was at; not where in a library."""
+    """An error with the innermost line of module-level code that it passed through."""
     told = " ".join(f"{type(error).__name__}: {error}".split())
     lines = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.name == "<module>"]
     return f"{told}, {lines[-1].filename} line {lines[-1].lineno}" if lines else told

@@ -1,4 +1,4 @@
-"""The first stage: the start folder, whose weights are version 0."""
+"""The start stage: makes the start folder, whose weights are version 0. Also checks `policy.model`."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ log = logging.getLogger(__name__)
 
 
 def start(ref: RunRef) -> dict[str, Any]:
-    """Put the policy that the run starts from, version 0, into the run directory: once, or again where what
-    was put cannot be used, and so has served nobody. Raises ValueError if it is there and is not what was
-    put."""
+    """Write the policy that the run starts from, version 0, into the run directory, unless it is there. It is
+    written again only if it cannot be used, because nothing can have begun from it then. Raises ValueError if
+    its files differ from those that were committed."""
     run = Run(ref)
 
     def work() -> Outcome:
@@ -39,7 +39,7 @@ def start(ref: RunRef) -> dict[str, Any]:
         return Outcome(outputs=copies, data={"source": source})
 
     if (manifest := run.directory.read_manifest(None, "start")) is not None:
-        # every version is sampled and trained with its tokenizer and configuration
+        # every version uses the tokenizer and configuration of the start folder
         run.directory.verify(manifest)
         if (fault := start_fault(run.directory)) is None:
             return manifest.data
@@ -50,15 +50,15 @@ def start(ref: RunRef) -> dict[str, Any]:
 
 
 def check_model_folder(model: str) -> None:
-    """Raises ValueError if the setting `policy.model` names no Hugging Face folder that we load, or one whose
-    conversations cannot be rendered."""
+    """Raises ValueError if `policy.model` is no Hugging Face folder that we can load, or conversations cannot
+    be rendered with it."""
     folder = Path(model)
     if not (folder / "config.json").is_file():
         raise ValueError(f"policy.model: {model} {_missing(model)}")
     for weights in folder.glob("*.safetensors"):
         if not weights.exists():
             raise ValueError(f"policy.model: {weights} is a link to a file that is not there")
-    # what a run copies, which leaves hidden files out
+    # by the listing that is copied, which omits hidden files
     if not any(uri.endswith(".safetensors") for uri in list_files(str(folder))):
         raise ValueError(
             f"policy.model: {model} has no *.safetensors file; pickled weights (*.bin, *.pt) are not loaded, "
@@ -82,10 +82,10 @@ def _missing(model: str) -> str:
 
 
 def check_start(config: RunConfig, *, by_a_worker: bool = False) -> None:
-    """Raises ValueError if a run cannot start from `policy.model`, or its sequences are too long for that.
-    One that did start needs it no more: the copy in its directory is version 0.
+    """Raises ValueError if a run cannot start from `policy.model`, or its sequences are too long for that. A
+    run that has started needs only the copy in its directory, which is version 0.
 
-    by_a_worker: the folder may be where it is copied and not here; then that is left to the worker."""
+    by_a_worker: the folder may exist only on the worker that copies it; then the worker checks it."""
     model = config.policy.model
     if model is None or (folder := _folder_to_start_from(config, by_a_worker)) is None:
         return
@@ -112,8 +112,8 @@ def check_memory(config: RunConfig, workers: Iterable[Worker]) -> None:
 
 
 def _folder_to_start_from(config: RunConfig, by_a_worker: bool) -> str | None:
-    """The run's own copy, else `policy.model`; None if that is not here. Raises ValueError if it cannot be
-    used."""
+    """The run's own copy, else `policy.model`; None if that is only on the worker. Raises ValueError if it
+    cannot be used."""
     model = config.policy.model
     assert model is not None
     if config.run_id is not None:
@@ -127,7 +127,7 @@ def _folder_to_start_from(config: RunConfig, by_a_worker: bool) -> str | None:
 
 
 def start_fault(run: RunDirectory) -> str | None:
-    """Why the data plane would refuse the folder that the run has copied; None if it would not."""
+    """Why the data plane would refuse the run's start folder; None if it would not."""
     try:
         open_renderer(run.start_dir)
     except ValueError as error:
@@ -144,7 +144,7 @@ def _read_model_config(folder: str) -> dict[str, Any]:
 
 
 def prepare_start(folder: str, config: RunConfig) -> tuple[list[FileRef], str]:
-    """Fill `folder` with the policy of version 0; returns its files and where they came from.
+    """Copy the policy of version 0 into `folder`; returns its files and the folder they came from.
 
     Raises ValueError if `policy.model` is no Hugging Face folder."""
     model = config.policy.model
@@ -157,7 +157,7 @@ def prepare_start(folder: str, config: RunConfig) -> tuple[list[FileRef], str]:
 
 
 def warm_policy(config: RunConfig) -> Path:
-    """The built-in policy after its warm start, from the cache if these settings were used before."""
+    """Folder of the built-in policy after its warm start, cached for equal settings, seed and code."""
     from sf_core.models.builtin import make_policy
     from sf_core.training.warmstart import warmstart
 
@@ -173,13 +173,13 @@ def warm_policy(config: RunConfig) -> Path:
             warmstart(str(unfinished), settings.warmstart, config.seed)
         try:
             unfinished.rename(folder)
-        except OSError:  # another run was faster; the content is the same
+        except OSError:  # another run has just made the same folder
             shutil.rmtree(unfinished)
     return folder
 
 
 def _recipe_version() -> str:
-    """Changes with the code that makes the policy, so that the cache never answers for older code."""
+    """Hash of the code that makes the policy, so that the cache is never used for other code."""
     return hashlib.sha256(b"".join(file.read_bytes() for file in _recipe_files())).hexdigest()
 
 

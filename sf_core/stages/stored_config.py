@@ -1,8 +1,8 @@
-"""The configuration of a run that is there already, and what a caller may change in it.
+"""The configuration of an existing run, and what a caller may change in it.
 
-Owns the one rule for every way to go on with a run: it goes on as it was configured, except for what the
-caller sets to something that is neither stored nor the default, and every such change is told. A default
-changes nothing, because the form in the Prefect UI sends all of them.
+Owns the one rule for every way to resume a run: it keeps its stored configuration, except for settings whose
+given value is neither stored nor the default, and every such change is reported. A default changes nothing,
+because the form in the Prefect UI sends all of them.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from storage.run_directory import RunDirectory
 log = logging.getLogger(__name__)
 
 PLACE = ("run_id", "storage")
-"""They say which run is meant."""
+"""Settings that name the run."""
 
 ADDRESSES = ("cluster.scheduler", "dataplane.url")
-"""The caller's, the defaults too: what answered there for the last attempt may be gone."""
+"""Settings always taken from the caller, defaults included: the servers of the last attempt may be gone."""
 
 FIXED = ("seed", "policy", "environment")
-"""Another one would be another run."""
+"""Settings that cannot change, because the result would be another run."""
 
 OF_AN_EVALUATION = ("evaluate.num_tasks", "cluster.workers", *ADDRESSES)
 
@@ -38,13 +38,13 @@ class _Difference(NamedTuple):
     stored: Any
     given: Any
     counts: bool
-    """Whether it changes the run."""
+    """Whether the given value takes effect."""
     is_said: bool
-    """Whether the caller named it."""
+    """Whether the caller set it explicitly."""
 
 
 def read_stored_config(uri: str) -> RunConfig:
-    """What the run in this directory was configured with; the directory may have been moved since.
+    """The configuration of the run in this directory, even if the directory was moved.
 
     Raises ValueError if there is no run."""
     directory = RunDirectory(uri)
@@ -54,18 +54,18 @@ def read_stored_config(uri: str) -> RunConfig:
 
 
 def settled(config: RunConfig, tell: Callable[[str], None] = log.warning) -> RunConfig:
-    """What to train with: `config`, or the stored configuration of the run that it names, with its changes.
+    """The configuration to train with: `config`, or that of the existing run that it names, with its changes.
 
-    Raises ValueError if they would make another run of it, or end it before what is published."""
+    Raises ValueError if they would make another run of it, or end it before a published version."""
     if not exists(RunDirectory(config.run_dir).path("config.json")):
         return config
     return _merged(config, tell, _refuse_another_run)
 
 
 def settled_to_measure(config: RunConfig, tell: Callable[[str], None] = log.warning) -> RunConfig:
-    """What to measure the stored run with that `config` names.
+    """The configuration to measure the stored run that `config` names.
 
-    Raises ValueError if there is none, or if it would be measured otherwise than it was configured."""
+    Raises ValueError if there is no such run, or `config` changes more than an evaluation may."""
     return _merged(config, tell, _refuse_another_measure)
 
 
@@ -94,7 +94,7 @@ def _merged(
 def _differences(
     stored: Settings, given: Settings, usual: Settings, within: str = ""
 ) -> Iterator[_Difference]:
-    """Key by key, in order; a value that is no section counts as a whole."""
+    """Differing settings in order; values that are no section are compared as a whole."""
     for name in type(stored).model_fields:
         key = within + name
         if key in PLACE:
@@ -114,7 +114,7 @@ def _refuse_another_run(run: RunDirectory, difference: _Difference) -> None:
             f"run {run.run_id} was started with {key} {_text(before)}, not {_text(given)}; "
             f"choose another run_id, or leave {key} out"
         )
-    # the last version would be measured as, and called, one that it is not
+    # the newest version would be measured and named as another one
     if key == "train.iterations" and given < (published := progress(run).published):
         raise ValueError(
             f"run {run.run_id} has published version {published} and cannot end at {key} {_text(given)}; "

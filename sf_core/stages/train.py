@@ -1,4 +1,4 @@
-"""The train stage: a batch to the next version's weights, on one or several ranks."""
+"""The train stage: makes the next version's weights from a batch, on one or several ranks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def train(ref: RunRef, iteration: int, seat: Seat) -> dict[str, Any]:
 
 
 def _backend(run: Run) -> tuple[Any, TrainerAt]:
-    """How ranks meet and who trains: torch, or clocks."""
+    """How ranks meet, and the trainer: those of torch, or emulated ones."""
     if run.config.engine.kind == "emulated":
         from sf_core.training import emulated
 
@@ -71,7 +71,7 @@ def _train(
         switching_of(run).note_training(timeline)
         with timeline.doing("busy", "train", iteration):
             metrics = trainer.step(batch)
-        # other tries write the same files, and what they wrote may count by now
+        # other tries write the same files, and may have committed them by now
         with timeline.doing("moving", "save", iteration), fenced(check):
             outputs = _write(run, iteration, trainer, metrics) if ranks.rank == 0 else []
     return Outcome(
@@ -81,7 +81,7 @@ def _train(
             "version": trainer.version,
             "ranks": ranks.size,
             "device": trainer.device,
-            # a later attempt may have others, and this step must be made again as it was
+            # a later attempt may have other settings, and a replay of this step needs these
             "settings": run.config.train.model_dump(mode="json"),
             **metrics,
         },

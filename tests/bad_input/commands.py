@@ -1,4 +1,4 @@
-"""The command `sf` in this process, given something that it must refuse."""
+"""Checks that the command `sf`, run in this process, refuses its input."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.bad_input.refusals import check_sentence, snapshot
 
 
 def check_refused(folder: Path, arguments: list[str], *names: str) -> str:
-    """It ends with an error and one clear sentence, and has written nothing into the folder."""
+    """Check that `sf` ends with an error and one clear sentence, and writes nothing into the folder."""
     before = snapshot(folder)
     result = CliRunner().invoke(app, arguments)
     raised = result.exception if not isinstance(result.exception, SystemExit) else None

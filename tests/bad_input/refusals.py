@@ -1,4 +1,4 @@
-"""What every refusal must be, whoever refuses: one clear sentence, and nothing done."""
+"""What holds for every refusal: one clear sentence, and nothing done."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import re
 from pathlib import Path
 
 MAX_LENGTH = 600
-"""Characters of a sentence; the longest lists the keys that are allowed somewhere."""
+"""Most characters of a sentence; the longest one lists the allowed keys of a section."""
 
 FOREIGN = re.compile(r"Traceback|File \"|<class |<function | object at 0x|pydantic|site-packages|datetime\.")
-"""What only the author of the program understands."""
+"""Text that only developers of the program understand."""
 
 
 def check_sentence(text: str, *names: str) -> None:
@@ -25,6 +25,6 @@ def check_sentence(text: str, *names: str) -> None:
 
 
 def snapshot(folder: Path) -> dict[str, str]:
-    """Every file below a folder, by its content."""
+    """The contents of all files below a folder, by path."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}

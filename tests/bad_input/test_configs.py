@@ -24,7 +24,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def settings(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """(path of the key, its JSON schema), sections and values alike; of the workers, one."""
+    """(path of the key, its JSON schema) for sections and values; workers are represented by one."""
     for name, field in schema.get("properties", {}).items():
         key = f"{path}{name}"
         yield key, field
@@ -39,7 +39,7 @@ def settings(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict
 
 
 def alternatives(field: dict[str, Any]) -> list[dict[str, Any]]:
-    """What the field may be beside null."""
+    """Schemas of a field's alternatives, without null."""
     found = [resolved(part) for part in field.get("anyOf", [field])]
     return [part for part in found if part.get("type") != "null"]
 
@@ -50,7 +50,7 @@ def resolved(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def wrong_values(field: dict[str, Any]) -> Iterator[Any]:
-    """One of another type, and one beyond each bound."""
+    """A value of another type, and one beyond each bound."""
     for part in alternatives(field):
         yield [1] if part.get("type") in ("object", "boolean") else {"a": 1}
         if (least := part.get("minimum")) is not None:

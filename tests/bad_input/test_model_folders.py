@@ -1,4 +1,4 @@
-"""Model folders whose reading would run somebody's code: pickled weights, modules of their own."""
+"""Model folders that would run foreign code when read: pickled weights, modules of their own."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Trap:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A policy whose weights are a pickle, as a trap."""
+    """Folder of a policy whose weights are a pickled Trap."""
     folder = tmp_path / "model"
     make_policy(str(folder), PolicyConfig(hidden_size=32, num_layers=1), seed=0)
     (folder / "model.safetensors").unlink()

@@ -1,4 +1,4 @@
-"""What the OpenAPI document of the data plane says is so: requests are made of it, good ones and bad ones."""
+"""The data plane behaves as its OpenAPI document says: good and bad requests are generated from it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ WIDE = schemathesis.openapi.from_dict(document(make_app().routes))
 def served(
     tmp_path_factory: pytest.TempPathFactory, model_dir: str, renderer: Renderer
 ) -> Iterator[tuple[Server, str]]:
-    """A data plane, and a session of it. Agents ask `run`, which has an engine; flows command `other`."""
+    """A data plane and a session of its run `run`, which has an engine; flow requests go to the run
+    `other`."""
     with (
         running_app(grace_s=0.1) as url,
         attended(url, tmp_path_factory.mktemp("api"), model_dir) as server,
@@ -76,7 +77,8 @@ def test_answers_are_as_described_for_many_more_requests(
 
 
 def check(case: schemathesis.Case, server: Server, session_id: str) -> None:
-    """Half of the requests name what is there, or they would all be refused for the same reason."""
+    """Check one case; half of them name existing runs and sessions, or all would be refused for that
+    reason."""
     name_what_is_there(case, server.run_dir, server.model_dir, session_id)
     response = case.call(base_url=server.url, timeout=30)
     checks = CHECKS

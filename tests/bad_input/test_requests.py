@@ -109,7 +109,7 @@ ODD += [{"type": "x"}, {"role": "x"}, [{"role": "user", "content": [{}]}], DEEP,
 
 
 def ask(server: Server, path: str, body: Any, method: str = "POST") -> tuple[int, str]:
-    """Status and the sentence of a refusal, which must be one and must leave everything as it was."""
+    """Status and sentence of a refusal; checks that it is one sentence and that nothing has changed."""
     before, num_asked = snapshot(server.run_dir), len(server.asked)
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     response = server.http.request(method, path, content=None if method == "GET" else content)

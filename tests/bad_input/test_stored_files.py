@@ -83,7 +83,7 @@ READERS: dict[str, Callable[[RunDirectory], object]] = {
     f"{CHECKPOINT}/optimizer.safetensors": lambda run: load_checkpoint(run.path(CHECKPOINT)),
     TIMELINE: read_spans,
 }
-"""Who must notice that a file is not as it was written."""
+"""Readers that must notice a change of a file, by its name."""
 
 
 def _train(run: RunDirectory) -> object:
@@ -222,7 +222,7 @@ READS = {
     "export": {_ROLLOUT},
     "ls": {"config.json", _ROLLOUT},
 }
-"""What a command needs."""
+"""Files that a command needs."""
 
 
 @pytest.mark.parametrize(

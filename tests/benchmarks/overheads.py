@@ -1,4 +1,4 @@
-"""What orchestration took in a run, for a comparison with the simulator."""
+"""Overheads measured in a run, for a comparison with the simulator."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from storage.run_directory import RunDirectory
 
 
 def measured_overheads(run: RunDirectory) -> Overheads:
-    """What orchestration took in a run, by its manifests and timelines: medians over its iterations, as a
-    device that was still loading when it was revoked, or was lent later, says nothing of it.
+    """Overheads of a run, from its manifests and timelines: medians over its iterations, because a device
+    that was still loading when its lease was revoked, or was lent later, distorts them.
 
     Raises ValueError for a run without two whole iterations."""
     iterations = [iteration.stages for iteration in read_iterations(run) if iteration.is_through]
@@ -27,7 +27,7 @@ def measured_overheads(run: RunDirectory) -> Overheads:
     model = DeviceModel(run.read_config(RunConfig).emulation)
 
     def median_s(before: str, after: str, shift: int = 0) -> float:
-        """From the end of one stage to the beginning of the other, so many iterations later."""
+        """Seconds from the end of one stage to the start of the other, `shift` iterations later."""
         pairs = zip(iterations, iterations[shift:], strict=False)
         return float(
             np.median([b[after].data["started_at"] - a[before].data["finished_at"] for a, b in pairs])

@@ -1,4 +1,4 @@
-"""The gateway benchmark measures what it says: its load is whole and right, and errors are no figures."""
+"""The gateway benchmark's load is complete and correct, and errors are not counted as figures."""
 
 from __future__ import annotations
 

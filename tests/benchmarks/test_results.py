@@ -1,4 +1,4 @@
-"""README shows the figures that are kept, and kept are figures of a commit."""
+"""README shows the stored figures, and only figures of a commit are stored."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_a_benchmark_without_a_line_is_refused(output: str) -> None:
 
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """That of the storage benchmark, which prints what a file holds."""
+    """Replaces the storage benchmark by a command that prints a file."""
     command = f"json.tool --compact {tmp_path / 'line.json'}"
     monkeypatch.setitem(COMMANDS, "storage", command)
     monkeypatch.setattr("benchmarks.results.commit_of", lambda root: "0123")

@@ -1,4 +1,4 @@
-"""The storage benchmark compares formats that hold the same, and counts the memory of one act alone."""
+"""The storage benchmark compares formats with equal content, and measures each operation's memory alone."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """python -m tests.chaos --seed 0 --rounds 1: every fault in every round, in an order that the seed decides.
 
 Starts a stack of its own (`sf up`) whose clock can jump, with one run directory on a small disk and one in an
-object store behind a proxy. What the machine does not allow is left out, and said.
+object store behind a proxy. Faults that the machine does not allow are left out, with a message.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ DISK_MB = 256
 
 @dataclass(frozen=True)
 class Place:
-    """Where runs are, and what may happen to them there."""
+    """Root of runs, and the faults that they meet there."""
 
     root: str
     faults: list[Fault]
     overlap: bool
-    """Without it, the weights are compared with those of an undisturbed run."""
+    """`rollout.overlap`; if false, the weights are compared with those of an undisturbed run."""
 
     @property
     def iterations(self) -> int:
@@ -83,7 +83,7 @@ def _options() -> argparse.Namespace:
 def _places(
     folder: Path, seconds: float, only: str, tell: Callable[[str], None]
 ) -> Iterator[tuple[Stack, list[Place]]]:
-    """A stack that is up, and places for runs, on a disk and in a bucket. Every kind of fault meets one
+    """A running stack, and places for runs on a disk and in a bucket. Every kind of fault happens to a run
     without overlap."""
     on_disk = _general_faults(seconds)
     clock, disk = Clock(folder), folder / "runs"
@@ -116,13 +116,13 @@ def _named(part: str, faults: list[Fault]) -> list[Fault]:
 
 
 def _general_faults(seconds: float) -> list[Fault]:
-    """Those that any run may meet."""
+    """Faults that can happen to any run."""
     return [*map(Kill, PARTS), KillEngine("r0"), Stop(PARTS, seconds)]
 
 
 @contextmanager
 def _small_disk(folder: Path) -> Iterator[bool]:
-    """False, and a plain folder, if this user may not mount one."""
+    """A small tmpfs, yields True; if this user cannot mount one, a plain folder, yields False."""
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "tmpfs", str(folder)]
     mounted = os.geteuid() == 0 and subprocess.run(mount, capture_output=True).returncode == 0

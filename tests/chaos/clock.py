@@ -1,4 +1,4 @@
-"""The wall clock of a test's processes, which can jump as they run: clock.c, preloaded into each of them."""
+"""A wall clock for a test's processes that can jump while they run: clock.c, preloaded into each of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SOURCE = Path(__file__).with_name("clock.c")
 
 class Clock:
     def __init__(self, folder: Path) -> None:
-        """Raises RuntimeError where there is no C compiler."""
+        """Raises RuntimeError if there is no C compiler."""
         compiler = shutil.which("cc")
         if compiler is None:
             raise RuntimeError("a clock that can jump needs a C compiler (cc)")
@@ -23,7 +23,7 @@ class Clock:
 
     @property
     def env(self) -> dict[str, str]:
-        """Processes that get this have this clock, and so has what they start."""
+        """Environment that gives a process and its children this clock."""
         return {"LD_PRELOAD": str(self._library), "SF_CLOCK": str(self._file)}
 
     def jump(self, hours: float) -> None:

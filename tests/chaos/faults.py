@@ -1,4 +1,4 @@
-"""What may happen to a run. A fault is over when `inject` returns; the run must then recover by itself."""
+"""Faults of a run. A fault is over when `inject` returns; the run must then recover by itself."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Fault(Protocol):
 
 @dataclass(frozen=True)
 class Kill:
-    """kill -9 of a part with all its processes; its supervisor starts it again. The flow is a part too: its
-    command is given again."""
+    """kill -9 of a part with all its processes; its supervisor restarts it. The flow is a part too: the test
+    starts it again."""
 
     part: str
 
@@ -54,7 +54,7 @@ class KillEngine:
 
 @dataclass(frozen=True)
 class Stop:
-    """SIGSTOP of one of some parts, and SIGCONT."""
+    """SIGSTOP of a random part, and SIGCONT after some seconds."""
 
     parts: tuple[str, ...]
     seconds: float

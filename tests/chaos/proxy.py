@@ -1,4 +1,4 @@
-"""A TCP proxy before a server, that can be made to fail, to stall or to be late."""
+"""A TCP proxy before a server that can be made to fail, to stall or to be late."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Literal
 
 Mode = Literal["through", "fails", "stalls", "late"]
 MODES: tuple[Mode, ...] = ("fails", "stalls", "late")
-"""The bad ones."""
+"""Modes that are faults."""
 LATE_S = 2.0
-"""So much later does everything arrive that a late storage answers."""
+"""Delay of every piece of data in mode late."""
 
 
 class Proxy:

@@ -1,4 +1,4 @@
-"""Injects faults into runs, one after the other, and says what each of them cost."""
+"""Injects faults into runs, one after the other, and reports the cost of each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.chaos.training import Training
 from tests.e2e.invariants import Snapshot, check_result, manifests, weights
 
 MAX_DELAY_S = 1.5
-"""After a stage is committed, a fault comes within so long: in the middle of whatever stage then goes on."""
+"""Longest delay of a fault after a commit, so that it hits the middle of the next stage."""
 
 
 @dataclass
@@ -24,11 +24,11 @@ class Injection:
     fault: str
     before: Snapshot
     recovered_s: float
-    """From the end of the fault until as many stages as an iteration has are committed after it."""
+    """Seconds from the end of the fault until one iteration's number of further stages is committed."""
     restarts: int
-    """Of the flow."""
+    """Number of restarts of the flow."""
     lost: list[str] = field(default_factory=list)
-    """Committed stages and finished sessions that the run, at its end, does not have as they were."""
+    """Committed stages and finished sessions that are missing or changed at the end of the run."""
 
 
 def run_through(
@@ -38,8 +38,9 @@ def run_through(
     tell: Callable[[str], None] = lambda line: None,
     undisturbed: Sequence[str] | None = None,
 ) -> list[Injection]:
-    """Every fault once, in this order, in as many runs as that takes; checks each of them at its end.
-    `undisturbed` are the weights of a run of the same seed to which nothing happened: theirs are equal."""
+    """Inject every fault once, in this order, in as many runs as needed, and check each run at its end.
+    `undisturbed` are the weights of a run of the same seed without faults, which these runs must
+    reproduce."""
     left, done = list(faults), []
     while left:
         run = next(runs)
@@ -58,7 +59,7 @@ def run_through(
 
 
 def run_undisturbed(run: Training) -> list[str]:
-    """To its end; returns its weights."""
+    """Run it to its end; returns its weights."""
     try:
         run.await_end()
     finally:
@@ -71,7 +72,7 @@ def run_undisturbed(run: Training) -> list[str]:
 def _one_run(
     run: Training, left: list[Fault], rng: random.Random, tell: Callable[[str], None]
 ) -> list[Injection]:
-    """Takes from `left` what it injects."""
+    """Inject faults into one run, removing them from `left`."""
     done: list[Injection] = []
     # of a run that has committed an iteration
     run.await_stages(5)

@@ -1,4 +1,4 @@
-"""A run on a standing stack whose flow is started again whenever it fails, and what is done to it."""
+"""A run on a standing stack whose flow is restarted whenever it fails, with access to its processes."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from tests.e2e.standing import Stack
 from tests.e2e.waiting import wait_until
 
 RECOVERY_S = 240.0
-"""Longest that stages are awaited after a fault."""
+"""How long stages are awaited after a fault."""
 MAX_STARTS = 8
-"""Of the flow, within one recovery."""
+"""Most starts of the flow within one recovery."""
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Training:
         return self._flow is not None and self._flow.poll() == 0
 
     def processes(self, part: str) -> list[psutil.Process]:
-        """Of a part of the stack, or of the flow, as soon as it runs; those it started too."""
+        """Processes of a part of the stack or of the flow, with their children, as soon as it runs."""
         self.go_on()
         if part == "flow" and self._flow:
             pid = self._flow.pid
@@ -56,7 +56,7 @@ class Training:
         return [process, *process.children(recursive=True)]
 
     def worker_process(self, worker: str) -> psutil.Process:
-        """The one that runs the worker's tasks, a child of its nanny."""
+        """The process that runs the worker's tasks, a child of its nanny."""
 
         def found() -> psutil.Process | None:
             children = self.processes(f"worker-{worker}")[1:]
@@ -66,7 +66,7 @@ class Training:
         return process
 
     def go_on(self) -> None:
-        """Give the command that trains, if it does not run and has not ended well."""
+        """Start the flow unless it is running or has succeeded."""
         if self._flow is not None and self._flow.poll() in (None, 0):
             return
         self.starts += 1
@@ -116,7 +116,7 @@ class Training:
 
 
 def runs(stack: Stack, root: str, iterations: int, *, overlap: bool = True) -> Iterator[Training]:
-    """Small ones, without end, each of so many iterations."""
+    """Endless sequence of small runs, each of `iterations` iterations."""
     # agents that give up cost no group: without overlap all runs train on the same ones
     rollout = {"overlap": overlap, "session_attempts": 100}
     while True:

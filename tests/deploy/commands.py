@@ -1,4 +1,4 @@
-"""Whether a command that a deployment file names is one of ours, with options that it has."""
+"""Checks that the commands in deployment files exist, with their options."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ PREFECT = [processes.prefect_worker("sf").command[2:], ["prefect", "--no-prompt"
 
 
 def filled_in(word: str, env: Mapping[str, str]) -> str:
-    """A word with its ${NAME} or $(NAME). Raises KeyError for a variable that is not set."""
+    """A word with ${NAME} and $(NAME) replaced. Raises KeyError for a variable that is not set."""
     return re.sub(r"\$[({](\w+)[)}]", lambda found: env[found[1]], word)
 
 
 def check_command(command: list[str], env: Mapping[str, str]) -> None:
-    """Raises KeyError for a command and UsageError for an option that `sf` does not have."""
+    """Raises KeyError for an unknown command, UsageError for an unknown option of `sf`."""
     program, name, *options = [filled_in(word, env) for word in command]
     if program == "prefect":
         assert [program, name, *options] in PREFECT
@@ -34,8 +34,8 @@ def check_command(command: list[str], env: Mapping[str, str]) -> None:
 
 
 def check_variables(env: Mapping[str, str], used: str) -> None:
-    """Every variable is read: by Prefect, by Dask, by our settings or by the text of what uses the file. What
-    `sf up` sets for Prefect is set."""
+    """Check that every variable is read by Prefect, Dask, our settings or the text in `used`, and that those
+    that `sf up` sets for Prefect are set."""
     assert processes.PREFECT_SETTINGS.items() <= env.items()
     readers = used + (ROOT / "sf_core" / "settings.py").read_text() + (ROOT / "prefect.yaml").read_text()
     for name in env:

@@ -1,4 +1,4 @@
-"""deploy/kubernetes: manifests that fit Kubernetes' schema, and each other, and the image."""
+"""deploy/kubernetes: manifests match Kubernetes' schema, each other, and the image."""
 
 from __future__ import annotations
 

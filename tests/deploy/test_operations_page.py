@@ -1,4 +1,4 @@
-"""docs/operations.md: alerts are about figures that there are, settings are those that we set."""
+"""docs/operations.md: alerts name existing metrics, and settings are those that we set."""
 
 from __future__ import annotations
 

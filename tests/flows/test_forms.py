@@ -31,7 +31,7 @@ def fields(flow: Flow[Any, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def values(field: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """What a field may hold: the alternatives, and the items of a list."""
+    """Schemas of a field's values: the alternatives, and the items of a list."""
     for alternative in field.get("anyOf", [field]):
         yield alternative
         yield from alternative.get("prefixItems", [])

@@ -1,4 +1,4 @@
-"""Flows begin nothing for an environment that lacks the held-out tasks they would measure on."""
+"""Flows refuse an environment with too few held-out tasks before they start anything."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ HEAVY = (
     "uvicorn",
     "websockets.sync.client",
 )
-"""What takes long to import."""
+"""Modules that take long to import."""
 
 DEADLINE_S = 120.0
 

@@ -1,12 +1,12 @@
 """Runs the tests of a module against wrong edits of it, each in a process of its own.
 
-Tools such as mutmut and cosmic-ray make edits blindly, thousands of them, and start pytest anew for each:
-with torch to import that is days on two cores, and most of what survives is no mistake. Ours are chosen by
-hand, the mistakes that would train on a wrong signal without an error: minutes, and whatever survives is a
-test that is missing.
+Tools such as mutmut and cosmic-ray make thousands of edits blindly and start pytest anew for each: with torch
+to import that is days on two cores, and most surviving edits are no mistakes. Ours are chosen by hand,
+mistakes that would train on a wrong signal without an error: they take minutes, and every survivor shows a
+missing test.
 
-One process imports what takes seconds and is nobody's subject, and forks for each edit. A fork works in a
-copy of the sources; the working tree is never touched.
+One process imports the slow libraries that no edit touches, and forks for each edit. A fork works in a copy
+of the sources; the working tree is never touched.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OWN = ("flows", "sf_core", "storage", "tasks", "tests")
 """Packages that a fork must find in its copy."""
 
 BROKEN = 9
-"""Exit status of a fork in which no test has judged."""
+"""Exit status of a fork in which no test reached a verdict."""
 
 Verdict = Literal["caught", "hung", "SURVIVED", "BROKEN"]
 
@@ -47,14 +47,14 @@ class TableError(ValueError):
 class Mutation:
     file: str
     wrong: str
-    """What the edit does, for people."""
+    """What the edit breaks, in words."""
     old: str
     new: str
     tests: tuple[str, ...]
     """Arguments of pytest: files of tests, or single ones, of which one must fail."""
 
     def applied(self, root: Path) -> str:
-        """The file's text with the edit. Raises TableError if that is no edit of it."""
+        """The file's text with the edit. Raises TableError if the edit does not apply."""
         text = (root / self.file).read_text()
         if (count := text.count(self.old)) != 1:
             raise TableError(f"{self.file}: {self.wrong}: expected its old text once, found it {count} times")
@@ -71,7 +71,7 @@ class Result:
     verdict: Verdict
     seconds: float
     output: str
-    """The end of what pytest said."""
+    """The end of pytest's output."""
 
 
 @dataclass(slots=True)
@@ -94,7 +94,7 @@ def read_table(path: Path) -> list[Mutation]:
 
 
 def preload(modules: Iterable[str]) -> None:
-    """Import what every fork would, pytest's plugins with it. None of it may start a thread."""
+    """Import the modules that every fork needs, and pytest's plugins. None of them may start a thread."""
     for name in modules:
         importlib.import_module(name)
     for plugin in entry_points(group="pytest11"):
@@ -119,8 +119,8 @@ class Runner:
             shutil.copytree(self._sources, copy)
 
     def check(self, mutations: Sequence[Mutation]) -> None:
-        """Raises TableError if the table does not fit the sources, or if tests fail on them as they are: then
-        all that is wrong would seem to be caught."""
+        """Raises TableError if the table does not fit the sources, or if tests fail on unedited sources: then
+        every mutation would seem to be caught."""
         for mutation in mutations:
             mutation.applied(self._sources)
         for fork, result in self._run([(None, tests) for tests in dict.fromkeys(m.tests for m in mutations)]):
@@ -128,7 +128,7 @@ class Runner:
                 raise TableError(f"{' '.join(fork.tests)}: {result.verdict} as it is:\n{result.output}")
 
     def run(self, mutations: Sequence[Mutation]) -> Iterator[tuple[Mutation, Result]]:
-        """Each as soon as it is judged."""
+        """Yield each verdict as soon as it is known."""
         for fork, result in self._run([(mutation, mutation.tests) for mutation in mutations]):
             assert fork.mutation is not None
             yield fork.mutation, result
@@ -164,7 +164,7 @@ class Runner:
         return _Fork(process, copy, time.monotonic(), mutation, tests)
 
     def _judge(self, fork: _Fork) -> Result | None:
-        """None while it runs."""
+        """Verdict of a fork; None while it runs."""
         ended, status = os.waitpid(fork.process, os.WNOHANG)
         seconds = time.monotonic() - fork.began
         if not ended and seconds < self._deadline_s:
@@ -177,7 +177,7 @@ class Runner:
         return Result(verdicts.get(code, "BROKEN"), seconds, output)
 
     def _end(self, fork: _Fork) -> None:
-        """Of whatever it has started too; its copy is as the sources are again."""
+        """End a fork and all that it has started; its copy equals the sources again."""
         with suppress(ProcessLookupError):
             os.killpg(fork.process, signal.SIGKILL)
         with suppress(ChildProcessError):
@@ -189,7 +189,7 @@ class Runner:
 
 
 class _Judge:
-    """Tells a test that failed from one that could not begin."""
+    """Pytest plugin that distinguishes failed tests from tests that could not begin."""
 
     num_failed = 0
 
@@ -198,7 +198,7 @@ class _Judge:
 
 
 def _be_the_fork(copy: Path, tests: tuple[str, ...]) -> NoReturn:
-    """Whatever the tests leave behind ends with the process."""
+    """Run the tests in the forked process, whose end cleans up after them."""
     status = BROKEN
     try:
         os.setsid()

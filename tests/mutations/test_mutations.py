@@ -57,7 +57,8 @@ def root(tmp_path: Path) -> Path:
 
 
 def judge(root: Path, mutations: list[Mutation], deadline_s: float = 100.0) -> list[tuple[Mutation, str]]:
-    """By a runner in a process of its own, because this one may have threads, which no fork survives."""
+    """Judge by a runner in a process of its own, because this one may have threads, which forks do not
+    survive."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(_judge, root, mutations, deadline_s).result()
 

@@ -1,4 +1,4 @@
-"""The gang's own part, with a real data plane, and Dask in this process."""
+"""tasks/gang.py with a real data plane, and Dask in this process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.tasks.test_lease import completed, failed, queued, server  # noqa: F4
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[Client]:
-    """Of a flow whose cluster has a worker t0."""
+    """Dask client of a flow whose cluster has a worker t0."""
     resources = {"@t0": 1, "rollout": 1, "train": 1}
     with (
         LocalCluster(processes=False, n_workers=1, dashboard_address=None, resources=resources) as cluster,
@@ -45,7 +45,7 @@ def run(tmp_path: Path, server: Server) -> RunRef:  # noqa: F811
 
 
 def gang_of(run: RunRef, rank: Future) -> Gang:
-    """One rank on t0, which was submitted."""
+    """A gang of one rank, already submitted to t0."""
     gang = Gang(run, 0, ("t0",))
     gang._epoch, gang._ranks = 0, {"t0": rank}
     return gang

@@ -32,7 +32,7 @@ def client() -> Iterator[Client]:
 
 
 def failed(client: Client, error: BaseException) -> Future:
-    """A task that raised this."""
+    """Future of a task that raised this error."""
     state: State[object] | None = run_coro_as_sync(exception_to_failed_state(error))
     future = client.submit(lambda: state, pure=False)
     future.result()

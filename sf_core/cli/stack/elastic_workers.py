@@ -1,7 +1,6 @@
-"""Worker processes on this machine that come and go with the queue of a run (`cluster.elastic`).
-
-Starts and ends processes, no more: the flow finds the workers that have joined, gives them leases, and
-retires those it can spare.
+"""Starts and ends worker processes on this machine so that their number follows the queue of a run
+(`cluster.elastic`). Owns no leases: the flow finds the workers that have joined, gives them leases, and
+retires those that it does not need.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class _Kind:
 
 
 class LocalRunners:
-    """Copies of a configured worker of the kind, as many as the configured ones leave lacking."""
+    """Local workers in addition to the configured ones, copies of one of them, as many as are needed."""
 
     def __init__(self, stack: Supervisor, config: RunConfig, scheduler: str, directory: Path) -> None:
         self._stack, self._workers = stack, config.cluster.workers
@@ -43,8 +42,8 @@ class LocalRunners:
         }
 
     def adapt(self, status: dict[str, Any]) -> None:
-        """Called now and then with the data plane's status of the run. Raises StackError if a worker cannot
-        be started."""
+        """Start or end workers by the data plane's status of the run; called periodically. Raises StackError
+        if a worker cannot be started."""
         for duty, kind in self._kinds.items():
             wanted = kind.elastic.wanted(time.monotonic(), status["work"][duty])
             while kind.num_workers < wanted:
@@ -53,14 +52,14 @@ class LocalRunners:
                 self._end_last(kind, status["runners"])
 
     def _start(self, kind: _Kind) -> None:
-        # the flow retires the last by name first
+        # the flow retires the last one by name first
         original = max(kind.configured)
         name = f"{original}-{len(kind.started) + 1:02}"
         worker = self._workers[original]
         kind.started[name] = start_dask_worker(self._stack, name, worker, self._scheduler, self._directory)
 
     def _end_last(self, kind: _Kind, runners: dict[str, Any]) -> None:
-        """If it works no more."""
+        """End the last started worker, if it runs no agents and scores nothing any more."""
         name = next(reversed(kind.started))
         if not any(runner.startswith(f"{name}:") for runner in runners):
             self._stack.remove(kind.started.pop(name))

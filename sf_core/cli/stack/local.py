@@ -1,6 +1,6 @@
-"""What a run needs on one machine, started and awaited: Prefect server, Dask, data plane.
+"""Starts and awaits the services of a run on one machine: Prefect server, Dask, data plane.
 
-Each answers at an address that is chosen before it starts, and at the same one when it is started again.
+The address of a service is chosen before it starts and stays the same when it is restarted.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from sf_core.scheduling.plan import read_workers
 from sf_core.scheduling.worker import DASK_SETTINGS
 
 START_S = 120.0
-"""A part that does not answer within this time does not come up."""
+"""Longest wait for a service to answer after its start."""
 
 
 @contextlib.contextmanager
 def local_stack(logs: Path, env: Mapping[str, str] | None = None) -> Iterator[Supervisor]:
-    """A supervisor that lives as long as the context, and no longer than this process."""
-    # not beside the logs: the path of a socket is short
+    """A supervisor that ends with the context, or with this process."""
+    # not beside the logs: the path of a socket must be short
     with tempfile.TemporaryDirectory(prefix="sf-") as folder:
         stack = Supervisor(Path(folder), logs, {**stack_environment(), **(env or {})})
         try:
@@ -47,7 +47,7 @@ def stack_environment() -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """On loopback."""
+    """Ports on loopback of the services of a stack."""
 
     prefect: int
     scheduler: int
@@ -64,16 +64,16 @@ class Ports:
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """Where the parts of a stack answer."""
+    """Addresses of the services of a stack."""
 
     api: str
-    """Prefect API."""
+    """URL of the Prefect API."""
     scheduler: str
     dataplane: str
 
     @property
     def addresses(self) -> dict[str, str]:
-        """What flows and commands read from the environment."""
+        """The addresses as environment variables of flows and commands."""
         return {
             "PREFECT_API_URL": self.api,
             "SF_SCHEDULER": self.scheduler,
@@ -84,7 +84,7 @@ class Services:
 def start_services(
     stack: Supervisor, directory: Path, workers: Mapping[str, WorkerConfig], **options: Any
 ) -> Services:
-    """Like begin_services, and wait for it."""
+    """Start the services as begin_services does, and wait for them."""
     return begin_services(stack, directory, workers, **options)()
 
 
@@ -99,8 +99,8 @@ def begin_services(
     ports: Ports | None = None,
     for_deployments: bool = False,
 ) -> Callable[[], Services]:
-    """Start, side by side, what has no address yet. The returned function waits until all of it answers and
-    all workers joined, or did so again."""
+    """Start the services without an address, concurrently. The returned function waits until they answer and
+    all workers have joined; it can be called again after restarts."""
     ports = ports or Ports(free_port(), free_port(), free_port())
     if api is None and scheduler is None:
         stack.env |= processes.client_settings(directory / "authority.pem")
@@ -125,7 +125,7 @@ def begin_services(
 def start_prefect_server(
     stack: Supervisor, port: int | None = None, *, for_deployments: bool = False
 ) -> Callable[[], str]:
-    """Start a server; the returned function waits for it and gives its API URL."""
+    """Start a Prefect server; the returned function waits for it and returns its API URL."""
     port = port or free_port()
     api = f"http://{processes.LOOPBACK}:{port}/api"
     [process] = stack.start(processes.prefect_server(port, for_deployments=for_deployments))
@@ -140,7 +140,7 @@ def start_prefect_server(
 def start_dask(
     stack: Supervisor, workers: Mapping[str, WorkerConfig], directory: Path, port: int | None = None
 ) -> Callable[[], str]:
-    """Start a scheduler and tagged workers; the returned function waits for all and gives the address."""
+    """Start a scheduler and tagged workers; the returned function waits for all and returns the address."""
     port = port or free_port()
     address = f"tcp://{processes.LOOPBACK}:{port}"
     started = [_worker(name, worker, address, directory) for name, worker in workers.items()]
@@ -157,24 +157,24 @@ def start_dask(
 def start_dask_worker(
     stack: Supervisor, name: str, worker: WorkerConfig, scheduler: str, directory: Path
 ) -> Process:
-    """Raises StackError for a device that is not there."""
+    """Start one more worker. Raises StackError if its device does not exist."""
     [process] = stack.start(_worker(name, worker, scheduler, directory))
     return process
 
 
 def await_workers(stack: Supervisor, scheduler: str, devices: Mapping[str, Process]) -> None:
-    """Return when the workers of these names have joined. Raises StackError for the first that does not."""
+    """Wait until the workers of these names have joined. Raises StackError for the first that does not."""
     joined: set[str] = set()
 
     def look(name: str) -> bool:
         if name not in joined:
-            # started again, the scheduler may not answer yet
+            # a restarted scheduler may not answer yet
             with contextlib.suppress(ValueError):
                 joined.update(worker.name for worker in read_workers(scheduler))
         return name in joined
 
     for name, process in devices.items():
-        # to ask costs tens of milliseconds of a machine that is starting up
+        # a query takes tens of milliseconds on a machine that is busy with starting up
         stack.await_ready(process, partial(look, name), START_S, every_s=0.3)
 
 
@@ -185,8 +185,8 @@ def start_dataplane(
     memory_mb: float = MEMORY_MB,
     num_gateways: int = 1,
 ) -> Callable[[], str]:
-    """Start a data plane on loopback; the returned function waits and gives its URL. Started again in the
-    same directory, on the same port, it goes on where it was killed."""
+    """Start a data plane on loopback; the returned function waits for it and returns its URL. Restarted in
+    the same directory, on the same port, it continues where it was killed."""
     port = port or free_port()
     url = f"http://{processes.LOOPBACK}:{port}"
     part = processes.dataplane(directory, port, memory_mb=memory_mb, num_gateways=num_gateways)
@@ -214,7 +214,7 @@ def _worker(name: str, worker: WorkerConfig, scheduler: str, directory: Path) ->
 
 def _answers(url: str) -> bool:
     with contextlib.suppress(httpx.HTTPError):
-        # on loopback: a proxy that the environment names cannot reach it
+        # no proxy of the environment can reach loopback
         return httpx.get(url, timeout=2.0, trust_env=False).status_code < 500
     return False
 

@@ -1,4 +1,4 @@
-"""The processes that a stack on one machine consists of: command and environment of each. Starts nothing."""
+"""Command and environment of each process of a stack on one machine. Starts nothing."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from sf_core.scheduling.worker import LOG_SETTINGS, NO_DASHBOARD, worker_command
 LOOPBACK = "127.0.0.1"
 
 SERVER_SETTINGS = {
-    # on SQLite the server refuses one of two that write at once, and the flow would ask again only seconds
-    # later: states of tasks and events are written every few seconds, not each by itself (docs/decisions/002)
+    # on SQLite the server refuses one of two simultaneous writers, and the flow would retry only seconds
+    # later: states of tasks and events are written in batches every few seconds (docs/decisions/002)
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "100",
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "2",
     "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_BATCH_SIZE": "500",
@@ -28,7 +28,7 @@ PREFECT_SETTINGS = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "PREFECT_LOGGING_LEVEL": "WARNING",
     **LOG_SETTINGS,
-    # manifests decide what is done; a cached result could answer for another iteration (design 5.6)
+    # manifests decide which stages are done; a cached result could be of another iteration (design 5.6)
     "PREFECT_RESULTS_PERSIST_BY_DEFAULT": "false",
     "PREFECT_TASKS_REFRESH_CACHE": "true",
 }
@@ -39,15 +39,15 @@ class Part:
     name: str
     command: list[str]
     env: Mapping[str, str] = field(default_factory=dict)
-    """Beside what all parts get."""
+    """Environment variables in addition to those of all parts."""
     gives_way: bool = False
-    """It gets the time that the others leave."""
+    """Whether it runs at a lower CPU priority than the other parts."""
     once: bool = False
-    """It is not started again when it ends."""
+    """Whether it runs once, and is not restarted when it ends."""
 
 
 def prefect_server(port: int, *, host: str = LOOPBACK, for_deployments: bool) -> Part:
-    """Only a server that is for deployments runs what schedules, finds late runs and acts on events."""
+    """A Prefect server; only one for deployments schedules, finds late runs and acts on events."""
     unused = ("SCHEDULER", "LATE_RUNS", "PAUSE_EXPIRATIONS", "CANCELLATION_CLEANUP", "FOREMAN", "TRIGGERS")
     env = {} if for_deployments else {f"PREFECT_SERVER_SERVICES_{s}_ENABLED": "false" for s in unused}
     api = f"http://{host}:{port}/api"
@@ -58,40 +58,40 @@ def prefect_server(port: int, *, host: str = LOOPBACK, for_deployments: bool) ->
 
 
 def prefect_worker(pool: str) -> Part:
-    """Takes runs of the pool from the server at PREFECT_API_URL and starts a process for each."""
+    """A Prefect worker: takes flow runs of the pool from PREFECT_API_URL and starts a process for each."""
     command = _module("prefect", "worker", "start", "--pool", pool, "--type", "process")
-    # or what Prefect starts by the path of a program of its own would find the storage.py beside it, not ours
+    # without it, a script that Prefect starts by its path would import the storage.py beside it, not ours
     return Part(PREFECT_WORKER, command, {"PYTHONSAFEPATH": "1"})
 
 
 def dask_scheduler(port: int, *, host: str = LOOPBACK) -> Part:
-    """Speaks TLS where others can reach it."""
+    """A Dask scheduler; with TLS if other machines can reach it."""
     command = _module("dask", "scheduler", "--host", host, "--port", str(port), *NO_DASHBOARD)
     protocol = [] if is_loopback(host) else ["--protocol", "tls"]
     return Part("dask-scheduler", [*command, *protocol])
 
 
 def dask_worker(name: str, worker: WorkerConfig, scheduler: Iterable[str], directory: Path) -> Part:
-    """`scheduler` are the arguments that name it. Raises ValueError for a device that is not there."""
+    """A Dask worker; `scheduler` are arguments for its address. Raises ValueError for a missing device."""
     return Part(
         f"worker-{name}",
         worker_command(name, worker.tags, scheduler) + ["--local-directory", str(directory / "dask")],
         worker_environment(worker),
-        # workers share the cores of this machine: training comes before rollout, never the reverse
+        # workers share the cores of this machine, where training has priority over rollout
         gives_way="rollout" in worker.tags and "train" not in worker.tags,
     )
 
 
 def dataplane(directory: Path, port: int, *, memory_mb: float = MEMORY_MB, num_gateways: int = 1) -> Part:
-    """Keeps its journal in the directory."""
+    """A data plane with its journal in the directory."""
     options = ["--port", str(port), "--journal-dir", str(directory / "dataplane")]
     options += ["--memory-mb", str(memory_mb), "--gateways", str(num_gateways)]
     return Part("dataplane", _module("sf_core.dataplane", *options))
 
 
 def client_settings(authority: Path) -> dict[str, str]:
-    """What spares the clients of a server of ours, which speaks plain HTTP and asks for no CSRF token, work
-    that each task would do again: reading all authorities takes 20 ms. Writes a file with one of them."""
+    """Settings that spare clients of our Prefect server, which speaks plain HTTP and requires no CSRF token,
+    work in each task: reading all authorities takes 20 ms. Writes `authority` with only one of them."""
     end = "-----END CERTIFICATE-----\n"
     authority.write_text(certifi.contents().partition(end)[0] + end)
     return {"PREFECT_API_SSL_CERT_FILE": str(authority), "PREFECT_CLIENT_CSRF_SUPPORT_ENABLED": "false"}

@@ -1,6 +1,6 @@
-"""A whole stack on this machine that stays up without a terminal: `sf up` and `sf down`.
+"""`sf up` and `sf down`: a whole stack on this machine that stays up without a terminal.
 
-Everything about it is in one folder.
+Configuration, logs and journals of the stack are in one folder.
 """
 
 from __future__ import annotations
@@ -33,34 +33,34 @@ from sf_core.config.environment import (
 )
 
 POOL = "sf"
-"""Of the server, from which the stack takes its runs."""
+"""Work pool of the Prefect server from which the stack takes flow runs."""
 
 RETRIES = 2
-"""A run that crashed, or whose stack or machine did, is started again so often."""
+"""Maximum restarts of a flow run that crashed, or whose stack or machine did."""
 
 FLOW_RUN = "PREFECT__FLOW_RUN_ID"
-"""Environment variable of the processes that work on a flow run of a deployment."""
+"""Environment variable of processes that work on a flow run of a deployment; set by Prefect."""
 
 STOP_S = 15.0
-"""A part has so long to end before it is killed."""
+"""Time for a part to end before it is killed."""
 
 DEPLOY_S = 120.0
-"""A command that tells the server what there is has so long."""
+"""Time limit of a command that configures the Prefect server."""
 
 DEPLOYMENTS = Path(__file__).parents[3] / "prefect.yaml"
-"""Ours: the folder in which the command is called is the user's, and may have one of its own."""
+"""Our own file, because the folder in which the command is called may have another one."""
 
 
 def up(
     folder: Path, workers: Mapping[str, WorkerConfig], ports: Ports, tell: Callable[[str], None]
 ) -> Services:
-    """Start the stack and return when all of it answers. Raises StackError with one sentence; nothing of the
-    stack is left then."""
+    """Start the stack and return when all of it answers. On failure nothing of the stack is left, and
+    StackError is raised with one sentence."""
     if not DEPLOYMENTS.exists():
         raise StackError(f"{DEPLOYMENTS} is not there: install from a clone (make setup), which has it")
     if read_pid(folder) is not None:
         raise StackError(f"the stack in {folder} is up already; `sf down` ends it")
-    # what a supervisor that was killed has left, such as a flow
+    # processes that a killed supervisor has left, such as a flow
     end_marked(str(folder))
     check_open_files()
     check_place(prefect_home(), *PREFECT_HOME)
@@ -90,21 +90,21 @@ def up(
 
 
 def down(folder: Path, tell: Callable[[str], None]) -> bool:
-    """End everything that the stack started; False if there was nothing."""
+    """End everything that the stack started; False if nothing was running."""
     with suppress(OSError, HTTPException, Fault, psutil.Error, StackError):
         _end_runs(folder, tell)
     return end(folder, STOP_S)
 
 
 def _end_runs(folder: Path, tell: Callable[[str], None]) -> None:
-    """End the process worker and its flow runs while the server is there to hear it: it would call them
-    Running for ever, and start no other."""
+    """End the process worker and its flow runs while the server can record it; otherwise they would stay
+    Running for ever, and no other run would start."""
     worker = psutil.Process(call(folder, "getProcessInfo", processes.PREFECT_WORKER)["pid"])
     environment, started = worker.environ(), worker.children(recursive=True)
     runs = {process: run for process, run in carriers(FLOW_RUN) if process in started}
     if not runs:
         return
-    # first, or it would start the next one
+    # first, or the worker would start the next run
     call(folder, "stopProcess", processes.PREFECT_WORKER, patience_s=STOP_S)
     for process in runs:
         with suppress(psutil.NoSuchProcess):
@@ -131,7 +131,7 @@ def _check_free(port: int) -> None:
 
 
 def _call(environment: dict[str, str], *module: str) -> list[str]:
-    """The lines that it prints."""
+    """Run a Python module; returns the lines that it prints."""
     command = [sys.executable, "-m", *module]
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEPLOY_S)

@@ -1,5 +1,5 @@
-"""Keeps processes of this machine running: writes supervisord's configuration, starts it and speaks to it
-(docs/decisions/012). Every part has its own log file and process group.
+"""Keeps processes of this machine running: configures, starts and calls supervisord (docs/decisions/012).
+Every part has its own log file and process group.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ T = TypeVar("T")
 MAX_SOCKET_PATH = 90
 """Bytes; Linux allows 107, and supervisord adds its process id while it opens the socket."""
 ANSWER_S = 20.0
-"""supervisord answers within this time and that of the parts that it stops, or is given up."""
+"""Longest wait for an answer of supervisord, in addition to the time of the parts that it stops."""
 REMOVALS = 3
-"""What has just ended by itself may be started again before it is removed."""
+"""Tries to remove a part, which may be restarted between its stop and its removal."""
 
 HEAD = """\
 [supervisord]
@@ -69,22 +69,22 @@ ENDED = ("BACKOFF", "EXITED", "FATAL")
 
 
 class StackError(RuntimeError):
-    """A process of the stack did not come up; the message names it, the reason and its log."""
+    """A process of the stack failed to start or to end; the message names it, the reason and its log."""
 
 
 @dataclass
 class Supervisor:
-    """Parts that live and die together. A supervisor that stays outlives the command that started it; any
-    other one ends with it, however that ends, and all parts with the supervisor."""
+    """Parts that live and end together. The supervisor ends with the command that started it, even if that is
+    killed, unless it `stays`; all parts end with the supervisor."""
 
     folder: Path
-    """Its configuration and socket; another command finds it here."""
+    """Folder of its configuration and socket, where another command finds it."""
     logs: Path
     env: dict[str, str]
-    """Of all parts."""
+    """Environment variables of all parts."""
     stays: bool = False
     stop_s: float = 2.0
-    """A part has so long to end before it is killed, in whole seconds."""
+    """Time for a part to end before it is killed, in whole seconds."""
     processes: dict[str, Process] = field(default_factory=dict, init=False)
     _daemon: subprocess.Popen[bytes] | None = field(default=None, init=False, repr=False)
 
@@ -93,7 +93,7 @@ class Supervisor:
             raise StackError(f"{self.folder}: the path is too long for a socket; choose a shorter one")
 
     def start(self, *parts: Part) -> list[Process]:
-        """Raises StackError if there is no supervisor to be had."""
+        """Start these parts, and supervisord if it does not run yet. Raises StackError if that fails."""
         started = [Process(part, self) for part in parts]
         self.processes |= {part.name: process for part, process in zip(parts, started, strict=True)}
         self.logs.mkdir(parents=True, exist_ok=True)
@@ -110,8 +110,8 @@ class Supervisor:
     def await_ready(
         self, process: Process, probe: Callable[[], T], timeout_s: float, every_s: float = 0.1
     ) -> T:
-        """The first thing that the probe finds. Raises StackError after that time, and as soon as a process
-        ends that was never ready: it would again and again."""
+        """Call the probe until it returns a true value, and return that. Raises StackError after the timeout,
+        or when a process ends that was never ready, because it would end again."""
         deadline = time.monotonic() + timeout_s
         while not (found := probe()):
             if not process.was_ready and process.code() is not None:
@@ -123,15 +123,15 @@ class Supervisor:
         return found
 
     def pids(self) -> dict[str, int]:
-        """By name; 0 of what does not run."""
+        """Process ids of the parts by name; 0 for a part that does not run."""
         return {name: process.pid() for name, process in self.processes.items()}
 
     def remove(self, process: Process) -> None:
-        """End it for good, with its process group. Raises StackError if it does not."""
+        """End a part for good, with its process group. Raises StackError if it does not end."""
         del self.processes[process.name]
-        with suppress(OSError, HTTPException):  # it has ended with its supervisor
+        with suppress(OSError, HTTPException):  # the part has ended with its supervisor
             for _ in range(REMOVALS):
-                with suppress(Fault):  # it has ended
+                with suppress(Fault):  # the part has ended by itself
                     call(self.folder, "stopProcess", process.name, patience_s=self.stop_s)
                 with suppress(Fault):
                     call(self.folder, "removeProcessGroup", process.name)
@@ -139,7 +139,7 @@ class Supervisor:
             raise StackError(f"{process.name} does not end ({process.log})")
 
     def stop(self) -> None:
-        """End everything."""
+        """End the supervisor and all parts."""
         end(self.folder, self.stop_s)
         if self._daemon is not None:
             self._daemon.poll()
@@ -150,7 +150,7 @@ class Supervisor:
         return self.folder / "supervisord.conf"
 
     def _launch(self) -> None:
-        # what it says before it has its log
+        # output of supervisord before it opens its log
         with tempfile.TemporaryFile() as said:
             self._daemon = subprocess.Popen(
                 [
@@ -194,17 +194,17 @@ class Process:
         return self.stack.logs / f"{self.name}.log"
 
     def pid(self) -> int:
-        """0 while it does not run."""
+        """Process id; 0 while the part does not run."""
         return int(self._info()["pid"])
 
     def code(self) -> int | None:
-        """With what a part that runs once ended, -1 if by a signal; of one that is kept running no more than
-        that it has ended. None while it runs."""
+        """Exit code of a part that runs once, -1 after a signal; None while it runs. For a part that is kept
+        running, any number only means that it has ended."""
         info = self._info()
         return int(info["exitstatus"]) if info["statename"] in ENDED else None
 
     def wait(self, timeout_s: float) -> int:
-        """Its code. Raises TimeoutError."""
+        """Wait for the end of the part; returns its code. Raises TimeoutError."""
         deadline = time.monotonic() + timeout_s
         while (code := self.code()) is None:
             if time.monotonic() > deadline:
@@ -225,11 +225,11 @@ class Process:
 
 
 def configuration(folder: Path, logs: Path, programs: Iterable[Part], stop_s: float) -> str:
-    """supervisord.conf of a stack."""
+    """Content of supervisord.conf for a stack."""
     places = {"folder": _escaped(str(folder)), "logs": _escaped(str(logs))}
     sections = [HEAD.format(**places)]
     for part in programs:
-        # not by supervisord's own `environment`, which cannot hold all values
+        # `env`, because supervisord's own `environment` cannot hold all values
         command = ["env", *(f"{key}={value}" for key, value in part.env.items()), *part.command]
         if part.gives_way:
             command = ["nice", "-n", "10", *command]
@@ -240,29 +240,29 @@ def configuration(folder: Path, logs: Path, programs: Iterable[Part], stop_s: fl
 
 
 def end(folder: Path, stop_s: float) -> bool:
-    """End the supervisor of the folder and everything that it started; False if there was nothing."""
+    """End the supervisor of the folder and everything that it started; False if nothing was running."""
     pid = read_pid(folder)
     if pid is not None:
         with suppress(OSError, HTTPException, Fault):
-            # all at once; `shutdown` alone stops one after the other
+            # all parts at once; `shutdown` alone stops one after the other
             call(folder, "stopAllProcesses", patience_s=stop_s)
             call(folder, "shutdown")
         with suppress(psutil.NoSuchProcess, psutil.TimeoutExpired):
             psutil.Process(pid).wait(ANSWER_S)
-    # what a part left behind when it was killed, or a supervisor when it was
+    # processes left behind by a killed part or supervisor
     return end_marked(str(folder)) or pid is not None
 
 
 def call(folder: Path, method: str, *arguments: str, patience_s: float = 0.0) -> Any:
-    """Of the supervisor's XML-RPC interface (supervisord.org/api.html), over a socket of its user alone.
-    Raises OSError or HTTPException if it does not answer, Fault if it cannot do it."""
+    """Call a method of supervisord's XML-RPC interface (supervisord.org/api.html), over a socket of its user
+    alone. Raises OSError or HTTPException without an answer, Fault if supervisord refuses."""
     transport = _UnixTransport(_socket(folder), ANSWER_S + patience_s)
     with ServerProxy("http://localhost", transport=transport) as server:
         return getattr(server.supervisor, method)(*arguments)
 
 
 def read_pid(folder: Path) -> int | None:
-    """Of the supervisor of the folder, if one runs."""
+    """Process id of the supervisor of the folder, if one runs."""
     with suppress(OSError, HTTPException):
         return int(call(folder, "getPID"))
     return None
@@ -285,20 +285,20 @@ class _UnixTransport(Transport):
         self._made = _UnixConnection(path, timeout_s)
 
     def make_connection(self, host: Any) -> HTTPConnection:
-        # where the base class looks for what it closes
+        # attribute of the base class, which closes this connection
         self._connection = host, self._made
         return self._made
 
 
 def _why(said: bytes, logs: Path) -> str:
-    """The first line of what it said, else where it may have written more."""
+    """The first line of supervisord's output, else a reference to its log."""
     lines = said.decode(errors="replace").strip().splitlines()
     log = logs / "supervisord.log"
     return lines[0] if lines else f"see {log}" if log.exists() else "it says nothing"
 
 
 def _escaped(value: str) -> str:
-    """supervisord expands %(name)s."""
+    """The value with % doubled, because supervisord expands %(name)s."""
     return value.replace("%", "%%")
 
 

@@ -1,5 +1,5 @@
-"""supervisord whose parts end when it does, even by kill -9, and leave nothing behind: the process that
-`sf_core.cli.stack.supervisor` starts, with the arguments of supervisord.
+"""The supervisord process that `sf_core.cli.stack.supervisor` starts, with the arguments of supervisord. Its
+parts end when it does, even by kill -9, and leave nothing behind.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     import psutil
 
 MARK = "SF_STACK"
-"""Environment variable of everything that a stack started: the stack's folder."""
+"""Environment variable with the folder of the stack, set in every process that the stack started."""
 
 
 def end_with_parent() -> None:
-    """Have this process terminated when the one that started it ends, on Linux."""
+    """Have this process terminated when its parent ends; only on Linux."""
     pr_set_pdeathsig = 1
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
 def end_marked(folder: str) -> bool:
-    """Kill whatever carries the mark of the stack, but this process; False if nothing does."""
+    """Kill all processes with the mark of the stack except this one; False if there are none."""
     import psutil
 
     found = []
@@ -41,8 +41,8 @@ def end_marked(folder: str) -> bool:
 
 
 def carriers(variable: str) -> Iterator[tuple[psutil.Process, str]]:
-    """The processes of this machine that have an environment variable, with its value, as far as this one may
-    look."""
+    """Processes of this machine with this environment variable, and its value, as far as this process may
+    inspect them."""
     import psutil
 
     for process in psutil.process_iter():
@@ -54,7 +54,7 @@ def carriers(variable: str) -> Iterator[tuple[psutil.Process, str]]:
 def main() -> None:
     from supervisor.supervisord import main as supervise
 
-    # supervisord forks once for each part that it starts
+    # called in each part, because supervisord forks once for each
     os.register_at_fork(after_in_child=end_with_parent)
     try:
         supervise()

@@ -1,6 +1,6 @@
 """The routes of the data plane: for agent runners, flows and engines, and those of agents (agent_routes.py).
 
-Owns paths. What a route does is in the modules it calls.
+Owns paths. What a route does is in the modules that it calls.
 """
 
 from __future__ import annotations
@@ -63,15 +63,15 @@ MAX_WAIT_S = 30.0
 
 
 class Shards(Protocol):
-    """Further processes that serve the turns of the runs; see sharding."""
+    """Further processes that serve the turns of runs; see sharding."""
 
     make_run: MakeRun
 
     def forwarding(self) -> Middleware:
-        """Passes requests of agents on to the process that serves their session."""
+        """Middleware that forwards agents' requests to the process that serves their session."""
 
     def running(self) -> AbstractAsyncContextManager[None]:
-        """Keeps the processes alive."""
+        """Context in which the processes are kept alive."""
 
     async def figures(self) -> dict[str, bytes]:
         """Prometheus texts by process."""
@@ -88,8 +88,8 @@ def make_app(
     memory_mb: float = MEMORY_MB,
     shards: Shards | None = None,
 ) -> Starlette:
-    """Without gateway processes it serves turns itself. Raises ValueError if another data plane works in the
-    journal directory."""
+    """The ASGI application; without `shards` it serves turns itself. Raises ValueError if another data plane
+    uses the journal directory."""
     make_run = Run if shards is None else shards.make_run
     plane = DataPlane(journal_dir, fsync, grace_s, memory_mb, make_run)
     routes = Routes(plane)
@@ -167,15 +167,15 @@ class Routes:
         self._plane = plane
 
     def recorded(self, answer: Answering) -> Answering:
-        """This answer, or 503 once the journal of the run cannot be written: what the request has begun then
-        ends by itself when it can."""
+        """A route that answers 503 once the journal of its run cannot be written; what the request has begun
+        then goes on in the background until it can."""
 
         async def attended(request: Request) -> Answer:
             is_of_run = "run_id" in request.path_params
             try:
                 run = self._run(request) if is_of_run else self._session(request)[0]
             except ApiError:
-                # it is refused, for this or for what is looked at before
+                # the route refuses it, for this reason or for one that it checks before
                 return await answer(request)
             return await run.journal.attend(answer(request))
 
@@ -219,7 +219,7 @@ class Routes:
             if isinstance(error, ApiError) and error.retry_after_s is None:
                 refused[report.session_id] = error.message
             elif error is not None:
-                # sent again, it passes over those that have finished
+                # a retry passes over those that have finished
                 raise error
         finished = [report.session_id for report in known if report.session_id not in refused]
         return {"finished": finished, "refused": refused}
@@ -250,11 +250,11 @@ class Routes:
                 for session in sessions
                 if (claim := session.claim) is not None
             ],
-            # sessions that ran too long, or whose group no longer counts: nobody waits for them
+            # sessions that ran too long or whose group no longer counts, for the runner to stop
             "ended": run.ended(body.running or []),
             "scored_elsewhere": run.is_scored_elsewhere,
             "released": released,
-            # the runner may open more than its agents: they get what opens their run and nothing else
+            # the runner's own key may open more; agents get the one that opens their run and nothing else
             "key": run.spec.agents_key,
         }
 
@@ -312,7 +312,7 @@ class Routes:
     async def drain(self, request: Request) -> Answer:
         run = self._run(request)
         link = run.router.find(request.path_params["engine_id"])
-        # should its connection break meanwhile, it is not taken back
+        # if its connection breaks meanwhile, it must not be taken back
         await run.revoke(link.lease_id)
         run.router.drain(link, "drained")
         return {"running": len(link.in_flight)}

@@ -1,7 +1,7 @@
-"""A batch for trainers outside this project: its trajectories as an Arrow IPC stream.
+"""The trajectories of a batch as an Arrow IPC stream, for trainers outside this project.
 
-Owns which files a batch is and how they leave: record batch by record batch, so that memory does not grow
-with the batch. Which groups a batch holds is decided in rollout_manager.py.
+Owns which files a batch consists of, and sends them in small record batches so that memory does not grow with
+the batch. Which groups a batch holds is decided in rollout_manager.py.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from storage.trajectories import SCHEMA, iter_trajectories
 MEDIA_TYPE = "application/vnd.apache.arrow.stream"
 
 MAX_ROWS = 16
-"""Of one record batch. The longest trajectories take half a megabyte each: what a reader makes us hold."""
+"""Most rows of a record batch, which bound memory: the longest trajectories take half a megabyte each."""
 
 
 async def batch_files(run: Run, sealer: Sealer, index: int, wait_s: float) -> list[str]:
-    """URIs of the batch's files. A batch that is ready, or is so within `wait_s`, is sealed if it was not.
+    """URIs of the batch's files. A batch that is ready, or gets so within `wait_s`, is sealed if it was not.
 
     Raises ApiError 409 if it is not ready."""
     directory = RunDirectory(run.spec.run_dir)

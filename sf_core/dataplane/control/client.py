@@ -1,4 +1,4 @@
-"""How flows, tasks and agent runners talk to the data plane. One method per route."""
+"""HTTP client of the data plane's control routes, for flows, tasks and commands. One method per route."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ from sf_core.waits import Wait, waiting_for
 CONNECT_S, ANSWER_S = 5.0, 120.0
 
 LONG_POLL_S = 10.0
-"""So long one request waits for a batch; then it is asked again."""
+"""Seconds for which one request waits for a batch before it is repeated."""
 
 ENGINE_PATIENCE_S = 720.0
-"""How long an answer of the engines is awaited: longer than the data plane waits for them itself, which is
-`engine_silence_s`."""
+"""Seconds to wait for an answer that needs the engines: longer than the data plane itself waits for them,
+which is `engine_silence_s`."""
 
 MAX_FAILURES_IN_A_ROW = 100
-"""So many failed sessions without one that finishes are no bad luck: the agent or the reward is broken."""
+"""Failed sessions in a row that end a wait, because the agent or the reward must be broken."""
 
 
 @cache
 def _tls() -> ssl.SSLContext:
-    """Every task makes a client, and reading the certificate authorities takes it 20 ms of CPU."""
+    """Cached, because every task makes a client and loading certificate authorities takes 20 ms of CPU."""
     return httpx.create_ssl_context()
 
 
 class DataplaneError(RuntimeError):
-    """The data plane refused a call; the message is its sentence."""
+    """The data plane refused a call; the message ends with its reason."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
         self.status = status
-        """Of the HTTP answer."""
+        """HTTP status of the answer."""
 
     def __reduce__(self) -> tuple[type[DataplaneError], tuple[str, int]]:
-        # tasks raise it on other machines; exceptions are otherwise made again of their message alone
+        # tasks raise it on other machines; by default exceptions are unpickled from their message alone
         return type(self), (str(self), self.status)
 
 
 class _UnavailableError(DataplaneError):
-    """Refused for now: worth another try."""
+    """The call was refused temporarily and is retried."""
 
 
 class DataplaneClient:
@@ -72,7 +72,7 @@ class DataplaneClient:
         self._run = f"/runs/{run_id}"
         self._patience_s, self._timeout_s = patience_s, timeout_s
         self._stage: dict[str, Any] | None = None
-        """What was reported last: a long wait is shown with it."""
+        """The stage that was last reported; a long wait is shown with it."""
 
     def register(self, **spec: Any) -> dict[str, Any]:
         return self._post("/runs", spec)
@@ -86,8 +86,8 @@ class DataplaneClient:
 
     def wait_for_batch(self, iteration: int, timeout_s: float, absence_timeout_s: float) -> None:
         """Return when the batch is ready. Raises TimeoutError that says what it waited for, at the latest
-        after `absence_timeout_s` without an engine or without an agent runner, or RuntimeError if sessions do
-        nothing but fail or the run is released."""
+        after `absence_timeout_s` without an engine or without an agent runner, and RuntimeError if all
+        sessions fail or the run is released."""
         where = f"{self._run}/batches/{iteration}"
         self._wait(where, "ready", f"batch {iteration}", timeout_s, absence_timeout_s)
 
@@ -98,7 +98,7 @@ class DataplaneClient:
         self._post(f"{self._run}/evaluations/{version}", {"num_tasks": num_tasks})
 
     def wait_for_evaluation(self, version: int, timeout_s: float, absence_timeout_s: float) -> None:
-        """Like `wait_for_batch`, until every session of the evaluation is through."""
+        """Like `wait_for_batch`, until every session of the evaluation is done."""
         where = f"{self._run}/evaluations/{version}"
         self._wait(where, "done", f"evaluation of version {version}", timeout_s, absence_timeout_s)
 
@@ -106,8 +106,8 @@ class DataplaneClient:
         return self._post(f"{self._run}/evaluations/{version}/seal", {"attempt": attempt})
 
     def publish(self, version: int, uri: str) -> dict[str, Any]:
-        """Have every engine take these weights; those that are being made need not have taken them at the
-        return. Raises TimeoutError that names the others that do not."""
+        """Have every engine load these weights; engines that are still starting may load them after the
+        return. Raises TimeoutError that names the others that have not."""
         return self._post_to_engines(
             f"{self._run}/weights",
             {"version": version, "uri": uri},
@@ -127,12 +127,12 @@ class DataplaneClient:
         )
 
     def retire(self, runner: str) -> None:
-        """Send a runner home when it is through with what it has."""
+        """Release a runner once it has finished its sessions."""
         self._post(f"{self._run}/runners/{runner}/retire", {})
 
     def release(self, attempt: int) -> None:
-        """Send runners and engines home. Does nothing for an attempt that was superseded: its own have been
-        taken away, and the others belong to the later one."""
+        """Release runners and engines. No effect for an attempt that was superseded: its own are gone, and
+        those that are there belong to the later one."""
         self._post(f"{self._run}/release", {"attempt": attempt})
 
     def _wait(self, path: str, flag: str, what: str, timeout_s: float, absence_timeout_s: float) -> None:
@@ -180,7 +180,7 @@ class DataplaneClient:
                 raise wait.over() from None
 
     def _show(self, wait: Wait) -> None:
-        """Have the run's status tell of a long wait, until another stage is reported."""
+        """Show a long wait in the run's status until another stage is reported."""
         if self._stage is not None:
             with suppress(httpx.HTTPError):
                 self._http.post(f"{self._run}/stage", json={**self._stage, "wait": wait.facts()}, timeout=2.0)
@@ -207,7 +207,7 @@ class DataplaneClient:
 
 
 def refusal_of(response: httpx.Response) -> str:
-    """The sentence of an answer that is none."""
+    """The reason in an error response."""
     try:
         return str(response.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):

@@ -1,12 +1,11 @@
 """The data plane's end of an engine's connection.
 
-Owns the handshake, which fences what is stale, and the passing of frames, of which a bounded amount waits.
-Stale is what belongs to an earlier attempt of the flow, a lease that was taken back, and of the starts of a
-lease every one with a lower epoch than another that has said hello. Dask starts a lease again when it takes
-its worker for dead; the scheduler numbers the starts as it makes them, so that the order of hellos does not
-matter. The same epoch is the same start, whose connection broke.
-Routing is in router.py. That a machine or a network has died is noticed by the pings of the WebSocket, which
-both ends answer from outside their work (server.py, engine_client.py).
+Owns the handshake, which turns away stale engines, and the transfer of frames through a bounded queue. An
+engine is stale if it belongs to an earlier attempt of the flow, a released run, a revoked lease, or a start
+of its lease with a lower epoch than another that has said hello. Dask starts a lease again when it takes its
+worker for dead; the scheduler numbers the starts as it makes them, so that the order of hellos does not
+matter. The same epoch is the same start, whose connection broke. Routing is in router.py. WebSocket pings,
+answered independently of the work at both ends, detect dead machines and networks (serving.py).
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ from sf_core.engines import wire
 log = logging.getLogger(__name__)
 
 MAX_OUTBOX_BYTES = 64 * 2**20
-"""An engine that reads so much slower than it is given work is dropped; others continue what it had."""
+"""Bytes that may wait for a slow engine; with more it is dropped, and others continue its requests."""
 
 
 MAX_REASON_BYTES = 123
-"""Of a close frame."""
+"""Longest reason of a WebSocket close frame."""
 
 
 class Outbox:
-    """Frames on their way to one engine."""
+    """Bounded queue of frames to one engine."""
 
     def __init__(self, max_bytes: int, on_full: Callable[[], None]) -> None:
         self._frames: asyncio.Queue[bytes] = asyncio.Queue()
@@ -151,4 +150,4 @@ async def _close(socket: WebSocket, code: int, reason: str = "") -> None:
     try:
         await socket.close(code, reason.encode()[:MAX_REASON_BYTES].decode(errors="ignore"))
     except (RuntimeError, WebSocketDisconnect):
-        return  # the other end was faster
+        return  # the other end closed it first

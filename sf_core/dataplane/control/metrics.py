@@ -1,7 +1,7 @@
-"""What Prometheus is told. Owns names, labels and meaning of every figure.
+"""Prometheus metrics of runs, sessions and memory. Owns their names, labels and meaning.
 
-What the data plane counts anyway is read when it is asked for (`Runs`, `Sessions`, `MemoryUse`); only what
-nobody else keeps is counted as it happens, once per request.
+They are figures that the data plane keeps anyway, read when Prometheus scrapes them; what is only counted for
+Prometheus, once per request, is in gateway/metrics.py.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.host import SessionHost
 
 _BRANCH, _REJECTED = "branches.", "rejected_groups."
-"""What names of a run's counters begin with, before a reason."""
+"""Prefixes of those counters of a run whose names end with a reason."""
 
 _ENDS = {"finished": "finished_sessions", "failed": "failed_sessions", "lost": "retries"}
-"""The counters of how sessions end that runners were given."""
+"""Counters of a run for the ends of claimed sessions, by label."""
 
 
 def together(figures: Mapping[str, bytes]) -> bytes:
@@ -52,8 +52,8 @@ class _Read(Collector):
 
 
 class Runs(Collector):
-    """All of a data plane's runs. One that was released has no gauges: nothing moves there any more, as if it
-    hung. Its counters stay, or their sums would fall."""
+    """Metrics of all runs of a data plane. A released run has no gauges, which would stand still as if it
+    hung. Its counters stay, or sums over runs would fall."""
 
     def __init__(self, runs: Mapping[str, Run]) -> None:
         self._runs = runs
@@ -108,7 +108,7 @@ class Runs(Collector):
 
 
 class Sessions(Collector):
-    """What a gateway process tells of the sessions that it serves; those that are over, the hub counts."""
+    """Metrics of the sessions that a gateway process serves; the hub counts those that are over."""
 
     def __init__(self, runs: Mapping[str, SessionHost]) -> None:
         self._runs = runs
@@ -118,7 +118,7 @@ class Sessions(Collector):
 
 
 class MemoryUse(Collector):
-    """Of one process."""
+    """Metrics of the memory of one process."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
@@ -189,7 +189,7 @@ def _branches(runs: Mapping[str, SessionHost]) -> CounterMetricFamily:
 
 
 def _branch_reasons(run: SessionHost) -> Tally[str]:
-    """Of sessions that are over, which the run counts, and of those that are not."""
+    """Number of branches by reason, of ended sessions, which the run counts, and of open ones."""
     reasons = _by_reason(run, _BRANCH)
     for session in run.sessions.values():
         reasons.update(session.branch_reasons)

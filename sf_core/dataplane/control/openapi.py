@@ -1,7 +1,7 @@
 """The OpenAPI 3.1 document of the data plane, at /openapi.json: every route, what it accepts and answers.
 
-Owns what is said of a route. Paths are those of the routes themselves, bodies those of specs.py and of the
-dialects. A route that nothing is said of makes the document fail.
+Owns the descriptions of routes. Paths are those of the routes themselves, bodies those of bodies.py and of
+the dialects. A route without a description makes the document fail.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class Operation:
     summary: str
     body: type[BaseModel] | Schema | None = None
     refusals: tuple[int, ...] = ()
-    """Statuses beside those that follow from the path and the body."""
+    """Error statuses beside those that follow from the path and the body."""
     answers: tuple[str, ...] = (JSON,)
     waits: bool = False
-    """Takes wait_s: the longest wait for what is asked for, in seconds."""
+    """Whether it takes wait_s, the longest wait in seconds."""
 
 
 def _turns(summary: str, body: Schema) -> Operation:
@@ -67,7 +67,7 @@ _AGENTS = {
     "GET /v1/models": Operation("The policies that the caller may use."),
     "GET /v1/models/{model}": Operation("One of them.", refusals=(404,)),
 }
-"""Also below /sessions/{session_id}."""
+"""Agents' routes, which are also served below /sessions/{session_id}."""
 
 _SESSION, _RUN = "/sessions/{session_id}", "/runs/{run_id}"
 _BATCH, _EVALUATION = _RUN + "/batches/{index}", _RUN + "/evaluations/{index}"
@@ -109,7 +109,7 @@ OPERATIONS = {
     "GET /metrics": Operation("Figures for Prometheus.", answers=(TEXT,)),
     "GET /openapi.json": Operation("This document."),
 }
-"""By method and path."""
+"""Descriptions by method and path."""
 
 _ERROR = schemas.fields(
     ("error",), error=schemas.fields(("message", "type"), message=schemas.STRING, type=schemas.STRING)
@@ -129,7 +129,7 @@ REFUSALS = {
 
 
 def document(routes: Iterable[BaseRoute]) -> Schema:
-    """Raises KeyError for a route that is not described above."""
+    """The document of these routes. Raises KeyError for a route that is not described above."""
     components: dict[str, Schema] = {}
     paths: dict[str, Schema] = {}
     for route in routes:
@@ -182,7 +182,7 @@ def _answer(operation: Operation) -> Schema:
 
 
 def _refusal(status: int) -> Schema:
-    # Anthropic's SDK, which says that it is one, has `type` beside `error`
+    # clients that identify as Anthropic's SDK get `type` beside `error`
     return {"description": REFUSALS[status], "content": {JSON: {"schema": _ERROR}}}
 
 

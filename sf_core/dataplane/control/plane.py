@@ -1,4 +1,4 @@
-"""All runs of one data plane: registration, and the commands flows give.
+"""All runs of one data plane: their registration, and the commands of flows.
 
 Owns the map of runs and the once-a-second sweep. Speaks no HTTP (app.py).
 """
@@ -37,8 +37,7 @@ log = logging.getLogger(__name__)
 SWEEP_S = 1.0
 
 LET_GO_S = 600.0
-"""A released run that nobody has worked on for so long is served no more. Registered again, it is read from
-its journal."""
+"""Seconds after which a released idle run is no longer served; registered again, its journal restores it."""
 
 
 class DataPlane:
@@ -50,8 +49,8 @@ class DataPlane:
         memory_mb: float = MEMORY_MB,
         make_run: MakeRun = Run,
     ) -> None:
-        """With a journal directory, the runs that were open when the last process there ended are served
-        again from the start. Raises ValueError if another data plane works in that directory."""
+        """A journal directory lets `reopen` serve again the runs that were open when the last process there
+        ended. Raises ValueError if another data plane uses the directory."""
         self.runs: dict[str, Run] = {}
         self.sealers: dict[str, Sealer] = {}
         self.stores: dict[str, OpenedStore] = {}
@@ -63,10 +62,10 @@ class DataPlane:
         self._registering = asyncio.Lock()
         self._background: set[asyncio.Task[None]] = set()
         self._over_s: dict[str, float] = {}
-        """By run that is over: for how long."""
+        """Seconds for which a run has been over, by its id."""
 
     async def reopen(self) -> None:
-        """Serve again what an earlier process served, before anybody asks for it."""
+        """Serve again the runs that an earlier process served."""
         for path in self._open_runs.journals if self._open_runs else ():
             try:
                 reopened = await reopen_run(
@@ -75,7 +74,7 @@ class DataPlane:
                 if reopened is not None:
                     self._serve(*reopened)
                     await reopened[0].announce()
-            except Exception as error:  # the other runs are served
+            except Exception as error:  # the other runs are to be served
                 log.warning(
                     "%s: the run is not served: %s: %s. Mend that, then start its flow again",
                     path,
@@ -123,8 +122,8 @@ class DataPlane:
         return run
 
     async def open_session(self, body: SessionBody, caller: Caller) -> Session:
-        """A session beside those the rollout manager gives out. Raises ApiError 503 where no flow works on
-        the run, which may be about to begin, and 404 once the run is complete."""
+        """Open an external session, beside those that the rollout manager gives out. Raises ApiError 503
+        while no flow works on the run, because one may be starting, and 404 once the run is complete."""
         if (run := self.runs.get(body.run_id)) is None:
             raise _not_served(body.run_id)
         run = allowed(run, caller)
@@ -141,7 +140,7 @@ class DataPlane:
         if weights.version < run.router.weights.version:
             raise ApiError(409, f"Version {run.router.weights.version} is published already.")
         started = time.monotonic()
-        # before they are recorded: a journal that is compacted meanwhile begins with what the router holds
+        # set before they are recorded: a journal that is compacted meanwhile begins with the router's weights
         run.router.weights = weights
         await run.journal.append(weights_record(weights))
         engines = await run.router.update(weights)
@@ -150,8 +149,8 @@ class DataPlane:
         return {"engines": engines, "seconds": time.monotonic() - started}
 
     async def revoke(self, run: Run, lease_id: str, within_s: float | None = None) -> dict[str, int]:
-        """Returns how many engines left, and how many of them had to be dropped because they had not yielded
-        in time. A lease that has not come yet is turned away when it does."""
+        """Have the engines of a lease yield. Returns how many left, and how many of them were dropped because
+        they had not yielded in time. An engine of the lease that connects later is turned away."""
         await run.revoke(lease_id)
         links = [link for link in run.router.links if link.lease_id == lease_id]
         leaving = [asyncio.ensure_future(run.router.take_away(link, "revoked")) for link in links]
@@ -170,7 +169,7 @@ class DataPlane:
         await run.journal.append(released_record())
         self._take_away(list(run.router.links), run, "released")
         await self.stores[run.spec.run_id].store_or_try_later()
-        # what could not be written yet is for the next process too
+        # a run with results that are not written yet is for the next process too
         if self._open_runs is not None and not run.results.opened:
             self._open_runs.remove(run.spec.run_id)
 
@@ -179,7 +178,7 @@ class DataPlane:
         while True:
             await asyncio.sleep(SWEEP_S)
             now = time.monotonic()
-            # for as long as this process stood still it could hear nobody, and nobody could work
+            # while this process stood still, it could hear no runner, and none could work
             last, elapsed = now, min(now - last, 2 * SWEEP_S)
             for run in list(self.runs.values()):
                 try:
@@ -230,7 +229,7 @@ class DataPlane:
         if is_here:
             folder = RunDirectory(spec.run_dir).journal_dir
         else:
-            # remote filesystems do not append; the directory survives the process, which is what it is for
+            # remote filesystems do not append; this directory survives the process, as a journal must
             folder = self._journal_dir or str(Path(tempfile.gettempdir()) / "seamlessflow")
         return Journal(Path(folder) / f"{spec.run_id}.journal", self._fsync)
 

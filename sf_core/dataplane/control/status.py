@@ -1,4 +1,4 @@
-"""A run as a live display shows it."""
+"""Status of runs, batches and evaluations as control routes answer it and live displays show it."""
 
 from __future__ import annotations
 
@@ -78,22 +78,22 @@ def run_status(run: Run) -> dict[str, Any]:
 
 
 def _tokens_left(run: Run) -> float | None:
-    """Estimate of what is still to be sampled (num_sessions_left); None before a session has finished."""
+    """Estimated tokens still to be sampled (num_sessions_left); None before a session has finished."""
     if (per_session := run.outcomes.mean_tokens) is None:
         return None
     return run.manager.num_sessions_left() * per_session
 
 
 def work_of(run: Run) -> dict[Work, int]:
-    """How many sessions there are for runners: those they work on, and those that wait for one."""
+    """Number of sessions for runners, by kind of work: those claimed, and those that wait for a runner."""
     claimed = [session for session in run.sessions.values() if session.claim is not None]
     answered = sum(session.answer is not None for session in claimed)
     return {"agent": len(claimed) - answered + run.manager.num_open_sessions(), "reward": answered}
 
 
 def straggler(run: Run) -> dict[str, Any] | None:
-    """The session that runs longest. It holds back its group. A batch takes other groups instead until that
-    would exceed the lag bound, and without overlap at once; then, with on_max_lag: wait, it waits for it."""
+    """The session that has run longest, which holds back its group. A batch takes other groups instead until
+    that exceeds the lag bound (at once without overlap); then, with on_max_lag: wait, it waits for it."""
     claimed = [session for session in run.sessions.values() if session.claim is not None]
     if not claimed:
         return None
@@ -108,14 +108,14 @@ def straggler(run: Run) -> dict[str, Any] | None:
 
 
 def num_runners(run: Run) -> int:
-    """Of agents."""
+    """Number of agent runners."""
     return run.runners.of("agent", run.spec.attempt)
 
 
 def _workforce(run: Run) -> dict[str, Any]:
-    """Whether anybody works on what is waited for."""
+    """Whether engines and runners work on what is waited for, and with what success."""
     return {
-        # one that loads works too: making an engine takes as long as it takes
+        # an engine that loads counts too: starting one may take any time
         "engines": len(run.router.links),
         "runners": num_runners(run),
         "failures_in_a_row": run.outcomes.failures_in_a_row,
@@ -124,7 +124,7 @@ def _workforce(run: Run) -> dict[str, Any]:
 
 
 def _awaited(run: Run, what: str) -> str:
-    """One sentence: what is waited for, and all that keeps it from coming; empty if nothing is."""
+    """One sentence: what is waited for, and all that keeps it from coming; empty without a wait."""
     return "; ".join([what, *_obstacles(run)]) if what else ""
 
 

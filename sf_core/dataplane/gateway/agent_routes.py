@@ -1,6 +1,6 @@
-"""The routes of agents, and how any route refuses: what every process that serves turns has.
+"""The agents' routes and the error responses of all routes, in every process that serves turns.
 
-Owns paths and error bodies. What a turn is, gateway.py and the dialects say.
+Owns paths and error bodies; endpoint.py and the dialects own how a request is answered.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _OF_A_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS}
 
 
 def agent_routes(sessions: Lookup[Any]) -> list[Route]:
-    """Where an SDK looks for an API: under /v1, of the whole data plane or of one session."""
+    """The routes below /v1 that SDKs expect, for the whole data plane and for one session."""
     return [*_routes_below("", sessions), *_routes_below(SESSION, sessions)]
 
 
@@ -83,7 +83,7 @@ async def _fail(request: Request, error: Exception) -> Response:
 async def _refuse_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}."
-    # 405 names the methods that there are
+    # the headers of a 405 name the allowed methods
     return await _refuse(request, ApiError(error.status_code, message), error.headers)
 
 
@@ -92,4 +92,4 @@ REFUSALS: Mapping[Any, Callable[[Request, Exception], Awaitable[Response]]] = {
     HTTPException: _refuse_route,
     Exception: _fail,
 }
-"""For Starlette: how each kind of exception is answered."""
+"""Starlette's exception handlers."""

@@ -1,6 +1,6 @@
-"""The agents' routes: HTTP in, turns, HTTP out. ASGI endpoints, because they must see clients go away.
+"""The endpoints that turn HTTP requests of agents into turns, and turns into responses.
 
-Owns reading bodies, forwarding pieces and noticing clients that go away. What a body means, its dialect says.
+Owns reading bodies, forwarding pieces and noticing clients that go away, hence ASGI endpoints.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sf_core.dataplane.turns.turn import CONTEXT_OVERFLOW, count_tokens, open_re
 MAX_BODY_BYTES = 8 * 2**20
 
 FindSession = Callable[[Scope, str], Awaitable[tuple[SessionHost, Session]]]
-"""(connection scope, model name) -> where the request belongs. Raises ApiError."""
+"""(connection scope, model name) -> the host and the session of the request. Raises ApiError."""
 
 
 class Turns:
@@ -63,13 +63,13 @@ class Turns:
 
 
 class TokenCount:
-    """The endpoint that says how long a prompt is, and makes no turn of it."""
+    """The endpoint that counts the tokens of a prompt without beginning a turn."""
 
     def __init__(self, dialect: Dialect, find_session: FindSession) -> None:
         self._dialect, self._find_session = dialect, find_session
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # no answer is asked for, so its length is not given
+        # the dialect requires max_tokens, which a count does not have
         body = {"max_tokens": 1} | parse_object(await read_body(receive))
         run, session = await self._find_session(scope, get(body, "model", (str,), ""))
         refuse_undone(body, run.spec.ignored_fields)
@@ -100,7 +100,7 @@ async def send_body(send: Send, status: int, body: bytes) -> None:
 
 
 def _join(run: SessionHost, session: Session, requests: list[TurnRequest], ticket: Ticket) -> list[Listener]:
-    """The turns that answer these requests; none is begun if one of the requests is refused."""
+    """Listeners on the turns that answer these requests; no turn is begun if a request is refused."""
     if not is_known(session, ticket.of_turn(0)):
         run.router.check_room()
         run.journal.check()
@@ -163,7 +163,7 @@ async def _forward_turn(
 
 
 async def _together(turns: Iterable[Coroutine[Any, Any, Answer]]) -> list[Answer]:
-    """All answers, or the first error; nobody waits for the others then."""
+    """All answers, or the first error, after which the other turns are not awaited."""
     first, *others = turns
     if not others:
         return [await first]

@@ -1,7 +1,7 @@
-"""Event streams that stay open while nothing is sampled, and end when nobody reads them.
+"""Keeps event streams open while nothing is sampled, and ends those that no client reads.
 
-Owns both limits, for every dialect: it stands between server and application and knows of events only that
-comments may stand between them.
+Owns both limits, for every dialect. It sits between server and application and knows nothing of events but
+that comments may come between them.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Any
 from starlette.types import Message, Receive, Send
 
 KEEP_ALIVE_S = 10.0
-"""A stream in which nothing is sent for so long gets a comment: proxies and clients close silent ones."""
+"""A stream that is silent for so long is sent a comment: proxies and clients close silent streams."""
 
 SLOW_READER_S = 60.0
-"""A client that takes nothing of its answer for so long is given up; its tokens wait in memory meanwhile."""
+"""A client that reads nothing of its answer for so long is given up; its tokens wait in memory till then."""
 
 _COMMENT: Message = {"type": "http.response.body", "body": b": waiting\n\n", "more_body": True}
 
 
 class KeptAlive:
-    """`send` and `receive` of one exchange. To be closed when it is over, however it ended."""
+    """`send` and `receive` of one exchange. Must be closed when the exchange is over, however it ended."""
 
     def __init__(self, receive: Receive, send: Send) -> None:
         self._receive, self._send = receive, send
@@ -33,14 +33,14 @@ class KeptAlive:
         self._gave_up = False
 
     async def send(self, message: Message) -> None:
-        """To a client that was given up nothing is sent, as to one that went away."""
+        """Send a message; it is dropped if the client was given up, as if the client had gone away."""
         if self._gave_up:
             return
         self._is_sending = True
         try:
             async with asyncio.timeout(SLOW_READER_S):
                 if self._comment is not None:
-                    # one at a time, or a comment could come behind the end
+                    # one at a time, or a comment could be sent after the end
                     await self._comment
                 await self._send(message)
         except TimeoutError:
@@ -78,7 +78,7 @@ class KeptAlive:
             self._comment = None
 
     def _give_up(self) -> None:
-        """From here on the application sees a client that went away."""
+        """Show the application a client that went away."""
         self._gave_up = True
         self.close()
         if self._receiver is not None:

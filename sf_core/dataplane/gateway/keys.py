@@ -1,4 +1,4 @@
-"""Who sends a request: which key it shows, and which session it names.
+"""The sender of a request: the key that it shows and the session that it names.
 
 A key is given as bearer token or in `x-api-key`. What follows its last colon, if anything, is a session id:
 `KEY:SESSION`, or `session:SESSION` where no key is asked for. The data plane's own key opens every route, a
@@ -25,10 +25,10 @@ AGENT_PATHS = ("/v1/", "/sessions")
 @dataclass(frozen=True, slots=True)
 class Caller:
     given: bytes = field(repr=False)
-    """All that was given in place of a key."""
+    """The whole bearer token or `x-api-key`, as sent."""
     plane_key: bytes | None = field(repr=False)
     named_session: str | None
-    """By a header of its own."""
+    """Session id of the `x-session-id` header."""
 
     @classmethod
     def of(cls, scope: Scope, plane_key: bytes | None) -> Caller:
@@ -39,28 +39,28 @@ class Caller:
 
     @property
     def is_operator(self) -> bool:
-        """It may use every route."""
+        """Whether it may use every route."""
         return self.plane_key is None or self._shows(self.plane_key)
 
     def may_use(self, run: SessionHost) -> bool:
-        """It may act as an agent of the run."""
+        """Whether it may act as an agent of the run."""
         key = run.spec.agents_key
         if self.plane_key is not None and self._shows(self.plane_key):
             return True
         return self.plane_key is None if key is None else self._shows(key.encode())
 
     def session_id(self, scope: Scope) -> str | None:
-        """By the URL, else by header, else by key."""
+        """The session id in the URL, else in the header, else in the key."""
         in_path = scope["path_params"].get("session_id")
         is_whole_key = self.plane_key is not None and hmac.compare_digest(self.given, self.plane_key)
         first, last = (b"", b"") if is_whole_key else self._halves()
         return in_path or self.named_session or (last.decode("latin-1") if first else None)
 
     def _shows(self, key: bytes) -> bool:
-        # both are always compared, so that the time says nothing
+        # both are always compared, so that the time taken tells nothing about the key
         whole = hmac.compare_digest(self.given, key)
         first = hmac.compare_digest(self._halves()[0], key)
-        # an empty key is one that nobody has
+        # an empty key opens nothing
         return bool(key) and (whole or first)
 
     def _halves(self) -> tuple[bytes, bytes]:
@@ -69,7 +69,7 @@ class Caller:
 
 
 class KeyCheck:
-    """Every route, for every client. What it lets through carries its Caller in the scope."""
+    """Middleware that checks every request and puts the Caller into the scope of those it lets through."""
 
     def __init__(self, app: ASGIApp, key: str | None, runs: Callable[[], Iterable[SessionHost]]) -> None:
         self._app = app

@@ -1,4 +1,4 @@
-"""Where a request belongs: its run and its session, by what it names and by whom it is from."""
+"""Finds the run and the session of a request, by the session or model that it names and by its key."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Host = TypeVar("Host", bound=SessionHost)
 
 class Lookup(Generic[Host]):
     def __init__(self, runs: dict[str, Host], first_ad_hoc: int = 1, ad_hoc_step: int = 1) -> None:
-        """Runs by id, as they are at any time. Ad-hoc sessions get every `ad_hoc_step`-th number, so that
-        no two processes give the same."""
+        """`runs` may change at any time. Ad-hoc sessions get every `ad_hoc_step`-th number, so that no two
+        processes give the same."""
         self._runs = runs
         self._ad_hoc_numbers = itertools.count(first_ad_hoc, ad_hoc_step)
 
     async def find_session(self, scope: Scope, model: str) -> tuple[SessionHost, Session]:
-        """With all its turns. Without a session id a fresh ad-hoc session of the newest run that serves this
-        model, of one that is over only if no other does."""
+        """The session of a request, with all its turns in memory. Without a session id it is a new ad-hoc one
+        of the newest run that serves this model; a run that is over is taken only if no other serves it."""
         caller: Caller = scope["caller"]
         session_id = caller.session_id(scope)
         if session_id is None:
@@ -41,7 +41,7 @@ class Lookup(Generic[Host]):
         return run, session
 
     def session(self, session_id: str, caller: Caller) -> tuple[Host, Session]:
-        """Its turns may be on disk (SessionHost.bring_back)."""
+        """An open session and its run; its turns may be on disk (SessionHost.bring_back)."""
         for run in self._runs.values():
             if (session := run.sessions.get(session_id)) is not None:
                 return allowed(run, caller), session

@@ -1,10 +1,8 @@
-"""Prometheus figures that are counted as requests are served; the others are collected (control/metrics.py)."""
+"""Prometheus metrics counted as requests are served; control/metrics.py has those collected on demand."""
 
 from __future__ import annotations
 
-from collections import Counter
-
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.registry import Collector
 
 _OVERHEAD_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 2.0)
@@ -14,7 +12,7 @@ _ENGINE_S = (0.01, 0.05, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.
 
 
 class Metrics:
-    """One per process; its registry is its own."""
+    """The metrics of one process, in a registry of their own."""
 
     def __init__(self, *counted_elsewhere: Collector) -> None:
         self._registry = registry = CollectorRegistry()
@@ -55,5 +53,5 @@ class Metrics:
             registry.register(collector)
 
     def text(self) -> bytes:
-        """In the text format of Prometheus, version 0.0.4."""
+        """All metrics in the text format of Prometheus, version 0.0.4."""
         return generate_latest(self._registry)

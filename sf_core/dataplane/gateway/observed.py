@@ -1,4 +1,4 @@
-"""Every request of an agent, seen from outside: its figures, one trace span per turn, its stream kept alive.
+"""Observes every request of an agent: metrics, one trace span per turn, and its stream kept alive.
 
 Owns what is noted of an exchange, for every dialect alike. Routes know nothing of it: it wraps the
 application, and learns the turns of a request from the router (`asked_by_request`).
@@ -20,14 +20,14 @@ from sf_core.dataplane.gateway.metrics import Metrics
 from sf_core.dataplane.routing.generation import Generation, asked_by_request
 
 CLIENT_GONE = 499
-"""Counted for a client that went away before its answer began."""
+"""Status counted for a client that went away before its answer began."""
 
 _tracer = trace.get_tracer("seamlessflow")
 _propagator = TraceContextTextMapPropagator()
 
 
 class Observed:
-    """ASGI middleware."""
+    """Middleware that wraps every request of an agent."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app, self._metrics = app, metrics
@@ -54,7 +54,7 @@ class Observed:
         turns = [turn for turn in exchange.turns if turn.is_over]
         if not turns:
             return
-        # turns of one request run side by side
+        # turns of one request run concurrently
         with_router = max(turn.over_at for turn in turns) - min(turn.submitted_at for turn in turns)
         metrics.overhead.observe(time.monotonic() - exchange.began_at - with_router)
         context = _trace_context(headers)
@@ -86,7 +86,7 @@ class _Exchange:
 
 
 def _trace_context(headers: dict[bytes, bytes]) -> Context:
-    """The agent's, so that its trace shows the turns it caused."""
+    """The agent's trace context, so that its trace shows the turns it caused."""
     carrier = {
         name: headers[name.encode()].decode("latin-1")
         for name in ("traceparent", "tracestate")
@@ -96,7 +96,7 @@ def _trace_context(headers: dict[bytes, bytes]) -> Context:
 
 
 def _record_span(dialect: str, turn: Generation, context: Context) -> None:
-    """Costs nothing that matters while no SDK of OpenTelemetry is configured."""
+    """Record a turn's span; costs next to nothing without a configured OpenTelemetry SDK."""
     to_unix = time.time() - time.monotonic()
     span = _tracer.start_span(
         "turn",

@@ -87,9 +87,8 @@ class Journal:
         self._syncing: asyncio.Task[None] | None = None
 
     async def replay(self) -> AsyncGenerator[Record, None]:
-        """All intact records, oldest first, read piece by piece: appends go on in between. A broken record is
-        a torn write and cut off with all behind it. Raises ApiError 503 while the journal cannot be
-        written."""
+        """All intact records, oldest first, read piece by piece: appends go on in between. The file is cut at
+        a broken record, whose write was torn. Raises ApiError 503 while the journal cannot be written."""
         pieces = self._read()
         while piece := await self._exclusively(lambda: partial(next, pieces, None)):
             for record in piece:
@@ -246,8 +245,7 @@ class Journal:
             log.warning("%s is written again, after %.0f s", self.path, time.monotonic() - self._failed_at)
 
     async def _exclusively(self, prepare: Callable[[], Callable[[], T]]) -> T:
-        """Run the prepared work in the thread. It alone uses the file, which has all that was appended before
-        the work was prepared."""
+        """Run the prepared work in the thread, alone on the file, which has all that was appended before."""
         try:
             async with self._exclusive:
                 self._write()

@@ -161,8 +161,7 @@ class Memory:
         await asyncio.shield(task)
 
     def reader(self, item: Spillable) -> Callable[[], list[Record]] | None:
-        """Function that reads an item on disk without loading it, in any thread, and may raise OSError; None
-        if the item is in memory."""
+        """Function that reads an item's file, in any thread, or raises OSError; None if it is in memory."""
         entry = self._entries[item]
         return None if entry.file is None else entry.file.read
 

@@ -1,6 +1,4 @@
-"""The choice of running requests to move off engines with long queues. Works on numbers alone, so that router
-and simulator share it.
-"""
+"""Which running requests to move off engines with long queues: on numbers, for router and simulator alike."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Dispatch of a run's generations to its engines.
 
 Owns the engines of one run, the waiting generations, and the order in which an engine is paused, drained or
-taken away. Knows nothing of sessions or text; sends frames through the links it is given. How an engine is
-chosen is in choice.py.
+taken away. Knows nothing of sessions or text; sends frames through its links. choice.py chooses engines.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """How the sessions of a run end: a report becomes a result, a retry, or a rejected group.
 
-Owns that no session is waited for without a runner: whatever is raised while one is closed and exported, its
-place is given out again or its group is rejected with the reason. The rollout manager decides what a failure
-is worth."""
+Makes sure that no session is waited for that has no runner: whatever its closing and export raise, its place
+is given out again or its group rejected with the reason. The rollout manager says what a failure is worth."""
 
 from __future__ import annotations
 
@@ -166,7 +165,7 @@ class Closing(dict[str, Session]):
     """Sessions whose end is being recorded, by id."""
 
     def check(self, session_id: str) -> None:
-        """Raises ApiError 503 for one of them: a second report of its end must be told neither that the
+        """Raises ApiError 503 for such a session: a second report of its end must be told neither that the
         session is unknown nor that its end is recorded."""
         if session_id in self:
             raise ApiError(

@@ -41,7 +41,7 @@ class Outcomes:
 
     @property
     def mean_tokens(self) -> float | None:
-        """Mean number of tokens sampled in one of them; None before one has finished."""
+        """Mean tokens sampled per session, of the last NUM_RECENT; None before one has finished."""
         return sum(self._tokens) / len(self._tokens) if self._tokens else None
 
 

@@ -3,8 +3,7 @@
 Owns what every record does to a run (records of turns: turns/recovery.py), and what a compacted journal must
 still hold. A restarted data plane opens by itself the runs that were open (open_runs.py); a run that a flow
 registers is restored from its journal first, and then registered like one that was open all the time. Records
-are in records.py and turn_records.py, framing in journal.py. Memory stays below its bound throughout
-(memory.py).
+are in records.py and turn_records.py, framing in journal.py. Memory stays below its bound (memory.py).
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ MakeRun = Callable[[RunSpec, Renderer, Journal, float, Memory], Run]
 async def open_run(
     spec: RunSpec, journal: Journal, grace_s: float, memory: Memory, make: MakeRun = Run
 ) -> tuple[Run, Answers]:
-    """Open the run of a registration, restored from its journal if that has it. Raises ApiError."""
+    """Open a registered run, restored from its journal if that holds it. Raises ApiError if it cannot."""
     reopened = await reopen_run(journal, grace_s, memory, make)
     if reopened is None:
         run = make(spec, await read_renderer(spec.model_dir), journal, grace_s, memory)
@@ -255,8 +254,7 @@ def _take_back(run: Run, claim: Claim, finished: FinishedSession) -> None:
 
 
 def compaction(run: Run) -> Compaction:
-    """All that a restart could need, as of now. Includes the last sealed batch, because its flow may not have
-    committed it."""
+    """All that a restart could need now, with the last sealed batch: its flow may not have committed it."""
     manager, weights = run.manager, run.router.weights
     last = manager.next_batch - 1
     batch = manager.batches.get(last, Batch([], {}))

@@ -48,7 +48,7 @@ class Batch:
     rejected: dict[int, str]
     """Groups rejected since the last batch, and why."""
     dropped: list[int] = field(default_factory=list)
-    """Those of `rejected` that sealing this batch has rejected because of the lag bound."""
+    """Groups among `rejected` that sealing this batch has rejected because of the lag bound."""
 
 
 class RolloutManager:

@@ -8,8 +8,8 @@ Split = Literal["train", "holdout"]
 
 
 class Place(NamedTuple):
-    """Where a session belongs. A held-out evaluation is one group: its index is the policy version, its
-    members are the tasks."""
+    """The place of a session in its run. A held-out evaluation is one group: its index is the policy version,
+    its members are the tasks."""
 
     split: Split
     group: int
@@ -21,9 +21,9 @@ class Claim(NamedTuple):
 
     place: Place
     attempt: int
-    """How often the place was given out before."""
+    """Number of times that the place was given out before."""
     draw: int = 0
-    """How many of those failed. Part of the sampling seed: after a failure that the policy may have caused
+    """Number of those that failed. Part of the sampling seed: after a failure that the policy may have caused
     other tokens are sampled, after a loss the same ones."""
 
     def session_id(self, run_id: str) -> str:

@@ -130,8 +130,7 @@ class Session:
         return prompt
 
     def open_ids(self, ids: list[int]) -> Prompt:
-        """The prompt that consists of these ids, new or asked before. It shares its tokens with recorded lines
-        as far as they agree."""
+        """The prompt of these ids, new or asked before. It shares the tokens of lines that begin alike."""
         array = np.array(ids, dtype=np.int32)
         chain = blake2b(array.tobytes(), digest_size=16, person=b"ids").digest()
         prompt = self._prompts.get((chain, ""))
@@ -145,8 +144,8 @@ class Session:
         return prompt
 
     def begin_sample(self, prompt: Prompt, nth: int) -> int:
-        """Count a turn begun from this prompt; returns its number among the prompt's turns. `nth` is its index
-        in its request, or negative for a turn that the session's counters include already."""
+        """Count a turn begun from this prompt; returns its number among the prompt's turns. `nth` is its
+        index in its request, or negative for a turn that the session's counters include already."""
         if nth == 0 and prompt.num_samples:
             self.branch_reasons["asked_again"] += 1
         elif nth == 0 and prompt.branch_reason is not None:
@@ -187,9 +186,8 @@ class Session:
         return turn
 
     def set_aside_unanswered(self) -> int:
-        """When the session ends, move turns whose answer was not delivered to the abandoned ones: only tokens
-        of delivered answers are trained on. Answers that a restart found count as delivered. Returns how many
-        were moved."""
+        """When the session ends, move turns with undelivered answers to the abandoned ones: only delivered
+        answers are trained on. Answers that a restart found count as delivered. Returns the number moved."""
         known = [*(served.known for served in self.served), *self.recorded]
         unanswered = {recorded.turn for recorded in known if recorded.is_unanswered}
         aside = [turn for turn in self.turns if turn in unanswered]

@@ -76,8 +76,7 @@ def _turn_records(session_id: str, turn: Turn, known: RecordedTurn | None) -> It
 
 
 def replay(session: Session, record: Record) -> None:
-    """Apply a record to a session. The records of one turn come in order, those of several turns may
-    interleave."""
+    """Apply a record to a session. Records of one turn come in order, those of several may interleave."""
     kind = kind_of(record)
     if kind == "prompt":
         return session.restore_prompt(read_prompt(record["prompt"], session))

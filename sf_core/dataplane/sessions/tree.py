@@ -62,7 +62,7 @@ class Prompt:
     """Number of tokens before `ids`."""
     ids: Ids
     continues: Turn | None
-    """The turn that its new messages answer; also the parent, unless the template rewrote that turn."""
+    """The turn whose answer its new messages follow; also the parent unless the template rewrote it."""
     messages: list[Message]
     """Messages that it adds."""
     num_messages: int
@@ -106,7 +106,7 @@ class Prompt:
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """What was sampled for a prompt."""
+    """A sampled answer to a prompt."""
 
     prompt: Prompt
     sample: int
@@ -150,8 +150,7 @@ Node = Prompt | Turn
 
 
 def line(node: Node | None, end: int) -> Iterator[tuple[Node, int]]:
-    """The nodes that hold the first `end` tokens of the line of `node`, latest first, each with the position
-    where its part ends."""
+    """The nodes that hold the first `end` tokens of a node's line, latest first, with the end of each."""
     while node is not None:
         yield node, end
         end = node.start
@@ -211,7 +210,7 @@ class TokenTree:
             self._children.setdefault(key, []).append(node)
 
     def follow(self, place: Place, ids: Ids) -> tuple[Place, Ids]:
-        """Walk on from a place as far as recorded tokens equal `ids`; returns the end and the remaining ids."""
+        """Walk on from a place while recorded tokens equal `ids`; returns the end and the remaining ids."""
         node, at = place.node, place.at
         if node is not None and at < node.end:
             num_common = common_length(node.ids[at - node.start :], ids)

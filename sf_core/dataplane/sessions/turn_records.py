@@ -106,8 +106,8 @@ NO_TOKENS = Tokens.of(b"", b"", b"")
 
 @dataclass(slots=True, eq=False)
 class RecordedTurn:
-    """A turn that was begun, as far as it is recorded: what a restart finds of it, and what remains of it when
-    no client waits for it."""
+    """A turn that was begun, as far as it is recorded: what a restart finds of it, and what remains of it
+    when no client waits for it."""
 
     key: TurnKey
     identity: bytes
@@ -136,7 +136,7 @@ class RecordedTurn:
         return self.unanswered and self.turn is not None and not self.turn.has_continuation
 
     def may_be_asked_again(self, prompt: Prompt, identity: bytes) -> bool:
-        """Whether its request may still be retried after a request of this identity has asked `prompt`: an agent
+        """Whether its request may be retried after a request of this identity has asked `prompt`: an agent
         that extends an answer has received it."""
         is_extended = prompt.continues is not None and prompt.continues is self.turn
         return self.turn is None or not (is_extended or identity == self.identity)

@@ -1,4 +1,4 @@
-"""Tasks that nobody awaits: kept until they end, their errors logged."""
+"""Tasks that are not awaited: kept referenced until they end, their errors logged."""
 
 from __future__ import annotations
 

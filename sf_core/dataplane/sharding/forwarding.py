@@ -1,6 +1,6 @@
-"""Requests that came to one process and belong to another, on a connection that was kept open.
+"""Forwarding of requests that reach a process on a kept-alive connection but belong to another.
 
-Owns asking the owner over its Unix socket and giving its answer on, byte by byte, as it comes.
+Owns the request to the owner over its Unix socket, and passing on its answer as it comes.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from sf_core.dataplane.gateway.endpoint import read_body
 from sf_core.dataplane.sharding.owners import Owner, Place, owner_of
 
 RESTART_S = 30.0
-"""How long a request waits for a process that is not there: one that died is started again."""
+"""Seconds for which a request waits for a process that is down: one that died is restarted."""
 
 RETRY_S = 0.1
 
 _OF_THE_CONNECTION = {b"connection", b"expect", b"keep-alive", b"transfer-encoding"}
 _OF_THE_SERVER = _OF_THE_CONNECTION | {b"date"}
-"""What the server on this side says itself."""
+"""Response headers that the server on this side sets itself."""
 
 
 def socket_path(folder: Path, owner: Owner) -> Path:
-    """Where a process serves the requests that others pass on."""
+    """Socket on which a process serves the requests that others forward."""
     return folder / ("hub.sock" if owner is Place.HUB else f"gateway{owner}.sock")
 
 
@@ -43,8 +43,8 @@ class Siblings:
         self._clients: dict[Owner, aiohttp.ClientSession] = {}
 
     async def ask(self, owner: Owner, scope: Scope, body: bytes) -> aiohttp.ClientResponse:
-        """The beginning of its answer. Raises ApiError 503 if it is gone and does not come back in time, or
-        ends before it answers."""
+        """Send a request to its owner; returns the head of the answer. Raises ApiError 503 if the owner is
+        down and not back in time, or ends before it answers."""
         headers = [
             (name.decode("latin-1"), value.decode("latin-1"))
             for name, value in scope["headers"]
@@ -63,7 +63,7 @@ class Siblings:
                     raise absent(f"was not there for {RESTART_S:g} s") from None
                 await asyncio.sleep(RETRY_S)
             except aiohttp.ClientError as error:
-                # it may have begun the turn: only the client can say that it asks again
+                # the owner may have begun the turn: only the client can say that it retries
                 raise absent(f"ended while it worked on this ({type(error).__name__})") from None
 
     def _client(self, owner: Owner) -> aiohttp.ClientSession:
@@ -83,7 +83,7 @@ class Siblings:
 
 
 class Forwarding:
-    """ASGI middleware: what another process owns is answered by that process."""
+    """ASGI middleware that forwards requests which another process owns."""
 
     def __init__(
         self, app: ASGIApp, here: Owner, siblings: Siblings, key: str | None, num_gateways: int
@@ -106,7 +106,7 @@ class Forwarding:
             await refuse(scope, send, error)
 
     async def _forward(self, owner: Owner, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises ApiError while nothing is sent; what breaks later breaks the client's connection."""
+        """Raises ApiError while nothing is sent; later errors break the client's connection."""
         body = await read_body(receive)
         answering = asyncio.ensure_future(self._answer(owner, scope, body, send))
         leaving = asyncio.ensure_future(_until_gone(receive))
@@ -134,7 +134,7 @@ async def _until_gone(receive: Receive) -> None:
 
 
 def absent(why: str) -> ApiError:
-    """What a client is told that is to ask again."""
+    """The error for a client that should retry."""
     message = f"The process that serves this session {why}; try again."
     return ApiError(503, message, code="gateway_restarting", retry_after_s=RETRY_AFTER_S)
 

@@ -1,7 +1,6 @@
-"""The sessions of one run that a gateway process owns.
+"""A gateway process's part of a run: the sessions that the process owns.
 
-Owns their turns, the journal of these and what becomes of them at the end. Which sessions are open, the hub
-says (hub_run.py).
+Owns their turns, the journal of these, and their export. Which are open is the hub's decision (hub_run.py).
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ class GatewayRun(SessionHost):
         super().__init__(spec, renderer, journal, router, grace_s, memory)
         self._hub = hub
         self.oldest: dict[str, int] = {}
-        """By session: the oldest version in what the journal had of it."""
+        """Oldest policy version by session id, of the turns that the journal had."""
         self._closed: dict[str, Record | None] = {}
-        """What sessions left behind that is not yet in the journal of the hub; None: it is being exported."""
+        """Results of sessions that the hub's journal does not have yet, by id; None while being exported."""
 
     def count(self, name: str, number: int = 1) -> None:
         if number:
@@ -54,7 +53,7 @@ class GatewayRun(SessionHost):
     async def restore(self, sessions: Iterable[Session]) -> None:
         """Open these sessions, with the turns that a process before this one recorded. Raises ApiError 503
         while the journal cannot be written."""
-        # what a dead process left on disk is in the journal too
+        # everything that a dead process spilled is in the journal too
         await asyncio.to_thread(shutil.rmtree, self.spill_dir, ignore_errors=True)
         self.open_new(sessions)
         async with aclosing(self.journal.replay()) as records:
@@ -68,19 +67,19 @@ class GatewayRun(SessionHost):
                 self.open(session)
 
     def keep_only(self, session_ids: Iterable[str]) -> None:
-        """The others are over."""
+        """Drop all other sessions, which are over."""
         for session_id in self.sessions.keys() - set(session_ids):
             self.drop(self.sessions[session_id], "the session is over")
 
     def find(self, session_id: str) -> Session:
-        """Raises ApiError 404."""
+        """The open session of this id. Raises ApiError 404."""
         if (session := self.sessions.get(session_id)) is None:
             raise ApiError.no_session(session_id)
         return session
 
     async def close(self, session_id: str, report: FinishBody) -> Record:
-        """What the session leaves behind. Asked again it is the same, until `forget_closed`. Raises ApiError
-        404, and 500 if its turns cannot be read back."""
+        """End a session and return its result; later calls return the same until `forget_closed`. Raises
+        ApiError 404, and 500 if its turns cannot be read back."""
         record = self._closed.get(session_id)
         if record is None:
             session = self.find(session_id)
@@ -91,17 +90,17 @@ class GatewayRun(SessionHost):
         return record
 
     def forget_closed(self, session_id: str) -> None:
-        """The hub has what it left behind."""
+        """Forget the result of a session, which the hub has."""
         self._closed.pop(session_id, None)
 
     async def leave(self) -> None:
-        """It will not be served."""
+        """Stop serving the run."""
         for session_id in list(self.sessions):
             self.forget(session_id)
         await self.journal.close()
 
     async def compact(self) -> None:
-        """Of sessions that are over nothing is asked any more."""
+        """Drop the records of sessions that are over and exported."""
         await self.journal.compact(lambda: ([], self._is_held))
 
     def _is_held(self, record: Record) -> bool:

@@ -1,7 +1,7 @@
 """The hub's gateway processes: started, kept alive, told what is open, asked for what they hold.
 
-Owns the processes and which of them a connection goes to. What travels between them is in peer.py and
-relay.py; what is a gateway's business of a run is in hub_run.py.
+Owns the processes and the choice of one for a connection. The frames between them are in peer.py and
+relay.py; what a run asks of its gateways is in hub_run.py.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from sf_core.dataplane.sharding.relay import Downlink
 log = logging.getLogger(__name__)
 
 ANSWER_S = 60.0
-"""A gateway process, started again if need be, that does not answer for so long is given up."""
+"""Seconds to wait for an answer of a gateway process, including the time to restart it."""
 
 STEADY_S = 10.0
-"""One that dies sooner than this after its start is started again with more and more delay."""
+"""A process that dies sooner than this after its start is restarted with growing delay."""
 
 MAX_DELAY_S = 10.0
-"""Of starting one again, and of asking it again to open a run that it could not open."""
+"""Longest delay of restarting a process, and of asking it again to open a run that it could not open."""
 
 END_S = 5.0
 
@@ -57,12 +57,12 @@ class Gateways:
     def __init__(
         self, num_gateways: int, folder: Path, key: str | None, fsync: Fsync, grace_s: float, memory_mb: float
     ) -> None:
-        """The folder is for sockets; the memory is that of each."""
+        """The folder is for sockets; the memory bound is that of each process."""
         self.num_gateways, self.folder = num_gateways, folder
         self._key = key
         self._siblings = Siblings(folder)
         self.runs: dict[str, HubRun] = {}
-        """Those that the processes know of."""
+        """Runs that the processes know of, by id."""
         self._spread = 0
         self._processes = [
             _Kept(Settings(i, num_gateways, str(folder), key, fsync, grace_s, memory_mb), self.runs)
@@ -75,7 +75,7 @@ class Gateways:
         return HubRun(self, spec, renderer, journal, grace_s, memory)
 
     def forwarding(self) -> Middleware:
-        """For the hub's application: it gives no turn itself."""
+        """Middleware of the hub's application, which serves no turns itself."""
         return Middleware(
             Forwarding,
             here=Place.HUB,
@@ -95,25 +95,25 @@ class Gateways:
                 task.cancel()
             await asyncio.gather(*keeping, return_exceptions=True)
             await self._siblings.close()
-            # here, because a signal that ended the server ends the process before anything else
+            # removed here, because a signal that ended the server ends the process before anything else
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def owner(self, session_id: str) -> int:
         return gateway_of(session_id, self.num_gateways)
 
     def tell(self, owner: int, kind: str, value: Any) -> None:
-        """No effect while that process is not there: it is told all when it comes."""
+        """No effect while that process is down: it is told everything when it starts."""
         self._processes[owner].tell(kind, value)
 
     async def ask(self, owner: int, kind: str, value: Callable[[], Any]) -> Any:
-        """Asked again if the process dies meanwhile: the value is that of the moment in which it is sent, so
-        that what is told later is later. Raises ApiError 503 without an answer in time, and whatever the
-        process refuses with."""
+        """Ask a process, and again if it dies meanwhile. `value` is called whenever the question is sent, so
+        that what is told after that is never older. Raises ApiError 503 without an answer in time, and the
+        ApiError with which the process refuses."""
         return await self._processes[owner].ask(kind, value)
 
     async def open(self, run: HubRun) -> None:
-        """Returns when every process serves the run as it is now. Raises ApiError if one cannot for now: that
-        is asked again until it can."""
+        """Return when every process serves the run as it is now. Raises ApiError if one cannot for now; it is
+        then asked again in the background until it can."""
         await asyncio.gather(*(process.open(run) for process in self._processes))
 
     async def figures(self) -> dict[str, bytes]:
@@ -123,8 +123,8 @@ class Gateways:
         return {f"gateway{i}": text for i, text in enumerate(texts)}
 
     async def pass_on(self, connection: socket.socket, head: bytes) -> bool:
-        """Gives a connection to the process that owns its first request; False if that is the hub, or is not
-        there: then the hub passes on the request when it is."""
+        """Hand a connection to the process that owns its first request; False if that is the hub, or is down:
+        then the hub forwards the request once the process is up."""
         scope = read_head(head)
         key = None if self._key is None else self._key.encode()
         owner = Place.HUB if scope is None else owner_of(scope, key, self.num_gateways)
@@ -137,7 +137,7 @@ class Gateways:
 
 
 class _Kept:
-    """One gateway process, started again whenever it ends."""
+    """One gateway process, restarted whenever it ends."""
 
     def __init__(self, settings: Settings, runs: dict[str, HubRun]) -> None:
         self._settings, self._runs = settings, runs
@@ -146,12 +146,12 @@ class _Kept:
         self._downlink: Downlink | None = None
         self._channel: socket.socket | None = None
         self._reachable = asyncio.Event()
-        """It can be told and asked."""
+        """Set while the process can be told and asked."""
         self._serving = asyncio.Event()
-        """It knows which runs there are: what is asked of them waits there until they are open."""
+        """Set while the process knows which runs there are, so that their requests can wait there."""
         self._lost = asyncio.Event()
         self._opening: set[tuple[Peer, str]] = set()
-        """Runs that it is asked to open until it does."""
+        """Runs that a process is asked to open until it does, by connection and id."""
         self._background = Background()
         self._ending = False
 
@@ -174,7 +174,7 @@ class _Kept:
             await asyncio.sleep(delay_s)
 
     async def end(self) -> None:
-        """Have it write what it holds and leave; it is killed if it takes too long."""
+        """Have the process write what it holds and exit; it is killed if it takes too long."""
         self._ending = True
         self._background.cancel()
         self.tell("end", True)
@@ -209,7 +209,7 @@ class _Kept:
             raise
 
     async def take(self, connection: socket.socket) -> bool:
-        """Pass it this connection; False if it is not there in time."""
+        """Hand the process this connection; False if it is not up in time."""
         try:
             async with asyncio.timeout(RESTART_S):
                 await self._serving.wait()
@@ -242,8 +242,8 @@ class _Kept:
         await asyncio.get_running_loop().create_unix_connection(lambda: peer, sock=frames)
 
     async def _tell_all(self) -> None:
-        """What is open; told before anything else, so that what is told later finds it. Returns when it
-        knows, or is lost."""
+        """Tell a new process which runs are open, before anything else, so that later messages find them.
+        Returns when it knows, or is lost."""
         if (peer := self._peer) is None:
             return
         named = peer.ask("runs", list(self._runs))
@@ -255,7 +255,7 @@ class _Kept:
             self._serving.set()
 
     def _have_opened(self, run: HubRun, peer: Peer) -> None:
-        """Ask this process, now and again until it serves the run or one of both is gone."""
+        """Ask this process, again and again, until it serves the run or either is gone."""
         if (peer, run.spec.run_id) not in self._opening:
             self._opening.add((peer, run.spec.run_id))
             self._background.start(self._until_open(run, peer, self._ask_to_open(run, peer)))
@@ -274,7 +274,7 @@ class _Kept:
                     return
                 question = self._ask_to_open(run, peer)
         except ConnectionError:
-            return  # whatever is started in its place is told all
+            return  # the process that is started in its place is told everything
         finally:
             self._opening.discard((peer, run_id))
 

@@ -1,7 +1,7 @@
-"""A run whose turns are served by gateway processes.
+"""The hub's part of a run whose turns are served by gateway processes.
 
-Owns what becomes of a run's acts when its sessions are elsewhere: opened and dropped there, exported from
-there. Everything else of a run is as in one process.
+Owns what a run does differently when its sessions are in other processes: it has them opened, dropped and
+exported there. All else is as in one process.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class HubRun(Run):
         await self._gateways.open(self)
 
     def state_for(self, gateway: int) -> list[Any]:
-        """What the gateway is told of the run when it or the run begins."""
+        """State of the run that a gateway is told when the gateway or the run starts."""
         held = {**self.sessions, **self.closing}
         sessions = [s for name, s in held.items() if self._gateways.owner(name) == gateway]
         opened = opened_record(sessions)["opened"]
         return [run_record(self.spec)["run"], opened, str(self.journal.path), self.released]
 
     def note_versions(self, versions: dict[str, int]) -> None:
-        """The oldest version of each session that a journal of turns has one of."""
+        """Note the oldest policy version of each session, as a gateway has read them from its journal."""
         for session_id, version in versions.items():
             session = self.sessions.get(session_id)
             if session is not None and session.claim is not None:
@@ -70,7 +70,7 @@ class HubRun(Run):
 
     def open(self, session: Session) -> None:
         super().open(session)
-        # what there is to spill of it is with its gateway
+        # its turns, which are what could be spilled, are in its gateway
         self.memory.remove(session)
 
     def drop(self, session: Session, reason: str) -> None:
@@ -81,7 +81,7 @@ class HubRun(Run):
         try:
             await super().finish(session, body)
         finally:
-            # until its end is in the journal, its gateway must keep it
+            # not earlier: until its end is in the journal, its gateway must keep it
             if session.session_id not in self.sessions and session.session_id not in self.closing:
                 self._tell_owner(session, "forget")
 
@@ -106,7 +106,7 @@ class HubRun(Run):
             self._gateways.tell(i, "compact", self.spec.run_id)
 
     async def take_out(self, session: Session, report: FinishBody) -> FinishedSession:
-        """Raises ApiError without an answer of its gateway; the session is open again then."""
+        """Have a session exported by its gateway. Raises ApiError if it is not; it is open again then."""
         expires_at = session.expires_at
         self.forget(session.session_id)
         facts = report.model_dump(mode="json", include=set(FinishBody.model_fields))
@@ -119,7 +119,7 @@ class HubRun(Run):
             raise
 
     async def _tell_opened(self, sessions: list[Session]) -> None:
-        """Returns when their gateways serve them."""
+        """Return when the gateways of these sessions serve them."""
         owned: dict[int, list[Session]] = {}
         for session in sessions:
             owned.setdefault(self._gateways.owner(session.session_id), []).append(session)
@@ -128,7 +128,7 @@ class HubRun(Run):
         )
 
     def _opened(self, sessions: list[Session]) -> list[Any]:
-        """Without those that have ended meanwhile."""
+        """Message that opens these sessions, without those that have ended meanwhile."""
         still = [session for session in sessions if self.sessions.get(session.session_id) is session]
         return [self.spec.run_id, opened_record(still)["opened"]]
 

@@ -16,7 +16,7 @@ from sf_core.dataplane.sharding.owners import Place
 from sf_core.dataplane.sharding.port import AdoptingServer, Port
 
 MAX_FOLDER_CHARS = 80
-"""Linux has room for 107 bytes in the path of a socket."""
+"""Longest path of the folder of sockets: Linux has room for 107 bytes in the path of a socket."""
 
 
 def serve_with_gateways(
@@ -28,8 +28,8 @@ def serve_with_gateways(
     grace_s: float,
     memory_mb: float,
 ) -> None:
-    """See `serve`; it listens once it is known that nobody else works in the journal directory. Raises
-    ValueError too if the folder for temporary files has too long a path."""
+    """See `serve`; `listen` is called once it is known that no other data plane uses the journal directory.
+    Raises ValueError too if the folder for temporary files has too long a path."""
     share_mb = memory_mb / (1 + num_gateways)
     # readable by nobody else: over the sockets in it one process trusts the other
     with tempfile.TemporaryDirectory(prefix="sf-gateways-", ignore_cleanup_errors=True) as folder:

@@ -1,7 +1,7 @@
-"""The runs that the hub has named to a gateway process, and requests that come before theirs is open there: a
-process that was started again first reads its journals.
+"""The runs that the hub has named to a gateway process. Requests wait until theirs is open there, because a
+restarted process first reads its journals.
 
-Owns their order and the waiting. Opening them is in process.py.
+Owns the order of the runs and the waiting. The runs are opened in process.py.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from sf_core.dataplane.signals import Signal
 class NamedRuns:
     def __init__(self) -> None:
         self.open: dict[str, GatewayRun] = {}
-        """By id, in the order in which the hub has them: a request that names no session is of the last."""
+        """Open runs by id, in the hub's order: a request without a session goes to the last of its model."""
         self._names: list[str] = []
         self._missing: dict[str, str | None] = {}
-        """Those that are not open, and why they could not be opened; None: they were not tried yet."""
+        """Ids of runs that are not open, with the reason why opening failed; None: not tried yet."""
         self._is_told = False
         self._changed = Signal()
 
     def name(self, run_ids: Iterable[str]) -> None:
-        """The hub has these."""
+        """Note that the hub has these runs."""
         for run_id in run_ids:
             if run_id not in self._names:
                 self._names.append(run_id)
@@ -37,7 +37,7 @@ class NamedRuns:
         self._changed.notify()
 
     def add(self, run: GatewayRun) -> None:
-        """It is open."""
+        """Note that a run is open."""
         self.open[run.spec.run_id] = run
         for run_id in self._names:
             if run_id in self.open:
@@ -46,7 +46,7 @@ class NamedRuns:
         self._changed.notify()
 
     def remove(self, run_id: str) -> GatewayRun | None:
-        """The hub has it no more. Returns it, if it was open."""
+        """Forget a run that the hub no longer has. Returns it if it was open."""
         if run_id in self._names:
             self._names.remove(run_id)
         self._missing.pop(run_id, None)
@@ -54,33 +54,33 @@ class NamedRuns:
         return self.open.pop(run_id, None)
 
     def note_failure(self, run_id: str, reason: str) -> None:
-        """It could not be opened; the hub asks again."""
+        """Note why a run could not be opened; the hub asks again."""
         if run_id in self._missing:
             self._missing[run_id] = reason
             self._changed.notify()
 
     @property
     def are_open(self) -> bool:
-        """All of them."""
+        """Whether all runs of the hub are known and open."""
         return self._is_told and not self._missing
 
     async def wait_for(self, session_id: str | None) -> None:
-        """Returns when the run of this session is open, or the hub has none that it could be of; without a
-        session, when every run was tried. Raises ApiError 503 if that takes too long."""
+        """Return when the run of this session is open, or the hub has no run that it could belong to; without
+        a session, when every run was tried. Raises ApiError 503 if that takes too long."""
         if await self._changed.until(lambda: self._is_told and not self._awaited(session_id), RESTART_S):
             return
         reasons = [reason for reason in self._awaited(session_id).values() if reason is not None]
         raise absent(f"has not opened it within {RESTART_S:g} s{': ' if reasons else ''}{' '.join(reasons)}")
 
     def _awaited(self, session_id: str | None) -> dict[str, str | None]:
-        """Of those that are not open."""
+        """The runs to wait for, as in `_missing`."""
         if session_id is None:
             return {run_id: reason for run_id, reason in self._missing.items() if reason is None}
         return {name: reason for name, reason in self._missing.items() if session_id.startswith(f"{name}.")}
 
 
 class Opening:
-    """ASGI middleware: a request is answered when its run is open."""
+    """ASGI middleware that holds requests back until their run is open."""
 
     def __init__(self, app: ASGIApp, runs: NamedRuns, key: str | None) -> None:
         self._app, self._runs = app, runs

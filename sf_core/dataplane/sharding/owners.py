@@ -20,13 +20,13 @@ END_OF_HEAD = b"\r\n\r\n"
 
 class Place(Enum):
     HUB = "hub"
-    """It gives no turn: whatever is asked of runs, and of a session beside its turns."""
+    """All requests but those of agents below /v1: commands on runs, and on sessions."""
     ANYWHERE = "anywhere"
-    """A turn without a session, which any gateway makes one for."""
+    """Requests of agents that name no session: any gateway opens one for them."""
 
 
 Owner = int | Place
-"""A number from 0 on: that gateway process."""
+"""A number is the index of a gateway process, from 0."""
 
 
 def gateway_of(session_id: str, num_gateways: int) -> int:
@@ -34,7 +34,7 @@ def gateway_of(session_id: str, num_gateways: int) -> int:
 
 
 def owner_of(scope: Scope, plane_key: bytes | None, num_gateways: int) -> Owner:
-    """Of a request, by its path and its headers; its scope need not have passed a router."""
+    """The owner of a request, by its path and its headers; its scope need not have passed a router."""
     if scope["type"] != "http" or _AGENTS_PATH.match(scope["path"]) is None:
         return Place.HUB
     session_id = session_of(scope, plane_key)
@@ -48,8 +48,8 @@ def session_of(scope: Scope, plane_key: bytes | None) -> str | None:
 
 
 def read_head(data: bytes) -> Scope | None:
-    """What a connection's first bytes ask for, so far as `owner_of` needs it; None if that is not all there
-    or is no HTTP."""
+    """Scope of the request that a connection's first bytes hold, as far as `owner_of` needs it; None if they
+    are no whole head of an HTTP request."""
     end = data.find(END_OF_HEAD)
     if end < 0:
         return None

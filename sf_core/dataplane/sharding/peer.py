@@ -1,7 +1,6 @@
 """Frames between two processes of one data plane, over a stream that both have from the start.
 
-Owns the order of frames and questions that are answered. A frame is one of wire.py's; MessagePack says itself
-where it ends.
+Owns the order of frames, and questions with answers. Frames are those of wire.py; MessagePack delimits them.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from sf_core.dataplane.errors import ApiError
 from sf_core.engines import wire
 
 MAX_UNREAD_BYTES = 2**30
-"""Of a frame, and of what was written and not read yet: a process that reads so much slower is given up."""
+"""Most bytes of a frame, and most unread bytes: the connection to a slower reader is aborted."""
 
 
 class Peer(asyncio.Protocol):
@@ -29,22 +28,22 @@ class Peer(asyncio.Protocol):
         self._numbers = itertools.count()
 
     def tell(self, kind: str, value: Any) -> None:
-        """No effect once the connection is lost."""
+        """Send a frame; no effect once the connection is lost."""
         if self._transport is not None:
             self._transport.write(wire.pack(kind, value))
             if self._transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
                 self._transport.abort()
 
     def ask(self, kind: str, value: Any) -> asyncio.Future[Any]:
-        """Sent at once. The answer is awaited: a ConnectionError if the connection is lost before, an
-        ApiError if the other end refuses or fails."""
+        """Send a question at once. Awaiting the answer raises ConnectionError if the connection is lost
+        before, and ApiError if the other end refuses or fails."""
         number = next(self._numbers)
         question = asyncio.get_running_loop().create_future()
         if self._transport is None:
             question.set_exception(_gone())
         else:
             self._questions[number] = question
-            # whoever asked may give up
+            # also when the caller gives up
             question.add_done_callback(lambda _: self._questions.pop(number, None))
             self.tell("ask", [number, kind, value])
         return question
@@ -82,7 +81,7 @@ class Peer(asyncio.Protocol):
     def _take_answer(self, kind: str, number: int, value: Any) -> None:
         question = self._questions.get(number)
         if question is None or question.done():
-            return  # whoever asked has given up
+            return  # the caller has given up
         if kind == "answer":
             question.set_result(value)
         else:

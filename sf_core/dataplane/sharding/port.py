@@ -1,6 +1,6 @@
-"""The one port: connections are accepted by the hub and served where their first request belongs.
+"""The one port: the hub accepts connections, and the process that owns the first request serves them.
 
-Owns looking at that request without taking it, and passing connections between processes.
+Owns peeking at that request, and passing connections between processes.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from sf_core.dataplane.sharding.owners import END_OF_HEAD
 
 MAX_HEAD_BYTES = 64 * 2**10
 FIRST_BYTE_S = 75.0
-"""A connection on which nothing comes for so long is closed, as one is between requests."""
+"""Seconds without a byte after which a new connection is closed, as an idle one is between requests."""
 HEAD_S = 10.0
-"""What has come of a request's head so long after its first byte has to do."""
+"""Seconds for a request's head after its first byte; then what has come of it must do."""
 
 PAUSE_S = 1.0
-"""How long none is accepted when there is no room for one."""
+"""Seconds in which no connection is accepted after an accept failed, for lack of descriptors say."""
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ Adopt = Callable[[socket.socket], Coroutine[Any, Any, None]]
 """Serves a connection in this process."""
 
 PassOn = Callable[[socket.socket, bytes], Awaitable[bool]]
-"""Gives a connection, of which this was seen, to another process; False if it is to be served here."""
+"""Hands a connection, given its first bytes, to another process; False if it is to be served here."""
 
 
 class Source(Protocol):
@@ -107,12 +107,12 @@ class Port(Source):
 
 
 async def _peek_head(connection: socket.socket) -> bytes:
-    """What has come of the first request: its whole head, if it comes in time. Empty if nothing comes."""
+    """What has come of the first request, left unread: its whole head if that comes in time; may be empty."""
     seen = b""
     try:
         async with asyncio.timeout(FIRST_BYTE_S) as limit:
             while len(seen) < MAX_HEAD_BYTES and END_OF_HEAD not in seen:
-                # readable means more than what was seen: that is still there
+                # peeked bytes stay in the buffer: wait for more than those
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, len(seen) + 1)
                 await _until_readable(connection)
                 came = connection.recv(MAX_HEAD_BYTES, socket.MSG_PEEK)
@@ -148,7 +148,7 @@ def give(channel: socket.socket, connection: socket.socket) -> bool:
 
 
 class Channel(Source):
-    """The end at which connections arrive."""
+    """Receiving end of `give`: serves the connections that arrive."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel

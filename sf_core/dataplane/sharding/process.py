@@ -1,7 +1,7 @@
 """`python -m sf_core.dataplane.sharding.process`: a gateway process, started by the hub.
 
-Serves the turns of the sessions it owns and keeps a journal of them. Which sessions are open, the hub says;
-every token comes from there. It ends with its hub.
+Serves the turns of the sessions it owns and keeps a journal of them. The hub decides which sessions are open
+and relays every token. The process ends with its hub.
 """
 
 from __future__ import annotations
@@ -52,24 +52,24 @@ from sf_core.dataplane.sharding.relay import Uplink, UplinkRouter
 log = logging.getLogger(__name__)
 
 LOCK_S = 30.0
-"""How long the process waits for one before it to leave its journal."""
+"""Seconds to wait for an earlier process to release the lock of its journal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the hub says on standard input, as JSON."""
+    """Settings that the hub writes to standard input, as JSON."""
 
     index: int
     num_gateways: int
     folder: str
-    """For sockets."""
+    """Folder of the Unix sockets."""
     key: str | None
     fsync: Fsync
     grace_s: float
     memory_mb: float
     frames_fd: int = -1
     channel_fd: int = -1
-    """Descriptors that the process inherits: to the hub, and for the connections it is given."""
+    """Inherited descriptors: of the stream to the hub, and of the channel on which connections arrive."""
 
 
 class GatewayProcess:
@@ -83,7 +83,7 @@ class GatewayProcess:
         self._peer = Peer(self._take, self._hub_is_gone)
         self._uplink = Uplink(self._peer)
         self._in_order: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        """By run: orders are carried out one after the other, as they were given."""
+        """Locks by run: its messages are handled one after the other, in their order."""
         self._background = Background()
         self._locks: dict[Path, int] = {}
         """File descriptors of the journals' locks, held until the process ends."""
@@ -137,7 +137,7 @@ class GatewayProcess:
             case "end":
                 for earlier in list(self._in_order.values()):
                     async with earlier:
-                        pass  # what was asked before is answered
+                        pass  # all that was asked before is answered now
                 assert self.server is not None
                 self.server.should_exit = True
 
@@ -146,7 +146,7 @@ class GatewayProcess:
             return self._peer.answer(number, await self._reply(kind, value))
         except ApiError as error:
             refusal = error
-        except Exception as error:  # the hub tells whoever asked
+        except Exception as error:  # the hub answers the request with it
             log.exception("%s failed", kind)
             refusal = ApiError(500, f"The data plane failed: {type(error).__name__}.")
         if kind == "run":
@@ -186,7 +186,7 @@ class GatewayProcess:
     async def _open_run(
         self, spec: dict[str, Any], opened: list[Any], journal: str, released: bool
     ) -> dict[str, int]:
-        """The run as the hub has it; returns the oldest version of each session that has one."""
+        """Serve the run as the hub has it; returns the oldest policy version of each session that has one."""
         told = RunSpec.model_validate(spec)
         sessions = {session.session_id: session for session in read_opened({"opened": opened})}
         self.named.name([told.run_id])
@@ -199,7 +199,7 @@ class GatewayProcess:
         return run.oldest
 
     async def _restore_run(self, spec: RunSpec, sessions: dict[str, Session], hubs: Path) -> GatewayRun:
-        """With the turns that a process before this one recorded."""
+        """Open the run with the turns that a process before this one recorded."""
         path = hubs.with_suffix(".gateways") / f"{self._settings.index}.journal"
         await self._lock(path)
         renderer = await read_renderer(spec.model_dir)
@@ -209,7 +209,7 @@ class GatewayProcess:
         try:
             await run.restore(sessions.values())
         except Exception:
-            # it is tried again from the start
+            # the hub asks again, and opening starts from the beginning
             await run.leave()
             raise
         return run
@@ -220,7 +220,7 @@ class GatewayProcess:
             os.close(self._locks.pop(run.journal.path))
 
     async def _lock(self, path: Path) -> None:
-        """Raises ApiError if another process keeps this journal."""
+        """Lock this journal. Raises ApiError if another process holds it."""
         if path in self._locks:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -236,7 +236,7 @@ class GatewayProcess:
 
 
 def _run_of(kind: str, value: Any) -> str | None:
-    """The run that an order is about; None: it is about none, or about all."""
+    """The run that a message is about; None: about none, or about all."""
     if kind == "ask":
         _, kind, value = value
     match kind:
@@ -281,7 +281,7 @@ def make_gateway_app(process: GatewayProcess, settings: Settings) -> Starlette:
 def main() -> None:
     settings = Settings(**json.load(sys.stdin))
     assert settings.fsync in get_args(Fsync)
-    # a terminal sends it to every process of the hub's group; the hub says when it is over
+    # a terminal sends SIGINT to every process of the hub's group; the hub says when to end
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     process = GatewayProcess(settings)
     config = server_config(

@@ -1,8 +1,8 @@
-"""Turns of gateway processes on their way to the engines: requests go up to the hub, tokens come down.
+"""Relay between the turns of gateway processes and the engines: requests go up to the hub, tokens come down.
 
-Owns both ends. Below, a turn's generation waits for what comes; above, the same generation is the router's,
-which moves it between engines as any other, and forwards what it takes in. What happens within one turn of
-the event loop travels in one frame.
+Owns both ends. In the gateway, a turn's generation waits for tokens. In the hub, a copy of it is dispatched
+by the router like any other, and forwards the chunks it absorbs. All that happens within one turn of the
+event loop travels in one frame.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from sf_core.engines.wire import pack_array, unpack_array
 from sf_core.types import Chunk, FinishReason, Sampling
 
 CROWDED_S = 0.05
-"""How often it is looked whether a full line of waiting requests has room again."""
+"""Seconds between checks whether a full wait queue has room again."""
 
 _connections = itertools.count()
 
 
 class _Outbox:
-    """Gathers values for one kind of frame."""
+    """Gathers the values of one turn of the event loop into a frame of one kind."""
 
     def __init__(self, peer: Peer, kind: str) -> None:
         self._peer, self._kind = peer, kind
@@ -47,14 +47,14 @@ class _Outbox:
 
 
 class Uplink:
-    """The gateway's end: generations that the hub's routers work on."""
+    """The gateway's end: its generations that the hub's routers dispatch."""
 
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
         self._submits = _Outbox(peer, "submit")
         self._in_flight: dict[str, Generation] = {}
         self.crowded: dict[str, ApiError] = {}
-        """Why a run takes no more requests."""
+        """Why runs take no more requests, by id."""
 
     def submit(self, run_id: str, generation: Generation) -> None:
         self._in_flight[generation.request_id] = generation
@@ -62,7 +62,7 @@ class Uplink:
 
     def stop(self, generation: Generation) -> None:
         if self._in_flight.pop(generation.request_id, None) is not None:
-            # never ahead of the request itself
+            # the stop must not overtake the request
             self._submits.flush()
             self._peer.tell("stop", generation.request_id)
 
@@ -116,7 +116,7 @@ class Uplink:
 
 
 class UplinkRouter(TurnRouter):
-    """A run's router as its gateways know it."""
+    """Stand-in for a run's router in a gateway process."""
 
     def __init__(self, run_id: str, uplink: Uplink) -> None:
         self._run_id, self._uplink = run_id, uplink
@@ -141,11 +141,11 @@ class UplinkRouter(TurnRouter):
 
 
 class Downlink:
-    """The hub's end of one gateway process, as long as that lives."""
+    """The hub's end of the relay, for one gateway process as long as that lives."""
 
     def __init__(self, peer: Peer, find_run: Callable[[str], Run | None]) -> None:
         self._peer, self._find_run = peer, find_run
-        # engines know requests by these: no two processes, one after the other, may give the same
+        # engines know requests by id: a restarted process must not give the same ones again
         self._prefix = f"{next(_connections)}."
         self._tokens = _Outbox(peer, "tokens")
         self._in_flight: dict[str, tuple[Run, _Relayed]] = {}
@@ -166,7 +166,7 @@ class Downlink:
         return True
 
     def close(self) -> None:
-        """The process is gone: nobody waits for its turns."""
+        """Stop the turns of a process that is gone."""
         for run, relayed in self._in_flight.values():
             run.router.stop(relayed)
         self._in_flight.clear()
@@ -184,7 +184,7 @@ class Downlink:
         self._note_crowded(run)
 
     def _note_crowded(self, run: Run) -> None:
-        """Have requests refused before their answer begins, when the line is full."""
+        """Have the gateway refuse requests before their answers begin, while the wait queue is full."""
         run_id = run.spec.run_id
         try:
             run.router.check_room()
@@ -223,7 +223,7 @@ class Downlink:
 
 
 class _Relayed(Generation):
-    """A gateway's generation, as the router has it."""
+    """Copy of a gateway's generation, for the hub's router."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What was sampled for a turn, as dialects get it: piece by piece while it comes, and whole at its end."""
+"""A turn's answer as dialects get it: in pieces while it is sampled, and whole at its end."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ Event = str | Reasoning | MadeCall
 
 
 class Pieces(NamedTuple):
-    """What became certain of an answer since the last pieces."""
+    """The parts of an answer that became final since the last pieces."""
 
     events: list[Event]
     logprobs: list[TokenLogprob] | None
-    """Of the tokens sampled since; None if the request did not ask."""
+    """Log-probs of the tokens sampled since; None if the request did not ask for them."""
 
 
 @dataclass(frozen=True, slots=True)

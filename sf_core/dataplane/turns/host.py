@@ -1,8 +1,8 @@
-"""The sessions of one run where their turns are served.
+"""The open sessions of one run, in the process that serves their turns.
 
-Owns which sessions a request may name and what becomes of them there: turns while they are open, trajectories
-when they end. Knows nothing of groups, runners and engines: where one process does everything it is the run
-itself (run.py), a gateway process has one for each run (gateways/process.py).
+Owns which sessions a request may name and what becomes of them: turns while they are open, trajectories when
+they end. Knows nothing of groups, runners and engines. The host is the run itself if one process does
+everything (runs/run.py); a gateway process has one for each run (sharding/gateway_run.py).
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.sessions.turn_records import overflowed_record
 
 GRACE_S = 10.0
-"""A turn goes on for this long after its client went away: the client may ask again."""
+"""A turn goes on for this long after its client went away: the client may retry."""
 
 
 class TurnRouter(Protocol):
-    """What a turn asks of whatever finds an engine for it."""
+    """What a turn needs of a router, which finds an engine for it."""
 
     def check_room(self) -> None:
-        """Raises ApiError 429 if too many wait already."""
+        """Raises ApiError 429 if too many requests wait already."""
 
     def submit(self, generation: Generation) -> None: ...
 
     def cancel(self, generation: Generation, reason: str) -> None:
-        """Nobody waits for it any more."""
+        """End a generation that no client waits for any more."""
 
     def stop(self, generation: Generation) -> None:
-        """Sample no more for it."""
+        """Have the engine sample no more of a generation."""
 
 
 class SessionHost(ABC):
@@ -79,8 +79,8 @@ class SessionHost(ABC):
         return spill_dir_of(self.journal)
 
     async def bring_back(self, session: Session) -> None:
-        """Returns with all of a session in memory, where it stays as long as the caller awaits nothing else
-        or has a turn in flight. Raises ApiError 404 if it ends meanwhile, 500 if it cannot be read."""
+        """Load all of a session into memory, where it stays while the caller awaits nothing else or has a
+        turn in flight. Raises ApiError 404 if the session ends meanwhile, 500 if it cannot be read."""
         while self.memory.is_on_disk(session):
             await self.memory.load(session)
         if self.sessions.get(session.session_id) is not session:
@@ -92,7 +92,7 @@ class SessionHost(ABC):
             self.memory.remove(session)
 
     def drop(self, session: Session, reason: str) -> None:
-        """Serve it no more; whoever still waits for a turn of it is told the reason."""
+        """Stop serving a session; clients that still wait for a turn of it are told the reason."""
         self.forget(session.session_id)
         for name, number in session.branch_reasons.items():
             self.count(f"branches.{name}", number)
@@ -108,8 +108,7 @@ class SessionHost(ABC):
             await self.journal.attend(self.journal.append_chunk(overflowed_record(session.session_id)))
 
     def export(self, session: Session, report: FinishBody) -> FinishedSession:
-        """What a session that was dropped leaves behind, from memory; the report has a reward, also of one
-        that failed."""
+        """The result of a dropped session that is in memory. The report has a reward, even for a failure."""
         assert report.reward is not None
         self.count("abandoned_turns", session.set_aside_unanswered())
         status = status_of(session, report)
@@ -143,17 +142,17 @@ class SessionHost(ABC):
         return f"{self.spec.run_id}.g{claim.place.group}" if claim.place.split == "train" else None
 
     def count(self, name: str, number: int = 1) -> None:
-        """For the run's counters."""
+        """Add to a counter of the run."""
         self.counters[name] += number
 
     @abstractmethod
     def note_started(self, claim: Claim, version: int) -> None:
-        """Weights of this version may have sampled a token of the session."""
+        """A token of the session may have been sampled by this version."""
 
 
 def status_of(session: Session, report: FinishBody) -> Status:
-    """How a session ended that is in memory. What the policy may have caused is told by the last thing it was
-    asked: it did not fit, or its answer had a call that could not be parsed."""
+    """How a session that is in memory ended. A failure that the policy may have caused shows in the last
+    request: its prompt did not fit, or its answer had a call that could not be parsed."""
     if report.status == "finished":
         return "finished_after_overflow" if session.has_overflowed else "finished"
     if report.cause != "agent":
@@ -164,5 +163,5 @@ def status_of(session: Session, report: FinishBody) -> Status:
 
 
 def spill_dir_of(journal: Journal) -> Path:
-    """Where sessions and results of the journal's run are while memory has no room for them."""
+    """Folder for sessions and results of the journal's run that memory has no room for."""
     return journal.path.with_suffix(".spill")

@@ -1,8 +1,8 @@
-"""The turns of open sessions as a journal has them.
+"""Replays the turns of open sessions from a journal.
 
-Owns what a record of a turn does to the host of its session; what it does to the session itself is in
-session_records.py. Which sessions are open is known before: from other records (recovery.py), or from the
-process that gives sessions out (gateways/gateway_run.py).
+Owns the effect of a turn's record on the host of its session; sessions/session_records.py owns the effect on
+the session itself. Which sessions are open is known before: from other records (runs/recovery.py), or from
+the hub, which gives sessions out (sharding/gateway_run.py).
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ def session_of(record: Record) -> str:
 async def replay_turn(host: SessionHost, record: Record) -> None:
     session = host.sessions.get(session_of(record))
     if session is None:
-        return  # the records of a session that is over tell nothing any more
+        return  # the session is over
     kind = kind_of(record)
     if kind in ("chunk", "turn") and session.claim is not None:
         versions = Tokens.of(*record[kind][3:6]).versions
         if len(versions):
             host.note_started(session.claim, int(versions.min()))
-    # what is on disk has the form of the journal: it needs not come back to be replayed
+    # a session on disk is stored as records, so one can be added without loading it
     if not await host.memory.append(session, record):
         replay(session, record)
         host.memory.use(session)

@@ -1,4 +1,4 @@
-"""What any dialect asks for, in canonical form."""
+"""Requests in the canonical form that every dialect is parsed into."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sf_core.dataplane.chat.tool_formats import Tool
 class ToolChoice:
     kind: Literal["auto", "none", "required"] = "auto"
     name: str | None = None
-    """The tool that must be called; None with `required`: any of them."""
+    """The tool that must be called; None with kind `required`: any tool."""
     parallel: bool = True
     """False: the turn ends with its first call."""
 
@@ -24,9 +24,9 @@ class TurnRequest:
 
     messages: list[Message] = field(default_factory=list)
     text_or_ids: str | list[int] | None = None
-    """In place of messages: a text that is encoded as it is, or token ids."""
+    """Text that is encoded as it is, or token ids; given instead of messages."""
     tools: list[Tool] = field(default_factory=list)
-    """As they are rendered."""
+    """Tools as the chat template gets them."""
     tool_choice: ToolChoice = ToolChoice()
     stop: list[str] = field(default_factory=list)
     max_tokens: int | None = None
@@ -35,7 +35,7 @@ class TurnRequest:
     top_k: int = 0
     seed: int | None = None
     num_samples: int = 1
-    """Turns to make of the prompt."""
+    """Number of turns to sample from the prompt."""
     stream: bool = False
     logprobs: bool = False
 

@@ -1,12 +1,12 @@
-"""Turns and the requests that wait for them: a request sent again joins its turn instead of sampling another.
+"""Turns and the requests that wait for them: a retry joins its turn instead of sampling another.
 
 Owns which request belongs to which turn, how long a turn outlives its last client, and that nothing is
 forwarded before it is in the journal. What a turn samples is in turn.py.
 
-Clients tell a retry by `Idempotency-Key` (any HTTP client may send one) or by `X-Stainless-Retry-Count` (the
-OpenAI and Anthropic SDKs always do). Neither tells of an agent that asks again by itself after its stream
-broke; that one is known by the same body while the turn has no client or its answer was not delivered. Two
-clients that wait for equal bodies at the same time are two samples of one prompt, not a retry.
+Clients mark a retry by `Idempotency-Key` (any HTTP client may send one) or by `X-Stainless-Retry-Count` (the
+OpenAI and Anthropic SDKs always do). An agent that repeats a request itself after its stream broke sends
+neither; an equal body is a retry while the turn has no client or its answer was not delivered. Two clients
+that wait for equal bodies at the same time are two samples of one prompt, not a retry.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """By what a request is known when it comes again."""
+    """Identifies a request when it is retried."""
 
     identity: bytes
-    """Of the key that the client gave it, else of its body; and of which turn of the request it is for."""
+    """Digest of the client's key, else of the body; `of_turn` adds the index of the turn."""
     insists: bool
-    """It says that it is a retry or has a key: an answer that was delivered is given once more."""
+    """The request is marked as a retry or has a key: even a delivered answer is sent once more."""
 
     @classmethod
     def of(cls, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> Ticket:
-        """Headers as ASGI has them: lower-case names."""
+        """The ticket of a request. Header names are lower case, as in ASGI."""
         found = dict(headers)
         key = found.get(b"idempotency-key")
         retries = found.get(b"x-stainless-retry-count", b"0")
@@ -56,7 +56,7 @@ class Ticket:
         return cls(identity, key is not None or retries not in (b"", b"0"))
 
     def of_turn(self, number: int) -> Ticket:
-        """For one of the turns that the request asks for."""
+        """The ticket of one of the turns that the request asks for."""
         return replace(self, identity=_digest(self.identity + number.to_bytes(4, "little"), b"turn"))
 
 
@@ -72,8 +72,8 @@ def is_known(session: Session, ticket: Ticket) -> bool:
 def join_turn(
     run: SessionHost, session: Session, ticket: Ticket, begin: Callable[[RecordedTurn | None], TurnService]
 ) -> Listener:
-    """The turn this request waits for: one in flight, or what `begin` makes: a recorded one that is given
-    again or goes on, or a new one. Raises what `begin` raises."""
+    """A listener on the turn this request waits for: one that is being served, or what `begin` makes, a
+    recorded turn continued or a new turn. Raises what `begin` raises."""
     if (known := _find_served(session, ticket)) is not None:
         return Listener(known)
     if (recorded := _find_recorded(session, ticket)) is not None:
@@ -95,16 +95,16 @@ def _find_served(session: Session, ticket: Ticket) -> ServedTurn | None:
 
 def _find_recorded(session: Session, ticket: Ticket) -> RecordedTurn | None:
     for recorded in reversed(session.recorded):
-        # an agent that has the answer asks for another one
+        # an agent that has the answer and repeats the body asks for another sample
         if recorded.identity == ticket.identity and (ticket.insists or not recorded.delivered):
             return recorded
     return None
 
 
 class ServedTurn:
-    """A turn on its way, with all it has given so far. It goes on for `run.grace_s` without a client; over,
-    and with nobody left who gets its answer, it is a recorded turn like those that a restart finds. So is one
-    that was refused for now, as far as it came."""
+    """A turn being served, with all its pieces so far. Without a client it goes on for `run.grace_s`. Once it
+    is over and no client is left, or once it is refused for now, it becomes a recorded turn like those that a
+    restart finds."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class ServedTurn:
     ) -> None:
         self.turn = turn
         self.known = recorded or RecordedTurn(turn.key, ticket.identity, turn.prompt)
-        """What will be left of it."""
+        """The recorded turn that it becomes."""
         self.pieces: list[Pieces] = []
         self.is_over = False
         self.error: Exception | None = None
@@ -125,10 +125,10 @@ class ServedTurn:
         self._num_recorded = len(recorded.tokens.ids) if recorded else 0
         self._is_recording = False
         self._is_recorded = self.known.turn is not None
-        self.known.chunks = []  # the turn has taken them over
+        self.known.chunks = []  # the turn has taken these tokens over
         self._listeners: set[Listener] = set()
         self._grace: asyncio.TimerHandle | None = None
-        # a session that no request can name again has nothing to find, and no second client to wait for
+        # a session that no request can name cannot be retried: nothing to record, no client to wait for
         is_known = run.sessions.get(session.session_id) is session
         self._journal = run.journal if is_known else None
         self._grace_s = run.grace_s if is_known else 0.0
@@ -158,8 +158,8 @@ class ServedTurn:
             self._grace = asyncio.get_running_loop().call_later(self._grace_s, self.turn.cancel)
 
     def check(self) -> None:
-        """Raises ApiError 503 while the turn waits for a journal that cannot be written. It goes on once that
-        can; asked again, it is joined."""
+        """Raises ApiError 503 while the turn waits for a journal that cannot be written. The turn goes on
+        afterwards; a retry joins it."""
         if self._journal is not None and self._is_recording:
             self._journal.check()
 
@@ -181,7 +181,7 @@ class ServedTurn:
             await self._record_turn()
             assert last is not None
             self._publish(last)
-        except Exception as error:  # those who wait for the turn raise it
+        except Exception as error:  # raised by the listeners
             self.error = error
             self._note_unfinished()
             if not isinstance(error, ApiError):
@@ -195,7 +195,7 @@ class ServedTurn:
             self._settle()
 
     def _settle(self) -> None:
-        """Once it is over and nobody is left who gets its answer, or it was put off."""
+        """Make it a recorded turn, if it was put off or is over without a client left."""
         session, is_put_off = self._session, self.turn.is_put_off
         if (is_put_off or not self._listeners) and self in session.served:
             session.served.remove(self)
@@ -221,7 +221,7 @@ class ServedTurn:
     async def _record_turn(self) -> None:
         if self._journal is not None and not self._is_recorded:
             assert self.turn.turn is not None
-            # a session that ends before nobody has its answer, which is not trained then
+            # no client has the answer yet: if the session ends before that, it is not trained on
             self.known.turn, self.known.unanswered = self.turn.turn, True
             record = turn_record(self.turn.key, self.turn.turn, self._num_recorded)
             await self._until_recorded(self._journal, self._journal.append(record))
@@ -250,7 +250,7 @@ class ServedTurn:
 
 
 class Listener:
-    """One request that waits for a turn, from its first piece on."""
+    """One request that waits for a turn and gets all its pieces."""
 
     def __init__(self, served: ServedTurn) -> None:
         self._served = served
@@ -290,8 +290,7 @@ class Listener:
         return self._served.turn.answer()
 
     def leave(self) -> None:
-        """The client is gone or has what it came for. A turn that is not over goes on for a while: it may
-        be asked for again."""
+        """The client is gone or has its answer. An unfinished turn goes on for a while, for a retry."""
         if not self._is_gone:
             self._is_gone = True
             self._served.leave(self)

@@ -1,4 +1,4 @@
-"""Serving one turn: a canonical request becomes a generation, its tokens become an answer piece by piece.
+"""Serves one turn: a canonical request becomes a generation, its tokens become an answer piece by piece.
 
 Owns what the agent sees of a turn and when the turn is recorded: before its end is forwarded. Knows no HTTP.
 """
@@ -50,16 +50,16 @@ class OpenRequest:
     prompt_ids: array[int]
 
     def begin(self, nth: int, recorded: RecordedTurn | None) -> TurnService:
-        """Its `nth` sample, or what is left of the one that was recorded."""
+        """Begin the request's `nth` sample, or continue the recorded one."""
         if recorded is None or recorded.prompt is self.prompt:
             prompt, prompt_ids = self.prompt, self.prompt_ids
-        else:  # its key says that it is the same request
+        else:  # the client's key says that it is the same request
             prompt, prompt_ids = recorded.prompt, recorded.prompt.full_ids()
         return TurnService(self.run, self.session, self.request, prompt, prompt_ids, nth, recorded)
 
 
 def open_request(run: SessionHost, session: Session, request: TurnRequest) -> OpenRequest:
-    """Raises ApiError if the request cannot become a turn."""
+    """Put a request's prompt into the session. Raises ApiError if it cannot become a turn."""
     prompt = _open_prompt(run, session, request, _forced_text(request, run.renderer))
     prompt_ids = prompt.full_ids()
     if len(prompt_ids) >= run.spec.context_length:
@@ -74,13 +74,12 @@ def open_request(run: SessionHost, session: Session, request: TurnRequest) -> Op
 
 
 def count_tokens(run: SessionHost, request: TurnRequest) -> int:
-    """Of the prompt as it is rendered, when no turn of it is recorded. Raises ApiError."""
+    """Number of tokens of a request's prompt, rendered without recorded turns. Raises ApiError."""
     return len(_open_prompt(run, Session("count"), request, _forced_text(request, run.renderer)).ids)
 
 
 class TurnService:
-    """One sample of a request. `recorded` is what an earlier process recorded of it: the turn goes on from
-    there."""
+    """One sample of a request. `recorded` is what was recorded of it before, from which the turn goes on."""
 
     def __init__(
         self,
@@ -92,13 +91,13 @@ class TurnService:
         nth: int,
         recorded: RecordedTurn | None = None,
     ) -> None:
-        """`nth` counts the request's samples."""
+        """`nth` is the index of the sample in its request."""
         self._run, self._session, self._request = run, session, request
         self.prompt, self.nth = prompt, nth
         self.turn: Turn | None = recorded.turn if recorded else None
-        """As it is in the session, once it is over."""
+        """The turn in the session; None until it is over."""
         self.is_put_off = False
-        """It was refused for now, and its request may come again: then it goes on."""
+        """Whether it was refused for now; a retry of its request continues it."""
         sample = recorded.key.sample if recorded else session.begin_sample(prompt, nth)
         self.key = TurnKey(session.session_id, prompt.index, sample)
         self.turn_id = session.turn_id(prompt, sample)
@@ -109,9 +108,9 @@ class TurnService:
         self._forced: AnswerParts = self._answer.push(prompt.forced.removeprefix(_AFTER_THINKING))
         self._num_read = 0
         self._logprobs: list[TokenLogprob] | None = [] if request.logprobs else None
-        """Of the tokens read."""
+        """Log-probs of the tokens read; None if the request did not ask for them."""
         self._ends_early = bool(request.stop) or (request.calls_tools and not request.tool_choice.parallel)
-        """The turn may end before the engine ends it: tokens are looked at one by one."""
+        """Whether the turn may end before the engine ends it, so that tokens are read one by one."""
         self._generation = Generation(
             f"{next(_request_numbers)}",
             prompt_ids,
@@ -141,7 +140,7 @@ class TurnService:
 
     @property
     def num_read(self) -> int:
-        """Tokens that `pieces` has told of so far."""
+        """Number of tokens that `pieces` has read so far."""
         return self._num_read
 
     @property
@@ -149,7 +148,7 @@ class TurnService:
         return ",".join(self._generation.engines)
 
     def tokens_since(self, start: int) -> Tokens:
-        """Those that `pieces` has told of."""
+        """Tokens that `pieces` has read, from `start` on."""
         generation, end = self._generation, self._num_read
         return Tokens.of(
             generation.token_ids[start:end], generation.logprobs[start:end], generation.versions[start:end]
@@ -160,7 +159,7 @@ class TurnService:
         return len(self._generation.prompt_ids)
 
     async def pieces(self) -> AsyncIterator[Pieces]:
-        """What becomes certain of the answer, as it does. After the last piece the turn is recorded."""
+        """The parts of the answer as they become final. After the last one the turn is in the session."""
         generation = self._generation
         self._session.running.add(generation)
         if generation.finish_reason is None:
@@ -206,7 +205,7 @@ class TurnService:
         self._run.router.cancel(self._generation, "the client went away")
 
     def _read(self) -> Pieces:
-        """Take in new tokens; at a stop string, or behind the only call wanted, the turn ends with the token
+        """Read new tokens; at a stop string, or after the only call allowed, the turn ends with the token
         that completes it."""
         generation, start = self._generation, self._num_read
         new = generation.token_ids[start:].tolist()
@@ -255,7 +254,7 @@ class TurnService:
     def _put_off(self) -> bool:
         refusal = self._generation.refusal
         is_for_now = refusal is not None and refusal.retry_after_s is not None
-        # no request can name a session that is not among the run's
+        # a retry cannot name a session that is not among the run's
         if is_for_now and self._run.sessions.get(self._session.session_id) is self._session:
             if not self._ends_early:
                 self._num_read = len(self._generation.token_ids)
@@ -278,7 +277,7 @@ class TurnService:
         return min(asked or self._run.spec.max_tokens, self._run.spec.max_tokens)
 
     def _sampling(self, sample: int, nth: int) -> Sampling:
-        """The run's in its own sessions, whatever the agent asks for; else the request's (design 5.5)."""
+        """The run's settings in its sessions, whatever the agent asks; else the request's (design 5.5)."""
         spec, request, claim = self._run.spec, self._request, self._session.claim
         if claim is None:
             seed = secrets.randbits(64) if request.seed is None else (request.seed + nth) % 2**64
@@ -307,7 +306,7 @@ _AFTER_THINKING = f"\n{THINK_END}\n\n"
 
 
 def _forced_text(request: TurnRequest, renderer: Renderer) -> str:
-    """How the answer must begin for a tool to be called."""
+    """The beginning of an answer that must call a tool; empty if it need not."""
     choice = request.tool_choice
     if choice.kind != "required":
         return ""
@@ -326,8 +325,8 @@ def _answer_stream(renderer: Renderer, request: TurnRequest, forced: str) -> Ans
 def turn_seed(
     run_seed: int, place: tuple[str | int, ...], prompt_index: int, sample: int, draw: int = 0
 ) -> int:
-    """Unsigned 64-bit key of a turn. It has the session's `draw` (groups.py) in it, not its attempt: given
-    out again because its runner was lost, a session draws the same."""
+    """Unsigned 64-bit key of a turn. It depends on the `draw` of the session's claim, not on its attempt: a
+    session given out again because its runner was lost samples the same."""
     key = (run_seed, *place, prompt_index, sample, *([draw] if draw else []))
     text = ".".join(map(str, key))
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")

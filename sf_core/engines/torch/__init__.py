@@ -1,0 +1,1 @@
+"""The built-in PyTorch engine: continuous batching over a KV cache of slots on one device."""

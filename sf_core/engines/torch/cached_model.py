@@ -1,5 +1,5 @@
-"""A model over the KV of slots: what the torch engine drives. The lean decoder runs where it knows the
-architecture, transformers' own forward pass elsewhere. Knows tensors only, no requests and no sampling."""
+"""The model that the torch engine drives, over a KV cache of slots: the lean decoder where it supports the
+architecture, else transformers' own forward pass. Knows tensors only, no requests and no sampling."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from sf_core.models.projections import fastest
 class CachedModel(Protocol):
     cache: KVCache
     shapes: dict[str, torch.Size]
-    """Of the parameters, by Hugging Face name; a tied head is left out."""
+    """Shapes of the parameters by Hugging Face name; a tied head is left out."""
     vocab_size: int
 
     def fill(self, ids: torch.Tensor, starts: torch.Tensor, slots: torch.Tensor) -> None:
@@ -35,7 +35,7 @@ class CachedModel(Protocol):
         ...
 
     def next_logits(self, ids: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-        """Store the KV of token ids[i] in slot i; returns the logits of what follows, [n, vocab_size]."""
+        """Store the KV of token ids[i] in slot i; returns the logits of the next token, [n, vocab_size]."""
         ...
 
     def load(self, params: Params) -> None:
@@ -46,8 +46,8 @@ class CachedModel(Protocol):
 def open_model(
     model_dir: str, *, num_slots: int, context_length: int, dtype: torch.dtype, device: torch.device
 ) -> CachedModel:
-    """Raises ValueError if the architecture cannot be run correctly over a cache of slots, or not as far, or
-    the device has no memory for that cache."""
+    """Raises ValueError if the architecture cannot be run correctly over a cache of slots of this length, or
+    the device has no memory for the cache."""
     model: Any = AutoModelForCausalLM.from_pretrained(
         model_dir, dtype=dtype, use_safetensors=True, trust_remote_code=False
     )

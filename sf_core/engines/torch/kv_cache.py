@@ -1,5 +1,5 @@
-"""Keys and values of every slot, one sequence per slot. Knows no requests and no model: who owns a slot and
-how much of it is valid is the slot table's matter."""
+"""The KV cache, one sequence per slot. Knows no requests and no model: which request has a slot, and how much
+of the slot is valid, is in the slot table."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Placement:
     flat_index: torch.Tensor
     """[n * T * kv_heads] into the cache viewed as rows of head_dim."""
     span: int
-    """How many positions of each slot attention reads."""
+    """Number of positions of each slot that attention reads."""
     visible: torch.Tensor
     """[n, T, span], true where a token sees a cached position."""
 
@@ -33,7 +33,7 @@ class Placement:
 
 
 class KVCache:
-    """Per layer a tensor [2, slots, kv_heads, capacity, head_dim], a view of the front of memory
+    """One tensor per layer, [2, slots, kv_heads, capacity, head_dim], a view of the front of memory
     allocated once; `fit` decides the capacity."""
 
     def __init__(
@@ -78,7 +78,7 @@ class KVCache:
         return memory[: math.prod(shape)].view(shape)
 
     def place(self, slots: torch.Tensor | None, starts: torch.Tensor, num_tokens: int) -> Placement:
-        """For num_tokens more in each slot, sequence i going on at starts[i]; they must fit the capacity."""
+        """Place num_tokens more in each slot, sequence i from starts[i] on; they must fit the capacity."""
         end = int(starts.max()) + num_tokens
         # Gaps between slots stall the memory prefetch: reading up to twice as much without gaps is faster.
         span = self.capacity if 2 * end > self.capacity else end
@@ -107,7 +107,7 @@ class KVCache:
         return keys.index_select(0, placement.slots), values.index_select(0, placement.slots)
 
     def copy(self, source: int, targets: list[int], length: int) -> None:
-        """Give the targets the first `length` positions of the source."""
+        """Copy the first `length` positions of slot `source` to the slots `targets`."""
         for layer in self._layers:
             layer[:, targets, :, :length] = layer[:, source : source + 1, :, :length]
 

@@ -1,4 +1,4 @@
-"""The book of slots: which request runs where, its tokens, how much of its KV is valid, what to report.
+"""The slot table: which request runs where, its tokens, how much of its KV is valid, what to report.
 
 Owns no tensors. Running requests fill slots 0 to num_running - 1 after `holes` were closed by `swap`; an idle
 slot keeps the tokens of its last request, whose KV a later prompt may extend.
@@ -18,7 +18,7 @@ _ROW = np.dtype(
         ("running", "?"),
         ("length", "i4"),  # tokens known: prompt and sampled
         ("cached", "i4"),  # leading tokens whose KV the slot holds
-        ("mixed", "?"),  # earlier weights had a part in it
+        ("mixed", "?"),  # earlier weights computed part of that KV
         ("prompt", "i4"),  # tokens it started with
         ("limit", "i4"),  # length at which the budget or the context is used up
         ("reported", "i4"),  # length up to which tokens were reported
@@ -57,7 +57,7 @@ class SlotTable:
 
     @property
     def longest(self) -> int:
-        """Positions the cache must hold: of running requests, and of idle slots worth keeping."""
+        """Positions that the cache must hold, for running requests and for idle slots with valid KV."""
         return int(np.maximum(self.rows["cached"], self.rows["length"] * self.rows["running"]).max())
 
     @property
@@ -65,8 +65,8 @@ class SlotTable:
         return list(self._slots)
 
     def idle_slot(self, source: int, shared: int) -> int:
-        """Where a prompt goes that shares this much with the source: there, if the source is idle and the
-        prompt extends all of it, else to the slot idle for longest."""
+        """The slot for a prompt that shares so many tokens with `source`: the source, if it is idle and the
+        prompt extends all of it, else the slot that has been idle for longest."""
         row = self.rows[source]
         if not row["running"] and shared == row["cached"]:
             return source
@@ -75,7 +75,7 @@ class SlotTable:
 
     def longest_prefix(self, prompt: npt.NDArray[np.int64]) -> tuple[int, int]:
         """The slot whose cached tokens agree longest with the prompt, and how long."""
-        # what earlier weights had a part in stays with its request
+        # KV that earlier weights computed in part serves its own request only
         cached = np.where(self.rows["mixed"], 0, self.rows["cached"])
         if not cached.any():
             return 0, 0
@@ -127,7 +127,7 @@ class SlotTable:
     def append(
         self, token_ids: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float32], version: int
     ) -> None:
-        """One sampled token for every running request, whose KV is cached up to it."""
+        """Add one sampled token to every running request, whose KV is cached up to that token."""
         rows = self.running
         at = np.arange(len(rows)), rows["length"]
         self.tokens[at] = token_ids
@@ -180,7 +180,7 @@ class SlotTable:
         return chunk
 
     def note_new_weights(self, *, keep_kv: bool) -> None:
-        """What is cached counts no more, or only for the request that runs on it."""
+        """All cached KV becomes invalid, or with `keep_kv` stays valid for the request that runs on it."""
         kept = self.rows["running"] & keep_kv
         self.rows["cached"] *= kept
         self.rows["mixed"] = kept

@@ -1,7 +1,7 @@
 """The built-in engine: continuous batching of any Hugging Face causal LM on one device.
 
 Every step: waiting requests take idle slots, missing KV is filled in, then one token is sampled for every
-running request in one batch. What a model computes is cached_model's, who runs where is the slot table's.
+running request in one batch. The model and its KV cache are in cached_model.py, the slot table in slots.py.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _MIN_SHARED = 8
 
 
 def local_device() -> str:
-    """What this process computes on: the GPU that it was given, or the CPU."""
+    """The device that this process computes on: the GPU that it was given, or the CPU."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class TorchEngine:
-    """Raises ValueError if the folder's architecture cannot be run."""
+    """An engine of one model folder. Raises ValueError if the folder's architecture cannot be run."""
 
     def __init__(
         self,

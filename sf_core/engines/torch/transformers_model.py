@@ -1,4 +1,4 @@
-"""Any Hugging Face causal LM over the KV of slots: transformers' own forward pass with a cache it can use."""
+"""Any Hugging Face causal LM over a KV cache of slots, by transformers' own forward pass."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class TransformersModel:
 
     @torch.inference_mode()
     def _refuse_if_wrong(self, num_rows: int, context_length: int) -> None:
-        """Compare with a pass without cache: an architecture may keep other state than KV, see through
-        a window, or count positions from the mask."""
+        """Compare with a pass without cache, because an architecture may keep other state than KV, attend in
+        a window, or count positions from the mask. Raises ValueError."""
         kind, config = self._model.config.model_type, self._model.config
         window = getattr(config, "sliding_window", None)
         if window is not None and window < context_length:
@@ -89,7 +89,7 @@ def saved_params(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 class _SlotCache(Cache):
-    """Shows transformers one placement in the slots as its cache."""
+    """One placement in the slots as a cache of transformers."""
 
     def __init__(self, cache: KVCache, placement: Placement) -> None:
         super().__init__(layers=[])

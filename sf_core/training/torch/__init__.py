@@ -1,0 +1,1 @@
+"""The trainer in torch: network, ranks and their rendezvous. Knows no stages."""

@@ -1,4 +1,4 @@
-"""Anthropic Messages."""
+"""The Anthropic Messages dialect."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class AnthropicReply:
         self._head = {"id": f"msg_{turn_id}", "type": "message", "role": "assistant", "model": model}
         self._num_blocks = 0
         self._open: str | None = None
-        """Type of the block that is being sent."""
+        """Type of the block that is being streamed; None between blocks."""
 
     def whole(self, answers: list[Answer]) -> bytes:
         [answer] = answers
@@ -182,7 +182,7 @@ def _parse_choice(body: Body) -> ToolChoice:
 
 
 def _parse_message(message: Any, where: str) -> list[Message]:
-    """A user message may hold tool results, which are messages of their own and come first."""
+    """Canonical messages of one message: the tool results of a user come first, as messages of their own."""
     role = message.get("role") if isinstance(message, dict) else message
     if role not in ("user", "assistant"):
         raise ApiError(400, f"{where}.role must be user or assistant, got {role!r}", param=where)
@@ -204,7 +204,7 @@ def _parse_message(message: Any, where: str) -> list[Message]:
 
 
 def _block_text(block: Any, role: str, where: str) -> str:
-    """Empty for blocks that are no text. What a model thought is not said again (see messages.py)."""
+    """The text of a block; empty for tools, and for reasoning, which only the record has (messages.py)."""
     kind = block.get("type") if isinstance(block, dict) else kind_of(block)
     others = ("tool_result",) if role == "user" else ("tool_use", "thinking", "redacted_thinking")
     if kind in others:

@@ -1,4 +1,4 @@
-"""OpenAI Chat Completions."""
+"""The OpenAI Chat Completions dialect."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Chat(OpenAI):
 
 
 class ChatReply:
-    """All parts of a stream share id and time."""
+    """The response; all chunks of a stream share id and time."""
 
     def __init__(self, turn_id: str, model: str, num_choices: int, include_usage: bool) -> None:
         self._head = {"id": f"chatcmpl-{turn_id}", "created": int(time.time()), "model": model}
@@ -154,7 +154,7 @@ def _parse_messages(messages: Any) -> list[Message]:
 
 
 def _parse_message(message: Any, where: str) -> Message:
-    """Canonical form: only what a model can see, and equal for messages that mean the same."""
+    """The canonical message: only what a model can see, and equal for messages that mean the same."""
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         role = message.get("role") if isinstance(message, dict) else message
         raise ApiError(400, f"{where}.role must be one of {', '.join(ROLES)}, got {role!r}", param=where)

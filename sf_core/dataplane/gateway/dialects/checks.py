@@ -1,4 +1,4 @@
-"""What any dialect asks for, in canonical form, and the checks that dialects share.
+"""The parsing and checks of request bodies that dialects share.
 
 Knows nothing of sessions, engines or sockets. Every check raises ApiError with status 400 and a sentence.
 """
@@ -22,7 +22,7 @@ Body = dict[str, Any]
 
 
 def parse_json(data: bytes) -> Any:
-    """A body that can be written again (json_text.py)."""
+    """The value of a body, which can be written again (chat/json_text.py)."""
     try:
         return read_json(data)
     except orjson.JSONDecodeError as error:
@@ -39,7 +39,7 @@ def parse_object(data: bytes) -> Body:
 
 
 def check_conversation(messages: list[Message], where: str) -> list[Message]:
-    """There are some, and every tool result answers a call of the assistant message before it."""
+    """Checks that there are messages and that each tool result answers a call of the answer before it."""
     if not messages:
         raise ApiError(400, f"{where} must hold at least one message", param=where)
     open_calls: set[str] = set()
@@ -67,7 +67,7 @@ def check_choice(choice: ToolChoice, tools: list[Tool]) -> ToolChoice:
 
 
 def tool_choice(body: Body, named: str | None, parallel: bool) -> ToolChoice:
-    """The OpenAI spelling. `named`: the function the body names, if its tool_choice is an object."""
+    """The choice in OpenAI's spelling. `named`: the function that a tool_choice given as object names."""
     choice = get(body, "tool_choice", (str, dict), "auto")
     if isinstance(choice, dict) and isinstance(named, str):
         return ToolChoice("required", named, parallel)
@@ -97,7 +97,7 @@ def join_text(content: Any, where: str, types: tuple[str, ...]) -> str:
 
 
 def parse_arguments(arguments: Any, where: str) -> dict[str, Any]:
-    """Templates take a mapping; two spellings of the same JSON are the same call."""
+    """Arguments as a mapping, which templates take and which is equal for two spellings of the same JSON."""
     try:
         arguments = read_json(arguments) if isinstance(arguments, str) else arguments
     except orjson.JSONDecodeError:
@@ -147,7 +147,7 @@ def get(body: Body, name: str, kinds: tuple[type, ...], default: Any) -> Any:
 
 
 def refuse_undone(body: Body, ignored: Collection[str] = ()) -> None:
-    """What would change the answer and cannot be done is refused, but for the fields that the run ignores."""
+    """Refuse unsupported fields that would change the answer, except those that the run ignores."""
     for name in sorted(UNDONE.keys() & body.keys() - {*ignored}):
         neutral = UNDONE[name]
         instead = "".join(f", or make it {orjson.dumps(value).decode()}" for value in neutral)
@@ -161,7 +161,7 @@ def refuse_undone(body: Body, ignored: Collection[str] = ()) -> None:
 
 
 def top_k(body: Body) -> int:
-    """As vLLM's clients send it: 0 and -1 mean no limit."""
+    """`top_k` as vLLM's clients send it: 0 and -1 mean no limit."""
     value = get(body, "top_k", (int,), 0)
     if value < -1:
         raise ApiError(400, f"top_k must be at least -1, got {value}", param="top_k")
@@ -169,7 +169,7 @@ def top_k(body: Body) -> int:
 
 
 def refuse(body: Body, name: str, sentence: str, *allowed: Any) -> None:
-    """Raises ApiError for a value that is not among those allowed; null is."""
+    """Raises ApiError for a value that is neither null nor among those allowed."""
     if (value := body.get(name)) is not None and value not in allowed:
         raise ApiError(400, sentence, param=name)
 

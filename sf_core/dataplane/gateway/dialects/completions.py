@@ -1,4 +1,4 @@
-"""OpenAI Completions: texts or token ids are continued as they are, without a chat template."""
+"""The OpenAI Completions dialect: continues texts or token ids as they are, without a chat template."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sf_core.dataplane.turns.answer import Answer, Pieces, TokenLogprob
 from sf_core.dataplane.turns.request import TurnRequest
 
 DEFAULT_MAX_TOKENS = 16
-"""OpenAI's."""
+"""OpenAI's default."""
 
 
 class Completions(OpenAI):
@@ -64,7 +64,7 @@ class CompletionsReply:
         }
         self._num_samples, self._include_usage = num_samples, include_usage
         self._lengths: dict[int, int] = {}
-        """Characters of the tokens of each choice whose log-probs are sent."""
+        """Number of characters, per choice, of the tokens whose log-probs were sent."""
 
     def whole(self, answers: list[Answer]) -> bytes:
         choices = [

@@ -1,4 +1,4 @@
-"""What a dialect is: a request body inwards, answers outwards, whole or as a stream of events.
+"""The interface of a dialect: parses request bodies, writes answers whole or as a stream of events.
 
 `whole`, `started`, `piece`, `turn_ended`, `ended` and `failed` return bytes of an HTTP body.
 """
@@ -16,7 +16,7 @@ from sf_core.dataplane.turns.answer import Answer, Pieces
 from sf_core.dataplane.turns.request import TurnRequest
 
 MAX_TURNS = 128
-"""Of one request: samples times prompts."""
+"""Most turns of one request: samples times prompts."""
 
 
 class Reply(Protocol):
@@ -33,16 +33,16 @@ class Reply(Protocol):
     def ended(self, answers: list[Answer]) -> bytes: ...
 
     def failed(self, error: ApiError) -> bytes:
-        """The status line is sent already: only the stream can say what happened."""
+        """The event that reports an error once the status line is sent."""
         ...
 
 
 class Dialect(Protocol):
     name: str
-    """In figures and traces."""
+    """Its name in metrics and traces."""
 
     def parse(self, body: Body, session: Session) -> list[TurnRequest]:
-        """One per prompt. Raises ApiError."""
+        """The requests of a body, one per prompt. Raises ApiError."""
         ...
 
     def reply(self, body: Body, turn_id: str, session: Session) -> Reply:

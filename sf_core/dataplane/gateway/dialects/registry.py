@@ -1,4 +1,4 @@
-"""Which dialect is spoken where."""
+"""The dialect of each path."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ DIALECTS: dict[str, Dialect] = {
     "/v1/responses": Responses(),
     "/v1/messages": MESSAGES,
 }
-"""By the end of the path that answers with turns."""
+"""Dialects by the end of the paths that answer with turns."""
 
 
 def dialect_of(scope: Scope) -> Dialect:
-    """Whose lists and errors the sender understands; OpenAI's for paths that belong to none."""
+    """The dialect whose lists and errors the client understands; OpenAI's for paths that belong to none."""
     is_anthropic = any(name == b"anthropic-version" for name, _ in scope["headers"])
     return MESSAGES if is_anthropic or "/v1/messages" in scope["path"] else CHAT

@@ -1,6 +1,6 @@
-"""OpenAI Responses, inwards. Its items become messages: what stands between two inputs is one answer.
+"""The OpenAI Responses dialect, parsing: items become messages; those between two inputs form one answer.
 
-`previous_response_id` names an answer of the same session; they last as long as their session.
+`previous_response_id` names an answer of the same session, and is valid as long as the session.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ TEXT_TYPES = ("input_text", "output_text", "text")
 LOGPROBS = "message.output_text.logprobs"
 
 _INSTRUCTED = "~i"
-"""Ends the id of a response whose first message are its instructions, which do not carry over."""
+"""Suffix of the id of a response whose first message is its instructions, which do not carry over."""
 _NOT_STORED = "~n"
-"""Ends the id of a response that no later request may name."""
+"""Suffix of the id of a response that no later request may name."""
 
 
 class Responses(OpenAI):
@@ -71,7 +71,7 @@ class Responses(OpenAI):
 
 
 def _response_id(turn_id: str, body: Body) -> str:
-    """It says how to go on from the turn, so that nothing else need be kept of a response."""
+    """The id of a response; it says how to go on from the turn, so that nothing else need be stored."""
     if body.get("store") is False:
         return f"resp_{turn_id}{_NOT_STORED}"
     return f"resp_{turn_id}{_INSTRUCTED if body.get('instructions') else ''}"
@@ -91,7 +91,7 @@ def _previous_messages(body: Body, session: Session) -> list[Message]:
         )
     turns = list(turn.conversation())[::-1]
     messages = [message for turn in turns for message in (*turn.prompt.messages, turn.message)]
-    # what was thought before an answer is in the recorded ids (see messages.py)
+    # reasoning is in the recorded ids (chat/messages.py)
     said = [{k: v for k, v in message.items() if k != "reasoning_content"} for message in messages]
     return said[response_id.endswith(_INSTRUCTED) :]
 
@@ -152,7 +152,7 @@ def _add_message(messages: list[Message], item: dict[str, Any], where: str) -> N
         )
     content = join_text(item.get("content"), f"{where}.content", TEXT_TYPES)
     if role == "assistant" and messages and messages[-1].get("tool_calls"):
-        # text behind an unanswered call belongs to the same answer
+        # text after an unanswered call belongs to the same answer
         messages[-1]["content"] += content
     else:
         messages.append({"role": role, "content": content})

@@ -1,4 +1,4 @@
-"""OpenAI Responses, outwards: output items, whole or as the events the `openai` package expects."""
+"""The OpenAI Responses dialect, replying: items, whole or as the events the `openai` package expects."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ResponsesReply:
         self._open: str | None = None
         """Type of the last item while it is being sent."""
         self._logprobs: list[dict[str, Any]] = []
-        """Of tokens since the last text that was sent: one may end inside a character, or begin a call."""
+        """Log-probs of tokens since the last text sent: one may end inside a character, or begin a call."""
 
     def whole(self, answers: list[Answer]) -> bytes:
         [answer] = answers
@@ -82,12 +82,12 @@ class ResponsesReply:
         return data
 
     def turn_ended(self, index: int, answer: Answer) -> bytes:
-        # an answer without text is an answer too: its client sends it back
+        # an answer without text needs an item too: the client sends it back
         empty = self._begin_item("message") if not answer.content and not answer.calls else b""
         ended = self._end_item()
         texts = [item["content"][0] for item in self._items if item["type"] == "message"]
         if texts:
-            # of tokens behind the last text: its item has them when all of the response is sent
+            # log-probs of tokens after the last text appear in the final response only
             texts[-1]["logprobs"] += self._take_logprobs()
         return empty + ended
 

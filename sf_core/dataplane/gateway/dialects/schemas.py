@@ -1,7 +1,7 @@
-"""What each dialect accepts, as JSON schemas for the OpenAPI document. What it does with it, its module says.
+"""JSON schemas of what each dialect accepts, for the OpenAPI document.
 
-Where a field is not named here it is ignored. Where it is and cannot be done, the values that change nothing
-are given (sf_core/config/undone.py).
+Fields that are not named here are ignored. Unsupported fields are named with the values that change nothing
+(sf_core/config/undone.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Schema = dict[str, Any]
 
 
 def _or_null(schema: Schema) -> Schema:
-    """Absent and null mean the same."""
+    """The schema or null, which means the same as an absent field."""
     return {"anyOf": [schema, {"type": "null"}]}
 
 
