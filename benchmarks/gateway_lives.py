@@ -176,8 +176,7 @@ async def _evacuate(gateway: Gateway, streams: list[Connection]) -> tuple[float,
 
 
 async def _all_again(streams: list[Connection], after: float, since: float | None = None) -> float:
-    """Milliseconds from `since` (default: `after`) until every stream has data that came after `after`.
-    Raises TimeoutError."""
+    """Milliseconds from `since` until every stream has data newer than `after`. Raises TimeoutError."""
     firsts: dict[int, float] = {}
     async with asyncio.timeout(30):
         while len(firsts) < len(streams):

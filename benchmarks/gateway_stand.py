@@ -104,8 +104,7 @@ class Gateway:
         return Target(self.address, MODEL, [f"/sessions/{name}/v1/chat/completions" for name in session_ids])
 
     def cpu_s(self) -> float:
-        """CPU seconds so far, to the nanosecond, of the data plane, or of its hub if it has several
-        processes."""
+        """CPU seconds so far, in ns steps, of the data plane, or of its hub if it has several processes."""
         return _cpu_s(self.process.pid())
 
     def gateways_cpu_s(self) -> float:

@@ -16,8 +16,7 @@ from sf_core.scheduling.simulation.variants import TOOLS, Lognormal
 from sf_core.types import Endpoint, Task
 
 LENGTHS = Lognormal(prompt=140, median=600.0, sigma=1.2, longest=5000, tools=TOOLS)
-"""About one length in twenty-five is cut at `longest`, as by a token budget. Six turns on average, 25 at
-most."""
+"""Cut at `longest` for one length in twenty-five, as by a token budget. Six turns on average, 25 at most."""
 
 TEMPLATE_TOKENS = 8
 """Tokens that the template adds to a message after an answer."""

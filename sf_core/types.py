@@ -29,7 +29,7 @@ class FinishReason(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How tokens are drawn. Randomness is counter-based: (seed, position in the turn) decides each draw, so a
-    sample depends neither on the batch it is in nor on where it is resumed (design 5.5)."""
+    sample depends neither on the batch it is in nor on where it is resumed."""
 
     temperature: float = 1.0
     """0 means greedy."""

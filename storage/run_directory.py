@@ -1,4 +1,4 @@
-"""The layout of a run directory, and its manifests, which alone decide which stages are done (design 5.6).
+"""The layout of a run directory, and its manifests, which alone decide which stages are done.
 
 Owns every path and the order of stages. Knows nothing of what the stages compute.
 """

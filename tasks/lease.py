@@ -72,7 +72,7 @@ class Leases:
     """All leases of one flow attempt, and the plan that they follow. Rollout-only, agent and reward workers
     are held from when they join to the end, unless `cluster.elastic` makes their number follow the queue.
     Each trainer that is lent has one lease running and the next one queued behind it, so that no submission
-    stands between the end of training and the next token (design 5.1)."""
+    stands between the end of training and the next token."""
 
     def __init__(self, run: RunRef, plan: Plan) -> None:
         self._run, self._plan = run, plan

@@ -16,7 +16,7 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 MAX_LEFT = 256
-"""Number of abandoned calls that may go on before they take the place of others."""
+"""Number of abandoned calls that may go on before each takes the place of another."""
 
 
 class Threads:

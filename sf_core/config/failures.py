@@ -1,4 +1,4 @@
-"""Why sessions fail and what happens to a failed one, alike for training and held-out sessions (design 5.11).
+"""Why sessions fail and what happens to a failed one, alike for training and held-out sessions.
 
 Owns the words that settings, statuses, manifests and metrics share. The decisions are made in
 sf_core/dataplane/runs/rollout_manager.py.

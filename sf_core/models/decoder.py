@@ -25,7 +25,7 @@ Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
-    """The shape of a decoder where the parameters do not show it, as they do biases and tied embeddings."""
+    """What the parameters do not show; biases, qk-norm and tied embeddings are read from the parameters."""
 
     num_layers: int
     num_heads: int

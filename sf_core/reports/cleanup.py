@@ -3,7 +3,7 @@ journal of a finished run.
 
 Owns what must stay: the weights that a resume publishes again, the checkpoint it continues from, the newest
 policy, and everything newer, which a stage that is not committed yet may have written. Batches always stay:
-with them every policy version can be rebuilt (design 5.6).
+with them every policy version can be rebuilt.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Pictures of a run, as PNG: the reward curve, what every device did below it, and the timeline of the last
-iterations."""
+"""Pictures of a run, as PNG: reward curve with device activity below it, timeline of the last iterations."""
 
 from __future__ import annotations
 

@@ -169,8 +169,7 @@ def _turn_text(row: Trajectory, turn: TurnSpan, decode: Decode) -> Text:
 
 
 def _printable(text: str) -> str:
-    """Text that cannot steer the terminal, because policies sample anything: line ends and unprintable
-    characters are replaced."""
+    """Text that cannot steer the terminal: policies sample anything, so unprintable characters are shown."""
     shown = text.replace("\n", "↵")
     return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in shown)
 

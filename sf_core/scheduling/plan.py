@@ -84,8 +84,7 @@ def duty_of(worker: Worker, trainers: Container[str]) -> Duty | None:
 
 
 def read_workers(scheduler: str) -> list[Worker]:
-    """The workers connected to a scheduler. Raises ValueError if it cannot be reached, or has a worker that
-    was not started for us."""
+    """Workers connected to a scheduler. Raises ValueError if it does not answer, or a worker is not ours."""
     return _workers_of(_ask(scheduler))
 
 

@@ -1,5 +1,5 @@
 """How our Dask workers are started, by a local stack or `sf worker`: one process and one thread per device,
-its tags and private name as resources (design 5.2), and the Dask settings that this needs.
+its tags and private name as resources, and the Dask settings that this needs.
 """
 
 from __future__ import annotations

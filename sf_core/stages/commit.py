@@ -1,4 +1,4 @@
-"""Commits stages: a stage runs once, and afterwards returns the data of its manifest (design 5.6)."""
+"""Commits stages: a stage runs once, and afterwards returns the data of its manifest."""
 
 from __future__ import annotations
 

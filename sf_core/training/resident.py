@@ -36,7 +36,7 @@ def trainer_at(run: TrainedRun, version: int, ranks: Ranks) -> Iterator[Trainer]
 
 def rebuild_trainer(run: TrainedRun, version: int, ranks: Ranks, device: str | None = None) -> Trainer:
     """A trainer that holds this version, rebuilt from the last checkpoint not after it and the stored batches
-    since, each with the settings of its step (design 5.6). Nothing is sampled again or written. The default
+    since, each with the settings of its step. Nothing is sampled again or written. The default
     device is this process's own.
 
     Raises ValueError if the checkpoint or a batch is not as it was written."""

@@ -1,4 +1,4 @@
-"""The data plane behaves as its OpenAPI document says: good and bad requests are generated from it."""
+"""The data plane behaves as its OpenAPI document says, tested by good and bad requests made from it."""
 
 from __future__ import annotations
 
@@ -37,8 +37,7 @@ WIDE = schemathesis.openapi.from_dict(document(make_app().routes))
 def served(
     tmp_path_factory: pytest.TempPathFactory, model_dir: str, renderer: Renderer
 ) -> Iterator[tuple[Server, str]]:
-    """A data plane and a session of its run `run`, which has an engine; flow requests go to the run
-    `other`."""
+    """A data plane and a session of its run `run`, which has an engine; flows command the run `other`."""
     with (
         running_app(grace_s=0.1) as url,
         attended(url, tmp_path_factory.mktemp("api"), model_dir) as server,
@@ -77,8 +76,7 @@ def test_answers_are_as_described_for_many_more_requests(
 
 
 def check(case: schemathesis.Case, server: Server, session_id: str) -> None:
-    """Check one case; half of them name existing runs and sessions, or all would be refused for that
-    reason."""
+    """Check one case; half of them name existing things, or all would be refused for the same reason."""
     name_what_is_there(case, server.run_dir, server.model_dir, session_id)
     response = case.call(base_url=server.url, timeout=30)
     checks = CHECKS

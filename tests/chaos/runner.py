@@ -24,7 +24,7 @@ class Injection:
     fault: str
     before: Snapshot
     recovered_s: float
-    """Seconds from the end of the fault until one iteration's number of further stages is committed."""
+    """Seconds from the end of the fault until as many further stages as an iteration has are committed."""
     restarts: int
     """Number of restarts of the flow."""
     lost: list[str] = field(default_factory=list)
@@ -39,8 +39,7 @@ def run_through(
     undisturbed: Sequence[str] | None = None,
 ) -> list[Injection]:
     """Inject every fault once, in this order, in as many runs as needed, and check each run at its end.
-    `undisturbed` are the weights of a run of the same seed without faults, which these runs must
-    reproduce."""
+    `undisturbed`: weights of a run of the same seed without faults, which these runs must reproduce."""
     left, done = list(faults), []
     while left:
         run = next(runs)

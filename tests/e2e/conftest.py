@@ -43,7 +43,7 @@ SMALL_RUN: dict[str, Any] = {
 def small_run(
     run_id: str, root: Path | str, pipeline: str | None = None, **sections: dict[str, Any]
 ) -> RunConfig:
-    """SMALL_RUN below that folder, with these changes of its sections; a policy replaces the one it has."""
+    """SMALL_RUN below `root`, with its sections updated; only `policy` is replaced as a whole."""
     data = SMALL_RUN | {"run_id": run_id, "pipeline": pipeline, "storage": {"root": str(root)}}
     for name, values in sections.items():
         data[name] = values if name == "policy" else data.get(name, {}) | values
@@ -56,7 +56,7 @@ class Cluster:
     folder: Path
     services: Services
     prefix: tuple[str, ...] = ()
-    """What stands before the command of a flow."""
+    """Words in front of the command of a flow."""
 
     @property
     def user_code(self) -> Path:
@@ -99,7 +99,7 @@ class Cluster:
         wait_until(lambda: process.pid() not in (0, pid), "another data plane", every_s=0.1)
 
     def running_tasks(self) -> set[str]:
-        """Of all workers, those included that Dask has given up."""
+        """Keys of the tasks on all workers, including those that Dask has given up."""
         with Client(self.services.scheduler, set_as_default=False) as client:
             active = client.run(lambda dask_worker: list(dask_worker.active_threads.values()))
             return {key for keys in (*active.values(), *client.processing().values()) for key in keys}
@@ -112,12 +112,12 @@ class Cluster:
 
 
 def overlap_s(some: Iterable[Span], others: Iterable[Span]) -> float:
-    """Longest time that one of some spans shares with one of the others; negative if none does."""
+    """Longest overlap of a span of `some` with one of `others`, in seconds; negative without any."""
     return max(min(a.end, b.end) - max(a.start, b.start) for a, b in product(some, others))
 
 
 def spans(config: RunConfig, tag: str, kind: str = "busy", on: str | None = None) -> list[Span]:
-    """When the devices of a run, or the one of a worker, were held or busy under this tag."""
+    """Spans of this tag and kind on all devices of a run, or on one worker's."""
     found = read_spans(RunDirectory(config.run_dir))
     return [span for span in found if (span.tag, span.kind) == (tag, kind) and on in (None, span.worker)]
 
@@ -128,7 +128,7 @@ def holders(config: RunConfig, tag: str) -> set[str]:
 
 
 def is_committed(config: RunConfig, iteration: int, stage: str) -> bool:
-    """Cheap enough to ask again and again while a run goes on."""
+    """Whether a stage is committed; cheap enough to poll during a run."""
     return Path(config.run_dir, "manifests", f"{iteration:05d}", f"{stage}.json").exists()
 
 
@@ -148,8 +148,8 @@ def running_cluster(folder: Path, cache: Path, workers: Mapping[str, WorkerConfi
 def cluster(
     tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config, s3_bucket: str
 ) -> Iterator[Cluster]:
-    """Its processes inherit what reaches the bucket. Warm starts outlast the session: their cache knows them
-    by the code that makes them."""
+    """Cluster whose processes inherit the variables of the bucket. Warm starts outlast the session, cached by
+    the code that makes them."""
     assert pytestconfig.cache is not None
     cache = pytestconfig.cache.mkdir("warmstarts")
     with running_cluster(tmp_path_factory.mktemp("cluster"), cache, RunConfig().cluster.workers) as cluster:
@@ -158,8 +158,8 @@ def cluster(
 
 @pytest.fixture(scope="session")
 def server(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A Prefect server with our deployments, whose runs work on the cluster. On PostgreSQL: on SQLite, which
-    test_standing_stack.py has, an event that meets a locked database is lost to automations."""
+    """A Prefect server with our deployments, whose runs use the cluster. It is on PostgreSQL, because on
+    SQLite (test_standing_stack.py) automations miss events that meet a locked database."""
     with postgresql() as url:
         env = {
             "PREFECT_API_DATABASE_CONNECTION_URL": url,
@@ -174,8 +174,8 @@ def server(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture(scope="session")
 def quickstart(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
-    """The quickstart as it is configured, but for its length: 12 of its iterations, held-out tasks before and
-    after. For all tests that need a run that learned; they only read it."""
+    """The quickstart as configured, but of 12 iterations, evaluated before and after. For all tests that need
+    a run that learned; they only read it."""
     folder = tmp_path_factory.mktemp("quickstart")
     settings = options(run_id="quickstart", train__iterations=12, evaluate__every=12)
     done = sf(folder, "train", CONFIG, *settings, on=cluster.services, timeout_s=540)

@@ -42,7 +42,7 @@ def reward(task: Task, answer: str) -> dict[str, float]:
 
 
 def picky_reward(task: Task, answer: str) -> dict[str, float]:
-    """Fails for every third training task."""
+    """Reward that fails for every third training task."""
     if task.task_id.startswith("echo-train") and int(task.task_id.rpartition("-")[2]) % 3 == 0:
         raise ValueError("this one I do not score")
     return reward(task, answer)

@@ -1,4 +1,4 @@
-"""The echo package, in which a test says which sessions may begin, and can hold an engine with work in it."""
+"""The echo package, in which a test controls which sessions begin, and can stop an engine with work in it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["agent", "reward", "script", "tasks"]
 
 
 async def agent(task: Task, endpoint: Endpoint) -> str:
-    """Three groups at a time: groups 3 to 5 begin when the folder GATES has a file 1, and so on."""
+    """Agent that begins three groups at a time: 3 to 5 when the folder GATES has a file 1, and so on."""
     _, split, index = task.task_id.split("-")
     if split == "train":
         gate = Path(os.environ["GATES"], str(int(index) // 3))
@@ -25,7 +25,7 @@ async def agent(task: Task, endpoint: Endpoint) -> str:
 
 
 def script(prompt_ids: list[int], seed: int) -> list[int]:
-    """While the file HOLD exists, the engine that has this variable stands still and says so beside it."""
+    """Script whose engine blocks while the file $HOLD exists, and creates $HOLDing meanwhile."""
     if hold := os.environ.get("HOLD"):
         while Path(hold).exists():
             Path(f"{hold}ing").touch()

@@ -1,4 +1,4 @@
-"""Hosts of one test: network namespaces with a cable each to a common switch, and the machine's files."""
+"""Hosts of a test: network namespaces on a common switch, which share the machine's files."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class Host:
 
     @property
     def exec(self) -> tuple[str, ...]:
-        """What stands before a command that runs on this host."""
+        """Words in front of a command that make it run on this host."""
         return ("ip", "netns", "exec", self.namespace)
 
     def call(self, function: Callable[[], R]) -> R:
-        """Call it in this host's network, in a thread of its own."""
+        """Call a function in this host's network, in a thread of its own."""
         with ThreadPoolExecutor(1, initializer=_enter, initargs=(self.namespace,)) as pool:
             return pool.submit(function).result()
 
     def cut(self) -> None:
-        """Pull the cable."""
+        """Disconnect the host from the switch."""
         _ip("-n", self.switch, "link", "set", self.namespace, "down")
 
     def mend(self) -> None:
@@ -45,7 +45,7 @@ class Host:
 
 @contextmanager
 def hosts(num_hosts: int) -> Iterator[list[Host]]:
-    """Skips where namespaces cannot be made; in CI not for want of `ip`."""
+    """Hosts on one switch. Skips if namespaces cannot be made; a missing `ip` is an error in CI."""
     switch = f"sf{os.getpid()}"
     _make_first(switch)
     made = [switch]
@@ -69,7 +69,7 @@ def hosts(num_hosts: int) -> Iterator[list[Host]]:
 
 
 def _make_first(namespace: str) -> None:
-    """Skips where this machine does not allow it, in CI too: no package changes that."""
+    """Make a namespace. Skips if this machine forbids it, in CI too, because no package changes that."""
     if os.geteuid() != 0:
         pytest.skip("network namespaces need root")
     if shutil.which("ip") is None and os.environ.get("CI") != "true":

@@ -1,4 +1,4 @@
-"""What must hold of a run on disk, whatever happened to it: of its manifests and its Parquet files."""
+"""Invariants of a run's manifests and Parquet files, whatever happened to it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Stages = dict[tuple[int, str], dict[str, Any]]
 
 
 def manifests(config: RunConfig) -> Stages:
-    """Every committed stage of a run with its manifest."""
+    """Manifests of all committed stages of a run."""
     found = {}
     for folder in files.list_folders(RunDirectory(config.run_dir).path("manifests")):
         for uri in files.list_files(folder):
@@ -37,7 +37,7 @@ def manifests(config: RunConfig) -> Stages:
 
 
 def check_result(config: RunConfig) -> None:
-    """Of a run that has ended: everything is there, once, and as it was written."""
+    """Check of a run that has ended: everything is there, once, and as it was written."""
     directory = RunDirectory(config.run_dir)
     committed = manifests(config)
     wanted = {(k, stage) for k in range(config.train.iterations) for stage in STAGES}
@@ -69,15 +69,15 @@ def check_result(config: RunConfig) -> None:
 
 
 def weights(config: RunConfig) -> list[str]:
-    """Of a run that has ended: the checksum of what each iteration made, which equal weights share."""
+    """Checksums of the weights that each iteration of a finished run made."""
     committed = manifests(config)
     written = [committed[k, "train"]["outputs"] for k in range(config.train.iterations)]
     return [next(ref["sha256"] for ref in refs if ref["uri"].endswith(FILE_NAME)) for refs in written]
 
 
 def check_devices(config: RunConfig) -> None:
-    """Invariant 6 as recorded: what a device did under a tag it did while the tag held it, and a tag holds it
-    when the one before has released it."""
+    """Invariant 6 as recorded: a device works under a tag only while the tag holds it, and a tag holds it
+    only after the one before has released it."""
     lines = defaultdict(list)
     for span in read_spans(RunDirectory(config.run_dir)):
         lines[span.worker].append(span)
@@ -91,8 +91,8 @@ def check_devices(config: RunConfig) -> None:
 
 
 def check_nothing_lost(config: RunConfig) -> None:
-    """Invariant 7 as stored, of a run without faults: whatever engines sampled is in the Parquet, once, also
-    where the device was taken before a request was through."""
+    """Invariant 7 as stored, for a run without faults: all tokens that engines sampled are in the Parquet,
+    once, even if the device was taken in the middle of a request."""
     sampled = sum(span.tokens for span in read_spans(RunDirectory(config.run_dir)))
     tables = [trajectories(config, k) for k in range(config.train.iterations)]
     tables += [_table(config, k, "evaluate") for k, stage in manifests(config) if stage == "evaluate"]
@@ -130,11 +130,11 @@ def check_tokens(rows: pa.Table) -> None:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a run has done at one moment, and may neither lose nor do again (invariant 9)."""
+    """What a run has done at one moment, which it may neither lose nor repeat (invariant 9)."""
 
     manifests: Stages
     finished: list[FinishedSession]
-    """Sessions that train, whose results the journal of the data plane holds."""
+    """Training sessions whose results are in the data plane's journal."""
 
     @classmethod
     def take(cls, config: RunConfig, journal: Path) -> Snapshot:
@@ -148,7 +148,7 @@ class Snapshot:
         )
 
     def lost(self, config: RunConfig) -> list[str]:
-        """What the run, now at its end, does not have as it was."""
+        """Stages and branches that are missing or changed at the end of the run."""
         after = manifests(config)
         lost = [
             f"{stage} of iteration {k}"
@@ -179,7 +179,7 @@ def _consumed(config: RunConfig, committed: Stages) -> list[int]:
 
 
 def trajectories(config: RunConfig, iteration: int) -> pa.Table:
-    """The rows of a batch as they were sealed."""
+    """The sealed rows of a batch."""
     return _table(config, iteration, "rollout")
 
 
@@ -196,7 +196,7 @@ def _branch(row: dict[str, Any]) -> tuple[str, str]:
 
 
 def _is_same(recorded: Trajectory, stored: dict[str, Any] | None) -> bool:
-    """Ids, mask, log-probs and versions, bit for bit (invariant 1)."""
+    """Whether ids, mask, log-probs and versions are equal bit for bit (invariant 1)."""
     if stored is None:
         return False
     logprobs = np.array([np.nan if value is None else value for value in stored["logprobs"]], np.float32)

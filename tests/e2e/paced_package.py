@@ -1,5 +1,5 @@
-"""The echo package with sessions of several branches. Those of the second batch ask as long as the first is
-trained on."""
+"""The echo package with sessions of several branches. Those of the second batch keep asking while the first
+is trained on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GROUPS_PER_BATCH = 3
 
 
 async def agent(task: Task, endpoint: Endpoint) -> str:
-    """Asks, asks further, and takes that question back for others."""
+    """Agent that asks, asks further, and replaces that second question by others."""
     _, split, index = task.task_id.split("-")
     is_later = split == "train" and int(index) >= GROUPS_PER_BATCH
     while is_later and not await has_come_to(endpoint, "train"):
@@ -44,7 +44,7 @@ async def agent(task: Task, endpoint: Endpoint) -> str:
 
 
 async def has_come_to(endpoint: Endpoint, stage: str) -> bool:
-    """Whether the run is at this stage of its first iteration, or at a later one."""
+    """Whether the run has reached this stage of its first iteration."""
     root, _, session = endpoint.base_url.partition("/sessions/")
     async with httpx.AsyncClient() as client:
         status = (await client.get(f"{root}/runs/{session.rsplit('.', 3)[0]}")).raise_for_status().json()

@@ -1,4 +1,4 @@
-"""A PostgreSQL server of Debian's packages for one test."""
+"""A PostgreSQL server from Debian's packages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ INSTALLED = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
 
 @contextmanager
 def postgresql() -> Iterator[str]:
-    """URL of an empty database. Skips where the server is not installed, but not in CI."""
+    """URL of an empty database. Skips if the server is not installed, except in CI."""
     if not INSTALLED and os.environ.get("CI") != "true":
         pytest.skip("PostgreSQL is not installed (apt-get install postgresql)")
     tools = INSTALLED[-1].parent

@@ -1,4 +1,4 @@
-"""Homes of Prefect servers. A server takes seconds to make the tables of its database: tests copy them."""
+"""Homes of Prefect servers. Making a database's tables takes seconds, so tests copy one."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import prefect
 
 
 def make_prefect_home(folder: Path) -> str:
-    """A new PREFECT_HOME there with a database that has tables and nothing else."""
+    """Make a PREFECT_HOME in the folder, with a database of empty tables."""
     folder.mkdir(parents=True)
     shutil.copyfile(_database(), folder / "prefect.db")
     return str(folder)
 
 
 def _database() -> Path:
-    """Made once for all test processes, and for each version of Prefect."""
+    """Database file, made once for all test processes and each version of Prefect."""
     made = Path(tempfile.gettempdir(), f"sf-tests-{os.getuid()}-prefect-{prefect.__version__}.db")
     with open(made.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -32,11 +32,11 @@ DEPLOYMENTS = {
     "evaluate": "evaluate/evaluate",
 }
 LOOKS_OFTEN = {"PREFECT_WORKER_QUERY_SECONDS": "1"}
-"""A process worker looks for runs every 10 s otherwise."""
+"""Poll interval of a process worker, which is 10 s by default."""
 
 
 def without_addresses(config: RunConfig) -> RunConfig:
-    """The configuration as one fills in a form: scheduler and data plane are those of the worker."""
+    """The configuration as filled in a form, with the worker's scheduler and data plane."""
     cluster = config.cluster.model_copy(update={"scheduler": None})
     dataplane = config.dataplane.model_copy(update={"url": None})
     return config.model_copy(update={"cluster": cluster, "dataplane": dataplane})
@@ -44,7 +44,7 @@ def without_addresses(config: RunConfig) -> RunConfig:
 
 @dataclass
 class PrefectApi:
-    """A server that answers at this URL."""
+    """Client of the Prefect server at this URL."""
 
     api: str
 
@@ -54,7 +54,7 @@ class PrefectApi:
             yield client
 
     def check_deployments(self) -> None:
-        """Every deployment is there with its form, in a pool for one run."""
+        """Check that every deployment exists with its form, in a pool for one run."""
         with self.client() as client:
             assert client.read_work_pool("sf").concurrency_limit == 1
             assert len(client.read_automations()) == 2
@@ -76,7 +76,7 @@ class PrefectApi:
         return [log.message for log in found]
 
     def crash(self, run: FlowRun) -> None:
-        """Tell the server what a worker tells when the process of a run that it started ends."""
+        """Report a run as a worker does whose process for it has crashed."""
         with self.client() as client:
             for state in (Pending(), Running(), Crashed()):
                 client.set_flow_run_state(run.id, state, force=True)
@@ -98,7 +98,7 @@ class PrefectApi:
 
 @dataclass
 class Server(PrefectApi):
-    """Its own process, and a clone whose code it deploys."""
+    """A Prefect server in its own process, and a clone whose code it deploys."""
 
     clone: Path
     stack: Supervisor
@@ -132,7 +132,7 @@ class Server(PrefectApi):
         self.stack.remove(worker)
 
     def await_heartbeat(self, name: str) -> FlowRun:
-        """The run of this name, once the server has heard its heartbeat."""
+        """The run of this name, once the server has received its heartbeat."""
 
         def heard() -> FlowRun | None:
             with self.client() as client:
@@ -157,7 +157,7 @@ def prefect_server(folder: Path, env: dict[str, str]) -> Iterator[Server]:
 
 
 def _copy_tracked(folder: Path) -> None:
-    """What a clone of this working tree would have."""
+    """Copy the files that a clone of this working tree would have."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
     for name in filter(None, listed.stdout.split("\0")):
         target = folder / name

@@ -1,4 +1,4 @@
-"""The pages of the Prefect UI that a user of ours meets, and what is pressed there."""
+"""The pages of the Prefect UI that our users see, and the actions there."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PrefectUi:
         expect(self.field("iterations")).to_be_visible()
 
     def field(self, name: str) -> Locator:
-        """Of the form: title, description and input."""
+        """A form field: title, description and input."""
         title = self.page.locator(".schema-form-property__label", has_text=re.compile(rf"^\s*{name}\b"))
         return title.locator("xpath=ancestor::div[contains(concat(@class, ' '), 'schema-form-property ')][1]")
 
@@ -42,11 +42,11 @@ class PrefectUi:
         self.page.goto(f"{self._base}/runs/flow-run/{flow_run_id}")
 
     def leave(self) -> None:
-        """For a page that draws nothing: that of a run that goes on is drawn again and again."""
+        """Open an empty page, because that of an active run is redrawn continuously."""
         self.page.goto("about:blank")
 
     def press(self, button: str) -> None:
-        """On the page of a run, and again where it asks whether one is sure."""
+        """Press a button on the page of a run, and confirm it."""
         self.page.get_by_role("button", name=button, exact=True).click()
         self.page.locator(".p-modal").get_by_role("button", name=re.compile(f"Confirm|{button}")).click()
 
@@ -54,18 +54,18 @@ class PrefectUi:
         expect(self.page.locator(".state-badge").first).to_have_text(name)
 
     def open_artifact(self, key: str) -> None:
-        """From the page of a run."""
+        """Open an artifact from the page of a run."""
         self.page.locator("#artifacts").click()
         self.page.get_by_text(key, exact=True).click()
         self.page.wait_for_url(re.compile("/artifacts/"))
 
     @property
     def rows(self) -> Locator:
-        """Of a table; the first are its heads."""
+        """Rows of a table, headings first."""
         return self.page.get_by_role("table").get_by_role("row")
 
     def await_rows(self, count: int, timeout_s: float) -> None:
-        """On the page of an artifact, which shows what there was when it was opened."""
+        """Reload the page of an artifact until it has more than `count` rows; it does not update itself."""
 
         def are_there() -> bool:
             self.page.reload()
@@ -81,7 +81,7 @@ class PrefectUi:
 
 @contextmanager
 def prefect_ui(browser: Browser, api: str) -> Iterator[PrefectUi]:
-    """In light colours."""
+    """The Prefect UI in light colours."""
     page = browser.new_page(viewport={"width": 1280, "height": 860})
     page.set_default_timeout(PATIENCE_MS)
     page.add_init_script("""localStorage.setItem("color-scheme", '"light"')""")

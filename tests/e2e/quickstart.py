@@ -18,7 +18,7 @@ CONFIG = str(ROOT / "configs" / "quickstart.yaml")
 
 
 def options(**settings: Any) -> list[str]:
-    """--set of section__key=value."""
+    """Options --set section.key=value from section__key=value."""
     named = {name.replace("__", "."): value for name, value in settings.items()}
     return [option for key, value in named.items() for option in ("--set", f"{key}={value}")]
 
@@ -26,7 +26,7 @@ def options(**settings: Any) -> list[str]:
 def sf(
     folder: Path, *arguments: str, on: Services | None = None, timeout_s: float = 240
 ) -> subprocess.CompletedProcess[str]:
-    """Run the command in a folder, on these services. Without them, what trains starts its own."""
+    """Run `sf` in a folder, on these services; without them, training starts its own."""
     env = os.environ | {
         "PREFECT_HOME": str(folder / "prefect"),
         "SF_CACHE_DIR": str(folder / "cache"),
@@ -46,7 +46,7 @@ def sf(
 
 
 def read(*arguments: str) -> str:
-    """What a command prints that only looks at a run; in this process, which has its libraries loaded."""
+    """Output of a read-only command, run in this process, which has the libraries loaded."""
     result = CliRunner().invoke(app, list(arguments))
     assert result.exit_code == 0, result.output
     return result.output

@@ -1,4 +1,4 @@
-"""What a run recorded against what its published weights say of the same tokens, by transformers alone."""
+"""Recorded log-probs against those of the published weights for the same tokens, by transformers alone."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Policies:
         self._version = 0
 
     def largest_difference(self, rows: pa.Table) -> float:
-        """Between the recorded log-probs and those of the version that is recorded beside each of them, over
-        the sampled tokens of these rows. They were sampled at temperature 1 from the whole vocabulary."""
+        """Largest difference between the recorded log-probs of these rows' sampled tokens and those of the
+        recorded versions. The tokens were sampled at temperature 1 from the whole vocabulary."""
         found = list(to_rows(rows))
         versions = np.unique(np.concatenate([row.policy_versions for row in found]))
         return max(self._difference(found, int(version)) for version in versions if version >= 0)

@@ -1,4 +1,4 @@
-"""Secrets in the environment of everything that a run starts, and a search for them in all that it left."""
+"""Secrets in the environment of all processes of a run, and a search for them in all its files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PLANTED = {
 
 
 def leaks(folder: Path, secrets: dict[str, str]) -> list[tuple[str, str]]:
-    """(secret, file) for each that is in a file: of logs, databases, manifests, Parquet and all others."""
+    """(secret, file) for each secret found in a file: logs, databases, manifests, Parquet and all others."""
     found = [(path, content) for path in folder.rglob("*") for content in _contents(path)]
     return [
         (name, str(path.relative_to(folder)))
@@ -37,6 +37,6 @@ def _contents(path: Path) -> Iterator[bytes]:
 
 
 def _may_hold(path: Path, name: str) -> bool:
-    """The data plane keeps the key of a run, in a file that only its owner may read."""
+    """Whether a file may hold a secret: the journal, readable by its owner only, holds the run's key."""
     is_private = path.stat().st_mode & 0o077 == 0
     return name == "SF_RUN_KEY" and path.suffix == ".journal" and is_private

@@ -1,4 +1,4 @@
-"""A standing stack (`sf up`) of a test's own."""
+"""A standing stack (`sf up`) for one test."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Stack:
     folder: Path
     ports: Ports = field(default_factory=free_ports)
     env: dict[str, str] = field(default_factory=dict)
-    """Of all its processes, beside what they inherit."""
+    """Environment of all its processes, added to what they inherit."""
 
     def __post_init__(self) -> None:
         self.home = make_prefect_home(self.folder / "prefect")
@@ -68,7 +68,7 @@ class Stack:
         )
 
     def pid(self, part: str) -> int:
-        """0 while it is not running."""
+        """Process id of a part; 0 while it is not running."""
         return int(call(self.folder, "getProcessInfo", part)["pid"])
 
     def processes(self) -> list[psutil.Process]:

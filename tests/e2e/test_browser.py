@@ -1,5 +1,5 @@
-"""What people do with a run in the Prefect UI, in a real browser: start it from the form, watch it, press
-Retry after a fault, press Cancel."""
+"""Use of the Prefect UI in a real browser: start a run from the form, watch it, press Retry after a fault,
+press Cancel."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PICTURES = os.environ.get("SF_TEST_PICTURES")
 """A folder for screenshots; those in docs/ are made with it."""
 
 STOPPED_S = 15.0
-"""All device work has stopped so long after Cancel was pressed."""
+"""Longest time from Cancel to the end of all device work."""
 
 
 def picture(ui: PrefectUi, name: str) -> None:
@@ -43,14 +43,14 @@ def deployment_id(server: Server, name: str) -> UUID:
 
 
 def offer(server: Server, deployment: UUID, config: RunConfig) -> None:
-    """Make this what the form of the deployment starts from."""
+    """Make this configuration the default of the deployment's form."""
     parameters = {"config": config.model_dump(mode="json", exclude_defaults=True)}
     with server.client() as client:
         client.update_deployment(deployment, DeploymentUpdate(parameters=parameters))
 
 
 def submit(server: Server, deployment: UUID, ui: PrefectUi) -> FlowRun:
-    """Send the form off; returns the flow run that comes of it."""
+    """Submit the form; returns the new flow run."""
 
     def runs() -> dict[UUID, FlowRun]:
         chosen = DeploymentFilter(id=DeploymentFilterId(any_=[deployment]))

@@ -1,4 +1,4 @@
-"""Cancel where nothing yields by itself; what yields is cancelled in test_browser.py."""
+"""Cancel when nothing yields by itself; test_browser.py cancels a run that yields."""
 
 from __future__ import annotations
 

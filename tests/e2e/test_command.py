@@ -1,4 +1,4 @@
-"""`sf train` with everything it starts itself: Ctrl-C, going on, the result."""
+"""`sf train` with all processes that it starts itself: Ctrl-C, resume, the result."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def await_part(command: int, module: str) -> psutil.Process:
 
 @pytest.fixture
 def proxy() -> Iterator[SilentProxy]:
-    """For commands, not for this process."""
+    """Proxy for commands, not for this process."""
     with silent_proxy() as proxy:
         yield proxy
 

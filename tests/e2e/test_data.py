@@ -1,4 +1,4 @@
-"""What a run leaves behind is opened as docs/data.md says, in a run that was trained."""
+"""The files of a trained run open as docs/data.md says."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 @pytest.fixture(scope="module")
 def folder(quickstart: RunConfig) -> Path:
-    """Where `sf train` was called, with runs/quickstart in it."""
+    """Folder in which `sf train` was called, with runs/quickstart."""
     return Path(quickstart.run_dir).parents[1]
 
 

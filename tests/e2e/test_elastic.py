@@ -31,7 +31,7 @@ def start_worker(cluster: Cluster, name: str, *tags: str) -> None:
 
 
 def end_worker(cluster: Cluster, name: str) -> None:
-    """The worker and its nanny, by force."""
+    """Kill a worker and its nanny."""
     process = cluster.stack.processes[f"worker-{name}"]
     nanny = psutil.Process(process.pid())
     for member in (nanny, *nanny.children(recursive=True)):
@@ -41,7 +41,7 @@ def end_worker(cluster: Cluster, name: str) -> None:
 
 @contextmanager
 def restored(cluster: Cluster) -> Iterator[None]:
-    """Other tests find the workers that they expect."""
+    """Restore the usual workers at the end, for other tests."""
     wanted = RunConfig().cluster.workers
     try:
         yield
@@ -103,7 +103,7 @@ def test_rewards_are_scored_on_reward_workers_and_agents_follow_the_queue(cluste
     url = f"{cluster.services.dataplane}/runs/elastic-runners"
 
     def holders() -> set[str]:
-        """Workers of runners that go on."""
+        """Workers of runners that are not retiring."""
         answer = httpx.get(url)
         runners = answer.json()["runners"] if answer.is_success else {}
         return {name.partition(":")[0] for name, runner in runners.items() if not runner["retiring"]}
@@ -183,7 +183,7 @@ def test_a_trainer_whose_loan_was_lost_while_it_was_away_rolls_out_again_when_it
 
 
 def give_up_after(seconds: float, dask_scheduler: Any) -> float:
-    """Runs on the scheduler: a task that nobody can run fails so late. Returns what held before."""
+    """Executed on the scheduler: sets its no_workers_timeout and returns the old value."""
     before, dask_scheduler.no_workers_timeout = dask_scheduler.no_workers_timeout, seconds
     return float(before)
 

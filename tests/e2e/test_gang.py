@@ -1,4 +1,4 @@
-"""Two lent trainers train together (design 5.2): undisturbed, with one killed, with one that hangs."""
+"""Two lent trainers train together: undisturbed, with one killed, with one that hangs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def colocated(cluster: Cluster) -> Iterator[Cluster]:
-    """t0 and another like it, and no worker that only samples."""
+    """Cluster with two trainers, t0 and t1, and no worker that only samples."""
     with restored(cluster):
         end_worker(cluster, "r0")
         start_worker(cluster, "t1", "rollout", "train")
@@ -34,7 +34,7 @@ def gang_config(cluster: Cluster, run_id: str, **train: Any) -> RunConfig:
 
 
 def ranks(config: RunConfig) -> list[int]:
-    """How many ranks trained each iteration."""
+    """Number of ranks that trained each iteration."""
     committed = manifests(config)
     return [committed[k, "train"]["data"]["ranks"] for k in range(config.train.iterations)]
 
@@ -44,7 +44,7 @@ def seats(config: RunConfig, iteration: int, epoch: int = 0) -> Path:
 
 
 def await_ranks(process: subprocess.Popen[bytes], config: RunConfig, iteration: int) -> None:
-    """Both have begun this train stage."""
+    """Wait until both ranks have begun this train stage."""
     folder = seats(config, iteration)
     wait_until(
         lambda: all((folder / f"rank-{rank}").exists() for rank in (0, 1)) or process.poll() is not None,

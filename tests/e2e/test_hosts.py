@@ -45,7 +45,7 @@ def certificates(folder: Path) -> dict[str, str]:
 
 @pytest.fixture
 def tls(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """The environment of all parts. This process has the settings too."""
+    """Environment with TLS settings for all parts; this process has the settings too."""
     settings = certificates(tmp_path / "tls")
     names = {key: f"DASK_{key}".upper().replace(".", "__").replace("-", "_") for key in settings}
     with dask.config.set(settings):
@@ -121,7 +121,7 @@ def joined(scheduler: str) -> set[str]:
 
 
 def listening(host: Host) -> list[str]:
-    """What others can reach of it."""
+    """Addresses on which others can reach the host."""
     command = [*host.exec, "ss", "--listening", "--tcp", "--numeric", "--no-header"]
     said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
     addresses = [line.split()[3] for line in said.splitlines()]
@@ -195,5 +195,5 @@ def test_a_host_that_is_cut_off_costs_nothing_and_is_used_again_when_it_is_back(
 
 
 def serving(status: dict[str, Any]) -> set[str]:
-    """The workers whose engines can be given work."""
+    """Workers whose engines are serving."""
     return {engine["worker"] for engine in status["engines"] if engine["state"] == "serving"}

@@ -1,4 +1,4 @@
-"""Runs that a Prefect server lost: found, started again where they stopped, and given up in the end."""
+"""Runs lost by a Prefect server are found, resumed where they stopped, and finally given up."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Pipelines on one cluster of a rollout worker and a trainer that could roll out too. That in which it does,
-multiplexed, is that of the quickstart (test_quickstart.py)."""
+"""Pipelines on a cluster of a rollout worker and a trainer that can roll out too. The multiplexed one is the
+quickstart's (test_quickstart.py)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The quickstart learns, and what it leaves behind is exact: the real engine, the real trainer, agents over
-HTTP, tools, a device that is lent."""
+"""The quickstart learns, and its records are exact: the real engine, the real trainer, agents over HTTP,
+tools, a device that is lent."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.e2e.recomputed import Policies
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 ROWS_RECOMPUTED = 32
-"""Of every batch."""
+"""Number of rows recomputed in every batch."""
 
 
 def held_out(config: RunConfig) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""The page "your agent in 20 lines", run as it stands on a model folder that is not ours."""
+"""The page "your agent in 20 lines", run unchanged on a foreign model folder."""
 
 from __future__ import annotations
 

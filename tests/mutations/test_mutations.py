@@ -57,8 +57,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def judge(root: Path, mutations: list[Mutation], deadline_s: float = 100.0) -> list[tuple[Mutation, str]]:
-    """Judge by a runner in a process of its own, because this one may have threads, which forks do not
-    survive."""
+    """Judge in a runner's own process, because this one may have threads, which no fork survives."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(_judge, root, mutations, deadline_s).result()
 

@@ -74,7 +74,7 @@ def sample(run: RunDirectory, iteration: int, rows: list[Trajectory]) -> None:
 
 
 def train(run: RunDirectory, config: RunConfig, batches: list[pa.Table]) -> None:
-    """Commit an iteration per batch, as the stages do; the rollouts are left out."""
+    """Commit an iteration per batch, as the stages do, but without rollouts."""
     make_policy(run.start_dir, config.policy, config.seed)
     trainer = Trainer(run.start_dir, config.train, seed=config.seed)
     for iteration, batch in enumerate(batches):
@@ -90,7 +90,7 @@ def train(run: RunDirectory, config: RunConfig, batches: list[pa.Table]) -> None
 
 
 def pretend(run: RunDirectory, iterations: int, *, finished: bool = True) -> None:
-    """A run of which only the manifests are real, and the names of its files."""
+    """Make a run whose manifests and file names are real, but not its files."""
     for iteration in range(iterations):
         for stage in STAGES:
             commit(run, iteration, stage, data={"reward_mean": iteration / 10})
@@ -104,12 +104,12 @@ def pretend(run: RunDirectory, iterations: int, *, finished: bool = True) -> Non
 
 
 def trained_run(folder: Path, settings: dict[str, Any], batches: list[pa.Table]) -> RunDirectory:
-    """A run in the folder that was trained on the batches."""
+    """Train a run in the folder on the batches."""
     run = RunDirectory(str(folder / "trained"))
     train(run, configure(run, train=settings), batches)
     return run
 
 
 def copy_run(run: RunDirectory, folder: Path) -> RunDirectory:
-    """A copy of it in the folder, for a test that changes it."""
+    """Copy of a run in the folder, for a test that changes it."""
     return RunDirectory(str(shutil.copytree(run.uri, folder / run.run_id)))

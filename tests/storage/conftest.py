@@ -1,5 +1,4 @@
-"""One contract for every filesystem: each test that takes `run` holds on local paths, on memory:// and on an
-S3 server."""
+"""One contract for all filesystems: each test with `run` holds on local paths, memory:// and an S3 server."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def write(folder: Path) -> None:
 
 
 def plain(table: pa.Table) -> Any:
-    """Rows as JSON keeps them."""
+    """Rows after a round trip through JSON."""
     return json.loads(json.dumps(table.to_pylist(), default=str))
 
 

@@ -23,7 +23,7 @@ SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
 def documented(section: str, header: str) -> dict[str, str]:
-    """Name -> type of the rows of one table."""
+    """Types by name in one table of the page."""
     _, text = PAGE.split(f"\n## {section}\n")
     _, table = text.split(f"| {header} | type | meaning |\n|---|---|---|\n", 1)
     rows = re.findall(r"^\| (.+?) \| (.+?) \| .+ \|$", table.split("\n\n")[0], re.MULTILINE)
@@ -72,7 +72,7 @@ def test_make_run_trains_the_run_that_the_page_opens() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a run of twelve iterations, of which only the data is real."""
+    """Folder with a run of twelve iterations whose data alone is real."""
     folder = tmp_path_factory.mktemp("page")
     run = RunDirectory(str(folder / "runs" / "quickstart"))
     configure(run)

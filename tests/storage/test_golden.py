@@ -1,4 +1,4 @@
-"""Files of every schema version that was ever written are read as they were meant; tests/data has them."""
+"""Files of every schema version ever written, in tests/data, are read as they were meant."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ def part(version: int, kind: str) -> str:
 
 
 def shared(rows: list[dict[str, Any]], found: pa.Table) -> list[dict[str, Any]]:
-    """The rows in the columns that their version had."""
+    """Rows of a table, in the columns that their version had."""
     found_rows: list[dict[str, Any]] = plain(found.select(list(rows[0])))
     return found_rows
 

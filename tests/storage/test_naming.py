@@ -13,7 +13,7 @@ from storage.run_directory import RunDirectory
 
 @pytest.fixture(params=["EPERM", "EOPNOTSUPP", "ENOSYS", "EMLINK"])
 def linkless(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stands for a file system without hard links."""
+    """Simulates a file system without hard links."""
     code = getattr(errno, request.param)
 
     def refuse(source: str, target: str) -> None:

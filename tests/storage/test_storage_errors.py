@@ -1,4 +1,4 @@
-"""A storage that fails says so in one sentence; what that storage is makes no difference to the caller."""
+"""A failing storage raises one sentence, whatever the kind of storage."""
 
 import socket
 from collections.abc import Callable, Iterator

@@ -28,7 +28,7 @@ PREFECT_SETTINGS = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "PREFECT_LOGGING_LEVEL": "WARNING",
     **LOG_SETTINGS,
-    # manifests decide which stages are done; a cached result could be of another iteration (design 5.6)
+    # manifests decide which stages are done; a cached result could be of another iteration
     "PREFECT_RESULTS_PERSIST_BY_DEFAULT": "false",
     "PREFECT_TASKS_REFRESH_CACHE": "true",
 }

@@ -90,7 +90,7 @@ class Renderer:
         return render_addition(self.render, messages, opening_text, added, tools)
 
     def note_rewrite(self, added: list[Message]) -> None:
-        """The template rewrote earlier messages although the probes said it does not: trust them no more."""
+        """The template rewrote earlier messages despite the probes: render everything from now on."""
         if self.is_append_only(added):
             self._append_only_roles = frozenset()
 

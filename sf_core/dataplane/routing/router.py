@@ -230,7 +230,7 @@ class Router:
         self._settle(link)
 
     async def take_away(self, link: EngineLink, reason: str) -> None:
-        """Stop routing, abort, wait for the partial tokens, then have the engine yield (design 5.2)."""
+        """Stop routing, abort, wait for the partial tokens, then have the engine yield."""
         link.tell(wire.pack("abort", None))
         self.drain(link, reason)
         await link.gone.wait()

@@ -52,7 +52,7 @@ class Batch:
 
 
 class RolloutManager:
-    """Lag (design 5.5): batch k updates version k, so a group whose oldest token is of version m must be in a
+    """Lag: batch k updates version k, so a group whose oldest token is of version m must be in a
     batch no later than m + lag_bound, its deadline.
 
     Two rules hold every group to its deadline. Admission: at version v at most

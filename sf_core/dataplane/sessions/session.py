@@ -1,6 +1,6 @@
 """One session: which recorded turn a request extends, what it adds, and what was sampled for it.
 
-Recorded ids are always reused; only what follows them is rendered and encoded (design 5.3). The tokens
+Recorded ids are always reused; only what follows them is rendered and encoded. The tokens
 themselves are in tree.py.
 """
 
@@ -130,7 +130,7 @@ class Session:
         return prompt
 
     def open_ids(self, ids: list[int]) -> Prompt:
-        """The prompt of these ids, new or asked before. It shares the tokens of lines that begin alike."""
+        """The prompt of these ids, new or asked before; its beginning is shared with lines that have it."""
         array = np.array(ids, dtype=np.int32)
         chain = blake2b(array.tobytes(), digest_size=16, person=b"ids").digest()
         prompt = self._prompts.get((chain, ""))
@@ -305,7 +305,7 @@ class Session:
         self._num_bytes += PROMPT_BYTES + held
 
     def _longest_match(self, keys: list[bytes]) -> Turn | None:
-        """The deepest recorded turn whose conversation begins this one."""
+        """The deepest recorded turn with whose conversation this one begins."""
         answers = (self._answers.get(keys[i]) for i in range(len(keys) - 1, 0, -1))
         return next((turn for turn in answers if turn is not None), None)
 

@@ -277,7 +277,7 @@ class TurnService:
         return min(asked or self._run.spec.max_tokens, self._run.spec.max_tokens)
 
     def _sampling(self, sample: int, nth: int) -> Sampling:
-        """The run's settings in its sessions, whatever the agent asks; else the request's (design 5.5)."""
+        """The run's settings in its sessions, whatever the agent asks; else the request's."""
         spec, request, claim = self._run.spec, self._request, self._session.claim
         if claim is None:
             seed = secrets.randbits(64) if request.seed is None else (request.seed + nth) % 2**64

@@ -31,8 +31,7 @@ TIMELINE_STEPS = 4000
 
 
 def run_figures(run: RunDirectory) -> dict[str, Any]:
-    """All figures of the page, not the sessions. Raises ValueError if a committed file is missing or
-    broken."""
+    """All figures, without the sessions. Raises ValueError if a committed file is missing or broken."""
     iterations = list(read_iterations(run))
     windows = iteration_windows(iterations)
     rollouts = {

@@ -17,7 +17,7 @@ from tests.sf_core.dataplane.runs.test_replay import SPEC
 
 
 class Stand:
-    """A data plane and what sends it reports, in one process."""
+    """A data plane and the sender of its reports, in one process."""
 
     def __init__(self, http: httpx.AsyncClient, spec: dict[str, Any]) -> None:
         self.http, self.spec = http, spec

@@ -112,7 +112,7 @@ def test_agents_get_the_key_of_their_run_and_nobody_else_gets_in(
 
 
 def run_until_ready(server: Server, runner: AgentRunner) -> None:
-    """Until batch 0 is full; then the run is released."""
+    """Run the runner until batch 0 is full, then release the run."""
 
     async def work() -> None:
         working = asyncio.ensure_future(runner.run())
@@ -188,7 +188,7 @@ def test_of_failures_at_the_same_place_one_is_in_the_log(
 
 
 async def chatting_agent(task: Task, endpoint: Endpoint) -> str:
-    """One that asks until its history fits no more, or for one turn; it raises what its SDK raises."""
+    """Agent that asks until its history is too long, or for one turn; it raises the errors of its SDK."""
     client = AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)
     messages: Any = [{"role": "user", "content": task.prompt}]
     while True:

@@ -13,14 +13,14 @@ from sf_core.agents.threads import Threads
 
 @pytest.fixture
 def over() -> Iterator[threading.Event]:
-    """Set at the end: what waits for it goes on until then."""
+    """Event that is set after the test, to end calls that wait for it."""
     event = threading.Event()
     yield event
     event.set()
 
 
 async def leave(threads: Threads, num_calls: int, over: threading.Event) -> list[threading.Thread]:
-    """So many calls that go on, and nobody waits for them."""
+    """Cancel `num_calls` calls whose threads go on; returns the threads."""
     begun: list[threading.Thread] = []
 
     def hang() -> None:

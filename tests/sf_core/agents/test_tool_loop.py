@@ -14,7 +14,7 @@ from sf_core.types import Endpoint
 
 
 class Model:
-    """An OpenAI-compatible server that gives prepared answers and remembers what it was asked."""
+    """An OpenAI-compatible server that gives prepared answers and keeps the requests."""
 
     def __init__(self) -> None:
         self.answers: list[dict[str, Any]] = []

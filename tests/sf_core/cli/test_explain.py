@@ -1,4 +1,4 @@
-"""`sf plan`: what it says of each pipeline, and of plans that could not start."""
+"""`sf plan`: its output for each pipeline, and for plans that could not start."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def sf_plan(*arguments: str) -> tuple[int, dict[str, str]]:
-    """Exit code, and what is said behind the first word of each line."""
+    """Exit code of `sf plan`, and its lines by their first word."""
     result = CliRunner().invoke(app, ["plan", *arguments])
     lines = [" ".join(line.split()).partition(" ") for line in result.output.splitlines()]
     return result.exit_code, {first: rest for first, _, rest in lines}

@@ -33,7 +33,7 @@ SUMMARY = {
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
-    """Finished, on workers of which none could train: to go on with it is refused before anything starts."""
+    """A finished run without a worker that can train, so that continuing it is refused at once."""
     run = RunDirectory(str(tmp_path / "[v2]" / "r"))
     workers = {"r0": {"tags": ["rollout"]}}
     configure(run, train={"iterations": 2}, cluster={"workers": workers}, storage={"root": str(tmp_path)})
@@ -55,7 +55,7 @@ def test_a_finished_run_is_shown_and_not_run_again(run: RunDirectory) -> None:
 
 @pytest.fixture
 def stopped(run: RunDirectory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RunDirectory:
-    """It could go on."""
+    """A run that could be resumed."""
     configure(run, train={"iterations": 3}, storage={"root": str(tmp_path / "[v2]")})
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect"))
     monkeypatch.setenv("SF_CACHE_DIR", str(tmp_path / "cache"))

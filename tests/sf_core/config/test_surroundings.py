@@ -1,4 +1,4 @@
-"""What a command asks of the place where it is called, with real processes."""
+"""What a command requires of its environment, with real processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SF = str(Path(sys.executable).with_name("sf"))
 def call(
     folder: Path, *command: str, files: int | None = None, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """In the folder; `files` is the hard limit on open ones."""
+    """Run a command in the folder; `files` is the hard limit on open files."""
 
     def limit() -> None:
         if files is not None:

@@ -1,5 +1,5 @@
-"""A router with engines on one event loop: real frames, the real engine client, no sockets. What the network
-would decide (who is heard when) the test decides."""
+"""A router with engines on one event loop: real frames, the real engine client, no sockets. The test decides
+when each frame is delivered."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LIMITS = Limits(max_waiting=1000, patience_s=1000.0, engine_silence_s=1000.0)
 STOP = 1
 
 MakeEngine = Callable[[int], Engine]
-"""Policy version -> an engine that holds it."""
+"""Function from a policy version to an engine with its weights."""
 
 
 def scripted(script: Callable[[list[int], int], list[int]]) -> MakeEngine:
@@ -35,16 +35,16 @@ def scripted(script: Callable[[list[int], int], list[int]]) -> MakeEngine:
 
 
 class ClusterEngine:
-    """One engine and its connection. Nothing is heard or said until `act`."""
+    """One engine and its connection. It handles and sends frames only in `act`."""
 
     def __init__(self, router: Router, name: str, make: MakeEngine, max_running: int) -> None:
         self.router = router
         self.inbox: list[bytes] = []
         self.asked: list[GenerationRequest] = []
         self.told: list[tuple[str, Any]] = []
-        """Every other frame that the router has sent it."""
+        """Kinds and values of all other frames from the router."""
         self.num_sampled = 0
-        """Tokens that it has reported."""
+        """Number of tokens that it has reported."""
         self.engine: Engine | None = None
         self._make = make
         self._client = _EngineClient("", None, {}, lambda weights: make(weights.version), _Nobody())
@@ -64,7 +64,7 @@ class ClusterEngine:
         return self.link.gone.is_set()
 
     def act(self) -> None:
-        """Read what was sent, answer it, take one step."""
+        """Handle the frames received, then take one step."""
         while self.inbox and not self.is_gone:
             self._handle(*wire.unpack(self.inbox.pop(0)))
         if self.engine is not None and not self.is_gone and not self._client._paused:
@@ -82,7 +82,7 @@ class ClusterEngine:
             self._client._handle(kind, value, self.engine, self)  # type: ignore[arg-type]
 
     def send(self, frame: bytes) -> None:
-        """What the engine says reaches the router."""
+        """Deliver a frame of the engine to the router."""
         kind, value = wire.unpack(frame)
         match kind:
             case "chunks":
@@ -99,7 +99,7 @@ class ClusterEngine:
 
 
 class Cluster:
-    """To be made inside a running event loop."""
+    """A router and its engines; must be created in a running event loop."""
 
     def __init__(self, limits: Limits = LIMITS) -> None:
         self.router = Router(WeightsRef(0, "w0"), limits)
@@ -113,7 +113,7 @@ class Cluster:
         return self.engines[-1]
 
     async def serving(self, make: MakeEngine, **options: Any) -> ClusterEngine:
-        """Connect an engine and let it come up."""
+        """Connect an engine and let it start serving."""
         engine = self.connect(make, **options)
         engine.act()
         await self.dispatched()
@@ -158,7 +158,7 @@ class Cluster:
 
 
 def turn(num_prompt: int, near: Near | None = None) -> Generation:
-    """A generation that no router knows yet."""
+    """A generation that no router has yet."""
     generation = Generation("g", array("i", [5] * num_prompt), Sampling(), 100, (), stream=False, floor=0)
     generation.near = near
     return generation

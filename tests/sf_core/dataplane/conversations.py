@@ -1,4 +1,4 @@
-"""Conversations as agents hold them, with real tokenizers, and what must hold of what is recorded of them.
+"""Conversations as agents hold them, with real tokenizers, and the invariants of their records.
 
 Owns the model folders of three families (their chat templates lie in templates/), a sampler whose ids are not
 those the tokenizer would make of the same text, and the check of invariants 1 to 3 (docs/architecture.md).
@@ -95,14 +95,14 @@ def user(text: str) -> Message:
 
 
 def call_text(name: str, x: int) -> str:
-    """A call as the family's models write it and its template shows it."""
+    """A tool call in the family's format."""
     if name == "llama3":
         return f'{{"name": "find", "parameters": {{"x": {x}}}}}'
     return f'<tool_call>\n{{"name": "find", "arguments": {{"x": {x}}}}}\n</tool_call>'
 
 
 def odd_ids(renderer: Renderer, text: str, rng: random.Random) -> list[int]:
-    """Ids of a text, cut at random places before it is encoded: mostly not those of the whole text."""
+    """Ids of a text that is cut at random places before encoding, mostly other ids than the whole text's."""
     cuts = sorted(rng.sample(range(len(text) + 1), min(len(text), 1 + len(text) // 6)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     ids = [token for piece in pieces for token in renderer.encode(piece).tolist()]
@@ -112,7 +112,7 @@ def odd_ids(renderer: Renderer, text: str, rng: random.Random) -> list[int]:
 
 @dataclass
 class Record:
-    """A session, and what the engine was given and gave for every turn of it."""
+    """A session, with the engine's input and output for every turn."""
 
     renderer: Renderer
     session: Session = field(default_factory=lambda: Session("s"))
@@ -167,7 +167,7 @@ class Record:
 
 
 def spill_and_take_back(session: Session) -> None:
-    """As memory.py does, with bytes for a file."""
+    """Spill and restore a session like journal/memory.py, with bytes instead of a file."""
     written = [frame(record) for record in session.records()]
     session.drop()
     assert not (session.turns or session.prompts)
@@ -175,7 +175,7 @@ def spill_and_take_back(session: Session) -> None:
 
 
 def state_of(session: Session) -> dict[str, Any]:
-    """All that decides what is answered and exported."""
+    """All state of a session that affects answers and exports."""
     return {
         "prompts": [
             (
@@ -223,8 +223,8 @@ def shown(renderer: Renderer, ids: list[int]) -> str:
 
 
 def check(record: Record) -> list[Trajectory]:
-    """Invariants 1 to 3: rows hold, bit for bit, what engines were given and gave; every sampled token is
-    trained once, with its log-prob, version and tools; nothing else is trained."""
+    """Invariants 1 to 3: rows hold the engines' input and output bit for bit; every sampled token is trained
+    once, with its log-prob, version and tools; nothing else is trained."""
     rows = record.export()
     by_id = {row.branch_id: row for row in rows}
     assert len(by_id) == len(rows)
@@ -255,7 +255,7 @@ def _holds(row: Trajectory, asked: list[int], turn: Turn) -> bool:
 
 
 def _has_equal(record: Record, asked: list[int], turn: Turn) -> bool:
-    """Whether the same was sampled twice, which no one can tell apart in a row."""
+    """Whether another turn sampled the same tokens, which a row cannot tell apart."""
     first = turn.ids[: 1 if len(turn.ids) else 0]
     alike = [
         other

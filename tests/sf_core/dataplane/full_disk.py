@@ -1,4 +1,4 @@
-"""A disk that takes nothing more, as the processes of a real data plane or the tests' own meet it."""
+"""A full disk, for the processes of a real data plane or for the tests' own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import psutil
 
 @contextlib.contextmanager
 def full_disk() -> Iterator[None]:
-    """No data plane that this process has started can write to any file."""
+    """No data plane started by this process can write to any file."""
     children = psutil.Process().children(recursive=True)
     processes = [child for child in children if "sf_core.dataplane" in " ".join(child.cmdline())]
     assert processes
@@ -28,7 +28,7 @@ def full_disk() -> Iterator[None]:
 
 @contextlib.contextmanager
 def full_own_disk(max_bytes: int) -> Iterator[None]:
-    """No file of this process grows over so many bytes."""
+    """No file of this process can grow beyond `max_bytes`."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, limit[1]))

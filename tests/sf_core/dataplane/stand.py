@@ -1,4 +1,4 @@
-"""What the tests of the data plane stand on: a served app, engines in threads, and canned answers."""
+"""Test bench of the data plane: a served app, engines in threads, and canned answers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class EngineKilledError(Exception):
 
 
 class RecordingEngine(ScriptedEngine):
-    """Keeps what it was asked, so that tests can compare ids bit for bit."""
+    """Keeps its requests, so that tests can compare ids bit for bit."""
 
     def __init__(self, script: Script, asked: list[GenerationRequest], **options: Any) -> None:
         super().__init__(script, **options)
@@ -42,7 +42,7 @@ class RecordingEngine(ScriptedEngine):
 
     killed = False
     steps_left: int | None = None
-    """It samples in so many steps more, then holds; None: it never holds."""
+    """Steps in which it still samples before it holds; None: it never holds."""
 
     def submit(self, request: GenerationRequest) -> None:
         self.asked.append(request)
@@ -162,7 +162,7 @@ class Server:
 
 @contextlib.contextmanager
 def attended(url: str, folder: Path, model_dir: str) -> Iterator[Server]:
-    """A data plane that answers there; at the end its run is released and its engines end."""
+    """Server of the data plane at this URL; at the end its run is released and its engines end."""
     with httpx.Client(base_url=url, timeout=30) as http:
         server = Server(url, http, folder, model_dir)
         yield server
@@ -217,7 +217,7 @@ def say(renderer: Renderer, text: str) -> list[int]:
 
 
 def answering(renderer: Renderer, *texts: str) -> Script:
-    """A script that gives these answers in turn, the last one for ever."""
+    """A script that gives these answers in turn and repeats the last one."""
     answers = [say(renderer, text) for text in texts]
     return lambda prompt, seed: answers.pop(0) if len(answers) > 1 else answers[0]
 
@@ -237,7 +237,7 @@ CALC = {
 
 
 def converse(server: Server, claim: dict[str, Any], num_turns: int, streamed: bool) -> list[str]:
-    """What an agent does that knows nothing of restarts, but asks again when a stream breaks: no SDK can."""
+    """Answers to an agent that knows nothing of restarts, but repeats a broken stream, which no SDK does."""
     messages: Any = []
     answers = []
     base = f"{server.url}/sessions/{claim['session_id']}/v1"

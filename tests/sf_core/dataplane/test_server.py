@@ -25,7 +25,7 @@ def port_file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def temporary() -> Iterator[Path]:
-    """Has a short path, for sockets."""
+    """Temporary folder with a path short enough for sockets."""
     with tempfile.TemporaryDirectory() as folder:
         yield Path(folder)
 
@@ -34,7 +34,7 @@ def temporary() -> Iterator[Path]:
 def process(
     port_file: Path, temporary: Path, request: pytest.FixtureRequest
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """With one process and with two gateway processes."""
+    """A data plane of one process, and one with two gateway processes."""
     command = [*COMMAND, "--port", "0", "--port-file", str(port_file), "--gateways", request.param]
     environment = {**os.environ, "SF_DATAPLANE_KEY": "secret", "TMPDIR": str(temporary)}
     with subprocess.Popen(command, env=environment) as process:

@@ -1,4 +1,4 @@
-"""Tiny randomly initialised models, saved as Hugging Face folders; engines need no tokenizer."""
+"""Tiny randomly initialised models as Hugging Face folders, without tokenizer, which engines do not need."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ def test_an_engine_gives_up_on_a_data_plane_that_hangs(
 
 
 def connect_silently(url: str) -> socket.socket:
-    """An engine that greets, says that it serves, and then neither reads nor answers: a machine that died."""
+    """Socket of an engine that starts serving and then neither reads nor answers, as on a dead machine."""
     host, port = url.removeprefix("http://").split(":")
     connection = socket.create_connection((host, int(port)))
     protocol = ClientProtocol(parse_uri(url.replace("http", "ws", 1) + "/engines"), max_size=None)
@@ -284,7 +284,7 @@ def test_what_the_engine_raises_ends_the_lease(server: Server) -> None:
 
 
 class Recorded:
-    """What an engine client told of its work."""
+    """Timeline that keeps the spans that an engine client records."""
 
     def __init__(self) -> None:
         self.spans: list[tuple[str, str, float, float, int | None, int]] = []

@@ -18,7 +18,7 @@ class Linear:
 
 
 def finish(batch: ContinuousBatch) -> list[tuple[str, float]]:
-    """(name, seconds from now) of everything that is due."""
+    """(name, seconds from now) of all requests that become due."""
     seconds, ends = 0.0, []
     while (wait := batch.next_due_s()) is not None:
         seconds += wait

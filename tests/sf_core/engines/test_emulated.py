@@ -12,7 +12,7 @@ DELAY_S = 0.01
 
 
 class Clock:
-    """Time that passes only while somebody sleeps."""
+    """A clock that advances only in `sleep`."""
 
     def __init__(self) -> None:
         self.time = 100.0
@@ -152,7 +152,7 @@ def test_an_aborted_turn_continues_elsewhere_without_a_lost_or_repeated_token(
 
 
 class Prefills:
-    """A token of a prompt costs a second, sampling nothing to speak of."""
+    """Pace of one second per prompt token and nearly nothing per sampled token."""
 
     def prefill_s(self, num_tokens: int) -> float:
         return float(num_tokens)
@@ -162,7 +162,7 @@ class Prefills:
 
 
 def seconds_for(engine: EmulatedEngine, clock: Clock, name: str, prompt: list[int]) -> float:
-    """Until it has sampled ten tokens after this prompt."""
+    """Seconds until the engine has sampled ten tokens after this prompt."""
     started = clock.time
     engine.submit(GenerationRequest(name, prompt, 0, 10, (), Sampling()))
     assert ids(run(engine)) == counted(10)
@@ -182,7 +182,7 @@ def keeping(clock: Clock, kv_tokens: int) -> EmulatedEngine:
 
 FIRST = list(range(100, 150))
 NEXT = [*FIRST, *counted(10), 7, 8, 9]
-"""After the answer to FIRST, and what a tool returned."""
+"""The prompt after FIRST, its answer and a tool's result."""
 
 
 def test_the_next_turn_of_a_session_prefills_only_what_is_new() -> None:

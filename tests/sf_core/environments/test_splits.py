@@ -8,7 +8,7 @@ from sf_core.environments.splits import HOLDOUT_SIZE, Question, Splits
 
 
 def few_questions(number: int) -> Question:
-    """Repeats itself: many numbers of the training split ask what a held-out number asks."""
+    """Generator that repeats itself: many training numbers give the question of a held-out number."""
     drawn = Random(number).randrange(2 * HOLDOUT_SIZE)
     return Question(prompt=f"{drawn}?", answer=str(drawn))
 

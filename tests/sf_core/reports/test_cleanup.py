@@ -1,4 +1,4 @@
-"""`sf ls` and `sf gc`: what is shown, what goes, and what must stay whatever the options say."""
+"""`sf ls` and `sf gc`: what is shown, what is deleted, and what stays whatever the options."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def root(tmp_path: Path) -> Path:
 def make(
     root: Path, name: str, iterations: int, *, url: str | None = None, host: str | None = None
 ) -> RunDirectory:
-    """A run of four iterations; of its data plane, only its attempt knows."""
+    """A run of four iterations whose attempt alone names its data plane."""
     run = RunDirectory(str(root / name))
     configure(run, train={"iterations": 4})
     run.begin_attempt(Attempt(dataplane=url, host=host))

@@ -15,7 +15,7 @@ from storage.run_directory import STAGES, RunDirectory
 from tests.sf_core.reports.test_tables import shown
 
 AT = 1000.0
-"""The past: whatever was done then is written."""
+"""A time in the past, so that all spans count as written."""
 
 
 def commit_iteration(run: RunDirectory, number: int, start: float, end: float) -> None:

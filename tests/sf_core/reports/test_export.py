@@ -1,4 +1,4 @@
-"""What `sf export` writes is read back by the tools it is for, or by the rules of their readers."""
+"""Output of `sf export` is read back by the tools that it is for, or by the rules of their readers."""
 
 from __future__ import annotations
 
@@ -133,13 +133,13 @@ EXAMPLE = [{"role": "user", "content": "ex"}, ANSWER | {"content": "given"}]
 
 
 def with_one_turn(row: Trajectory, start: int, end: int) -> Trajectory:
-    """The turns of these messages are one, with the role of the last."""
+    """Row with these turns merged into one, which has the role of the last."""
     merged = replace(row.turns[end - 1], start=row.turns[start].start)
     return replace(row, turns=[*row.turns[:start], merged, *row.turns[end:]])
 
 
 def trainable(run: RunDirectory, out: Path) -> list[list[bool]]:
-    """Of the assistant messages of every row."""
+    """`trainable` of every row's assistant messages."""
     export(run.uri, "verl", str(out))
     rows = pd.read_parquet(out)["messages"].tolist()
     return [[bool(m["trainable"]) for m in row if m["role"] == "assistant"] for row in rows]

@@ -29,7 +29,7 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> RunDirectory:
 
 
 def turn(run: RunDirectory, number: int) -> None:
-    """An iteration of 10 s; its device computes for 4 of them."""
+    """Commit an iteration of 10 s in which the device computes for 4 s."""
     start = AT + 10 * number
     for stage in STAGES:
         times = {"started_at": start, "finished_at": start + 10}

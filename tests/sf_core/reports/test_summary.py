@@ -38,7 +38,7 @@ def test_iterations_follow_each_other_without_a_gap_except_between_attempts() ->
 
 
 def resumed() -> Iteration:
-    """What the first attempt had not done, another one did eight hours later."""
+    """An iteration that a later attempt finished eight hours after the first one."""
     begun = iteration(2, 1, ("rollout", 27, 29), ("filter", 29, 30))
     begun.stages["rollout"].data["sampled_tokens"] = 70
     ended = iteration(2, 3, ("train", 28900, 28904), ("publish", 28904, 28905), ("evaluate", 28900, 28902))

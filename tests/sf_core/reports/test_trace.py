@@ -1,4 +1,4 @@
-"""Against the Trace Event Format: required fields, their types, and bars that nest on every track."""
+"""Checks of the Trace Event Format: required fields, their types, and bars that nest on every track."""
 
 import json
 from collections import defaultdict

@@ -21,7 +21,7 @@ over = threading.Event()
 
 
 def hold() -> None:
-    """A task. It goes on when Dask does not want it any more."""
+    """A task that goes on when Dask no longer wants it."""
     over.wait(60)
 
 
@@ -45,7 +45,7 @@ def client() -> Iterator[Client]:
 
 
 def work(client: Client, owner: str, *workers: str) -> None:
-    """Until `over` is set, a task of this owner on each of them."""
+    """Run a task of this owner on each worker until `over` is set."""
     over.clear()
     for worker in workers:
         with dask.annotate(resources={f"@{worker}": 1}, owner=owner):

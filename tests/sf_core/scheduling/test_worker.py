@@ -75,7 +75,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 
 
 def tasks_process(process: Process) -> psutil.Process:
-    """What runs the tasks: a child of the nanny."""
+    """The process that runs the tasks, a child of the nanny."""
     children = psutil.Process(process.pid()).children(recursive=True)
     return next(child for child in children if "spawn_main" in " ".join(child.cmdline()))
 
@@ -142,7 +142,7 @@ def test_the_device_and_the_settings_outlive_the_death_of_the_workers_process(be
 
 
 def running_nannies(scheduler: str) -> list[str]:
-    """Names of their workers."""
+    """Names of the workers whose nannies are running."""
     with Client(scheduler, set_as_default=False) as client:
         status = client.run(lambda dask_worker: dask_worker.status.name, nanny=True)
         workers = connected_workers(client)

@@ -1,4 +1,4 @@
-"""`sf evaluate` before anything is started: what it would measure, and what it refuses."""
+"""`sf evaluate` before it starts anything: what it would measure, and what it refuses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MEASURED = {"reward_mean": 0.75, "num_tasks": 64, "sessions": 63, "by_environmen
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
-    """Two of four iterations are done, and its newest version is not measured."""
+    """A run with two of four iterations done, whose newest version is not evaluated."""
     run = RunDirectory(str(tmp_path / "runs" / "r"))
     configure(run, train={"iterations": 4}, evaluate={"num_tasks": 64})
     pretend(run, 2, finished=False)

@@ -1,5 +1,5 @@
-"""The stages that make the training signal, by value: from answers of known length and given rewards to the
-advantage of every token."""
+"""Exact values of the training signal: from answers of known length and given rewards to the advantage of
+every token."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ITERATION = 1
 
 @dataclass
 class Sampled:
-    """A run whose engine answers with as many tokens as the test says; what it is asked comes one by one."""
+    """A run whose engine samples as many tokens as the test says; requests come one by one."""
 
     server: Server
     directory: RunDirectory
@@ -38,7 +38,7 @@ class Sampled:
     lengths: list[int] = field(default_factory=list)
 
     def ask(self, claim: dict[str, Any], messages: list[Any], length: int) -> Any:
-        """One turn of so many sampled tokens, the end of the turn among them; the conversation with it."""
+        """Ask for `length` sampled tokens, end of turn included; returns the conversation with the answer."""
         self.lengths.append(length)
         base = f"{self.server.url}/sessions/{claim['session_id']}/v1"
         with OpenAI(base_url=base, api_key="none", max_retries=0) as agent:
@@ -53,8 +53,8 @@ class Sampled:
         self.server.post(f"/sessions/{claim['session_id']}/finish", report)
 
     def batch(self, **settings: Any) -> tuple[list[tuple[str, Any]], dict[str, Any]]:
-        """Seal and filter. Per row the session's place and the advantages of its trained tokens; and what the
-        filter says. Checks what holds for any row."""
+        """Seal and filter. Returns each row's session and advantages of trained tokens, and the filter's
+        data. Checks what holds for any row."""
         configure(self.directory, train={"iterations": 5, **settings})
         rollout(self.ref, ITERATION)
         found = filter(self.ref, ITERATION)
@@ -95,7 +95,7 @@ def user(text: str) -> dict[str, str]:
 
 
 def fill(run: Sampled) -> None:
-    """Groups 9, 11 and 12 make the batch; 10 is rejected, because a session of it fails twice."""
+    """Fill a batch with groups 9, 11 and 12; 10 is rejected, because one of its sessions fails twice."""
     claims = run.server.claim(9)
     nine, ten, eleven = claims[:3], claims[3:6], claims[6:]
     # with version 0, of lag 1 in this iteration

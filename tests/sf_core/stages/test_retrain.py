@@ -1,4 +1,4 @@
-"""A stored step is done again without sampling and without writing, and comes out equal."""
+"""A stored step is repeated without sampling and writing, with an equal result."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def test_a_run_does_not_go_on_from_a_start_folder_that_was_changed(tmp_path: Pat
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A folder that a run can start from."""
+    """Model folder that a run can start from."""
     folder = tmp_path / "model"
     make_policy(str(folder), PolicyConfig(hidden_size=32, num_layers=1), seed=0)
     return folder

@@ -1,4 +1,4 @@
-"""Going on with a run: what of the caller's configuration counts, and what is said about it."""
+"""Resuming a run: which of the caller's settings count, and what is logged about them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def configured(root: Path, **sections: Any) -> RunConfig:
 
 @pytest.fixture
 def stored(tmp_path: Path) -> RunConfig:
-    """The configuration of a run that is there."""
+    """Configuration of an existing run."""
     config = configured(tmp_path, **STORED)
     RunDirectory(config.run_dir).write_config(config)
     return config

@@ -19,9 +19,9 @@ def make_batch(
     sampling: tuple[float, float, int] = (1.0, 1.0, 0),
     branches: int = 1,
 ) -> pa.Table:
-    """Rows of (token ids, loss mask), each one turn with these temperature, top-p and top-k; neighbours form
-    sessions of so many branches, and groups; advantages are drawn from the seed, but zero in the first
-    `equal` rows."""
+    """Batch of rows (token ids, loss mask), each one turn with `sampling` = (temperature, top-p, top-k);
+    neighbours form sessions of `branches` branches, and groups; advantages are drawn from the seed, but zero
+    in the first `equal` rows."""
     random = np.random.default_rng(seed)
     advantages = random.normal(size=len(rows))
     advantages[:equal] = 0.0

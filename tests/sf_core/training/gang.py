@@ -1,4 +1,4 @@
-"""Ranks of a gang as real processes: each runs a function of its seat and reports what came of it."""
+"""Ranks of a gang as real processes: each runs a function in its seat and reports the result."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SPAWN.set_forkserver_preload(["tests.sf_core.training.gang", "sf_core.training.
 
 @dataclass(frozen=True)
 class Try:
-    """One try at a train stage: where, and how long ranks wait."""
+    """One try at a train stage: its run and workers, and how long ranks wait."""
 
     run: str
     workers: tuple[str, ...]
@@ -61,7 +61,7 @@ class Member:
         self._orders.put((one, one.workers.index(self.worker), work))
 
     def report(self, timeout_s: float = 60.0) -> Any:
-        """What the work returned, or the text of the error with its class's name before it."""
+        """Result of the work, or the error as 'class: text'."""
         try:
             return self._reports.get(timeout=timeout_s)
         except queue.Empty:
@@ -72,7 +72,7 @@ class Member:
         os.kill(self._process.pid, number)
 
     def await_stop(self) -> None:
-        """Returns when it has stopped itself, in the midst of its work."""
+        """Wait until the process has stopped itself during its work."""
         wait_until(lambda: psutil.Process(self._process.pid).status() == psutil.STATUS_STOPPED, "a stop", 60)
 
     def end(self) -> None:

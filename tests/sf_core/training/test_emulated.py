@@ -1,4 +1,4 @@
-"""Ranks that sleep instead of computing wait for each other as real ones do."""
+"""Ranks that sleep instead of computing wait for each other like real ones."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def step(run: RunDirectory, rank: int, timeout_s: float = 30.0) -> list[int]:
-    """Which ranks had computed when this one's step was over."""
+    """Run a step; returns the ranks that had computed when it was over."""
     files = one_try(run)
     with seated(files, Seat(WORKERS, rank), "", timeout_s) as ranks:
         model = DeviceModel(EmulationConfig(parameters=1e11), known_device(WORKERS[rank]))

@@ -1,4 +1,4 @@
-"""What a try of which the flow knows nothing any more may still write: nothing."""
+"""A try that is over writes nothing."""
 
 from __future__ import annotations
 

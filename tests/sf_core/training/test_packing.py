@@ -17,7 +17,7 @@ batches = st.lists(row, min_size=1, max_size=12)
 
 
 def told_apart(rows: list[tuple[list[int], list[bool]]]) -> pa.Table:
-    """A batch in which no two tokens have the same values, and no two rows the same weight."""
+    """A batch in which all tokens have different values, and all rows different weights."""
     batch = make_batch(rows)
     numbers = iter(range(10_000))
     of_tokens = [[next(numbers) for _ in ids] for ids, _ in rows]

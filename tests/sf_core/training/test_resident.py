@@ -1,4 +1,4 @@
-"""The trainer of a worker: kept while it fits, else made again as it was."""
+"""The trainer of a worker: kept while it matches, else rebuilt with equal state."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def check_choice(choice: ToolChoice, tools: list[Tool]) -> ToolChoice:
 
 
 def tool_choice(body: Body, named: str | None, parallel: bool) -> ToolChoice:
-    """The choice in OpenAI's spelling. `named`: the function that a tool_choice given as object names."""
+    """The choice in OpenAI's spelling. `named`: the function that tool_choice names if it is an object."""
     choice = get(body, "tool_choice", (str, dict), "auto")
     if isinstance(choice, dict) and isinstance(named, str):
         return ToolChoice("required", named, parallel)

@@ -1,4 +1,4 @@
-"""The OpenAI Responses dialect, parsing: items become messages; those between two inputs form one answer.
+"""The OpenAI Responses dialect, parsing: the model's items between two inputs become one assistant message.
 
 `previous_response_id` names an answer of the same session, and is valid as long as the session.
 """

@@ -33,7 +33,7 @@ with local_stack(Path(sys.argv[1])) as stack:
     time.sleep(300)
 """
 STUBBORN = "trap '' TERM; setsid sleep 300 & while :; do sleep 1; done"
-"""It does not end when it is asked to, and has a child that leaves its process group."""
+"""Shell command that ignores SIGTERM and has a child outside its process group."""
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def stack(tmp_path: Path) -> Iterator[Supervisor]:
 
 
 def marked(folder: str) -> list[psutil.Process]:
-    """What a stack started and is still there."""
+    """Processes of a stack that are still there."""
     found = []
     for process in psutil.process_iter():
         try:

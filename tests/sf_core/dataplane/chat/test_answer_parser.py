@@ -15,7 +15,7 @@ TOOLS = [CALC, ADD]
 
 
 def answer(*texts: str, tools: list[Any] = TOOLS, is_open: bool | None = None) -> AnswerStream:
-    """`is_open` None: a model that does not reason."""
+    """Parse an answer given in pieces; `is_open` is None for a model that does not reason."""
     splitter = FORMATS["plain"].splitter(tools) if tools else None
     stream = AnswerStream(splitter, None if is_open is None else ReasoningSplitter(is_open))
     events = [event for text in texts for event in stream.push(text)] + stream.finish()

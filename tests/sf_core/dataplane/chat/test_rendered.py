@@ -1,4 +1,4 @@
-"""Exported conversations, read as other tools read them, render to what the policy saw."""
+"""Exported conversations render to what the policy saw when read like other tools do."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def tokenizer_of(run: RunDirectory) -> PreTrainedTokenizerFast:
 
 
 def seen(run: RunDirectory, tokenizer: PreTrainedTokenizerFast) -> dict[str, str]:
-    """By branch: the text before its last answer."""
+    """Text before the last answer, by branch."""
     [ref] = run.read_manifest(0, "rollout").outputs  # type: ignore[union-attr]
     rows = to_rows(read_trajectories(run.path(ref.uri)))
     return {row.branch_id: str(tokenizer.decode(row.token_ids[: row.turns[-1].start])) for row in rows}

@@ -23,7 +23,7 @@ def test_probes_tell_what_a_template_appends(name: str, user_appends: bool, tool
 
 
 def changed(folder: Path, old: str, new: str) -> Renderer:
-    """ChatML with a change."""
+    """Renderer of ChatML with one change in the template."""
     shutil.copytree(family("chatml").model_dir, folder, dirs_exist_ok=True)
     template = folder / "chat_template.jinja"
     template.write_text(template.read_text().replace(old, new))

@@ -26,7 +26,7 @@ CALLS = [ToolCall("calc", {"expression": "47 * 83"}), ToolCall("add", {"n": 12})
 
 
 def split(tool_format: str, *texts: str) -> tuple[list[str | ToolCall], int]:
-    """Calls and the text between them, and how many calls stayed text."""
+    """Calls, the text between them, and the number of calls that stayed text."""
     splitter = FORMATS[tool_format].splitter(TOOLS)
     pieces = [part for text in texts for part in splitter.push(text)] + splitter.finish()
     parts: list[str | ToolCall] = []

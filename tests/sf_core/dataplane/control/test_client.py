@@ -1,4 +1,4 @@
-"""The control client against a real HTTP server that is there only now and then."""
+"""The control client against a real HTTP server that is only sometimes up."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Answers(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing: the test's output is its own."""
+        """Log nothing into the output of the tests."""
 
 
 @pytest.fixture

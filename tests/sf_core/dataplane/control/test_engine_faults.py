@@ -1,4 +1,4 @@
-"""What engines send is not believed: what cannot have been sampled costs the engine its connection, and the
+"""Engines are not trusted: sending what cannot have been sampled costs the engine its connection, and the
 agent nothing. Over the real WebSocket."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def opened(server: Server) -> dict[str, Any]:
 
 @contextmanager
 def engine(server: Server, lease: str = "r0") -> Iterator[ClientConnection]:
-    """An engine that serves, and samples what the test sends."""
+    """Socket of a serving engine, through which the test sends its tokens."""
     with connect(server.url.replace("http", "ws", 1) + "/engines") as socket:
         socket.send(wire.pack("hello", HELLO | {"lease_id": lease, "engine_id": lease, "worker": lease}))
         socket.recv()
@@ -45,14 +45,14 @@ def engine(server: Server, lease: str = "r0") -> Iterator[ClientConnection]:
 
 @contextmanager
 def asking(server: Server, opened: dict[str, Any], **changes: Any) -> Iterator[Future[httpx.Response]]:
-    """An agent that waits for its answer."""
+    """Request of an agent, as a future response."""
     url = f"{server.url}/sessions/{opened['session_id']}/v1/chat/completions"
     with ThreadPoolExecutor(1) as pool:
         yield pool.submit(httpx.post, url, json=HI | changes, timeout=30)
 
 
 def given(socket: ClientConnection) -> GenerationRequest:
-    """The next request that the engine is given."""
+    """The next request that the engine receives."""
     while True:
         frame = socket.recv(timeout=20)
         assert isinstance(frame, bytes)
@@ -62,7 +62,7 @@ def given(socket: ClientConnection) -> GenerationRequest:
 
 
 def close_reason(socket: ClientConnection) -> tuple[int, str]:
-    """Read until the data plane ends the connection."""
+    """Read until the data plane closes the connection; returns code and reason."""
     while True:
         try:
             socket.recv(timeout=20)
@@ -207,7 +207,7 @@ def test_a_request_that_no_engine_answers_rightly_does_not_end_them_all(
 
 
 class Spoiled(ScriptedEngine):
-    """Says of every token that it was certain, and more than that."""
+    """An engine that reports a positive log-prob for every token."""
 
     def step(self) -> list[Chunk]:
         return [

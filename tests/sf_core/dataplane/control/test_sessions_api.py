@@ -1,4 +1,4 @@
-"""Sessions that agents open for themselves, how requests name them, and who may."""
+"""Sessions that agents open for themselves: how requests name them, and which keys allow it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Public agent programs, unchanged: they get a base URL and a key, nothing else. A script is their model."""
+"""Public agent programs, unchanged: they get a base URL and a key, and a scripted engine as model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def call(name: str, **arguments: Any) -> str:
 
 
 def is_one_sequence(server: Server, session_id: str) -> bool:
-    """Every request continued the tokens of the one before."""
+    """Whether every request continued the tokens of the one before."""
     tree = server.get(f"/sessions/{session_id}")
     parents = [prompt["parent_turn"] for prompt in tree["prompts"]]
     return parents == [None, *range(len(tree["turns"]) - 1)] and not tree["branch_reasons"]
@@ -76,7 +76,7 @@ def test_openai_agents_calls_tools_and_answers(
 
 @pytest.fixture(scope="session")
 def mini() -> Path:
-    """The program, in an environment of its own: it needs other versions than the tests."""
+    """The program in an environment of its own, because it needs other versions than the tests."""
     program = VENV / "bin" / "mini"
     if not program.exists():
         try:

@@ -16,7 +16,7 @@ ANYBODY = Caller(b"", None, None)
 
 
 def serving(runs: dict[str, Run], model: str) -> str:
-    """The run that answers a plain request for this model."""
+    """Id of the run that answers a request for this model without a session."""
     scope = {"caller": ANYBODY, "path_params": {}}
     run, _ = asyncio.run(Lookup(runs).find_session(scope, model))
     return run.spec.run_id

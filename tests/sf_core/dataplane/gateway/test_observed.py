@@ -1,4 +1,4 @@
-"""Figures, spans and open streams, over real HTTP."""
+"""Metrics, trace spans and keep-alive of streams, over real HTTP."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CHAT = "/v1/chat/completions"
 
 
 def figures(server: Server) -> dict[tuple[str, ...], float]:
-    """Value by name and label values, summed over processes."""
+    """Metrics by name and label values, summed over processes."""
     values: Counter[tuple[str, ...]] = Counter()
     for family in text_string_to_metric_families(server.http.get("/metrics").text):
         for sample in family.samples:
@@ -139,7 +139,7 @@ def test_ends_of_sessions_and_groups_are_counted_and_rewards_shown(
 
 
 class RecordingTracer(trace.Tracer):
-    """The API's own interface, as an SDK would implement it."""
+    """Tracer with the OpenTelemetry API's interface, as an SDK would implement it."""
 
     def __init__(self) -> None:
         self.spans: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""What agents, runners and flows see of a journal that cannot be written, and what is left afterwards."""
+"""What agents, runners and flows see of a journal that cannot be written, and what it holds afterwards."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OTHER = {"model": "policy", "messages": [{"role": "user", "content": "something 
 
 
 def open_session(plane: Restarts, renderer: Renderer) -> dict[str, Any]:
-    """The first of a run whose engine always says TEXT."""
+    """First session of a run whose engine always answers TEXT."""
     plane.server.register(group_size=1, groups_per_batch=1)
     plane.server.connect(lambda prompt, seed: say(renderer, TEXT))
     return plane.server.claim()[0]
@@ -51,14 +51,14 @@ def ask_until_answered(server: Server, path: str, body: dict[str, Any], **option
 
 
 def check_the_record(plane: Restarts, renderer: Renderer, claim: dict[str, Any]) -> None:
-    """One turn, each of its tokens once, although the process is killed."""
+    """Check after a kill that the session has one turn, with each of its tokens once."""
     plane.restart()
     finish(plane.server, claim)
     assert trained_tokens(plane) == say(renderer, TEXT)
 
 
 def trained_tokens(plane: Restarts) -> list[int]:
-    """Of the first batch, which is sealed."""
+    """Seal the first batch; returns its trained tokens."""
     sealed = plane.server.post("/runs/run/batches/0/seal", {"attempt": 1})
     rows = to_rows(read_trajectories(str(Path(plane.folder, "run", sealed["files"][0]["uri"]))))
     return [token for row in rows for token in row.token_ids[row.loss_mask].tolist()]
@@ -94,7 +94,7 @@ def test_a_turn_that_cannot_be_recorded_is_refused_and_joined_when_it_is_asked_a
 
 
 def reasons(server: Server) -> list[str]:
-    """Why journals cannot be written, as Prometheus is told."""
+    """Reasons why journals cannot be written, from /metrics."""
     lines = server.http.get("/metrics").text.splitlines()
     return re.findall(r'sf_journal_unwritable{.*reason="(.*?)".*} 1.0', "\n".join(lines))
 

@@ -23,13 +23,13 @@ from tests.sf_core.dataplane.sessions.test_session import export, sample, user
 from tests.sf_core.dataplane.stand import say
 
 KB = 1 / 1024
-"""In MB."""
+"""A kilobyte in MB."""
 ROOM = 2**30
-"""In bytes, as a Memory keeps its bound."""
+"""Memory bound of 1 GiB, in bytes."""
 
 
 def played(renderer: Renderer, name: str = "s", num_turns: int = 5) -> Session:
-    """A session of some ten kilobytes."""
+    """A session of about ten kilobytes."""
     session = Session(name)
     messages = [user(f"{name} asks {'the quick brown fox ' * 50}")]
     for i in range(num_turns):

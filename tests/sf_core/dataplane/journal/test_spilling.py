@@ -27,13 +27,13 @@ from tests.sf_core.dataplane.sessions.test_session import sample, user
 from tests.sf_core.dataplane.stand import Server, running_app, say
 
 KB = 1 / 1024
-"""In MB."""
+"""A kilobyte in MB."""
 
 Plane = Callable[[float, Path], AbstractContextManager[str]]
-"""Runs a data plane with so many MB; gives its URL."""
+"""Function that runs a data plane with a memory bound in MB; yields its URL."""
 
 NOTHING = 0.001 * KB
-"""Every idle session is on disk."""
+"""Memory bound in MB with which every idle session is on disk."""
 
 
 def in_one_process(memory_mb: float, folder: Path) -> AbstractContextManager[str]:
@@ -67,7 +67,7 @@ def server(plane: Plane, tmp_path: Path, model_dir: str, renderer: Renderer) -> 
 
 @pytest.fixture
 def session(server: Server) -> str:
-    """Its path."""
+    """Path of a claimed session."""
     return f"/sessions/{server.claim()[0]['session_id']}"
 
 
@@ -235,7 +235,7 @@ def test_a_session_that_ends_takes_its_file_along(server: Server) -> None:
 
 
 class Played:
-    """A run that played without HTTP: sessions of some turns each, round by round; one in three finished."""
+    """A run played without HTTP: sessions of some turns each, round by round; one in three is finished."""
 
     def __init__(self, folder: Path, model_dir: str, renderer: Renderer) -> None:
         self.folder, self.renderer = folder, renderer

@@ -1,4 +1,4 @@
-"""Readers of streams are woken in rounds, and nobody waits for a round who need not."""
+"""Readers of streams are woken in rounds, and only those that must wait for a round."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.sf_core.dataplane.cluster import in_loop, turn
 from tests.sf_core.dataplane.routing.test_generation import chunk
 
 NEVER_S = 1e9
-"""An event that takes so long ends the rounds."""
+"""Time of an event after which no further round begins."""
 
 
 def stream(pace: Pace) -> Generation:
@@ -28,14 +28,14 @@ async def settled() -> None:
 
 
 async def reads(generation: Generation, num_seen: int) -> asyncio.Future[None]:
-    """It waits for more than these tokens."""
+    """Reader that waits for more than the first `num_seen` tokens."""
     waiting = asyncio.ensure_future(generation.progress(num_seen))
     await settled()
     return waiting
 
 
 async def after_a_round(event_s: float = NEVER_S) -> Pace:
-    """The next round begins when the one event of the last one has had its time."""
+    """Pace after a round of one event; the next round begins `event_s` after it."""
     pace = Pace(event_s)
     pace.soon(lambda: None)
     await settled()

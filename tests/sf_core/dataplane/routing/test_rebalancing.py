@@ -11,7 +11,7 @@ REQUESTS = st.builds(
 
 
 class Engine:
-    """Requests by name, and how many fit."""
+    """An engine's requests by name, and its capacity."""
 
     def __init__(self, name: int, requests: list[tuple[int, int]], spare: int = 8) -> None:
         self.running = {(name, i): Running((name, i), n, to_do, 0) for i, (n, to_do) in enumerate(requests)}
@@ -27,7 +27,7 @@ class Engine:
 
 
 def rebalance(engines: list[Engine]) -> int:
-    """Move until nothing is to be moved; returns in how many rounds."""
+    """Move requests until no move is left; returns the number of rounds."""
     num_rounds = 0
     while moves := find_moves(queues := [engine.queue() for engine in engines]):
         longest = max(engine.queue().outstanding for engine in engines)

@@ -1,4 +1,4 @@
-"""What the router does with requests and engines, without sockets: one event after the other."""
+"""The router with requests and engines, without sockets, one event after the other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the router promises whatever happens to engines, without sockets, so that thousands of orders of
+"""Guarantees of the router whatever happens to engines, without sockets, so that thousands of orders of
 events are tried."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Events:
         self.router = self.cluster.router
         self.version = 0
         self.published = 0
-        """No engine samples with an older version for what is dispatched from now on."""
+        """Lowest version with which requests dispatched from now on may be sampled."""
         self.pending: list[asyncio.Task[Any]] = []
 
     def living(self) -> list[ClusterEngine]:
@@ -97,7 +97,7 @@ class Events:
             self.router.cancel(self.draw(st.sampled_from(self.cluster.generations)), "the client went away")
 
     async def settle(self) -> None:
-        """Everything is undone and one more engine comes: whatever is left must now end."""
+        """Undo all faults and connect one more engine, so that all requests must finish."""
         for engine_id in [None, *self.router.paused_engines]:
             self.router.resume(engine_id)
         self.cluster.connect(scripted(script))
@@ -140,7 +140,7 @@ async def test_whatever_happens_every_generation_ends_whole_and_in_order(
 
 
 class Training(Events):
-    """A fleet without faults of which some engines are lent: training takes them and gives others."""
+    """A fleet without faults in which some engines are lent: training revokes them and lends others."""
 
     def __init__(self, data: st.DataObject) -> None:
         super().__init__(data)
@@ -148,9 +148,9 @@ class Training(Events):
             self.connect()
         self.dedicated = list(self.cluster.engines)
         self.revoked: dict[ClusterEngine, int] = {}
-        """Engines whose devices training wants, and what they had been asked for by then."""
+        """Revoked engines, and how many requests each had been given by then."""
         self.released: dict[ClusterEngine, int] = {}
-        """Those whose devices train, and how many frames they had been sent when they gave them back."""
+        """Engines that have yielded, and how many frames each had been sent by then."""
 
     def lent(self) -> list[ClusterEngine]:
         return [engine for engine in self.living() if engine not in self.dedicated]
@@ -165,7 +165,7 @@ class Training(Events):
         self.released[engine] = len(engine.asked) + len(engine.told)
 
     def check(self) -> None:
-        """Invariants 6 and 7 as the router has a part in them."""
+        """Check the router's part in invariants 6 and 7."""
         for engine, num_asked in self.revoked.items():
             assert len(engine.asked) == num_asked
         for engine, num_frames in self.released.items():

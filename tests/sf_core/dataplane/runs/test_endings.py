@@ -1,4 +1,4 @@
-"""What failed sessions are worth, and that nobody waits for a session that nobody works on."""
+"""What failed sessions are worth, and that a session without a runner delays nothing."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ UNPARSED = '<tool_call>\n{"name": "calc", "arguments": 47*\n</tool_call>'
 
 
 def serve(server: Server, renderer: Renderer, text: str = "hello", **spec: Any) -> None:
-    """Groups and batches of one session."""
+    """Serve a run whose groups and batches have one session each."""
     server.register(**{"group_size": 1, "groups_per_batch": 1, "failed_reward": -0.5} | spec)
     server.connect(lambda prompt, seed: say(renderer, text))
 
 
 def ask(server: Server, claim: dict[str, Any], *messages: Any) -> int:
-    """The status of the answer."""
+    """Send a request; returns the HTTP status."""
     body = {"model": "policy", "messages": list(messages), "tools": [CALC]}
     path = f"/sessions/{claim['session_id']}/v1/chat/completions"
     return server.http.post(path, json=body).status_code
@@ -240,7 +240,7 @@ def test_what_failed_is_tried_with_other_draws_and_what_was_lost_with_the_same(
 
 
 def fail_to_export(monkeypatch: pytest.MonkeyPatch, session_id: str) -> None:
-    """What a session leaves behind cannot be exported."""
+    """Make the export of this session fail."""
     export: Callable[..., list[Trajectory]] = host.export_session
 
     def failing(session: Any, **facts: Any) -> list[Trajectory]:
@@ -277,7 +277,7 @@ def test_a_session_that_cannot_be_exported_is_given_out_again_and_then_excludes_
 
 
 def next_claim(server: Server, running: str) -> str:
-    """The next session that is given out; there is one place only."""
+    """Id of the next session given out; `running` occupies the only place until it is over."""
     found: list[dict[str, Any]] = []
     server.wait_for(lambda: bool(found.extend(server.claim(1, running=[running])) or found))
     return str(found[0]["session_id"])

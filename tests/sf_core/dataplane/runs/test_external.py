@@ -1,4 +1,4 @@
-"""Sessions that agents opened are rows of the run directory once they are finished: each is there once."""
+"""Sessions that agents opened become rows of the run directory once they are finished, each exactly once."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ OPERATIONS = [
 
 
 def stored(run_dir: Path) -> list[tuple[int, Trajectory]]:
-    """All rows, with the policy version in whose folder they lie."""
+    """All rows, with the policy version of their folder."""
     files = RunDirectory(str(run_dir)).list_partitions("opened")
     return [(v, row) for v, uris in files.items() for uri in uris for row in to_rows(read_trajectories(uri))]
 
@@ -48,7 +48,7 @@ class OpeningDriver(Driver):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.finished: dict[str, tuple[int, int]] = {}
-        """Sampled tokens of each, and the newest version among them."""
+        """Number of sampled tokens of each session, and the newest version among them."""
 
     @property
     def store_of_run(self) -> OpenedStore:
@@ -87,7 +87,7 @@ class OpeningDriver(Driver):
         await self.store_of_run.store()
 
     async def store_without_record(self) -> None:
-        """The disk of the journal is full behind the write; or the process dies, if a restart follows."""
+        """Write the rows without their journal record: a full disk, or a crash if a restart follows."""
         append = self.run.journal.append
 
         async def full(record: Any) -> None:

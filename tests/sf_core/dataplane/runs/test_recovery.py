@@ -41,7 +41,7 @@ def script(prompt_ids: list[int], seed: int) -> list[int]:
 
 @dataclass
 class Restarts:
-    """A data plane that can be killed and started again, and the one engine and client that outlive it."""
+    """A data plane that can be killed and restarted, and the one engine and client that outlive it."""
 
     folder: Path
     model_dir: str
@@ -261,7 +261,7 @@ def test_killed_at_random_moments_what_agents_opened_is_stored_once(plane: Resta
 
 
 def insist(http: httpx.Client, path: str, body: dict[str, Any]) -> httpx.Response:
-    """Ask until there is an answer. A session that is over has been finished by a request before."""
+    """Ask until there is an answer; 404 means that an earlier try has finished the session."""
     while True:
         with contextlib.suppress(httpx.TransportError):
             answer = http.post(path, json=body)

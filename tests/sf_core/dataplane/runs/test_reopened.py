@@ -1,4 +1,4 @@
-"""What the journal of a run gives back when it is read again."""
+"""What a run restored from its journal holds."""
 
 from __future__ import annotations
 

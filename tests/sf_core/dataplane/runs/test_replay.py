@@ -1,4 +1,4 @@
-"""A run opened from its journal is the run that wrote it, whatever happened to it."""
+"""A run reopened from its journal equals the run that wrote it, whatever happened."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ OPERATIONS = [
 
 
 class Driver:
-    """Flow and agent runner of one run, without HTTP between."""
+    """Flow and agent runner of one run, without HTTP."""
 
     def __init__(self, folder: Path, model_dir: str, renderer: Renderer) -> None:
         self.spec = SPEC | {"run_dir": str(folder / "run"), "model_dir": model_dir}

@@ -1,4 +1,4 @@
-"""The flow's and the agent runners' side: registration, sessions, batches, evaluations, recovery."""
+"""The API for flows and agent runners: registration, sessions, batches, evaluations, recovery."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def serving(server: Server, renderer: Renderer) -> Server:
 
 
 def work(server: Server, claim: dict[str, Any], reward: float = 1.0) -> None:
-    """What an agent and its runner do: one turn, then the report."""
+    """Do what an agent and its runner do: one turn, then the report."""
     session = f"/sessions/{claim['session_id']}"
     with OpenAI(base_url=f"{server.url}{session}/v1", api_key="none", max_retries=0) as agent:
         messages: Any = [{"role": "user", "content": f"task {claim['task_index']}"}]

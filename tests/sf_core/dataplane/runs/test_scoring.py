@@ -1,4 +1,4 @@
-"""Answers on their way from the runners of agents to those that score them."""
+"""Answers on their way from the runners of agents to the runners that score them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def ask(server: Server, session_id: str) -> None:
 
 
 def answer_all(server: Server, claimed: dict[str, Any]) -> list[str]:
-    """What agents and their runner do where others score."""
+    """Answer as agents and their runner do if other runners score."""
     for name in (names := sessions(claimed)):
         ask(server, name)
     reports = [{"session_id": name, "status": "answered", "answer": f'"{name}"'} for name in names]

@@ -1,4 +1,4 @@
-"""The kinds of sessions agents make, from the benchmark: everything is trained once, at linear cost."""
+"""The benchmark's kinds of sessions: every sampled token is trained once, at linear cost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.sf_core.dataplane.conversations import Record, check
 
 
 class CountingRenderer(Renderer):
-    """Counts what it is given."""
+    """Renderer that counts its input."""
 
     num_rendered = 0
     num_encoded = 0
@@ -30,7 +30,7 @@ class CountingRenderer(Renderer):
 
 
 class CheckedCapture(Capture):
-    """Remembers what the engine was asked."""
+    """Capture that keeps the prompts sent to the engine."""
 
     def __init__(self, renderer: Renderer) -> None:
         super().__init__(renderer)

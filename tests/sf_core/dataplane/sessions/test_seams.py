@@ -30,7 +30,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 class Interrupter:
-    """Two engines that take over from each other."""
+    """Two engines that take over requests from each other."""
 
     def __init__(self, server: Server, renderer: Renderer) -> None:
         self.server = server
@@ -41,7 +41,7 @@ class Interrupter:
         self.num_tokens = len(answer)
 
     def ask(self, cuts: list[int], options: dict[str, Any], streamed: bool) -> tuple[dict[str, Any], int]:
-        """The answer to a request that is moved each time so many steps were made, and how often it was."""
+        """Answer to a request that moves after each number of steps in `cuts`, and number of moves."""
         names = itertools.cycle(["a", "b"])
         now, other = next(names), next(names)
         self.pause(other)

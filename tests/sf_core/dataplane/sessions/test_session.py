@@ -46,7 +46,7 @@ def sample(
     version: int = 0,
     call: ToolCall | None = None,
 ) -> Turn:
-    """One turn as the gateway would record it, answered with these ids."""
+    """Record a turn as the gateway would, answered with these ids."""
     prompt = session.open_prompt(messages, tools or [], renderer)
     number = session.begin_sample(prompt, 0)
     generation = Generation("r", prompt.full_ids(), Sampling(), 64, (), stream=False, floor=0)

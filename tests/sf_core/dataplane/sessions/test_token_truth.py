@@ -43,9 +43,9 @@ class Conversation:
     messages: list[Message]
     tools: list[Tool]
     verbatim: bool = True
-    """Whether the template shows every answer in it as it was sampled."""
+    """Whether the template renders every answer as it was sampled."""
     ids: list[int] = field(default_factory=list)
-    """Instead of messages, for an agent that speaks in ids."""
+    """Token ids instead of messages, for an agent that sends ids."""
 
     def grown(self, *messages: Message, verbatim: bool = True) -> Conversation:
         return Conversation([*self.messages, *messages], self.tools, self.verbatim and verbatim)
@@ -86,7 +86,7 @@ class Conversations(RuleBasedStateMachine):
 
     @rule(length=st.integers(0, 12), end=st.booleans())
     def babble(self, length: int, end: bool) -> None:
-        """Any ids at all: halves of characters, marks of calls and reasoning, nothing."""
+        """Answer with arbitrary ids: halves of characters, marks of calls and reasoning, none at all."""
         conversation = self._pick()
         size = self.renderer._tokenizer.get_vocab_size()
         ids = [self.rng.randrange(size) for _ in range(length)]
@@ -96,7 +96,7 @@ class Conversations(RuleBasedStateMachine):
 
     @rule(count=st.integers(2, 4))
     def sample_several(self, count: int) -> None:
-        """n > 1, or retries: one prompt, several turns; any of them may go on."""
+        """Sample several turns of one prompt, as n > 1 or retries do; any of them may be continued."""
         conversation = self._pick()
         for i in range(count):
             self._turn(conversation, "plain", f"{self.rng.choice(WORDS)} {i % 2}", True)
@@ -121,7 +121,7 @@ class Conversations(RuleBasedStateMachine):
 
     @rule(text=st.sampled_from(WORDS))
     def interrupt_the_user(self, text: str) -> None:
-        """Another message behind one that was never answered."""
+        """Add a message after one that was never answered."""
         conversation = self._pick()
         if conversation.messages[-1]["role"] == "user":
             self.open.append(conversation.grown(user(text)))
@@ -147,7 +147,7 @@ class Conversations(RuleBasedStateMachine):
 
     @rule(retokenise=st.booleans(), text=st.sampled_from(WORDS))
     def speak_in_ids(self, retokenise: bool, text: str) -> None:
-        """An agent that sends token ids: it goes on from any turn, now and then with ids made anew."""
+        """Continue any turn as an agent that sends token ids, sometimes with the answer encoded anew."""
         asked, turn = self.rng.choice(self.record.turns) if self.record.turns else ([], None)
         answer = turn.ids.tolist() if turn is not None else []
         if retokenise and turn is not None:

@@ -1,4 +1,4 @@
-"""The same stand, served by a hub and two gateway processes."""
+"""The fixtures of the data plane, served by a hub and two gateway processes."""
 
 from __future__ import annotations
 

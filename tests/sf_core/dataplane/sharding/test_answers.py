@@ -1,4 +1,4 @@
-"""What agents are answered with two gateway processes: as with one."""
+"""Answers of two gateway processes are those of one."""
 
 # ruff: noqa: F401
 import pytest

@@ -19,7 +19,7 @@ from tests.sf_core.dataplane.runs.test_recovery import (  # noqa: F401
 
 
 def gateways() -> list[psutil.Process]:
-    """Processes of other tests that have ended and were not waited for are among the children too."""
+    """Running gateway processes; the children also include ended processes of other tests."""
     children = psutil.Process().children(recursive=True)
     alive = [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
     return [child for child in alive if "sf_core.dataplane.sharding.process" in child.cmdline()]

@@ -1,4 +1,4 @@
-"""A full disk, where the turns are in the journals of gateway processes."""
+"""A full disk when the turns are in the journals of gateway processes."""
 
 from __future__ import annotations
 

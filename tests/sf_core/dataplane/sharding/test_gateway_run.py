@@ -1,4 +1,4 @@
-"""What becomes of the sessions of one run in a gateway process, without the process."""
+"""The sessions of one run in a gateway process, tested without the process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which request samples and which waits, with two gateway processes."""
+"""Which request samples and which joins its turn, with two gateway processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys are asked for by every process."""
+"""Every process checks keys."""
 
 from __future__ import annotations
 

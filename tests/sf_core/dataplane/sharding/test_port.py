@@ -1,4 +1,4 @@
-"""One port before several processes: which of them answers, and that no client can tell."""
+"""One port for several processes: which of them answers, and that clients cannot tell."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ BODY: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "conten
 
 
 def paths_of_both(server: Server) -> list[str]:
-    """Of one session of each gateway process."""
+    """Paths of one session of each gateway process."""
     by_owner = {gateway_of(claim["session_id"], 2): claim["session_id"] for claim in server.claim(8)}
     return [f"/sessions/{by_owner[owner]}{CHAT}" for owner in (0, 1)]
 
 
 @pytest.fixture
 def connection(server: Server) -> Iterator[httpx.Client]:
-    """One connection, kept open."""
+    """Client with a single kept-alive connection."""
     limits = httpx.Limits(max_connections=1, max_keepalive_connections=1)
     with httpx.Client(base_url=server.url, limits=limits, timeout=20) as http:
         yield http
@@ -105,7 +105,7 @@ def test_answers_are_byte_for_byte_those_of_one_process(
 
 
 def exchanges(folder: Path, model_dir: str, renderer: Renderer, num_gateways: int) -> list[Any]:
-    """Heads and bodies of answers, without the time of day."""
+    """Headers and bodies of answers, without timestamps."""
     folder.mkdir()
     options = ("--gateways", str(num_gateways))
     with (

@@ -1,4 +1,4 @@
-"""A gateway process as hub and agents find it after its start: real frames and requests, in this process."""
+"""A gateway process after its start, as hub and agents see it: real frames and requests, in this process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Stand:
         self.process, self.hub, self.http, self.folder = process, hub, http, folder
 
     def open(self, run_id: str, model_dir: str) -> asyncio.Future[Any]:
-        """As the hub asks for it, with one open session."""
+        """Open a run with one open session, as the hub does."""
         spec = RunSpec(**SPEC | {"run_id": run_id, "run_dir": "unused", "model_dir": model_dir, "key": KEY})
         opened = opened_record([Session(f"{run_id}.open.1")])["opened"]
         return self.hub.ask(
@@ -47,7 +47,7 @@ class Stand:
 
     @contextlib.contextmanager
     def locked_out(self, run_id: str) -> Iterator[None]:
-        """The process before still works in the journal of the run."""
+        """Hold the journal's lock, as an earlier process that still runs would."""
         lock = self.folder / f"{run_id}.gateways" / "0.lock"
         lock.parent.mkdir(parents=True)
         with open(lock, "w") as file:
@@ -55,7 +55,7 @@ class Stand:
             yield
 
     def ask(self, session_id: str) -> asyncio.Task[httpx.Response]:
-        """A request of its agent."""
+        """Send a request of the session's agent."""
         return asyncio.ensure_future(self.http.get(f"/sessions/{session_id}/v1/models"))
 
 
@@ -83,7 +83,7 @@ async def gateway(folder: Path) -> AsyncIterator[Stand]:
 
 
 async def passed() -> None:
-    """Whatever can be done without waiting is done."""
+    """Let the event loop do everything that needs no waiting."""
     for _ in range(100):
         await asyncio.sleep(0)
 

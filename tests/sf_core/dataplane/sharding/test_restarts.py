@@ -1,4 +1,4 @@
-"""A hub that is killed at a chosen moment, with two gateway processes."""
+"""Kills of the hub at chosen moments, with two gateway processes."""
 
 # ruff: noqa: F401
 import pytest

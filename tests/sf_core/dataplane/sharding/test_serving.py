@@ -1,4 +1,4 @@
-"""Sessions, batches and figures with two gateway processes: as with one."""
+"""Sessions, batches and metrics of two gateway processes are those of one."""
 
 # ruff: noqa: F401
 from tests.sf_core.dataplane.control.test_sessions_api import (

@@ -1,4 +1,4 @@
-"""What becomes of single sessions on disk with two gateway processes: as with one."""
+"""Sessions on disk with two gateway processes are served as with one."""
 
 # ruff: noqa: F401
 import pytest

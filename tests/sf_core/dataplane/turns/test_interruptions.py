@@ -69,7 +69,7 @@ def httpx_json(line: str) -> Any:
 
 
 class Disturbances:
-    """What a cluster does to a run, one step at a time; two engines are there after each."""
+    """What a cluster does to a run, one step at a time; after each step there are two engines."""
 
     def __init__(self, server: Server, run_id: str) -> None:
         self.server, self.run_id = server, run_id
@@ -219,7 +219,7 @@ def test_a_next_turn_goes_where_its_branch_is_cached(server: Server) -> None:
     known, new = server.claim(2, run_id=run_id)
 
     def ask(claim: dict[str, Any], messages: list[dict[str, Any]]) -> str:
-        """Which engine answers; appends the answer."""
+        """Ask and append the answer; returns the engine that gave it."""
         before = server.get(f"/runs/{run_id}")["engines"]
         body = {"model": "policy", "messages": messages}
         answer = server.post(f"/sessions/{claim['session_id']}/v1/chat/completions", body)

@@ -1,4 +1,4 @@
-"""Which request samples and which waits for what is sampled already."""
+"""Which request samples, and which joins a turn that is sampled already."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ RETRY = {"x-stainless-retry-count": "1"}
 
 
 class Agent:
-    """Sends the same request again and again, as SDKs and frameworks do, from one thread each."""
+    """Repeats the same request, as SDKs and frameworks do, each time in a thread of its own."""
 
     def __init__(self, server: Server) -> None:
         self.server = server
@@ -54,7 +54,7 @@ class Agent:
         return self._threads.submit(self.ask, headers)
 
     def ask_and_leave(self) -> None:
-        """The connection breaks before the answer is there."""
+        """Send a request whose connection breaks before its answer."""
         with pytest.raises(httpx.ReadTimeout):
             body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
             httpx.post(self.server.url + self._path, json=body, timeout=0.2)
@@ -80,7 +80,7 @@ def agent_of(url: str, folder: Path, model_dir: str, renderer: Renderer) -> Iter
 
 
 def said(answer: dict[str, Any]) -> dict[str, Any]:
-    """All but when."""
+    """The answer without its time."""
     return {name: value for name, value in answer.items() if name != "created"}
 
 
@@ -217,12 +217,12 @@ def test_a_request_that_is_refused_begins_none_of_its_turns(agent: Agent) -> Non
 
 
 ANSWER = list(range(10, 50))
-"""Token ids; an engine tells of them in parts."""
+"""Token ids of the answer, which an engine reports in parts."""
 
 
 @dataclass
 class Asked:
-    """One session of a run without HTTP, and requests for one and the same turn of it."""
+    """A session of a run without HTTP, and repeated requests for one turn of it."""
 
     journal: Path
     run: Run

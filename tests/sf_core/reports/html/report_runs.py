@@ -17,16 +17,16 @@ from tests.sf_core.reports.test_devices import write_spans
 from tests.sf_core.reports.test_tables import trajectory
 
 AT = 1000.0
-"""The past: whatever was done then is written."""
+"""A time in the past, so that all spans count as written."""
 
 HOSTILE = "</script><img src='https://example.org/' onerror='document.title=`owned`'>"
 EOS = 256
-"""Tokens 0 to 255 are bytes."""
+"""Id of the end of turn; ids 0 to 255 are bytes."""
 
 
 @contextmanager
 def opened(browser: Browser, page_file: str, **settings: Any) -> Iterator[Page]:
-    """The page, drawn. At the end it has asked for nothing but itself and has complained of nothing."""
+    """The page after drawing. Checks at the end that it requested only itself and logged nothing."""
     page = browser.new_page(viewport={"width": 1240, "height": 900}, **settings)
     asked, said = [], []
     page.on("request", lambda request: asked.append(request.url))
@@ -41,7 +41,7 @@ def opened(browser: Browser, page_file: str, **settings: Any) -> Iterator[Page]:
 
 
 def talk(session: str, said: str, answer: str, versions: list[int], **changes: Any) -> Trajectory:
-    """One question and its answer, a byte a token; sampled by versions that share the answer evenly."""
+    """A question and its answer, one byte per token; the versions sampled equal parts of the answer."""
     given, sampled = list(said.encode()), [*answer.encode(), EOS]
     shares = np.array_split(np.arange(len(sampled)), len(versions))
     by = np.concatenate([np.full(len(share), v) for share, v in zip(shares, versions, strict=True)])
@@ -54,7 +54,7 @@ def talk(session: str, said: str, answer: str, versions: list[int], **changes: A
 
 
 def goes_on(first: Trajectory, shared: int, said: str, answer: str, version: int) -> Trajectory:
-    """A second branch: the first tokens of the other, then a question and an answer of its own."""
+    """A second branch: the first `shared` tokens of `first`, then its own question and answer."""
     more = talk(first.session_id, said, answer, [version])
     own = [TurnSpan(t.role, t.start + shared, t.end + shared, t.finish_reason, t.engine) for t in more.turns]
     mine = {
@@ -75,7 +75,7 @@ def goes_on(first: Trajectory, shared: int, said: str, answer: str, version: int
 
 
 def commit_iteration(run: RunDirectory, number: int, rows: list[Trajectory]) -> None:
-    """Ten seconds long, on device t0."""
+    """Commit an iteration of ten seconds on device t0."""
     at = AT + 10 * number
     sampled = write_trajectories(run, number, rows, "part")
     table = read_trajectories(run.path(sampled.uri))

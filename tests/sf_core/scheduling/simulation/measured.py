@@ -9,7 +9,7 @@ from storage.run_directory import RunDirectory
 
 
 def leave_run(uri: str, *, iterations: int, rollout: float, train: float) -> None:
-    """Each iteration took so many seconds of rollout, on two workers, and of training, on one of them."""
+    """Write a run whose iterations took these seconds of rollout, on two workers, and of training, on one."""
     directory = RunDirectory(uri)
     directory.write_config(RunConfig(run_id=directory.run_id))
     attempt = directory.begin_attempt()

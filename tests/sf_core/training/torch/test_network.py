@@ -45,12 +45,12 @@ def gpt2() -> GPT2LMHeadModel:
 
 
 def granite() -> GraniteForCausalLM:
-    """Scales its logits behind the head."""
+    """Model that scales its logits after the head."""
     return GraniteForCausalLM(GraniteConfig(**COMMON, logits_scaling=4.0))
 
 
 def mixture() -> Qwen3MoeForCausalLM:
-    """transformers keeps its experts under other names than the folder has."""
+    """Model whose experts have other names in transformers than in the folder."""
     return Qwen3MoeForCausalLM(
         Qwen3MoeConfig(**COMMON, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
     )

@@ -1,4 +1,4 @@
-"""Whatever a policy says, a client of any dialect that sends the answer back sends the same message."""
+"""A client of any dialect that sends an answer back sends the same message, whatever the policy said."""
 
 from __future__ import annotations
 

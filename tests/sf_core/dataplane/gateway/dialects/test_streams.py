@@ -124,7 +124,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, model_dir: str, renderer: Rend
 
 
 async def say(run: Run, path: str, more: Event, chunks: list[tuple[Chunk, int]]) -> Said:
-    """What a stream says in this dialect; so many turns of the loop pass behind each chunk."""
+    """Content of a stream in this dialect; each chunk comes with the number of event loop turns after it."""
     session, dialect = Session("s"), DIALECTS[path]
     body = {"model": "policy", "stream": True, **BODIES[path], **more}
     [request] = dialect.parse(body, session)
@@ -155,7 +155,7 @@ async def say(run: Run, path: str, more: Event, chunks: list[tuple[Chunk, int]])
 
 
 def cut(ids: list[int], edges: list[int], reason: FinishReason, seams: set[int]) -> list[Chunk]:
-    """The ids as chunks, of which those that end at a seam end with an interruption."""
+    """The ids as chunks cut at `edges`; a chunk that ends at a seam is interrupted there."""
     chunks = []
     for start, end in zip([0, *edges], [*edges, len(ids)], strict=True):
         is_last = end == len(ids)

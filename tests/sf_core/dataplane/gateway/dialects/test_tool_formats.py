@@ -1,4 +1,4 @@
-"""Families of models that write calls in other ways, seen by an agent that knows nothing of it."""
+"""Model families with other formats of tool calls, as seen by an agent that does not know them."""
 
 from __future__ import annotations
 

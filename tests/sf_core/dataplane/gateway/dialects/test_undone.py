@@ -1,5 +1,5 @@
-"""What would change an answer and is not done is refused by every dialect, but for values that change nothing
-and fields that the run ignores."""
+"""Every dialect refuses unsupported fields that would change an answer, except values that change nothing and
+fields that the run ignores."""
 
 from __future__ import annotations
 
