@@ -26,7 +26,7 @@ from sf_core.dataplane.chat.messages import assistant_message
 from sf_core.dataplane.control.plane import DataPlane
 from sf_core.dataplane.routing.generation import Generation
 from sf_core.dataplane.runs.records import opened_record
-from sf_core.dataplane.runs.run import Run
+from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.sessions.turn_records import TurnKey, begun_record, turn_record
 from sf_core.models.builtin import make_policy
@@ -218,7 +218,7 @@ async def journal(folder: Path, turns: int, concurrency: int = 64) -> Line:
     }
 
 
-async def _record_session(run: Run, session: Session) -> None:
+async def _record_session(run: ServedRun, session: Session) -> None:
     run.open(session)
     await run.journal.append(opened_record([session]))
     ids = [7]

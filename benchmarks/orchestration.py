@@ -21,7 +21,7 @@ from sf_core.config import RunConfig
 from sf_core.config.validation import validate_config
 from sf_core.reports.summary import orchestration_seconds
 from sf_core.reports.view import read_iterations
-from sf_core.stages.run import Run, RunRef
+from sf_core.stages.run import OpenRun, RunRef
 
 
 def main(iterations: int = 12, warmup: int = 2) -> None:
@@ -50,7 +50,7 @@ def run_flow(config: RunConfig, folder: Path, env: dict[str, str]) -> None:
 
 
 def measure(config: RunConfig, warmup: int) -> dict[str, object]:
-    run = Run(RunRef(str(config.run_id), config.run_dir, str(config.dataplane.url), attempt=1))
+    run = OpenRun(RunRef(str(config.run_id), config.run_dir, str(config.dataplane.url), attempt=1))
     iterations = list(read_iterations(run.directory, warmup))
     return {
         "orchestration_seconds_per_iteration": round(orchestration_seconds(iterations) / len(iterations), 3),

@@ -9,7 +9,7 @@ from prefect import flow
 
 from sf_core.scheduling.plan import await_plan
 from sf_core.stages.evaluate import open_evaluation
-from sf_core.stages.run import Run, begin_attempt, check_held_out, open_config
+from sf_core.stages.run import OpenRun, begin_attempt, check_held_out, open_config
 from tasks.cluster import TaggedTaskRunner, crashing_without_scheduler, result_of, scheduler_address, submit
 from tasks.deployed import DeployedConfig
 from tasks.evaluate import evaluate as evaluate_task
@@ -30,9 +30,9 @@ def evaluate(config: DeployedConfig) -> dict[str, Any]:
     check_held_out(config)
     plan = await_plan(scheduler_address(), config)
     run = begin_attempt(config, evaluate_only=True)
-    Run(run).register(evaluate_only=True)
+    OpenRun(run).register(evaluate_only=True)
     # before lend_trainers: trainers are lent only for work that is known to be left
-    Run(run).dataplane.start_evaluation(version, config.evaluate.num_tasks)
+    OpenRun(run).dataplane.start_evaluation(version, config.evaluate.num_tasks)
     with crashing_without_scheduler(), freeing_workers(run), Leases(run, plan) as leases:
         leases.lend_trainers(version)
         measured = submit(evaluate_task, run, version, config.evaluate.num_tasks)

@@ -14,7 +14,7 @@ from flows.warmstart import start_policy
 from sf_core.cli.live import tell
 from sf_core.reports.trackers import Trackers
 from sf_core.scheduling.plan import Plan, await_plan, read_workers
-from sf_core.stages.run import Run, RunRef, begin_attempt, check_held_out, open_config
+from sf_core.stages.run import OpenRun, RunRef, begin_attempt, check_held_out, open_config
 from sf_core.stages.start import check_memory, check_start
 from sf_core.stages.stored_config import settled
 from tasks.cluster import (
@@ -47,19 +47,19 @@ def train(config: DeployedConfig) -> dict[str, Any]:
     plan = await_plan(scheduler_address(), config)
     check_memory(config, read_workers(scheduler_address()))
     run = begin_attempt(config)
-    trackers, page = Trackers(Run(run).directory, config), Page(run)
+    trackers, page = Trackers(OpenRun(run).directory, config), Page(run)
     # freeing_workers is innermost: an interrupted flow frees the workers first
     with crashing_without_scheduler(), lean_settings(), trackers, page, freeing_workers(run):
         start_policy(config, run)
-        Run(run).register()
+        OpenRun(run).register()
         with Leases(run, plan) as leases:
-            for number in Run(run).iterations_left():
+            for number in OpenRun(run).iterations_left():
                 plan = leases.replan()
-                Run(run).begin_evaluation(number)
+                OpenRun(run).begin_evaluation(number)
                 iteration(run, plan, number, leases.lend_trainers(number))
                 trackers.send(number)
                 page.iteration_is_through(number)
-            Run(run).begin_evaluation(config.train.iterations)
+            OpenRun(run).begin_evaluation(config.train.iterations)
             # an attempt with nothing left to train has not lent its trainers yet
             leases.lend_trainers(config.train.iterations)
             last = submit(evaluate, run, config.train.iterations)
@@ -71,7 +71,7 @@ def train(config: DeployedConfig) -> dict[str, Any]:
 @flow(name="iteration", flow_run_name="{run.run_id}-{number}", task_runner=TaggedTaskRunner())
 def iteration(run: RunRef, plan: Plan, number: int, lent: list[tuple[str, str]]) -> None:
     """One iteration of the loop. Stages with a manifest are done and not submitted again."""
-    opened = Run(run)
+    opened = OpenRun(run)
     todo, patience_s = opened.pending_stages(number), opened.config.cluster.stage_timeout_s
     batch = [submit(evaluate, run, number)] if opened.evaluation_due(number) else []
     if "rollout" in todo:

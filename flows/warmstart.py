@@ -6,7 +6,7 @@ from prefect import flow
 
 from sf_core.cli.live import tell
 from sf_core.config import RunConfig
-from sf_core.stages.run import Run, RunRef, begin_attempt
+from sf_core.stages.run import OpenRun, RunRef, begin_attempt
 from sf_core.stages.start import check_start, start_fault
 from sf_core.stages.stored_config import settled
 from tasks.cluster import TaggedTaskRunner, crashing_without_scheduler, result_of, submit
@@ -28,9 +28,9 @@ def warmstart(config: DeployedConfig) -> str:
 
 def start_policy(config: RunConfig, run: RunRef) -> str:
     """Make version 0 in an attempt that has begun; returns its Hugging Face folder."""
-    directory = Run(run).directory
+    directory = OpenRun(run).directory
     if directory.read_manifest(None, "start") is None or start_fault(directory) is not None:
         tell(f"version 0 is made: {config.policy.model or 'the built-in policy, and its warm start'}")
         result_of(submit(warmstart_task, run), "the warm start", config.cluster.stage_timeout_s)
         tell("version 0 is there")
-    return Run(run).start_dir
+    return OpenRun(run).start_dir

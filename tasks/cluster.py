@@ -35,7 +35,7 @@ from sf_core.config import RunConfig, environment
 from sf_core.scheduling.owners import owner_of
 from sf_core.scheduling.plan import scheduler_of
 from sf_core.scheduling.tags import TASK_KINDS
-from sf_core.stages.run import Run, RunRef
+from sf_core.stages.run import OpenRun, RunRef
 from sf_core.waits import waiting_for
 
 R = TypeVar("R")
@@ -125,7 +125,7 @@ def scheduler_address() -> str:
     parameters = (context.parameters if context else None) or {}
     run, config = parameters.get("run"), parameters.get("config")
     if isinstance(run, RunRef):
-        config = Run(run).config
+        config = OpenRun(run).config
     address = scheduler_of(config) if isinstance(config, RunConfig) else environment.scheduler_address()
     if not address:
         raise ValueError("no Dask scheduler: set cluster.scheduler or SF_SCHEDULER, or start with `sf train`")

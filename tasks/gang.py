@@ -14,11 +14,11 @@ from distributed import wait
 from distributed.scheduler import NoValidWorkerError
 from prefect_dask.task_runners import PrefectDaskFuture
 
-from sf_core.scheduling.force import end_by_force
+from sf_core.scheduling.force import kill_worker
 from sf_core.scheduling.plan import Worker, choose_trainers, connected_workers
 from sf_core.stages.lease import lease_of
-from sf_core.stages.run import Run, RunRef
-from sf_core.training.gang import GangError, Seat, SupersededError
+from sf_core.stages.run import OpenRun, RunRef
+from sf_core.training.gang import GangError, RankAssignment, SupersededError
 from sf_core.waits import waiting_for
 from storage.gangs import GangFiles
 from tasks.cluster import dask_client, is_known, scheduler_address, submit
@@ -42,7 +42,7 @@ class Gang:
 
     def __init__(self, run: RunRef, iteration: int, trainers: tuple[str, ...]) -> None:
         """Without trainers there is nothing to do, and the stage counts as committed."""
-        self._run, self._iteration = Run(run), iteration
+        self._run, self._iteration = OpenRun(run), iteration
         self._epoch = -1
         self._ranks: dict[str, Future] = {}
         self._workers = self._planned = trainers
@@ -54,7 +54,7 @@ class Gang:
         """Submit one rank task per worker, rank 0 first; its return means that the stage is committed."""
         self._epoch += 1
         for rank, worker in enumerate(self._workers):
-            seat = Seat(self._workers, rank, self._epoch)
+            seat = RankAssignment(self._workers, rank, self._epoch)
             self._ranks[worker] = submit(
                 train, self._run.ref, self._iteration, seat, worker=worker, wait_for=wait_for
             )
@@ -83,7 +83,7 @@ class Gang:
                 if not waited.left_s:
                     for worker in late:
                         log.warning("%s did not yield within %g s: its process is ended", worker, bound_s)
-                        end_by_force(scheduler_address(), worker)
+                        kill_worker(scheduler_address(), worker)
                     return
                 engines = self._run.dataplane.status()["engines"]
                 holding = {lease_of(engine["id"]) for engine in engines if engine["worker"] in late}
@@ -116,7 +116,7 @@ class Gang:
         log.warning("train of iteration %d: try %d failed (%s)", self._iteration, self._epoch, reasons[0])
         for worker in unfinished:
             # the rank may hang, or go on in vain: no later try shares the device with it
-            end_by_force(scheduler_address(), worker)
+            kill_worker(scheduler_address(), worker)
             self._ranks[worker].wrapped_future.cancel()
         lost = [w for w, error in errors.items() if error is not None and not isinstance(error, GangError)]
         self._workers = self._able_without({*lost, *unfinished})

@@ -23,7 +23,7 @@ from sf_core.dataplane.control.client import DataplaneError
 from sf_core.scheduling.elastic import Elastic
 from sf_core.scheduling.plan import Duty, Plan, Worker, connected_workers, duty_of, make_plan
 from sf_core.stages.lease import LeaseSpec, run_sessions, serve_lease
-from sf_core.stages.run import Run, RunRef
+from sf_core.stages.run import OpenRun, RunRef
 from tasks.cluster import dask_client, is_known, submit
 
 Future = PrefectDaskFuture[Any]
@@ -76,7 +76,7 @@ class Leases:
 
     def __init__(self, run: RunRef, plan: Plan) -> None:
         self._run, self._plan = run, plan
-        config = self._config = Run(run).config
+        config = self._config = OpenRun(run).config
         self._elastic: dict[Duty, Elastic] = {
             duty: Elastic(bounds, config.rollout.concurrency)
             for duty, bounds in config.cluster.elastic.items()
@@ -142,7 +142,7 @@ class Leases:
                 self._lent.append((spec, future))
         for spec, _ in self._lent:
             if spec.worker not in self._plan.trainers:
-                Run(self._run).dataplane.revoke(spec.lease_id, self._config.cluster.yield_timeout_s)
+                OpenRun(self._run).dataplane.revoke(spec.lease_id, self._config.cluster.yield_timeout_s)
 
     def lend_trainers(self, iteration: int) -> list[tuple[str, str]]:
         """If trainers are lent, lend each one until this iteration trains, and queue its next lease behind.
@@ -194,7 +194,7 @@ class Leases:
 
     def _release(self) -> set[str]:
         """Release all leases of the run; returns the holders that the data plane knows."""
-        dataplane = Run(self._run).dataplane
+        dataplane = OpenRun(self._run).dataplane
         try:
             status = dataplane.status()
             dataplane.release(self._run.attempt)
@@ -261,7 +261,7 @@ class Leases:
         free = [worker for worker in workers if self._is_free(duty, worker)]
         num_lacking = len(free)
         if (elastic := self._elastic.get(duty)) is not None:
-            dataplane = Run(self._run).dataplane
+            dataplane = OpenRun(self._run).dataplane
             status = dataplane.status()
             wanted = elastic.wanted(time.monotonic(), status["work"][duty])
             runners = status["runners"]

@@ -30,7 +30,7 @@ from sf_core.cli.live import iteration_line, tell
 from sf_core.config.environment import dataplane_key
 from sf_core.dataplane.control.client import DataplaneClient, DataplaneError
 from sf_core.reports.run_page import RunPage, waits_table
-from sf_core.stages.run import Run, RunRef
+from sf_core.stages.run import OpenRun, RunRef
 from sf_core.waits import Facts, long_waits
 from tasks.cluster import is_waiting
 
@@ -62,7 +62,7 @@ class Page:
     def __init__(self, run: RunRef) -> None:
         """Must be called in the flow run that owns the page."""
         self._flow_run_id = UUID(flow_run.id)
-        self._run = Run(run)
+        self._run = OpenRun(run)
         self._page = RunPage(self._run.directory)
         self._dataplane = DataplaneClient(run.dataplane_url, run.run_id, dataplane_key(), patience_s=0.0)
         self._artifacts: dict[str, UUID] = {}

@@ -30,7 +30,7 @@ LOOK_S = 1.0
 
 
 State = Literal["finished", "running", "stopped", "unknown", "unreadable"]
-"""unknown: not finished, maybe worked on by a flow, maybe not; unreadable: a file cannot be read."""
+"""unknown: not finished, and not known whether a flow works on it; unreadable: a file cannot be read."""
 
 
 class BusyError(ValueError):

@@ -16,7 +16,7 @@ KILL_S = 30.0
 POLL_S = 0.2
 
 
-def end_by_force(scheduler: str, worker: str) -> bool:
+def kill_worker(scheduler: str, worker: str) -> bool:
     """Kill the process of this worker; its nanny starts another one, and Dask runs there again what was
     running or queued. False if no such worker is connected, that is, if its process is gone already."""
     with Client(scheduler, set_as_default=False) as client:

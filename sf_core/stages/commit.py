@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from sf_core.stages.run import Run, RunRef
+from sf_core.stages.run import OpenRun, RunRef
 from sf_core.waits import collect_waits
 from storage.files import FileRef, fenced
 from storage.manifests import Manifest
@@ -31,7 +31,7 @@ def commits_once(work: Callable[..., Outcome]) -> Stage:
     name = work.__name__
 
     def stage(ref: RunRef, iteration: int, *more: Any) -> dict[str, Any]:
-        run = Run(ref)
+        run = OpenRun(ref)
         manifest = run.directory.read_manifest(iteration, name)
         if manifest is None:
             run.dataplane.report_stage(iteration, name)
@@ -43,7 +43,7 @@ def commits_once(work: Callable[..., Outcome]) -> Stage:
 
 
 def commit(
-    run: Run,
+    run: OpenRun,
     iteration: int | None,
     name: str,
     work: Callable[[], Outcome],
@@ -67,7 +67,7 @@ def commit(
         return run.directory.commit_manifest(manifest)
 
 
-def committed(run: Run, iteration: int, name: str) -> Manifest:
+def committed(run: OpenRun, iteration: int, name: str) -> Manifest:
     manifest = run.directory.read_manifest(iteration, name)
     assert manifest is not None, f"{name} of iteration {iteration} must be committed first"
     return manifest

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from sf_core.config import RunConfig
 from sf_core.reports.states import await_restarts, check_idle, progress
 from sf_core.stages.commit import Outcome, commits_once
-from sf_core.stages.run import Run
+from sf_core.stages.run import OpenRun
 from sf_core.stages.stored_config import read_stored_config, settled_to_measure
 from storage.files import FileRef
 from storage.manifests import Manifest
@@ -18,7 +18,7 @@ from storage.run_directory import RunDirectory
 
 
 @commits_once
-def evaluate(run: Run, version: int, num_tasks: int | None = None) -> Outcome:
+def evaluate(run: OpenRun, version: int, num_tasks: int | None = None) -> Outcome:
     """Mean reward of this version on `num_tasks` held-out tasks, by default as configured; these sessions are
     never trained on. An evaluation that has begun keeps its number of tasks. Raises ValueError if engines
     serve another version."""

@@ -8,14 +8,14 @@ import pyarrow.compute as pc
 
 from sf_core.recipes.advantages import group_advantages
 from sf_core.stages.commit import Outcome, commits_once, committed
-from sf_core.stages.run import Run
+from sf_core.stages.run import OpenRun
 from storage.batches import write_batch
 from storage.parquet import numpy_rows
 from storage.trajectories import first_rows, read_trajectories
 
 
 @commits_once
-def filter(run: Run, iteration: int) -> Outcome:
+def filter(run: OpenRun, iteration: int) -> Outcome:
     """Write the batch: every session's advantage on each of its trained tokens, 0 on the others."""
     source = committed(run, iteration, "rollout")
     rows = pa.concat_tables(read_trajectories(run.directory.path(ref.uri)) for ref in source.outputs)

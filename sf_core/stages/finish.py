@@ -7,7 +7,7 @@ from typing import Any
 from sf_core.reports.devices import draw_timelines, record_figures
 from sf_core.reports.summary import summarise
 from sf_core.reports.tensorboard import write_events
-from sf_core.stages.run import Run, RunRef
+from sf_core.stages.run import OpenRun, RunRef
 from storage.files import copy_folder
 from storage.weights import WEIGHT_FILES, load_weights, save_weights
 
@@ -15,7 +15,7 @@ from storage.weights import WEIGHT_FILES, load_weights, save_weights
 def finish(ref: RunRef) -> dict[str, Any]:
     """Write the trained policy as a Hugging Face folder, figures, timelines, the summary and its picture.
     Raises ValueError if a later attempt has begun."""
-    run = Run(ref)
+    run = OpenRun(ref)
     run.directory.refuse_superseded(ref.attempt, "end the run")
     export_policy(run)
     record_figures(run.directory, run.config.train.iterations - 1, is_over=True)
@@ -24,7 +24,7 @@ def finish(ref: RunRef) -> dict[str, Any]:
     return summarise(run.directory, run.config)
 
 
-def export_policy(run: Run) -> None:
+def export_policy(run: OpenRun) -> None:
     """Write RUN/policy: the start folder's configuration and tokenizer with the newest weights. An emulated
     run gets none, because it computes no weights."""
     if run.config.engine.kind == "emulated":

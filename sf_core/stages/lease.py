@@ -20,7 +20,7 @@ from sf_core.engines.protocol import Engine
 from sf_core.scheduling.lending import LendingGate, Refusal, Verdict, WorkLeft, not_lent, work_left
 from sf_core.scheduling.plan import current_epoch
 from sf_core.scheduling.timeline import Timeline
-from sf_core.stages.run import Run, RunRef, load_object
+from sf_core.stages.run import OpenRun, RunRef, load_object
 from sf_core.types import WeightsRef
 from storage.files import local_folder
 
@@ -53,7 +53,7 @@ def lease_of(holder: str) -> tuple[str, str]:
 def serve_lease(spec: LeaseSpec) -> str:
     """Hold the device as an engine until revoked; returns why the lease ended. Raises ConnectionError as
     `serve_engine` does."""
-    run = Run(spec.run)
+    run = OpenRun(spec.run)
     if spec.after is not None and run.directory.read_manifest(spec.after, "train") is None:
         # the lease overtook the train task in the worker's queue, or training failed: training comes first
         return "training comes first"
@@ -80,7 +80,7 @@ def serve_lease(spec: LeaseSpec) -> str:
     return reason
 
 
-def engine_factory(run: Run) -> Callable[[WeightsRef], Engine]:
+def engine_factory(run: OpenRun) -> Callable[[WeightsRef], Engine]:
     """A function that makes this run's engine from published weights."""
     settings = run.config.engine
 
@@ -115,7 +115,7 @@ def engine_factory(run: Run) -> Callable[[WeightsRef], Engine]:
 def run_sessions(spec: LeaseSpec, work: Work) -> int:
     """Hold a worker: claim sessions and run the agent on them, or score answers, until released. Returns the
     number of sessions. Raises ConnectionError as `AgentRunner.run` does."""
-    run = Run(spec.run)
+    run = OpenRun(spec.run)
     environment = run.config.environment
     runner = AgentRunner(
         url=spec.run.dataplane_url,
@@ -193,7 +193,7 @@ class Switching:
 _current: tuple[str, Switching] | None = None
 
 
-def switching_of(run: Run) -> Switching:
+def switching_of(run: OpenRun) -> Switching:
     global _current
     bound = run.config.cluster.max_switches_per_minute
     if _current is None or _current[0] != run.ref.uri:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 
 from sf_core.stages.commit import Outcome, commits_once, committed
-from sf_core.stages.run import Run
+from sf_core.stages.run import OpenRun
 
 
 @commits_once
-def publish(run: Run, iteration: int) -> Outcome:
+def publish(run: OpenRun, iteration: int) -> Outcome:
     """Hand the weights of the train stage to every engine; done when none samples with older ones."""
     source = committed(run, iteration, "train")
     version = int(source.data["version"])

@@ -13,10 +13,10 @@ import torch
 
 from sf_core.reports.view import open_run
 from sf_core.scheduling.worker import worker_threads
-from sf_core.stages.run import Run, RunRef
+from sf_core.stages.run import OpenRun, RunRef
 from sf_core.training.resident import rebuild_trainer
 from sf_core.training.stored_steps import stored_batch, stored_settings
-from sf_core.training.torch.ranks import Alone
+from sf_core.training.torch.ranks import SingleRank
 from storage import files
 from storage.manifests import Manifest
 from storage.run_directory import RunDirectory
@@ -40,7 +40,7 @@ def replay(uri: str, iteration: int) -> Replay:
     directory = open_run(uri)
     train = _committed(directory, iteration, "train")
     _committed(directory, iteration, "filter")
-    run = Run(RunRef(directory.run_id, directory.uri, dataplane_url="", attempt=0))
+    run = OpenRun(RunRef(directory.run_id, directory.uri, dataplane_url="", attempt=0))
     if run.config.engine.kind == "emulated":
         raise ValueError(f"{directory.run_id}: is emulated, so its trainers slept and computed no weights")
     batch = stored_batch(run, iteration)
@@ -51,7 +51,7 @@ def replay(uri: str, iteration: int) -> Replay:
     device = train.data.get("device")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"iteration {iteration} was trained on a GPU, which rounds otherwise; here is none")
-    trainer = rebuild_trainer(run, iteration, Alone(), device)
+    trainer = rebuild_trainer(run, iteration, SingleRank(), device)
     trainer.config = stored_settings(run, iteration)
     metrics = trainer.step(batch)
     weights = trainer.weights()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from sf_core.stages.commit import Outcome, commits_once
-from sf_core.stages.run import Run
+from sf_core.stages.run import OpenRun
 from storage.files import FileRef
 
 
 @commits_once
-def rollout(run: Run, iteration: int) -> Outcome:
+def rollout(run: OpenRun, iteration: int) -> Outcome:
     """Wait until the batch is full, then let the data plane seal its trajectories."""
     settings = run.config.rollout
     run.dataplane.wait_for_batch(iteration, settings.batch_timeout_s, settings.absence_timeout_s)

@@ -40,7 +40,7 @@ class RunRef:
     outlived the old directory tell them from the old ones by the nonce."""
 
 
-class Run:
+class OpenRun:
     """An opened run: its directory, configuration and data plane."""
 
     def __init__(self, ref: RunRef) -> None:

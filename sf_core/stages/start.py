@@ -20,7 +20,7 @@ from sf_core.models.cache_size import built_in_shape, cache_bytes, too_large
 from sf_core.models.context import check_context
 from sf_core.scheduling.plan import Worker
 from sf_core.stages.commit import Outcome, commit
-from sf_core.stages.run import Run, RunRef
+from sf_core.stages.run import OpenRun, RunRef
 from storage.files import FileRef, copy_folder, join, list_files, read_bytes
 from storage.run_directory import RunDirectory
 from storage.weights import PICKLES
@@ -32,7 +32,7 @@ def start(ref: RunRef) -> dict[str, Any]:
     """Write the policy that the run starts from, version 0, into the run directory, unless it is there. It is
     written again only if it cannot be used, because nothing can have begun from it then. Raises ValueError if
     its files differ from those that were committed."""
-    run = Run(ref)
+    run = OpenRun(ref)
 
     def work() -> Outcome:
         copies, source = prepare_start(run.start_dir, run.config)

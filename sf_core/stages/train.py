@@ -11,8 +11,8 @@ from sf_core.scheduling.plan import current_host, current_worker
 from sf_core.scheduling.timeline import Timeline
 from sf_core.stages.commit import Outcome, commit, committed
 from sf_core.stages.lease import switching_of
-from sf_core.stages.run import Run, RunRef
-from sf_core.training.gang import Seat, check_counts
+from sf_core.stages.run import OpenRun, RunRef
+from sf_core.training.gang import RankAssignment, check_counts
 from sf_core.training.stored_steps import stored_batch
 from storage.files import FileRef, fenced
 from storage.gangs import GangFiles
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 TrainerAt = Callable[..., AbstractContextManager[Any]]
 
 
-def train(ref: RunRef, iteration: int, seat: Seat) -> dict[str, Any]:
+def train(ref: RunRef, iteration: int, seat: RankAssignment) -> dict[str, Any]:
     """One rank of the train step on the stored batch. Rank 0 writes the next version's weights and a
     checkpoint and commits; the others return when it has."""
-    run = Run(ref)
+    run = OpenRun(ref)
     if run.directory.read_manifest(iteration, "train") is None:
         files = GangFiles(run.directory, iteration, ref.attempt, seat.epoch)
         seated, trainer_at = _backend(run)
@@ -47,7 +47,7 @@ def train(ref: RunRef, iteration: int, seat: Seat) -> dict[str, Any]:
     return committed(run, iteration, "train").data
 
 
-def _backend(run: Run) -> tuple[Any, TrainerAt]:
+def _backend(run: OpenRun) -> tuple[Any, TrainerAt]:
     """How ranks meet, and the trainer: those of torch, or emulated ones."""
     if run.config.engine.kind == "emulated":
         from sf_core.training import emulated
@@ -60,7 +60,7 @@ def _backend(run: Run) -> tuple[Any, TrainerAt]:
 
 
 def _train(
-    run: Run, iteration: int, trainer_at: TrainerAt, ranks: Ranks, check: Callable[[], None]
+    run: OpenRun, iteration: int, trainer_at: TrainerAt, ranks: Ranks, check: Callable[[], None]
 ) -> Outcome:
     source = committed(run, iteration, "filter")
     step = f"train-{iteration}.{run.ref.attempt}"
@@ -88,7 +88,7 @@ def _train(
     )
 
 
-def _write(run: Run, iteration: int, trainer: Trainer, metrics: dict[str, float]) -> list[FileRef]:
+def _write(run: OpenRun, iteration: int, trainer: Trainer, metrics: dict[str, float]) -> list[FileRef]:
     version, config = trainer.version, run.config.train
     weights = trainer.save_weights(run.directory.weights_dir(version))
     if version % config.checkpoint_every == 0 or version == config.iterations:

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from sf_core.engines.device_model import DeviceModel
 from sf_core.engines.emulated_device import device_model, switch_to
-from sf_core.training.gang import GangError, Seat, SupersededError
+from sf_core.training.gang import GangError, RankAssignment, SupersededError
 from sf_core.training.protocol import TrainedRun
 from storage.files import FileRef
 from storage.gangs import GangFiles
@@ -67,7 +67,7 @@ class EmulatedTrainer:
 
 
 @contextmanager
-def seated(files: GangFiles, seat: Seat, host: str, timeout_s: float) -> Iterator[EmulatedRanks]:
+def seated(files: GangFiles, seat: RankAssignment, host: str, timeout_s: float) -> Iterator[EmulatedRanks]:
     """Like the rendezvous of real ranks: begin together, and end when rank 0 has committed."""
     if files.is_over() or not files.take_seat(seat.rank, once=not seat.is_alone):
         raise SupersededError(f"{seat.label}: try {seat.epoch} had begun here before, or is over")
@@ -93,7 +93,7 @@ def seated(files: GangFiles, seat: Seat, host: str, timeout_s: float) -> Iterato
 
 
 def _await(
-    files: GangFiles, seat: Seat, missing: Callable[[], list[int]], what: str, timeout_s: float
+    files: GangFiles, seat: RankAssignment, missing: Callable[[], list[int]], what: str, timeout_s: float
 ) -> None:
     deadline = time.monotonic() + timeout_s
     while ranks := missing():

@@ -8,7 +8,7 @@ from storage.gangs import GangFiles
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class RankAssignment:
     """One rank of one try at a train stage."""
 
     workers: tuple[str, ...]

@@ -24,7 +24,7 @@ def trainer_at(run: TrainedRun, version: int, ranks: Ranks) -> Iterator[Trainer]
     All ranks of a new process group rebuild their trainers, since replaying a step takes all of them."""
     global _resident
     place = (run.ref, ranks.group)
-    kept, _resident = _resident, None  # a step that fails half-way leaves a trainer nobody may use
+    kept, _resident = _resident, None  # a step that fails half-way leaves an unusable trainer
     trainer = kept[2] if kept is not None and kept[:2] == place and kept[2].version == version else None
     kept = None  # a device may have no room for two trainers
     if trainer is None:

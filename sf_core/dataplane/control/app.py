@@ -54,7 +54,7 @@ from sf_core.dataplane.gateway.observed import Observed
 from sf_core.dataplane.journal.journal import Fsync
 from sf_core.dataplane.journal.memory import MEMORY_MB
 from sf_core.dataplane.runs.recovery import MakeRun
-from sf_core.dataplane.runs.run import Run
+from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.host import GRACE_S
 from sf_core.types import WeightsRef
@@ -90,7 +90,7 @@ def make_app(
 ) -> Starlette:
     """The ASGI application; without `shards` it serves turns itself. Raises ValueError if another data plane
     uses the journal directory."""
-    make_run = Run if shards is None else shards.make_run
+    make_run = ServedRun if shards is None else shards.make_run
     plane = DataPlane(journal_dir, fsync, grace_s, memory_mb, make_run)
     routes = Routes(plane)
     metrics = Metrics(Runs(plane.runs), MemoryUse(plane.memory))
@@ -339,14 +339,14 @@ class Routes:
     async def health(self, request: Request) -> Answer:
         return {"runs": len(self._plane.runs)}
 
-    def _session(self, request: Request) -> tuple[Run, Session]:
+    def _session(self, request: Request) -> tuple[ServedRun, Session]:
         session_id = request.path_params["session_id"]
         for run in self._plane.runs.values():
             if session_id not in run.sessions:
                 run.closing.check(session_id)
         return self._plane.sessions.session(session_id, request.scope["caller"])
 
-    def _run(self, request: Request) -> Run:
+    def _run(self, request: Request) -> ServedRun:
         return self._plane.run(request.path_params["run_id"])
 
 

@@ -12,7 +12,7 @@ from io import BytesIO
 
 import pyarrow as pa
 
-from sf_core.dataplane.runs.run import Run
+from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.runs.sealing import Sealer
 from storage.parquet import METADATA
 from storage.run_directory import RunDirectory
@@ -24,7 +24,7 @@ MAX_ROWS = 16
 """Most rows of a record batch, which bound memory: the longest trajectories take half a megabyte each."""
 
 
-async def batch_files(run: Run, sealer: Sealer, index: int, wait_s: float) -> list[str]:
+async def batch_files(run: ServedRun, sealer: Sealer, index: int, wait_s: float) -> list[str]:
     """URIs of the batch's files. A batch that is ready, or gets so within `wait_s`, is sealed if it was not.
 
     Raises ApiError 409 if it is not ready."""

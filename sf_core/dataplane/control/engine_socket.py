@@ -18,8 +18,8 @@ from pydantic import ValidationError
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from sf_core.dataplane.bodies import HelloBody
-from sf_core.dataplane.routing.connection import EngineLink
-from sf_core.dataplane.runs.run import Run
+from sf_core.dataplane.routing.connection import EngineConnection
+from sf_core.dataplane.runs.run import ServedRun
 from sf_core.engines import wire
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class Outbox:
         return frame
 
 
-async def serve_engine_link(socket: WebSocket, find_run: Callable[[str], Run | None]) -> None:
+async def serve_engine_link(socket: WebSocket, find_run: Callable[[str], ServedRun | None]) -> None:
     await socket.accept()
     try:
         kind, value = wire.unpack(await socket.receive_bytes())
@@ -70,7 +70,7 @@ async def serve_engine_link(socket: WebSocket, find_run: Callable[[str], Run | N
     await _serve(socket, run, hello)
 
 
-def _stale(run: Run, hello: HelloBody) -> str | None:
+def _stale(run: ServedRun, hello: HelloBody) -> str | None:
     """Why this engine must not serve; None if it may."""
     if hello.attempt < run.spec.attempt:
         return "superseded by a later attempt of the flow"
@@ -85,10 +85,10 @@ def _stale(run: Run, hello: HelloBody) -> str | None:
     return None
 
 
-async def _serve(socket: WebSocket, run: Run, hello: HelloBody) -> None:
+async def _serve(socket: WebSocket, run: ServedRun, hello: HelloBody) -> None:
     gone = asyncio.Event()
     outbox = Outbox(MAX_OUTBOX_BYTES, gone.set)
-    link = EngineLink(
+    link = EngineConnection(
         hello.engine_id,
         hello.lease_id,
         hello.worker,
@@ -120,14 +120,14 @@ async def _serve(socket: WebSocket, run: Run, hello: HelloBody) -> None:
         raise unexpected[0]
 
 
-async def _write(socket: WebSocket, run: Run, outbox: Outbox) -> None:
+async def _write(socket: WebSocket, run: ServedRun, outbox: Outbox) -> None:
     while True:
         frame = await outbox.get()
         run.router.bytes_to_engines += len(frame)
         await socket.send_bytes(frame)
 
 
-async def _read(socket: WebSocket, run: Run, link: EngineLink) -> None:
+async def _read(socket: WebSocket, run: ServedRun, link: EngineConnection) -> None:
     while True:
         frame = await socket.receive_bytes()
         run.router.bytes_from_engines += len(frame)

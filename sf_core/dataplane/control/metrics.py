@@ -19,10 +19,10 @@ from sf_core.config.failures import REASONS
 from sf_core.dataplane.journal.memory import Memory
 from sf_core.dataplane.routing.connection import LinkState
 from sf_core.dataplane.runs.recent import NUM_RECENT
-from sf_core.dataplane.runs.run import Run
+from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.sessions.finished import FinishedSession
 from sf_core.dataplane.sessions.session import Session
-from sf_core.dataplane.turns.host import SessionHost
+from sf_core.dataplane.turns.host import TurnHost
 
 _BRANCH, _REJECTED = "branches.", "rejected_groups."
 """Prefixes of those counters of a run whose names end with a reason."""
@@ -55,7 +55,7 @@ class Runs(Collector):
     """Metrics of all runs of a data plane. A released run has no gauges, which would stand still as if it
     hung. Its counters stay, or sums over runs would fall."""
 
-    def __init__(self, runs: Mapping[str, Run]) -> None:
+    def __init__(self, runs: Mapping[str, ServedRun]) -> None:
         self._runs = runs
 
     def collect(self) -> Iterable[Metric]:
@@ -110,7 +110,7 @@ class Runs(Collector):
 class Sessions(Collector):
     """Metrics of the sessions that a gateway process serves; the hub counts those that are over."""
 
-    def __init__(self, runs: Mapping[str, SessionHost]) -> None:
+    def __init__(self, runs: Mapping[str, TurnHost]) -> None:
         self._runs = runs
 
     def collect(self) -> Iterable[Metric]:
@@ -143,7 +143,7 @@ class MemoryUse(Collector):
         return [held, bound, items, spills, loads]
 
 
-def _journals(runs: Mapping[str, SessionHost]) -> Iterable[Metric]:
+def _journals(runs: Mapping[str, TurnHost]) -> Iterable[Metric]:
     unwritable = GaugeMetricFamily(
         "sf_journal_unwritable", "1 while a journal cannot be written, and why.", labels=["run", "reason"]
     )
@@ -157,7 +157,7 @@ def _journals(runs: Mapping[str, SessionHost]) -> Iterable[Metric]:
     return [unwritable, failures]
 
 
-def _ends(runs: Mapping[str, Run]) -> list[Metric]:
+def _ends(runs: Mapping[str, ServedRun]) -> list[Metric]:
     sessions = CounterMetricFamily(
         "sf_sessions", "Sessions that runners were given, by how they ended.", labels=["run", "end"]
     )
@@ -180,7 +180,7 @@ def _ends(runs: Mapping[str, Run]) -> list[Metric]:
     return [sessions, groups, failures]
 
 
-def _branches(runs: Mapping[str, SessionHost]) -> CounterMetricFamily:
+def _branches(runs: Mapping[str, TurnHost]) -> CounterMetricFamily:
     branches = CounterMetricFamily("sf_branches", "Why branches were opened.", labels=["run", "reason"])
     for name, run in list(runs.items()):
         for reason, number in _branch_reasons(run).items():
@@ -188,7 +188,7 @@ def _branches(runs: Mapping[str, SessionHost]) -> CounterMetricFamily:
     return branches
 
 
-def _branch_reasons(run: SessionHost) -> Tally[str]:
+def _branch_reasons(run: TurnHost) -> Tally[str]:
     """Number of branches by reason, of ended sessions, which the run counts, and of open ones."""
     reasons = _by_reason(run, _BRANCH)
     for session in run.sessions.values():
@@ -196,7 +196,7 @@ def _branch_reasons(run: SessionHost) -> Tally[str]:
     return reasons
 
 
-def _by_reason(run: SessionHost, prefix: str) -> Tally[str]:
+def _by_reason(run: TurnHost, prefix: str) -> Tally[str]:
     return Tally(
         {name.removeprefix(prefix): n for name, n in run.counters.items() if name.startswith(prefix)}
     )

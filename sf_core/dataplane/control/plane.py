@@ -20,11 +20,11 @@ from sf_core.dataplane.gateway.lookup import Lookup, allowed, no_model
 from sf_core.dataplane.journal.journal import Fsync, Journal
 from sf_core.dataplane.journal.memory import MEMORY_MB, Memory
 from sf_core.dataplane.journal.open_runs import OpenRuns
-from sf_core.dataplane.routing.connection import EngineLink
-from sf_core.dataplane.runs.external import OpenedStore
+from sf_core.dataplane.routing.connection import EngineConnection
+from sf_core.dataplane.runs.external import ExternalSessions
 from sf_core.dataplane.runs.records import released_record, run_record, weights_record
 from sf_core.dataplane.runs.recovery import Answers, MakeRun, begin_attempt, open_run, read_past, reopen_run
-from sf_core.dataplane.runs.run import Run
+from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.runs.sealing import Sealer
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.host import GRACE_S
@@ -47,13 +47,13 @@ class DataPlane:
         fsync: Fsync = "turn",
         grace_s: float = GRACE_S,
         memory_mb: float = MEMORY_MB,
-        make_run: MakeRun = Run,
+        make_run: MakeRun = ServedRun,
     ) -> None:
         """A journal directory lets `reopen` serve again the runs that were open when the last process there
         ended. Raises ValueError if another data plane uses the directory."""
-        self.runs: dict[str, Run] = {}
+        self.runs: dict[str, ServedRun] = {}
         self.sealers: dict[str, Sealer] = {}
-        self.stores: dict[str, OpenedStore] = {}
+        self.stores: dict[str, ExternalSessions] = {}
         self.sessions = Lookup(self.runs)
         self.memory = Memory(memory_mb)
         self._journal_dir, self._fsync, self._grace_s = journal_dir, fsync, grace_s
@@ -83,7 +83,7 @@ class DataPlane:
                     exc_info=not isinstance(error, (ApiError, OSError)),
                 )
 
-    async def register(self, spec: RunSpec) -> Run:
+    async def register(self, spec: RunSpec) -> ServedRun:
         """Open a run, or begin another attempt on it."""
         async with self._registering:
             if (run := self.runs.get(spec.run_id)) is None:
@@ -99,7 +99,7 @@ class DataPlane:
             await run.announce()
             return run
 
-    async def _open(self, spec: RunSpec) -> Run:
+    async def _open(self, spec: RunSpec) -> ServedRun:
         journal = self._open_journal(spec)
         opening = open_run(spec, journal, self._grace_s, self.memory, self._make_run)
         try:
@@ -110,13 +110,13 @@ class DataPlane:
         self._serve(run, answers)
         return run
 
-    def _serve(self, run: Run, answers: Answers) -> None:
+    def _serve(self, run: ServedRun, answers: Answers) -> None:
         self.runs[run.spec.run_id] = run
         self.sealers[run.spec.run_id] = Sealer(run)
         self.sealers[run.spec.run_id].remember(answers)
-        self.stores[run.spec.run_id] = OpenedStore(run)
+        self.stores[run.spec.run_id] = ExternalSessions(run)
 
-    def run(self, run_id: str) -> Run:
+    def run(self, run_id: str) -> ServedRun:
         if (run := self.runs.get(run_id)) is None:
             raise ApiError(404, f"Run {run_id} is not registered here.", code="run_not_found")
         return run
@@ -136,7 +136,7 @@ class DataPlane:
         run.journal.check()
         return await run.journal.attend(run.open_for(body))
 
-    async def publish(self, run: Run, weights: WeightsRef) -> dict[str, Any]:
+    async def publish(self, run: ServedRun, weights: WeightsRef) -> dict[str, Any]:
         if weights.version < run.router.weights.version:
             raise ApiError(409, f"Version {run.router.weights.version} is published already.")
         started = time.monotonic()
@@ -148,7 +148,7 @@ class DataPlane:
         run.changed.notify()
         return {"engines": engines, "seconds": time.monotonic() - started}
 
-    async def revoke(self, run: Run, lease_id: str, within_s: float | None = None) -> dict[str, int]:
+    async def revoke(self, run: ServedRun, lease_id: str, within_s: float | None = None) -> dict[str, int]:
         """Have the engines of a lease yield. Returns how many left, and how many of them were dropped because
         they had not yielded in time. An engine of the lease that connects later is turned away."""
         await run.revoke(lease_id)
@@ -164,7 +164,7 @@ class DataPlane:
         await asyncio.gather(*leaving)
         return {"engines": len(links), "dropped": len(late)}
 
-    async def release(self, run: Run) -> None:
+    async def release(self, run: ServedRun) -> None:
         run.release()
         await run.journal.append(released_record())
         self._take_away(list(run.router.links), run, "released")
@@ -190,7 +190,7 @@ class DataPlane:
                     # the next sweep tries again, and the other runs must not go without one
                     log.exception("run %s could not be looked after", run.spec.run_id)
 
-    async def _let_go_if_over(self, run: Run, elapsed_s: float) -> None:
+    async def _let_go_if_over(self, run: ServedRun, elapsed_s: float) -> None:
         run_id = run.spec.run_id
         over_s = self._over_s.pop(run_id, 0.0) + elapsed_s
         if not run.is_over:
@@ -215,7 +215,7 @@ class DataPlane:
         if self._open_runs is not None:
             self._open_runs.close()
 
-    def _take_away(self, links: list[EngineLink], run: Run, reason: str) -> None:
+    def _take_away(self, links: list[EngineConnection], run: ServedRun, reason: str) -> None:
         for link in links:
             task = asyncio.ensure_future(run.router.take_away(link, reason))
             self._background.add(task)
@@ -242,6 +242,6 @@ def _not_served(run_id: str) -> ApiError:
     return ApiError(503, message, code="run_not_served", param="run_id", retry_after_s=RETRY_AFTER_S)
 
 
-def _complete(run: Run) -> ApiError:
+def _complete(run: ServedRun) -> ApiError:
     message = f"Run {run.spec.run_id} is over: all of its {run.spec.num_batches} iterations are done."
     return ApiError(404, message, code="run_over", param="run_id")

@@ -8,15 +8,15 @@ from typing import Any
 
 from sf_core.dataplane.bodies import Work
 from sf_core.dataplane.runs.groups import Group
-from sf_core.dataplane.runs.run import Run
+from sf_core.dataplane.runs.run import ServedRun
 
 
-def batch_status(run: Run, batch: int) -> dict[str, Any]:
+def batch_status(run: ServedRun, batch: int) -> dict[str, Any]:
     readiness = run.manager.readiness(batch)
     return asdict(readiness) | {"waiting_for": _awaited(run, readiness.waiting_for), **_workforce(run)}
 
 
-def evaluation_status(run: Run, version: int, group: Group) -> dict[str, Any]:
+def evaluation_status(run: ServedRun, version: int, group: Group) -> dict[str, Any]:
     missing = group.size - group.num_done
     sessions = f"{missing} of {group.size} held-out sessions" if missing else ""
     return {
@@ -28,7 +28,7 @@ def evaluation_status(run: Run, version: int, group: Group) -> dict[str, Any]:
     }
 
 
-def run_status(run: Run) -> dict[str, Any]:
+def run_status(run: ServedRun) -> dict[str, Any]:
     manager, router = run.manager, run.router
     readiness = manager.readiness(manager.next_batch)
     return {
@@ -77,21 +77,21 @@ def run_status(run: Run) -> dict[str, Any]:
     }
 
 
-def _tokens_left(run: Run) -> float | None:
+def _tokens_left(run: ServedRun) -> float | None:
     """Estimated tokens still to be sampled (num_sessions_left); None before a session has finished."""
     if (per_session := run.outcomes.mean_tokens) is None:
         return None
     return run.manager.num_sessions_left() * per_session
 
 
-def work_of(run: Run) -> dict[Work, int]:
+def work_of(run: ServedRun) -> dict[Work, int]:
     """Number of sessions for runners, by kind of work: those claimed, and those that wait for a runner."""
     claimed = [session for session in run.sessions.values() if session.claim is not None]
     answered = sum(session.answer is not None for session in claimed)
     return {"agent": len(claimed) - answered + run.manager.num_open_sessions(), "reward": answered}
 
 
-def straggler(run: Run) -> dict[str, Any] | None:
+def straggler(run: ServedRun) -> dict[str, Any] | None:
     """The session that has run longest, which holds back its group. A batch takes other groups instead until
     that exceeds the lag bound (at once without overlap); then, with on_max_lag: wait, it waits for it."""
     claimed = [session for session in run.sessions.values() if session.claim is not None]
@@ -107,12 +107,12 @@ def straggler(run: Run) -> dict[str, Any] | None:
     }
 
 
-def num_runners(run: Run) -> int:
+def num_runners(run: ServedRun) -> int:
     """Number of agent runners."""
     return run.runners.of("agent", run.spec.attempt)
 
 
-def _workforce(run: Run) -> dict[str, Any]:
+def _workforce(run: ServedRun) -> dict[str, Any]:
     """Whether engines and runners work on what is waited for, and with what success."""
     return {
         # an engine that loads counts too: starting one may take any time
@@ -123,12 +123,12 @@ def _workforce(run: Run) -> dict[str, Any]:
     }
 
 
-def _awaited(run: Run, what: str) -> str:
+def _awaited(run: ServedRun, what: str) -> str:
     """One sentence: what is waited for, and all that keeps it from coming; empty without a wait."""
     return "; ".join([what, *_obstacles(run)]) if what else ""
 
 
-def _obstacles(run: Run) -> list[str]:
+def _obstacles(run: ServedRun) -> list[str]:
     """What keeps sessions from finishing."""
     obstacles = [] if run.router.is_serving else [run.router.obstacle()]
     if not num_runners(run):

@@ -18,14 +18,14 @@ from sf_core.dataplane.gateway.dialects.checks import get, parse_object, refuse_
 from sf_core.dataplane.gateway.dialects.protocol import Dialect, Reply
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.answer import Answer
-from sf_core.dataplane.turns.host import SessionHost
+from sf_core.dataplane.turns.host import TurnHost
 from sf_core.dataplane.turns.request import TurnRequest
-from sf_core.dataplane.turns.retries import Listener, Ticket, is_known, join_turn
+from sf_core.dataplane.turns.retries import RequestIdentity, Subscriber, is_known, join_turn
 from sf_core.dataplane.turns.turn import CONTEXT_OVERFLOW, count_tokens, open_request
 
 MAX_BODY_BYTES = 8 * 2**20
 
-FindSession = Callable[[Scope, str], Awaitable[tuple[SessionHost, Session]]]
+FindSession = Callable[[Scope, str], Awaitable[tuple[TurnHost, Session]]]
 """(connection scope, model name) -> the host and the session of the request. Raises ApiError."""
 
 
@@ -42,7 +42,7 @@ class Turns:
         refuse_undone(body, run.spec.ignored_fields)
         requests = self._dialect.parse(body, session)
         try:
-            turns = _join(run, session, requests, Ticket.of(scope["headers"], data))
+            turns = _join(run, session, requests, RequestIdentity.of(scope["headers"], data))
         except ApiError as error:
             if error.code == CONTEXT_OVERFLOW:
                 await run.note_overflow(session)
@@ -99,7 +99,9 @@ async def send_body(send: Send, status: int, body: bytes) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-def _join(run: SessionHost, session: Session, requests: list[TurnRequest], ticket: Ticket) -> list[Listener]:
+def _join(
+    run: TurnHost, session: Session, requests: list[TurnRequest], ticket: RequestIdentity
+) -> list[Subscriber]:
     """Listeners on the turns that answer these requests; no turn is begun if a request is refused."""
     if not is_known(session, ticket.of_turn(0)):
         run.router.check_room()
@@ -113,25 +115,25 @@ def _join(run: SessionHost, session: Session, requests: list[TurnRequest], ticke
     return [join_turn(run, session, ticket.of_turn(i), begin) for i, begin in enumerate(begins)]
 
 
-async def _leave_when_gone(receive: Receive, turns: list[Listener]) -> None:
+async def _leave_when_gone(receive: Receive, turns: list[Subscriber]) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     for turn in turns:
         turn.leave()
 
 
-def _set_delivered(turns: list[Listener]) -> None:
+def _set_delivered(turns: list[Subscriber]) -> None:
     for turn in turns:
         turn.set_delivered()
 
 
-async def _answer(turn: Listener) -> Answer:
+async def _answer(turn: Subscriber) -> Answer:
     async for _ in turn.pieces():
         pass
     return turn.answer()
 
 
-async def _stream(turns: list[Listener], reply: Reply, send: Send) -> None:
+async def _stream(turns: list[Subscriber], reply: Reply, send: Send) -> None:
     for turn in turns:
         turn.check()
     headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
@@ -154,7 +156,7 @@ async def _stream(turns: list[Listener], reply: Reply, send: Send) -> None:
 
 
 async def _forward_turn(
-    turn: Listener, piece: Callable[[Any], bytes], forward: Callable[[bytes], Awaitable[None]]
+    turn: Subscriber, piece: Callable[[Any], bytes], forward: Callable[[bytes], Awaitable[None]]
 ) -> Answer:
     async for pieces in turn.pieces():
         if data := piece(pieces):

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.gateway.dialects.registry import dialect_of
 from sf_core.dataplane.gateway.endpoint import send_body
-from sf_core.dataplane.turns.host import SessionHost
+from sf_core.dataplane.turns.host import TurnHost
 
 AGENT_PATHS = ("/v1/", "/sessions")
 
@@ -42,7 +42,7 @@ class Caller:
         """Whether it may use every route."""
         return self.plane_key is None or self._shows(self.plane_key)
 
-    def may_use(self, run: SessionHost) -> bool:
+    def may_use(self, run: TurnHost) -> bool:
         """Whether it may act as an agent of the run."""
         key = run.spec.agents_key
         if self.plane_key is not None and self._shows(self.plane_key):
@@ -71,7 +71,7 @@ class Caller:
 class KeyCheck:
     """Middleware that checks every request and puts the Caller into the scope of those it lets through."""
 
-    def __init__(self, app: ASGIApp, key: str | None, runs: Callable[[], Iterable[SessionHost]]) -> None:
+    def __init__(self, app: ASGIApp, key: str | None, runs: Callable[[], Iterable[TurnHost]]) -> None:
         self._app = app
         self._key = None if key is None else key.encode()
         self._runs = runs

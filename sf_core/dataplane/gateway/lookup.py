@@ -10,9 +10,9 @@ from starlette.types import Scope
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.gateway.keys import Caller, wrong_key
 from sf_core.dataplane.sessions.session import Session
-from sf_core.dataplane.turns.host import SessionHost
+from sf_core.dataplane.turns.host import TurnHost
 
-Host = TypeVar("Host", bound=SessionHost)
+Host = TypeVar("Host", bound=TurnHost)
 
 
 class Lookup(Generic[Host]):
@@ -22,7 +22,7 @@ class Lookup(Generic[Host]):
         self._runs = runs
         self._ad_hoc_numbers = itertools.count(first_ad_hoc, ad_hoc_step)
 
-    async def find_session(self, scope: Scope, model: str) -> tuple[SessionHost, Session]:
+    async def find_session(self, scope: Scope, model: str) -> tuple[TurnHost, Session]:
         """The session of a request, with all its turns in memory. Without a session id it is a new ad-hoc one
         of the newest run that serves this model; a run that is over is taken only if no other serves it."""
         caller: Caller = scope["caller"]
@@ -41,7 +41,7 @@ class Lookup(Generic[Host]):
         return run, session
 
     def session(self, session_id: str, caller: Caller) -> tuple[Host, Session]:
-        """An open session and its run; its turns may be on disk (SessionHost.bring_back)."""
+        """An open session and its run; its turns may be on disk (TurnHost.bring_back)."""
         for run in self._runs.values():
             if (session := run.sessions.get(session_id)) is not None:
                 return allowed(run, caller), session

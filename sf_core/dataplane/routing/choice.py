@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sf_core.dataplane.routing.connection import EngineLink
+from sf_core.dataplane.routing.connection import EngineConnection
 from sf_core.dataplane.routing.generation import Generation
 
 _INERTIA = 16
@@ -37,7 +37,7 @@ def expected_rest(mean: float, produced: int, budget: int) -> int:
     return max(1, min(budget, max(round(mean) - produced, produced)))
 
 
-def num_cached(link: EngineLink, generation: Generation) -> int:
+def num_cached(link: EngineConnection, generation: Generation) -> int:
     """Number of leading prompt tokens that are probably in the engine's KV cache: it sampled the parent turn,
     or this turn before an interruption, with the weights it has now."""
     near = generation.near
@@ -47,7 +47,7 @@ def num_cached(link: EngineLink, generation: Generation) -> int:
     return min(near.num_tokens, generation.num_tokens - 1)
 
 
-def choose(takers: Sequence[EngineLink], generation: Generation) -> EngineLink:
+def choose(takers: Sequence[EngineConnection], generation: Generation) -> EngineConnection:
     """The engine that would finish this generation first, measured in tokens:
 
         cost(engine) = outstanding(engine) + len(prompt) - num_cached(engine, generation)

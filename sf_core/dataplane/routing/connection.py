@@ -18,7 +18,7 @@ LinkState = Literal["loading", "leaving", "paused", "serving"]
 
 
 @dataclass(eq=False)
-class EngineLink:
+class EngineConnection:
     engine_id: str
     lease_id: str
     worker: str

@@ -25,7 +25,7 @@ ROUNDING = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
-class Near:
+class CacheHint:
     """Engine whose KV cache probably holds the beginning of a prompt."""
 
     engine_id: str
@@ -72,7 +72,7 @@ class Generation:
         self.session_id = ""
         self.num_reused = 0
         """Number of leading prompt tokens that were taken from recorded turns, not encoded."""
-        self.near: Near | None = None
+        self.near: CacheHint | None = None
         self.arrival: int | None = None
         """Its number in the order in which its run's requests arrived; None before it was queued."""
         self.waiting_since = 0.0
@@ -91,7 +91,7 @@ class Generation:
     def comes_after(self, engine_id: str, version: int, num_tokens: int) -> None:
         """It extends this many recorded tokens, the last of them sampled by this engine with this version."""
         self.num_reused = num_tokens
-        self.near = Near(engine_id, version, num_tokens)
+        self.near = CacheHint(engine_id, version, num_tokens)
 
     @property
     def is_over(self) -> bool:
@@ -162,7 +162,7 @@ class Generation:
     def _interrupt(self, engine: str) -> None:
         self.interruptions += 1
         if len(self.versions):
-            self.near = Near(engine, self.versions[-1], self.num_tokens)
+            self.near = CacheHint(engine, self.versions[-1], self.num_tokens)
         if self.stream:
             # what was sampled may end with a stop string, and is due to the reader in any case
             self.wake()

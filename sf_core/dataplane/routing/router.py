@@ -14,10 +14,10 @@ from collections.abc import Callable
 from sf_core.dataplane.bodies import PauseMode
 from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError
 from sf_core.dataplane.routing.choice import TypicalLength, choose, num_cached
-from sf_core.dataplane.routing.connection import EngineLink
+from sf_core.dataplane.routing.connection import EngineConnection
 from sf_core.dataplane.routing.generation import Generation, asked_by_request
 from sf_core.dataplane.routing.rebalancing import find_moves
-from sf_core.dataplane.routing.wait_queue import Limits, WaitingLine
+from sf_core.dataplane.routing.wait_queue import Limits, WaitQueue
 from sf_core.dataplane.signals import Signal
 from sf_core.engines import wire
 from sf_core.types import Chunk, FinishReason, WeightsRef
@@ -39,8 +39,8 @@ class Router:
         self.weights = weights
         self.limits = limits
         self._num_ids = num_ids
-        self.links: list[EngineLink] = []
-        self.waiting = WaitingLine()
+        self.links: list[EngineConnection] = []
+        self.waiting = WaitQueue()
         self.paused = False
         self.paused_engines: set[str] = set()
         """Ids of engines that were paused individually; one that reconnects is still paused."""
@@ -87,7 +87,7 @@ class Router:
                 return
         self.waiting.leave(generation)
 
-    def receive(self, link: EngineLink, chunks: list[Chunk]) -> int:
+    def receive(self, link: EngineConnection, chunks: list[Chunk]) -> int:
         """Take an engine's chunks; returns the number of tokens of generations in flight there. At the first
         invalid chunk, of which nothing is taken, drops the engine and raises EngineFaultError."""
         link.heard_at = time.monotonic()
@@ -153,7 +153,7 @@ class Router:
             if link.moving:
                 link.send(wire.pack("abort", sorted(link.moving)))
 
-    def _note_fault(self, link: EngineLink, generation: Generation, fault: str) -> None:
+    def _note_fault(self, link: EngineConnection, generation: Generation, fault: str) -> None:
         generation.num_faults += 1
         if generation.num_faults == MAX_FAULTS:
             link.drop(generation.request_id)
@@ -184,7 +184,7 @@ class Router:
     def is_serving(self) -> bool:
         return any(link.version is not None and not link.paused for link in self.links)
 
-    def add(self, link: EngineLink) -> None:
+    def add(self, link: EngineConnection) -> None:
         """Connect an engine and tell it which weights to load and whether it is paused."""
         link.wanted_version = self.weights.version
         link.paused = self._is_paused(link)
@@ -193,7 +193,7 @@ class Router:
         self.links.append(link)
         self._changed.notify()
 
-    def confirm(self, link: EngineLink, version: int) -> None:
+    def confirm(self, link: EngineConnection, version: int) -> None:
         """Note that the engine has loaded this version. A newcomer that was told of a newer version while it
         loaded gets no requests before it has that. Raises EngineFaultError if the version is newer than the
         engine was told to load, or older than the one it had."""
@@ -209,13 +209,13 @@ class Router:
         self._schedule()
         self._changed.notify()
 
-    def confirm_pause(self, link: EngineLink) -> None:
+    def confirm_pause(self, link: EngineConnection) -> None:
         """Note that the engine samples nothing until it is resumed."""
         link.heard_at = time.monotonic()
         link.num_pauses_open -= 1
         self._changed.notify()
 
-    def lose(self, link: EngineLink) -> None:
+    def lose(self, link: EngineConnection) -> None:
         """Disconnect an engine; its requests continue elsewhere from the last received token."""
         if link in self.links:
             self.links.remove(link)
@@ -224,12 +224,12 @@ class Router:
         link.gone.set()
         self._changed.notify()
 
-    def drain(self, link: EngineLink, reason: str) -> None:
+    def drain(self, link: EngineConnection, reason: str) -> None:
         """Give the engine no new requests; it yields when it has finished those in flight."""
         link.leaving = reason
         self._settle(link)
 
-    async def take_away(self, link: EngineLink, reason: str) -> None:
+    async def take_away(self, link: EngineConnection, reason: str) -> None:
         """Stop routing, abort, wait for the partial tokens, then have the engine yield."""
         link.tell(wire.pack("abort", None))
         self.drain(link, reason)
@@ -277,14 +277,14 @@ class Router:
         else:
             self.paused_engines.add(engine_id)
 
-    def find(self, engine_id: str) -> EngineLink:
+    def find(self, engine_id: str) -> EngineConnection:
         """The connected engine of this id. Raises ApiError 404."""
         for link in self.links:
             if link.engine_id == engine_id:
                 return link
         raise ApiError(404, f"No engine {engine_id} is connected.", code="engine_not_found")
 
-    def _is_paused(self, link: EngineLink) -> bool:
+    def _is_paused(self, link: EngineConnection) -> bool:
         return self.paused or link.engine_id in self.paused_engines
 
     def _tell_pauses(self) -> None:
@@ -296,10 +296,12 @@ class Router:
         self._changed.notify()
         self._schedule()
 
-    async def _until_each(self, links: list[EngineLink], condition: Callable[[EngineLink], bool]) -> None:
+    async def _until_each(
+        self, links: list[EngineConnection], condition: Callable[[EngineConnection], bool]
+    ) -> None:
         await self._changed.until(lambda: all(link.gone.is_set() or condition(link) for link in links))
 
-    def _settle(self, link: EngineLink) -> None:
+    def _settle(self, link: EngineConnection) -> None:
         """Dispatch after a request has left the engine, and have it yield if it leaves and has none."""
         if link.leaving is not None and not link.in_flight and not link.told_to_yield:
             link.tell(wire.pack("yield", link.leaving))
@@ -324,7 +326,7 @@ class Router:
         self._scheduled = False
         if self.paused or not self.waiting:
             return
-        given: dict[EngineLink, list[Generation]] = {}
+        given: dict[EngineConnection, list[Generation]] = {}
         open_links = [link for link in self.links if link.has_room]
         passed_over: list[Generation] = []
         num_seen = 0
@@ -361,10 +363,10 @@ def _nothing_more(generation: Generation) -> Chunk:
     return Chunk(generation.request_id, [], [], 0, FinishReason.ABORT)
 
 
-def _holds_what_it_was_told(link: EngineLink) -> bool:
+def _holds_what_it_was_told(link: EngineConnection) -> bool:
     return link.version is not None and link.version >= link.wanted_version
 
 
-def _stands_still_or_need_not(link: EngineLink) -> bool:
+def _stands_still_or_need_not(link: EngineConnection) -> bool:
     # an engine that is still starting reads the pause once it runs; until then it samples nothing
     return link.is_still or not link.paused or link.version is None

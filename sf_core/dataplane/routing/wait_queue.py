@@ -24,7 +24,7 @@ class Limits:
     """An engine that says nothing for this long while it has work is dropped."""
 
 
-class WaitingLine:
+class WaitQueue:
     def __init__(self) -> None:
         self._line: list[Generation] = []
         self._numbers = itertools.count()

@@ -19,13 +19,13 @@ from sf_core.dataplane.sessions.finished import FinishedSession, finished_record
 from sf_core.dataplane.sessions.session import Session
 
 if TYPE_CHECKING:
-    from sf_core.dataplane.runs.run import Run
+    from sf_core.dataplane.runs.run import ServedRun
 
 log = logging.getLogger(__name__)
 
 
 class Endings:
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: ServedRun) -> None:
         self._run = run
 
     async def end(self, session: Session, report: FinishBody) -> None:

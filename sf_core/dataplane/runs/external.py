@@ -16,7 +16,7 @@ from itertools import islice
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.runs.records import stored_record
 from sf_core.dataplane.runs.recovery import compaction
-from sf_core.dataplane.runs.run import Run
+from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.runs.sealing import write_sessions
 from sf_core.dataplane.sessions.finished import FinishedSession
 
@@ -32,7 +32,7 @@ SPARE_BYTES = 64 * 2**20
 """The journal is compacted when it has outgrown twice its size after the last compaction by this much."""
 
 
-class OpenedStore:
+class ExternalSessions:
     """Writes the external sessions of one run, one file after the other.
 
     A file is named after the oldest session that is not known to be stored. If the process is killed after a
@@ -40,7 +40,7 @@ class OpenedStore:
     name that holds at least the same sessions: each is in exactly one file.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: ServedRun) -> None:
         self._run = run
         self._one_at_a_time = asyncio.Lock()
         self._storing: asyncio.Task[None] | None = None

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from sf_core.dataplane.sessions.claims import Claim, Place, Split
+from sf_core.dataplane.sessions.claims import Claim, SessionSlot, Split
 
 
 class Progress(Enum):
@@ -49,7 +49,7 @@ class Group:
             if member.progress is Progress.OPEN:
                 member.progress = Progress.RUNNING
                 member.attempt += 1
-                yield Claim(Place(self.split, self.index, i), member.attempt, member.num_failures)
+                yield Claim(SessionSlot(self.split, self.index, i), member.attempt, member.num_failures)
 
     def note_started(self, claim: Claim, version: int) -> None:
         """Note that a token of the session may have been sampled by this version or a later one."""

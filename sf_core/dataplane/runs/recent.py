@@ -11,7 +11,7 @@ from sf_core.dataplane.sessions.finished import FinishedSession
 NUM_RECENT = 256
 
 
-class Outcomes:
+class RecentResults:
     def __init__(self) -> None:
         self._rewards: deque[float] = deque(maxlen=NUM_RECENT)
         self._tokens: deque[int] = deque(maxlen=NUM_RECENT)
@@ -46,7 +46,7 @@ class Outcomes:
 
 
 @dataclass
-class TokenMeter:
+class TokenRate:
     """Tokens in total, and per second over a sliding window."""
 
     window_s: float = 10.0

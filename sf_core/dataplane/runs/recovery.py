@@ -28,7 +28,7 @@ from sf_core.dataplane.runs.records import (
     run_record,
 )
 from sf_core.dataplane.runs.rollout_manager import Batch
-from sf_core.dataplane.runs.run import Run, rules_of
+from sf_core.dataplane.runs.run import ServedRun, rules_of
 from sf_core.dataplane.runs.runners import Runner
 from sf_core.dataplane.sessions.claims import Claim, read_claim
 from sf_core.dataplane.sessions.finished import FinishedSession, read_finished
@@ -42,12 +42,12 @@ Answers = dict[int, dict[str, Any]]
 
 Past = list[Record | FinishedSession]
 
-MakeRun = Callable[[RunSpec, Renderer, Journal, float, Memory], Run]
+MakeRun = Callable[[RunSpec, Renderer, Journal, float, Memory], ServedRun]
 
 
 async def open_run(
-    spec: RunSpec, journal: Journal, grace_s: float, memory: Memory, make: MakeRun = Run
-) -> tuple[Run, Answers]:
+    spec: RunSpec, journal: Journal, grace_s: float, memory: Memory, make: MakeRun = ServedRun
+) -> tuple[ServedRun, Answers]:
     """Open a registered run, restored from its journal if that holds it. Raises ApiError if it cannot."""
     reopened = await reopen_run(journal, grace_s, memory, make)
     if reopened is None:
@@ -66,8 +66,8 @@ async def open_run(
 
 
 async def reopen_run(
-    journal: Journal, grace_s: float, memory: Memory, make: MakeRun = Run
-) -> tuple[Run, Answers] | None:
+    journal: Journal, grace_s: float, memory: Memory, make: MakeRun = ServedRun
+) -> tuple[ServedRun, Answers] | None:
     """Restore a run from its journal; None if that holds none. Raises ApiError if it cannot be opened."""
     # everything that a dead process spilled is in the journal too
     await asyncio.to_thread(shutil.rmtree, spill_dir_of(journal), ignore_errors=True)
@@ -86,7 +86,7 @@ async def reopen_run(
     return None if replaying is None else await replaying.finish()
 
 
-async def read_past(run: Run, spec: RunSpec, num_records: int | None = None) -> Past:
+async def read_past(run: ServedRun, spec: RunSpec, num_records: int | None = None) -> Past:
     """Results, rejections and claims in the first `num_records` records of the journal (None: in all), if
     this registration makes the run start over; nothing if the run goes on."""
     past: Past = []
@@ -106,7 +106,7 @@ async def read_past(run: Run, spec: RunSpec, num_records: int | None = None) -> 
     return past
 
 
-def begin_attempt(run: Run, spec: RunSpec, past: Past) -> bool:
+def begin_attempt(run: ServedRun, spec: RunSpec, past: Past) -> bool:
     """Begin an attempt of the flow. True if the run starts over from the progress that `spec` states: then
     only `past` is taken over from the journal."""
     run.begin_attempt(spec)
@@ -133,7 +133,7 @@ def begin_attempt(run: Run, spec: RunSpec, past: Past) -> bool:
 class _Replay:
     """Applies the records of a journal to a new run, one by one."""
 
-    def __init__(self, run: Run, first: Record) -> None:
+    def __init__(self, run: ServedRun, first: Record) -> None:
         self._run = run
         self._answers: Answers = {}
         self._num_applied = 1
@@ -194,7 +194,7 @@ class _Replay:
                 await replay_turn(run, record)
         self._num_applied += 1
 
-    async def finish(self) -> tuple[Run, Answers]:
+    async def finish(self) -> tuple[ServedRun, Answers]:
         """The restored run. Raises ApiError if its open sessions cannot go on in this data plane."""
         run = self._run
         for session in list(run.sessions.values()):
@@ -245,7 +245,7 @@ class _Replay:
         self._answers[record["sealed"]] = record["answer"]
 
 
-def _take_back(run: Run, claim: Claim, finished: FinishedSession) -> None:
+def _take_back(run: ServedRun, claim: Claim, finished: FinishedSession) -> None:
     rejected = run.manager.restore_finished(claim, finished.reward, finished.min_version)
     if not rejected and run.manager.is_done(claim):
         run.results.keep(claim.place, finished)
@@ -253,7 +253,7 @@ def _take_back(run: Run, claim: Claim, finished: FinishedSession) -> None:
         run.results.let_go(finished)
 
 
-def compaction(run: Run) -> Compaction:
+def compaction(run: ServedRun) -> Compaction:
     """All that a restart could need now, with the last sealed batch: its flow may not have committed it."""
     manager, weights = run.manager, run.router.weights
     last = manager.next_batch - 1

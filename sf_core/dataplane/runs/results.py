@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from sf_core.dataplane.journal.memory import Memory
-from sf_core.dataplane.sessions.claims import Place
+from sf_core.dataplane.sessions.claims import SessionSlot
 from sf_core.dataplane.sessions.finished import FinishedSession, read_finished
 from storage.schema import Trajectory
 
@@ -18,7 +18,7 @@ class Results:
     def __init__(self, memory: Memory, folder: Path) -> None:
         """Results are spilled to `folder` while memory has no room for them."""
         self._memory, self._folder = memory, folder
-        self.by_place: dict[Place, FinishedSession] = {}
+        self.by_place: dict[SessionSlot, FinishedSession] = {}
         """Results of claimed sessions, for their batches and evaluations."""
         self.opened: dict[str, FinishedSession] = {}
         """Results of external sessions, by id, in the order in which the journal has them."""
@@ -32,12 +32,12 @@ class Results:
     def let_go(self, result: FinishedSession) -> None:
         self._memory.remove(result)
 
-    def keep(self, place: Place, result: FinishedSession) -> None:
+    def keep(self, place: SessionSlot, result: FinishedSession) -> None:
         """Keep a result for its batch or evaluation, until `drop`."""
         self.drop(place)
         self.by_place[place] = result
 
-    def drop(self, place: Place) -> None:
+    def drop(self, place: SessionSlot) -> None:
         if (result := self.by_place.pop(place, None)) is not None:
             self.let_go(result)
 

@@ -28,7 +28,7 @@ from sf_core.dataplane.journal.memory import Memory
 from sf_core.dataplane.routing.router import Router
 from sf_core.dataplane.routing.wait_queue import Limits
 from sf_core.dataplane.runs.endings import Closing, Endings
-from sf_core.dataplane.runs.recent import Outcomes, TokenMeter
+from sf_core.dataplane.runs.recent import RecentResults, TokenRate
 from sf_core.dataplane.runs.records import (
     evaluation_record,
     lost_record,
@@ -43,12 +43,12 @@ from sf_core.dataplane.runs.records import (
 from sf_core.dataplane.runs.results import Results
 from sf_core.dataplane.runs.rollout_manager import BatchRules, RolloutManager
 from sf_core.dataplane.runs.runners import Runner, Runners
-from sf_core.dataplane.sessions.claims import Claim, Place
+from sf_core.dataplane.sessions.claims import Claim, SessionSlot
 from sf_core.dataplane.sessions.finished import FinishedSession
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.sessions.view import session_tree
 from sf_core.dataplane.signals import Signal
-from sf_core.dataplane.turns.host import GRACE_S, SessionHost
+from sf_core.dataplane.turns.host import GRACE_S, TurnHost
 from sf_core.types import WeightsRef
 
 log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ def limits_of(spec: RunSpec) -> Limits:
     return Limits(spec.max_waiting, spec.request_patience_s, spec.engine_silence_s)
 
 
-class Run(SessionHost):
+class ServedRun(TurnHost):
     router: Router
     num_gateways = 1
     """Number of processes that serve its sessions."""
@@ -101,8 +101,8 @@ class Run(SessionHost):
         self.changed = Signal()
         """Notified when something has happened that a long poll may wait for."""
         self.stage: dict[str, Any] = {}
-        self.meter = TokenMeter()
-        self.outcomes = Outcomes()
+        self.meter = TokenRate()
+        self.outcomes = RecentResults()
         self.serving_s = 0.0
         """Seconds in which an engine served and turns were recorded: the clock of session timeouts."""
 
@@ -297,8 +297,8 @@ class Run(SessionHost):
             self.forget(session_id)
         self.results.drop_all()
 
-    def places_of(self, group: int) -> list[Place]:
-        return [Place("train", group, member) for member in range(self.spec.group_size)]
+    def places_of(self, group: int) -> list[SessionSlot]:
+        return [SessionSlot("train", group, member) for member in range(self.spec.group_size)]
 
     async def start_evaluation(self, version: int, num_tasks: int) -> None:
         await self.journal.append(evaluation_record(version, num_tasks))

@@ -19,8 +19,8 @@ from sf_core.config.failures import REASONS, count_failures
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.runs.records import sealed_record
 from sf_core.dataplane.runs.recovery import Answers, compaction
-from sf_core.dataplane.runs.run import Run
-from sf_core.dataplane.sessions.claims import Place
+from sf_core.dataplane.runs.run import ServedRun
+from sf_core.dataplane.sessions.claims import SessionSlot
 from sf_core.dataplane.sessions.finished import FinishedSession
 from storage.run_directory import RunDirectory
 from storage.trajectories import Trajectory, TrajectoryKind, write_trajectories
@@ -31,7 +31,7 @@ Sealed = dict[str, Any]
 class Sealer:
     """Writes the batches and evaluations of one run."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: ServedRun) -> None:
         self._run = run
         self._sealed: dict[tuple[str, int], asyncio.Task[Sealed]] = {}
 
@@ -99,7 +99,7 @@ class Sealer:
         group = run.manager.evaluations.get(version)
         if group is None or not group.is_complete:
             raise ApiError(409, f"the evaluation of version {version} is not done")
-        places = [Place("holdout", version, task) for task in range(group.size)]
+        places = [SessionSlot("holdout", version, task) for task in range(group.size)]
         sessions = [run.results.by_place[place] for place in places if place in run.results.by_place]
         answer = await write_sessions(run, "evaluations", version, f"evaluation-{attempt}", sessions)
         for place in places:
@@ -128,7 +128,7 @@ class Sealer:
 
 
 async def write_sessions(
-    run: Run, kind: TrajectoryKind, index: int, part: str, sessions: Sequence[FinishedSession]
+    run: ServedRun, kind: TrajectoryKind, index: int, part: str, sessions: Sequence[FinishedSession]
 ) -> Sealed:
     """Write one file and describe what it holds. Raises ApiError 500 if it cannot be written."""
     directory = RunDirectory(run.spec.run_dir)

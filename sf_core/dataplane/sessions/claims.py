@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 Split = Literal["train", "holdout"]
 
 
-class Place(NamedTuple):
+class SessionSlot(NamedTuple):
     """The place of a session in its run. A held-out evaluation is one group: its index is the policy version,
     its members are the tasks."""
 
@@ -19,7 +19,7 @@ class Place(NamedTuple):
 class Claim(NamedTuple):
     """A session given to a runner."""
 
-    place: Place
+    place: SessionSlot
     attempt: int
     """Number of times that the place was given out before."""
     draw: int = 0
@@ -38,4 +38,4 @@ def claim_value(claim: Claim) -> list[Any]:
 def read_claim(value: list[Any]) -> Claim:
     # claims in journals of earlier versions have no draw
     split, group, member, attempt, *draw = value
-    return Claim(Place(split, group, member), attempt, *draw)
+    return Claim(SessionSlot(split, group, member), attempt, *draw)

@@ -11,12 +11,12 @@ from sf_core.dataplane.chat.renderer import Renderer, shows
 from sf_core.dataplane.chat.template_probes import opening
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.sessions.identity import Conversation
-from sf_core.dataplane.sessions.tree import NO_TEXT, Place, Seam, TextMark, Turn, place_at
+from sf_core.dataplane.sessions.tree import NO_TEXT, Seam, TextMark, TreePosition, Turn, place_at
 from sf_core.types import Ids
 
 
 class Encoded(NamedTuple):
-    place: Place
+    place: TreePosition
     """Where the recorded tokens of the request end."""
     ids: Ids
     text: TextMark
@@ -38,7 +38,7 @@ def encode_request(
         messages[turn.prompt.num_messages] = turn.message
     text = renderer.render(messages, tools)
     if matched is None:
-        return _encode_behind(Place(None, 0), NO_TEXT, text, renderer)
+        return _encode_behind(TreePosition(None, 0), NO_TEXT, text, renderer)
     rest = matched.prompt.text.rest_of(text)
     if rest is None:
         renderer.note_rewrite(conversation.messages[matched.prompt.num_messages + 1 :])
@@ -81,10 +81,10 @@ def _extend(turn: Turn, rest: str, renderer: Renderer) -> Encoded | None:
     if not shows(shown, turn.message):
         return None
     mark = turn.prompt.text.extended(shown)
-    return _encode_behind(Place(turn, turn.end), mark, suffix, renderer)
+    return _encode_behind(TreePosition(turn, turn.end), mark, suffix, renderer)
 
 
-def _encode_behind(place: Place, mark: TextMark, text: str, renderer: Renderer) -> Encoded:
+def _encode_behind(place: TreePosition, mark: TextMark, text: str, renderer: Renderer) -> Encoded:
     ids = renderer.encode(text)
     last_stop = renderer.last_stop(text, ids)
     if last_stop is None:
@@ -94,10 +94,10 @@ def _encode_behind(place: Place, mark: TextMark, text: str, renderer: Renderer) 
     return Encoded(place, ids, seam.text.extended(text[at:]), seam)
 
 
-def _last_common_seam(matched: Turn, text: str) -> tuple[Place, TextMark]:
+def _last_common_seam(matched: Turn, text: str) -> tuple[TreePosition, TextMark]:
     """The last seam in the conversation's recorded tokens up to which their text is a prefix of this one."""
     prompts = [turn.prompt for turn in matched.conversation() if turn.prompt.seam is not None]
-    place, last, mark = Place(None, 0), NO_TEXT, NO_TEXT
+    place, last, mark = TreePosition(None, 0), NO_TEXT, NO_TEXT
     for prompt in sorted(prompts, key=lambda prompt: prompt.seam.text.length if prompt.seam else 0):
         assert prompt.seam is not None
         if prompt.seam.text.length > len(text):

@@ -29,10 +29,10 @@ from sf_core.dataplane.sessions.session_records import records_of, replay
 from sf_core.dataplane.sessions.tree import (
     NO_TEXT,
     Node,
-    Place,
     Prompt,
     Tapes,
     TokenTree,
+    TreePosition,
     Turn,
     last_whole_turn,
 )
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from sf_core.dataplane.sessions.turn_records import RecordedTurn
 
 
-class InFlightTurn(Protocol):
+class PendingTurn(Protocol):
     """A turn as turns/retries.py serves it."""
 
     known: RecordedTurn
@@ -81,7 +81,7 @@ class Session:
     turns: list[Turn] = field(default_factory=list)
     abandoned: list[Turn] = field(default_factory=list)
     """Turns whose answer was not delivered, as far as they were sampled. Never trained on."""
-    served: list[InFlightTurn] = field(default_factory=list)
+    served: list[PendingTurn] = field(default_factory=list)
     """Turns in flight, or whose answer a client is still being sent."""
     recorded: list[RecordedTurn] = field(default_factory=list)
     """Other turns whose request may be retried: no later turn extends them."""
@@ -136,7 +136,7 @@ class Session:
         prompt = self._prompts.get((chain, ""))
         if prompt is None:
             tip = self._repeated_turn(array)
-            place = Place(tip, tip.end if tip else 0)
+            place = TreePosition(tip, tip.end if tip else 0)
             place, rest = self._tree.follow(place, array[place.at :])
             encoded = Encoded(place, rest, NO_TEXT, None)
             continues = last_whole_turn(place)
@@ -310,7 +310,7 @@ class Session:
         return next((turn for turn in answers if turn is not None), None)
 
     def _branch_reason(
-        self, keys: list[bytes], added: list[Message], matched: Turn | None, place: Place
+        self, keys: list[bytes], added: list[Message], matched: Turn | None, place: TreePosition
     ) -> str | None:
         if not self._prompts:
             return None
@@ -324,7 +324,7 @@ class Session:
             return "other_tools"
         return "new_conversation" if keys[1] in self._openings else "other_system"
 
-    def _ids_branch_reason(self, place: Place) -> str | None:
+    def _ids_branch_reason(self, place: TreePosition) -> str | None:
         if not self._prompts:
             return None
         if place.node is None:

@@ -189,7 +189,7 @@ class Tapes:
 
 
 @dataclass(slots=True)
-class Place:
+class TreePosition:
     """The position after the first `at` tokens of a node's line."""
 
     node: Node | None
@@ -209,7 +209,7 @@ class TokenTree:
             key = (node.parent, node.start, int(node.ids[0]))
             self._children.setdefault(key, []).append(node)
 
-    def follow(self, place: Place, ids: Ids) -> tuple[Place, Ids]:
+    def follow(self, place: TreePosition, ids: Ids) -> tuple[TreePosition, Ids]:
         """Walk on from a place while recorded tokens equal `ids`; returns the end and the remaining ids."""
         node, at = place.node, place.at
         if node is not None and at < node.end:
@@ -223,17 +223,17 @@ class TokenTree:
             if not longest:
                 break
             node, at, ids = best, at + longest, ids[longest:]
-        return Place(node, at), ids
+        return TreePosition(node, at), ids
 
 
-def place_at(node: Node | None, at: int) -> Place:
+def place_at(node: Node | None, at: int) -> TreePosition:
     """The place behind the first `at` tokens of a node's line."""
     while node is not None and at <= node.start:
         node = node.parent
-    return Place(node, at)
+    return TreePosition(node, at)
 
 
-def last_whole_turn(place: Place) -> Turn | None:
+def last_whole_turn(place: TreePosition) -> Turn | None:
     """The last turn that the line up to a place holds whole."""
     for node, end in line(place.node, place.at):
         if isinstance(node, Turn) and end == node.end:

@@ -18,7 +18,7 @@ from yarl import URL
 from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError
 from sf_core.dataplane.gateway.dialects.registry import dialect_of
 from sf_core.dataplane.gateway.endpoint import read_body
-from sf_core.dataplane.sharding.owners import Owner, Place, owner_of
+from sf_core.dataplane.sharding.owners import Owner, PathOwner, owner_of
 
 RESTART_S = 30.0
 """Seconds for which a request waits for a process that is down: one that died is restarted."""
@@ -32,7 +32,7 @@ _OF_THE_SERVER = _OF_THE_CONNECTION | {b"date"}
 
 def socket_path(folder: Path, owner: Owner) -> Path:
     """Socket on which a process serves the requests that others forward."""
-    return folder / ("hub.sock" if owner is Place.HUB else f"gateway{owner}.sock")
+    return folder / ("hub.sock" if owner is PathOwner.HUB else f"gateway{owner}.sock")
 
 
 class Siblings:
@@ -96,8 +96,8 @@ class Forwarding:
         owner: Owner = self._here
         if scope["type"] == "http":
             owner = owner_of(scope, self._key, self._num_gateways)
-        if owner is Place.ANYWHERE:
-            owner = next(self._spread) if self._here is Place.HUB else self._here
+        if owner is PathOwner.ANYWHERE:
+            owner = next(self._spread) if self._here is PathOwner.HUB else self._here
         if owner == self._here:
             return await self._app(scope, receive, send)
         try:

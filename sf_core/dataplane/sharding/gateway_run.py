@@ -20,11 +20,11 @@ from sf_core.dataplane.sessions.finished import finished_record
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.sharding.peer import Peer
 from sf_core.dataplane.sharding.relay import UplinkRouter
-from sf_core.dataplane.turns.host import SessionHost
+from sf_core.dataplane.turns.host import TurnHost
 from sf_core.dataplane.turns.recovery import replay_turn, session_of
 
 
-class GatewayRun(SessionHost):
+class RunShard(TurnHost):
     def __init__(
         self,
         spec: RunSpec,

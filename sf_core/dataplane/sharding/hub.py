@@ -27,11 +27,11 @@ from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError
 from sf_core.dataplane.journal.journal import Fsync, Journal
 from sf_core.dataplane.journal.memory import Memory
-from sf_core.dataplane.runs.run import Run
+from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.sharding.background import Background
 from sf_core.dataplane.sharding.forwarding import RESTART_S, Forwarding, Siblings
-from sf_core.dataplane.sharding.hub_run import HubRun
-from sf_core.dataplane.sharding.owners import Place, gateway_of, owner_of, read_head
+from sf_core.dataplane.sharding.hub_run import ShardedRun
+from sf_core.dataplane.sharding.owners import PathOwner, gateway_of, owner_of, read_head
 from sf_core.dataplane.sharding.peer import Peer
 from sf_core.dataplane.sharding.port import give
 from sf_core.dataplane.sharding.process import Settings
@@ -61,7 +61,7 @@ class Gateways:
         self.num_gateways, self.folder = num_gateways, folder
         self._key = key
         self._siblings = Siblings(folder)
-        self.runs: dict[str, HubRun] = {}
+        self.runs: dict[str, ShardedRun] = {}
         """Runs that the processes know of, by id."""
         self._spread = 0
         self._processes = [
@@ -71,14 +71,14 @@ class Gateways:
 
     def make_run(
         self, spec: RunSpec, renderer: Renderer, journal: Journal, grace_s: float, memory: Memory
-    ) -> Run:
-        return HubRun(self, spec, renderer, journal, grace_s, memory)
+    ) -> ServedRun:
+        return ShardedRun(self, spec, renderer, journal, grace_s, memory)
 
     def forwarding(self) -> Middleware:
         """Middleware of the hub's application, which serves no turns itself."""
         return Middleware(
             Forwarding,
-            here=Place.HUB,
+            here=PathOwner.HUB,
             siblings=self._siblings,
             key=self._key,
             num_gateways=self.num_gateways,
@@ -111,7 +111,7 @@ class Gateways:
         ApiError with which the process refuses."""
         return await self._processes[owner].ask(kind, value)
 
-    async def open(self, run: HubRun) -> None:
+    async def open(self, run: ShardedRun) -> None:
         """Return when every process serves the run as it is now. Raises ApiError if one cannot for now; it is
         then asked again in the background until it can."""
         await asyncio.gather(*(process.open(run) for process in self._processes))
@@ -127,10 +127,10 @@ class Gateways:
         then the hub forwards the request once the process is up."""
         scope = read_head(head)
         key = None if self._key is None else self._key.encode()
-        owner = Place.HUB if scope is None else owner_of(scope, key, self.num_gateways)
-        if owner is Place.HUB:
+        owner = PathOwner.HUB if scope is None else owner_of(scope, key, self.num_gateways)
+        if owner is PathOwner.HUB:
             return False
-        if owner is Place.ANYWHERE:
+        if owner is PathOwner.ANYWHERE:
             self._spread = owner = (self._spread + 1) % self.num_gateways
         assert isinstance(owner, int)
         return await self._processes[owner].take(connection)
@@ -139,7 +139,7 @@ class Gateways:
 class _Kept:
     """One gateway process, restarted whenever it ends."""
 
-    def __init__(self, settings: Settings, runs: dict[str, HubRun]) -> None:
+    def __init__(self, settings: Settings, runs: dict[str, ShardedRun]) -> None:
         self._settings, self._runs = settings, runs
         self._process: asyncio.subprocess.Process | None = None
         self._peer: Peer | None = None
@@ -199,7 +199,7 @@ class _Kept:
             message = f"Gateway process {self._settings.index} gave no answer to {kind!r} for {ANSWER_S:g} s."
             raise ApiError(503, message, retry_after_s=RETRY_AFTER_S) from None
 
-    async def open(self, run: HubRun) -> None:
+    async def open(self, run: ShardedRun) -> None:
         """See Gateways.open."""
         try:
             run.note_versions(await self.ask("run", partial(run.state_for, self._settings.index)))
@@ -254,13 +254,13 @@ class _Kept:
             await named
             self._serving.set()
 
-    def _have_opened(self, run: HubRun, peer: Peer) -> None:
+    def _have_opened(self, run: ShardedRun, peer: Peer) -> None:
         """Ask this process, again and again, until it serves the run or either is gone."""
         if (peer, run.spec.run_id) not in self._opening:
             self._opening.add((peer, run.spec.run_id))
             self._background.start(self._until_open(run, peer, self._ask_to_open(run, peer)))
 
-    async def _until_open(self, run: HubRun, peer: Peer, question: asyncio.Future[Any]) -> None:
+    async def _until_open(self, run: ShardedRun, peer: Peer, question: asyncio.Future[Any]) -> None:
         index, run_id, delay_s = self._settings.index, run.spec.run_id, 0.0
         try:
             while True:
@@ -278,7 +278,7 @@ class _Kept:
         finally:
             self._opening.discard((peer, run_id))
 
-    def _ask_to_open(self, run: HubRun, peer: Peer) -> asyncio.Future[Any]:
+    def _ask_to_open(self, run: ShardedRun, peer: Peer) -> asyncio.Future[Any]:
         return peer.ask("run", run.state_for(self._settings.index))
 
     def _take(self, kind: str, value: Any) -> None:

@@ -18,7 +18,7 @@ from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.journal.journal import Compaction, Journal
 from sf_core.dataplane.journal.memory import Memory
 from sf_core.dataplane.runs.records import opened_record, run_record
-from sf_core.dataplane.runs.run import Run
+from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.sessions.finished import FinishedSession, read_finished
 from sf_core.dataplane.sessions.session import Session
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from sf_core.dataplane.sharding.hub import Gateways
 
 
-class HubRun(Run):
+class ShardedRun(ServedRun):
     def __init__(
         self,
         gateways: Gateways,

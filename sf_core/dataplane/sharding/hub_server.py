@@ -12,7 +12,7 @@ from sf_core.dataplane.journal.journal import Fsync
 from sf_core.dataplane.serving import server_config, tune_interpreter
 from sf_core.dataplane.sharding.forwarding import socket_path
 from sf_core.dataplane.sharding.hub import Gateways
-from sf_core.dataplane.sharding.owners import Place
+from sf_core.dataplane.sharding.owners import PathOwner
 from sf_core.dataplane.sharding.port import AdoptingServer, Port
 
 MAX_FOLDER_CHARS = 80
@@ -37,7 +37,7 @@ def serve_with_gateways(
             raise ValueError(f"the path {folder} is too long for sockets: set TMPDIR to a shorter one")
         gateways = Gateways(num_gateways, Path(folder), key, fsync, grace_s, share_mb)
         app = make_app(key, journal_dir, fsync, grace_s, share_mb, gateways)
-        config = server_config(app, socket_path(gateways.folder, Place.HUB))
+        config = server_config(app, socket_path(gateways.folder, PathOwner.HUB))
         server = AdoptingServer(config, Port(listen(), gateways.pass_on))
         tune_interpreter()
         server.run()

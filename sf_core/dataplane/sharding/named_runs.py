@@ -12,14 +12,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.sharding.forwarding import RESTART_S, absent, refuse
-from sf_core.dataplane.sharding.gateway_run import GatewayRun
+from sf_core.dataplane.sharding.gateway_run import RunShard
 from sf_core.dataplane.sharding.owners import session_of
 from sf_core.dataplane.signals import Signal
 
 
 class NamedRuns:
     def __init__(self) -> None:
-        self.open: dict[str, GatewayRun] = {}
+        self.open: dict[str, RunShard] = {}
         """Open runs by id, in the hub's order: a request without a session goes to the last of its model."""
         self._names: list[str] = []
         self._missing: dict[str, str | None] = {}
@@ -36,7 +36,7 @@ class NamedRuns:
         self._is_told = True
         self._changed.notify()
 
-    def add(self, run: GatewayRun) -> None:
+    def add(self, run: RunShard) -> None:
         """Note that a run is open."""
         self.open[run.spec.run_id] = run
         for run_id in self._names:
@@ -45,7 +45,7 @@ class NamedRuns:
         self._missing.pop(run.spec.run_id, None)
         self._changed.notify()
 
-    def remove(self, run_id: str) -> GatewayRun | None:
+    def remove(self, run_id: str) -> RunShard | None:
         """Forget a run that the hub no longer has. Returns it if it was open."""
         if run_id in self._names:
             self._names.remove(run_id)

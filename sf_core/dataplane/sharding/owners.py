@@ -18,14 +18,14 @@ _AGENTS_PATH = re.compile(r"(?:/sessions/(?P<session_id>[^/]+))?/v1/.")
 END_OF_HEAD = b"\r\n\r\n"
 
 
-class Place(Enum):
+class PathOwner(Enum):
     HUB = "hub"
     """All requests but those of agents below /v1: commands on runs, and on sessions."""
     ANYWHERE = "anywhere"
     """Requests of agents that name no session: any gateway opens one for them."""
 
 
-Owner = int | Place
+Owner = int | PathOwner
 """A number is the index of a gateway process, from 0."""
 
 
@@ -36,9 +36,9 @@ def gateway_of(session_id: str, num_gateways: int) -> int:
 def owner_of(scope: Scope, plane_key: bytes | None, num_gateways: int) -> Owner:
     """The owner of a request, by its path and its headers; its scope need not have passed a router."""
     if scope["type"] != "http" or _AGENTS_PATH.match(scope["path"]) is None:
-        return Place.HUB
+        return PathOwner.HUB
     session_id = session_of(scope, plane_key)
-    return Place.ANYWHERE if session_id is None else gateway_of(session_id, num_gateways)
+    return PathOwner.ANYWHERE if session_id is None else gateway_of(session_id, num_gateways)
 
 
 def session_of(scope: Scope, plane_key: bytes | None) -> str | None:

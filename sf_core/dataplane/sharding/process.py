@@ -43,7 +43,7 @@ from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.sessions.view import session_tree
 from sf_core.dataplane.sharding.background import Background
 from sf_core.dataplane.sharding.forwarding import Forwarding, Siblings, socket_path
-from sf_core.dataplane.sharding.gateway_run import GatewayRun
+from sf_core.dataplane.sharding.gateway_run import RunShard
 from sf_core.dataplane.sharding.named_runs import NamedRuns, Opening
 from sf_core.dataplane.sharding.peer import Peer
 from sf_core.dataplane.sharding.port import AdoptingServer, Channel
@@ -172,12 +172,12 @@ class GatewayProcess:
                 return self.metrics.text()
         return None
 
-    def _run(self, run_id: str) -> GatewayRun:
+    def _run(self, run_id: str) -> RunShard:
         if (run := self.runs.get(run_id)) is None:
             raise ApiError(503, f"Run {run_id} could not be opened in a gateway process.", retry_after_s=5)
         return run
 
-    async def _tree(self, run: GatewayRun, session_id: str) -> bytes:
+    async def _tree(self, run: RunShard, session_id: str) -> bytes:
         session = run.find(session_id)
         await run.bring_back(session)
         # JSON, because MessagePack has no integers of more than 64 bits
@@ -198,14 +198,14 @@ class GatewayProcess:
         self.named.add(run)
         return run.oldest
 
-    async def _restore_run(self, spec: RunSpec, sessions: dict[str, Session], hubs: Path) -> GatewayRun:
+    async def _restore_run(self, spec: RunSpec, sessions: dict[str, Session], hubs: Path) -> RunShard:
         """Open the run with the turns that a process before this one recorded."""
         path = hubs.with_suffix(".gateways") / f"{self._settings.index}.journal"
         await self._lock(path)
         renderer = await read_renderer(spec.model_dir)
         journal = Journal(path, self._settings.fsync)
         router = UplinkRouter(spec.run_id, self._uplink)
-        run = GatewayRun(spec, renderer, journal, router, self._settings.grace_s, self.memory, self._peer)
+        run = RunShard(spec, renderer, journal, router, self._settings.grace_s, self.memory, self._peer)
         try:
             await run.restore(sessions.values())
         except Exception:

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from typing import Any
 
 from sf_core.dataplane.errors import ApiError
-from sf_core.dataplane.routing.generation import Generation, Near, asked_by_request
-from sf_core.dataplane.runs.run import Run
+from sf_core.dataplane.routing.generation import CacheHint, Generation, asked_by_request
+from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.sharding.peer import Peer, read_refusal, refusal_value
 from sf_core.dataplane.turns.host import TurnRouter
 from sf_core.engines.wire import pack_array, unpack_array
@@ -143,12 +143,12 @@ class UplinkRouter(TurnRouter):
 class Downlink:
     """The hub's end of the relay, for one gateway process as long as that lives."""
 
-    def __init__(self, peer: Peer, find_run: Callable[[str], Run | None]) -> None:
+    def __init__(self, peer: Peer, find_run: Callable[[str], ServedRun | None]) -> None:
         self._peer, self._find_run = peer, find_run
         # engines know requests by id: a restarted process must not give the same ones again
         self._prefix = f"{next(_connections)}."
         self._tokens = _Outbox(peer, "tokens")
-        self._in_flight: dict[str, tuple[Run, _Relayed]] = {}
+        self._in_flight: dict[str, tuple[ServedRun, _Relayed]] = {}
         self._crowded: set[str] = set()
 
     def take(self, kind: str, value: Any) -> bool:
@@ -183,7 +183,7 @@ class Downlink:
         run.router.submit(relayed)
         self._note_crowded(run)
 
-    def _note_crowded(self, run: Run) -> None:
+    def _note_crowded(self, run: ServedRun) -> None:
         """Have the gateway refuse requests before their answers begin, while the wait queue is full."""
         run_id = run.spec.run_id
         try:
@@ -194,7 +194,7 @@ class Downlink:
                 self._peer.tell("crowded", [run_id, refusal_value(error)])
                 asyncio.get_running_loop().call_later(CROWDED_S, self._look_again, run)
 
-    def _look_again(self, run: Run) -> None:
+    def _look_again(self, run: ServedRun) -> None:
         self._crowded.discard(run.spec.run_id)
         self._note_crowded(run)
         if run.spec.run_id not in self._crowded:
@@ -256,7 +256,7 @@ class _Relayed(Generation):
         self.logprobs = array("f", bytes(4 * num_sampled))
         self.versions = array("i", [floor]) * num_sampled
         self.interruptions = interruptions
-        self.near = None if near is None else Near(*near)
+        self.near = None if near is None else CacheHint(*near)
         self._downlink, self._below = downlink, below
 
     def absorb(self, chunk: Chunk, engine: str) -> bool:

@@ -45,7 +45,7 @@ class TurnRouter(Protocol):
         """Have the engine sample no more of a generation."""
 
 
-class SessionHost(ABC):
+class TurnHost(ABC):
     def __init__(
         self,
         spec: RunSpec,

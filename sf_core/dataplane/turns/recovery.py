@@ -10,7 +10,7 @@ from __future__ import annotations
 from sf_core.dataplane.journal.journal import Record, kind_of
 from sf_core.dataplane.sessions.session_records import replay
 from sf_core.dataplane.sessions.turn_records import Tokens
-from sf_core.dataplane.turns.host import SessionHost
+from sf_core.dataplane.turns.host import TurnHost
 
 TURN_KINDS = frozenset({"begun", "chunk", "turn", "delivered", "overflowed"})
 
@@ -20,7 +20,7 @@ def session_of(record: Record) -> str:
     return str(record[kind_of(record)][0])
 
 
-async def replay_turn(host: SessionHost, record: Record) -> None:
+async def replay_turn(host: TurnHost, record: Record) -> None:
     session = host.sessions.get(session_of(record))
     if session is None:
         return  # the session is over

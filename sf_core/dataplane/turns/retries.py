@@ -30,7 +30,7 @@ from sf_core.dataplane.sessions.turn_records import (
 )
 from sf_core.dataplane.signals import Signal
 from sf_core.dataplane.turns.answer import Answer, Pieces
-from sf_core.dataplane.turns.host import SessionHost
+from sf_core.dataplane.turns.host import TurnHost
 from sf_core.dataplane.turns.turn import TurnService
 from sf_core.types import FinishReason
 
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Ticket:
+class RequestIdentity:
     """Identifies a request when it is retried."""
 
     identity: bytes
@@ -47,7 +47,7 @@ class Ticket:
     """The request is marked as a retry or has a key: even a delivered answer is sent once more."""
 
     @classmethod
-    def of(cls, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> Ticket:
+    def of(cls, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> RequestIdentity:
         """The ticket of a request. Header names are lower case, as in ASGI."""
         found = dict(headers)
         key = found.get(b"idempotency-key")
@@ -55,7 +55,7 @@ class Ticket:
         identity = _digest(body, b"body") if key is None else _digest(key, b"key")
         return cls(identity, key is not None or retries not in (b"", b"0"))
 
-    def of_turn(self, number: int) -> Ticket:
+    def of_turn(self, number: int) -> RequestIdentity:
         """The ticket of one of the turns that the request asks for."""
         return replace(self, identity=_digest(self.identity + number.to_bytes(4, "little"), b"turn"))
 
@@ -64,36 +64,39 @@ def _digest(data: bytes, kind: bytes) -> bytes:
     return blake2b(data, digest_size=16, person=kind).digest()
 
 
-def is_known(session: Session, ticket: Ticket) -> bool:
+def is_known(session: Session, ticket: RequestIdentity) -> bool:
     """Whether the turn that this request waits for was begun already."""
     return _find_served(session, ticket) is not None or _find_recorded(session, ticket) is not None
 
 
 def join_turn(
-    run: SessionHost, session: Session, ticket: Ticket, begin: Callable[[RecordedTurn | None], TurnService]
-) -> Listener:
+    run: TurnHost,
+    session: Session,
+    ticket: RequestIdentity,
+    begin: Callable[[RecordedTurn | None], TurnService],
+) -> Subscriber:
     """A listener on the turn this request waits for: one that is being served, or what `begin` makes, a
     recorded turn continued or a new turn. Raises what `begin` raises."""
     if (known := _find_served(session, ticket)) is not None:
-        return Listener(known)
+        return Subscriber(known)
     if (recorded := _find_recorded(session, ticket)) is not None:
         session.recorded.remove(recorded)
     turn = begin(recorded)
     asked = turn.prompt, ticket.identity
     session.served = [other for other in session.served if other.known.may_be_asked_again(*asked)]
     session.recorded = [known for known in session.recorded if known.may_be_asked_again(*asked)]
-    served = ServedTurn(run, session, turn, ticket, recorded)
+    served = InFlightTurn(run, session, turn, ticket, recorded)
     session.served.append(served)
-    return Listener(served)
+    return Subscriber(served)
 
 
-def _find_served(session: Session, ticket: Ticket) -> ServedTurn | None:
+def _find_served(session: Session, ticket: RequestIdentity) -> InFlightTurn | None:
     # only this module puts turns there
-    in_flight = cast("list[ServedTurn]", session.served)
+    in_flight = cast("list[InFlightTurn]", session.served)
     return next((served for served in reversed(in_flight) if served.is_answer_to(ticket)), None)
 
 
-def _find_recorded(session: Session, ticket: Ticket) -> RecordedTurn | None:
+def _find_recorded(session: Session, ticket: RequestIdentity) -> RecordedTurn | None:
     for recorded in reversed(session.recorded):
         # an agent that has the answer and repeats the body asks for another sample
         if recorded.identity == ticket.identity and (ticket.insists or not recorded.delivered):
@@ -101,17 +104,17 @@ def _find_recorded(session: Session, ticket: Ticket) -> RecordedTurn | None:
     return None
 
 
-class ServedTurn:
+class InFlightTurn:
     """A turn being served, with all its pieces so far. Without a client it goes on for `run.grace_s`. Once it
     is over and no client is left, or once it is refused for now, it becomes a recorded turn like those that a
     restart finds."""
 
     def __init__(
         self,
-        run: SessionHost,
+        run: TurnHost,
         session: Session,
         turn: TurnService,
-        ticket: Ticket,
+        ticket: RequestIdentity,
         recorded: RecordedTurn | None,
     ) -> None:
         self.turn = turn
@@ -126,7 +129,7 @@ class ServedTurn:
         self._is_recording = False
         self._is_recorded = self.known.turn is not None
         self.known.chunks = []  # the turn has taken these tokens over
-        self._listeners: set[Listener] = set()
+        self._listeners: set[Subscriber] = set()
         self._grace: asyncio.TimerHandle | None = None
         # a session that no request can name cannot be retried: nothing to record, no client to wait for
         is_known = run.sessions.get(session.session_id) is session
@@ -137,20 +140,20 @@ class ServedTurn:
             self._journal.note(begun_record(turn.key, turn.nth, ticket.identity, prompts))
         self._serving = asyncio.ensure_future(self._serve())
 
-    def is_answer_to(self, ticket: Ticket) -> bool:
+    def is_answer_to(self, ticket: RequestIdentity) -> bool:
         if self.error is not None or self.turn.is_cancelled or ticket.identity != self.known.identity:
             return False
         if ticket.insists:
             return True
         return not self.known.delivered if self.is_over else not self._listeners
 
-    def join(self, listener: Listener) -> None:
+    def join(self, listener: Subscriber) -> None:
         self._listeners.add(listener)
         if self._grace is not None:
             self._grace.cancel()
             self._grace = None
 
-    def leave(self, listener: Listener) -> None:
+    def leave(self, listener: Subscriber) -> None:
         self._listeners.discard(listener)
         if self.is_over:
             self._settle()
@@ -249,10 +252,10 @@ class ServedTurn:
             self._journal.note(record)
 
 
-class Listener:
+class Subscriber:
     """One request that waits for a turn and gets all its pieces."""
 
-    def __init__(self, served: ServedTurn) -> None:
+    def __init__(self, served: InFlightTurn) -> None:
         self._served = served
         self._is_gone = False
         served.join(self)
@@ -282,7 +285,7 @@ class Listener:
             await served.changed.wait()
 
     def check(self) -> None:
-        """Raises ApiError 503 while the turn cannot go on; see ServedTurn.check."""
+        """Raises ApiError 503 while the turn cannot go on; see InFlightTurn.check."""
         self._served.check()
 
     def answer(self) -> Answer:

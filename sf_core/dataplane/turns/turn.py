@@ -29,7 +29,7 @@ from sf_core.dataplane.routing.generation import Generation
 from sf_core.dataplane.sessions.session import Prompt, Session, Turn
 from sf_core.dataplane.sessions.turn_records import RecordedTurn, Tokens, TurnKey
 from sf_core.dataplane.turns.answer import Answer, Event, MadeCall, Pieces, TokenLogprob, encode_arguments
-from sf_core.dataplane.turns.host import SessionHost
+from sf_core.dataplane.turns.host import TurnHost
 from sf_core.dataplane.turns.request import TurnRequest
 from sf_core.types import FinishReason, Sampling
 
@@ -43,7 +43,7 @@ _request_numbers = itertools.count()
 class OpenRequest:
     """A request whose prompt is in the session; its turns can be begun."""
 
-    run: SessionHost
+    run: TurnHost
     session: Session
     request: TurnRequest
     prompt: Prompt
@@ -58,7 +58,7 @@ class OpenRequest:
         return TurnService(self.run, self.session, self.request, prompt, prompt_ids, nth, recorded)
 
 
-def open_request(run: SessionHost, session: Session, request: TurnRequest) -> OpenRequest:
+def open_request(run: TurnHost, session: Session, request: TurnRequest) -> OpenRequest:
     """Put a request's prompt into the session. Raises ApiError if it cannot become a turn."""
     prompt = _open_prompt(run, session, request, _forced_text(request, run.renderer))
     prompt_ids = prompt.full_ids()
@@ -73,7 +73,7 @@ def open_request(run: SessionHost, session: Session, request: TurnRequest) -> Op
     return OpenRequest(run, session, request, prompt, prompt_ids)
 
 
-def count_tokens(run: SessionHost, request: TurnRequest) -> int:
+def count_tokens(run: TurnHost, request: TurnRequest) -> int:
     """Number of tokens of a request's prompt, rendered without recorded turns. Raises ApiError."""
     return len(_open_prompt(run, Session("count"), request, _forced_text(request, run.renderer)).ids)
 
@@ -83,7 +83,7 @@ class TurnService:
 
     def __init__(
         self,
-        run: SessionHost,
+        run: TurnHost,
         session: Session,
         request: TurnRequest,
         prompt: Prompt,
@@ -286,7 +286,7 @@ class TurnService:
         return Sampling(spec.temperature, spec.top_p, spec.top_k, seed)
 
 
-def _open_prompt(run: SessionHost, session: Session, request: TurnRequest, forced: str) -> Prompt:
+def _open_prompt(run: TurnHost, session: Session, request: TurnRequest, forced: str) -> Prompt:
     if request.text_or_ids is not None:
         return session.open_ids(_given_ids(run.renderer, request.text_or_ids))
     try:

@@ -1,7 +1,7 @@
 """Simulation of a run: the rules of the real one on an event clock.
 
 Which sessions are given out and which groups make a batch (RolloutManager), whether a trainer is lent
-(LendingGate), who does what (Plan), how long devices take (DeviceModel) and how requests share an engine
+(LendingGate), worker duties (Plan), how long devices take (DeviceModel) and how requests share an engine
 (ContinuousBatch) are the same code as in a real run. The order of an iteration is that of flows/train.py and
 tasks/: batch full, filter, revoke and yield, train, publish. The time between these steps is given
 (`Overheads`).

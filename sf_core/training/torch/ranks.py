@@ -38,7 +38,7 @@ class Ranks(Protocol):
         """The values of all ranks in their order, on every rank. For small, picklable values."""
 
 
-class Alone:
+class SingleRank:
     """One rank: nothing is exchanged."""
 
     rank, size, group = 0, 1, ""

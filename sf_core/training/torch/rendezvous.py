@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from sf_core.training.gang import GangError, Seat, SupersededError
-from sf_core.training.torch.ranks import Alone, ExchangeError, Group, Ranks
+from sf_core.training.gang import GangError, RankAssignment, SupersededError
+from sf_core.training.torch.ranks import ExchangeError, Group, Ranks, SingleRank
 from storage.gangs import GangFiles
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ _store: dist.Store | None = None
 
 
 @contextmanager
-def seated(files: GangFiles, seat: Seat, host: str, timeout_s: float) -> Iterator[Ranks]:
+def seated(files: GangFiles, seat: RankAssignment, host: str, timeout_s: float) -> Iterator[Ranks]:
     """Take a seat, meet the other ranks, run the block; ends when rank 0 has finished it.
 
     `host` is the address of this worker. Raises SupersededError if this rank must not work, GangError if
@@ -47,7 +47,7 @@ def seated(files: GangFiles, seat: Seat, host: str, timeout_s: float) -> Iterato
         raise SupersededError(f"{seat.label}: try {seat.epoch} had begun here before, or is over")
     if seat.is_alone:
         _leave()
-        yield Alone()
+        yield SingleRank()
         return
     meeting = _Meeting(files, seat, host, timeout_s)
     try:
@@ -65,7 +65,7 @@ def seated(files: GangFiles, seat: Seat, host: str, timeout_s: float) -> Iterato
 class _Meeting:
     """One step's use of the store."""
 
-    def __init__(self, files: GangFiles, seat: Seat, host: str, timeout_s: float) -> None:
+    def __init__(self, files: GangFiles, seat: RankAssignment, host: str, timeout_s: float) -> None:
         self._files, self._seat, self._host = files, seat, host
         self._timeout_s = timeout_s
         self._others = [rank for rank in range(len(seat.workers)) if rank != seat.rank]

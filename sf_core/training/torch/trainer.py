@@ -17,7 +17,7 @@ from sf_core.models.sampling import sampling_logprobs
 from sf_core.training.losses import divergence, entropy, policy_gradient_loss
 from sf_core.training.packing import Microbatch, Row, deal, pack, read_rows, split_groups
 from sf_core.training.torch.network import Network
-from sf_core.training.torch.ranks import Alone, Ranks
+from sf_core.training.torch.ranks import Ranks, SingleRank
 from storage.checkpoints import load_checkpoint, save_checkpoint
 from storage.files import FileRef
 from storage.trajectories import first_rows
@@ -45,7 +45,7 @@ class Trainer:
     ) -> None:
         self.version = 0
         self.config, self._seed = config, seed
-        self._ranks: Ranks = ranks or Alone()
+        self._ranks: Ranks = ranks or SingleRank()
         self.network = Network(model_dir, device)
         self._model = self.network.model
         self.device = self._model.device.type

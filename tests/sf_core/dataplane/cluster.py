@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from sf_core.dataplane.routing.connection import EngineLink
-from sf_core.dataplane.routing.generation import Generation, Near
+from sf_core.dataplane.routing.connection import EngineConnection
+from sf_core.dataplane.routing.generation import CacheHint, Generation
 from sf_core.dataplane.routing.router import Router
 from sf_core.dataplane.routing.wait_queue import Limits
 from sf_core.engines import wire
@@ -48,7 +48,7 @@ class ClusterEngine:
         self.engine: Engine | None = None
         self._make = make
         self._client = _EngineClient("", None, {}, lambda weights: make(weights.version), _Nobody())
-        self.link = EngineLink(name, name, name, 1, max_running, self._deliver)
+        self.link = EngineConnection(name, name, name, 1, max_running, self._deliver)
         router.add(self.link)
 
     def _deliver(self, frame: bytes) -> None:
@@ -157,7 +157,7 @@ class Cluster:
         raise AssertionError("generations are left over")
 
 
-def turn(num_prompt: int, near: Near | None = None) -> Generation:
+def turn(num_prompt: int, near: CacheHint | None = None) -> Generation:
     """A generation that no router has yet."""
     generation = Generation("g", array("i", [5] * num_prompt), Sampling(), 100, (), stream=False, floor=0)
     generation.near = near

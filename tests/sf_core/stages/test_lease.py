@@ -10,7 +10,7 @@ from distributed import Client
 
 from sf_core.scheduling.timeline import Timeline
 from sf_core.stages.lease import LeaseSpec, serve_lease, switching_of
-from sf_core.stages.run import Run, RunRef
+from sf_core.stages.run import OpenRun, RunRef
 from storage.run_directory import RunDirectory
 from tests.sf_core.dataplane.conftest import model_dir  # noqa: F401
 from tests.sf_core.dataplane.stand import Server, attended, running_app
@@ -39,6 +39,6 @@ def test_only_a_lease_that_was_revoked_begins_a_switch_to_training(
         server.wait_for(lambda: bool(server.live_engines()))
         server.post(f"/runs/run/{route}", {"attempt": 1} if route == "release" else {"within_s": 5})
         assert lease.result(timeout=20) == reason
-    switching = switching_of(Run(ref))
+    switching = switching_of(OpenRun(ref))
     switching.note_training(Timeline(directory, "t0", "train", "train-0.1"))
     assert (switching.gate.switch_cost_s is not None) == is_switch

@@ -7,7 +7,7 @@ import pytest
 from sf_core.config import DataplaneConfig, RunConfig, StorageConfig
 from sf_core.stages.evaluate import evaluate
 from sf_core.stages.finish import finish
-from sf_core.stages.run import Run, RunRef, begin_attempt, load_object
+from sf_core.stages.run import OpenRun, RunRef, begin_attempt, load_object
 from storage import files
 from storage.attempts import Attempt
 from storage.run_directory import STAGES, RunDirectory
@@ -58,10 +58,10 @@ def test_an_attempt_does_not_count_as_its_own_what_a_later_one_commits(tmp_path:
         commit(RunDirectory(newer.uri), 0, stage, attempt=newer.attempt)
     refusal = "r: attempt 1 was superseded by a later one and must not "
     with pytest.raises(ValueError, match=f"{refusal}go on with iteration 0"):
-        Run(older).pending_stages(0)
+        OpenRun(older).pending_stages(0)
     with pytest.raises(ValueError, match=f"{refusal}end the run"):
         finish(older)
-    assert Run(newer).pending_stages(0) == []
+    assert OpenRun(newer).pending_stages(0) == []
 
 
 def test_held_out_tasks_are_given_out_once_when_their_version_is_due(
@@ -72,7 +72,7 @@ def test_held_out_tasks_are_given_out_once_when_their_version_is_due(
     configure(directory, train={"iterations": 5}, evaluate={"every": 2, "num_tasks": 3})
     commit(directory, 2, "evaluate")
     with running_app() as url, attended(url, tmp_path, model_dir) as server:
-        run = Run(RunRef("run", directory.uri, url, attempt=1))
+        run = OpenRun(RunRef("run", directory.uri, url, attempt=1))
         server.register()
         for version in (0, 0, 1, 2, 3, 5):
             run.begin_evaluation(version)
@@ -96,17 +96,17 @@ def test_no_version_is_measured_but_the_one_that_engines_serve(
             refusal = f"^run: version {version} cannot be measured: engines serve version 3$"
             with pytest.raises(ValueError, match=refusal):
                 evaluate(ref, version)
-        Run(ref).refuse_unserved(3)
+        OpenRun(ref).refuse_unserved(3)
 
 
 def test_a_run_that_was_removed_and_begun_again_has_its_new_configuration(tmp_path: Path) -> None:
     config = configured(tmp_path)
     old = begin_attempt(config)
-    assert Run(old).config.seed == 7
+    assert OpenRun(old).config.seed == 7
     files.remove_folder(old.uri)
     new = begin_attempt(config.model_copy(update={"seed": 8}))
     assert (new.uri, new.attempt) == (old.uri, old.attempt)
-    assert Run(new).config.seed == 8
+    assert OpenRun(new).config.seed == 8
 
 
 def test_without_a_data_plane_nothing_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

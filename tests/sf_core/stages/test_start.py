@@ -17,7 +17,7 @@ from sf_core.models.builtin import make_policy
 from sf_core.models.cache_size import cache_bytes
 from sf_core.scheduling.plan import Worker
 from sf_core.stages.finish import export_policy
-from sf_core.stages.run import Run, RunRef
+from sf_core.stages.run import OpenRun, RunRef
 from sf_core.stages.start import _recipe_files, check_memory, check_start, start
 from sf_core.training.warmstart import warmstart
 from storage import files
@@ -35,7 +35,7 @@ def test_an_export_that_was_cut_off_is_done_again_as_a_whole(tmp_path: Path) -> 
     for name in ("config.json", "tokenizer.json"):
         files.write_atomic(f"{directory.start_dir}/{name}", b"{}")
     files.write_atomic(f"{directory.policy_dir}/config.json", b"{}")
-    export_policy(Run(RunRef("run", directory.uri, dataplane_url="", attempt=1)))
+    export_policy(OpenRun(RunRef("run", directory.uri, dataplane_url="", attempt=1)))
     names = [uri.rsplit("/", 1)[1] for uri in files.list_files(directory.policy_dir)]
     assert names == ["config.json", "model.safetensors", "tokenizer.json"]
     assert load_weights(directory.policy_dir)["w"].tolist() == [1.0, 1.0]
@@ -45,7 +45,7 @@ def test_an_emulated_run_exports_no_policy(tmp_path: Path) -> None:
     directory = RunDirectory(str(tmp_path / "run"))
     configure(directory, engine={"kind": "emulated"})
     save_weights(directory.start_dir, {"w": torch.ones(2)}, 0)
-    export_policy(Run(RunRef("run", directory.uri, dataplane_url="", attempt=1)))
+    export_policy(OpenRun(RunRef("run", directory.uri, dataplane_url="", attempt=1)))
     assert files.list_files(directory.policy_dir) == []
 
 

@@ -11,7 +11,7 @@ from sf_core.scheduling.figures import device_figures
 from sf_core.scheduling.lending import LendingGate, WorkLeft, work_left
 from sf_core.scheduling.timeline import Timeline, read_spans
 from sf_core.stages.lease import Switching, switching_of
-from sf_core.stages.run import Run, RunRef
+from sf_core.stages.run import OpenRun, RunRef
 from sf_core.training.gang import GangError
 from sf_core.types import WeightsRef
 from storage.run_directory import RunDirectory
@@ -48,7 +48,7 @@ def test_the_bound_is_that_of_the_attempt_and_what_was_measured_stays(tmp_path: 
     found = []
     for attempt in (1, 2):
         configure(directory, cluster={"max_switches_per_minute": 10 * attempt})
-        found.append(switching_of(Run(RunRef("run", directory.uri, dataplane_url="", attempt=attempt))))
+        found.append(switching_of(OpenRun(RunRef("run", directory.uri, dataplane_url="", attempt=attempt))))
     assert found[0] is found[1]
     assert found[1].gate.max_switches_per_minute == 20
 

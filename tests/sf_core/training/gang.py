@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import torch
 
-from sf_core.training.gang import Seat
+from sf_core.training.gang import RankAssignment
 from sf_core.training.torch.ranks import Ranks
 from sf_core.training.torch.rendezvous import seated
 from storage.gangs import GangFiles
@@ -38,8 +38,8 @@ class Try:
     def files(self) -> GangFiles:
         return GangFiles(RunDirectory(self.run), self.iteration, attempt=1, epoch=self.epoch)
 
-    def seat(self, rank: int) -> Seat:
-        return Seat(self.workers, rank, self.epoch)
+    def seat(self, rank: int) -> RankAssignment:
+        return RankAssignment(self.workers, rank, self.epoch)
 
 
 Work = Callable[[Ranks], Any]

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from sf_core.stages.run import Run, RunRef
+from sf_core.stages.run import OpenRun, RunRef
 from sf_core.training.resident import rebuild_trainer, trainer_at
-from sf_core.training.torch.ranks import Alone
+from sf_core.training.torch.ranks import SingleRank
 from sf_core.training.torch.trainer import Trainer
 from storage import files
 from storage.run_directory import RunDirectory
@@ -35,8 +35,8 @@ def directory(trained: RunDirectory, tmp_path: Path) -> RunDirectory:
     return copy_run(trained, tmp_path)
 
 
-def attempt(directory: RunDirectory, number: int) -> Run:
-    return Run(RunRef(directory.run_id, directory.uri, dataplane_url="", attempt=number))
+def attempt(directory: RunDirectory, number: int) -> OpenRun:
+    return OpenRun(RunRef(directory.run_id, directory.uri, dataplane_url="", attempt=number))
 
 
 def holds(trainer: Trainer, directory: RunDirectory, version: int) -> bool:
@@ -46,13 +46,13 @@ def holds(trainer: Trainer, directory: RunDirectory, version: int) -> bool:
 
 def test_a_trainer_stays_until_another_attempt_trains_with_what_that_has_set(directory: RunDirectory) -> None:
     first = attempt(directory, 1)
-    with trainer_at(first, 2, Alone()) as trainer:
+    with trainer_at(first, 2, SingleRank()) as trainer:
         assert trainer.config == first.config.train
-    with trainer_at(first, 2, Alone()) as kept:
+    with trainer_at(first, 2, SingleRank()) as kept:
         assert kept is trainer
     configure(directory, train=CHANGED)
     # what the trainer of another attempt holds may never have been committed
-    with trainer_at(attempt(directory, 2), 2, Alone()) as another:
+    with trainer_at(attempt(directory, 2), 2, SingleRank()) as another:
         assert another is not trainer and holds(another, directory, 2)
         assert another.config.weight_decay == 0.5
 
@@ -60,19 +60,19 @@ def test_a_trainer_stays_until_another_attempt_trains_with_what_that_has_set(dir
 def test_settings_that_changed_leave_the_steps_before_as_they_were(directory: RunDirectory) -> None:
     configure(directory, train=CHANGED)
     for version in (1, 3):
-        with trainer_at(attempt(directory, 1), version, Alone()) as trainer:
+        with trainer_at(attempt(directory, 1), version, SingleRank()) as trainer:
             assert holds(trainer, directory, version)
             assert trainer.config.weight_decay == 0.5
 
 
 def test_the_trainer_before_is_gone_when_another_is_made(directory: RunDirectory) -> None:
     run = attempt(directory, 1)
-    with trainer_at(run, 2, Alone()) as trainer:
+    with trainer_at(run, 2, SingleRank()) as trainer:
         left = weakref.ref(trainer)
     before, when_it_went = num_trainers(), []
     weakref.finalize(trainer, lambda: when_it_went.append(num_trainers()))
     del trainer
-    with trainer_at(run, 1, Alone()):
+    with trainer_at(run, 1, SingleRank()):
         assert left() is None
     assert when_it_went == [before - 1]
 
@@ -85,7 +85,7 @@ def test_a_damaged_batch_is_not_trained_on_again(directory: RunDirectory) -> Non
     batch = f"{directory.partition('batches', 0)}/batch-1.parquet"
     files.write_atomic(batch, files.read_bytes(batch) + b" ")
     with pytest.raises(ValueError, match="filter of iteration 0 wrote"):
-        rebuild_trainer(attempt(directory, 1), 1, Alone())
+        rebuild_trainer(attempt(directory, 1), 1, SingleRank())
 
 
 def test_settings_that_are_none_are_named(directory: RunDirectory) -> None:
@@ -95,4 +95,4 @@ def test_settings_that_are_none_are_named(directory: RunDirectory) -> None:
     uri = directory.manifest_file(0, "train")
     files.write_atomic(uri, broken.model_dump_json().encode())
     with pytest.raises(ValueError, match=r"train\.json: no settings of a train step: learning_rate: "):
-        rebuild_trainer(attempt(directory, 1), 1, Alone())
+        rebuild_trainer(attempt(directory, 1), 1, SingleRank())

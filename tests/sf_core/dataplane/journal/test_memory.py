@@ -14,7 +14,7 @@ from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.journal.journal import frames
 from sf_core.dataplane.journal.memory import Memory
-from sf_core.dataplane.sessions.claims import Claim, Place
+from sf_core.dataplane.sessions.claims import Claim, SessionSlot
 from sf_core.dataplane.sessions.finished import FinishedSession
 from sf_core.dataplane.sessions.session import Session
 from tests.sf_core.dataplane.conversations import state_of
@@ -39,7 +39,9 @@ def played(renderer: Renderer, name: str = "s", num_turns: int = 5) -> Session:
 
 
 def result_of(session: Session, renderer: Renderer) -> FinishedSession:
-    return FinishedSession("s", Claim(Place("train", 0, 0), 0), 1.0, "e", 0, 0, export(session, renderer))
+    return FinishedSession(
+        "s", Claim(SessionSlot("train", 0, 0), 0), 1.0, "e", 0, 0, export(session, renderer)
+    )
 
 
 async def settled(memory: Memory) -> None:

@@ -4,15 +4,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sf_core.dataplane.routing.choice import TypicalLength, choose, num_cached
-from sf_core.dataplane.routing.connection import EngineLink
-from sf_core.dataplane.routing.generation import Near
-from sf_core.dataplane.routing.wait_queue import WaitingLine
+from sf_core.dataplane.routing.connection import EngineConnection
+from sf_core.dataplane.routing.generation import CacheHint
+from sf_core.dataplane.routing.wait_queue import WaitQueue
 from sf_core.types import Chunk
 from tests.sf_core.dataplane.cluster import turn
 
 
-def link(name: str, outstanding: int = 0, version: int = 0) -> EngineLink:
-    made = EngineLink(name, name, name, 1, 8, lambda frame: None, version=version)
+def link(name: str, outstanding: int = 0, version: int = 0) -> EngineConnection:
+    made = EngineConnection(name, name, name, 1, 8, lambda frame: None, version=version)
     made.outstanding = outstanding
     return made
 
@@ -25,13 +25,13 @@ def test_the_shortest_queue_in_tokens_wins() -> None:
 def test_a_branch_stays_with_its_engine_while_what_is_cached_outweighs_the_queue(
     queue: int, other: int, cached: int
 ) -> None:
-    generation = turn(cached + 50, Near("a", 0, cached))
+    generation = turn(cached + 50, CacheHint("a", 0, cached))
     chosen = choose([link("b", other), link("a", queue)], generation).engine_id
     assert chosen == ("a" if queue - other < cached else "b")
 
 
 def test_nothing_is_cached_of_other_weights_or_on_another_engine() -> None:
-    near = Near("a", 3, 80)
+    near = CacheHint("a", 3, 80)
     assert num_cached(link("a", version=3), turn(100, near)) == 80
     assert num_cached(link("a", version=4), turn(100, near)) == 0
     assert num_cached(link("b", version=3), turn(100, near)) == 0
@@ -53,7 +53,7 @@ def test_the_estimate_of_what_is_to_come_keeps_to_the_budget(
 
 @given(st.lists(st.tuples(st.sampled_from(["join", "leave", "take"]), st.integers(0, 5)), max_size=40))
 def test_a_waiting_line_is_always_in_order_of_arrival(moves: list[tuple[str, int]]) -> None:
-    line, generations = WaitingLine(), [turn(1) for _ in range(6)]
+    line, generations = WaitQueue(), [turn(1) for _ in range(6)]
     inside: set[int] = set()
     for move, index in moves:
         if move == "join" and index not in inside:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from sf_core.dataplane.bodies import FinishBody, SessionBody
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.runs import external
-from sf_core.dataplane.runs.external import OpenedStore
+from sf_core.dataplane.runs.external import ExternalSessions
 from sf_core.dataplane.runs.recovery import compaction
 from sf_core.dataplane.sessions.session import Session
 from sf_core.reports.view import find_session
@@ -51,7 +51,7 @@ class OpeningDriver(Driver):
         """Number of sampled tokens of each session, and the newest version among them."""
 
     @property
-    def store_of_run(self) -> OpenedStore:
+    def store_of_run(self) -> ExternalSessions:
         return self.plane.stores["run"]
 
     @property

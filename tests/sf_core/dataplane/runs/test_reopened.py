@@ -15,7 +15,7 @@ from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.journal.journal import Journal, kind_of
 from sf_core.dataplane.journal.memory import Memory
 from sf_core.dataplane.runs.recovery import reopen_run
-from sf_core.dataplane.runs.run import Run
+from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.sessions.export import export_session
 from sf_core.dataplane.sessions.view import session_tree
 from storage.trajectories import read_trajectories, to_rows
@@ -103,8 +103,8 @@ def test_a_reopened_session_is_trained_on_as_the_living_one(server: Server, rend
             assert getattr(row, name) == getattr(again, name)
 
 
-def reopened(journal: Path) -> Run:
-    async def reopen() -> Run:
+def reopened(journal: Path) -> ServedRun:
+    async def reopen() -> ServedRun:
         result = await reopen_run(Journal(journal), 10.0, Memory())
         assert result is not None
         return result[0]

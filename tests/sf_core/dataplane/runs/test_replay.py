@@ -17,10 +17,10 @@ from sf_core.dataplane.bodies import ClaimBody, FinishBody, RunSpec
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.control.plane import DataPlane
 from sf_core.dataplane.errors import ApiError
-from sf_core.dataplane.routing.connection import EngineLink
+from sf_core.dataplane.routing.connection import EngineConnection
 from sf_core.dataplane.runs.groups import Group
 from sf_core.dataplane.runs.recovery import compaction
-from sf_core.dataplane.runs.run import Run
+from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.sessions.session import Session
 from sf_core.types import WeightsRef
 from tests.sf_core.dataplane.sessions.test_session import sample, user
@@ -68,7 +68,7 @@ class Driver:
         return f"a{self.spec['attempt']}"
 
     @property
-    def run(self) -> Run:
+    def run(self) -> ServedRun:
         return self.plane.runs["run"]
 
     @property
@@ -119,7 +119,7 @@ class Driver:
         await self.run.resume(None)
 
     async def pause_engine(self) -> None:
-        link = EngineLink("engine", "lease", "worker", 1, 8, lambda frame: None)
+        link = EngineConnection("engine", "lease", "worker", 1, 8, lambda frame: None)
         self.run.router.add(link)
         await self.run.pause("evacuate", "engine")
         self.run.router.lose(link)

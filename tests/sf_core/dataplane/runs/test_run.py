@@ -20,7 +20,7 @@ from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.control.client import DataplaneClient
 from sf_core.dataplane.journal.journal import Journal
 from sf_core.dataplane.runs import run as run_module
-from sf_core.dataplane.runs.run import Run
+from sf_core.dataplane.runs.run import ServedRun
 from sf_core.engines import wire
 from sf_core.engines.scripted import scripted_logprob
 from storage.trajectories import read_trajectories
@@ -343,7 +343,7 @@ def test_killed_and_started_again_it_still_has_every_finished_session(
         assert before.reasons == {"r0": "released"}
 
 
-def make_run(tmp_path: Path, renderer: Renderer, **changes: Any) -> Run:
+def make_run(tmp_path: Path, renderer: Renderer, **changes: Any) -> ServedRun:
     spec = {
         "run_id": "run",
         "run_dir": str(tmp_path / "run"),
@@ -362,7 +362,7 @@ def make_run(tmp_path: Path, renderer: Renderer, **changes: Any) -> Run:
         "done_groups": [],
         "attempt": 1,
     }
-    return Run(RunSpec.model_validate(spec | changes), renderer, Journal(tmp_path / "journal"))
+    return ServedRun(RunSpec.model_validate(spec | changes), renderer, Journal(tmp_path / "journal"))
 
 
 def test_a_silent_runner_loses_its_sessions(

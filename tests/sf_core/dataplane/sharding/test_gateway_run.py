@@ -12,7 +12,7 @@ from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.journal.journal import Journal
 from sf_core.dataplane.journal.memory import Memory
 from sf_core.dataplane.sessions.session import Session
-from sf_core.dataplane.sharding.gateway_run import GatewayRun
+from sf_core.dataplane.sharding.gateway_run import RunShard
 from sf_core.dataplane.sharding.peer import Peer
 from sf_core.dataplane.sharding.relay import Uplink, UplinkRouter
 from tests.sf_core.dataplane.cluster import in_loop
@@ -28,7 +28,7 @@ async def test_a_session_that_is_closed_again_leaves_the_same_behind(
     spec = RunSpec(**SPEC, run_dir=str(tmp_path), model_dir=model_dir)
     hub = Peer(lambda kind, value: None, lambda: None)
     journal, router = Journal(tmp_path / "0.journal"), UplinkRouter("run", Uplink(hub))
-    run = GatewayRun(spec, renderer, journal, router, 1.0, Memory(), hub)
+    run = RunShard(spec, renderer, journal, router, 1.0, Memory(), hub)
     run.open(session := Session("run.open.1"))
     sample(session, renderer, [user("hi")], say(renderer, "yes"))
     report = FinishBody(status="finished", reward=1.0)

@@ -23,7 +23,7 @@ from sf_core.dataplane.serving import server_config
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.sharding import hub, named_runs
 from sf_core.dataplane.sharding.hub import Gateways
-from sf_core.dataplane.sharding.hub_run import HubRun
+from sf_core.dataplane.sharding.hub_run import ShardedRun
 from sf_core.dataplane.sharding.peer import Peer
 from sf_core.dataplane.sharding.port import AdoptingServer, Channel
 from sf_core.dataplane.sharding.process import GatewayProcess, Settings, make_gateway_app
@@ -151,7 +151,7 @@ async def test_the_hub_asks_for_a_run_again_until_it_is_open(
     monkeypatch.setattr(hub, "_longer", lambda delay_s: 0.001)
     gateways = Gateways(1, tmp_path, "key", "turn", 0.1, 100.0)
     spec = RunSpec(**SPEC, run_dir="unused", model_dir=str(tmp_path / "away"))
-    run = HubRun(gateways, spec, renderer, Journal(tmp_path / "run.journal"), 1.0, Memory())
+    run = ShardedRun(gateways, spec, renderer, Journal(tmp_path / "run.journal"), 1.0, Memory())
     gateways.runs["run"] = run
     [kept] = gateways._processes
     async with gateway(tmp_path) as stand, asyncio.timeout(20):

@@ -21,11 +21,11 @@ from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.journal.journal import Journal
 from sf_core.dataplane.journal.memory import Memory
 from sf_core.dataplane.runs.recovery import open_run, reopen_run
-from sf_core.dataplane.runs.run import Run, limits_of
+from sf_core.dataplane.runs.run import ServedRun, limits_of
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.answer import Answer
 from sf_core.dataplane.turns.request import TurnRequest
-from sf_core.dataplane.turns.retries import Ticket, join_turn
+from sf_core.dataplane.turns.retries import RequestIdentity, join_turn
 from sf_core.dataplane.turns.turn import open_request
 from tests.sf_core.dataplane.cluster import ClusterEngine, scripted
 from tests.sf_core.dataplane.conversations import user
@@ -225,7 +225,7 @@ class Asked:
     """A session of a run without HTTP, and repeated requests for one turn of it."""
 
     journal: Path
-    run: Run
+    run: ServedRun
     session: Session
 
     @classmethod
@@ -250,7 +250,7 @@ class Asked:
 
     async def ask(self, request: TurnRequest, content: bytes = b"") -> Answer:
         begin = partial(open_request(self.run, self.session, request).begin, 0)
-        listener = join_turn(self.run, self.session, Ticket.of([], content).of_turn(0), begin)
+        listener = join_turn(self.run, self.session, RequestIdentity.of([], content).of_turn(0), begin)
         try:
             async for _ in listener.pieces():
                 pass

@@ -12,7 +12,7 @@ import torch
 
 from sf_core.config import PolicyConfig, TrainConfig
 from sf_core.models.builtin import make_policy
-from sf_core.training.torch.ranks import Alone, Ranks
+from sf_core.training.torch.ranks import Ranks, SingleRank
 from sf_core.training.torch.trainer import Trainer
 from tests.e2e.waiting import wait_until
 from tests.sf_core.training.batches import grouped_rows, make_batch
@@ -97,7 +97,7 @@ def test_several_ranks_train_like_one(
     members: MakeMembers, folder: str, tmp_path: Path, num_ranks: int
 ) -> None:
     settings = {"minibatches": 2, "tokens_per_microbatch": 128, "max_grad_norm": 0.05}
-    expected_metrics, expected = train(folder, 3, settings, Alone())
+    expected_metrics, expected = train(folder, 3, settings, SingleRank())
     gang = members(num_ranks)
     found = run_all(gang, Try(str(tmp_path), names(gang)), partial(train, folder, 3, settings))
     for metrics, weights in found:

@@ -18,7 +18,7 @@ from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.gateway.dialects.registry import DIALECTS
 from sf_core.dataplane.journal.journal import Journal
 from sf_core.dataplane.routing.pace import Pace
-from sf_core.dataplane.runs.run import Run
+from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.turn import open_request
 from sf_core.types import Chunk, FinishReason
@@ -117,13 +117,13 @@ READERS: dict[str, Callable[[list[Event]], Said]] = {
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, model_dir: str, renderer: Renderer) -> Run:
+def run(tmp_path_factory: pytest.TempPathFactory, model_dir: str, renderer: Renderer) -> ServedRun:
     folder: Path = tmp_path_factory.mktemp("streams")
     changes = {"run_dir": str(folder), "model_dir": model_dir, "context_length": 4096}
-    return Run(RunSpec.model_validate(SPEC | changes), renderer, Journal(folder / "run.journal"), 10.0)
+    return ServedRun(RunSpec.model_validate(SPEC | changes), renderer, Journal(folder / "run.journal"), 10.0)
 
 
-async def say(run: Run, path: str, more: Event, chunks: list[tuple[Chunk, int]]) -> Said:
+async def say(run: ServedRun, path: str, more: Event, chunks: list[tuple[Chunk, int]]) -> Said:
     """Content of a stream in this dialect; each chunk comes with the number of event loop turns after it."""
     session, dialect = Session("s"), DIALECTS[path]
     body = {"model": "policy", "stream": True, **BODIES[path], **more}
@@ -187,7 +187,7 @@ TEXTS = [
     data=st.data(),
 )
 def test_however_tokens_arrive_a_stream_says_the_same(
-    run: Run,
+    run: ServedRun,
     renderer: Renderer,
     path: str,
     has_stop: bool,
