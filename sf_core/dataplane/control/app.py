@@ -65,7 +65,9 @@ MAX_WAIT_S = 30.0
 class Shards(Protocol):
     """Further processes that serve the turns of runs; see sharding."""
 
-    make_run: MakeRun
+    @property
+    def make_run(self) -> MakeRun:
+        """Makes a run whose turns they serve."""
 
     def forwarding(self) -> Middleware:
         """Middleware that forwards agents' requests to the process that serves their session."""
