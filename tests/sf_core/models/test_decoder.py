@@ -3,8 +3,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 
 from sf_core.models.decoder import causal_forward, decoder_spec
-
-from .conftest import Folders
+from tests.sf_core.engines.conftest import Folders
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama", "llama-yarn"])

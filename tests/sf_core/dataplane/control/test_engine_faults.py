@@ -20,8 +20,8 @@ from sf_core.engines import wire
 from sf_core.engines.client import serve_engine
 from sf_core.engines.scripted import ScriptedEngine
 from sf_core.types import Chunk, FinishReason, GenerationRequest, WeightsRef
+from tests.sf_core.dataplane.control.test_engine_client import HELLO
 from tests.sf_core.dataplane.stand import Server, say
-from tests.sf_core.engines.test_client import HELLO
 
 VERSION = 3
 HI = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 8}
