@@ -50,6 +50,7 @@ pytest: setup ## the tests without the check
 # minutes of kills, retries and emulated fleets, then the mutations; on a machine with nothing else
 nightly: check ## what takes longer: sizes, kills, emulated fleets, then the mutations; on a machine with nothing else
 	$(BIN)/pytest -m nightly
+	SF_EXAMPLES=all $(BIN)/pytest -m 'hypothesis and not nightly'
 	$(MAKE) mutations
 
 # wrong edits on the way of the training signal, each of which the tests of its own module must catch; minutes.

@@ -30,6 +30,7 @@ from storage.trajectories import (
     to_table,
     write_trajectories,
 )
+from tests.examples import examples
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=8)
 FLOATS = st.floats(-1e6, 1e6, width=32)
@@ -124,7 +125,9 @@ def same(left: Trajectory, right: Trajectory) -> bool:
     )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(rows=st.lists(trajectories(), max_size=4))
 def test_rows_come_back_as_they_were_written(run: RunDirectory, rows: list[Trajectory]) -> None:
     ref = write_trajectories(run, 3, rows, "shard-0-attempt-1")

@@ -28,6 +28,7 @@ from sf_core.engines import client, wire
 from sf_core.engines.client import _Steps, serve_engine
 from sf_core.engines.scripted import ScriptedEngine
 from sf_core.types import WeightsRef
+from tests.examples import examples
 from tests.proxies import SilentProxy
 from tests.sf_core.dataplane.stand import Server, running_app, say
 
@@ -102,7 +103,7 @@ def test_a_later_start_of_a_lease_takes_the_place_of_the_earlier(server: Server,
     assert refusal(server) == "superseded by a later start of the same lease"
 
 
-@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(20), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=6))
 def test_of_all_starts_that_have_said_hello_the_latest_serves(server: Server, epochs: list[int]) -> None:
     """Whatever the order of their hellos; the same one again is a connection that broke."""

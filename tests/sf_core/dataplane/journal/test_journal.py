@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.journal.journal import Fsync, Journal, Record
+from tests.examples import examples
 from tests.sf_core.dataplane.full_disk import full_own_disk
 
 
@@ -109,7 +110,7 @@ def test_a_compaction_that_waits_for_another_one_keeps_what_is_appended_meanwhil
     assert [record["n"] for record in read(tmp_path / "a.journal")] == [0, 1, 2]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     records=st.lists(st.dictionaries(st.text(max_size=3), st.binary(max_size=20), min_size=1), max_size=8),
     cut=st.integers(0, 400),

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sf_core.types import WeightsRef
+from tests.examples import examples
 from tests.sf_core.dataplane.cluster import (
     STOP,
     Cluster,
@@ -118,7 +119,7 @@ EVENTS = st.sampled_from(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(data=st.data(), events=st.lists(EVENTS, min_size=20, max_size=60))
 @in_loop
 async def test_whatever_happens_every_generation_ends_whole_and_in_order(
@@ -181,7 +182,7 @@ class Training(Events):
         assert all(engine.num_sampled == engine.link.num_tokens for engine in self.cluster.engines)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(
     data=st.data(),
     events=st.lists(

@@ -26,6 +26,7 @@ from sf_core.reports.view import find_session
 from storage.run_directory import RunDirectory
 from storage.schema import NOT_SAMPLED, Trajectory
 from storage.trajectories import read_trajectories, to_rows
+from tests.examples import examples
 from tests.sf_core.dataplane.runs.test_replay import Driver
 from tests.sf_core.dataplane.sessions.test_session import sample, user
 from tests.sf_core.dataplane.stand import say
@@ -114,7 +115,7 @@ def check(driver: OpeningDriver) -> None:
     assert trained == {session_id: tokens for session_id, (tokens, _) in driver.finished.items()}
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(operations=st.lists(st.sampled_from(OPERATIONS), max_size=30))
 @example(operations=["open", "open", "finish_while_the_journal_is_compacted", "restart"])
 @example(

@@ -23,6 +23,7 @@ from sf_core.dataplane.runs.recovery import compaction
 from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.sessions.session import Session
 from sf_core.types import WeightsRef
+from tests.examples import examples
 from tests.sf_core.dataplane.sessions.test_session import sample, user
 from tests.sf_core.dataplane.stand import say
 
@@ -168,7 +169,7 @@ def members(group: Group) -> list[Any]:
     return [(m.progress, m.attempt, m.num_failures, m.reward, m.min_version) for m in group.members]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(
     operations=st.lists(
         st.sampled_from([*OPERATIONS, "restart", "begin_attempt", "go_on_after_release"]), max_size=40

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from sf_core.config.failures import REASONS, FailureRules, Rule
 from sf_core.dataplane.runs.rollout_manager import BatchRules, RolloutManager
 from sf_core.dataplane.sessions.claims import Claim
+from tests.examples import examples
 
 RULES = BatchRules(
     group_size=2,
@@ -412,4 +413,4 @@ class AnyRun(RuleBasedStateMachine):
 
 
 TestAnyRun = AnyRun.TestCase
-TestAnyRun.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestAnyRun.settings = settings(max_examples=examples(150), stateful_step_count=60, deadline=None)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from sf_core.engines.torch.torch_engine import TorchEngine
 from sf_core.types import FinishReason, GenerationRequest, Sampling
+from tests.examples import examples
 from tests.sf_core.dataplane.cluster import Cluster, MakeEngine
 from tests.sf_core.engines.conftest import Folders
 
@@ -54,7 +55,9 @@ turns = st.tuples(
 )
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(20), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     asked=st.lists(turns, min_size=1, max_size=4),
     events=st.lists(

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from sf_core.engines.torch.torch_engine import TorchEngine
 from sf_core.types import Chunk, FinishReason, GenerationRequest, Sampling
+from tests.examples import examples
 from tests.sf_core.engines.conftest import Folders
 
 KINDS = ["qwen3", "qwen2", "llama", "llama-yarn", "gpt2", "qwen3-moe"]
@@ -289,7 +290,9 @@ def test_wrong_weights_are_refused_and_the_old_ones_stay(folders: Folders, tmp_p
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(20), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data())
 def test_any_sequence_of_calls_ends_every_request_once_with_the_tokens_of_an_undisturbed_run(
     folders: Folders, kind: str, data: st.DataObject

@@ -31,6 +31,7 @@ from sf_core.scheduling.simulation.variants import (
 from storage.run_directory import RunDirectory
 from storage.schema import NOT_SAMPLED
 from storage.trajectories import write_trajectories
+from tests.examples import examples
 from tests.sf_core.reports.test_tables import GIVEN, commit, trajectory
 
 LENGTHS = Lognormal(prompt=100, median=150.0, sigma=1.0, longest=1000)
@@ -141,7 +142,7 @@ def test_a_device_does_one_thing_at_a_time(name: str) -> None:
     check_one_thing_at_a_time(simulated(name))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     name=st.sampled_from(sorted(VARIANTS)),
     devices=st.builds(Devices, st.integers(1, 3), st.integers(1, 3)),
@@ -197,7 +198,7 @@ def test_the_same_arguments_give_the_same_run() -> None:
     assert simulated("multiplexed", failures=failures) == simulated("multiplexed", failures=failures)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(name=st.sampled_from(sorted(VARIANTS)), mean=st.floats(1.0, 30.0), repair=st.floats(0.0, 3.0))
 def test_devices_that_die_cost_time_and_no_session(name: str, mean: float, repair: float) -> None:
     run = simulated(name, config=config(4), failures=Failures(mean, repair))

@@ -22,6 +22,7 @@ from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.turn import open_request
 from sf_core.types import Chunk, FinishReason
+from tests.examples import examples
 from tests.sf_core.dataplane.runs.test_replay import SPEC
 from tests.sf_core.dataplane.stand import CALC, tool_call_text
 
@@ -180,7 +181,9 @@ TEXTS = [
 
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("has_stop", [False, True])
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     parts=st.lists(st.one_of(st.sampled_from(TEXTS), st.integers(2, 257)), min_size=1, max_size=8),
     reason=st.sampled_from([FinishReason.STOP, FinishReason.LENGTH]),
