@@ -16,8 +16,7 @@ gateways     the loads of overhead and throughput on one process and on several,
              engine work on the same `gateways_cores`; where those are few, N processes are no faster, and
              what tells is the CPU: hub_cpu_ms_per_request bounds what any number of gateways gives.
 sessions     sessions open at once, their turns complete, rss_mb of the data plane with all of them.
-memory       1,000 sessions with answers of 200 tokens, with room for all and below a bound: rss_mb of the
-             data plane, what it wrote and read, and what a turn waits for a session that is on disk.
+memory       1,000 sessions with answers of 200 tokens: rss_mb of the data plane, and counted_mb of it.
 turns        CPU of the data plane per turn at turn 200 over turn 10, 200 new tokens per turn.
 streaming    every agent streams, in each of the four dialects (gateway_streams.py): tokens per second of wall
              time, and per second of the data plane's CPU.
@@ -63,7 +62,6 @@ class Sizes:
     sessions: int
     session_turns: int
     memory_sessions: int
-    memory_mb: float
     long_turns: int
     journal_turns: int
     streams: int = 256
@@ -80,7 +78,6 @@ def main(
     sessions: int = 5000,
     session_turns: int = 20,
     memory_sessions: int = 1000,
-    memory_mb: float = 50.0,
     long_turns: int = 200,
     journal_turns: int = 5000,
     streams: int = 256,
@@ -99,7 +96,6 @@ def main(
         sessions,
         session_turns,
         memory_sessions,
-        memory_mb,
         long_turns,
         journal_turns,
         streams,
@@ -226,7 +222,7 @@ def sessions_section(stack: Supervisor, folder: Path, sizes: Sizes) -> Line:
 
 
 def memory_section(stack: Supervisor, folder: Path, sizes: Sizes) -> Line:
-    return memory(stack, folder, sizes.memory_sessions, sizes.session_turns, sizes.memory_mb)
+    return memory(stack, folder, sizes.memory_sessions, sizes.session_turns)
 
 
 def turns_section(stack: Supervisor, folder: Path, sizes: Sizes) -> Line:

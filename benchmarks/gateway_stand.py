@@ -19,7 +19,7 @@ from sf_core.cli.stack.local import start_dataplane
 from sf_core.cli.stack.processes import Part
 from sf_core.cli.stack.supervisor import Process, Supervisor
 from sf_core.config import RunConfig
-from sf_core.dataplane.journal.memory import MEMORY_MB
+from sf_core.dataplane.sessions.memory import MEMORY_MB
 from sf_core.models.builtin import make_policy
 
 MODEL = "policy"

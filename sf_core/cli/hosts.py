@@ -81,7 +81,7 @@ def dataplane(
     ] = 10.0,
     gateways: Annotated[int, typer.Option(min=1, help="Processes that serve turns; 1: all in one.")] = 1,
     memory_mb: Annotated[
-        float, typer.Option(min=1, help="For sessions and results; over it, those nobody uses wait on disk.")
+        float, typer.Option(min=1, help="For sessions and results; above it nothing new is begun.")
     ] = 2048,
 ) -> None:
     """Serve a data plane for many runs. Its key is read from SF_DATAPLANE_KEY."""

@@ -8,8 +8,8 @@ from typing import get_args
 
 from sf_core.config.environment import dataplane_key
 from sf_core.dataplane.journal.journal import Fsync
-from sf_core.dataplane.journal.memory import MEMORY_MB
 from sf_core.dataplane.server import serve
+from sf_core.dataplane.sessions.memory import MEMORY_MB
 from sf_core.dataplane.turns.host import GRACE_S
 
 
@@ -44,7 +44,7 @@ def main() -> None:
         "--memory-mb",
         type=float,
         default=MEMORY_MB,
-        help="for sessions and results; over it, those that nobody uses wait on disk",
+        help="for sessions and results; above it nothing new is begun",
     )
     arguments = parser.parse_args()
     try:

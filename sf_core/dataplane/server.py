@@ -11,8 +11,8 @@ import uvicorn
 from sf_core.config.addresses import is_loopback
 from sf_core.dataplane.control.app import make_app
 from sf_core.dataplane.journal.journal import Fsync
-from sf_core.dataplane.journal.memory import MEMORY_MB
 from sf_core.dataplane.serving import server_config, tune_interpreter
+from sf_core.dataplane.sessions.memory import MEMORY_MB
 from sf_core.dataplane.turns.host import GRACE_S
 
 

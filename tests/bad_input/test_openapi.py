@@ -1,4 +1,4 @@
-"""The data plane behaves as its OpenAPI document says, tested by good and bad requests made from it."""
+"""The control routes behave as their OpenAPI document says, tested by good and bad requests made from it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def served(
         yield server, server.post("/sessions", {"run_id": "run"})["session_id"]
 
 
-def test_every_route_is_described_and_nothing_else(served: tuple[Server, str]) -> None:
+def test_every_control_route_is_described_and_nothing_else(served: tuple[Server, str]) -> None:
     paths = served[0].get("/openapi.json")["paths"]
     described = {f"{method.upper()} {path}" for path, methods in paths.items() for method in methods}
     assert described == set(OPERATIONS)
@@ -90,7 +90,7 @@ def check(case: schemathesis.Case, server: Server, session_id: str) -> None:
 
 
 def name_what_is_there(case: schemathesis.Case, folder: Path, model_dir: str, session_id: str) -> None:
-    there = {"run_id": "other", "session_id": session_id, "engine_id": "r0", "model": "policy"}
+    there = {"run_id": "other", "session_id": session_id, "engine_id": "r0"}
     path: Any = case.path_parameters or {}
     for name in path.keys() & there.keys():
         if len(str(path[name])) % 2:
@@ -103,8 +103,6 @@ def name_what_is_there(case: schemathesis.Case, folder: Path, model_dir: str, se
     if case.operation.path == "/runs":
         places = {"run_dir": str(folder / "made"), "model_dir": model_dir, "served_model": "made"}
         body |= {name: value for name, value in places.items() if isinstance(body.get(name), str)}
-    elif isinstance(body.get("model"), str):
-        body["model"] = "policy"
     elif "wait_s" in body:
         body["wait_s"] = 0
     elif "run_id" in body and len(str(body["run_id"])) % 2:

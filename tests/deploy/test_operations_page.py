@@ -6,7 +6,7 @@ import re
 
 from sf_core.dataplane.control.metrics import MemoryUse, Runs
 from sf_core.dataplane.gateway.metrics import Metrics
-from sf_core.dataplane.journal.memory import Memory
+from sf_core.dataplane.sessions.memory import Memory
 from sf_core.scheduling.worker import DASK_SETTINGS
 from tests.e2e.conftest import ROOT
 

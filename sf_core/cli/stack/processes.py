@@ -11,7 +11,7 @@ import certifi
 
 from sf_core.config import WorkerConfig
 from sf_core.config.addresses import is_loopback
-from sf_core.dataplane.journal.memory import MEMORY_MB
+from sf_core.dataplane.sessions.memory import MEMORY_MB
 from sf_core.scheduling.worker import LOG_SETTINGS, NO_DASHBOARD, worker_command, worker_environment
 
 LOOPBACK = "127.0.0.1"

@@ -52,9 +52,9 @@ from sf_core.dataplane.gateway.keys import KeyCheck
 from sf_core.dataplane.gateway.metrics import Metrics
 from sf_core.dataplane.gateway.observed import Observed
 from sf_core.dataplane.journal.journal import Fsync
-from sf_core.dataplane.journal.memory import MEMORY_MB
 from sf_core.dataplane.runs.recovery import MakeRun
 from sf_core.dataplane.runs.run import ServedRun
+from sf_core.dataplane.sessions.memory import MEMORY_MB, Memory
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.host import GRACE_S
 from sf_core.types import WeightsRef
@@ -72,8 +72,8 @@ class Shards(Protocol):
     def forwarding(self) -> Middleware:
         """Middleware that forwards agents' requests to the process that serves their session."""
 
-    def running(self) -> AbstractAsyncContextManager[None]:
-        """Context in which the processes are kept alive."""
+    def running(self, memory: Memory) -> AbstractAsyncContextManager[None]:
+        """Context in which the processes are kept alive, their sessions counted in this memory."""
 
     async def figures(self) -> dict[str, bytes]:
         """Prometheus texts by process."""
@@ -99,7 +99,7 @@ def make_app(
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        async with contextlib.nullcontext() if shards is None else shards.running():
+        async with contextlib.nullcontext() if shards is None else shards.running(plane.memory):
             await plane.reopen()
             sweeping = asyncio.ensure_future(plane.sweep())
             yield

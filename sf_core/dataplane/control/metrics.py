@@ -16,12 +16,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from sf_core.config.failures import REASONS
-from sf_core.dataplane.journal.memory import Memory
 from sf_core.dataplane.routing.connection import LinkState
 from sf_core.dataplane.runs.recent import NUM_RECENT
 from sf_core.dataplane.runs.run import ServedRun
-from sf_core.dataplane.sessions.finished import FinishedSession
-from sf_core.dataplane.sessions.session import Session
+from sf_core.dataplane.sessions.memory import Memory
 from sf_core.dataplane.turns.host import TurnHost
 
 _BRANCH, _REJECTED = "branches.", "rejected_groups."
@@ -118,7 +116,7 @@ class Sessions(Collector):
 
 
 class MemoryUse(Collector):
-    """Metrics of the memory of one process."""
+    """Metrics of the memory of a data plane."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
@@ -128,19 +126,12 @@ class MemoryUse(Collector):
         held = GaugeMetricFamily(
             "sf_memory_bytes", "Memory of sessions and results, about.", value=memory.num_bytes
         )
-        bound = GaugeMetricFamily("sf_memory_bound_bytes", "Its bound.", value=memory.bound_bytes)
-        items = GaugeMetricFamily(
-            "sf_held", "Sessions and results, by where they are.", labels=["kind", "in"]
+        bound = GaugeMetricFamily(
+            "sf_memory_bound_bytes",
+            "Above it groups are begun one at a time and external sessions refused.",
+            value=memory.bound_bytes,
         )
-        counts = memory.count()
-        for kind, name in ((Session, "session"), (FinishedSession, "result")):
-            items.add_metric([name, "memory"], counts[kind, False])
-            items.add_metric([name, "disk"], counts[kind, True])
-        spills = CounterMetricFamily(
-            "sf_spills", "Times one of them was put on disk.", value=memory.num_spills
-        )
-        loads = CounterMetricFamily("sf_loads", "Times one of them was read back.", value=memory.num_loads)
-        return [held, bound, items, spills, loads]
+        return [held, bound]
 
 
 def _journals(runs: Mapping[str, TurnHost]) -> Iterable[Metric]:

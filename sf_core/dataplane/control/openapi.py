@@ -1,7 +1,8 @@
-"""The OpenAPI 3.1 document of the data plane, at /openapi.json: every route, what it accepts and answers.
+"""The OpenAPI 3.1 document of the control routes, at /openapi.json: what each accepts and answers.
 
-Owns the descriptions of routes. Paths are those of the routes themselves, bodies those of bodies.py and of
-the dialects. A route without a description makes the document fail.
+Owns the descriptions of routes. Paths are those of the routes themselves, bodies those of bodies.py. A route
+without a description makes the document fail. Agents' routes below /v1 are described by those whose APIs they
+are.
 """
 
 from __future__ import annotations
@@ -32,17 +33,16 @@ from sf_core.dataplane.bodies import (
     WeightsBody,
 )
 from sf_core.dataplane.control.arrow_stream import MEDIA_TYPE
-from sf_core.dataplane.gateway.dialects import schemas
 
 Schema = dict[str, Any]
 
-JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
+JSON, TEXT = "application/json", "text/plain"
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
     summary: str
-    body: type[BaseModel] | Schema | None = None
+    body: type[BaseModel] | None = None
     refusals: tuple[int, ...] = ()
     """Error statuses beside those that follow from the path and the body."""
     answers: tuple[str, ...] = (JSON,)
@@ -50,32 +50,11 @@ class Operation:
     """Whether it takes wait_s, the longest wait in seconds."""
 
 
-def _turns(summary: str, body: Schema) -> Operation:
-    return Operation(summary, body, (404, 410, 429, 503), (JSON, EVENTS))
-
-
-_AGENTS = {
-    "POST /v1/chat/completions": _turns("Answer, as OpenAI Chat Completions.", schemas.CHAT),
-    "POST /v1/completions": _turns(
-        "Continue texts or token ids, as OpenAI Completions.", schemas.COMPLETIONS
-    ),
-    "POST /v1/responses": _turns("Answer, as OpenAI Responses.", schemas.RESPONSES),
-    "POST /v1/messages": _turns("Answer, as Anthropic Messages.", schemas.MESSAGES),
-    "POST /v1/messages/count_tokens": Operation(
-        "The length of a prompt in tokens.", schemas.TOKEN_COUNT, refusals=(404, 503)
-    ),
-    "GET /v1/models": Operation("The policies that the caller may use."),
-    "GET /v1/models/{model}": Operation("One of them.", refusals=(404,)),
-}
-"""Agents' routes, which are also served below /sessions/{session_id}."""
-
 _SESSION, _RUN = "/sessions/{session_id}", "/runs/{run_id}"
 _BATCH, _EVALUATION = _RUN + "/batches/{index}", _RUN + "/evaluations/{index}"
 
 OPERATIONS = {
-    **_AGENTS,
-    **{key.replace(" ", f" {_SESSION}", 1): operation for key, operation in _AGENTS.items()},
-    "POST /sessions": Operation("Open a session for an agent of one's own.", SessionBody, (404, 503)),
+    "POST /sessions": Operation("Open a session for an agent of one's own.", SessionBody, (404, 429, 503)),
     f"GET {_SESSION}": Operation("Its turn tree.", refusals=(503,)),
     f"POST {_SESSION}/reward": Operation("Give it a reward before it is over.", RewardBody, (503,)),
     f"POST {_SESSION}/finish": Operation("End it.", FinishBody, (503,)),
@@ -111,9 +90,17 @@ OPERATIONS = {
 }
 """Descriptions by method and path."""
 
-_ERROR = schemas.fields(
-    ("error",), error=schemas.fields(("message", "type"), message=schemas.STRING, type=schemas.STRING)
-)
+_ERROR: Schema = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type"],
+            "properties": {"message": {"type": "string"}, "type": {"type": "string"}},
+        }
+    },
+}
 
 REFUSALS = {
     400: "The request is wrong; the sentence says what about it.",
@@ -121,19 +108,18 @@ REFUSALS = {
     404: "What the path or the body names is not here.",
     405: "The path has no such method.",
     409: "It does not fit what the run has come to.",
-    410: "The session ended while this was waiting.",
     413: "The body is too long.",
-    429: "Too many requests wait for an engine; Retry-After says when to come again.",
+    429: "Memory is full; Retry-After says when to come again.",
     503: "It cannot be done now; Retry-After says when to come again.",
 }
 
 
 def document(routes: Iterable[BaseRoute]) -> Schema:
-    """The document of these routes. Raises KeyError for a route that is not described above."""
+    """The document of the control routes among these. Raises KeyError for one that is not described above."""
     components: dict[str, Schema] = {}
     paths: dict[str, Schema] = {}
     for route in routes:
-        if isinstance(route, Route):
+        if isinstance(route, Route) and "/v1/" not in route.path:
             path = re.sub(r":\w+}", "}", route.path)
             for method in sorted((route.methods or {"GET"}) - {"HEAD"}):
                 operation = OPERATIONS[f"{method} {path}"]
@@ -186,9 +172,7 @@ def _refusal(status: int) -> Schema:
     return {"description": REFUSALS[status], "content": {JSON: {"schema": _ERROR}}}
 
 
-def _body(body: type[BaseModel] | Schema, components: dict[str, Schema]) -> Schema:
-    if isinstance(body, dict):
-        return body
+def _body(body: type[BaseModel], components: dict[str, Schema]) -> Schema:
     schema = body.model_json_schema(ref_template="#/components/schemas/{model}")
     components |= schema.pop("$defs", {})
     components[body.__name__] = schema

@@ -18,7 +18,6 @@ from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError
 from sf_core.dataplane.gateway.keys import Caller
 from sf_core.dataplane.gateway.lookup import Lookup, allowed, no_model
 from sf_core.dataplane.journal.journal import Fsync, Journal
-from sf_core.dataplane.journal.memory import MEMORY_MB, Memory
 from sf_core.dataplane.journal.open_runs import OpenRuns
 from sf_core.dataplane.routing.connection import EngineConnection
 from sf_core.dataplane.runs.external import ExternalSessions
@@ -26,6 +25,7 @@ from sf_core.dataplane.runs.records import released_record, run_record, weights_
 from sf_core.dataplane.runs.recovery import Answers, MakeRun, begin_attempt, open_run, read_past, reopen_run
 from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.runs.sealing import Sealer
+from sf_core.dataplane.sessions.memory import MEMORY_MB, Memory
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.host import GRACE_S
 from sf_core.types import WeightsRef
@@ -123,7 +123,8 @@ class DataPlane:
 
     async def open_session(self, body: SessionBody, caller: Caller) -> Session:
         """Open an external session, beside those that the rollout manager gives out. Raises ApiError 503
-        while no flow works on the run, because one may be starting, and 404 once the run is complete."""
+        while no flow works on the run, because one may be starting, 429 while memory is full, and 404 once
+        the run is complete."""
         if (run := self.runs.get(body.run_id)) is None:
             raise _not_served(body.run_id)
         run = allowed(run, caller)
@@ -133,6 +134,8 @@ class DataPlane:
             raise _complete(run) if is_complete else _not_served(body.run_id)
         if body.policy not in (None, run.spec.served_model):
             raise no_model(str(body.policy))
+        if self.memory.is_full:
+            raise _no_room(self.memory)
         run.journal.check()
         return await run.journal.attend(run.open_for(body))
 
@@ -211,7 +214,6 @@ class DataPlane:
             await store.close()
         for run in self.runs.values():
             await run.journal.close()
-        await self.memory.close()
         if self._open_runs is not None:
             self._open_runs.close()
 
@@ -240,6 +242,11 @@ def _not_served(run_id: str) -> ApiError:
         "the warm start; if it is not, check the name and this data plane's address."
     )
     return ApiError(503, message, code="run_not_served", param="run_id", retry_after_s=RETRY_AFTER_S)
+
+
+def _no_room(memory: Memory) -> ApiError:
+    message = f"No session is opened now, {memory}: ask again, or start the data plane with more --memory-mb."
+    return ApiError(429, message, code="memory_full", retry_after_s=RETRY_AFTER_S)
 
 
 def _complete(run: ServedRun) -> ApiError:

@@ -8,12 +8,13 @@ from typing import Any
 
 from sf_core.dataplane.bodies import Work
 from sf_core.dataplane.runs.groups import Group
+from sf_core.dataplane.runs.rollout_manager import Readiness
 from sf_core.dataplane.runs.run import ServedRun
 
 
 def batch_status(run: ServedRun, batch: int) -> dict[str, Any]:
     readiness = run.manager.readiness(batch)
-    return asdict(readiness) | {"waiting_for": _awaited(run, readiness.waiting_for), **_workforce(run)}
+    return asdict(readiness) | {"waiting_for": _awaited_groups(run, readiness), **_workforce(run)}
 
 
 def evaluation_status(run: ServedRun, version: int, group: Group) -> dict[str, Any]:
@@ -42,7 +43,7 @@ def run_status(run: ServedRun) -> dict[str, Any]:
         "groups_needed": readiness.needed,
         "groups_in_flight": readiness.in_flight,
         "tokens_left": _tokens_left(run),
-        "waiting_for": _awaited(run, readiness.waiting_for),
+        "waiting_for": _awaited_groups(run, readiness),
         "sessions_running": len(run.sessions),
         "straggler": straggler(run),
         "work": work_of(run),
@@ -88,7 +89,10 @@ def work_of(run: ServedRun) -> dict[Work, int]:
     """Number of sessions for runners, by kind of work: those claimed, and those that wait for a runner."""
     claimed = [session for session in run.sessions.values() if session.claim is not None]
     answered = sum(session.answer is not None for session in claimed)
-    return {"agent": len(claimed) - answered + run.manager.num_open_sessions(), "reward": answered}
+    return {
+        "agent": len(claimed) - answered + run.manager.num_open_sessions(run.memory.is_full),
+        "reward": answered,
+    }
 
 
 def straggler(run: ServedRun) -> dict[str, Any] | None:
@@ -121,6 +125,13 @@ def _workforce(run: ServedRun) -> dict[str, Any]:
         "failures_in_a_row": run.outcomes.failures_in_a_row,
         "released": run.released,
     }
+
+
+def _awaited_groups(run: ServedRun, readiness: Readiness) -> str:
+    what = readiness.waiting_for
+    if what and run.memory.is_full:
+        what += f"; {run.memory}, so that groups are begun one at a time: raise --memory-mb"
+    return _awaited(run, what)
 
 
 def _awaited(run: ServedRun, what: str) -> str:

@@ -25,7 +25,7 @@ from sf_core.dataplane.turns.turn import CONTEXT_OVERFLOW, count_tokens, open_re
 
 MAX_BODY_BYTES = 8 * 2**20
 
-FindSession = Callable[[Scope, str], Awaitable[tuple[TurnHost, Session]]]
+FindSession = Callable[[Scope, str], tuple[TurnHost, Session]]
 """(connection scope, model name) -> the host and the session of the request. Raises ApiError."""
 
 
@@ -38,7 +38,7 @@ class Turns:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         data = await read_body(receive)
         body = parse_object(data)
-        run, session = await self._find_session(scope, get(body, "model", (str,), ""))
+        run, session = self._find_session(scope, get(body, "model", (str,), ""))
         refuse_undone(body, run.spec.ignored_fields)
         requests = self._dialect.parse(body, session)
         try:
@@ -71,7 +71,7 @@ class TokenCount:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # the dialect requires max_tokens, which a count does not have
         body = {"max_tokens": 1} | parse_object(await read_body(receive))
-        run, session = await self._find_session(scope, get(body, "model", (str,), ""))
+        run, session = self._find_session(scope, get(body, "model", (str,), ""))
         refuse_undone(body, run.spec.ignored_fields)
         [request] = self._dialect.parse(body, session)
         await send_body(send, 200, orjson.dumps({"input_tokens": count_tokens(run, request)}))
@@ -103,7 +103,7 @@ def _join(
     run: TurnHost, session: Session, requests: list[TurnRequest], ticket: RequestIdentity
 ) -> list[Subscriber]:
     """Listeners on the turns that answer these requests; no turn is begun if a request is refused."""
-    if not is_known(session, ticket.of_turn(0)):
+    if not is_known(run, session, ticket.of_turn(0)):
         run.router.check_room()
         run.journal.check()
     opened = [open_request(run, session, request) for request in requests]

@@ -22,8 +22,8 @@ class Lookup(Generic[Host]):
         self._runs = runs
         self._ad_hoc_numbers = itertools.count(first_ad_hoc, ad_hoc_step)
 
-    async def find_session(self, scope: Scope, model: str) -> tuple[TurnHost, Session]:
-        """The session of a request, with all its turns in memory. Without a session id it is a new ad-hoc one
+    def find_session(self, scope: Scope, model: str) -> tuple[TurnHost, Session]:
+        """The session of a request. Without a session id it is a new ad-hoc one
         of the newest run that serves this model; a run that is over is taken only if no other serves it."""
         caller: Caller = scope["caller"]
         session_id = caller.session_id(scope)
@@ -37,11 +37,10 @@ class Lookup(Generic[Host]):
         run, session = self.session(session_id, caller)
         if model != run.spec.served_model:
             raise no_model(model)
-        await run.bring_back(session)
         return run, session
 
     def session(self, session_id: str, caller: Caller) -> tuple[Host, Session]:
-        """An open session and its run; its turns may be on disk (TurnHost.bring_back)."""
+        """An open session and its run. Raises ApiError 404, and 401 if the caller may not use it."""
         for run in self._runs.values():
             if (session := run.sessions.get(session_id)) is not None:
                 return allowed(run, caller), session

@@ -1,2 +1,1 @@
-"""Append-only files that survive a kill, and the spilling of idle sessions and results to disk. Knows nothing
-of what the records mean."""
+"""Append-only files that survive a kill. Knows nothing of what the records mean."""

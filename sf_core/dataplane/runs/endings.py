@@ -78,7 +78,7 @@ class Endings:
             if session.session_id not in run.sessions:
                 await run.journal.append(closed_record(session))
             raise _refusal(session, error) from error
-        run.results.opened[result.session_id] = run.results.hold(result)
+        run.results.keep_opened(result)
         run.counters["opened_sessions"] += 1
 
     async def _end_given(self, session: Session, claim: Claim, report: FinishBody) -> None:
@@ -144,7 +144,7 @@ class Endings:
         run = self._run
         await run.journal.append(finished_record(result))
         if run.manager.group_of(claim) is not None:
-            run.results.keep(claim.place, run.results.hold(result))
+            run.results.keep(claim.place, result)
             await run.reject(run.manager.finish(claim, result.reward, result.min_version))
 
 

@@ -3,13 +3,11 @@
 Owns what every record does to a run (records of turns: turns/recovery.py), and what a compacted journal must
 still hold. A restarted data plane opens by itself the runs that were open (open_runs.py); a run that a flow
 registers is restored from its journal first, and then registered like one that was open all the time. Records
-are in records.py and turn_records.py, framing in journal.py. Memory stays below its bound (memory.py).
+are in records.py and turn_records.py, framing in journal.py.
 """
 
 from __future__ import annotations
 
-import asyncio
-import shutil
 from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any
@@ -18,7 +16,6 @@ from sf_core.dataplane.bodies import RunSpec
 from sf_core.dataplane.chat.renderer import Renderer, read_renderer
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.journal.journal import Compaction, Journal, Record, kind_of
-from sf_core.dataplane.journal.memory import Memory
 from sf_core.dataplane.runs.records import (
     gateways_of,
     paused_record,
@@ -32,8 +29,8 @@ from sf_core.dataplane.runs.run import ServedRun, rules_of
 from sf_core.dataplane.runs.runners import Runner
 from sf_core.dataplane.sessions.claims import Claim, read_claim
 from sf_core.dataplane.sessions.finished import FinishedSession, read_finished
+from sf_core.dataplane.sessions.memory import Memory
 from sf_core.dataplane.sessions.session import Session
-from sf_core.dataplane.turns.host import spill_dir_of
 from sf_core.dataplane.turns.recovery import TURN_KINDS, replay_turn, session_of
 from sf_core.types import WeightsRef
 
@@ -69,14 +66,11 @@ async def reopen_run(
     journal: Journal, grace_s: float, memory: Memory, make: MakeRun = ServedRun
 ) -> tuple[ServedRun, Answers] | None:
     """Restore a run from its journal; None if that holds none. Raises ApiError if it cannot be opened."""
-    # everything that a dead process spilled is in the journal too
-    await asyncio.to_thread(shutil.rmtree, spill_dir_of(journal), ignore_errors=True)
     replaying: _Replay | None = None
     async with aclosing(journal.replay()) as records:
         async for record in records:
             if replaying is not None:
                 await replaying.apply(record)
-                await memory.make_room()
             elif "run" in record:
                 spec = RunSpec.model_validate(record["run"])
                 renderer = await read_renderer(spec.model_dir)
@@ -101,8 +95,7 @@ async def read_past(run: ServedRun, spec: RunSpec, num_records: int | None = Non
                 case "rejected" | "opened":
                     past.append(record)
                 case "finished" if record["finished"] and record["finished"][0] == "train":
-                    past.append(run.results.hold(read_finished(record)))
-                    await run.memory.make_room()
+                    past.append(read_finished(record))
     return past
 
 
@@ -112,9 +105,6 @@ def begin_attempt(run: ServedRun, spec: RunSpec, past: Past) -> bool:
     run.begin_attempt(spec)
     if run.knows_batch(spec.iteration):
         run.manager.rules = rules_of(spec)
-        for item in past:
-            if isinstance(item, FinishedSession):
-                run.results.let_go(item)
         return False
     run.forget_progress()
     for item in past:
@@ -173,7 +163,7 @@ class _Replay:
             case "failed":
                 manager.fail(self._end(record["failed"]), record.get("reason", "agent_error"))
             case "finished":
-                self._finish(run.results.hold(read_finished(record)))
+                self._finish(read_finished(record))
             case "stored":
                 run.results.drop_opened(record["stored"])
             case "rejected":
@@ -191,7 +181,7 @@ class _Replay:
             case "released":
                 run.release()
             case kind if kind in TURN_KINDS:
-                await replay_turn(run, record)
+                replay_turn(run, record)
         self._num_applied += 1
 
     async def finish(self) -> tuple[ServedRun, Answers]:
@@ -233,7 +223,7 @@ class _Replay:
     def _finish(self, result: FinishedSession) -> None:
         self._run.forget(result.session_id)
         if result.claim is None:
-            self._run.results.opened[result.session_id] = result
+            self._run.results.keep_opened(result)
         else:
             _take_back(self._run, result.claim, result)
 
@@ -249,8 +239,6 @@ def _take_back(run: ServedRun, claim: Claim, finished: FinishedSession) -> None:
     rejected = run.manager.restore_finished(claim, finished.reward, finished.min_version)
     if not rejected and run.manager.is_done(claim):
         run.results.keep(claim.place, finished)
-    else:
-        run.results.let_go(finished)
 
 
 def compaction(run: ServedRun) -> Compaction:

@@ -75,9 +75,10 @@ class RolloutManager:
 
     # --- sessions
 
-    def claim(self, limit: int) -> list[Claim]:
-        """Sessions to run now: evaluations first, then whole groups in index order."""
-        return list(islice(self._open_sessions(), limit))
+    def claim(self, limit: int, is_full: bool = False) -> list[Claim]:
+        """Sessions to run now: evaluations first, then whole groups in index order. While memory `is_full`, a
+        group is begun only if the next batch needs it and none is in flight."""
+        return list(islice(self._open_sessions(is_full), limit))
 
     def group_of(self, claim: Claim) -> Group | None:
         """The group of a session, if it still counts."""
@@ -153,10 +154,10 @@ class RolloutManager:
         missing = sorted(group.size - group.num_done for group in self.groups.values())[:num_groups]
         return held_out + sum(missing) + rules.group_size * (num_groups - len(missing))
 
-    def num_open_sessions(self) -> int:
+    def num_open_sessions(self, is_full: bool = False) -> int:
         """Number of sessions that claims could get now."""
         groups = [*self.evaluations.values(), *self.groups.values()]
-        to_admit = max(0, self._num_admissible() - len(self.groups))
+        to_admit = max(0, self._num_admissible(is_full) - len(self.groups))
         return sum(group.num_open for group in groups) + self.rules.group_size * to_admit
 
     def seal(self, batch: int) -> Batch:
@@ -245,19 +246,24 @@ class RolloutManager:
 
     # --- rules
 
-    def _open_sessions(self) -> Iterator[Claim]:
+    def _open_sessions(self, is_full: bool) -> Iterator[Claim]:
         for evaluation in self.evaluations.values():
             yield from evaluation.claims()
         for group in list(self.groups.values()):
             yield from group.claims()
-        while len(self.groups) < self._num_admissible():
+        while len(self.groups) < self._num_admissible(is_full):
             yield from self._admit().claims()
 
-    def _num_admissible(self) -> int:
+    def _num_admissible(self, is_full: bool) -> int:
         """Most groups that may be accepted or in flight now."""
         rules = self.rules
         batches = min(self.version + 1 + rules.lag_bound, rules.num_batches)
-        return rules.groups_per_batch * (batches - self.next_batch)
+        num_groups = rules.groups_per_batch * (batches - self.next_batch)
+        if is_full:
+            # one at a time up to a whole batch: its results can only be stored together
+            num_accepted = sum(group.is_complete for group in self.groups.values())
+            num_groups = min(num_groups, num_accepted + 1, rules.groups_per_batch)
+        return num_groups
 
     def _admit(self) -> Group:
         while self._next_group in self._done:

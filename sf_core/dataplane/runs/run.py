@@ -24,7 +24,6 @@ from sf_core.dataplane.bodies import (
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.journal.journal import Compaction, Journal
-from sf_core.dataplane.journal.memory import Memory
 from sf_core.dataplane.routing.router import Router
 from sf_core.dataplane.routing.wait_queue import Limits
 from sf_core.dataplane.runs.endings import Closing, Endings
@@ -45,6 +44,7 @@ from sf_core.dataplane.runs.rollout_manager import BatchRules, RolloutManager
 from sf_core.dataplane.runs.runners import Runner, Runners
 from sf_core.dataplane.sessions.claims import Claim, SessionSlot
 from sf_core.dataplane.sessions.finished import FinishedSession
+from sf_core.dataplane.sessions.memory import Memory
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.sessions.view import session_tree
 from sf_core.dataplane.signals import Signal
@@ -91,7 +91,7 @@ class ServedRun(TurnHost):
         router = Router(WeightsRef(spec.version, spec.weights_uri), limits_of(spec), renderer.num_ids)
         super().__init__(spec, renderer, journal, router, grace_s, memory or Memory())
         self.manager = self._new_manager()
-        self.results = Results(self.memory, self.spill_dir)
+        self.results = Results(self.memory)
         self.closing = Closing()
         self.endings = Endings(self)
         self.runners = Runners()
@@ -100,6 +100,7 @@ class ServedRun(TurnHost):
         """Highest epoch per lease that has said hello: Dask may restart a lease while it still runs."""
         self.changed = Signal()
         """Notified when something has happened that a long poll may wait for."""
+        self.memory.watchers.add(self.changed)
         self.stage: dict[str, Any] = {}
         self.meter = TokenRate()
         self.outcomes = RecentResults()
@@ -208,7 +209,8 @@ class ServedRun(TurnHost):
         work = self.runners[runner].work
         if work == "reward" or not self.is_scored_elsewhere:
             sessions += self.runners.take_answers(runner, limit, self.sessions)
-        for claim in self.manager.claim(limit - len(sessions)) if work == "agent" else ():
+        claims = self.manager.claim(limit - len(sessions), self.memory.is_full) if work == "agent" else ()
+        for claim in claims:
             session = Session(claim.session_id(self.spec.run_id), claim, runner=runner)
             self.open(session)
             sessions.append(session)
@@ -234,7 +236,6 @@ class ServedRun(TurnHost):
         await self.journal.compact(choose)
 
     async def tree(self, session: Session) -> dict[str, Any]:
-        await self.bring_back(session)
         return session_tree(self.spec, session)
 
     async def open_for(self, body: SessionBody) -> Session:
@@ -258,9 +259,7 @@ class ServedRun(TurnHost):
                 await self.endings.end(session, body)
 
     async def take_out(self, session: Session, report: FinishBody) -> FinishedSession:
-        """Stop serving a session and return its result. Raises ApiError 404 if it ended meanwhile, and
-        whatever its export raises."""
-        await self.bring_back(session)
+        """Stop serving a session and return its result. Raises whatever its export raises."""
         self.drop(session, report.parting)
         return self.export(session, report)
 
@@ -296,6 +295,7 @@ class ServedRun(TurnHost):
         for session_id in list(self.sessions):
             self.forget(session_id)
         self.results.drop_all()
+        self.memory.watchers.discard(self.changed)
 
     def places_of(self, group: int) -> list[SessionSlot]:
         return [SessionSlot("train", group, member) for member in range(self.spec.group_size)]

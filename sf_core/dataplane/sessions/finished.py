@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Any
@@ -32,7 +32,7 @@ _turn_values = attrgetter(*(field.name for field in fields(TurnSpan)))
 
 @dataclass(slots=True, eq=False)
 class FinishedSession:
-    """A session that is over and has its reward. journal/memory.py holds it until its rows are stored."""
+    """A session that is over and has its reward."""
 
     session_id: str
     claim: Claim | None
@@ -43,28 +43,11 @@ class FinishedSession:
     max_version: int | None
     """Oldest and newest policy version of a sampled token."""
     trajectories: Sequence[Trajectory]
-    """Empty while they are on disk."""
     status: Status = "finished"
-
-    is_idle = True
-
-    @property
-    def label(self) -> str:
-        return f"finished session {self.session_id}"
 
     @property
     def num_bytes(self) -> int:
         return RESULT_BYTES + sum(map(_trajectory_bytes, self.trajectories))
-
-    def records(self) -> Iterator[Record]:
-        return iter([finished_record(self)])
-
-    def drop(self) -> None:
-        self.trajectories = []
-
-    def take_back(self, records: Iterable[Record]) -> None:
-        [record] = records
-        self.trajectories = read_finished(record).trajectories
 
 
 def finished_record(session: FinishedSession) -> Record:

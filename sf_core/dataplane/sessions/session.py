@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import numpy as np
 import orjson
@@ -20,15 +20,12 @@ import orjson
 from sf_core.dataplane.chat.messages import Message, extend_chain, size_of
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.chat.tool_formats import Tool
-from sf_core.dataplane.journal.journal import Record
 from sf_core.dataplane.routing.generation import Generation
 from sf_core.dataplane.sessions.claims import Claim
 from sf_core.dataplane.sessions.encoding import Encoded, encode_request
 from sf_core.dataplane.sessions.identity import Conversation, Conversations
-from sf_core.dataplane.sessions.session_records import records_of, replay
 from sf_core.dataplane.sessions.tree import (
     NO_TEXT,
-    Node,
     Prompt,
     Tapes,
     TokenTree,
@@ -36,6 +33,7 @@ from sf_core.dataplane.sessions.tree import (
     Turn,
     last_whole_turn,
 )
+from sf_core.dataplane.sessions.turn_records import RecordedTurn
 from sf_core.types import FinishReason, Ids
 
 __all__ = ["Prompt", "Session", "Turn"]
@@ -45,15 +43,6 @@ NUM_TIPS = 16
 
 SESSION_BYTES, PROMPT_BYTES, TURN_BYTES = 2500, 800, 1200
 """Measured memory of the objects, without tokens and texts."""
-
-if TYPE_CHECKING:
-    from sf_core.dataplane.sessions.turn_records import RecordedTurn
-
-
-class PendingTurn(Protocol):
-    """A turn as turns/retries.py serves it."""
-
-    known: RecordedTurn
 
 
 @dataclass(slots=True, eq=False)
@@ -81,10 +70,8 @@ class Session:
     turns: list[Turn] = field(default_factory=list)
     abandoned: list[Turn] = field(default_factory=list)
     """Turns whose answer was not delivered, as far as they were sampled. Never trained on."""
-    served: list[PendingTurn] = field(default_factory=list)
-    """Turns in flight, or whose answer a client is still being sent."""
     recorded: list[RecordedTurn] = field(default_factory=list)
-    """Other turns whose request may be retried: no later turn extends them."""
+    """Turns that are not in flight and whose request may be retried: no later turn extends them."""
     running: set[Generation] = field(default_factory=set)
     has_overflowed: bool = False
     """No turn was begun since a request did not fit into the context window."""
@@ -145,13 +132,12 @@ class Session:
 
     def begin_sample(self, prompt: Prompt, nth: int) -> int:
         """Count a turn begun from this prompt; returns its number among the prompt's turns. `nth` is its
-        index in its request, or negative for a turn that the session's counters include already."""
+        index in its request."""
         if nth == 0 and prompt.num_samples:
             self.branch_reasons["asked_again"] += 1
         elif nth == 0 and prompt.branch_reason is not None:
             self.branch_reasons[prompt.branch_reason] += 1
-        if nth >= 0:
-            self.has_overflowed = False
+        self.has_overflowed = False
         prompt.num_samples += 1
         return prompt.num_samples - 1
 
@@ -185,10 +171,10 @@ class Session:
         self._num_bytes += _turn_bytes(turn)
         return turn
 
-    def set_aside_unanswered(self) -> int:
+    def set_aside_unanswered(self, in_flight: Iterable[RecordedTurn] = ()) -> int:
         """When the session ends, move turns with undelivered answers to the abandoned ones: only delivered
         answers are trained on. Answers that a restart found count as delivered. Returns the number moved."""
-        known = [*(served.known for served in self.served), *self.recorded]
+        known = [*in_flight, *self.recorded]
         unanswered = {recorded.turn for recorded in known if recorded.is_unanswered}
         aside = [turn for turn in self.turns if turn in unanswered]
         self.turns = [turn for turn in self.turns if turn not in unanswered]
@@ -218,16 +204,6 @@ class Session:
         else:
             self._add_turn(turn)
 
-    # --- Spillable of journal/memory.py
-
-    @property
-    def label(self) -> str:
-        return f"session {self.session_id}"
-
-    @property
-    def is_idle(self) -> bool:
-        return not (self.served or self.running)
-
     @property
     def num_bytes(self) -> int:
         """Approximate memory in bytes; takes no longer than what each request does anyway."""
@@ -235,24 +211,9 @@ class Session:
         kept = self._tapes.num_bytes + self._conversations.num_bytes
         return SESSION_BYTES + size_of(self.metadata) + self._num_bytes + kept + sampled
 
-    @property
-    def nodes(self) -> list[Node]:
-        """Prompts and finished turns in the order in which they came."""
-        return self._tree.nodes
-
-    def records(self) -> Iterator[Record]:
-        return records_of(self)
-
-    def drop(self) -> None:
-        """Free prompts and turns; the other fields and the number of journalled prompts stay."""
+    def release(self) -> None:
+        """Part prompts and tapes, so that their memory is free as soon as nobody holds the session."""
         self._tapes.clear()
-        blank = Session(self.session_id)
-        for name in _RECORD:
-            setattr(self, name, getattr(blank, name))
-
-    def take_back(self, records: Iterable[Record]) -> None:
-        for record in records:
-            replay(self, record)
 
     def _add_turn(self, turn: Turn) -> None:
         self.turns.append(turn)
@@ -343,21 +304,6 @@ class Session:
             if ends_alike and np.array_equal(self._tapes.read(turn), ids[: turn.end]):
                 return turn
         return None
-
-
-_RECORD = (
-    "prompts",
-    "turns",
-    "abandoned",
-    "recorded",
-    "_tree",
-    "_tapes",
-    "_conversations",
-    "_prompts",
-    "_answers",
-    "_openings",
-    "_num_bytes",
-)
 
 
 def _turn_bytes(turn: Turn) -> int:

@@ -198,13 +198,10 @@ class TreePosition:
 
 @dataclass(slots=True)
 class TokenTree:
-    nodes: list[Node] = field(default_factory=list)
-    """Nodes in the order in which they were added."""
     _children: dict[tuple[Node | None, int, int], list[Node]] = field(default_factory=dict)
     """Nodes by parent, start and first id."""
 
     def add(self, node: Node) -> None:
-        self.nodes.append(node)
         if len(node.ids):
             key = (node.parent, node.start, int(node.ids[0]))
             self._children.setdefault(key, []).append(node)

@@ -33,10 +33,6 @@ class TurnKey(NamedTuple):
     sample: int
 
 
-def prompt_record(prompt: Prompt) -> Record:
-    return {"prompt": _prompt_value(prompt)}
-
-
 def begun_record(key: TurnKey, nth: int, identity: bytes, prompts: Sequence[Prompt]) -> Record:
     """A turn was begun, the `nth` sample of its request. `prompts` are those opened since the session's last
     such record: later prompts may begin with the tokens of any of them."""
@@ -61,11 +57,6 @@ def turn_record(key: TurnKey, turn: Turn, num_recorded: int) -> Record:
 def delivered_record(key: TurnKey) -> Record:
     """All of a turn's answer was sent to the agent."""
     return {"delivered": list(key)}
-
-
-def unanswered_record(key: TurnKey) -> Record:
-    """A turn's answer was not delivered."""
-    return {"unanswered": list(key)}
 
 
 def overflowed_record(session_id: str) -> Record:

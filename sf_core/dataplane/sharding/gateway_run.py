@@ -5,8 +5,6 @@ Owns their turns, the journal of these, and their export. Which are open is the 
 
 from __future__ import annotations
 
-import asyncio
-import shutil
 from collections.abc import Iterable
 from contextlib import aclosing
 
@@ -14,9 +12,9 @@ from sf_core.dataplane.bodies import FinishBody, RunSpec
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.journal.journal import Journal, Record
-from sf_core.dataplane.journal.memory import Memory
 from sf_core.dataplane.sessions.claims import Claim
 from sf_core.dataplane.sessions.finished import finished_record
+from sf_core.dataplane.sessions.memory import Memory
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.sharding.peer import Peer
 from sf_core.dataplane.sharding.relay import UplinkRouter
@@ -53,13 +51,10 @@ class RunShard(TurnHost):
     async def restore(self, sessions: Iterable[Session]) -> None:
         """Open these sessions, with the turns that a process before this one recorded. Raises ApiError 503
         while the journal cannot be written."""
-        # everything that a dead process spilled is in the journal too
-        await asyncio.to_thread(shutil.rmtree, self.spill_dir, ignore_errors=True)
         self.open_new(sessions)
         async with aclosing(self.journal.replay()) as records:
             async for record in records:
-                await replay_turn(self, record)
-                await self.memory.make_room()
+                replay_turn(self, record)
 
     def open_new(self, sessions: Iterable[Session]) -> None:
         for session in sessions:
@@ -77,13 +72,12 @@ class RunShard(TurnHost):
             raise ApiError.no_session(session_id)
         return session
 
-    async def close(self, session_id: str, report: FinishBody) -> Record:
+    def close(self, session_id: str, report: FinishBody) -> Record:
         """End a session and return its result; later calls return the same until `forget_closed`. Raises
-        ApiError 404, and 500 if its turns cannot be read back."""
+        ApiError 404."""
         record = self._closed.get(session_id)
         if record is None:
             session = self.find(session_id)
-            await self.bring_back(session)
             self._closed[session_id] = None
             self.drop(session, report.parting)
             record = self._closed[session_id] = finished_record(self.export(session, report))

@@ -26,8 +26,8 @@ from sf_core.dataplane.bodies import RunSpec
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError
 from sf_core.dataplane.journal.journal import Fsync, Journal
-from sf_core.dataplane.journal.memory import Memory
 from sf_core.dataplane.runs.run import ServedRun
+from sf_core.dataplane.sessions.memory import Memory
 from sf_core.dataplane.sharding.background import Background
 from sf_core.dataplane.sharding.forwarding import RESTART_S, Forwarding, Siblings
 from sf_core.dataplane.sharding.hub_run import ShardedRun
@@ -55,9 +55,9 @@ class Gateways:
     """All gateway processes of a hub."""
 
     def __init__(
-        self, num_gateways: int, folder: Path, key: str | None, fsync: Fsync, grace_s: float, memory_mb: float
+        self, num_gateways: int, folder: Path, key: str | None, fsync: Fsync, grace_s: float
     ) -> None:
-        """The folder is for sockets; the memory bound is that of each process."""
+        """The folder is for sockets."""
         self.num_gateways, self.folder = num_gateways, folder
         self._key = key
         self._siblings = Siblings(folder)
@@ -65,7 +65,7 @@ class Gateways:
         """Runs that the processes know of, by id."""
         self._spread = 0
         self._processes = [
-            _Kept(Settings(i, num_gateways, str(folder), key, fsync, grace_s, memory_mb), self.runs)
+            _Kept(Settings(i, num_gateways, str(folder), key, fsync, grace_s), self.runs)
             for i in range(num_gateways)
         ]
 
@@ -85,7 +85,10 @@ class Gateways:
         )
 
     @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
+    async def running(self, memory: Memory) -> AsyncIterator[None]:
+        for process in self._processes:
+            process.memory = memory
+            memory.add(process)
         keeping = [asyncio.ensure_future(process.keep()) for process in self._processes]
         try:
             yield
@@ -141,6 +144,10 @@ class _Kept:
 
     def __init__(self, settings: Settings, runs: dict[str, ShardedRun]) -> None:
         self._settings, self._runs = settings, runs
+        self.memory = Memory()
+        """The hub's, in which it is counted."""
+        self.num_bytes = 0
+        """Bytes of the sessions in the process, as it has said."""
         self._process: asyncio.subprocess.Process | None = None
         self._peer: Peer | None = None
         self._downlink: Downlink | None = None
@@ -285,12 +292,19 @@ class _Kept:
         assert self._downlink is not None
         if self._downlink.take(kind, value):
             return
+        if kind == "memory":
+            return self._count(value)
         assert kind == "counted", kind
         run_id, name, number = value
         if (run := self._runs.get(run_id)) is not None:
             run.count(name, number)
 
+    def _count(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.memory.weigh(self)
+
     def _lose(self) -> None:
+        self._count(0)
         self._reachable.clear()
         self._serving.clear()
         self._peer = None

@@ -16,10 +16,10 @@ import orjson
 from sf_core.dataplane.bodies import ClaimBody, FinishBody, RunSpec, SessionBody
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.journal.journal import Compaction, Journal
-from sf_core.dataplane.journal.memory import Memory
 from sf_core.dataplane.runs.records import opened_record, run_record
 from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.sessions.finished import FinishedSession, read_finished
+from sf_core.dataplane.sessions.memory import Memory
 from sf_core.dataplane.sessions.session import Session
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class ShardedRun(ServedRun):
 
     def open(self, session: Session) -> None:
         super().open(session)
-        # its turns, which are what could be spilled, are in its gateway
+        # its turns are in its gateway, which counts them
         self.memory.remove(session)
 
     def drop(self, session: Session, reason: str) -> None:

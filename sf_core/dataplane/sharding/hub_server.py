@@ -30,13 +30,12 @@ def serve_with_gateways(
 ) -> None:
     """See `serve`; `listen` is called once it is known that no other data plane uses the journal directory.
     Raises ValueError too if the folder for temporary files has too long a path."""
-    share_mb = memory_mb / (1 + num_gateways)
     # readable by nobody else: over the sockets in it one process trusts the other
     with tempfile.TemporaryDirectory(prefix="sf-gateways-", ignore_cleanup_errors=True) as folder:
         if len(folder) > MAX_FOLDER_CHARS:
             raise ValueError(f"the path {folder} is too long for sockets: set TMPDIR to a shorter one")
-        gateways = Gateways(num_gateways, Path(folder), key, fsync, grace_s, share_mb)
-        app = make_app(key, journal_dir, fsync, grace_s, share_mb, gateways)
+        gateways = Gateways(num_gateways, Path(folder), key, fsync, grace_s)
+        app = make_app(key, journal_dir, fsync, grace_s, memory_mb, gateways)
         config = server_config(app, socket_path(gateways.folder, PathOwner.HUB))
         server = AdoptingServer(config, Port(listen(), gateways.pass_on))
         tune_interpreter()

@@ -28,7 +28,7 @@ from starlette.middleware import Middleware
 
 from sf_core.dataplane.bodies import FinishBody, RunSpec
 from sf_core.dataplane.chat.renderer import read_renderer
-from sf_core.dataplane.control.metrics import MemoryUse, Sessions
+from sf_core.dataplane.control.metrics import Sessions
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.gateway.agent_routes import REFUSALS, agent_routes
 from sf_core.dataplane.gateway.keys import KeyCheck
@@ -36,9 +36,9 @@ from sf_core.dataplane.gateway.lookup import Lookup
 from sf_core.dataplane.gateway.metrics import Metrics
 from sf_core.dataplane.gateway.observed import Observed
 from sf_core.dataplane.journal.journal import Fsync, Journal
-from sf_core.dataplane.journal.memory import Memory
 from sf_core.dataplane.runs.records import read_opened
 from sf_core.dataplane.serving import server_config, tune_interpreter
+from sf_core.dataplane.sessions.memory import Memory
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.sessions.view import session_tree
 from sf_core.dataplane.sharding.background import Background
@@ -54,6 +54,9 @@ log = logging.getLogger(__name__)
 LOCK_S = 30.0
 """Seconds to wait for an earlier process to release the lock of its journal."""
 
+MEMORY_S = 0.5
+"""Seconds between reports of the memory of sessions, which the hub bounds."""
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -66,7 +69,6 @@ class Settings:
     key: str | None
     fsync: Fsync
     grace_s: float
-    memory_mb: float
     frames_fd: int = -1
     channel_fd: int = -1
     """Inherited descriptors: of the stream to the hub, and of the channel on which connections arrive."""
@@ -77,8 +79,8 @@ class GatewayProcess:
         self._settings = settings
         self.named = NamedRuns()
         self.runs = self.named.open
-        self.memory = Memory(settings.memory_mb)
-        self.metrics = Metrics(Sessions(self.runs), MemoryUse(self.memory))
+        self.memory = Memory()
+        self.metrics = Metrics(Sessions(self.runs))
         self.siblings = Siblings(Path(settings.folder))
         self._peer = Peer(self._take, self._hub_is_gone)
         self._uplink = Uplink(self._peer)
@@ -93,12 +95,17 @@ class GatewayProcess:
     async def serving(self, _: Starlette) -> AsyncIterator[None]:
         frames = socket.socket(fileno=self._settings.frames_fd)
         await asyncio.get_running_loop().create_unix_connection(lambda: self._peer, sock=frames)
+        self._background.start(self._report_memory())
         yield
         self._background.cancel()
         for run in self.runs.values():
             await run.journal.close()
-        await self.memory.close()
         await self.siblings.close()
+
+    async def _report_memory(self) -> None:
+        while True:
+            self._peer.tell("memory", self.memory.num_bytes)
+            await asyncio.sleep(MEMORY_S)
 
     def _take(self, kind: str, value: Any) -> None:
         if not self._uplink.take(kind, value):
@@ -164,10 +171,12 @@ class GatewayProcess:
                 self._run(run_id).open_new(read_opened({"opened": opened}))
             case "close":
                 run_id, session_id, report = value
-                return await self._run(run_id).close(session_id, FinishBody.model_validate(report))
+                return self._run(run_id).close(session_id, FinishBody.model_validate(report))
             case "tree":
                 run_id, session_id = value
-                return await self._tree(self._run(run_id), session_id)
+                run = self._run(run_id)
+                # JSON, because MessagePack has no integers of more than 64 bits
+                return orjson.dumps(session_tree(run.spec, run.find(session_id)))
             case "figures":
                 return self.metrics.text()
         return None
@@ -176,12 +185,6 @@ class GatewayProcess:
         if (run := self.runs.get(run_id)) is None:
             raise ApiError(503, f"Run {run_id} could not be opened in a gateway process.", retry_after_s=5)
         return run
-
-    async def _tree(self, run: RunShard, session_id: str) -> bytes:
-        session = run.find(session_id)
-        await run.bring_back(session)
-        # JSON, because MessagePack has no integers of more than 64 bits
-        return orjson.dumps(session_tree(run.spec, session))
 
     async def _open_run(
         self, spec: dict[str, Any], opened: list[Any], journal: str, released: bool

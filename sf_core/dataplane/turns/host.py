@@ -9,22 +9,23 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from sf_core.config.failures import Status
 from sf_core.dataplane.bodies import FinishBody, RunSpec
 from sf_core.dataplane.chat.renderer import Renderer
-from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.journal.journal import Journal
-from sf_core.dataplane.journal.memory import Memory
 from sf_core.dataplane.routing.generation import Generation
 from sf_core.dataplane.routing.pace import Pace
 from sf_core.dataplane.sessions.claims import Claim
 from sf_core.dataplane.sessions.export import export_session
 from sf_core.dataplane.sessions.finished import FinishedSession
+from sf_core.dataplane.sessions.memory import Memory
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.sessions.turn_records import overflowed_record
+
+if TYPE_CHECKING:
+    from sf_core.dataplane.turns.retries import InFlightTurn
 
 GRACE_S = 10.0
 """A turn goes on for this long after its client went away: the client may retry."""
@@ -65,6 +66,8 @@ class TurnHost(ABC):
         self.released = False
         """The run is over, unless another attempt of its flow goes on with it."""
         self.sessions: dict[str, Session] = {}
+        self.in_flight: dict[str, list[InFlightTurn]] = {}
+        """Turns in flight, or whose answer a client is still being sent, by session id; see retries.py."""
         self.counters: Counter[str] = Counter()
 
     def open(self, session: Session) -> None:
@@ -72,20 +75,7 @@ class TurnHost(ABC):
         if session.claim is not None and session.claim.place.split == "holdout":
             session.floor = session.claim.place.group
         self.sessions[session.session_id] = session
-        self.memory.add(session, self.spill_dir)
-
-    @property
-    def spill_dir(self) -> Path:
-        return spill_dir_of(self.journal)
-
-    async def bring_back(self, session: Session) -> None:
-        """Load all of a session into memory, where it stays while the caller awaits nothing else or has a
-        turn in flight. Raises ApiError 404 if the session ends meanwhile, 500 if it cannot be read."""
-        while self.memory.is_on_disk(session):
-            await self.memory.load(session)
-        if self.sessions.get(session.session_id) is not session:
-            raise ApiError.no_session(session.session_id)
-        self.memory.use(session)
+        self.memory.add(session)
 
     def forget(self, session_id: str) -> None:
         if (session := self.sessions.pop(session_id, None)) is not None:
@@ -108,9 +98,10 @@ class TurnHost(ABC):
             await self.journal.attend(self.journal.append_chunk(overflowed_record(session.session_id)))
 
     def export(self, session: Session, report: FinishBody) -> FinishedSession:
-        """The result of a dropped session that is in memory. The report has a reward, even for a failure."""
+        """The result of a dropped session. The report has a reward, even for a failure."""
         assert report.reward is not None
-        self.count("abandoned_turns", session.set_aside_unanswered())
+        served = [turn.known for turn in self.in_flight.get(session.session_id, ())]
+        self.count("abandoned_turns", session.set_aside_unanswered(served))
         status = status_of(session, report)
         trajectories = export_session(
             session,
@@ -124,7 +115,7 @@ class TurnHost(ABC):
             status=status,
         )
         versions = [turn.versions for turn in session.turns if len(turn.versions)]
-        session.drop()
+        session.release()
         return FinishedSession(
             session.session_id,
             session.claim,
@@ -151,7 +142,7 @@ class TurnHost(ABC):
 
 
 def status_of(session: Session, report: FinishBody) -> Status:
-    """How a session that is in memory ended. A failure that the policy may have caused shows in the last
+    """How a session ended. A failure that the policy may have caused shows in the last
     request: its prompt did not fit, or its answer had a call that could not be parsed."""
     if report.status == "finished":
         return "finished_after_overflow" if session.has_overflowed else "finished"
@@ -160,8 +151,3 @@ def status_of(session: Session, report: FinishBody) -> Status:
     if session.has_overflowed:
         return "context_overflow"
     return "unparsed_call" if session.turns and session.turns[-1].num_unparsed_calls else "agent_error"
-
-
-def spill_dir_of(journal: Journal) -> Path:
-    """Folder for sessions and results of the journal's run that memory has no room for."""
-    return journal.path.with_suffix(".spill")

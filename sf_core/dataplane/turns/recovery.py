@@ -20,7 +20,7 @@ def session_of(record: Record) -> str:
     return str(record[kind_of(record)][0])
 
 
-async def replay_turn(host: TurnHost, record: Record) -> None:
+def replay_turn(host: TurnHost, record: Record) -> None:
     session = host.sessions.get(session_of(record))
     if session is None:
         return  # the session is over
@@ -29,7 +29,5 @@ async def replay_turn(host: TurnHost, record: Record) -> None:
         versions = Tokens.of(*record[kind][3:6]).versions
         if len(versions):
             host.note_started(session.claim, int(versions.min()))
-    # a session on disk is stored as records, so one can be added without loading it
-    if not await host.memory.append(session, record):
-        replay(session, record)
-        host.memory.use(session)
+    replay(session, record)
+    host.memory.weigh(session)

@@ -16,7 +16,6 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import cast
 
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.journal.journal import Journal, Record
@@ -64,9 +63,9 @@ def _digest(data: bytes, kind: bytes) -> bytes:
     return blake2b(data, digest_size=16, person=kind).digest()
 
 
-def is_known(session: Session, ticket: RequestIdentity) -> bool:
+def is_known(run: TurnHost, session: Session, ticket: RequestIdentity) -> bool:
     """Whether the turn that this request waits for was begun already."""
-    return _find_served(session, ticket) is not None or _find_recorded(session, ticket) is not None
+    return _find_served(run, session, ticket) is not None or _find_recorded(session, ticket) is not None
 
 
 def join_turn(
@@ -77,23 +76,23 @@ def join_turn(
 ) -> Subscriber:
     """A listener on the turn this request waits for: one that is being served, or what `begin` makes, a
     recorded turn continued or a new turn. Raises what `begin` raises."""
-    if (known := _find_served(session, ticket)) is not None:
+    if (known := _find_served(run, session, ticket)) is not None:
         return Subscriber(known)
     if (recorded := _find_recorded(session, ticket)) is not None:
         session.recorded.remove(recorded)
     turn = begin(recorded)
     asked = turn.prompt, ticket.identity
-    session.served = [other for other in session.served if other.known.may_be_asked_again(*asked)]
+    in_flight = run.in_flight.get(session.session_id, ())
+    others = [other for other in in_flight if other.known.may_be_asked_again(*asked)]
     session.recorded = [known for known in session.recorded if known.may_be_asked_again(*asked)]
     served = InFlightTurn(run, session, turn, ticket, recorded)
-    session.served.append(served)
+    run.in_flight[session.session_id] = [*others, served]
     return Subscriber(served)
 
 
-def _find_served(session: Session, ticket: RequestIdentity) -> InFlightTurn | None:
-    # only this module puts turns there
-    in_flight = cast("list[InFlightTurn]", session.served)
-    return next((served for served in reversed(in_flight) if served.is_answer_to(ticket)), None)
+def _find_served(run: TurnHost, session: Session, ticket: RequestIdentity) -> InFlightTurn | None:
+    in_flight = reversed(run.in_flight.get(session.session_id, ()))
+    return next((served for served in in_flight if served.is_answer_to(ticket)), None)
 
 
 def _find_recorded(session: Session, ticket: RequestIdentity) -> RecordedTurn | None:
@@ -199,12 +198,15 @@ class InFlightTurn:
 
     def _settle(self) -> None:
         """Make it a recorded turn, if it was put off or is over without a client left."""
-        session, is_put_off = self._session, self.turn.is_put_off
-        if (is_put_off or not self._listeners) and self in session.served:
-            session.served.remove(self)
+        run, session, is_put_off = self._run, self._session, self.turn.is_put_off
+        in_flight = run.in_flight.get(session.session_id, [])
+        if (is_put_off or not self._listeners) and self in in_flight:
+            in_flight.remove(self)
+            if not in_flight:
+                del run.in_flight[session.session_id]
             if is_put_off or self.error is None:
                 session.recorded.append(self.known)
-        self._run.memory.use(session)
+        run.memory.weigh(session)
 
     def _publish(self, pieces: Pieces) -> None:
         self.pieces.append(pieces)

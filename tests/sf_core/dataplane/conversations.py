@@ -21,11 +21,14 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from sf_core.dataplane.chat.messages import Message, assistant_message
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.chat.tool_formats import ToolCall
+from sf_core.dataplane.journal.journal import Record as JournalRecord
 from sf_core.dataplane.journal.journal import frame, unframe
 from sf_core.dataplane.routing.generation import Generation
 from sf_core.dataplane.sessions.export import export_session
 from sf_core.dataplane.sessions.session import Prompt, Session, Turn
+from sf_core.dataplane.sessions.session_records import replay
 from sf_core.dataplane.sessions.tree import Node
+from sf_core.dataplane.sessions.turn_records import TurnKey, begun_record, turn_record
 from sf_core.engines.scripted import scripted_logprob
 from sf_core.types import Chunk, FinishReason, Sampling
 from storage.schema import NOT_SAMPLED, Trajectory
@@ -117,6 +120,7 @@ class Record:
     renderer: Renderer
     session: Session = field(default_factory=lambda: Session("s"))
     turns: list[tuple[list[int], Turn]] = field(default_factory=list)
+    journal: list[JournalRecord] = field(default_factory=list)
 
     def answer(
         self,
@@ -132,6 +136,8 @@ class Record:
     ) -> Turn:
         """One turn as the gateway records it; `end` appends the end-of-turn token."""
         number = self.session.begin_sample(prompt, 0)
+        key = TurnKey(self.session.session_id, prompt.index, number)
+        self._note(begun_record(key, 0, b"%d" % len(self.turns), self.session.take_unrecorded()))
         asked = prompt.full_ids().tolist()
         ids = ids + [self.renderer.stop_token_ids[-1]] * end
         version = max(version, prompt.version)
@@ -147,8 +153,24 @@ class Record:
             message["reasoning_content"] = reasoning
         self.session.commit(generation, prompt, number, message, unparsed)
         turn = self.session.turns[-1]
+        self._note(turn_record(key, turn, 0))
         self.turns.append((asked, turn))
         return turn
+
+    def replayed(self) -> Session:
+        """The session as a restart makes it of its journal."""
+        session = Session(self.session.session_id)
+        for record in self.journal:
+            replay(session, record)
+        return session
+
+    def restart(self) -> None:
+        self.session = self.replayed()
+        by_place = {(turn.prompt.index, turn.sample): turn for turn in self.session.turns}
+        self.turns = [(asked, by_place[turn.prompt.index, turn.sample]) for asked, turn in self.turns]
+
+    def _note(self, record: JournalRecord) -> None:
+        self.journal.append(unframe(frame(record)))
 
     def export(self) -> list[Trajectory]:
         return export_session(
@@ -166,16 +188,8 @@ class Record:
         return sum(len(turn.ids) for _, turn in self.turns)
 
 
-def spill_and_take_back(session: Session) -> None:
-    """Spill and restore a session like journal/memory.py, with bytes instead of a file."""
-    written = [frame(record) for record in session.records()]
-    session.drop()
-    assert not (session.turns or session.prompts)
-    session.take_back(map(unframe, written))
-
-
 def state_of(session: Session) -> dict[str, Any]:
-    """All state of a session that affects answers and exports."""
+    """All state of a session that affects answers and exports, without requests that may be retried."""
     return {
         "prompts": [
             (
@@ -194,11 +208,6 @@ def state_of(session: Session) -> dict[str, Any]:
         ],
         "turns": [_facts(turn) for turn in session.turns],
         "abandoned": [_facts(turn) for turn in session.abandoned],
-        "nodes": [_number(node) for node in session.nodes],
-        "recorded": [
-            (known.key, known.identity, _number(known.turn), known.delivered, known.unanswered)
-            for known in session.recorded
-        ],
         "branch_reasons": dict(session.branch_reasons),
         "unrecorded": session._num_recorded,
         "openings": session._openings,

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ ANYBODY = Caller(b"", None, None)
 def serving(runs: dict[str, ServedRun], model: str) -> str:
     """Id of the run that answers a request for this model without a session."""
     scope = {"caller": ANYBODY, "path_params": {}}
-    run, _ = asyncio.run(Lookup(runs).find_session(scope, model))
+    run, _ = Lookup(runs).find_session(scope, model)
     return run.spec.run_id
 
 

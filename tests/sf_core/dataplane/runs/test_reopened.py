@@ -13,10 +13,10 @@ from openai import OpenAI
 
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.journal.journal import Journal, kind_of
-from sf_core.dataplane.journal.memory import Memory
 from sf_core.dataplane.runs.recovery import reopen_run
 from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.sessions.export import export_session
+from sf_core.dataplane.sessions.memory import Memory
 from sf_core.dataplane.sessions.view import session_tree
 from storage.trajectories import read_trajectories, to_rows
 from tests.sf_core.dataplane.stand import (

@@ -49,6 +49,23 @@ def test_no_group_is_started_that_no_batch_needs() -> None:
     assert manager(num_batches=0).claim(100) == []
 
 
+def test_while_memory_is_full_groups_of_the_next_batch_are_begun_one_at_a_time() -> None:
+    m = manager()
+    first, *_ = m.claim(1)
+    # a group that has begun is given out whole, and none beside it
+    assert m.num_open_sessions(is_full=True) == 1
+    [second] = m.claim(100, is_full=True)
+    assert (first.place.group, second.place.group) == (0, 0)
+    finish_all(m, [first, second])
+    assert m.num_open_sessions(is_full=True) == 2
+    finish_all(m, m.claim(100, is_full=True))
+    assert m.readiness(0).ready
+    assert m.claim(100, is_full=True) == [], "the batch that may be sealed makes room"
+    assert m.num_open_sessions(is_full=True) == 0
+    m.seal(0)
+    assert {claim.place.group for claim in m.claim(100, is_full=True)} == {2}
+
+
 def test_groups_done_by_earlier_batches_are_not_given_out_again() -> None:
     resumed = RolloutManager(RULES, next_batch=1, version=1, done_groups=[0, 2, 3])
     assert [claim.place.group for claim in resumed.claim(4)] == [1, 1, 4, 4]
@@ -323,19 +340,25 @@ class AnyRun(RuleBasedStateMachine):
         lag_bound=st.integers(0, 3),
         on_max_lag=st.sampled_from(["wait", "drop"]),
         gate=st.sampled_from(["all", "varied"]),
+        is_full=st.booleans(),
     )
-    def begin(self, **rules: object) -> None:
+    def begin(self, is_full: bool, **rules: object) -> None:
+        self.stays_full = is_full
         self.manager = manager(**rules)
         self.running: list[Claim] = []
         self.sampled: dict[Claim, int] = {}
         self.min_versions: dict[int, dict[int, int]] = {}
         self.consumed: set[int] = set()
 
-    @rule(count=st.integers(1, 4))
-    def claim(self, count: int) -> None:
-        num_open = self.manager.num_open_sessions()
-        claimed = self.manager.claim(count)
+    @rule(count=st.integers(1, 4), is_full=st.booleans())
+    def claim(self, count: int, is_full: bool) -> None:
+        before = [group.index for group in self.manager.groups.values() if not group.is_complete]
+        num_open = self.manager.num_open_sessions(is_full)
+        claimed = self.manager.claim(count, is_full)
         assert len(claimed) == min(count, num_open)
+        if is_full:
+            begun = [group.index for group in self.manager.groups.values() if not group.is_complete]
+            assert begun == before or (not before and len(begun) == 1)
         self.running += claimed
 
     @precondition(lambda self: self.running)
@@ -405,7 +428,7 @@ class AnyRun(RuleBasedStateMachine):
             while self.manager.version < self.manager.next_batch:
                 self.publish()
             while not self.manager.readiness(self.manager.next_batch).ready:
-                self.running += self.manager.claim(1000)
+                self.running += self.manager.claim(1000, self.stays_full)
                 assert self.running, "nothing runs and the batch is not ready: a deadlock"
                 for claim in list(self.running):
                     self.end(claim, float(claim.place.member))

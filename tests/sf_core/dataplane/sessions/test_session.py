@@ -30,7 +30,6 @@ from tests.sf_core.dataplane.conversations import (
     family,
     odd_ids,
     shown,
-    spill_and_take_back,
     user,
 )
 from tests.sf_core.dataplane.stand import CALC, say
@@ -349,7 +348,7 @@ def test_where_the_tools_change_a_branch_begins_though_the_tokens_go_on() -> Non
     for tools in ([FIND], [FIND, CALC], []):
         prompt = record.session.open_prompt(messages, tools, renderer)
         messages = [*messages, record.answer(prompt, renderer.encode("x").tolist()).message, user("b")]
-    spill_and_take_back(record.session)
+    record.restart()
     rows = check(record)
     assert [json.loads(row.tools or "[]") for row in rows] == [[FIND], [FIND, CALC], []]
     assert [row.shared_prefix for row in rows] == [0, len(rows[0].token_ids), len(rows[1].token_ids)]
@@ -357,16 +356,28 @@ def test_where_the_tools_change_a_branch_begins_though_the_tokens_go_on() -> Non
 
 
 def test_prompts_of_a_journal_that_knew_no_tools_are_read(renderer: Renderer) -> None:
-    session = Session("s")
-    sample(session, renderer, [user("a")], say(renderer, "x"), [CALC])
-    prompt, *others = session.records()
-    del prompt["prompt"][-1]
-    older = Session("s")
-    older.take_back([prompt, *others])
+    record = Record(renderer)
+    prompt = record.session.open_prompt([user("a")], [CALC], renderer)
+    record.answer(prompt, renderer.encode("x").tolist())
+    [value] = record.journal[0]["prompts"]
+    del value[-1]
+    older = record.replayed()
     assert [row.tools for row in export(older, renderer)] == [None]
     assert [row.token_ids.tolist() for row in export(older, renderer)] == [
-        row.token_ids.tolist() for row in export(session, renderer)
+        row.token_ids.tolist() for row in export(record.session, renderer)
     ]
+
+
+def test_after_a_restart_a_second_conversation_is_known_as_one(renderer: Renderer) -> None:
+    record = Record(renderer)
+    first = user("one")
+    record.answer(record.session.open_prompt([first], [], renderer), renderer.encode("x").tolist())
+    session = record.replayed()
+    system = {"role": "system", "content": "be brief"}
+    asked = [[user("other")], [first, user("and")], [system, first]]
+    reasons = [session.open_prompt(messages, [], renderer).branch_reason for messages in asked]
+    assert reasons == ["other_system", "new_conversation", "other_system"]
+    assert session.open_prompt([first], [CALC], renderer).branch_reason == "other_tools"
 
 
 def test_messages_that_share_a_span_give_it_the_role_they_have_in_common(renderer: Renderer) -> None:

@@ -28,7 +28,6 @@ from tests.sf_core.dataplane.conversations import (
     family,
     odd_ids,
     shown,
-    spill_and_take_back,
     state_of,
     user,
 )
@@ -57,7 +56,7 @@ class Conversations(RuleBasedStateMachine):
         self.name, self.rng = name, random.Random(seed)
         self.renderer = family(name)
         self.record = Record(self.renderer)
-        self.always_in_memory = Record(self.renderer)
+        self.undisturbed = Record(self.renderer)
         self.version = 0
         self.open = [Conversation([user("start")], [])]
 
@@ -72,9 +71,9 @@ class Conversations(RuleBasedStateMachine):
         self.version += 1
 
     @rule()
-    def spill_and_come_back(self) -> None:
+    def restart(self) -> None:
         before = state_of(self.record.session)
-        spill_and_take_back(self.record.session)
+        self.record.restart()
         assert state_of(self.record.session) == before
 
     @rule(kind=st.sampled_from(["plain", "think", "call", "think_call"]), end=st.booleans(), text=st.data())
@@ -154,14 +153,14 @@ class Conversations(RuleBasedStateMachine):
             answer = self.renderer.encode(shown(self.renderer, answer)).tolist()
         ids = asked + answer + self.renderer.encode(text).tolist()
         prompt = self.record.session.open_ids(ids)
-        self.always_in_memory.session.open_ids(ids)
+        self.undisturbed.session.open_ids(ids)
         assert prompt.full_ids().tolist() == ids
         assert self.record.session.open_ids(ids) is prompt
         self._answer(prompt, odd_ids(self.renderer, text, self.rng))
 
     def teardown(self) -> None:
         if hasattr(self, "record") and self.record.turns:
-            assert state_of(self.record.session) == state_of(self.always_in_memory.session)
+            assert state_of(self.record.session) == state_of(self.undisturbed.session)
             check(self.record)
 
     def _pick(self) -> Conversation:
@@ -177,15 +176,15 @@ class Conversations(RuleBasedStateMachine):
 
     def _open(self, conversation: Conversation, forced: str = "") -> Prompt:
         prompts = []
-        for record in (self.always_in_memory, self.record):
+        for record in (self.undisturbed, self.record):
             messages = [dict(message) for message in conversation.messages]
             tools = conversation.tools
             prompts.append(record.session.open_prompt(messages, tools, self.renderer, forced))
         return prompts[-1]
 
     def _answer(self, prompt: Prompt, ids: list[int], **options: Any) -> Turn:
-        same = self.always_in_memory.session.prompts[prompt.index]
-        self.always_in_memory.answer(same, ids, version=self.version, **options)
+        same = self.undisturbed.session.prompts[prompt.index]
+        self.undisturbed.answer(same, ids, version=self.version, **options)
         return self.record.answer(prompt, ids, version=self.version, **options)
 
     def _turn(self, conversation: Conversation, kind: str, said: str, end: bool) -> None:

@@ -10,7 +10,7 @@ from sf_core.dataplane.bodies import FinishBody, RunSpec
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.journal.journal import Journal
-from sf_core.dataplane.journal.memory import Memory
+from sf_core.dataplane.sessions.memory import Memory
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.sharding.gateway_run import RunShard
 from sf_core.dataplane.sharding.peer import Peer
@@ -32,10 +32,10 @@ async def test_a_session_that_is_closed_again_leaves_the_same_behind(
     run.open(session := Session("run.open.1"))
     sample(session, renderer, [user("hi")], say(renderer, "yes"))
     report = FinishBody(status="finished", reward=1.0)
-    left = await run.close("run.open.1", report)
+    left = run.close("run.open.1", report)
     assert [row["reward"] for row in left["trajectories"]] == [1.0]
-    assert await run.close("run.open.1", report) == left
+    assert run.close("run.open.1", report) == left
     run.forget_closed("run.open.1")
     with pytest.raises(ApiError, match="unknown or over"):
-        await run.close("run.open.1", report)
+        run.close("run.open.1", report)
     await journal.close()

@@ -19,9 +19,9 @@ from sf_core.dataplane.bodies import ClaimBody, FinishBody, RunSpec
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.journal.journal import Journal
-from sf_core.dataplane.journal.memory import Memory
 from sf_core.dataplane.runs.recovery import open_run, reopen_run
 from sf_core.dataplane.runs.run import ServedRun, limits_of
+from sf_core.dataplane.sessions.memory import Memory
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.answer import Answer
 from sf_core.dataplane.turns.request import TurnRequest

@@ -1,0 +1,185 @@
+"""Runs whose sessions and results do not fit the memory of their data plane."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sf_core.dataplane.bodies import ClaimBody
+from sf_core.dataplane.chat.renderer import Renderer
+from sf_core.dataplane.control.plane import DataPlane
+from sf_core.dataplane.control.status import batch_status, evaluation_status, work_of
+from tests.sf_core.dataplane.gateway.test_observed import figures
+from tests.sf_core.dataplane.runs.test_replay import Driver
+from tests.sf_core.dataplane.stand import attended, finish, running_app
+
+KB = 1 / 1024
+"""A kilobyte in MB."""
+
+NOTHING = 0.001 * KB
+"""A bound in MB that the first session exceeds."""
+
+REASON = "of 0.0 MB held, so that groups are begun one at a time: raise --memory-mb"
+
+
+class NarrowDriver(Driver):
+    """Flow and agent runner of a run in a data plane with little memory."""
+
+    def __init__(self, folder: Path, model_dir: str, renderer: Renderer, memory_mb: float) -> None:
+        super().__init__(folder, model_dir, renderer)
+        self.plane = DataPlane(str(folder / "narrow"), memory_mb=memory_mb)
+        self.memory_mb = memory_mb
+
+    async def restart(self) -> None:
+        await self.plane.close()
+        self.plane = DataPlane(str(self.folder / "narrow"), memory_mb=self.memory_mb)
+        await self.plane.reopen()
+
+    @property
+    def num_begun(self) -> int:
+        """Number of groups begun that are not complete."""
+        return sum(not group.is_complete for group in self.run.manager.groups.values())
+
+    def check(self, num_begun: int, was_full: bool) -> None:
+        """The account is exact, and full memory lets no group begin beside another one."""
+        run, memory = self.run, self.plane.memory
+        items = [*run.sessions.values(), *run.results.by_place.values(), *run.results.opened.values()]
+        for session in run.sessions.values():
+            memory.weigh(session)
+        assert memory.num_bytes == sum(item.num_bytes for item in items)
+        if was_full:
+            assert self.num_begun <= max(num_begun, 1)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    bound_kb=st.sampled_from([0.001, 10, 20, 40]),
+    operations=st.lists(
+        st.sampled_from(
+            ["claim", "finish", "fail", "lose", "play", "play", "seal", "seal", "publish", "restart"]
+        ),
+        max_size=40,
+    ),
+)
+def test_above_the_bound_is_only_what_groups_that_have_begun_add(
+    model_dir: str, renderer: Renderer, bound_kb: float, operations: list[str]
+) -> None:
+    async def scenario(folder: Path) -> None:
+        driver = NarrowDriver(folder, model_dir, renderer, bound_kb * KB)
+        await driver.register()
+        for operation in operations:
+            begun, was_full = driver.num_begun, driver.plane.memory.is_full
+            await getattr(driver, operation)()
+            # results may free memory and sessions fill it within one of these
+            driver.check(begun, was_full and operation in ("claim", "finish", "fail", "lose"))
+        await driver.plane.close()
+
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(scenario(Path(folder)))
+
+
+def test_a_run_without_room_finishes_its_batches_and_says_why_it_is_slow(
+    tmp_path: Path, model_dir: str, renderer: Renderer
+) -> None:
+    async def scenario() -> None:
+        driver = NarrowDriver(tmp_path, model_dir, renderer, NOTHING)
+        await driver.register(gate="all", groups_per_batch=3)
+        await driver.evaluate()
+        manager = driver.run.manager
+        while manager.next_batch < 3:
+            batch = manager.next_batch
+            while not manager.readiness(batch).ready:
+                await driver.claim()
+                assert driver.num_begun <= 1 or not driver.plane.memory.is_full
+                assert REASON in batch_status(driver.run, batch)["waiting_for"]
+                await driver.finish()
+            assert batch_status(driver.run, batch)["waiting_for"] == ""
+            await driver.seal()
+            await driver.publish()
+        assert manager.evaluations[0].is_complete
+        await driver.plane.close()
+
+    asyncio.run(scenario())
+
+
+def test_members_of_groups_that_have_begun_and_held_out_sessions_are_given_out_all_the_same(
+    tmp_path: Path, model_dir: str, renderer: Renderer
+) -> None:
+    async def scenario() -> None:
+        driver = NarrowDriver(tmp_path, model_dir, renderer, NOTHING)
+        await driver.register()
+        first, _ = await driver.run.claim(ClaimBody(runner="a1", max=1))
+        assert driver.plane.memory.is_full
+        assert work_of(driver.run)["agent"] == 2, "no more runners are asked for than the group needs"
+        others, _ = await driver.run.claim(ClaimBody(runner="a2", max=10))
+        assert [s.claim.place for s in (*first, *others) if s.claim] == [("train", 0, 0), ("train", 0, 1)]
+        await driver.run.start_evaluation(0, 3)
+        held_out, _ = await driver.run.claim(ClaimBody(runner="a2", max=10, running=[others[0].session_id]))
+        assert [session.claim.place for session in held_out if session.claim] == [
+            ("holdout", 0, task) for task in range(3)
+        ]
+        group = driver.run.manager.evaluations[0]
+        assert "memory" not in evaluation_status(driver.run, 0, group)["waiting_for"]
+        await driver.plane.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_claim_that_waits_for_memory_is_answered_when_another_run_gives_some_back(
+    tmp_path: Path, model_dir: str, renderer: Renderer
+) -> None:
+    async def scenario() -> None:
+        driver = NarrowDriver(tmp_path, model_dir, renderer, 4 * KB)
+        await driver.register(run_id="other", group_size=4)
+        other = driver.plane.runs["other"]
+        await driver.register(run_id="run", group_size=1)
+        [first], _ = await driver.run.claim(ClaimBody(runner="a1", max=1))
+        await other.claim(ClaimBody(runner="a", max=4))
+        assert driver.plane.memory.is_full
+        waiting = asyncio.ensure_future(
+            driver.run.claim(ClaimBody(runner="a1", max=9, wait_s=600.0, running=[first.session_id]))
+        )
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        other.release()
+        sessions, _ = await asyncio.wait_for(waiting, 20)
+        assert sessions
+        await driver.plane.close()
+
+    asyncio.run(scenario())
+
+
+def test_sessions_from_outside_are_refused_until_there_is_room(
+    tmp_path: Path, model_dir: str, renderer: Renderer
+) -> None:
+    with running_app(memory_mb=4 * KB) as url, attended(url, tmp_path, model_dir) as server:
+        server.register(group_size=1, groups_per_batch=1)
+        server.connect(lambda prompt, seed: renderer.encode("yes").tolist())
+        opened = [server.post("/sessions", {"run_id": "run"})["session_id"] for _ in range(2)]
+        refused = server.http.post("/sessions", json={"run_id": "run"})
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "5")
+        error = refused.json()["error"]
+        assert (error["code"], error["message"]) == (
+            "memory_full",
+            "No session is opened now, memory: 0.0 of 0.0 MB held: ask again, or start the data plane with "
+            "more --memory-mb.",
+        )
+        [claim] = server.claim()
+        with ThreadPoolExecutor(1) as agent:
+            body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+            path = f"/sessions/{claim['session_id']}"
+            agent.submit(server.post, f"{path}/v1/chat/completions", body).result(20)
+        held = figures(server)
+        assert held["sf_memory_bytes",] > held["sf_memory_bound_bytes",] == 4096
+        finish(server, claim)
+        assert "sf_memory" in server.http.get("/metrics").text
+        for name in opened:
+            server.post(f"/sessions/{name}/finish", {"status": "failed"})
+        server.post("/runs/run/batches/0/seal", {"attempt": 1})
+        assert figures(server)["sf_memory_bytes",] == 0
+        server.post("/sessions", {"run_id": "run"})

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from sf_core.dataplane.sessions.memory import Memory
+from sf_core.dataplane.signals import Signal
+
+MB = 2**20
+
+
+@dataclass(eq=False)
+class Item:
+    num_bytes: int
+
+
+def test_items_are_counted_as_they_were_when_they_were_last_weighed() -> None:
+    memory = Memory(1)
+    session, result = Item(MB), Item(10)
+    memory.add(session)
+    memory.add(session)
+    assert (memory.num_bytes, memory.is_full) == (MB, False)
+    memory.add(result)
+    assert (memory.num_bytes, memory.is_full) == (MB + 10, True)
+    session.num_bytes = 5
+    assert memory.num_bytes == MB + 10
+    memory.weigh(session)
+    assert (memory.num_bytes, memory.is_full) == (15, False)
+    memory.remove(session)
+    memory.remove(result)
+    assert memory.num_bytes == 0
+
+
+def test_an_item_that_is_not_counted_may_be_weighed_and_removed() -> None:
+    memory = Memory(1)
+    memory.weigh(Item(7))
+    memory.remove(Item(7))
+    assert memory.num_bytes == 0
+
+
+def test_whoever_waits_for_memory_is_woken_once_it_is_no_longer_full() -> None:
+    async def scenario() -> None:
+        memory, signal = Memory(1), Signal()
+        memory.watchers.add(signal)
+        large, small = Item(MB), Item(10)
+        memory.add(large)
+        memory.add(small)
+        waiting = asyncio.ensure_future(signal.wait())
+        await asyncio.sleep(0)
+        small.num_bytes = 5
+        memory.weigh(small)
+        await asyncio.sleep(0)
+        assert not waiting.done(), "it is still full"
+        memory.remove(small)
+        await asyncio.wait_for(waiting, 10)
+
+    asyncio.run(scenario())
+
+
+def test_it_says_how_much_of_what_is_held() -> None:
+    memory = Memory(2000)
+    memory.add(Item(2100 * MB))
+    assert str(memory) == "memory: 2,100.0 of 2,000.0 MB held"
