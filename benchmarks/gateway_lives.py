@@ -24,6 +24,7 @@ from sf_core.config import RunConfig
 from sf_core.dataplane.bodies import RunSpec
 from sf_core.dataplane.chat.messages import assistant_message
 from sf_core.dataplane.control.plane import DataPlane
+from sf_core.dataplane.options import DataplaneOptions
 from sf_core.dataplane.routing.generation import Generation
 from sf_core.dataplane.runs.records import opened_record
 from sf_core.dataplane.runs.run import ServedRun
@@ -191,7 +192,7 @@ async def journal(folder: Path, turns: int, concurrency: int = 64) -> Line:
     """Record turns of 200 tokens, ten to a session, in `concurrency` sessions at once; each turn waits for
     its fsync. Then open the run again from its journal."""
     make_policy(str(folder / "model"), RunConfig().policy, seed=0)
-    plane = DataPlane(str(folder / "plane"))
+    plane = DataPlane(DataplaneOptions(str(folder / "plane")))
     run = await plane.register(_journaled_run(folder))
     numbers = iter(range(-(-turns // TURNS_PER_SESSION)))
 
@@ -204,7 +205,7 @@ async def journal(folder: Path, turns: int, concurrency: int = 64) -> Line:
     seconds = time.perf_counter() - started
     await plane.close()
     started = time.perf_counter()
-    reopened = DataPlane(str(folder / "plane"))
+    reopened = DataPlane(DataplaneOptions(str(folder / "plane")))
     await reopened.reopen()
     recovery_s = time.perf_counter() - started
     turns_read = [turn for s in reopened.runs["journal"].sessions.values() for turn in s.turns]

@@ -19,7 +19,7 @@ from sf_core.cli.stack.local import start_dataplane
 from sf_core.cli.stack.processes import Part
 from sf_core.cli.stack.supervisor import Process, Supervisor
 from sf_core.config import RunConfig
-from sf_core.dataplane.sessions.memory import MEMORY_MB
+from sf_core.dataplane.options import DataplaneOptions
 from sf_core.models.builtin import make_policy
 
 MODEL = "policy"
@@ -122,7 +122,7 @@ def _cpu_s(pid: int) -> float:
 
 @contextlib.contextmanager
 def gateway(
-    stack: Supervisor, folder: Path, memory_mb: float = MEMORY_MB, num_gateways: int = 1
+    stack: Supervisor, folder: Path, memory_mb: float = DataplaneOptions.memory_mb, num_gateways: int = 1
 ) -> Iterator[Gateway]:
     if not (folder / "model").exists():
         shape = {"hidden_size": 32, "num_layers": 1}

@@ -8,7 +8,7 @@ import typer
 
 from sf_core.cli.terminal import fail
 from sf_core.config.addresses import MAX_PORT
-from sf_core.dataplane.journal.journal import Fsync
+from sf_core.dataplane.options import DataplaneOptions, Fsync
 
 commands = typer.Typer()
 
@@ -75,30 +75,25 @@ def dataplane(
     ] = None,
     fsync: Annotated[
         Fsync, typer.Option(help="On disk before it is forwarded: turns, chunks of streams too, or grouped.")
-    ] = "turn",
+    ] = DataplaneOptions.fsync,
     grace_s: Annotated[
         float, typer.Option(min=0, help="A turn goes on for so long without its client.")
-    ] = 10.0,
-    gateways: Annotated[int, typer.Option(min=1, help="Processes that serve turns; 1: all in one.")] = 1,
+    ] = DataplaneOptions.grace_s,
+    gateways: Annotated[
+        int, typer.Option(min=1, help="Processes that serve turns; 1: all in one.")
+    ] = DataplaneOptions.num_gateways,
     memory_mb: Annotated[
         float, typer.Option(min=1, help="For sessions and results; above it nothing new is begun.")
-    ] = 2048,
+    ] = DataplaneOptions.memory_mb,
+    port_file: Annotated[str | None, typer.Option(help="File for the port, written once it is open.")] = None,
 ) -> None:
     """Serve a data plane for many runs. Its key is read from SF_DATAPLANE_KEY."""
     from sf_core.config.environment import dataplane_key
     from sf_core.dataplane.server import serve
 
     try:
-        serve(
-            host,
-            port,
-            key=dataplane_key(),
-            journal_dir=journal_dir,
-            fsync=fsync,
-            grace_s=grace_s,
-            memory_mb=memory_mb,
-            num_gateways=gateways,
-        )
+        options = DataplaneOptions(journal_dir, fsync, grace_s, memory_mb, gateways)
+        serve(host, port, options, port_file=port_file, key=dataplane_key())
     except ValueError as error:
         fail(str(error))
     except OSError as error:

@@ -10,32 +10,25 @@ import uvicorn
 
 from sf_core.config.addresses import is_loopback
 from sf_core.dataplane.control.app import make_app
-from sf_core.dataplane.journal.journal import Fsync
+from sf_core.dataplane.options import DataplaneOptions
 from sf_core.dataplane.serving import server_config, tune_interpreter
-from sf_core.dataplane.sessions.memory import MEMORY_MB
-from sf_core.dataplane.turns.host import GRACE_S
 
 
 def serve(
-    host: str = "127.0.0.1",
-    port: int = 0,
+    host: str,
+    port: int,
+    options: DataplaneOptions,
+    *,
     port_file: str | None = None,
     key: str | None = None,
-    journal_dir: str | None = None,
-    fsync: Fsync = "turn",
-    grace_s: float = GRACE_S,
-    memory_mb: float = MEMORY_MB,
-    num_gateways: int = 1,
 ) -> None:
     """Serve until SIGINT or SIGTERM. Port 0 means any free one; `port_file` is written once connections are
-    accepted. With more than one gateway process, those serve the turns and this one does everything else.
+    accepted. With more than one gateway process those serve the turns, and this one does the rest.
 
-    Raises ValueError for an address that is not loopback without a key, for `num_gateways` below 1, and for
-    a journal directory that another data plane uses."""
+    Raises ValueError for an address that others can reach without a key, and for a journal directory that
+    another data plane uses."""
     if key is None and not is_loopback(host):
         raise ValueError(f"{host} can be reached by others: set SF_DATAPLANE_KEY, or serve on 127.0.0.1")
-    if num_gateways < 1:
-        raise ValueError(f"--gateways must be at least 1, got {num_gateways}")
 
     def listen() -> socket.socket:
         listening = socket.create_server((host, port), backlog=2048, family=_family(host))
@@ -43,12 +36,12 @@ def serve(
             _write_whole(Path(port_file), str(listening.getsockname()[1]))
         return listening
 
-    if num_gateways > 1:
-        # imported here because a single process needs none of it
+    if options.num_gateways > 1:
+        # imported here: one process needs nothing of it
         from sf_core.dataplane.sharding.hub_server import serve_with_gateways
 
-        return serve_with_gateways(num_gateways, listen, key, journal_dir, fsync, grace_s, memory_mb)
-    server = uvicorn.Server(server_config(make_app(key, journal_dir, fsync, grace_s, memory_mb)))
+        return serve_with_gateways(listen, key, options)
+    server = uvicorn.Server(server_config(make_app(key, options)))
     listening = listen()
     tune_interpreter()
     server.run(sockets=[listening])

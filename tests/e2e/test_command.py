@@ -97,7 +97,7 @@ def test_ctrl_c_leaves_no_process_and_the_run_is_resumed_as_it_was_configured(
         resume, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
         await_part(process.pid, "flows.train")
-        await_part(process.pid, "sf_core.dataplane").kill()
+        await_part(process.pid, "dataplane").kill()
         resumed, _ = process.communicate(timeout=180)
     assert process.returncode == 0, resumed
     assert "held-out reward" in resumed

@@ -21,7 +21,7 @@ from sf_core.cli.stack import processes
 from sf_core.cli.stack.processes import PREFECT_SETTINGS, Part
 from sf_core.cli.stack.supervisor import Process, StackError, Supervisor
 from sf_core.config import WorkerConfig
-from sf_core.dataplane.sessions.memory import MEMORY_MB
+from sf_core.dataplane.options import DataplaneOptions
 from sf_core.scheduling.plan import read_workers
 from sf_core.scheduling.worker import DASK_SETTINGS
 
@@ -182,7 +182,7 @@ def start_dataplane(
     stack: Supervisor,
     directory: Path,
     port: int | None = None,
-    memory_mb: float = MEMORY_MB,
+    memory_mb: float = DataplaneOptions.memory_mb,
     num_gateways: int = 1,
 ) -> Callable[[], str]:
     """Start a data plane on loopback; the returned function waits for it and returns its URL. Restarted in

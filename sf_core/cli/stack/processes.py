@@ -11,7 +11,7 @@ import certifi
 
 from sf_core.config import WorkerConfig
 from sf_core.config.addresses import is_loopback
-from sf_core.dataplane.sessions.memory import MEMORY_MB
+from sf_core.dataplane.options import DataplaneOptions
 from sf_core.scheduling.worker import LOG_SETTINGS, NO_DASHBOARD, worker_command, worker_environment
 
 LOOPBACK = "127.0.0.1"
@@ -82,11 +82,13 @@ def dask_worker(name: str, worker: WorkerConfig, scheduler: Iterable[str], direc
     )
 
 
-def dataplane(directory: Path, port: int, *, memory_mb: float = MEMORY_MB, num_gateways: int = 1) -> Part:
+def dataplane(
+    directory: Path, port: int, *, memory_mb: float = DataplaneOptions.memory_mb, num_gateways: int = 1
+) -> Part:
     """A data plane with its journal in the directory."""
     options = ["--port", str(port), "--journal-dir", str(directory / "dataplane")]
     options += ["--memory-mb", str(memory_mb), "--gateways", str(num_gateways)]
-    return Part("dataplane", _module("sf_core.dataplane", *options))
+    return Part("dataplane", _module("sf_core", "dataplane", *options))
 
 
 def client_settings(authority: Path) -> dict[str, str]:

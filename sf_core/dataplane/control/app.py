@@ -51,12 +51,11 @@ from sf_core.dataplane.gateway.endpoint import read_body
 from sf_core.dataplane.gateway.keys import KeyCheck
 from sf_core.dataplane.gateway.metrics import Metrics
 from sf_core.dataplane.gateway.observed import Observed
-from sf_core.dataplane.journal.journal import Fsync
+from sf_core.dataplane.options import DataplaneOptions
 from sf_core.dataplane.runs.recovery import MakeRun
 from sf_core.dataplane.runs.run import ServedRun
-from sf_core.dataplane.sessions.memory import MEMORY_MB, Memory
+from sf_core.dataplane.sessions.memory import Memory
 from sf_core.dataplane.sessions.session import Session
-from sf_core.dataplane.turns.host import GRACE_S
 from sf_core.types import WeightsRef
 
 MAX_WAIT_S = 30.0
@@ -79,21 +78,20 @@ class Shards(Protocol):
         """Prometheus texts by process."""
 
 
+DEFAULTS = DataplaneOptions()
+
 Answering = Callable[[Request], Awaitable[Answer]]
 
 
 def make_app(
     key: str | None = None,
-    journal_dir: str | None = None,
-    fsync: Fsync = "turn",
-    grace_s: float = GRACE_S,
-    memory_mb: float = MEMORY_MB,
+    options: DataplaneOptions = DEFAULTS,
     shards: Shards | None = None,
 ) -> Starlette:
     """The ASGI application; without `shards` it serves turns itself. Raises ValueError if another data plane
     uses the journal directory."""
     make_run = ServedRun if shards is None else shards.make_run
-    plane = DataPlane(journal_dir, fsync, grace_s, memory_mb, make_run)
+    plane = DataPlane(options, make_run)
     routes = Routes(plane)
     metrics = Metrics(Runs(plane.runs), MemoryUse(plane.memory))
 

@@ -17,17 +17,17 @@ from sf_core.dataplane.bodies import RunSpec, SessionBody
 from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError
 from sf_core.dataplane.gateway.keys import Caller
 from sf_core.dataplane.gateway.lookup import Lookup, allowed, no_model
-from sf_core.dataplane.journal.journal import Fsync, Journal
+from sf_core.dataplane.journal.journal import Journal
 from sf_core.dataplane.journal.open_runs import OpenRuns
+from sf_core.dataplane.options import DataplaneOptions
 from sf_core.dataplane.routing.connection import EngineConnection
 from sf_core.dataplane.runs.external import ExternalSessions
 from sf_core.dataplane.runs.records import released_record, run_record, weights_record
 from sf_core.dataplane.runs.recovery import Answers, MakeRun, begin_attempt, open_run, read_past, reopen_run
 from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.runs.sealing import Sealer
-from sf_core.dataplane.sessions.memory import MEMORY_MB, Memory
+from sf_core.dataplane.sessions.memory import Memory
 from sf_core.dataplane.sessions.session import Session
-from sf_core.dataplane.turns.host import GRACE_S
 from sf_core.types import WeightsRef
 from storage.files import StorageError, is_local
 from storage.run_directory import RunDirectory
@@ -43,10 +43,7 @@ LET_GO_S = 600.0
 class DataPlane:
     def __init__(
         self,
-        journal_dir: str | None = None,
-        fsync: Fsync = "turn",
-        grace_s: float = GRACE_S,
-        memory_mb: float = MEMORY_MB,
+        options: DataplaneOptions,
         make_run: MakeRun = ServedRun,
     ) -> None:
         """A journal directory lets `reopen` serve again the runs that were open when the last process there
@@ -55,10 +52,10 @@ class DataPlane:
         self.sealers: dict[str, Sealer] = {}
         self.stores: dict[str, ExternalSessions] = {}
         self.sessions = Lookup(self.runs)
-        self.memory = Memory(memory_mb)
-        self._journal_dir, self._fsync, self._grace_s = journal_dir, fsync, grace_s
+        self.memory = Memory(options.memory_mb)
+        self._options = options
         self._make_run = make_run
-        self._open_runs = None if journal_dir is None else OpenRuns(Path(journal_dir))
+        self._open_runs = None if options.journal_dir is None else OpenRuns(Path(options.journal_dir))
         self._registering = asyncio.Lock()
         self._background: set[asyncio.Task[None]] = set()
         self._over_s: dict[str, float] = {}
@@ -69,7 +66,7 @@ class DataPlane:
         for path in self._open_runs.journals if self._open_runs else ():
             try:
                 reopened = await reopen_run(
-                    Journal(path, self._fsync), self._grace_s, self.memory, self._make_run
+                    Journal(path, self._options.fsync), self._options.grace_s, self.memory, self._make_run
                 )
                 if reopened is not None:
                     self._serve(*reopened)
@@ -101,7 +98,7 @@ class DataPlane:
 
     async def _open(self, spec: RunSpec) -> ServedRun:
         journal = self._open_journal(spec)
-        opening = open_run(spec, journal, self._grace_s, self.memory, self._make_run)
+        opening = open_run(spec, journal, self._options.grace_s, self.memory, self._make_run)
         try:
             run, answers = await journal.attend(opening)
         except ApiError:
@@ -232,8 +229,8 @@ class DataPlane:
             folder = RunDirectory(spec.run_dir).journal_dir
         else:
             # remote filesystems do not append; this directory survives the process, as a journal must
-            folder = self._journal_dir or str(Path(tempfile.gettempdir()) / "seamlessflow")
-        return Journal(Path(folder) / f"{spec.run_id}.journal", self._fsync)
+            folder = self._options.journal_dir or str(Path(tempfile.gettempdir()) / "seamlessflow")
+        return Journal(Path(folder) / f"{spec.run_id}.journal", self._options.fsync)
 
 
 def _not_served(run_id: str) -> ApiError:

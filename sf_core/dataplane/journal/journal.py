@@ -20,11 +20,12 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import msgpack
 
 from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError
+from sf_core.dataplane.options import Fsync
 from sf_core.dataplane.signals import Signal
 
 log = logging.getLogger(__name__)
@@ -36,10 +37,6 @@ Compaction = tuple[list[Record], Callable[[Record], bool]]
 Waiter = asyncio.Future[None]
 T = TypeVar("T")
 
-Fsync = Literal["turn", "chunk", "group"]
-"""What is forced to disk before it is passed on. turn: whole turns and results; a chunk of a stream is only
-handed to the kernel, which survives the death of the process, not of the machine. chunk: every chunk too.
-group: like turn, but records that arrive within GATHER_S share one fsync."""
 
 GATHER_S = 0.005
 

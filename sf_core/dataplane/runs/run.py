@@ -24,6 +24,7 @@ from sf_core.dataplane.bodies import (
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.journal.journal import Compaction, Journal
+from sf_core.dataplane.options import DataplaneOptions
 from sf_core.dataplane.routing.router import Router
 from sf_core.dataplane.routing.wait_queue import Limits
 from sf_core.dataplane.runs.endings import Closing, Endings
@@ -48,7 +49,7 @@ from sf_core.dataplane.sessions.memory import Memory
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.sessions.view import session_tree
 from sf_core.dataplane.signals import Signal
-from sf_core.dataplane.turns.host import GRACE_S, TurnHost
+from sf_core.dataplane.turns.host import TurnHost
 from sf_core.types import WeightsRef
 
 log = logging.getLogger(__name__)
@@ -85,7 +86,7 @@ class ServedRun(TurnHost):
         spec: RunSpec,
         renderer: Renderer,
         journal: Journal,
-        grace_s: float = GRACE_S,
+        grace_s: float = DataplaneOptions.grace_s,
         memory: Memory | None = None,
     ) -> None:
         router = Router(WeightsRef(spec.version, spec.weights_uri), limits_of(spec), renderer.num_ids)

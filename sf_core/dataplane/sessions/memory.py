@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from sf_core.dataplane.options import DataplaneOptions
 from sf_core.dataplane.signals import Signal
-
-MEMORY_MB = 2048
 
 
 class Sized(Protocol):
@@ -20,7 +19,7 @@ class Sized(Protocol):
 
 
 class Memory:
-    def __init__(self, bound_mb: float = MEMORY_MB) -> None:
+    def __init__(self, bound_mb: float = DataplaneOptions.memory_mb) -> None:
         self.bound_bytes = int(bound_mb * 2**20)
         self.num_bytes = 0
         """Bytes of all items when they were last weighed."""

@@ -25,7 +25,8 @@ from starlette.middleware import Middleware
 from sf_core.dataplane.bodies import RunSpec
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError
-from sf_core.dataplane.journal.journal import Fsync, Journal
+from sf_core.dataplane.journal.journal import Journal
+from sf_core.dataplane.options import DataplaneOptions
 from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.sessions.memory import Memory
 from sf_core.dataplane.sharding.background import Background
@@ -54,19 +55,16 @@ END_S = 5.0
 class Gateways:
     """All gateway processes of a hub."""
 
-    def __init__(
-        self, num_gateways: int, folder: Path, key: str | None, fsync: Fsync, grace_s: float
-    ) -> None:
+    def __init__(self, folder: Path, key: str | None, options: DataplaneOptions) -> None:
         """The folder is for sockets."""
-        self.num_gateways, self.folder = num_gateways, folder
+        self.num_gateways, self.folder = options.num_gateways, folder
         self._key = key
         self._siblings = Siblings(folder)
         self.runs: dict[str, ShardedRun] = {}
         """Runs that the processes know of, by id."""
         self._spread = 0
         self._processes = [
-            _Kept(Settings(i, num_gateways, str(folder), key, fsync, grace_s), self.runs)
-            for i in range(num_gateways)
+            _Kept(Settings(i, options, str(folder), key), self.runs) for i in range(options.num_gateways)
         ]
 
     def make_run(

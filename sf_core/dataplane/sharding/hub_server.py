@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sf_core.dataplane.control.app import make_app
-from sf_core.dataplane.journal.journal import Fsync
+from sf_core.dataplane.options import DataplaneOptions
 from sf_core.dataplane.serving import server_config, tune_interpreter
 from sf_core.dataplane.sharding.forwarding import socket_path
 from sf_core.dataplane.sharding.hub import Gateways
@@ -20,13 +20,7 @@ MAX_FOLDER_CHARS = 80
 
 
 def serve_with_gateways(
-    num_gateways: int,
-    listen: Callable[[], socket.socket],
-    key: str | None,
-    journal_dir: str | None,
-    fsync: Fsync,
-    grace_s: float,
-    memory_mb: float,
+    listen: Callable[[], socket.socket], key: str | None, options: DataplaneOptions
 ) -> None:
     """See `serve`; `listen` is called once it is known that no other data plane uses the journal directory.
     Raises ValueError too if the folder for temporary files has too long a path."""
@@ -34,8 +28,8 @@ def serve_with_gateways(
     with tempfile.TemporaryDirectory(prefix="sf-gateways-", ignore_cleanup_errors=True) as folder:
         if len(folder) > MAX_FOLDER_CHARS:
             raise ValueError(f"the path {folder} is too long for sockets: set TMPDIR to a shorter one")
-        gateways = Gateways(num_gateways, Path(folder), key, fsync, grace_s)
-        app = make_app(key, journal_dir, fsync, grace_s, memory_mb, gateways)
+        gateways = Gateways(Path(folder), key, options)
+        app = make_app(key, options, gateways)
         config = server_config(app, socket_path(gateways.folder, PathOwner.HUB))
         server = AdoptingServer(config, Port(listen(), gateways.pass_on))
         tune_interpreter()

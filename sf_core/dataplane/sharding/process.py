@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import orjson
 from starlette.applications import Starlette
@@ -35,7 +35,8 @@ from sf_core.dataplane.gateway.keys import KeyCheck
 from sf_core.dataplane.gateway.lookup import Lookup
 from sf_core.dataplane.gateway.metrics import Metrics
 from sf_core.dataplane.gateway.observed import Observed
-from sf_core.dataplane.journal.journal import Fsync, Journal
+from sf_core.dataplane.journal.journal import Journal
+from sf_core.dataplane.options import DataplaneOptions
 from sf_core.dataplane.runs.records import read_opened
 from sf_core.dataplane.serving import server_config, tune_interpreter
 from sf_core.dataplane.sessions.memory import Memory
@@ -63,12 +64,10 @@ class Settings:
     """Settings that the hub writes to standard input, as JSON."""
 
     index: int
-    num_gateways: int
+    options: DataplaneOptions
     folder: str
     """Folder of the Unix sockets."""
     key: str | None
-    fsync: Fsync
-    grace_s: float
     frames_fd: int = -1
     channel_fd: int = -1
     """Inherited descriptors: of the stream to the hub, and of the channel on which connections arrive."""
@@ -206,9 +205,11 @@ class GatewayProcess:
         path = hubs.with_suffix(".gateways") / f"{self._settings.index}.journal"
         await self._lock(path)
         renderer = await read_renderer(spec.model_dir)
-        journal = Journal(path, self._settings.fsync)
+        journal = Journal(path, self._settings.options.fsync)
         router = UplinkRouter(spec.run_id, self._uplink)
-        run = RunShard(spec, renderer, journal, router, self._settings.grace_s, self.memory, self._peer)
+        run = RunShard(
+            spec, renderer, journal, router, self._settings.options.grace_s, self.memory, self._peer
+        )
         try:
             await run.restore(sessions.values())
         except Exception:
@@ -261,7 +262,7 @@ def _is_locked(lock: int) -> bool:
 
 
 def make_gateway_app(process: GatewayProcess, settings: Settings) -> Starlette:
-    sessions = Lookup(process.runs, settings.index + 1, settings.num_gateways)
+    sessions = Lookup(process.runs, settings.index + 1, settings.options.num_gateways)
     return Starlette(
         routes=[*agent_routes(sessions)],
         middleware=[
@@ -270,7 +271,7 @@ def make_gateway_app(process: GatewayProcess, settings: Settings) -> Starlette:
                 here=settings.index,
                 siblings=process.siblings,
                 key=settings.key,
-                num_gateways=settings.num_gateways,
+                num_gateways=settings.options.num_gateways,
             ),
             Middleware(Opening, runs=process.named, key=settings.key),
             Middleware(Observed, metrics=process.metrics),
@@ -282,8 +283,8 @@ def make_gateway_app(process: GatewayProcess, settings: Settings) -> Starlette:
 
 
 def main() -> None:
-    settings = Settings(**json.load(sys.stdin))
-    assert settings.fsync in get_args(Fsync)
+    given = json.load(sys.stdin)
+    settings = Settings(**given | {"options": DataplaneOptions(**given["options"])})
     # a terminal sends SIGINT to every process of the hub's group; the hub says when to end
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     process = GatewayProcess(settings)

@@ -27,9 +27,6 @@ from sf_core.dataplane.sessions.turn_records import overflowed_record
 if TYPE_CHECKING:
     from sf_core.dataplane.turns.retries import InFlightTurn
 
-GRACE_S = 10.0
-"""A turn goes on for this long after its client went away: the client may retry."""
-
 
 class TurnRouter(Protocol):
     """What a turn needs of a router, which finds an engine for it."""

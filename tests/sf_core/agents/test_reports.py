@@ -12,6 +12,7 @@ import pytest
 
 from sf_core.agents.reports import MAX_ERROR, Reports, _parts
 from sf_core.dataplane.control.app import make_app
+from sf_core.dataplane.options import DataplaneOptions
 from tests.sf_core.dataplane.conftest import model_dir  # noqa: F401
 from tests.sf_core.dataplane.runs.test_replay import SPEC
 
@@ -41,7 +42,7 @@ class Stand:
 @contextlib.asynccontextmanager
 async def sending(folder: Path, model_dir: str) -> AsyncIterator[Stand]:  # noqa: F811
     spec = SPEC | {"run_dir": str(folder / "run"), "model_dir": model_dir}
-    app = make_app(journal_dir=str(folder / "plane"))
+    app = make_app(options=DataplaneOptions(str(folder / "plane")))
     async with (
         asyncio.timeout(60),
         httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://plane") as http,

@@ -14,7 +14,8 @@ import psutil
 def full_disk() -> Iterator[None]:
     """No data plane started by this process can write to any file."""
     children = psutil.Process().children(recursive=True)
-    processes = [child for child in children if "sf_core.dataplane" in " ".join(child.cmdline())]
+    modules = {"dataplane", "sf_core.dataplane.sharding.process"}
+    processes = [child for child in children if modules & {*child.cmdline()}]
     assert processes
     for process in processes:
         process.rlimit(psutil.RLIMIT_FSIZE, (0, psutil.RLIM_INFINITY))

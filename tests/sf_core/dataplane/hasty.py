@@ -1,6 +1,6 @@
 """`python -m tests.sf_core.dataplane.hasty`: a data plane that lets runs go as soon as they are over."""
 
-from sf_core.dataplane.__main__ import main
+from sf_core.cli.main import main
 from sf_core.dataplane.control import plane
 
 plane.LET_GO_S = 0.2

@@ -20,6 +20,7 @@ from openai import OpenAI
 
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.control.app import make_app
+from sf_core.dataplane.options import DataplaneOptions
 from sf_core.engines.client import HEARTBEAT_S, serve_engine
 from sf_core.engines.scripted import ScriptedEngine
 from sf_core.types import Chunk, GenerationRequest, WeightsRef
@@ -174,10 +175,12 @@ def attended(url: str, folder: Path, model_dir: str) -> Iterator[Server]:
 
 
 @contextlib.contextmanager
-def running_app(heartbeat_s: float = HEARTBEAT_S, port: int = 0, **options: Any) -> Iterator[str]:
-    """Serve the app from a thread; yields its URL."""
+def running_app(
+    heartbeat_s: float = HEARTBEAT_S, port: int = 0, key: str | None = None, **options: Any
+) -> Iterator[str]:
+    """Serve the app with these DataplaneOptions from a thread; yields its URL."""
     config = uvicorn.Config(
-        make_app(**options),
+        make_app(key, DataplaneOptions(**options)),
         port=port,
         log_level="warning",
         ws="websockets-sansio",
@@ -197,12 +200,10 @@ def running_app(heartbeat_s: float = HEARTBEAT_S, port: int = 0, **options: Any)
 
 
 @contextlib.contextmanager
-def running_process(
-    port_file: Path, port: int, *options: str, module: str = "sf_core.dataplane"
-) -> Iterator[str]:
+def running_process(port_file: Path, port: int, *options: str, module: str = "sf_core") -> Iterator[str]:
     """Serve from a process of its own, which is killed at the end; yields its URL."""
     port_file.unlink(missing_ok=True)
-    command = [sys.executable, "-m", module, "--port", str(port), "--port-file", str(port_file)]
+    command = [sys.executable, "-m", module, "dataplane", "--port", str(port), "--port-file", str(port_file)]
     with subprocess.Popen([*command, *options]) as process:
         try:
             Server.wait_for(port_file.exists)

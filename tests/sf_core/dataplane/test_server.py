@@ -12,10 +12,11 @@ import httpx
 import psutil
 import pytest
 
+from sf_core.dataplane.options import DataplaneOptions
 from sf_core.dataplane.server import serve
 from tests.sf_core.dataplane.stand import Server
 
-COMMAND = [sys.executable, "-m", "sf_core.dataplane"]
+COMMAND = [sys.executable, "-m", "sf_core", "dataplane"]
 
 
 @pytest.fixture
@@ -58,10 +59,10 @@ def test_the_process_says_where_it_listens_and_ends_when_told(
 
 def test_there_is_at_least_one_process() -> None:
     with pytest.raises(ValueError, match="--gateways must be at least 1, got 0"):
-        serve(num_gateways=0)
+        DataplaneOptions(num_gateways=0)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "::", "example.org"])
 def test_without_a_key_only_loopback_is_served(host: str) -> None:
     with pytest.raises(ValueError, match="set SF_DATAPLANE_KEY, or serve on"):
-        serve(host=host)
+        serve(host, 0, DataplaneOptions())

@@ -176,7 +176,7 @@ def test_an_engine_gives_up_on_a_data_plane_that_hangs(
             failures.append(str(error))
 
     port_file = tmp_path / "port"
-    command = [sys.executable, "-m", "sf_core.dataplane", "--port-file", str(port_file)]
+    command = [sys.executable, "-m", "sf_core", "dataplane", "--port", "0", "--port-file", str(port_file)]
     with subprocess.Popen(command) as process:
         Server.wait_for(port_file.exists)
         url = f"http://127.0.0.1:{port_file.read_text()}"

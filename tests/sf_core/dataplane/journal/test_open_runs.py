@@ -10,6 +10,7 @@ import pytest
 from sf_core.dataplane.bodies import RunSpec
 from sf_core.dataplane.control.plane import DataPlane
 from sf_core.dataplane.journal.open_runs import OpenRuns
+from sf_core.dataplane.options import DataplaneOptions
 from tests.sf_core.dataplane.runs.test_replay import SPEC
 
 
@@ -37,7 +38,7 @@ def test_a_run_that_cannot_be_opened_keeps_no_other_one_from_being_served(
     shutil.copytree(model_dir, own_model)
 
     async def scenario() -> list[str]:
-        plane = DataPlane(str(tmp_path / "plane"))
+        plane = DataPlane(DataplaneOptions(str(tmp_path / "plane")))
         for run_id, model in (("bad", str(own_model)), ("good", model_dir)):
             facts = {"run_id": run_id, "run_dir": str(tmp_path / run_id), "model_dir": model}
             await plane.register(RunSpec.model_validate(SPEC | facts))
@@ -46,7 +47,7 @@ def test_a_run_that_cannot_be_opened_keeps_no_other_one_from_being_served(
         else:
             (own_model / "tokenizer.json").write_text("{")
         await plane.close()
-        again = DataPlane(str(tmp_path / "plane"))
+        again = DataPlane(DataplaneOptions(str(tmp_path / "plane")))
         await again.reopen()
         await again.close()
         return list(again.runs)

@@ -14,6 +14,7 @@ from sf_core.dataplane.bodies import ClaimBody
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.control.plane import DataPlane
 from sf_core.dataplane.control.status import batch_status, evaluation_status, work_of
+from sf_core.dataplane.options import DataplaneOptions
 from tests.sf_core.dataplane.gateway.test_observed import figures
 from tests.sf_core.dataplane.runs.test_replay import Driver
 from tests.sf_core.dataplane.stand import attended, finish, running_app
@@ -32,12 +33,12 @@ class NarrowDriver(Driver):
 
     def __init__(self, folder: Path, model_dir: str, renderer: Renderer, memory_mb: float) -> None:
         super().__init__(folder, model_dir, renderer)
-        self.plane = DataPlane(str(folder / "narrow"), memory_mb=memory_mb)
+        self.plane = DataPlane(DataplaneOptions(str(folder / "narrow"), memory_mb=memory_mb))
         self.memory_mb = memory_mb
 
     async def restart(self) -> None:
         await self.plane.close()
-        self.plane = DataPlane(str(self.folder / "narrow"), memory_mb=self.memory_mb)
+        self.plane = DataPlane(DataplaneOptions(str(self.folder / "narrow"), memory_mb=self.memory_mb))
         await self.plane.reopen()
 
     @property

@@ -17,6 +17,7 @@ from sf_core.dataplane.bodies import ClaimBody, FinishBody, RunSpec
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.control.plane import DataPlane
 from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.options import DataplaneOptions
 from sf_core.dataplane.routing.connection import EngineConnection
 from sf_core.dataplane.runs.groups import Group
 from sf_core.dataplane.runs.recovery import compaction
@@ -57,7 +58,7 @@ class Driver:
     def __init__(self, folder: Path, model_dir: str, renderer: Renderer) -> None:
         self.spec = SPEC | {"run_dir": str(folder / "run"), "model_dir": model_dir}
         self.folder, self.renderer = folder, renderer
-        self.plane = DataPlane(str(folder / "plane"))
+        self.plane = DataPlane(DataplaneOptions(str(folder / "plane")))
         self.numbers = itertools.count()
 
     async def register(self, **changes: Any) -> None:
@@ -78,7 +79,7 @@ class Driver:
 
     async def restart(self) -> None:
         await self.plane.close()
-        self.plane = DataPlane(str(self.folder / "plane"))
+        self.plane = DataPlane(DataplaneOptions(str(self.folder / "plane")))
         await self.plane.reopen()
 
     async def claim(self) -> None:
@@ -220,7 +221,7 @@ def test_after_the_loss_of_all_processes_the_flow_decides_where_to_go_on(
             await driver.restart()
         else:
             await driver.plane.close()
-            driver.plane = DataPlane(str(tmp_path / "another"))
+            driver.plane = DataPlane(DataplaneOptions(str(tmp_path / "another")))
         done = list(range(committed))
         await driver.register(attempt=2, iteration=committed, version=committed, done_groups=done)
         with pytest.raises(ApiError, match="superseded"):

@@ -8,6 +8,7 @@ import pytest
 from sf_core.dataplane.bodies import ClaimBody, RunSpec
 from sf_core.dataplane.control import plane as dataplane_module
 from sf_core.dataplane.control.plane import DataPlane
+from sf_core.dataplane.options import DataplaneOptions
 from sf_core.dataplane.runs import run as run_module
 from tests.sf_core.dataplane.runs.test_replay import SPEC
 
@@ -24,7 +25,7 @@ def test_a_run_that_cannot_be_let_go_is_served_and_keeps_no_other_from_being_loo
     monkeypatch.setattr(dataplane_module, "LET_GO_S", 0.0)
 
     async def scenario() -> None:
-        plane = DataPlane(str(tmp_path / "plane"))
+        plane = DataPlane(DataplaneOptions(str(tmp_path / "plane")))
         for name in ("over", "other"):
             spec = SPEC | {"run_id": name, "run_dir": str(tmp_path / name), "model_dir": model_dir}
             await plane.register(RunSpec.model_validate(spec))

@@ -17,6 +17,7 @@ from sf_core.dataplane.bodies import RunSpec
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.journal.journal import Journal
+from sf_core.dataplane.options import DataplaneOptions
 from sf_core.dataplane.runs.records import opened_record, run_record
 from sf_core.dataplane.serving import server_config
 from sf_core.dataplane.sessions.memory import Memory
@@ -63,7 +64,7 @@ class Stand:
 async def gateway(folder: Path) -> AsyncIterator[Stand]:
     ours, frames = socket.socketpair()
     connections, channel = socket.socketpair()
-    settings = Settings(0, 1, str(folder), "key", "turn", 0.1, frames.detach())
+    settings = Settings(0, DataplaneOptions(grace_s=0.1), str(folder), "key", frames.detach())
     process = GatewayProcess(settings)
     app = make_gateway_app(process, settings)
     process.server = AdoptingServer(server_config(app), Channel(channel))
@@ -149,7 +150,7 @@ async def test_the_hub_asks_for_a_run_again_until_it_is_open(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(hub, "_longer", lambda delay_s: 0.001)
-    gateways = Gateways(1, tmp_path, "key", "turn", 0.1)
+    gateways = Gateways(tmp_path, "key", DataplaneOptions(grace_s=0.1))
     spec = RunSpec(**SPEC, run_dir="unused", model_dir=str(tmp_path / "away"))
     run = ShardedRun(gateways, spec, renderer, Journal(tmp_path / "run.journal"), 1.0, Memory())
     gateways.runs["run"] = run

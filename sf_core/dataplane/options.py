@@ -1,0 +1,29 @@
+"""The options of a data plane, which `sf dataplane` takes and every part of it is given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Fsync = Literal["turn", "chunk", "group"]
+"""Records forced to disk before they are forwarded: whole turns, each chunk of a stream too, or turns that
+end within a few milliseconds together."""
+
+
+@dataclass(frozen=True)
+class DataplaneOptions:
+    journal_dir: str | None = None
+    """Folder of this data plane alone: started with it again, it continues with its runs. It also holds the
+    journals of runs whose directory is not on a local disk."""
+    fsync: Fsync = "turn"
+    grace_s: float = 10.0
+    """Seconds for which a turn goes on after its client went away, because the client may ask again."""
+    memory_mb: float = 2048
+    """Memory of open sessions and results above which nothing new is begun."""
+    num_gateways: int = 1
+    """Processes that serve turns; 1: all in one."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for fewer than one process."""
+        if self.num_gateways < 1:
+            raise ValueError(f"--gateways must be at least 1, got {self.num_gateways}")
