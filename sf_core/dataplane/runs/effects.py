@@ -105,6 +105,8 @@ class Effects:
         rejected = run.manager.restore_finished(claim, result.reward, result.min_version)
         if not rejected and run.manager.is_done(claim):
             run.results.keep(claim.place, result)
+        for index in rejected:
+            run.drop_group(index)
         return rejected
 
     def rejected(self, index: int, reason: str) -> None:
