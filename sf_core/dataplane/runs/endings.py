@@ -55,9 +55,9 @@ class Endings:
     async def _await_reward(self, session: Session, answer: str) -> None:
         run = self._run
         if session.answer is None:
-            session.answer = answer
+            session.answer = answer  # at once: from now on it is not lost with its runner
             await run.journal.append(answered_record(session))
-            run.runners.await_reward(session)
+            run.effects.answered(session.session_id, answer)
             run.changed.notify()
 
     async def _end_opened(self, session: Session, report: FinishBody) -> None:
@@ -78,7 +78,7 @@ class Endings:
             if session.session_id not in run.sessions:
                 await run.journal.append(closed_record(session))
             raise _refusal(session, error) from error
-        run.results.keep_opened(result)
+        run.effects.finished(result)
         run.counters["opened_sessions"] += 1
 
     async def _end_given(self, session: Session, claim: Claim, report: FinishBody) -> None:
@@ -138,14 +138,13 @@ class Endings:
         if worth is not None:
             return await self._keep(claim, result)
         await run.journal.append(failed_record(claim, reason))
-        await run.reject(run.manager.fail(claim, reason))
+        await run.reject(run.effects.failed(claim, reason))
 
     async def _keep(self, claim: Claim, result: FinishedSession) -> None:
         run = self._run
         await run.journal.append(finished_record(result))
         if run.manager.group_of(claim) is not None:
-            run.results.keep(claim.place, result)
-            await run.reject(run.manager.finish(claim, result.reward, result.min_version))
+            await run.reject(run.effects.finished(result))
 
 
 def _refusal(session: Session, error: Exception) -> ApiError:

@@ -1,6 +1,6 @@
 """Records of a run in its journal, made and read as MessagePack values.
 
-A record's first key is its kind. Records of turns are in turn_records.py, effects on a run in recovery.py.
+A record's first key is its kind. Records of turns are in turn_records.py, effects on a run in effects.py.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Recovery of a run from its journal after the data plane died.
 
-Owns what every record does to a run (records of turns: turns/recovery.py), and what a compacted journal must
-still hold. A restarted data plane opens by itself the runs that were open (open_runs.py); a run that a flow
-registers is restored from its journal first, and then registered like one that was open all the time. Records
-are in records.py and turn_records.py, framing in journal.py.
+Owns the reading of a journal, its registrations, and what a compacted journal must still hold. A restarted
+data plane opens by itself the runs that were open (open_runs.py). A run that a flow registers is restored
+from its journal first, and then registered like one that was open all the time. What other records do to a
+run is in effects.py, their form in records.py and turn_records.py, their framing in journal.py.
 """
 
 from __future__ import annotations
@@ -27,12 +27,9 @@ from sf_core.dataplane.runs.records import (
 from sf_core.dataplane.runs.rollout_manager import Batch
 from sf_core.dataplane.runs.run import ServedRun, rules_of
 from sf_core.dataplane.runs.runners import Runner
-from sf_core.dataplane.sessions.claims import Claim, read_claim
 from sf_core.dataplane.sessions.finished import FinishedSession, read_finished
 from sf_core.dataplane.sessions.memory import Memory
-from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.recovery import TURN_KINDS, replay_turn, session_of
-from sf_core.types import WeightsRef
 
 Answers = dict[int, dict[str, Any]]
 """Answers to the seals of batches, by batch, to be repeated on request."""
@@ -109,10 +106,9 @@ def begin_attempt(run: ServedRun, spec: RunSpec, past: Past) -> bool:
     run.forget_progress()
     for item in past:
         if isinstance(item, FinishedSession):
-            assert item.claim is not None
-            _take_back(run, item.claim, item)
+            run.effects.finished(item)
         elif kind_of(item) == "rejected":
-            run.manager.restore_rejected(*item["rejected"])
+            run.effects.rejected(*item["rejected"])
         else:
             for session in read_opened(item):
                 if session.claim is not None:
@@ -132,56 +128,19 @@ class _Replay:
         """Number of gateway processes of the data plane that last wrote this journal."""
 
     async def apply(self, record: Record) -> None:
-        run, manager = self._run, self._run.manager
+        run = self._run
         match kind_of(record):
             case "run":
                 spec = RunSpec.model_validate(record["run"])
                 if begin_attempt(run, spec, await read_past(run, spec, self._num_applied)):
                     self._answers.clear()
                 self._num_gateways = gateways_of(record)
-            case "weights":
-                run.router.weights = WeightsRef(*record["weights"])
-                manager.set_version(run.router.weights.version)
-            case "evaluation":
-                manager.start_evaluation(*record["evaluation"])
-            case "opened":
-                self._open(read_opened(record))
-            case "rewarded":
-                if (session := run.sessions.get(record["rewarded"])) is not None:
-                    session.reward, session.reward_parts = record["reward"], record["parts"]
-            case "named":
-                if (session := run.sessions.get(record["named"])) is not None:
-                    session.task_id, session.environment = record["task_id"], record["environment"]
-            case "answered":
-                if (session := run.sessions.get(record["answered"])) is not None:
-                    session.answer = record["answer"]
-                    run.runners.await_reward(session)
-            case "closed":
-                run.forget(record["closed"])
-            case "lost":
-                manager.lose(self._end(record["lost"]))
-            case "failed":
-                manager.fail(self._end(record["failed"]), record.get("reason", "agent_error"))
-            case "finished":
-                self._finish(read_finished(record))
-            case "stored":
-                run.results.drop_opened(record["stored"])
-            case "rejected":
-                index, reason = record["rejected"]
-                manager.restore_rejected(index, reason)
-                run.drop_group(index)
-            case "sealed":
-                self._seal(record)
-            case "revoked":
-                run.revoked_leases.add(record["revoked"])
-            case "paused":
-                run.router.note_paused(record["paused"])
-            case "resumed":
-                run.router.resume(record["resumed"])
-            case "released":
-                run.release()
             case kind if kind in TURN_KINDS:
                 replay_turn(run, record)
+            case kind:
+                run.effects.apply(record)
+                if kind == "sealed":
+                    self._answers[record["sealed"]] = record["answer"]
         self._num_applied += 1
 
     async def finish(self) -> tuple[ServedRun, Answers]:
@@ -209,36 +168,6 @@ class _Replay:
                 f"Run {run.spec.run_id} has open sessions, whose turns {before} gateway processes recorded; "
                 f"this data plane has {run.num_gateways}: start it with --gateways {before}.",
             )
-
-    def _open(self, sessions: list[Session]) -> None:
-        for session in sessions:
-            if session.claim is None or self._run.manager.restore_running(session.claim):
-                self._run.open(session)
-
-    def _end(self, value: list[Any]) -> Claim:
-        claim = read_claim(value)
-        self._run.forget(claim.session_id(self._run.spec.run_id))
-        return claim
-
-    def _finish(self, result: FinishedSession) -> None:
-        self._run.forget(result.session_id)
-        if result.claim is None:
-            self._run.results.keep_opened(result)
-        else:
-            _take_back(self._run, result.claim, result)
-
-    def _seal(self, record: Record) -> None:
-        batch = Batch(**record["batch"])
-        self._run.manager.restore_sealed(record["sealed"], batch)
-        for group in (*batch.groups, *batch.rejected):
-            self._run.drop_group(group)
-        self._answers[record["sealed"]] = record["answer"]
-
-
-def _take_back(run: ServedRun, claim: Claim, finished: FinishedSession) -> None:
-    rejected = run.manager.restore_finished(claim, finished.reward, finished.min_version)
-    if not rejected and run.manager.is_done(claim):
-        run.results.keep(claim.place, finished)
 
 
 def compaction(run: ServedRun) -> Compaction:

@@ -94,10 +94,7 @@ class RolloutManager:
 
     def finish(self, claim: Claim, reward: float, min_version: int | None) -> list[int]:
         """Count a finished session; `min_version` is that of its oldest token. Returns rejected groups."""
-        if (group := self.group_of(claim)) is None:
-            return []
-        group.finish(claim, reward, min_version)
-        return self._gate(group)
+        return [] if self.group_of(claim) is None else self.restore_finished(claim, reward, min_version)
 
     def worth(self, claim: Claim, reason: Reason, can_train: bool) -> float | None:
         """The reward with which a failed session ends; None: it is to `fail`, because it is retried or its

@@ -27,6 +27,7 @@ from sf_core.dataplane.journal.journal import Compaction, Journal
 from sf_core.dataplane.options import DataplaneOptions
 from sf_core.dataplane.routing.router import Router
 from sf_core.dataplane.routing.wait_queue import Limits
+from sf_core.dataplane.runs.effects import Effects
 from sf_core.dataplane.runs.endings import Closing, Endings
 from sf_core.dataplane.runs.recent import RecentResults, TokenRate
 from sf_core.dataplane.runs.records import (
@@ -94,6 +95,7 @@ class ServedRun(TurnHost):
         self.manager = self._new_manager()
         self.results = Results(self.memory)
         self.closing = Closing()
+        self.effects = Effects(self)
         self.endings = Endings(self)
         self.runners = Runners()
         self.revoked_leases: set[str] = set()
@@ -181,7 +183,7 @@ class ServedRun(TurnHost):
         for session_id, task in tasks.items():
             session = self.sessions.get(session_id)
             if session is not None and session.claim is not None:
-                session.task_id, session.environment = task.task_id, task.environment
+                self.effects.named(session_id, task.task_id, task.environment)
                 recording.append(self.journal.append_chunk(named_record(session)))
         if recording:
             await self.journal.attend(asyncio.gather(*recording))
@@ -249,7 +251,7 @@ class ServedRun(TurnHost):
         return session
 
     async def reward(self, session: Session, body: RewardBody) -> None:
-        session.reward, session.reward_parts = body.reward, body.reward_parts
+        self.effects.rewarded(session.session_id, body.reward, body.reward_parts)
         await self.journal.append(rewarded_record(session))
 
     async def finish(self, session: Session, body: FinishBody) -> None:
@@ -269,7 +271,7 @@ class ServedRun(TurnHost):
         reasons = {index: self.manager.rejected[index] for index in indices}
         for index, reason in reasons.items():
             self.counters[f"rejected_groups.{reason}"] += 1
-            self.drop_group(index)
+            self.effects.rejected(index, reason)
         for index, reason in reasons.items():
             await self.journal.append(rejected_record(index, reason))
 
@@ -366,5 +368,5 @@ class ServedRun(TurnHost):
     def _take_back(self, session: Session, reason: str) -> None:
         self.drop(session, reason)
         if session.claim is not None:
-            self.manager.lose(session.claim)
+            self.effects.lost(session.claim)
             self.journal.note(lost_record(session.claim))

@@ -201,6 +201,28 @@ def test_a_run_opened_from_its_journal_is_the_run_that_wrote_it(
         asyncio.run(scenario(Path(folder)))
 
 
+@pytest.mark.parametrize(("group_size", "num_kept"), [(4, 3), (3, 0)], ids=["begun", "complete and too old"])
+def test_a_run_that_starts_over_finds_its_results_also_when_that_is_replayed(
+    tmp_path: Path, model_dir: str, renderer: Renderer, group_size: int, num_kept: int
+) -> None:
+    async def scenario() -> None:
+        driver = Driver(tmp_path, model_dir, renderer)
+        await driver.register(group_size=group_size, groups_per_batch=4, gate="all")
+        await driver.play()
+        assert len(driver.run.results.by_place) == 3
+        for attempt, folder in ((2, "another"), (3, "third")):
+            await driver.plane.close()
+            driver.plane = DataPlane(str(tmp_path / folder))
+            await driver.register(attempt=attempt, iteration=5)
+            results = driver.run.results.by_place
+            assert [len(result.trajectories) for result in results.values()] == [1] * num_kept
+            held = [*results.values(), *driver.run.sessions.values()]
+            assert driver.plane.memory.num_bytes == sum(item.num_bytes for item in held)
+        await driver.plane.close()
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("knows_its_runs", [True, False])
 @pytest.mark.parametrize("committed", [2, 1, 0])
 def test_after_the_loss_of_all_processes_the_flow_decides_where_to_go_on(
