@@ -30,7 +30,7 @@ from storage.parquet import numpy_rows
 from storage.run_directory import RunDirectory
 from storage.trajectories import iter_trajectories, iteration_of
 
-FACTS = ("iteration", "session_id", "branch_id", "group_id", "task_id", "environment", "reward")
+FACTS = ("iteration", "session_id", "branch_id", "group_id", "task_id", "environment", "reward", "status")
 """Columns of every format beside the conversation."""
 
 MAX_ROWS = 256
