@@ -16,7 +16,7 @@ from sf_core.config import RunConfig
 from sf_core.config.validation import validate_config
 from sf_core.config.words import shown
 from sf_core.config.yaml_file import differing
-from sf_core.reports.states import progress
+from sf_core.reports.view import RunView
 from storage.files import exists
 from storage.run_directory import RunDirectory
 
@@ -91,7 +91,7 @@ def _refuse_another_run(run: RunDirectory, key: str, before: Any, given: Any) ->
             f"choose another run_id, or leave {key} out"
         )
     # the newest version would be measured and named as another one
-    if key == "train.iterations" and given < (published := progress(run).published):
+    if key == "train.iterations" and given < (published := RunView(run).progress().published):
         raise ValueError(
             f"run {run.run_id} has published version {published} and cannot end at {key} {_text(given)}; "
             f"give at least {published}, or leave {key} out"
