@@ -20,7 +20,7 @@ from sf_core.cli.stack.local import Services, local_stack, start_services
 from sf_core.config import RunConfig
 from sf_core.config.validation import validate_config
 from sf_core.reports.summary import orchestration_seconds
-from sf_core.reports.view import read_iterations
+from sf_core.reports.view import RunView
 from sf_core.stages.run import OpenRun, RunRef
 
 
@@ -51,7 +51,7 @@ def run_flow(config: RunConfig, folder: Path, env: dict[str, str]) -> None:
 
 def measure(config: RunConfig, warmup: int) -> dict[str, object]:
     run = OpenRun(RunRef(str(config.run_id), config.run_dir, str(config.dataplane.url), attempt=1))
-    iterations = list(read_iterations(run.directory, warmup))
+    iterations = list(RunView(run.directory).iterations(warmup))
     return {
         "orchestration_seconds_per_iteration": round(orchestration_seconds(iterations) / len(iterations), 3),
         "iterations": len(iterations),

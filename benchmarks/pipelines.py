@@ -36,7 +36,7 @@ from sf_core.cli.stack.supervisor import Process, Supervisor
 from sf_core.config import RunConfig, WorkerConfig
 from sf_core.config.validation import validate_config
 from sf_core.config.yaml_file import override_config
-from sf_core.reports.view import iteration_windows, read_iterations
+from sf_core.reports.view import RunView
 from sf_core.scheduling.figures import device_figures
 from sf_core.scheduling.simulation.variants import (
     VARIANTS,
@@ -243,10 +243,9 @@ def run_one(
 
 def figures(directory: RunDirectory) -> dict[str, Any]:
     """Figures of all devices after the warm-up, without the last iteration, which none overlaps."""
-    iterations = list(read_iterations(directory))
-    windows = iteration_windows(iterations)
+    iterations = list(RunView(directory).iterations())
     counted = list(islice(iterations, WARMUP, len(iterations) - 1))
-    window = (windows[WARMUP][0], windows[len(iterations) - 2][1])
+    window = (counted[0].window[0], counted[-1].window[1])
     rollouts = [iteration.stages["rollout"].data for iteration in counted]
     spans = read_spans(directory)
     found = device_figures(spans, window)

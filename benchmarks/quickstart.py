@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import statistics
 import tempfile
-from itertools import pairwise
 from pathlib import Path
 
 import typer
@@ -22,7 +21,7 @@ from sf_core.cli.stack.local import local_stack, start_services
 from sf_core.config import RunConfig
 from sf_core.config.yaml_file import load_config
 from sf_core.reports.summary import orchestration_seconds
-from sf_core.reports.view import iteration_windows, read_iterations
+from sf_core.reports.view import RunView
 from sf_core.scheduling.figures import DeviceFigures, device_figures
 from sf_core.scheduling.timeline import read_spans
 from storage.run_directory import RunDirectory
@@ -53,21 +52,19 @@ def main(iterations: int = 23) -> None:
 
 def measure(run: RunDirectory) -> dict[str, object]:
     """Figures of a run that has ended."""
-    iterations, spans = list(read_iterations(run)), read_spans(run)
+    spans = read_spans(run)
     # without the last, which has no later batch to sample for
-    windows = list(iteration_windows(iterations).values())[WARMUP:-1]
-    counted = iterations[WARMUP : WARMUP + len(windows)]
-    figures = [device_figures(spans, window) for window in windows]
-    without = [orchestration_seconds(iterations[: i.number + 1]) for i in iterations]
-    beside = [after - before for before, after in pairwise(without)]
-    seconds = sum(end - start for start, end in windows)
+    counted = [iteration for iteration in RunView(run).iterations() if iteration.is_through][WARMUP:-1]
+    figures = [device_figures(spans, iteration.window) for iteration in counted]
+    without = [orchestration_seconds([iteration]) for iteration in counted]
+    seconds = sum(figure.seconds for figure in figures)
     summary = run.read_summary()
     assert summary is not None
     return {
         "iterations": len(counted),
         "seconds_per_iteration": round(seconds / len(counted), 3),
-        "seconds_without_a_stage": round(statistics.mean(beside[WARMUP - 1 : -1]), 3),
-        "seconds_without_a_stage_median": round(statistics.median(beside[WARMUP - 1 : -1]), 3),
+        "seconds_without_a_stage": round(statistics.mean(without), 3),
+        "seconds_without_a_stage_median": round(statistics.median(without), 3),
         "idle": {worker: _idle(figures, worker) for worker in figures[0].idle},
         "to_train_seconds": _hand_over(figures, "train"),
         "to_rollout_seconds": _hand_over(figures, "rollout"),

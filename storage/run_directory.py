@@ -186,15 +186,6 @@ class RunDirectory:
         files.remove(self.manifest_file(None, "start"))
         files.remove_folder(self.start_dir)
 
-    def next_stage(self) -> tuple[int, str]:
-        """The first (iteration, stage) that is not committed; iterations count from 0."""
-        return next(
-            (iteration, stage)
-            for iteration in itertools.count()
-            for stage in STAGES
-            if self.read_manifest(iteration, stage) is None
-        )
-
     def begin_attempt(self, attempt: Attempt | None = None) -> int:
         """Begin an attempt and return its number, from 1; earlier attempts cannot commit any more."""
         text = (attempt or Attempt()).model_dump_json().encode()

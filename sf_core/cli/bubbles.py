@@ -21,14 +21,12 @@ def measured_work(uri: str) -> Work | None:
     """Mean work of the iterations that a run has trained; None if it has trained none.
 
     Raises ValueError with one sentence if there is no such run."""
-    run = open_run(uri)
-    iterations = 0
-    while run.read_manifest(iterations, "train") is not None:
-        iterations += 1
+    view = open_run(uri)
+    iterations = len(view.committed("train"))
     if iterations == 0:
         return None
     seconds = {"rollout": 0.0, "train": 0.0}
-    for span in read_spans(run):
+    for span in read_spans(view.run):
         if span.kind == "busy" and span.tag in seconds:
             seconds[span.tag] += span.end - span.start
     return Work(seconds["rollout"] / iterations, seconds["train"] / iterations)

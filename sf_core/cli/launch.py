@@ -37,6 +37,7 @@ from sf_core.config.environment import (
 from sf_core.config.words import loading
 from sf_core.dataplane.control.client import DataplaneClient, DataplaneError
 from sf_core.reports.states import is_finished
+from sf_core.reports.view import RunView
 from sf_core.scheduling.plan import await_plan, find_workers, make_plan, scheduler_of
 from sf_core.stages.evaluate import open_evaluation
 from sf_core.stages.run import new_run_id
@@ -71,7 +72,7 @@ def launch(flow: str, config: RunConfig, console: Console) -> None:
         else:
             # first: the caller may ask for more iterations than are done
             config = settled(config, tell)
-            if is_finished(directory, config.train.iterations):
+            if is_finished(RunView(directory), config.train.iterations):
                 more = "a larger train.iterations makes it go on, another run_id begins another"
                 tell(f"run {name} is already finished; {more}")
                 return _print_result(directory, config, console)

@@ -8,7 +8,6 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from rich.text import Text
 
 from sf_core import waits
 from sf_core.config import RunConfig
-from sf_core.reports.view import iteration_windows, read_iterations
+from sf_core.reports.view import RunView
 from sf_core.waits import clock
 from storage.run_directory import RunDirectory
 
@@ -146,10 +145,9 @@ def tell(line: str) -> None:
 
 def iteration_line(run: RunDirectory, number: int, iterations: int) -> str:
     """Rewards, tokens per second and duration of a finished iteration, as one line."""
-    # the window of an iteration begins at the end of the one before
-    read = list(islice(read_iterations(run, max(0, number - 1)), 2 if number else 1))
-    iteration, (start, end) = read[-1], iteration_windows(read)[number]
-    figures = [f"reward {iteration.stages['rollout'].data['reward_mean']:.3f}"]
+    iteration = RunView(run).iteration(number)
+    start, end = iteration.window
+    figures = [f"reward {iteration.reward:.3f}"]
     if (evaluated := iteration.stages.get("evaluate")) is not None:
         figures.append(f"held-out {evaluated.data['reward_mean']:.3f} before it")
     seconds = end - start
@@ -161,10 +159,10 @@ class HeldOutRewards:
     """Held-out rewards of a running run, by policy version."""
 
     def __init__(self, config: RunConfig) -> None:
-        self._directory = RunDirectory(config.run_dir)
-        self._every, self._last = config.evaluate.every, config.train.iterations
+        self._run = RunDirectory(config.run_dir)
+        self._due = [*range(0, config.train.iterations, config.evaluate.every), config.train.iterations]
+        """The versions to evaluate, in order."""
         self._found: dict[int, float] = {}
-        self._next = 0
         self._looked_at = float("-inf")
 
     def look(self) -> Mapping[int, float]:
@@ -172,17 +170,11 @@ class HeldOutRewards:
         if time.monotonic() - self._looked_at >= LOOK_S:
             # a storage failure or a broken manifest only delays the display; the run itself reports it
             with suppress(OSError, ValueError):
-                self._read()
+                view = RunView(self._run)
+                while found := view.held_out_rewards(self._due[len(self._found) :][:1]):
+                    self._found |= found
             self._looked_at = time.monotonic()
         return self._found
-
-    def _read(self) -> None:
-        while self._next not in self._found:
-            manifest = self._directory.read_manifest(self._next, "evaluate")
-            if manifest is None:
-                return
-            self._found[self._next] = manifest.data["reward_mean"]
-            self._next = min(self._next + self._every, self._last)
 
 
 def _engine(engine: dict[str, Any]) -> str:

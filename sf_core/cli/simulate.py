@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
 
-import pyarrow.compute as pc
 from rich.table import Table
 
 from sf_core.config import RunConfig
@@ -24,37 +23,19 @@ class MeasuredLengths:
     Raises ValueError if there is no such run, or it has no iteration yet."""
 
     def __init__(self, uri: str) -> None:
-        run = open_run(uri)
-        sampled: dict[str, int] = {}
-        others: dict[str, int] = {}
-        iteration = 0
-        while (manifest := run.read_manifest(iteration, "rollout")) is not None:
-            for output in manifest.outputs:
-                for session, num_others, num_sampled in _lengths_in(run.path(output.uri)):
-                    sampled[session] = sampled.get(session, 0) + num_sampled
-                    others[session] = others.get(session, 0) + num_others
-            iteration += 1
+        sampled, others = Counter[str](), Counter[str]()
+        for part in open_run(uri).parts("trains iteration"):
+            for row in read_trajectories(part, ["session_id", "loss_mask", "shared_prefix"]).to_pylist():
+                session, num_sampled = row["session_id"], sum(row["loss_mask"])
+                sampled[session] += num_sampled
+                # the parent branch has counted what it shares
+                others[session] += len(row["loss_mask"]) - row["shared_prefix"] - num_sampled
         if not sampled:
             raise ValueError(f"{uri}: no iteration was rolled out, so no lengths were measured")
         self._lengths = [(others[session], max(1, sampled[session])) for session in sorted(sampled)]
 
     def __call__(self, group: int, member: int) -> list[Turn]:
         return [Turn(*self._lengths[int(draw(group, member) * len(self._lengths))])]
-
-
-def _lengths_in(uri: str) -> Iterator[tuple[str, int, int]]:
-    """Session of each row, its tokens neither sampled nor in the parent branch, and its sampled tokens."""
-    columns = ["session_id", "token_ids", "loss_mask", "shared_prefix"]
-    table = read_trajectories(uri, columns)
-    lengths = pc.list_value_length(table["token_ids"]).to_pylist()
-    for session, length, mask, shared in zip(
-        table["session_id"].to_pylist(),
-        lengths,
-        table["loss_mask"].to_pylist(),
-        table["shared_prefix"].to_pylist(),
-        strict=True,
-    ):
-        yield session, length - shared - sum(mask), sum(mask)
 
 
 def comparison(

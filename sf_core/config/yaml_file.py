@@ -5,13 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
 from sf_core.config import RunConfig
+from sf_core.config.base import Settings
 from sf_core.config.validation import ConfigError, section_of, validate_config
 from sf_core.config.words import shown
+
+Section = Mapping[str, Any] | Settings
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
@@ -52,16 +55,20 @@ def merge_sections(base: Mapping[str, Any], given: Mapping[str, Any], within: st
 def differences(base: Mapping[str, Any], changed: Mapping[str, Any]) -> list[str]:
     """Each setting of `changed` that differs from `base`, or from the default if absent there, in words."""
     default = RunConfig().model_dump(mode="json")
-    return list(_differences(merge_sections(default, base), changed, ""))
+    found = differing(merge_sections(default, base), changed)
+    return [f"{key} {shown(value)} (deployed: {shown(before)})" for key, before, value in found]
 
 
-def _differences(base: Mapping[str, Any], changed: Mapping[str, Any], within: str) -> Iterator[str]:
-    for name, value in changed.items():
-        key, before = within + name, base.get(name)
-        if isinstance(value, Mapping) and isinstance(before, Mapping) and section_of(key):
-            yield from _differences(before, value, f"{key}.")
+def differing(base: Section, changed: Section, within: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Key, former and new value of each setting of `changed` that differs, section by section. Lists, and
+    mappings whose keys the user names, are compared as a whole."""
+    former = dict(base)
+    for name, value in dict(changed).items():
+        key, before = within + name, cast(Any, former.get(name))
+        if all(isinstance(side, Mapping | Settings) for side in (before, value)) and section_of(key):
+            yield from differing(before, value, f"{key}.")
         elif value != before:
-            yield f"{key} {shown(value)} (deployed: {shown(before)})"
+            yield key, before, value
 
 
 def _overridden(data: dict[str, Any], overrides: list[str] | None, source: str) -> RunConfig:

@@ -8,11 +8,11 @@ with them every policy version can be rebuilt.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 
 from sf_core.config import RunConfig
 from sf_core.reports.states import check_idle, is_finished, is_served
+from sf_core.reports.view import RunView
 from storage import files
 from storage.checkpoints import has_checkpoint, remove_checkpoint
 from storage.run_directory import RunDirectory
@@ -56,12 +56,13 @@ def check_not_linked(run: RunDirectory, where: str) -> None:
 
 def spares(run: RunDirectory, keep: Keep) -> list[Spare]:
     """What can be deleted, oldest first. Raises BusyError or ValueError like `check_idle`."""
-    finished = is_finished(run, run.read_config(RunConfig).train.iterations)
+    view = RunView(run)
+    finished = is_finished(view, run.read_config(RunConfig).train.iterations)
     # no flow works on a finished run, even if its data plane cannot be asked
     if not finished:
         check_idle(run)
-    found = _old_checkpoints(run, _num_committed(run, "train"), keep.checkpoints)
-    found += _old_weights(run, _num_committed(run, "publish"), keep.weights)
+    found = _old_checkpoints(run, len(view.committed("train")), keep.checkpoints)
+    found += _old_weights(run, len(view.committed("publish")), keep.weights)
     found += _unfinished(run, [uri for _, uri in found])
     # a data plane that still knows the run has the file open
     if not keep.journals and finished and is_served(run) == "no":
@@ -93,8 +94,3 @@ def _unfinished(run: RunDirectory, going: list[str]) -> list[tuple[str, str]]:
 def _versions(run: RunDirectory, kind: str) -> list[int]:
     names = (uri.rsplit("/", 1)[-1].removeprefix("v") for uri in files.list_folders(run.path(kind)))
     return sorted(int(name) for name in names if name.isdecimal())
-
-
-def _num_committed(run: RunDirectory, stage: str) -> int:
-    """Number of leading iterations in which the stage is committed."""
-    return next(k for k in itertools.count() if run.read_manifest(k, stage) is None)

@@ -13,8 +13,8 @@ from sf_core.config import RunConfig
 from sf_core.config.words import loading
 from sf_core.reports.pictures import draw_timeline
 from sf_core.reports.trace import Bar, chrome_trace
-from sf_core.reports.view import Iteration, Window, iteration_windows, read_iterations
-from sf_core.scheduling.figures import DeviceFigures, device_figures
+from sf_core.reports.view import RunView
+from sf_core.scheduling.figures import DeviceFigures, Window, device_figures
 from sf_core.scheduling.timeline import MAX_UNWRITTEN_S, Span, read_spans
 from storage import files
 from storage.manifests import Manifest
@@ -42,18 +42,17 @@ MAX_DEVICES = 8
 """Number of devices with a column in a table; the idle time of more is in the metrics."""
 
 
-def record_figures(run: RunDirectory, newest: int, *, is_over: bool = False) -> None:
+def record_figures(view: RunView, newest: int, *, is_over: bool = False) -> None:
     """Write the figures of every iteration up to `newest` that has none yet and is settled, which means that
     its devices have written all spans in it.
 
     Engines write spans when they load weights, every 15 s and at the end. So an iteration is settled when the
     next one is published, when twice that time has passed, or when the run is over."""
-    first = newest + 1
+    run, first = view.run, newest + 1
     while first > 0 and not files.exists(run.metrics_file("devices", first - 1)):
         first -= 1
-    # the iteration before gives the start of the first, and the tags that its devices had before
-    iterations = {i.number: i for i in read_iterations(run, max(0, first - 1))}
-    windows = iteration_windows(iterations.values())
+    # the iteration before tells which tags the devices had before the first
+    windows = view.windows(max(0, first - 1))
     due = [
         number
         for number, (_, end) in windows.items()
@@ -65,7 +64,7 @@ def record_figures(run: RunDirectory, newest: int, *, is_over: bool = False) -> 
     spans = read_spans(run, since=windows[min(windows)][0])
     num_lags = run.read_config(RunConfig).lag_bound + 1
     for number in due:
-        lags = iterations[number].stages["filter"].data["lags"]
+        lags = view.iteration(number).stages["filter"].data["lags"]
         lags = [*lags, *[0] * (num_lags - len(lags))]
         write_metrics(run, "devices", number, [_row(device_figures(spans, windows[number]), lags)])
 
@@ -76,19 +75,21 @@ def read_figures(run: RunDirectory, iterations: Sequence[int]) -> dict[int, Figu
     return {k: read_metrics(uri)[0] for k, uri in uris.items() if files.exists(uri)}
 
 
-def draw_timelines(run: RunDirectory) -> None:
+def draw_timelines(view: RunView) -> None:
     """Write timeline.json of the whole run and timeline.png of its last iterations. Takes time proportional
     to the length of the run."""
-    iterations, spans = list(read_iterations(run)), read_spans(run)
-    trace = chrome_trace(run.run_id, spans, list(_bars(iterations)))
+    run, spans = view.run, read_spans(view.run)
+    trace = chrome_trace(run.run_id, spans, list(_bars(view)))
     files.write_atomic(run.trace_file, json.dumps(trace, separators=(",", ":")).encode())
-    files.write_atomic(run.timeline_picture, _picture(run, iteration_windows(iterations), spans))
+    files.write_atomic(run.timeline_picture, _picture(run, view.windows(), spans))
 
 
-def timeline_picture(run: RunDirectory, windows: Mapping[int, Window]) -> bytes:
-    """timeline.png as bytes, of the last of these iterations; reads no more spans than they need."""
-    newest = list(windows.values())[-NUM_DRAWN:]
-    return _picture(run, windows, read_spans(run, since=newest[0][0] if newest else 0.0))
+def timeline_picture(view: RunView, newest: int) -> bytes:
+    """timeline.png as bytes, of the iterations up to `newest`; reads no more spans than they need."""
+    drawn = view.windows(max(0, newest + 1 - NUM_DRAWN))
+    windows = {number: window for number, window in drawn.items() if number <= newest}
+    since = min((start for start, _ in windows.values()), default=0.0)
+    return _picture(view.run, windows, read_spans(view.run, since))
 
 
 def table(figures: Mapping[int, Figures]) -> tuple[list[str], list[list[str]]]:
@@ -150,10 +151,10 @@ def _row(figures: DeviceFigures, lags: Sequence[int]) -> Figures:
     return row | {f"lag_{lag}": number for lag, number in enumerate(lags)}
 
 
-def _bars(iterations: Sequence[Iteration]) -> Iterator[Bar]:
-    for number, window in iteration_windows(iterations).items():
+def _bars(view: RunView) -> Iterator[Bar]:
+    for number, window in view.windows().items():
         yield Bar("iterations", f"iteration {number}", *window, {})
-    for iteration in iterations:
+    for iteration in view.iterations():
         for stage, manifest in iteration.stages.items():
             yield Bar(stage, f"{stage} {iteration.number}", *_time(manifest), {"attempt": manifest.attempt})
             for wait in manifest.data.get("waits", []):

@@ -24,13 +24,13 @@ import pyarrow.parquet as pq
 from sf_core.dataplane.chat.messages import Message
 from sf_core.dataplane.chat.rendered import Reader
 from sf_core.dataplane.chat.tool_formats import Tool
-from sf_core.reports.view import open_run, parts_of
+from sf_core.reports.view import open_run
 from storage import files
 from storage.parquet import numpy_rows
 from storage.run_directory import RunDirectory
 from storage.trajectories import iter_trajectories, iteration_of
 
-FACTS = ("iteration", "session_id", "branch_id", "group_id", "task_id", "environment", "reward")
+FACTS = ("iteration", "session_id", "branch_id", "group_id", "task_id", "environment", "reward", "status")
 """Columns of every format beside the conversation."""
 
 MAX_ROWS = 256
@@ -87,10 +87,11 @@ def export(run_uri: str, format_name: str, out: str, *, opened: bool = False) ->
         raise ValueError(
             f"{out}: {format_name} reads files whose names end in {make.ending}; choose such a name"
         )
-    run = open_run(run_uri)
+    view = open_run(run_uri)
+    run = view.run
     if files.exists(out):
         raise ValueError(f"{out}: is there already; choose another name or remove it")
-    parts = parts_of(run, "opened at version" if opened else "trains iteration")
+    parts = view.parts("opened at version" if opened else "trains iteration")
     if not parts:
         what = "opened sessions have finished" if opened else "trajectories are committed"
         raise ValueError(f"{run.run_id}: no {what} yet")

@@ -14,7 +14,7 @@ from sf_core.config.failures import failures_text
 from sf_core.reports.devices import markdown_table, read_figures, record_figures, timeline_picture
 from sf_core.reports.pictures import draw_curve
 from sf_core.reports.tensorboard import write_events
-from sf_core.reports.view import Iteration, Window, failures_of, iteration_windows, read_iterations
+from sf_core.reports.view import Iteration, RunView, failures_of
 from sf_core.waits import Facts, clock
 from storage.run_directory import RunDirectory
 
@@ -32,26 +32,23 @@ class RunPage:
         self._run = run
         self._num_iterations = run.read_config(RunConfig).train.iterations
         self._rows: dict[int, Row] = {}
-        self._windows: dict[int, Window] = {}
         self._held_out: dict[int, float] = {}
 
     def update(self, newest: int) -> None:
         """Read what is committed up to this iteration, which must be through. Also records device figures and
         writes event files, as far as they are due."""
-        record_figures(self._run, newest)
+        view = RunView(self._run)
+        record_figures(view, newest)
         write_events(self._run, newest)
         oldest = max(0, newest + 1 - NUM_ROWS)
         # device figures and the evaluation of an iteration come while the next one runs
         first = max(oldest, max(self._rows, default=oldest) - 1)
-        # the window of the first begins at the end of the iteration before
-        iterations = {i.number: i for i in read_iterations(self._run, max(0, first - 1)) if i.is_through}
-        self._windows |= {k: w for k, w in iteration_windows(iterations.values()).items() if k >= first}
-        self._held_out |= self._evaluations(range(first, newest + 2))
+        self._held_out |= view.held_out_rewards(range(first, newest + 2))
         devices = read_figures(self._run, range(first, newest + 1))
         for number in range(first, newest + 1):
             idle = 1 - devices[number]["utilisation_cluster"] if number in devices else None
-            self._rows[number] = self._row(iterations[number], idle)
-        for shown in (self._rows, self._windows, self._held_out):
+            self._rows[number] = self._row(view.iteration(number), idle)
+        for shown in (self._rows, self._held_out):
             for number in [number for number in shown if number < oldest]:
                 del shown[number]
 
@@ -76,7 +73,7 @@ class RunPage:
             "## Reward",
             _picture("mean reward by iteration", draw_curve(rewards, self._held_out)),
             "## Devices",
-            _picture("what the devices did", timeline_picture(self._run, self._windows)),
+            _picture("what the devices did", timeline_picture(RunView(self._run), newest)),
             "## Files",
             self._files(newest),
             "## Devices in figures",
@@ -104,17 +101,13 @@ class RunPage:
         lines = [f"| {what} | [{uri}]({_url(uri)}) |" for what, uri in named.items()]
         return "\n".join(["| what | where |", "|---|---|", *lines])
 
-    def _evaluations(self, versions: Sequence[int]) -> dict[int, float]:
-        manifests = {version: self._run.read_manifest(version, "evaluate") for version in versions}
-        return {version: m.data["reward_mean"] for version, m in manifests.items() if m is not None}
-
     def _row(self, iteration: Iteration, idle: float | None) -> Row:
         number, stages = iteration.number, iteration.stages
-        start, end = self._windows[number]
+        start, end = iteration.window
         lags = stages["filter"].data["lags"]
         return {
             "iteration": number,
-            "reward": _rounded(stages["rollout"].data["reward_mean"], 4),
+            "reward": _rounded(iteration.reward, 4),
             # an iteration makes the next version
             "failed sessions": failures_text(failures_of(stages["rollout"])),
             "held-out reward": _rounded(self._held_out.get(number + 1), 4),

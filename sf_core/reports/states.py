@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import urlsplit
@@ -16,6 +16,7 @@ from sf_core.config import RunConfig
 from sf_core.config.addresses import is_loopback
 from sf_core.config.environment import command_started_at, dataplane_key, dataplane_url
 from sf_core.dataplane.control.client import DataplaneClient, DataplaneError
+from sf_core.reports.view import Progress, RunView
 from storage import files
 from storage.errors import StorageError
 from storage.run_directory import RunDirectory
@@ -35,16 +36,6 @@ State = Literal["finished", "running", "stopped", "unknown", "unreadable"]
 
 class BusyError(ValueError):
     """A flow works on the run, or it cannot be told whether one does."""
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    published: int
-    """Number of published iterations, which is the newest policy version."""
-    reward: float | None
-    """Mean reward of the newest batch."""
-    held_out: float | None
-    """Mean reward of the newest evaluation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +62,10 @@ def find_runs(root: str) -> list[RunDirectory]:
 
 
 def run_state(run: RunDirectory) -> RunState:
-    size = files.folder_bytes(run.uri)
+    size, view = files.folder_bytes(run.uri), RunView(run)
     try:
-        iterations, reached = run.read_config(RunConfig).train.iterations, progress(run)
-        state: State = "finished" if is_finished(run, iterations) else _state(run)
+        iterations, reached = run.read_config(RunConfig).train.iterations, view.progress()
+        state: State = "finished" if is_finished(view, iterations) else _state(run)
     except (ValueError, StorageError) as error:
         return RunState(run.run_id, "unreadable", Progress(0, None, None), None, size, str(error))
     return RunState(run.run_id, state, reached, iterations, size)
@@ -87,31 +78,15 @@ def _state(run: RunDirectory) -> Literal["running", "stopped", "unknown"]:
         return "unknown"
 
 
-def is_finished(run: RunDirectory, iterations: int) -> bool:
+def is_finished(view: RunView, iterations: int) -> bool:
     """Whether this many iterations are committed and summarised; the summary may be older than an extension
     of the run. Raises ValueError if a file is broken."""
+    run = view.run
     summary = run.read_summary()
     summed_up = 0 if summary is None else summary.get("iterations", 0)
     if not isinstance(summed_up, int):
         raise ValueError(f"{run.path('summary.json')}: iterations: expected an integer, got {summed_up!r}")
-    if summed_up < iterations:
-        return False
-    return progress(run).published >= iterations
-
-
-def progress(run: RunDirectory) -> Progress:
-    """Progress of a run, from its newest manifests only."""
-    published, reward, held_out = 0, None, None
-    for number in _numbers_downwards(run):
-        if not published and run.read_manifest(number, "publish") is not None:
-            published = number + 1
-        if reward is None and (rollout := run.read_manifest(number, "rollout")) is not None:
-            reward = rollout.data.get("reward_mean")
-        if held_out is None and (evaluate := run.read_manifest(number, "evaluate")) is not None:
-            held_out = evaluate.data.get("reward_mean")
-        if published and reward is not None and held_out is not None:
-            break
-    return Progress(published, reward, held_out)
+    return summed_up >= iterations and view.progress().published >= iterations
 
 
 def await_restarts(runs: Iterable[RunDirectory], tell: Callable[[str], None]) -> None:
@@ -148,7 +123,7 @@ def is_served(run: RunDirectory) -> Literal["no", "released", "running"]:
 def _is_silent(run: RunDirectory) -> bool:
     try:
         config = run.read_config(RunConfig)
-        return not is_finished(run, config.train.iterations) and _ask(run) == "silent"
+        return not is_finished(RunView(run), config.train.iterations) and _ask(run) == "silent"
     except ValueError:
         # the caller's next read raises it
         return False
@@ -214,8 +189,3 @@ def _is_elsewhere(run: RunDirectory, run_dir: str) -> bool:
 
 def _is_run(run: RunDirectory) -> bool:
     return files.exists(run.path("config.json"))
-
-
-def _numbers_downwards(run: RunDirectory) -> Iterator[int]:
-    names = [folder.rsplit("/", 1)[-1] for folder in files.list_folders(run.path("manifests"))]
-    return iter(sorted((int(name) for name in names if name.isdecimal()), reverse=True))

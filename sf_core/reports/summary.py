@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from itertools import islice
 from typing import Any
 
 from sf_core.config import RunConfig
 from sf_core.config.environment import command_started_at
 from sf_core.reports.pictures import draw_run
-from sf_core.reports.view import Iteration, held_out_rewards, iteration_windows, read_iterations
+from sf_core.reports.view import Iteration, RunView
 from sf_core.scheduling.figures import Window, by_worker
 from sf_core.scheduling.timeline import Span, idle_fraction, loading_fraction, read_spans
 from storage.files import write_atomic
-from storage.run_directory import RunDirectory
 
 
-def summarise(directory: RunDirectory, config: RunConfig) -> dict[str, Any]:
+def summarise(view: RunView, config: RunConfig) -> dict[str, Any]:
     """Write summary.json and summary.png of a run whose iterations are all committed.
 
     seconds_rl is the time from the first `rollout` to the last `publish`, evaluations included, without the
@@ -26,12 +24,12 @@ def summarise(directory: RunDirectory, config: RunConfig) -> dict[str, Any]:
     computed nothing, loading_fraction the share in which it loaded;
     orchestration_seconds_per_iteration is what no stage accounts for: Prefect, Dask and manifests.
     """
-    iterations = list(islice(read_iterations(directory), config.train.iterations))
-    evaluations = held_out_rewards(directory, config.train.iterations + 1)
-    windows = list(iteration_windows(iterations).values())
-    if len(windows) < config.train.iterations:
-        raise ValueError(f"{directory.run_id}: iteration {len(windows)} is not committed")
-    spans = read_spans(directory)
+    directory = view.run
+    iterations = [i for i in view.iterations() if i.is_through][: config.train.iterations]
+    if len(iterations) < config.train.iterations:
+        raise ValueError(f"{directory.run_id}: iteration {len(iterations)} is not committed")
+    evaluations = view.held_out_rewards(range(config.train.iterations + 1))
+    windows, spans = [iteration.window for iteration in iterations], read_spans(directory)
     seconds_rl = sum(end - start for start, end in windows)
     tokens = sum(m.data.get("sampled_tokens", 0) for i in iterations for m in i.stages.values())
     summary = {
@@ -40,7 +38,7 @@ def summarise(directory: RunDirectory, config: RunConfig) -> dict[str, Any]:
         "reward_before": evaluations.get(0),
         "reward_after": evaluations.get(config.train.iterations),
         "iterations": len(iterations),
-        "seconds_total": round(time.time() - _started_at(directory), 2),
+        "seconds_total": round(time.time() - _started_at(view), 2),
         "seconds_rl": round(seconds_rl, 2),
         "tokens_generated": tokens,
         "tokens_per_second": round(sum(i.sampled_tokens for i in iterations) / seconds_rl, 1),
@@ -51,7 +49,7 @@ def summarise(directory: RunDirectory, config: RunConfig) -> dict[str, Any]:
     }
     directory.write_summary(summary)
     picture = draw_run(
-        rewards=[i.stages["rollout"].data["reward_mean"] for i in iterations],
+        rewards=[i.reward for i in iterations],
         evaluations=evaluations,
         spans=spans,
         boundaries=[end for _, end in windows],
@@ -63,8 +61,8 @@ def summarise(directory: RunDirectory, config: RunConfig) -> dict[str, Any]:
 def orchestration_seconds(iterations: Sequence[Iteration]) -> float:
     """Seconds in which no stage of an iteration worked, hand-over between iterations included."""
     total = 0.0
-    for (reached, _), iteration in zip(iteration_windows(iterations).values(), iterations, strict=True):
-        stages = iteration.stages.values()
+    for iteration in iterations:
+        (reached, _), stages = iteration.window, iteration.stages.values()
         for start, end in sorted((m.data["started_at"], m.data["finished_at"]) for m in stages):
             total += max(0.0, start - reached)
             reached = max(reached, end)
@@ -82,8 +80,8 @@ def _shares(
     }
 
 
-def _started_at(directory: RunDirectory) -> float:
-    manifest = directory.read_manifest(None, "start")
+def _started_at(view: RunView) -> float:
+    manifest = view.manifest(None, "start")
     assert manifest is not None
     started: float = manifest.data["started_at"]
     called = command_started_at()

@@ -15,8 +15,8 @@ from rich.text import Text
 
 from sf_core.config.failures import failures_text, sum_failures
 from sf_core.models.tokenizer import open_tokenizer
-from sf_core.reports import devices, view
-from sf_core.reports.view import read_iterations
+from sf_core.reports import devices
+from sf_core.reports.view import RolloutFigures, failures_of, open_run
 from storage.run_directory import STAGES, RunDirectory
 from storage.schema import NOT_SAMPLED, Trajectory, TurnSpan
 
@@ -27,39 +27,42 @@ TRAINED, CARRIED = "bold green underline", "green underline"
 
 def inspect_run(uri: str) -> RenderableType:
     """A table of iterations. Raises ValueError with one sentence if there is no run or a file is broken."""
-    run = view.open_run(uri)
-    rows = view.iteration_figures(run)
-    held_out = {k: f"{reward:.3f}" for k, reward in view.held_out_rewards(run, len(rows) + 1).items()}
-    table = _table(f"run {run.run_id}")
+    view = open_run(uri)
+    iterations = list(view.iterations())
+    versions = range(len(iterations) + 1)
+    held_out = {version: f"{reward:.3f}" for version, reward in view.held_out_rewards(versions).items()}
+    figures = [view.rollout_figures(iteration.number) for iteration in iterations]
+    table = _table(f"run {view.run.run_id}")
     for name in ("iteration", "reward", "held-out", "lag mean", "max", "tokens", "sessions", "failed"):
         table.add_column(name, justify="right")
     table.add_column("stages")
     if 0 in held_out:
         table.add_row("start", "", held_out[0])
-    for row in rows:
-        stages = " ".join(stage[0].upper() if stage in row.committed else "." for stage in STAGES)
+    for iteration, row in zip(iterations, figures, strict=True):
+        stages = " ".join(stage[0].upper() if stage in iteration.stages else "." for stage in STAGES)
         # an iteration makes the next version
-        table.add_row(*_figures(row, held_out.get(row.iteration + 1, "")), stages)
-    trained = sum_failures(row.rollout.failures for row in rows if row.rollout is not None)
-    measured = view.held_out_failures(run, len(rows) + 1)
+        table.add_row(*_figures(iteration.number, row, held_out.get(iteration.number + 1, "")), stages)
+    trained = sum_failures(row.failures for row in figures if row is not None)
+    evaluations = (view.manifest(version, "evaluate") for version in versions)
+    measured = sum_failures(failures_of(manifest) for manifest in evaluations if manifest is not None)
     footer = "".join(
         f"{what}: {failures_text(failures)}\n"
         for what, failures in (("failed sessions", trained), ("failed held-out sessions", measured))
         if failures
     )
     footer += f"held-out: reward after the iteration; stages committed: {', '.join(STAGES)}"
-    if rows and (rollout := rows[-1].rollout) is not None:
-        footer += f"\none session: sf inspect {uri} --session {rollout.example}"
-    return Group(table, _devices(run, len(rows)), Text("\n" + footer, style="dim"))
+    if figures and (last := figures[-1]) is not None:
+        footer += f"\none session: sf inspect {uri} --session {last.example}"
+    return Group(table, _devices(view.run, len(iterations)), Text("\n" + footer, style="dim"))
 
 
 def inspect_timeline(uri: str) -> RenderableType:
     """A table of what the devices did in each iteration, after timeline.json and timeline.png have been
     written. Raises ValueError with one sentence if there is no run."""
-    run = view.open_run(uri)
-    iterations = sum(1 for _ in read_iterations(run))
-    devices.record_figures(run, iterations - 1)
-    devices.draw_timelines(run)
+    view = open_run(uri)
+    run, iterations = view.run, len(list(view.iterations()))
+    devices.record_figures(view, iterations - 1)
+    devices.draw_timelines(view)
     drawn = f"\ntimeline: {run.trace_file} (open it in ui.perfetto.dev)\npicture: {run.timeline_picture}"
     return Group(_devices(run, iterations), Text(drawn, style="dim"))
 
@@ -67,20 +70,20 @@ def inspect_timeline(uri: str) -> RenderableType:
 def inspect_session(uri: str, session_id: str) -> RenderableType:
     """The branches of a session, turn by turn, sampled tokens marked. Raises ValueError with one sentence if
     there is no such run or session."""
-    run = view.open_run(uri)
-    session = view.find_session(run, session_id)
-    decode = _decoder(run)
+    view = open_run(uri)
+    session = view.find_session(session_id)
+    decode, fate = _decoder(view.run), session.sampling.fate
     row = session.branches[0]
     task, environment, group = map(_printable, (row.task_id, row.environment, row.group_id or "none"))
     head = Text.assemble(
-        (f"session {session_id}, {session.origin}\n", "bold"),
+        (f"session {session_id}, {session.sampling.label}\n", "bold"),
         f"task {task}  environment {environment}  group {group}\n",
         f"{row.status}  reward {_reward(row)}  {row.finished_at - row.started_at:.2f} s\n",
-        (f"«sampled, {session.fate}»", TRAINED),
+        (f"«sampled, {fate}»", TRAINED),
         "  ",
         ("«sampled, counted in another branch»", CARRIED),
     )
-    return Group(head, *(_branch(row, decode, session.fate) for row in session.branches))
+    return Group(head, *(_branch(row, decode, fate) for row in session.branches))
 
 
 def _table(title: str = "") -> Table:
@@ -103,11 +106,11 @@ def _devices(run: RunDirectory, iterations: int) -> RenderableType:
     return table
 
 
-def _figures(row: view.IterationFigures, held_out: str) -> tuple[str, ...]:
-    if (figures := row.rollout) is None:
-        return str(row.iteration), "", held_out, "", "", "", "", ""
+def _figures(iteration: int, figures: RolloutFigures | None, held_out: str) -> tuple[str, ...]:
+    if figures is None:
+        return str(iteration), "", held_out, "", "", "", "", ""
     return (
-        str(row.iteration),
+        str(iteration),
         f"{figures.reward_mean:.3f}",
         held_out,
         f"{figures.lag_mean:.2f}",

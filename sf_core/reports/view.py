@@ -1,22 +1,22 @@
-"""What a run directory tells about a run: figures per iteration, and the rows of one session.
+"""The one reading of a run directory: its iterations, figures and sessions, as manifests tell them.
 
 Reads manifests and the files they name, nothing else. The layout is sf_core/reports/tables.py's.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from itertools import count
+from functools import cache
+from itertools import count, takewhile
 from typing import Literal
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from sf_core.config.failures import sum_failures
+from sf_core.scheduling.figures import Window
 from storage import files
 from storage.manifests import Manifest
 from storage.run_directory import STAGES, RunDirectory
@@ -25,12 +25,56 @@ from storage.trajectories import read_trajectories, to_rows
 
 
 @dataclass(frozen=True, slots=True)
+class Progress:
+    published: int
+    """Number of published iterations, which is the newest policy version."""
+    reward: float | None
+    """Mean reward of the newest batch."""
+    held_out: float | None
+    """Mean reward of the newest evaluation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Iteration:
+    number: int
+    stages: Mapping[str, Manifest]
+    """Committed manifests: of stages, and of `evaluate` if this version was evaluated."""
+    published_before: Manifest | None
+    """The manifest that ended the iteration before."""
+
+    @property
+    def is_through(self) -> bool:
+        return all(stage in self.stages for stage in STAGES)
+
+    @property
+    def reward(self) -> float:
+        """Mean reward of the sampled sessions."""
+        reward: float = self.stages["rollout"].data["reward_mean"]
+        return reward
+
+    @property
+    def window(self) -> Window:
+        """From the end of the iteration before to its own end, once it is through; for an attempt's first
+        iteration, from the start of the first stage that this attempt committed."""
+        last, before = self.stages["publish"], self.published_before
+        if before is not None and before.attempt == last.attempt:
+            return before.data["finished_at"], last.data["finished_at"]
+        begun = next(m for stage in STAGES if (m := self.stages[stage]).attempt == last.attempt)
+        return begun.data["started_at"], last.data["finished_at"]
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Tokens sampled in its window, evaluations included; not those of stages of an earlier attempt."""
+        last = self.stages["publish"].attempt
+        return sum(m.data.get("sampled_tokens", 0) for m in self.stages.values() if m.attempt == last)
+
+
+@dataclass(frozen=True, slots=True)
 class RolloutFigures:
     """Figures of the trajectories of one iteration."""
 
     sessions: int
     reward_mean: float
-    """Mean over the sessions that have a reward."""
     tokens_sampled: int
     lag_mean: float
     """Mean over sampled tokens of the version being updated minus the version that sampled the token."""
@@ -39,14 +83,6 @@ class RolloutFigures:
     """The id of one session."""
     failures: dict[str, int]
     """Numbers of failed sessions that count, by the reason."""
-
-
-@dataclass(frozen=True, slots=True)
-class IterationFigures:
-    iteration: int
-    committed: tuple[str, ...]
-    """Committed stages."""
-    rollout: RolloutFigures | None
 
 
 SamplingKind = Literal["trains iteration", "evaluates version", "opened at version"]
@@ -75,36 +111,133 @@ class Sampling:
             return "trained" if self.is_trained else "not trained yet"
         return "never trained"
 
+    def read(self, columns: list[str]) -> pa.Table:
+        """Raises ValueError with one sentence if a file is missing or broken."""
+        return pa.concat_tables([read_trajectories(uri, columns) for uri in self.uris])
+
 
 @dataclass(frozen=True, slots=True)
 class SessionRows:
     session_id: str
-    origin: str
-    """Label of the `Sampling` that holds the session."""
-    fate: str
+    sampling: Sampling
     branches: list[Trajectory]
 
 
-def open_run(uri: str) -> RunDirectory:
+class RunView:
+    """What the manifests of a run tell. A view looks for each manifest once and keeps what it found; what a
+    live run commits afterwards is in the next view."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self.run = run
+        self.manifest = cache(run.read_manifest)
+
+    def committed(self, stage: str) -> list[Manifest]:
+        """The manifests of a stage from iteration 0 to the first one in which it is not committed."""
+        found: list[Manifest] = []
+        while (manifest := self.manifest(len(found), stage)) is not None:
+            found.append(manifest)
+        return found
+
+    def iteration(self, number: int) -> Iteration:
+        found = {stage: self.manifest(number, stage) for stage in (*STAGES, "evaluate")}
+        stages = {stage: manifest for stage, manifest in found.items() if manifest is not None}
+        return Iteration(number, stages, self.manifest(number - 1, "publish") if number else None)
+
+    def iterations(self, first: int = 0) -> Iterator[Iteration]:
+        """Iterations with a committed stage, in order; the last may not be through."""
+        return takewhile(lambda found: found.stages.keys() & set(STAGES), map(self.iteration, count(first)))
+
+    def windows(self, first: int = 0) -> dict[int, Window]:
+        """Windows of the iterations that are through, by number."""
+        return {found.number: found.window for found in self.iterations(first) if found.is_through}
+
+    def held_out_rewards(self, versions: Iterable[int]) -> dict[int, float]:
+        """Mean held-out reward of each of these policy versions that was evaluated."""
+        found = ((version, self.manifest(version, "evaluate")) for version in versions)
+        return {version: manifest.data["reward_mean"] for version, manifest in found if manifest is not None}
+
+    def progress(self) -> Progress:
+        """How far the run is, from its newest manifests only."""
+        names = [folder.rsplit("/", 1)[-1] for folder in files.list_folders(self.run.path("manifests"))]
+        numbers = sorted((int(name) for name in names if name.isdecimal()), reverse=True)
+
+        def newest_reward(stage: str) -> float | None:
+            found = (self.manifest(number, stage) for number in numbers)
+            return next((manifest.data.get("reward_mean") for manifest in found if manifest), None)
+
+        return Progress(
+            published=next((number + 1 for number in numbers if self.manifest(number, "publish")), 0),
+            reward=newest_reward("rollout"),
+            held_out=newest_reward("evaluate"),
+        )
+
+    def rollout_figures(self, number: int) -> RolloutFigures | None:
+        """None if the rollout is not committed. Raises ValueError if a file is missing or broken."""
+        sampling, manifest = self._sampling(number, "rollout"), self.manifest(number, "rollout")
+        if sampling is None or manifest is None:
+            return None
+        table = sampling.read(["session_id", "loss_mask", "policy_versions"])
+        ids = np.unique(table["session_id"].to_numpy())
+        mask = pc.list_flatten(table["loss_mask"]).to_numpy()
+        versions = pc.list_flatten(table["policy_versions"]).fill_null(NOT_SAMPLED).to_numpy()
+        lags = number - versions[mask]
+        return RolloutFigures(
+            sessions=len(ids),
+            reward_mean=manifest.data["reward_mean"],
+            tokens_sampled=len(lags),
+            lag_mean=float(lags.mean()) if len(lags) else 0.0,
+            lag_max=int(lags.max(initial=0)),
+            example=str(ids[0]),
+            failures=failures_of(manifest),
+        )
+
+    def samplings(self) -> Iterator[Sampling]:
+        """All committed sessions by iteration and evaluation, in order; then those opened by agents, whose
+        files no manifest names."""
+        for number in count():
+            found = [self._sampling(number, stage) for stage in ("evaluate", "rollout")]
+            if not any(found):
+                break
+            yield from filter(None, found)
+        for number, uris in self.run.list_partitions("opened").items():
+            yield Sampling("opened at version", number, uris)
+
+    def parts(self, kind: SamplingKind) -> list[str]:
+        """URIs of the trajectories of one kind, in order."""
+        return [uri for sampling in self.samplings() if sampling.kind == kind for uri in sampling.uris]
+
+    def _sampling(self, number: int, stage: str) -> Sampling | None:
+        if (manifest := self.manifest(number, stage)) is None:
+            return None
+        kinds = ("trajectories/", "evaluations/")
+        uris = [self.run.path(ref.uri) for ref in manifest.outputs if ref.uri.startswith(kinds)]
+        if stage == "evaluate":
+            return Sampling("evaluates version", number, uris)
+        return Sampling("trains iteration", number, uris, self.manifest(number, "train") is not None)
+
+    def find_session(self, session_id: str) -> SessionRows:
+        """Rows of one session. Raises ValueError with one sentence, and similar ids, if there is none."""
+        seen: list[str] = []
+        for sampling in self.samplings():
+            for uri in sampling.uris:
+                ids = read_trajectories(uri, ["session_id"])["session_id"].to_pylist()
+                if session_id in ids:
+                    table = read_trajectories(uri, SCHEMA.names)
+                    rows = to_rows(table.filter(pc.equal(table["session_id"], session_id)))
+                    return SessionRows(session_id, sampling, rows)
+                seen.extend(ids)
+        hint = _did_you_mean(session_id, sorted(set(seen))) if seen else "; none is committed yet"
+        raise ValueError(f"{self.run.run_id}: no session {session_id!r}{hint}")
+
+
+def open_run(uri: str) -> RunView:
     """Open a run. Raises ValueError with one sentence, and similar names, if no run is there."""
     run = RunDirectory(uri)
     if files.exists(run.path("config.json")):
-        return run
+        return RunView(run)
     parent = run.uri.removesuffix("/" + run.run_id)
     names = [folder.rsplit("/", 1)[-1] for folder in files.list_folders(parent)]
     raise ValueError(f"{uri}: no run here (config.json is missing){_did_you_mean(run.run_id, names)}")
-
-
-def iteration_figures(run: RunDirectory) -> list[IterationFigures]:
-    """Figures of all iterations with a committed stage, in order."""
-    rows = (_figures(run, iteration) for iteration in itertools.count())
-    return list(itertools.takewhile(lambda row: row.committed, rows))
-
-
-def held_out_rewards(run: RunDirectory, versions: int) -> dict[int, float]:
-    """Mean held-out reward by policy version, for evaluated versions below `versions`."""
-    manifests = {version: run.read_manifest(version, "evaluate") for version in range(versions)}
-    return {version: m.data["reward_mean"] for version, m in manifests.items() if m is not None}
 
 
 def failures_of(manifest: Manifest) -> dict[str, int]:
@@ -113,128 +246,6 @@ def failures_of(manifest: Manifest) -> dict[str, int]:
     return dict(manifest.data.get("failures", {}))
 
 
-def held_out_failures(run: RunDirectory, versions: int) -> dict[str, int]:
-    """Failures of all evaluations of versions below `versions`, summed by reason."""
-    manifests = (run.read_manifest(version, "evaluate") for version in range(versions))
-    return sum_failures(failures_of(manifest) for manifest in manifests if manifest is not None)
-
-
-def find_session(run: RunDirectory, session_id: str) -> SessionRows:
-    """Rows of one session. Raises ValueError with one sentence, and similar ids, if there is none."""
-    seen: list[str] = []
-    for sampling in samplings(run):
-        for uri in sampling.uris:
-            ids = read_trajectories(uri, ["session_id"])["session_id"].to_pylist()
-            if session_id in ids:
-                table = read_trajectories(uri, SCHEMA.names)
-                rows = to_rows(table.filter(pc.equal(table["session_id"], session_id)))
-                return SessionRows(session_id, sampling.label, sampling.fate, rows)
-            seen.extend(ids)
-    hint = _did_you_mean(session_id, sorted(set(seen))) if seen else "; none is committed yet"
-    raise ValueError(f"{run.run_id}: no session {session_id!r}{hint}")
-
-
-def samplings(run: RunDirectory) -> Iterator[Sampling]:
-    """All committed sessions by iteration and evaluation, in order; then those opened by agents, whose files
-    no manifest names."""
-    for number in itertools.count():
-        rollout, evaluate = (run.read_manifest(number, stage) for stage in ("rollout", "evaluate"))
-        if evaluate is not None:
-            yield Sampling("evaluates version", number, _parts(run, evaluate))
-        if rollout is not None:
-            is_trained = run.read_manifest(number, "train") is not None
-            yield Sampling("trains iteration", number, _parts(run, rollout), is_trained)
-        elif evaluate is None:
-            break
-    for number, uris in run.list_partitions("opened").items():
-        yield Sampling("opened at version", number, uris)
-
-
-def parts_of(run: RunDirectory, kind: SamplingKind) -> list[str]:
-    """URIs of the trajectories of one kind, in order."""
-    return [uri for sampling in samplings(run) if sampling.kind == kind for uri in sampling.uris]
-
-
-def _figures(run: RunDirectory, iteration: int) -> IterationFigures:
-    manifests = {stage: run.read_manifest(iteration, stage) for stage in STAGES}
-    rollout = manifests["rollout"]
-    return IterationFigures(
-        iteration,
-        tuple(stage for stage, manifest in manifests.items() if manifest is not None),
-        None if rollout is None else _rollout_figures(run, rollout, iteration),
-    )
-
-
-def _rollout_figures(run: RunDirectory, manifest: Manifest, iteration: int) -> RolloutFigures:
-    columns = ["session_id", "reward", "loss_mask", "policy_versions"]
-    table = pa.concat_tables([read_trajectories(uri, columns) for uri in _parts(run, manifest)])
-    ids, first = np.unique(table["session_id"].to_numpy(), return_index=True)
-    rewards = table["reward"].to_numpy()[first]
-    mask = pc.list_flatten(table["loss_mask"]).to_numpy()
-    versions = pc.list_flatten(table["policy_versions"]).fill_null(NOT_SAMPLED).to_numpy()
-    lags = iteration - versions[mask]
-    return RolloutFigures(
-        sessions=len(first),
-        reward_mean=float(np.nanmean(rewards)),
-        tokens_sampled=len(lags),
-        lag_mean=float(lags.mean()) if len(lags) else 0.0,
-        lag_max=int(lags.max(initial=0)),
-        example=str(ids[0]),
-        failures=failures_of(manifest),
-    )
-
-
-def _parts(run: RunDirectory, manifest: Manifest) -> list[str]:
-    kinds = ("trajectories/", "evaluations/")
-    return [run.path(ref.uri) for ref in manifest.outputs if ref.uri.startswith(kinds)]
-
-
 def _did_you_mean(name: str, names: list[str]) -> str:
     near = get_close_matches(name, names)
     return f"; did you mean {', '.join(near)}?" if near else ""
-
-
-Window = tuple[float, float]
-"""Start and end, Unix seconds."""
-
-
-@dataclass(frozen=True, slots=True)
-class Iteration:
-    number: int
-    stages: Mapping[str, Manifest]
-    """Committed manifests: of stages, and of `evaluate` if this version was evaluated."""
-
-    @property
-    def is_through(self) -> bool:
-        return all(stage in self.stages for stage in STAGES)
-
-    @property
-    def sampled_tokens(self) -> int:
-        """Tokens sampled in its window, evaluations included; not those of stages of an earlier attempt."""
-        last = self.stages["publish"].attempt
-        return sum(m.data.get("sampled_tokens", 0) for m in self.stages.values() if m.attempt == last)
-
-
-def read_iterations(run: RunDirectory, first: int = 0) -> Iterator[Iteration]:
-    """Iterations with a committed stage, in order; the last may not be through."""
-    for number in count(first):
-        found = {stage: run.read_manifest(number, stage) for stage in (*STAGES, "evaluate")}
-        stages = {stage: manifest for stage, manifest in found.items() if manifest is not None}
-        if not stages.keys() & set(STAGES):
-            return
-        yield Iteration(number, stages)
-
-
-def iteration_windows(iterations: Iterable[Iteration]) -> dict[int, Window]:
-    """Windows of the iterations that are through, by number: from the end of the one before to its own end;
-    for an attempt's first iteration, from the start of the first stage that this attempt committed."""
-    windows: dict[int, Window] = {}
-    attempt, reached = None, 0.0
-    for iteration in iterations:
-        if iteration.is_through:
-            last = iteration.stages["publish"]
-            begun = next(s for s in map(iteration.stages.get, STAGES) if s and s.attempt == last.attempt)
-            start = reached if last.attempt == attempt else begun.data["started_at"]
-            attempt, reached = last.attempt, last.data["finished_at"]
-            windows[iteration.number] = (start, reached)
-    return windows

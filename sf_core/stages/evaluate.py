@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sf_core.config import RunConfig
-from sf_core.reports.states import await_restarts, check_idle, progress
+from sf_core.reports.states import await_restarts, check_idle
+from sf_core.reports.view import RunView
 from sf_core.stages.commit import Outcome, commits_once
 from sf_core.stages.run import OpenRun
 from sf_core.stages.stored_config import read_stored_config, settled_to_measure
@@ -68,7 +69,7 @@ def open_evaluation(config: RunConfig, tell: Callable[[str], None] = log.warning
         raise ValueError("run_id: say which run to evaluate")
     run = RunDirectory(config.run_dir)
     settled = settled_to_measure(config, tell)
-    version = progress(run).published
+    version = RunView(run).progress().published
     measured = run.read_manifest(version, "evaluate")
     if measured is None:
         if not version and run.read_manifest(None, "start") is None:

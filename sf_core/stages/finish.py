@@ -7,6 +7,7 @@ from typing import Any
 from sf_core.reports.devices import draw_timelines, record_figures
 from sf_core.reports.summary import summarise
 from sf_core.reports.tensorboard import write_events
+from sf_core.reports.view import RunView
 from sf_core.stages.run import OpenRun, RunRef
 from storage.files import copy_folder
 from storage.weights import WEIGHT_FILES, load_weights, save_weights
@@ -18,10 +19,11 @@ def finish(ref: RunRef) -> dict[str, Any]:
     run = OpenRun(ref)
     run.directory.refuse_superseded(ref.attempt, "end the run")
     export_policy(run)
-    record_figures(run.directory, run.config.train.iterations - 1, is_over=True)
+    view = RunView(run.directory)
+    record_figures(view, run.config.train.iterations - 1, is_over=True)
     write_events(run.directory, run.config.train.iterations - 1)
-    draw_timelines(run.directory)
-    return summarise(run.directory, run.config)
+    draw_timelines(view)
+    return summarise(view, run.config)
 
 
 def export_policy(run: OpenRun) -> None:

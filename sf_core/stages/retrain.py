@@ -37,7 +37,7 @@ class Replay:
 def replay(uri: str, iteration: int) -> Replay:
     """Train the iteration again and compare. Raises ValueError with one sentence if there is no such run or
     iteration, its batch is damaged, its GPU is missing, or the run is emulated."""
-    directory = open_run(uri)
+    directory = open_run(uri).run
     train = _committed(directory, iteration, "train")
     _committed(directory, iteration, "filter")
     run = OpenRun(RunRef(directory.run_id, directory.uri, dataplane_url="", attempt=0))

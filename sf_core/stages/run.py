@@ -19,6 +19,7 @@ from urllib.parse import urlsplit, urlunsplit
 from sf_core.config import RunConfig
 from sf_core.config.environment import dataplane_key, dataplane_url, run_key
 from sf_core.dataplane.control.client import DataplaneClient
+from sf_core.reports.view import RunView
 from sf_core.types import WeightsRef
 from storage.attempts import Attempt
 from storage.files import read_bytes
@@ -70,21 +71,15 @@ class OpenRun:
 
     def resume_point(self) -> ResumePoint:
         """Where to resume, by the manifests."""
-        iteration = 0
-        done: set[int] = set()
-        while (manifest := self.directory.read_manifest(iteration, "rollout")) is not None:
-            done.update(manifest.data["groups"])
-            done.update(int(group) for group in manifest.data["rejected"])
-            iteration += 1
-        next_batch = iteration
-        version = next_batch
-        while not self._is_published(version):
-            version -= 1
-        return ResumePoint(version=version, next_batch=next_batch, done_groups=sorted(done))
+        rollouts = [manifest.data for manifest in RunView(self.directory).committed("rollout")]
+        done = {int(group) for data in rollouts for group in (*data["groups"], *data["rejected"])}
+        version = next(v for v in range(len(rollouts), -1, -1) if self._is_published(v))
+        return ResumePoint(version=version, next_batch=len(rollouts), done_groups=sorted(done))
 
     def iterations_left(self) -> range:
         """Iterations that still have a stage to do."""
-        first, _ = self.directory.next_stage()
+        view = RunView(self.directory)
+        first = min(len(view.committed(stage)) for stage in STAGES)
         return range(first, self.config.train.iterations)
 
     def evaluation_due(self, version: int) -> bool:

@@ -8,14 +8,15 @@ because the form in the Prefect UI sends all of them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from functools import reduce
+from typing import Any
 
 from sf_core.config import RunConfig
-from sf_core.config.base import Settings
 from sf_core.config.validation import validate_config
 from sf_core.config.words import shown
-from sf_core.reports.states import progress
+from sf_core.config.yaml_file import differing
+from sf_core.reports.view import RunView
 from storage.files import exists
 from storage.run_directory import RunDirectory
 
@@ -31,16 +32,6 @@ FIXED = ("seed", "policy", "environment")
 """Settings that cannot change, because the result would be another run."""
 
 OF_AN_EVALUATION = ("evaluate.num_tasks", "cluster.workers", *ADDRESSES)
-
-
-class _Difference(NamedTuple):
-    key: str
-    stored: Any
-    given: Any
-    counts: bool
-    """Whether the given value takes effect."""
-    is_said: bool
-    """Whether the caller set it explicitly."""
 
 
 def read_stored_config(uri: str) -> RunConfig:
@@ -70,19 +61,21 @@ def settled_to_measure(config: RunConfig, tell: Callable[[str], None] = log.warn
 
 
 def _merged(
-    config: RunConfig, tell: Callable[[str], None], check: Callable[[RunDirectory, _Difference], None]
+    config: RunConfig, tell: Callable[[str], None], check: Callable[[RunDirectory, str, Any, Any], None]
 ) -> RunConfig:
     run = RunDirectory(config.run_dir)
     stored = run.read_config(RunConfig)
     data = stored.model_dump() | config.model_dump(include=set(PLACE))
     changed, kept = [], []
-    for difference in _differences(stored, config, RunConfig()):
-        key, before, given, counts, is_said = difference
-        if counts:
-            check(run, difference)
-            _put(data, key, given)
+    for key, before, given in differing(stored, config):
+        *sections, name = path = key.split(".")
+        if path[0] in PLACE:
+            continue
+        if key in ADDRESSES or given != reduce(getattr, path, RunConfig()):
+            check(run, key, before, given)
+            reduce(dict.__getitem__, sections, data)[name] = given
             changed.append(f"{key} {_text(given)} (was {_text(before)})")
-        elif is_said:
+        elif name in reduce(getattr, sections, config).model_fields_set:
             kept.append(f"{key} {_text(before)}")
     if changed:
         tell(f"run {config.run_id}: as it was configured, but for {', '.join(changed)}")
@@ -91,51 +84,26 @@ def _merged(
     return validate_config(data, f"run {config.run_id}")
 
 
-def _differences(
-    stored: Settings, given: Settings, usual: Settings, within: str = ""
-) -> Iterator[_Difference]:
-    """Differing settings in order; values that are no section are compared as a whole."""
-    for name in type(stored).model_fields:
-        key = within + name
-        if key in PLACE:
-            continue
-        before, now, default = (getattr(settings, name) for settings in (stored, given, usual))
-        if isinstance(before, Settings) and type(before) is type(now) is type(default):
-            yield from _differences(before, now, default, f"{key}.")
-        elif before != now:
-            counts = now != default or key in ADDRESSES
-            yield _Difference(key, before, now, counts, name in given.model_fields_set)
-
-
-def _refuse_another_run(run: RunDirectory, difference: _Difference) -> None:
-    key, before, given, *_ = difference
+def _refuse_another_run(run: RunDirectory, key: str, before: Any, given: Any) -> None:
     if key.split(".")[0] in FIXED:
         raise ValueError(
             f"run {run.run_id} was started with {key} {_text(before)}, not {_text(given)}; "
             f"choose another run_id, or leave {key} out"
         )
     # the newest version would be measured and named as another one
-    if key == "train.iterations" and given < (published := progress(run).published):
+    if key == "train.iterations" and given < (published := RunView(run).progress().published):
         raise ValueError(
             f"run {run.run_id} has published version {published} and cannot end at {key} {_text(given)}; "
             f"give at least {published}, or leave {key} out"
         )
 
 
-def _refuse_another_measure(run: RunDirectory, difference: _Difference) -> None:
-    key, before, given, *_ = difference
+def _refuse_another_measure(run: RunDirectory, key: str, before: Any, given: Any) -> None:
     if key not in OF_AN_EVALUATION:
         raise ValueError(
             f"run {run.run_id} was configured with {key} {_text(before)}, not {_text(given)}, "
             f"and is measured like that; leave {key} out"
         )
-
-
-def _put(data: dict[str, Any], key: str, value: Any) -> None:
-    *sections, name = key.split(".")
-    for section in sections:
-        data = data[section]
-    data[name] = value
 
 
 def _text(value: Any) -> str:

@@ -41,7 +41,8 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     turns = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
     times = {"started_at": 0.0, "finished_at": 1.0, "version": 1, "lags": []}
     rows = write_trajectories(run, 0, [conversation(turns)], "rollout-1")
-    commit(run, 0, "rollout", outputs=[rows], data={"groups": [0], "rejected": {}, **times})
+    sampled = {"groups": [0], "rejected": {}, "reward_mean": 0.5}
+    commit(run, 0, "rollout", outputs=[rows], data=sampled | times)
     weights = save_weights(run.weights_dir(1), {"w": torch.arange(64.0)}, 1)
     parameter = torch.nn.Parameter(torch.arange(8.0))
     optimizer = torch.optim.AdamW([parameter])

@@ -8,7 +8,7 @@ import numpy as np
 
 from sf_core.config import RunConfig
 from sf_core.engines.device_model import DeviceModel
-from sf_core.reports.view import read_iterations
+from sf_core.reports.view import RunView
 from sf_core.scheduling.figures import by_worker
 from sf_core.scheduling.simulation.overheads import Overheads
 from sf_core.scheduling.timeline import read_spans
@@ -21,7 +21,7 @@ def measured_overheads(run: RunDirectory) -> Overheads:
     that was still loading when its lease was revoked, or was lent later, distorts them.
 
     Raises ValueError for a run without two whole iterations."""
-    iterations = [iteration.stages for iteration in read_iterations(run) if iteration.is_through]
+    iterations = [iteration.stages for iteration in RunView(run).iterations() if iteration.is_through]
     if len(iterations) < 2:
         raise ValueError(f"{run.run_id} has no two whole iterations to measure")
     model = DeviceModel(run.read_config(RunConfig).emulation)

@@ -70,7 +70,13 @@ def conversation(messages: list[dict[str, Any]], given: int = 1, **changes: Any)
 def sample(run: RunDirectory, iteration: int, rows: list[Trajectory]) -> None:
     """Commit a rollout."""
     ref = write_trajectories(run, iteration, rows, "rollout-1")
-    commit(run, iteration, "rollout", outputs=[ref], data={"groups": [iteration], "rejected": {}})
+    data = {"groups": [iteration], "rejected": {}, "reward_mean": mean_reward(rows)}
+    commit(run, iteration, "rollout", outputs=[ref], data=data)
+
+
+def mean_reward(rows: list[Trajectory]) -> float:
+    """Mean over the sessions, each with the reward of its first branch."""
+    return float(np.mean(list({row.session_id: row.reward or 0.0 for row in reversed(rows)}.values())))
 
 
 def train(run: RunDirectory, config: RunConfig, batches: list[pa.Table]) -> None:

@@ -7,7 +7,7 @@ from storage import files
 from storage.attempts import Attempt
 from storage.files import FileRef
 from storage.manifests import Manifest
-from storage.run_directory import STAGES, RunDirectory
+from storage.run_directory import RunDirectory
 
 
 def manifest(iteration: int | None = 0, stage: str = "rollout", attempt: int = 1, **more: Any) -> Manifest:
@@ -106,27 +106,12 @@ def test_verify_finds_missing_truncated_and_changed_outputs(run: RunDirectory) -
         run.verify(committed)
 
 
-def test_stages_come_in_order_and_iterations_from_zero(run: RunDirectory) -> None:
-    seen = []
-    for _ in range(2 * len(STAGES)):
-        iteration, stage = run.next_stage()
-        seen.append((iteration, stage))
-        run.commit_manifest(manifest(iteration, stage))
-    assert seen == [(iteration, stage) for iteration in (0, 1) for stage in STAGES]
-
-
-def test_the_next_stage_is_the_first_gap(run: RunDirectory) -> None:
-    for iteration, stage in [(0, "rollout"), (0, "train"), (1, "rollout")]:
-        run.commit_manifest(manifest(iteration, stage))
-    assert run.next_stage() == (0, "filter")
-
-
 def test_attempts_count_up_and_only_the_latest_commits(run: RunDirectory) -> None:
     assert [run.begin_attempt(), run.begin_attempt()] == [1, 2]
     with pytest.raises(ValueError, match="attempt 1 was superseded by a later one and must not commit"):
         run.commit_manifest(manifest(attempt=1))
-    run.commit_manifest(manifest(attempt=2))
-    assert run.next_stage() == (0, "filter")
+    committed = run.commit_manifest(manifest(attempt=2))
+    assert run.read_manifest(0, "rollout") == committed
 
 
 def test_of_the_newest_attempt_alone_it_is_noted_that_its_data_plane_is_gone(run: RunDirectory) -> None:

@@ -21,9 +21,9 @@ import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from sf_core.reports.html.session_list import SessionFacts, list_sessions, read_sampling, telling
+from sf_core.reports.html.session_list import SessionFacts, list_sessions, telling
 from sf_core.reports.view import Sampling
-from storage.schema import NOT_SAMPLED, Trajectory
+from storage.schema import NOT_SAMPLED, SCHEMA, Trajectory
 from storage.trajectories import to_rows
 
 BLOCK_TOKENS = 60_000
@@ -80,7 +80,7 @@ def compress(data: bytes) -> str:
 def _embed(embedded: Embedded, sampling: Sampling, sessions: Sequence[SessionFacts], budget: int) -> bool:
     """Add the sessions that fit; returns whether any did."""
     num_before = len(embedded.blocks)
-    table = read_sampling(sampling)
+    table = sampling.read(SCHEMA.names)
     wanted = pa.array([session.session_id for session in sessions])
     rows: dict[str, list[Trajectory]] = {session.session_id: [] for session in sessions}
     for row in to_rows(table.filter(pc.is_in(table["session_id"], wanted))):

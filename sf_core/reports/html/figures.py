@@ -15,8 +15,8 @@ from typing import Any
 import pyarrow as pa
 
 from sf_core.reports import devices as device_report
-from sf_core.reports import view
-from sf_core.reports.view import Iteration, Window, iteration_windows, read_iterations
+from sf_core.reports.view import Iteration, RunView
+from sf_core.scheduling.figures import Window
 from sf_core.scheduling.timeline import Span, read_spans
 from storage.batches import read_batch
 from storage.errors import StorageError
@@ -30,16 +30,13 @@ TIMELINE_STEPS = 4000
 """Gaps shorter than the run divided by this are closed in the timeline: they would be invisible."""
 
 
-def run_figures(run: RunDirectory) -> dict[str, Any]:
+def run_figures(view: RunView) -> dict[str, Any]:
     """All figures, without the sessions. Raises ValueError if a committed file is missing or broken."""
-    iterations = list(read_iterations(run))
-    windows = iteration_windows(iterations)
-    rollouts = {
-        row.iteration: asdict(row.rollout) for row in view.iteration_figures(run) if row.rollout is not None
-    }
+    run, iterations, windows = view.run, list(view.iterations()), view.windows()
+    rollouts = [view.rollout_figures(iteration.number) for iteration in iterations]
     # writes, so only after the checks for broken files; without write access older figures are shown
     with suppress(StorageError):
-        device_report.record_figures(run, len(iterations) - 1)
+        device_report.record_figures(view, len(iterations) - 1)
     devices = device_report.read_figures(run, range(len(iterations)))
     rows = [
         {
@@ -47,15 +44,15 @@ def run_figures(run: RunDirectory) -> dict[str, Any]:
             "seconds": _length(windows.get(iteration.number)),
             "sampled_tokens": iteration.sampled_tokens if iteration.is_through else None,
             "stages": [stage for stage in STAGES if stage in iteration.stages],
-            "rollout": rollouts.get(iteration.number),
+            "rollout": None if rollout is None else asdict(rollout),
             "training": _training(iteration),
             "devices": devices.get(iteration.number, {}),
         }
-        for iteration in iterations
+        for iteration, rollout in zip(iterations, rollouts, strict=True)
     ]
     return {
         "iterations": rows,
-        "held_out": sorted(view.held_out_rewards(run, len(iterations) + 1).items()),
+        "held_out": sorted(view.held_out_rewards(range(len(iterations) + 1)).items()),
         "timeline": _timeline(read_spans(run), windows.values()),
         "groups": list(chain.from_iterable(_groups(run, iteration) for iteration in iterations)),
     }

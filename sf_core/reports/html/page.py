@@ -17,9 +17,9 @@ import orjson
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from sf_core.models.tokenizer import open_tokenizer, token_bytes
-from sf_core.reports import view
 from sf_core.reports.html.blocks import Embedded, compress, embed_sessions
 from sf_core.reports.html.figures import run_figures
+from sf_core.reports.view import RunView, open_run
 from storage.files import write_atomic
 from storage.run_directory import RunDirectory
 
@@ -35,16 +35,16 @@ def write_report(uri: str, target: str | None, max_mb: float) -> str:
     """
     if not 0 < max_mb < math.inf:
         raise ValueError(f"a page of at most {max_mb:g} MB: expected a number of megabytes above 0")
-    run = view.open_run(uri)
-    target = target or run.path("report.html")
-    page = render(run, int(max_mb * 1e6))
+    view = open_run(uri)
+    target = target or view.run.path("report.html")
+    page = render(view, int(max_mb * 1e6))
     write_atomic(target, page)
     return target
 
 
-def render(run: RunDirectory, max_bytes: int) -> bytes:
+def render(view: RunView, max_bytes: int) -> bytes:
     """The page as UTF-8."""
-    figures = run_figures(run)
+    run, figures = view.run, run_figures(view)
     base = len(_fill(run, figures, Embedded()))
     if base > max_bytes:
         raise ValueError(
@@ -52,7 +52,7 @@ def render(run: RunDirectory, max_bytes: int) -> bytes:
         )
     # the rest is for the list of sessions and the vocabulary
     budget = int((max_bytes - base) * 0.9)
-    embedded = embed_sessions(list(view.samplings(run)), budget)
+    embedded = embed_sessions(list(view.samplings()), budget)
     page = _fill(run, figures, embedded)
     while len(page) > max_bytes and embedded.blocks:
         _drop_last_block(embedded)

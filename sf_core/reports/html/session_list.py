@@ -8,12 +8,9 @@ from heapq import nlargest
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.compute as pc
 
 from sf_core.reports.view import Sampling
-from storage.schema import SCHEMA
-from storage.trajectories import read_trajectories
 
 COLUMNS = [
     "session_id",
@@ -54,7 +51,7 @@ class SessionFacts:
 
 def list_sessions(sampling: Sampling) -> list[SessionFacts]:
     """One line per session. Raises ValueError with one sentence if a file is missing or broken."""
-    table = read_sampling(sampling, COLUMNS)
+    table = sampling.read(COLUMNS)
     if not len(table):
         return []
     mask = table["loss_mask"].combine_chunks()
@@ -69,10 +66,6 @@ def list_sessions(sampling: Sampling) -> list[SessionFacts]:
     ):
         branches.setdefault(row["session_id"], []).append(row | {"tokens": tokens, "sampled": int(count)})
     return [_session(sampling, rows) for rows in branches.values()]
-
-
-def read_sampling(sampling: Sampling, columns: list[str] = SCHEMA.names) -> pa.Table:
-    return pa.concat_tables([read_trajectories(uri, columns) for uri in sampling.uris])
 
 
 def telling(sessions: Sequence[SessionFacts]) -> Iterator[SessionFacts]:

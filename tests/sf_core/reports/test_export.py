@@ -118,6 +118,18 @@ def test_sharegpt_speakers_take_turns(run: RunDirectory, tmp_path: Path) -> None
     assert second["conversations"][-1] == {"from": "gpt", "value": "<think>\neasy\n</think>\n\n4 and 6"}
 
 
+@pytest.mark.parametrize(("to", "ending"), [("trl", "jsonl"), ("verl", "parquet"), ("sharegpt", "jsonl")])
+def test_a_session_that_failed_is_told_from_one_that_finished(tmp_path: Path, to: str, ending: str) -> None:
+    run = RunDirectory(str(tmp_path / "run-2"))
+    configure(run)
+    failed = conversation([USER, ANSWER], session_id="s1", status="timeout", reward=0.0)
+    sample(run, 0, [conversation([USER, ANSWER]), failed])
+    out = tmp_path / f"out.{ending}"
+    export(run.uri, to, str(out))
+    facts = pd.read_parquet(out)["extra_info"].tolist() if to == "verl" else lines(out)
+    assert [(row["reward"], row["status"]) for row in facts] == [(0.5, "finished"), (0.0, "timeout")]
+
+
 def test_what_a_format_cannot_hold_is_left_out_and_counted(tmp_path: Path) -> None:
     run = RunDirectory(str(tmp_path / "run-2"))
     configure(run)

@@ -1,12 +1,16 @@
+from collections.abc import Iterable
+from itertools import chain
+from uuid import uuid4
+
 from sf_core.reports.summary import orchestration_seconds
-from sf_core.reports.view import Iteration, iteration_windows
+from sf_core.reports.view import RunView
 from storage.manifests import Manifest
-from storage.run_directory import STAGES
+from storage.run_directory import STAGES, RunDirectory
 
 
-def iteration(number: int, attempt: int, *stages: tuple[str, float, float]) -> Iteration:
-    manifests = {
-        name: Manifest(
+def iteration(number: int, attempt: int, *stages: tuple[str, float, float]) -> list[Manifest]:
+    return [
+        Manifest(
             run_id="r",
             iteration=number,
             stage=name,
@@ -14,8 +18,19 @@ def iteration(number: int, attempt: int, *stages: tuple[str, float, float]) -> I
             data={"started_at": start, "finished_at": end},
         )
         for name, start, end in stages
-    }
-    return Iteration(number, manifests)
+    ]
+
+
+def view(iterations: Iterable[list[Manifest]]) -> RunView:
+    """View of a run with these manifests."""
+    run = RunDirectory(f"memory://{uuid4()}/r")
+    for manifest in chain.from_iterable(iterations):
+        run.commit_manifest(manifest)
+    return RunView(run)
+
+
+def without_a_stage(iterations: Iterable[list[Manifest]]) -> float:
+    return orchestration_seconds(list(view(iterations).iterations()))
 
 
 RUN = [
@@ -34,29 +49,49 @@ RUN = [
 
 
 def test_iterations_follow_each_other_without_a_gap_except_between_attempts() -> None:
-    assert iteration_windows(RUN) == {0: (10, 16), 1: (16, 26), 2: (100, 103)}
+    assert view(RUN).windows() == {0: (10, 16), 1: (16, 26), 2: (100, 103)}
 
 
-def resumed() -> Iteration:
+def test_the_window_of_an_iteration_is_the_same_wherever_reading_begins() -> None:
+    assert view(RUN).windows(first=1) == {1: (16, 26), 2: (100, 103)}
+    assert view(RUN).iteration(1).window == (16, 26)
+
+
+def test_an_iteration_that_is_not_through_has_no_window() -> None:
+    begun = iteration(3, 2, ("rollout", 103, 104))
+    assert list(view([*RUN, begun]).windows()) == [0, 1, 2]
+    assert [found.number for found in view([*RUN, begun]).iterations()] == [0, 1, 2, 3]
+
+
+def test_a_view_keeps_what_it_found_and_the_next_one_has_what_was_committed_since() -> None:
+    early = view(RUN[:1])
+    assert [found.number for found in early.iterations()] == [0]
+    for manifest in RUN[1]:
+        early.run.commit_manifest(manifest)
+    assert [found.number for found in early.iterations()] == [0]
+    assert [found.number for found in RunView(early.run).iterations()] == [0, 1]
+
+
+def resumed() -> list[Manifest]:
     """An iteration that a later attempt finished eight hours after the first one."""
     begun = iteration(2, 1, ("rollout", 27, 29), ("filter", 29, 30))
-    begun.stages["rollout"].data["sampled_tokens"] = 70
+    begun[0].data["sampled_tokens"] = 70
     ended = iteration(2, 3, ("train", 28900, 28904), ("publish", 28904, 28905), ("evaluate", 28900, 28902))
-    return Iteration(2, {**begun.stages, **ended.stages})
+    return [*begun, *ended]
 
 
 def test_the_time_in_which_nothing_ran_is_in_no_iteration() -> None:
     stages = [(stage, 28906 + k, 28907 + k) for k, stage in enumerate(STAGES)]
-    windows = iteration_windows([*RUN[:2], resumed(), iteration(3, 3, *stages)])
+    windows = view([*RUN[:2], resumed(), iteration(3, 3, *stages)]).windows()
     assert (windows[2], windows[3]) == ((28900, 28905), (28905, 28910))
-    assert orchestration_seconds([*RUN[:2], resumed()]) == 1 + (1 + 1) + 0
+    assert without_a_stage([*RUN[:2], resumed()]) == 1 + (1 + 1) + 0
 
 
 def test_tokens_that_were_sampled_outside_the_window_of_an_iteration_do_not_count_in_it() -> None:
     ended = resumed()
-    ended.stages["evaluate"].data["sampled_tokens"] = 5
-    assert ended.sampled_tokens == 5
+    ended[-1].data["sampled_tokens"] = 5
+    assert view([*RUN[:2], ended]).iteration(2).sampled_tokens == 5
 
 
 def test_what_no_stage_accounts_for_is_orchestration() -> None:
-    assert orchestration_seconds(RUN) == 1 + (1 + 1) + 0
+    assert without_a_stage(RUN) == 1 + (1 + 1) + 0

@@ -13,10 +13,10 @@ from transformers import PreTrainedTokenizerFast
 
 from sf_core.config import RunConfig
 from sf_core.reports.tables import inspect_run, inspect_session
-from sf_core.reports.view import iteration_figures
+from sf_core.reports.view import RunView
 from storage import files
 from storage.manifests import Manifest
-from storage.run_directory import RunDirectory
+from storage.run_directory import STAGES, RunDirectory
 from storage.trajectories import NOT_SAMPLED, Trajectory, TurnSpan, write_trajectories
 
 WORDS = ["what", "is", "six", "times", "seven", "calc", "42", "</s>", "thanks"]
@@ -89,14 +89,15 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> RunDirectory:
     ]
     second = [trajectory("run-1.g2.0.a1", [*GIVEN, 0, 1, 1, 1])]
     held_out = [trajectory("run-1.e1.0.a1", [*GIVEN, 1], group_id=None)]
-    failures = {"failures": {"timeout": 2}}
-    commit(run, 0, "rollout", outputs=[write_trajectories(run, 0, first, "part")], data=failures)
+    told = {"reward_mean": 0.5, "failures": {"timeout": 2}}
+    commit(run, 0, "rollout", outputs=[write_trajectories(run, 0, first, "part")], data=told)
     for stage in ("filter", "train", "publish"):
         commit(run, 0, stage)
     commit(run, 0, "evaluate", data={"reward_mean": 0.25})
     ref = write_trajectories(run, 1, held_out, "part", kind="evaluations")
     commit(run, 1, "evaluate", outputs=[ref], data={"reward_mean": 0.75, "failures": {"agent_error": 1}})
-    commit(run, 1, "rollout", outputs=[write_trajectories(run, 1, second, "part")])
+    rows = write_trajectories(run, 1, second, "part")
+    commit(run, 1, "rollout", outputs=[rows], data={"reward_mean": 1.0})
     return run
 
 
@@ -110,12 +111,16 @@ def tokenizer(run: RunDirectory, tmp_path: Path) -> None:
 
 
 def test_figures_count_every_session_and_every_trained_token_once(run: RunDirectory) -> None:
-    first, second = iteration_figures(run)
-    assert first.rollout is not None
-    assert (first.rollout.sessions, first.rollout.reward_mean, first.rollout.tokens_sampled) == (2, 0.5, 6)
-    assert second.rollout is not None
-    assert (second.rollout.lag_mean, second.rollout.lag_max) == (0.25, 1)
-    assert second.committed == ("rollout",)
+    view = RunView(run)
+    first, second = view.rollout_figures(0), view.rollout_figures(1)
+    assert first is not None
+    assert (first.sessions, first.reward_mean, first.tokens_sampled) == (2, 0.5, 6)
+    assert second is not None
+    assert (second.lag_mean, second.lag_max) == (0.25, 1)
+    assert [set(iteration.stages) - {"evaluate"} for iteration in view.iterations()] == [
+        set(STAGES),
+        {"rollout"},
+    ]
 
 
 def test_a_run_is_a_table_of_its_iterations(run: RunDirectory) -> None:

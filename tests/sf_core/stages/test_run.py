@@ -64,6 +64,25 @@ def test_an_attempt_does_not_count_as_its_own_what_a_later_one_commits(tmp_path:
     assert OpenRun(newer).pending_stages(0) == []
 
 
+def test_stages_are_pending_in_order_from_the_first_that_is_not_committed(tmp_path: Path) -> None:
+    ref = begin_attempt(configured(tmp_path))
+    run, seen = OpenRun(ref), []
+    for _ in range(2 * len(STAGES)):
+        iteration = run.iterations_left().start
+        stage = run.pending_stages(iteration)[0]
+        seen.append((iteration, stage))
+        commit(run.directory, iteration, stage)
+    assert seen == [(iteration, stage) for iteration in (0, 1) for stage in STAGES]
+
+
+def test_a_run_goes_on_from_its_first_gap(tmp_path: Path) -> None:
+    run = OpenRun(begin_attempt(configured(tmp_path)))
+    for iteration, stage in [(0, "rollout"), (0, "train"), (1, "rollout")]:
+        commit(run.directory, iteration, stage)
+    assert run.iterations_left() == range(run.config.train.iterations)
+    assert run.pending_stages(0) == ["filter", "publish"]
+
+
 def test_held_out_tasks_are_given_out_once_when_their_version_is_due(
     tmp_path: Path,
     model_dir: str,  # noqa: F811

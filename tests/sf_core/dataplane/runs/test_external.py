@@ -22,7 +22,7 @@ from sf_core.dataplane.runs import external
 from sf_core.dataplane.runs.external import ExternalSessions
 from sf_core.dataplane.runs.recovery import compaction
 from sf_core.dataplane.sessions.session import Session
-from sf_core.reports.view import find_session
+from sf_core.reports.view import RunView
 from storage.run_directory import RunDirectory
 from storage.schema import NOT_SAMPLED, Trajectory
 from storage.trajectories import read_trajectories, to_rows
@@ -203,8 +203,8 @@ def test_a_session_is_found_by_its_id(tmp_path: Path, model_dir: str, renderer: 
         await driver.finish_opened()
         await driver.store()
         [session_id] = driver.finished
-        found = find_session(RunDirectory(str(tmp_path / "run")), session_id)
-        assert (found.origin, len(found.branches)) == ("opened at version 0", 2)
+        found = RunView(RunDirectory(str(tmp_path / "run"))).find_session(session_id)
+        assert (found.sampling.label, len(found.branches)) == ("opened at version 0", 2)
         await driver.plane.close()
 
     asyncio.run(scenario())

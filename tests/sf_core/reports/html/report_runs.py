@@ -15,6 +15,7 @@ from storage.schema import NOT_SAMPLED, Trajectory, TurnSpan
 from storage.trajectories import read_trajectories, write_trajectories
 from tests.sf_core.reports.test_devices import write_spans
 from tests.sf_core.reports.test_tables import trajectory
+from tests.sf_core.runs import mean_reward
 
 AT = 1000.0
 """A time in the past, so that all spans count as written."""
@@ -90,7 +91,11 @@ def commit_iteration(run: RunDirectory, number: int, rows: list[Trajectory]) -> 
     )
     outputs = {"rollout": [sampled], "filter": [batch]}
     told: dict[str, dict[str, Any]] = {
-        "rollout": {"rejected": {"7": "too old"}, "sampled_tokens": 70},
+        "rollout": {
+            "rejected": {"7": "too old"},
+            "sampled_tokens": 70,
+            "reward_mean": mean_reward(rows),
+        },
         "filter": {"lags": [30]},
         "train": {"entropy": 1.5},
     }
