@@ -5,7 +5,6 @@ Owns defaults and bounds. Reads no environment and starts nothing.
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
@@ -15,18 +14,9 @@ from sf_core.config.base import Settings
 from sf_core.config.devices import known_device
 from sf_core.config.failures import FailureRules
 from sf_core.config.pipelines import PIPELINES, PipelineName
+from sf_core.config.references import Reference
 from sf_core.config.undone import UndoneField
-from sf_core.config.words import is_word, shown
-
-
-def _is_reference(value: str) -> str:
-    if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", value):
-        raise ValueError(f"expected package.module:name, got {shown(value)}")
-    return value
-
-
-Reference = Annotated[str, AfterValidator(_is_reference)]
-"""Names Python code as package.module:name; it must be importable on the agent workers."""
+from sf_core.config.words import is_word
 
 PublicAddress = Annotated[str, AfterValidator(without_user)]
 """A URL without a user or password: it is stored with the run and shown to its readers."""

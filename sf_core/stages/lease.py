@@ -14,13 +14,14 @@ from dataclasses import dataclass
 
 from sf_core.agents.runner import AgentRunner
 from sf_core.config.environment import dataplane_key
+from sf_core.config.references import load_object
 from sf_core.dataplane.bodies import Work
 from sf_core.engines.client import MakeEngine, serve_engine
 from sf_core.engines.protocol import Engine
 from sf_core.scheduling.lending import LendingGate, Refusal, Verdict, WorkLeft, not_lent, work_left
 from sf_core.scheduling.plan import current_epoch
 from sf_core.scheduling.timeline import Timeline
-from sf_core.stages.run import OpenRun, RunRef, load_object
+from sf_core.stages.run import OpenRun, RunRef
 from sf_core.types import WeightsRef
 from storage.files import local_folder
 
