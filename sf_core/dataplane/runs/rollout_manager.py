@@ -14,7 +14,7 @@ from typing import Literal
 from sf_core.config.failures import FailureRules, Reason
 from sf_core.dataplane.runs.groups import Group, Progress
 from sf_core.dataplane.sessions.claims import Claim
-from sf_core.recipes.rewards import are_equal
+from sf_core.recipes.gates import GATES
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,8 +277,9 @@ class RolloutManager:
         if group.split == "train" and group.is_complete:
             if self._is_expired(group):
                 return self._reject([group.index], "max_lag")
-            if self.rules.gate == "varied" and are_equal(min(group.rewards), max(group.rewards)):
-                return self._reject([group.index], "equal_rewards")
+            verdict = GATES[self.rules.gate](group.rewards)
+            if not verdict.keep:
+                return self._reject([group.index], verdict.reason)
         return []
 
     def _reject(self, indices: list[int], reason: str) -> list[int]:

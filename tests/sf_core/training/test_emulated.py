@@ -10,8 +10,8 @@ import pytest
 from sf_core.config import EmulationConfig
 from sf_core.config.devices import known_device
 from sf_core.engines.device_model import DeviceModel
-from sf_core.training.emulated import EmulatedTrainer, seated
-from sf_core.training.gang import GangError, RankAssignment
+from sf_core.training.emulated import EmulatedTrainer, meet
+from sf_core.training.gang import GangError, RankAssignment, seated
 from storage.gangs import GangFiles
 from storage.run_directory import RunDirectory
 from tests.sf_core.reports.test_tables import commit
@@ -28,7 +28,7 @@ def run(tmp_path: Path) -> RunDirectory:
 def step(run: RunDirectory, rank: int, timeout_s: float = 30.0) -> list[int]:
     """Run a step; returns the ranks that had computed when it was over."""
     files = one_try(run)
-    with seated(files, RankAssignment(WORKERS, rank), "", timeout_s) as ranks:
+    with seated(meet, files, RankAssignment(WORKERS, rank), "", timeout_s) as ranks:
         model = DeviceModel(EmulationConfig(parameters=1e11), known_device(WORKERS[rank]))
         EmulatedTrainer(model, 0, ranks).step(make_batch([([1] * 50, [True] * 50)] * 2))
         found = [other for other in range(len(WORKERS)) if files.has_computed(other)]

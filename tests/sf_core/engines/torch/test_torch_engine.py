@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from sf_core.engines.torch.torch_engine import TorchEngine
 from sf_core.types import Chunk, FinishReason, GenerationRequest, Sampling
-
-from .conftest import Folders
+from tests.sf_core.engines.conftest import Folders
 
 KINDS = ["qwen3", "qwen2", "llama", "llama-yarn", "gpt2", "qwen3-moe"]
 GREEDY = Sampling(temperature=0)
