@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from sf_core.engines.torch.kv_cache import KVCache, Placement
 from sf_core.engines.torch.transformers_model import TransformersModel, saved_params
@@ -61,6 +61,8 @@ def open_model(
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         weights_dir,
         config=config,
+        # the engine draws by itself; by default the file is looked for beside the weights
+        generation_config=GenerationConfig(),
         dtype=dtype,
         use_safetensors=True,
         trust_remote_code=False,

@@ -1,11 +1,13 @@
 import doctest
+from typing import get_args
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sf_core.config.run_config import AdvantageName
 from sf_core.recipes import advantages
-from sf_core.recipes.advantages import EPSILON, group_relative
+from sf_core.recipes.advantages import ADVANTAGES, EPSILON, group_relative
 
 sessions = st.lists(st.tuples(st.floats(-10, 10, width=32), st.integers(0, 4)), min_size=1, max_size=40)
 
@@ -54,3 +56,7 @@ def test_equal_rewards_give_exact_zeros_in_spite_of_rounding() -> None:
 
 def test_a_reward_that_is_the_mean_of_its_group_gives_exactly_zero() -> None:
     assert (group_relative([0.1, 0.2, 0.3], ["a"] * 3) == 0).tolist() == [False, True, False]
+
+
+def test_the_advantages_are_those_that_a_configuration_can_name() -> None:
+    assert [*ADVANTAGES] == [*get_args(AdvantageName)]

@@ -1,4 +1,5 @@
 import math
+from typing import get_args
 
 import pytest
 import torch
@@ -6,7 +7,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sf_core.config import TrainConfig
-from sf_core.training.losses import divergence, entropy, ppo_clip
+from sf_core.config.run_config import LossName
+from sf_core.training.losses import LOSSES, divergence, entropy, ppo_clip
 
 SETTINGS = TrainConfig(clip_low=0.2, clip_high=0.28, importance_cap=3.0)
 
@@ -68,3 +70,7 @@ def test_clipped_marks_the_tokens_without_gradient() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 2.0])
 def test_entropy_of_equal_logits_is_the_log_of_their_number(temperature: float) -> None:
     assert entropy(torch.zeros(1, 8), torch.tensor([temperature])).item() == pytest.approx(math.log(8))
+
+
+def test_the_losses_are_those_that_a_configuration_can_name() -> None:
+    assert [*LOSSES] == [*get_args(LossName)]
