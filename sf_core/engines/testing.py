@@ -129,7 +129,7 @@ class EngineTests:
 
 
 def _drain(engine: Engine) -> list[Chunk]:
-    chunks = []
+    chunks: list[Chunk] = []
     for _ in range(MAX_STEPS):
         if not engine.num_requests:
             return chunks

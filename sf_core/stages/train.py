@@ -12,9 +12,10 @@ from sf_core.scheduling.timeline import Timeline
 from sf_core.stages.commit import Outcome, commit, committed
 from sf_core.stages.lease import switching_of
 from sf_core.stages.run import OpenRun, RunRef
-from sf_core.training.gang import RankAssignment, check_counts, seated
+from sf_core.training.gang import RankAssignment, check_counts
 from sf_core.training.protocol import Trainer
 from sf_core.training.registry import trainer_backend
+from sf_core.training.seating import seated
 from sf_core.training.stored_steps import stored_batch
 from storage.files import FileRef, fenced
 from storage.gangs import GangFiles

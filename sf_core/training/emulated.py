@@ -16,8 +16,9 @@ import pyarrow.compute as pc
 
 from sf_core.engines.device_model import DeviceModel
 from sf_core.engines.emulated_device import device_model, switch_to
-from sf_core.training.gang import RankAssignment, wait_for
+from sf_core.training.gang import RankAssignment
 from sf_core.training.protocol import TrainedRun
+from sf_core.training.seating import wait_for
 from storage.files import FileRef
 from storage.gangs import GangFiles
 from storage.trajectories import first_rows

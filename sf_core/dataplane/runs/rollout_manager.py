@@ -12,6 +12,7 @@ from itertools import islice
 from typing import Literal
 
 from sf_core.config.failures import FailureRules, Reason
+from sf_core.config.run_config import GateName
 from sf_core.dataplane.runs.groups import Group, Progress
 from sf_core.dataplane.sessions.claims import Claim
 from sf_core.recipes.gates import GATES
@@ -23,7 +24,7 @@ class BatchRules:
     groups_per_batch: int
     lag_bound: int
     on_max_lag: Literal["wait", "drop"]
-    gate: Literal["all", "varied"]
+    gate: GateName
     session_attempts: int
     num_batches: int
     """Batches of the whole run; no group is started that none of them needs."""

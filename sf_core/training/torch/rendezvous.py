@@ -16,7 +16,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from sf_core.training.gang import GangError, RankAssignment, wait_for
+from sf_core.training.gang import GangError, RankAssignment
+from sf_core.training.seating import wait_for
 from sf_core.training.torch.ranks import ExchangeError, Group, Ranks, SingleRank
 from storage.gangs import GangFiles
 
