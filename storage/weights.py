@@ -43,7 +43,7 @@ def save_arrays(uri: str, arrays: Mapping[str, np.ndarray], version: int) -> Fil
     from safetensors.numpy import save
 
     metadata = {"format": "np", "version": str(version)}
-    return files.write_atomic(files.join(uri, FILE_NAME), save(dict(arrays), metadata))
+    return files.write_atomic(files.join(uri, FILE_NAME), b"".join(_in_order(save(dict(arrays), metadata))))
 
 
 def load_weights(uri: str) -> dict[str, torch.Tensor]:
@@ -73,17 +73,22 @@ def write_tensors(uri: str, tensors: Mapping[str, torch.Tensor], metadata: dict[
             metadata[name] = first_name[memory]
         else:
             stored[name] = tensor.detach().cpu().contiguous()
-    data = memoryview(save(stored, metadata))
-    # the library's order of metadata varies; a file is 8 bytes of length, the header, the data
-    end = 8 + int.from_bytes(data[:8], "little")
-    header = json.loads(bytes(data[8:end]))
-    header["__metadata__"] = dict(sorted(metadata.items()))
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
     with files.writer(uri) as file:
-        for part in (len(text).to_bytes(8, "little"), text, data[end:]):
+        for part in _in_order(save(stored, metadata)):
             file.write(part)
     return file.ref(uri)
+
+
+def _in_order(content: bytes) -> tuple[bytes, bytes, memoryview]:
+    """Parts of a safetensors file with its metadata sorted, because the library's order varies: 8 bytes of
+    length, the header, the data."""
+    data = memoryview(content)
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(bytes(data[8:end]))
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little"), text, data[end:]
 
 
 def read_tensors(uri: str) -> dict[str, torch.Tensor]:

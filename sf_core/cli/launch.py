@@ -36,6 +36,7 @@ from sf_core.config.environment import (
 )
 from sf_core.config.words import loading
 from sf_core.dataplane.control.client import DataplaneClient, DataplaneError
+from sf_core.engines.registry import engine_kind
 from sf_core.reports.states import is_finished
 from sf_core.reports.view import RunView
 from sf_core.scheduling.plan import await_plan, find_workers, make_plan, scheduler_of
@@ -43,6 +44,7 @@ from sf_core.stages.evaluate import open_evaluation
 from sf_core.stages.run import new_run_id
 from sf_core.stages.start import check_memory
 from sf_core.stages.stored_config import settled
+from sf_core.training.registry import trainer_kind
 from storage.errors import StorageError
 from storage.files import absolute, check_writable, is_local
 from storage.run_directory import RunDirectory
@@ -93,7 +95,7 @@ def launch(flow: str, config: RunConfig, console: Console) -> None:
     console.print(Text.assemble("run ", (name, "bold"), f" in {directory.uri}"), soft_wrap=True)
     paths = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
     env = {"PYTHONPATH": paths, "SF_STARTED_AT": str(started_at)}
-    if config.engine.kind == "emulated":
+    if not (engine_kind(config).needs_torch or trainer_kind(config).needs_torch):
         env["SF_EMULATED"] = "1"
     with lock, ExitStack() as ended, local_stack(local / "logs", env) as stack:
         try:
@@ -246,8 +248,8 @@ def _print_result(directory: RunDirectory, config: RunConfig, console: Console) 
         f"{worker} {share:.0%}{loading(loads.get(worker, 0.0))}"
         for worker, share in summary["idle_fraction"].items()
     )
-    is_emulated = config.engine.kind == "emulated"
-    policy = "none, because it is emulated" if is_emulated else directory.policy_dir
+    has_policy = trainer_kind(config).computes_weights
+    policy = directory.policy_dir if has_policy else "none, because it is emulated"
     rewards = f"{summary['reward_before']:.2f} → {summary['reward_after']:.2f}"
     result = Text.assemble(
         "\nheld-out reward  ",

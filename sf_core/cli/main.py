@@ -137,7 +137,7 @@ def inspect(
 @app.command()
 def settings() -> None:
     """Print every setting with its default and description, as a configuration file."""
-    from sf_core.config.reference import settings_page
+    from sf_core.config.yaml_file import settings_page
 
     print(settings_page(), end="")
 
@@ -230,7 +230,7 @@ def _stored_config(run: str, overrides: list[str] | None = None) -> RunConfig:
 
 def _runnable(config: RunConfig, source: str) -> RunConfig:
     """The configuration, after its Python references and model folder were checked."""
-    from sf_core.stages.run import load_object
+    from sf_core.config.references import load_object
     from sf_core.stages.start import check_start
 
     sys.path.insert(0, os.getcwd())

@@ -12,10 +12,13 @@ def _key(name: str, _: Any) -> str:
     return name
 
 
-def _in_order(schema: dict[str, Any]) -> None:
-    """Keep the UI form in the order written here; Prefect sorts fields alphabetically otherwise."""
+def _as_form(schema: dict[str, Any]) -> None:
+    """Keep the UI form in the order written here, because Prefect sorts fields alphabetically otherwise, and
+    offer a name as a choice also while there is only one."""
     for position, field in enumerate(schema.get("properties", {}).values()):
         field.setdefault("position", position)
+        if "const" in field:
+            field["enum"] = [field.pop("const")]
 
 
 class Settings(BaseModel):
@@ -26,5 +29,5 @@ class Settings(BaseModel):
         allow_inf_nan=False,
         use_attribute_docstrings=True,
         field_title_generator=_key,
-        json_schema_extra=_in_order,
+        json_schema_extra=_as_form,
     )

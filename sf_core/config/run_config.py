@@ -5,7 +5,6 @@ Owns defaults and bounds. Reads no environment and starts nothing.
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
@@ -15,23 +14,21 @@ from sf_core.config.base import Settings
 from sf_core.config.devices import known_device
 from sf_core.config.failures import FailureRules
 from sf_core.config.pipelines import PIPELINES, PipelineName
+from sf_core.config.references import Reference
 from sf_core.config.undone import UndoneField
-from sf_core.config.words import is_word, shown
-
-
-def _is_reference(value: str) -> str:
-    if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", value):
-        raise ValueError(f"expected package.module:name, got {shown(value)}")
-    return value
-
-
-Reference = Annotated[str, AfterValidator(_is_reference)]
-"""Names Python code as package.module:name; it must be importable on the agent workers."""
+from sf_core.config.words import is_word
 
 PublicAddress = Annotated[str, AfterValidator(without_user)]
 """A URL without a user or password: it is stored with the run and shown to its readers."""
 
 Share = Annotated[float, Field(ge=0, lt=1)]
+
+# the names in the registries of engines, training and recipes, which settings must not import
+EngineName = Literal["torch", "scripted", "emulated"]
+TrainerName = Literal["torch", "emulated"]
+LossName = Literal["ppo_clip"]
+AdvantageName = Literal["group_relative"]
+GateName = Literal["all", "varied"]
 
 
 class WarmstartConfig(Settings):
@@ -76,7 +73,7 @@ class RolloutConfig(Settings):
     """Sessions per group, all of one task; their rewards are compared."""
     groups_per_batch: int = Field(32, ge=1, le=2**16)
     """Groups per batch; each iteration trains on one batch."""
-    gate: Literal["all", "varied"] = "all"
+    gate: GateName = "all"
     """all: every complete group counts. varied: groups whose rewards are all equal are dropped and replaced
     (dynamic sampling, DAPO)."""
     overlap: bool | None = None
@@ -123,6 +120,10 @@ class TrainConfig(Settings):
 
     iterations: int = Field(40, ge=1)
     """Number of RL iterations of the run."""
+    backend: TrainerName | None = None
+    """Code that trains. torch: PyTorch. emulated: trainers sleep as long as the device of `emulation` would
+    compute, and make no weights, so `engine.kind` must not be torch. Empty: emulated with engines of kind
+    emulated, torch with all others."""
     workers: int = Field(1, ge=1)
     """Number of workers that train together, one rank each."""
     min_workers: int | None = Field(None, ge=1)
@@ -142,6 +143,9 @@ class TrainConfig(Settings):
     """AdamW's weight decay."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Maximum gradient norm; larger gradients are scaled down to it. 1e9 leaves them as they are."""
+    loss: LossName = "ppo_clip"
+    """Loss of a token. ppo_clip: PPO's surrogate, clipped by `clip_low` and `clip_high`; its gradient has the
+    importance ratio, up to `importance_cap`, as a weight."""
     clip_low: float = Field(0.2, gt=0, lt=1)
     """The importance ratio is clipped below at 1 - clip_low."""
     clip_high: float = Field(0.28, gt=0)
@@ -152,6 +156,8 @@ class TrainConfig(Settings):
     """Optimiser steps per batch; groups are never split."""
     tokens_per_microbatch: int = Field(8192, ge=64)
     """Maximum number of tokens, padding included, in one forward and backward pass."""
+    advantage: AdvantageName = "group_relative"
+    """Advantage of a session. group_relative: its reward minus the mean reward of its group."""
     scale_rewards: bool = True
     """Divide advantages by the group's standard deviation (GRPO). Off: only subtract its mean (Dr. GRPO)."""
     checkpoint_every: int = Field(1, ge=1)
@@ -170,9 +176,10 @@ class EvaluateConfig(Settings):
 class EngineConfig(Settings):
     """The inference engine of a rollout worker."""
 
-    kind: Literal["torch", "scripted", "emulated"] = "torch"
+    kind: EngineName = "torch"
     """torch: the built-in engine. scripted: canned answers without a model, for tests and benchmarks.
-    emulated: engines and trainers sleep as long as the device of `emulation` would compute."""
+    emulated: engines, and trainers unless `train.backend` says otherwise, sleep as long as the device of
+    `emulation` would compute."""
     max_running: int = Field(128, ge=1)
     """Maximum number of requests in one decoding batch."""
     context_length: int = Field(512, ge=16)
@@ -344,12 +351,6 @@ class RunConfig(Settings):
             raise ValueError(
                 f"rollout.max_tokens ({self.rollout.max_tokens}) must be less than "
                 f"engine.context_length ({self.engine.context_length})"
-            )
-        is_built_in = self.policy.model is None and self.engine.kind == "torch"
-        if is_built_in and (length := self.engine.context_length) > BUILT_IN_CONTEXT:
-            raise ValueError(
-                f"engine.context_length ({length}) must not exceed the {BUILT_IN_CONTEXT} positions of the "
-                "built-in policy"
             )
         if self.train.minibatches > self.rollout.groups_per_batch:
             raise ValueError(

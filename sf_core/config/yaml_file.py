@@ -1,11 +1,13 @@
-"""Reads a configuration as users give it: a YAML file, `key.path=value` overrides of the command line, and
-settings that override a deployment's."""
+"""Configurations as YAML: the file that users write, with `key.path=value` overrides of the command line and
+settings that override a deployment's, and the page of all settings with their defaults and descriptions."""
 
 from __future__ import annotations
 
+import inspect
+import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import yaml
 
@@ -13,6 +15,8 @@ from sf_core.config import RunConfig
 from sf_core.config.base import Settings
 from sf_core.config.validation import ConfigError, section_of, validate_config
 from sf_core.config.words import shown
+
+PAGE_WIDTH = 110
 
 Section = Mapping[str, Any] | Settings
 
@@ -109,3 +113,41 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
             raise ConfigError(f"--set {override}: {name} is a value, not a section")
         node = child
     node[leaf] = value
+
+
+def settings_page() -> str:
+    """All settings as commented YAML, which loads as the default configuration."""
+    return "\n".join(_section(RunConfig())) + "\n"
+
+
+def _section(settings: Settings) -> Iterator[str]:
+    plain = settings.model_dump(mode="json")
+    for number, (name, field) in enumerate(type(settings).model_fields.items()):
+        value = getattr(settings, name)
+        section = value if isinstance(value, Settings) else None
+        if number:
+            yield ""
+        yield from _comment(field.description or inspect.getdoc(section) or "")
+        for item in _models_in(field.annotation) if section is None else ():
+            yield "# Each has, beside its name:"
+            for key, inner in item.model_fields.items():
+                yield from _comment(f"{key}: {inner.description}", indent="  ")
+        if section is None:
+            # lists and inner mappings on a line of their own
+            style = None if isinstance(plain[name], (list, dict)) else False
+            dumped = yaml.safe_dump({name: plain[name]}, default_flow_style=style, sort_keys=False)
+            yield dumped.rstrip("\n")
+        else:
+            yield f"{name}:"
+            yield textwrap.indent("\n".join(_section(section)), "  ")
+
+
+def _comment(text: str, indent: str = "") -> list[str]:
+    start = f"# {indent}"
+    return textwrap.wrap(" ".join(text.split()), PAGE_WIDTH, initial_indent=start, subsequent_indent=start)
+
+
+def _models_in(annotation: Any) -> list[type[Settings]]:
+    """The models of settings in the annotation of a mapping's values."""
+    arguments = get_args(annotation)
+    return [a for a in arguments if isinstance(a, type) and issubclass(a, Settings)]

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, SecretStr, field_validator
 
 from sf_core.config.failures import Cause, FailureRules
+from sf_core.config.run_config import GateName
 
 MAX_INDEX = 2**31 - 1
 """Largest number of a batch, an evaluation or a policy version."""
@@ -34,7 +35,7 @@ class RunSpec(Body):
     seed: int
     group_size: int = Field(ge=1, le=MAX_TOGETHER)
     groups_per_batch: int = Field(ge=1, le=MAX_TOGETHER)
-    gate: Literal["all", "varied"] = "all"
+    gate: GateName = "all"
     lag_bound: int = Field(ge=0)
     on_max_lag: Literal["wait", "drop"] = "wait"
     temperature: float = Field(1.0, ge=0)

@@ -11,6 +11,7 @@ from sf_core.config import RunConfig
 from sf_core.config.devices import Device
 from sf_core.engines.device_model import DeviceModel
 from sf_core.engines.emulated import EmulatedEngine
+from sf_core.types import WeightsRef
 
 MAX_SLEEP_S = 0.01
 """Longest sleep of an emulated engine: turns take seconds, and tens of engines share a core."""
@@ -38,13 +39,13 @@ def switch_to(tag: str, seconds: float) -> None:
         _active = tag
 
 
-def emulated_engine(config: RunConfig, version: int) -> EmulatedEngine:
+def make_engine(config: RunConfig, start_dir: str, weights: WeightsRef) -> EmulatedEngine:
     """The engine of this process's device, after the time that switching and loading take."""
     model = device_model(config)
-    switch_to("rollout", model.to_rollout_s(version))
+    switch_to("rollout", model.to_rollout_s(weights.version))
     return EmulatedEngine(
         model,
-        version=version,
+        version=weights.version,
         report_every=REPORT_EVERY,
         weight_load_s=model.weight_load_s(),
         kv_tokens=config.emulation.kv_tokens,

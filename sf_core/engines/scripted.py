@@ -7,8 +7,10 @@ from collections.abc import Callable, Collection
 
 import numpy as np
 
+from sf_core.config import RunConfig
+from sf_core.config.references import load_object
 from sf_core.models.counter import uniforms
-from sf_core.types import Chunk, FinishReason, GenerationRequest
+from sf_core.types import Chunk, FinishReason, GenerationRequest, WeightsRef
 
 Script = Callable[[list[int], int], list[int]]
 """(prompt ids at the start of the turn, seed of the turn) -> the ids of the whole turn."""
@@ -19,6 +21,14 @@ _REPORT_EVERY = 16
 def scripted_logprob(token: int, position: int, version: int) -> float:
     """The log-prob a ScriptedEngine reports for a token: a float32 value in (-8, 0]."""
     return float(np.float32(-8 * uniforms(token, position * 1_000_003 + version)[0]))
+
+
+def make_engine(config: RunConfig, start_dir: str, weights: WeightsRef) -> ScriptedEngine:
+    settings = config.engine
+    assert settings.script is not None
+    return ScriptedEngine(
+        load_object(settings.script), version=weights.version, max_running=settings.max_running
+    )
 
 
 class ScriptedEngine:

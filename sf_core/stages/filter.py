@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from sf_core.recipes.advantages import group_advantages
+from sf_core.recipes.advantages import ADVANTAGES, Advantage
 from sf_core.stages.commit import Outcome, commits_once, committed
 from sf_core.stages.run import OpenRun
 from storage.batches import write_batch
@@ -20,8 +20,13 @@ def filter(run: OpenRun, iteration: int) -> Outcome:
     source = committed(run, iteration, "rollout")
     rows = pa.concat_tables(read_trajectories(run.directory.path(ref.uri)) for ref in source.outputs)
     rewards, first = rows["reward"].to_numpy(), first_rows(rows["session_id"])
+    settings = run.config.train
     advantages = session_advantages(
-        rewards, _codes(rows["group_id"]), _codes(rows["session_id"]), scale=run.config.train.scale_rewards
+        ADVANTAGES[settings.advantage],
+        rewards,
+        _codes(rows["group_id"]),
+        _codes(rows["session_id"]),
+        scale=settings.scale_rewards,
     )
     batch = write_batch(
         run.directory,
@@ -48,11 +53,11 @@ def filter(run: OpenRun, iteration: int) -> Outcome:
 
 
 def session_advantages(
-    rewards: np.ndarray, groups: np.ndarray, sessions: np.ndarray, *, scale: bool
+    advantage: Advantage, rewards: np.ndarray, groups: np.ndarray, sessions: np.ndarray, *, scale: bool
 ) -> np.ndarray:
-    """Group-relative advantage of each row [R]; the branches of a session count once in its group."""
+    """Advantage of each row [R], that of its session; the branches of a session count once in its group."""
     _, first, inverse = np.unique(sessions, return_index=True, return_inverse=True)
-    advantages: np.ndarray = group_advantages(rewards[first], groups[first], scale=scale)[inverse]
+    advantages: np.ndarray = advantage(rewards[first], groups[first], scale=scale)[inverse]
     return advantages
 
 

@@ -9,6 +9,7 @@ from sf_core.reports.summary import summarise
 from sf_core.reports.tensorboard import write_events
 from sf_core.reports.view import RunView
 from sf_core.stages.run import OpenRun, RunRef
+from sf_core.training.registry import trainer_kind
 from storage.files import copy_folder
 from storage.weights import WEIGHT_FILES, load_weights, save_weights
 
@@ -29,7 +30,7 @@ def finish(ref: RunRef) -> dict[str, Any]:
 def export_policy(run: OpenRun) -> None:
     """Write RUN/policy: the start folder's configuration and tokenizer with the newest weights. An emulated
     run gets none, because it computes no weights."""
-    if run.config.engine.kind == "emulated":
+    if not trainer_kind(run.config).computes_weights:
         return
     version = run.resume_point().version
     folder = run.directory.policy_dir

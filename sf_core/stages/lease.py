@@ -14,15 +14,16 @@ from dataclasses import dataclass
 
 from sf_core.agents.runner import AgentRunner
 from sf_core.config.environment import dataplane_key
+from sf_core.config.references import load_object
 from sf_core.dataplane.bodies import Work
 from sf_core.engines.client import MakeEngine, serve_engine
 from sf_core.engines.protocol import Engine
+from sf_core.engines.registry import engine_factory
 from sf_core.scheduling.lending import LendingGate, Refusal, Verdict, WorkLeft, not_lent, work_left
 from sf_core.scheduling.plan import current_epoch
 from sf_core.scheduling.timeline import Timeline
-from sf_core.stages.run import OpenRun, RunRef, load_object
+from sf_core.stages.run import OpenRun, RunRef
 from sf_core.types import WeightsRef
-from storage.files import local_folder
 
 log = logging.getLogger(__name__)
 
@@ -72,44 +73,12 @@ def serve_lease(spec: LeaseSpec) -> str:
         "worker": spec.worker,
         "max_running": run.config.engine.max_running,
     }
-    make = switching.measured(engine_factory(run))
+    make = switching.measured(engine_factory(run.config, run.start_dir))
     with Timeline(run.directory, spec.worker, "rollout", spec.lease_id) as timeline:
         reason = serve_engine(spec.run.dataplane_url, dataplane_key(), hello, make, timeline)
         if reason == "revoked":
             switching.note_revoked()
     return reason
-
-
-def engine_factory(run: OpenRun) -> Callable[[WeightsRef], Engine]:
-    """A function that makes this run's engine from published weights."""
-    settings = run.config.engine
-
-    def make(weights: WeightsRef) -> Engine:
-        if settings.kind == "scripted":
-            from sf_core.engines.scripted import ScriptedEngine
-
-            assert settings.script is not None
-            script = load_object(settings.script)
-            return ScriptedEngine(script, version=weights.version, max_running=settings.max_running)
-        if settings.kind == "emulated":
-            from sf_core.engines.emulated_device import emulated_engine
-
-            return emulated_engine(run.config, weights.version)
-        from sf_core.engines.torch.torch_engine import TorchEngine, local_device
-
-        engine = TorchEngine(
-            local_folder(run.start_dir),
-            version=0,
-            max_running=settings.max_running,
-            context_length=settings.context_length,
-            kv_on_update=settings.kv_on_update,
-            device=local_device(),
-        )
-        if weights.version:
-            engine.load_weights(weights.uri, weights.version)
-        return engine
-
-    return make
 
 
 def run_sessions(spec: LeaseSpec, work: Work) -> int:

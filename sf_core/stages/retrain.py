@@ -14,6 +14,7 @@ import torch
 from sf_core.reports.view import open_run
 from sf_core.scheduling.worker import worker_threads
 from sf_core.stages.run import OpenRun, RunRef
+from sf_core.training.registry import trainer_kind
 from sf_core.training.resident import rebuild_trainer
 from sf_core.training.stored_steps import stored_batch, stored_settings
 from sf_core.training.torch.ranks import SingleRank
@@ -41,7 +42,7 @@ def replay(uri: str, iteration: int) -> Replay:
     train = _committed(directory, iteration, "train")
     _committed(directory, iteration, "filter")
     run = OpenRun(RunRef(directory.run_id, directory.uri, dataplane_url="", attempt=0))
-    if run.config.engine.kind == "emulated":
+    if not trainer_kind(run.config).computes_weights:
         raise ValueError(f"{directory.run_id}: is emulated, so its trainers slept and computed no weights")
     batch = stored_batch(run, iteration)
     workers = run.config.cluster.workers.values()

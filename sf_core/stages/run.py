@@ -6,18 +6,15 @@ Owns how a flow attempt resumes: which stages are pending, and what the data pla
 from __future__ import annotations
 
 import functools
-import importlib
 import secrets
 import socket
 import time
-import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
 from urllib.parse import urlsplit, urlunsplit
 
 from sf_core.config import RunConfig
 from sf_core.config.environment import dataplane_key, dataplane_url, run_key
+from sf_core.config.references import described, load_object
 from sf_core.dataplane.control.client import DataplaneClient
 from sf_core.reports.view import RunView
 from sf_core.types import WeightsRef
@@ -192,23 +189,6 @@ def _read_config(ref: RunRef) -> RunConfig:
     return RunDirectory(ref.uri).read_config(RunConfig)
 
 
-def load_object(reference: str) -> Callable[..., Any]:
-    """Import package.module:name. Raises ValueError with one sentence if that fails or the object is not
-    callable."""
-    module, _, name = reference.partition(":")
-    try:
-        imported = importlib.import_module(module)
-    except Exception as error:  # whatever the user's own lines raise
-        raise ValueError(f"{reference}: cannot import {module}: {_told(error)}") from error
-    try:
-        found = getattr(imported, name)
-    except AttributeError:
-        raise ValueError(f"{reference}: module {module} has no {name}") from None
-    if not callable(found):
-        raise ValueError(f"{reference}: expected a function, got {type(found).__name__}")
-    return cast(Callable[..., Any], found)
-
-
 def check_held_out(config: RunConfig) -> None:
     """Raises ValueError with one sentence if the environment has too few held-out tasks, because a missing
     one would count as one that earned nothing. Only the last one is requested."""
@@ -217,11 +197,4 @@ def check_held_out(config: RunConfig) -> None:
         tasks("holdout", last)
     except Exception as error:  # whatever the user's own lines raise
         asked = f'{config.environment.tasks}("holdout", {last})'
-        raise ValueError(f"evaluate.num_tasks {last + 1}: {asked} raises {_told(error)}") from error
-
-
-def _told(error: Exception) -> str:
-    """An error with the innermost line of module-level code that it passed through."""
-    told = " ".join(f"{type(error).__name__}: {error}".split())
-    lines = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.name == "<module>"]
-    return f"{told}, {lines[-1].filename} line {lines[-1].lineno}" if lines else told
+        raise ValueError(f"evaluate.num_tasks {last + 1}: {asked} raises {described(error)}") from error

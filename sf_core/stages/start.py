@@ -15,12 +15,15 @@ from typing import Any
 
 from sf_core.config import RunConfig
 from sf_core.config.environment import cache_dir
+from sf_core.config.run_config import BUILT_IN_CONTEXT
 from sf_core.dataplane.chat.renderer import open_renderer
+from sf_core.engines.registry import engine_kind
 from sf_core.models.cache_size import built_in_shape, cache_bytes, too_large
 from sf_core.models.context import check_context
 from sf_core.scheduling.plan import Worker
 from sf_core.stages.commit import Outcome, commit
 from sf_core.stages.run import OpenRun, RunRef
+from sf_core.training.registry import trainer_kind
 from storage.files import FileRef, copy_folder, join, list_files, read_bytes
 from storage.run_directory import RunDirectory
 from storage.weights import PICKLES
@@ -82,20 +85,26 @@ def _missing(model: str) -> str:
 
 
 def check_start(config: RunConfig, *, by_a_worker: bool = False) -> None:
-    """Raises ValueError if a run cannot start from `policy.model`, or its sequences are too long for that. A
-    run that has started needs only the copy in its directory, which is version 0.
+    """Raises ValueError if a run cannot start from its policy, its sequences are too long for that, or engine
+    and trainer do not go together. A run that has started needs only the copy in its directory, which is
+    version 0, and not `policy.model`.
 
     by_a_worker: the folder may exist only on the worker that copies it; then the worker checks it."""
-    model = config.policy.model
-    if model is None or (folder := _folder_to_start_from(config, by_a_worker)) is None:
-        return
-    if config.engine.kind == "torch":
-        check_context(_read_model_config(folder), config.engine.context_length)
+    trainer_kind(config)
+    length, runs_policy = config.engine.context_length, engine_kind(config).runs_policy
+    if config.policy.model is None:
+        if runs_policy and length > BUILT_IN_CONTEXT:
+            raise ValueError(
+                f"engine.context_length ({length}) must not exceed the {BUILT_IN_CONTEXT} positions of the "
+                "built-in policy"
+            )
+    elif (folder := _folder_to_start_from(config, by_a_worker)) is not None and runs_policy:
+        check_context(_read_model_config(folder), length)
 
 
 def check_memory(config: RunConfig, workers: Iterable[Worker]) -> None:
     """Raises ValueError if one of these workers has less memory than its engine would reserve."""
-    if config.engine.kind != "torch":
+    if not engine_kind(config).reserves_cache:
         return
     if config.policy.model is None:
         shape: dict[str, Any] = dict(built_in_shape(config.policy.hidden_size, config.policy.num_layers))

@@ -16,21 +16,20 @@ import pyarrow.compute as pc
 
 from sf_core.engines.device_model import DeviceModel
 from sf_core.engines.emulated_device import device_model, switch_to
-from sf_core.training.gang import GangError, RankAssignment, SupersededError
+from sf_core.training.gang import RankAssignment
 from sf_core.training.protocol import TrainedRun
+from sf_core.training.seating import wait_for
 from storage.files import FileRef
 from storage.gangs import GangFiles
 from storage.trajectories import first_rows
 from storage.weights import save_arrays
-
-POLL_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class EmulatedRanks:
     rank: int
     size: int
-    meet: Callable[[], None]
+    exchange: Callable[[], None]
     """Blocks until every rank has computed its share, as an all-reduce of gradients would."""
 
 
@@ -48,7 +47,7 @@ class EmulatedTrainer:
         num_tokens = pc.sum(pc.list_value_length(batch["token_ids"])).as_py()
         seconds = self._model.train_s(num_tokens, self._ranks.size)
         time.sleep(seconds)
-        self._ranks.meet()
+        self._ranks.exchange()
         self.version += 1
         return {
             "tokens": float(pc.sum(pc.list_flatten(batch["loss_mask"])).as_py()),
@@ -57,57 +56,42 @@ class EmulatedTrainer:
             "seconds": seconds,
         }
 
-    def save_weights(self, folder: str) -> FileRef:
+    def save_weights(self, folder: str) -> FileRef | None:
+        if self._ranks.rank:
+            return None
         time.sleep(self._model.save_s())
         return save_arrays(folder, {"version": np.array([self.version], dtype=np.int32)}, self.version)
 
     def save_checkpoint(self, folder: str) -> None:
         """Sleep only: the version is the trainer's whole state, and the run knows it."""
+        if self._ranks.rank:
+            return
         time.sleep(self._model.save_checkpoint_s())
 
 
 @contextmanager
-def seated(files: GangFiles, seat: RankAssignment, host: str, timeout_s: float) -> Iterator[EmulatedRanks]:
-    """Like the rendezvous of real ranks: begin together, and end when rank 0 has committed."""
-    if files.is_over() or not files.take_seat(seat.rank, once=not seat.is_alone):
-        raise SupersededError(f"{seat.label}: try {seat.epoch} had begun here before, or is over")
-    others = [rank for rank in range(len(seat.workers)) if rank != seat.rank]
+def meet(files: GangFiles, seat: RankAssignment, host: str, timeout_s: float) -> Iterator[EmulatedRanks]:
+    """The `meet` of a TrainerBackend: begin together, and end when rank 0 has committed."""
 
-    def absent() -> list[int]:
-        return [rank for rank in others if not files.is_taken(rank)]
+    def wait(ranks: list[int], is_there: Callable[[int], bool], what: str) -> None:
+        def missing() -> list[int]:
+            return [rank for rank in ranks if not is_there(rank)]
 
-    def unfinished() -> list[int]:
-        return [rank for rank in others if not files.has_computed(rank)]
+        wait_for(files, seat, lambda: not missing() or None, missing, what, timeout_s)
 
-    def meet() -> None:
+    def exchange() -> None:
         files.note_computed(seat.rank)
-        _await(files, seat, unfinished, "has not computed its share", timeout_s)
+        wait(seat.others, files.has_computed, "has not computed its share")
 
-    def uncommitted() -> list[int]:
-        return [] if files.is_committed() else [0]
-
-    _await(files, seat, absent, "has not begun", timeout_s)
-    yield EmulatedRanks(seat.rank, len(seat.workers), meet)
+    wait(seat.others, files.is_taken, "has not begun")
+    yield EmulatedRanks(seat.rank, len(seat.workers), exchange)
     if seat.rank:
-        _await(files, seat, uncommitted, "has not committed the step", timeout_s)
-
-
-def _await(
-    files: GangFiles, seat: RankAssignment, missing: Callable[[], list[int]], what: str, timeout_s: float
-) -> None:
-    deadline = time.monotonic() + timeout_s
-    while ranks := missing():
-        if files.is_over():
-            raise GangError(f"{seat.label}: the flow ended try {seat.epoch}")
-        if time.monotonic() > deadline:
-            names = ", ".join(map(seat.name_of, ranks))
-            raise GangError(f"{seat.label}: {names} {what} within {timeout_s:g} s")
-        time.sleep(POLL_S)
+        wait([0], lambda _: files.is_committed(), "has not committed the step")
 
 
 @contextmanager
 def trainer_at(run: TrainedRun, version: int, ranks: EmulatedRanks) -> Iterator[EmulatedTrainer]:
-    """Switch the device of this process to training and yield its trainer."""
+    """The `trainer_at` of a TrainerBackend. Switches the device of this process to training."""
     model = device_model(run.config)
     switch_to("train", model.to_train_s())
     yield EmulatedTrainer(model, version, ranks)

@@ -25,8 +25,16 @@ class RankAssignment:
     def label(self) -> str:
         return self.name_of(self.rank)
 
+    @property
+    def others(self) -> list[int]:
+        return [rank for rank in range(len(self.workers)) if rank != self.rank]
+
     def name_of(self, rank: int) -> str:
         return f"rank {rank} ({self.workers[rank]})"
+
+    def blame(self, ranks: list[int], what: str) -> GangError:
+        """The error of this rank that names the ranks that keep it from going on."""
+        return GangError(f"{self.label}: {', '.join(map(self.name_of, ranks))} {what}")
 
 
 class GangError(RuntimeError):

@@ -1,24 +1,37 @@
-"""The policy-gradient loss and the metrics beside it. Pure: tensors in, one value per token out."""
+"""Losses by the names that `train.loss` gives them, and the metrics beside them. Pure: tensors in, one value
+per token out."""
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
+
+from sf_core.config import TrainConfig
 
 MAX_LOG_RATIO = 20.0
 
 
-def policy_gradient_loss(
+class Loss(Protocol):
+    def __call__(
+        self,
+        logprobs: torch.Tensor,
+        behaviour_logprobs: torch.Tensor,
+        advantages: torch.Tensor,
+        settings: TrainConfig,
+    ) -> torch.Tensor:
+        """Loss of every token [N]; the gradient flows through `logprobs`. The trainer takes their mean,
+        weighted by the rows."""
+        ...
+
+
+def ppo_clip(
     logprobs: torch.Tensor,
     behaviour_logprobs: torch.Tensor,
     advantages: torch.Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    importance_cap: float,
+    settings: TrainConfig,
 ) -> torch.Tensor:
-    """Loss of every token [N]; the gradient flows through `logprobs`.
-
-    PPO's clipped surrogate with DAPO's asymmetric clip (Yu et al. 2025). The ratio is to the log-probs
+    """PPO's clipped surrogate with DAPO's asymmetric clip (Yu et al. 2025). The ratio is to the log-probs
     recorded at sampling, so it corrects for lag and for numerical differences of the engine; as a weight of
     the gradient it is truncated at `importance_cap` (Espeholt et al. 2018):
 
@@ -26,11 +39,14 @@ def policy_gradient_loss(
         otherwise:                     -clip(ratio) * A, without gradient
     """
     ratio = importance_ratio(logprobs, behaviour_logprobs)
-    truncated = ratio * (importance_cap / ratio.detach()).clamp(max=1.0)
-    clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    truncated = ratio * (settings.importance_cap / ratio.detach()).clamp(max=1.0)
+    clipped = ratio.clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high)
     # tested on the untruncated ratio: a cap below 1 + clip_high would be taken for a clip
     is_clipped = ratio * advantages > clipped * advantages
     return -torch.where(is_clipped, clipped, truncated) * advantages
+
+
+LOSSES: dict[str, Loss] = {"ppo_clip": ppo_clip}
 
 
 def importance_ratio(logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor) -> torch.Tensor:
@@ -43,9 +59,7 @@ def divergence(
     logprobs: torch.Tensor,
     behaviour_logprobs: torch.Tensor,
     advantages: torch.Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
+    settings: TrainConfig,
 ) -> dict[str, torch.Tensor]:
     """How far the policy is from the one that sampled, per token [N].
 
@@ -53,8 +67,8 @@ def divergence(
     `clipped` marks tokens whose gradient the clip removes.
     """
     ratio = importance_ratio(logprobs, behaviour_logprobs)
-    too_high = (ratio > 1.0 + clip_high) & (advantages > 0)
-    too_low = (ratio < 1.0 - clip_low) & (advantages < 0)
+    too_high = (ratio > 1.0 + settings.clip_high) & (advantages > 0)
+    too_low = (ratio < 1.0 - settings.clip_low) & (advantages < 0)
     return {
         "ratio": ratio,
         "logprob_difference": (logprobs - behaviour_logprobs).abs(),

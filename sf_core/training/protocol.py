@@ -1,16 +1,22 @@
-"""What training asks of the run whose policy it trains."""
+"""The interface of trainer backends, and what they ask of the run whose policy they train."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Protocol
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import pyarrow as pa
 
 from sf_core.config import RunConfig
+from sf_core.training.gang import RankAssignment
+from storage.files import FileRef
+from storage.gangs import GangFiles
 from storage.run_directory import RunDirectory
 
 
 class TrainedRun(Protocol):
-    """An open run; `sf_core.stages.run.Run` is one."""
+    """An open run; `sf_core.stages.run.OpenRun` is one."""
 
     config: RunConfig
     directory: RunDirectory
@@ -22,3 +28,48 @@ class TrainedRun(Protocol):
     @property
     def start_dir(self) -> str:
         """The Hugging Face folder whose weights are version 0."""
+
+
+class Trainer(Protocol):
+    """One rank of a step. Every rank makes the same calls with the same arguments."""
+
+    @property
+    def version(self) -> int:
+        """Policy version that the trainer holds."""
+        ...
+
+    @property
+    def device(self) -> str:
+        """Kind of the device, on which the rounding of a step depends."""
+        ...
+
+    def step(self, batch: pa.Table) -> dict[str, float]:
+        """Train on a batch of storage.batches, which makes the next version. Returns the metrics of the step,
+        the same on every rank; after an error the trainer is not used again."""
+        ...
+
+    def save_weights(self, folder: str) -> FileRef | None:
+        """Store the weights of the version held. Returns their file on rank 0, None on the others; what each
+        rank writes is the backend's choice."""
+        ...
+
+    def save_checkpoint(self, folder: str) -> None:
+        """Store what `trainer_at` needs beside the run's batches to hold this version again, bit for bit."""
+        ...
+
+
+class TrainerBackend(Protocol):
+    """A way to train: a module with these two functions, named in training/registry.py."""
+
+    def meet(
+        self, files: GangFiles, seat: RankAssignment, host: str, timeout_s: float
+    ) -> AbstractContextManager[Any]:
+        """Meet the other ranks of the try; gives the block what `trainer_at` takes as `ranks`, and ends when
+        rank 0 has finished its block. Raises GangError, naming ranks that are missing or have failed; no wait
+        exceeds `timeout_s`."""
+        ...
+
+    def trainer_at(self, run: TrainedRun, version: int, ranks: Any) -> AbstractContextManager[Trainer]:
+        """This rank's trainer, which holds the version whatever was lost: kept in the process, loaded, or
+        rebuilt from stored batches. Its next step uses the settings of the run."""
+        ...

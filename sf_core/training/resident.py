@@ -19,7 +19,8 @@ _resident: tuple[Hashable, str, Trainer] | None = None
 
 @contextmanager
 def trainer_at(run: TrainedRun, version: int, ranks: Ranks) -> Iterator[Trainer]:
-    """A trainer that holds this version: the resident one, or a rebuilt one. It stays if the block succeeds.
+    """The `trainer_at` of a TrainerBackend: the resident trainer, or a rebuilt one, which stays if the block
+    succeeds.
 
     All ranks of a new process group rebuild their trainers, since replaying a step takes all of them."""
     global _resident

@@ -12,9 +12,10 @@ from itertools import islice
 from typing import Literal
 
 from sf_core.config.failures import FailureRules, Reason
+from sf_core.config.run_config import GateName
 from sf_core.dataplane.runs.groups import Group, Progress
 from sf_core.dataplane.sessions.claims import Claim
-from sf_core.recipes.rewards import are_equal
+from sf_core.recipes.gates import GATES
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,7 @@ class BatchRules:
     groups_per_batch: int
     lag_bound: int
     on_max_lag: Literal["wait", "drop"]
-    gate: Literal["all", "varied"]
+    gate: GateName
     session_attempts: int
     num_batches: int
     """Batches of the whole run; no group is started that none of them needs."""
@@ -280,8 +281,9 @@ class RolloutManager:
         if group.split == "train" and group.is_complete:
             if self._is_expired(group):
                 return self._reject([group.index], "max_lag")
-            if self.rules.gate == "varied" and are_equal(min(group.rewards), max(group.rewards)):
-                return self._reject([group.index], "equal_rewards")
+            verdict = GATES[self.rules.gate](group.rewards)
+            if not verdict.keep:
+                return self._reject([group.index], verdict.reason)
         return []
 
     def _reject(self, indices: list[int], reason: str) -> list[int]:

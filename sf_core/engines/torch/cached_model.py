@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from sf_core.engines.torch.kv_cache import KVCache, Placement
 from sf_core.engines.torch.transformers_model import TransformersModel, saved_params
@@ -44,14 +44,33 @@ class CachedModel(Protocol):
 
 
 def open_model(
-    model_dir: str, *, num_slots: int, context_length: int, dtype: torch.dtype, device: torch.device
+    model_dir: str,
+    *,
+    weights_dir: str | None = None,
+    num_slots: int,
+    context_length: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> CachedModel:
-    """Raises ValueError if the architecture cannot be run correctly over a cache of slots of this length, or
-    the device has no memory for the cache."""
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        model_dir, dtype=dtype, use_safetensors=True, trust_remote_code=False
+    """The model that `model_dir` describes, with its weights or those in `weights_dir`. Raises ValueError if
+    the architecture cannot be run correctly over a cache of slots of this length, weights are missing, or the
+    device has no memory for the cache."""
+    weights_dir = weights_dir or model_dir
+    config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
+    check_context(config.to_dict(), context_length)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        weights_dir,
+        config=config,
+        # the engine draws by itself; by default the file is looked for beside the weights
+        generation_config=GenerationConfig(),
+        dtype=dtype,
+        use_safetensors=True,
+        trust_remote_code=False,
+        output_loading_info=True,
     )
-    check_context(model.config.to_dict(), context_length)
+    model, found = loaded
+    if missing := sorted(found["missing_keys"]):
+        raise ValueError(f"{weights_dir}: the weights lack {missing[0]!r} ({len(missing)} tensors missing)")
     model.to(device).eval().requires_grad_(False)
     spec = decoder_spec(model.config, context_length)
     if spec is None:

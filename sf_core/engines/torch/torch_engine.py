@@ -6,7 +6,9 @@ running request in one batch. The model and its KV cache are in cached_model.py,
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
+from functools import partial
 from typing import Any, Literal
 
 import fsspec
@@ -15,11 +17,14 @@ import numpy.typing as npt
 import safetensors.torch
 import torch
 
+from sf_core.config import RunConfig
 from sf_core.engines.torch.cached_model import open_model
 from sf_core.engines.torch.slots import SlotTable
 from sf_core.models.counter import uniforms
 from sf_core.models.sampling import sample
-from sf_core.types import Chunk, FinishReason, GenerationRequest
+from sf_core.types import Chunk, FinishReason, GenerationRequest, WeightsRef
+from storage.files import join, local_copy, local_folder
+from storage.weights import FILE_NAME, WEIGHT_FILES
 
 _FILL_TOKENS = 8192
 """Most tokens, padding included, of one filling pass."""
@@ -33,13 +38,32 @@ def local_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def make_engine(config: RunConfig, start_dir: str, weights: WeightsRef) -> TorchEngine:
+    """An engine on this process's device. Of the start folder it reads the weights only as version 0."""
+    settings = config.engine
+    make = partial(
+        TorchEngine,
+        version=weights.version,
+        max_running=settings.max_running,
+        context_length=settings.context_length,
+        kv_on_update=settings.kv_on_update,
+        device=local_device(),
+    )
+    if weights.version == 0:
+        return make(local_folder(start_dir))
+    with local_copy(join(weights.uri, FILE_NAME)) as file:
+        return make(local_folder(start_dir, exclude=WEIGHT_FILES), weights_dir=os.path.dirname(file))
+
+
 class TorchEngine:
-    """An engine of one model folder. Raises ValueError if the folder's architecture cannot be run."""
+    """An engine of one model folder, or of its architecture with the weights of another folder. Raises
+    ValueError if the architecture cannot be run, or the weights are not all there."""
 
     def __init__(
         self,
         model_dir: str,
         *,
+        weights_dir: str | None = None,
         version: int = 0,
         max_running: int,
         context_length: int,
@@ -49,7 +73,12 @@ class TorchEngine:
     ) -> None:
         self._device = torch.device(device)
         self._model = open_model(
-            model_dir, num_slots=max_running, context_length=context_length, dtype=dtype, device=self._device
+            model_dir,
+            weights_dir=weights_dir,
+            num_slots=max_running,
+            context_length=context_length,
+            dtype=dtype,
+            device=self._device,
         )
         self._table = SlotTable(max_running, context_length)
         self._waiting: dict[str, GenerationRequest] = {}

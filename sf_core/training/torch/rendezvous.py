@@ -9,21 +9,18 @@ from __future__ import annotations
 
 import secrets
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
-from sf_core.training.gang import GangError, RankAssignment, SupersededError
+from sf_core.training.gang import GangError, RankAssignment
+from sf_core.training.seating import wait_for
 from sf_core.training.torch.ranks import ExchangeError, Group, Ranks, SingleRank
 from storage.gangs import GangFiles
 
-T = TypeVar("T")
-
-POLL_S = 0.02
 CONNECT_S = 5.0
 """How long to try to connect: rank 0 announces its store only once it listens."""
 
@@ -38,13 +35,8 @@ _store: dist.Store | None = None
 
 
 @contextmanager
-def seated(files: GangFiles, seat: RankAssignment, host: str, timeout_s: float) -> Iterator[Ranks]:
-    """Take a seat, meet the other ranks, run the block; ends when rank 0 has finished it.
-
-    `host` is the address of this worker. Raises SupersededError if this rank must not work, GangError if
-    another one is missing or has failed, and what the block raises."""
-    if files.is_over() or not files.take_seat(seat.rank, once=not seat.is_alone):
-        raise SupersededError(f"{seat.label}: try {seat.epoch} had begun here before, or is over")
+def meet(files: GangFiles, seat: RankAssignment, host: str, timeout_s: float) -> Iterator[Ranks]:
+    """The `meet` of a TrainerBackend."""
     if seat.is_alone:
         _leave()
         yield SingleRank()
@@ -68,7 +60,6 @@ class _Meeting:
     def __init__(self, files: GangFiles, seat: RankAssignment, host: str, timeout_s: float) -> None:
         self._files, self._seat, self._host = files, seat, host
         self._timeout_s = timeout_s
-        self._others = [rank for rank in range(len(seat.workers)) if rank != seat.rank]
 
     def join(self) -> Group:
         """The process group of this step: the resident one if all ranks still have it."""
@@ -77,8 +68,8 @@ class _Meeting:
         kept = _resident.group if _resident and _resident.workers == self._seat.workers else "none"
         self._put(f"here/{self._seat.rank}", kept)
         if self._seat.rank == 0:
-            self._await("here", self._others, "has not begun")
-            same = all(self._get(f"here/{rank}") == kept for rank in self._others) and kept != "none"
+            self._await("here", self._seat.others, "has not begun")
+            same = all(self._get(f"here/{rank}") == kept for rank in self._seat.others) and kept != "none"
             self._put("group/0", kept if same else secrets.token_hex(8))
         else:
             self._await("group", [0], "has not gathered the ranks")
@@ -108,7 +99,7 @@ class _Meeting:
         self._timeout_s = ROLL_CALL_S
         try:
             self._put(f"after/{self._seat.rank}", "")
-            self._await("after", self._others, "does not answer since an exchange failed")
+            self._await("after", self._seat.others, "does not answer since an exchange failed")
         except GangError as missing:
             return GangError(f"{missing} ({error})")
         return GangError(f"{self._seat.label}: an exchange failed, and all ranks live: {error}")
@@ -123,7 +114,10 @@ class _Meeting:
                 _store = self._connect(self._host, port, server.detach())
             self._files.announce(self._host, port)
         else:
-            _store = self._connect(*self._until(self._files.address, lambda: [0], "has not begun"))
+            address = wait_for(
+                self._files, self._seat, self._files.address, lambda: [0], "has not begun", self._timeout_s
+            )
+            _store = self._connect(*address)
 
     def _connect(self, host: str, port: int, listening: int | None = None) -> dist.Store:
         with self._blaming_rank_0():
@@ -178,7 +172,7 @@ class _Meeting:
         try:
             yield
         except dist.DistError as error:
-            raise self._error([0], f"is gone: {' '.join(str(error).split())[:200]}") from error
+            raise self._seat.blame([0], f"is gone: {' '.join(str(error).split())[:200]}") from error
 
     def _await(self, key: str, ranks: list[int], what: str) -> None:
         """Wait until each of these ranks has put its key; raises GangError if another rank has failed."""
@@ -187,28 +181,12 @@ class _Meeting:
             return [rank for rank in ranks if not self._has(f"{key}/{rank}")]
 
         def look() -> bool | None:
-            for rank in self._others:
+            for rank in self._seat.others:
                 if self._has(f"failed/{rank}"):
-                    raise self._error([rank], f"failed: {self._get(f'failed/{rank}')}")
+                    raise self._seat.blame([rank], f"failed: {self._get(f'failed/{rank}')}")
             return not missing() or None
 
-        self._until(look, missing, what)
-
-    def _until(self, look: Callable[[], T | None], missing: Callable[[], list[int]], what: str) -> T:
-        deadline, files_looked_at = time.monotonic() + self._timeout_s, -1.0
-        while (found := look()) is None:
-            now = time.monotonic()
-            if now > files_looked_at + 1.0:
-                files_looked_at = now
-                if self._files.is_over():
-                    raise GangError(f"{self._seat.label}: the flow ended try {self._seat.epoch}")
-            if now > deadline:
-                raise self._error(missing(), f"{what} within {self._timeout_s:g} s")
-            time.sleep(POLL_S)
-        return found
-
-    def _error(self, ranks: list[int], what: str) -> GangError:
-        return GangError(f"{self._seat.label}: {', '.join(map(self._seat.name_of, ranks))} {what}")
+        wait_for(self._files, self._seat, look, missing, what, self._timeout_s)
 
 
 def _leave() -> None:

@@ -14,7 +14,7 @@ import torch
 
 from sf_core.config import TrainConfig
 from sf_core.models.sampling import sampling_logprobs
-from sf_core.training.losses import divergence, entropy, policy_gradient_loss
+from sf_core.training.losses import LOSSES, divergence, entropy
 from sf_core.training.packing import Microbatch, Row, deal, pack, read_rows, split_groups
 from sf_core.training.torch.network import Network
 from sf_core.training.torch.ranks import Ranks, SingleRank
@@ -132,12 +132,9 @@ class Trainer:
         logprobs = sampling_logprobs(
             logits, microbatch.targets, drawn["temperature"], drawn["top_p"], drawn["top_k"]
         )
-        config, old = self.config, microbatch.logprobs
-        clip = {"clip_low": config.clip_low, "clip_high": config.clip_high}
-        loss = microbatch.weights * policy_gradient_loss(
-            logprobs, old, microbatch.advantages, importance_cap=config.importance_cap, **clip
-        )
-        metrics = divergence(logprobs, old, microbatch.advantages, **clip)
+        old, advantages = microbatch.logprobs, microbatch.advantages
+        loss = microbatch.weights * LOSSES[self.config.loss](logprobs, old, advantages, self.config)
+        metrics = divergence(logprobs, old, advantages, self.config)
         metrics["loss"] = loss.detach()
         metrics["entropy"] = entropy(logits.detach(), logits.new_tensor(drawn["temperature"]))
         lag = self.version - microbatch.policy_versions
@@ -151,12 +148,14 @@ class Trainer:
         """Copies of what transformers would save, under the names it would save them."""
         return self.network.weights()
 
-    def save_weights(self, folder: str) -> FileRef:
-        """Store the weights as those of the trainer's version."""
-        return save_weights(folder, self.weights(), self.version)
+    def save_weights(self, folder: str) -> FileRef | None:
+        """Store the weights as those of the trainer's version; only rank 0 writes."""
+        return None if self._ranks.rank else save_weights(folder, self.weights(), self.version)
 
     def save_checkpoint(self, folder: str) -> None:
-        """Store everything needed to continue bit for bit as if never stopped."""
+        """Store everything needed to continue bit for bit as if never stopped; only rank 0 writes."""
+        if self._ranks.rank:
+            return
         state = {"version": self.version, "optimizer_steps": self._optimizer_steps}
         save_checkpoint(folder, self._model.state_dict(), self._optimizer.state_dict(), state)
 

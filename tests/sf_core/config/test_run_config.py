@@ -45,10 +45,8 @@ def test_a_resolved_configuration_reads_back_equal(config_file: Path) -> None:
             "rollout.max_tokens=9999",
             "rollout.max_tokens (9999) must be less than engine.context_length (512)",
         ),
-        (
-            "engine.context_length=4096",
-            "engine.context_length (4096) must not exceed the 2048 positions of the built-in policy",
-        ),
+        ("train.backend=fsdp", "train.backend: input should be 'torch' or 'emulated', got 'fsdp'"),
+        ("train.loss=gspo", "train.loss: input should be 'ppo_clip', got 'gspo'"),
         ("train.minibatches=64", "train.minibatches (64) must not exceed rollout.groups_per_batch (32)"),
         ("engine.kind=scripted", "engine.script is required with engine.kind: scripted"),
         (

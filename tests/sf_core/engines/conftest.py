@@ -18,6 +18,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from tests.sf_core.dataplane.conftest import model_dir, renderer, server  # noqa: F401
+
 _SIZE: dict[str, Any] = dict(
     vocab_size=60,
     hidden_size=32,

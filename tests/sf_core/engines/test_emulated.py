@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from sf_core.engines.emulated import BLOCK, FIRST_ID, MAX_SLEEP_S, NUM_IDS, STALL_S, EmulatedEngine
 from sf_core.engines.protocol import Engine
+from sf_core.engines.testing import EngineTests
 from sf_core.types import Chunk, FinishReason, GenerationRequest, Sampling
 
 DELAY_S = 0.01
@@ -28,6 +29,11 @@ class Clock:
 
 def make(clock: Clock, delay_s: float = DELAY_S) -> EmulatedEngine:
     return EmulatedEngine(delay_s, now=clock.now, sleep=clock.sleep)
+
+
+class TestContract(EngineTests):
+    def make(self) -> EmulatedEngine:
+        return make(Clock())
 
 
 def request(

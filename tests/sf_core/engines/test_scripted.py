@@ -1,10 +1,16 @@
 from sf_core.engines.protocol import Engine
 from sf_core.engines.scripted import ScriptedEngine, scripted_logprob
+from sf_core.engines.testing import EngineTests
 from sf_core.types import Chunk, FinishReason, GenerationRequest, Sampling
 
 
 def script(prompt_ids: list[int], seed: int) -> list[int]:
     return [prompt_ids[0] + seed + i for i in range(40)]
+
+
+class TestContract(EngineTests):
+    def make(self) -> ScriptedEngine:
+        return ScriptedEngine(script)
 
 
 def request(

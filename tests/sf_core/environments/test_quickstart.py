@@ -6,10 +6,22 @@ from dataclasses import asdict
 import pytest
 
 from sf_core.environments.calculator import CALCULATOR, evaluate
-from sf_core.environments.quickstart import demonstrate, reward, tasks
+from sf_core.environments.quickstart import ENVIRONMENTS, demonstrate, reward, tasks
+from sf_core.environments.testing import EnvironmentTests
 
 HELD_OUT = [tasks("holdout", index) for index in range(1000)]
 TRAINING = [tasks("train", index) for index in range(2000)]
+
+
+class TestContract(EnvironmentTests):
+    tasks, reward = staticmethod(tasks), staticmethod(reward)
+
+
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+class TestContractOfEachKind(EnvironmentTests):
+    @pytest.fixture(autouse=True)
+    def _of(self, name: str) -> None:
+        self.tasks, self.reward = ENVIRONMENTS[name].task, ENVIRONMENTS[name].score
 
 
 def test_both_kinds_come_in_equal_parts() -> None:

@@ -15,6 +15,7 @@ import pytest
 from openai import OpenAI
 
 from sf_core.dataplane.chat.renderer import Renderer
+from sf_core.recipes.advantages import group_relative
 from sf_core.stages.filter import filter, lag_histogram, session_advantages
 from sf_core.stages.rollout import rollout
 from sf_core.stages.run import RunRef
@@ -165,7 +166,7 @@ def test_every_trained_token_gets_the_advantage_of_its_session_within_its_group(
 def test_branches_of_a_session_neither_move_the_mean_of_their_group_nor_widen_it() -> None:
     rewards, groups = np.array([3.0, 3.0, 3.0, 1.0, 5.0, 5.0]), np.array([7, 7, 7, 7, 2, 2])
     sessions = np.array([4, 4, 4, 0, 9, 1])
-    found = session_advantages(rewards, groups, sessions, scale=False)
+    found = session_advantages(group_relative, rewards, groups, sessions, scale=False)
     assert found.tolist() == [1.0, 1.0, 1.0, -1.0, 0.0, 0.0]
 
 

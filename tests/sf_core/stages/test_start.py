@@ -78,6 +78,30 @@ def started(run: RunDirectory) -> dict[str, Any]:
     return start(RunRef(run.run_id, run.uri, dataplane_url="", attempt=1))
 
 
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (
+            {"engine": {"context_length": 4096}},
+            "engine.context_length (4096) must not exceed the 2048 positions of the built-in policy",
+        ),
+        (
+            {"train": {"backend": "emulated"}},
+            "train.backend emulated computes no weights, which engine.kind torch",
+        ),
+    ],
+)
+def test_settings_with_which_the_engine_could_not_sample_are_refused(
+    settings: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ValueError) as refused:
+        check_start(RunConfig.model_validate(settings))
+    check_sentence(str(refused.value), sentence)
+    check_start(
+        RunConfig.model_validate({**settings, "engine": {"kind": "emulated", "context_length": 4096}})
+    )
+
+
 WITHOUT = [
     ("chat_template.jinja", "the tokenizer has no chat template; put one there as chat_template.jinja"),
     ("tokenizer.json", "no tokenizer.json; save the tokenizer there too"),

@@ -14,8 +14,9 @@ import psutil
 import torch
 
 from sf_core.training.gang import RankAssignment
+from sf_core.training.seating import seated
 from sf_core.training.torch.ranks import Ranks
-from sf_core.training.torch.rendezvous import seated
+from sf_core.training.torch.rendezvous import meet
 from storage.gangs import GangFiles
 from storage.run_directory import RunDirectory
 from tests.e2e.waiting import wait_until
@@ -85,7 +86,7 @@ def _serve(orders: Any, reports: Any) -> None:
     while True:
         one, rank, work = orders.get()
         try:
-            with seated(one.files, one.seat(rank), "127.0.0.1", one.timeout_s) as ranks:
+            with seated(meet, one.files, one.seat(rank), "127.0.0.1", one.timeout_s) as ranks:
                 result = work(ranks)
         except Exception as error:
             result = f"{type(error).__name__}: {error}"

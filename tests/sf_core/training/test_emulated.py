@@ -5,19 +5,39 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from sf_core.config import EmulationConfig
 from sf_core.config.devices import known_device
 from sf_core.engines.device_model import DeviceModel
-from sf_core.training.emulated import EmulatedTrainer, seated
+from sf_core.stages.run import OpenRun, RunRef
+from sf_core.training import emulated
+from sf_core.training.emulated import EmulatedTrainer, meet
 from sf_core.training.gang import GangError, RankAssignment
+from sf_core.training.seating import seated
+from sf_core.training.testing import TrainerTests
 from storage.gangs import GangFiles
 from storage.run_directory import RunDirectory
-from tests.sf_core.reports.test_tables import commit
+from tests.sf_core.runs import commit, configure
 from tests.sf_core.training.batches import make_batch
 
 WORKERS = ("h800", "h20")
+
+
+class TestContract(TrainerTests):
+    backend = emulated
+
+    @pytest.fixture(autouse=True)
+    def _in(self, run: RunDirectory) -> None:
+        self.directory = run
+        configure(run, engine={"kind": "emulated"}, emulation={"time_dilation": 1e9})
+
+    def begin(self, attempt: int) -> OpenRun:
+        return OpenRun(RunRef("run", self.directory.uri, dataplane_url="", attempt=attempt))
+
+    def batch(self, iteration: int) -> pa.Table:
+        return make_batch([([1] * 50, [False] + [True] * 49)] * 2, version=iteration)
 
 
 @pytest.fixture
@@ -28,7 +48,7 @@ def run(tmp_path: Path) -> RunDirectory:
 def step(run: RunDirectory, rank: int, timeout_s: float = 30.0) -> list[int]:
     """Run a step; returns the ranks that had computed when it was over."""
     files = one_try(run)
-    with seated(files, RankAssignment(WORKERS, rank), "", timeout_s) as ranks:
+    with seated(meet, files, RankAssignment(WORKERS, rank), "", timeout_s) as ranks:
         model = DeviceModel(EmulationConfig(parameters=1e11), known_device(WORKERS[rank]))
         EmulatedTrainer(model, 0, ranks).step(make_batch([([1] * 50, [True] * 50)] * 2))
         found = [other for other in range(len(WORKERS)) if files.has_computed(other)]

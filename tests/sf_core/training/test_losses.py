@@ -1,14 +1,16 @@
 import math
+from typing import get_args
 
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sf_core.training.losses import divergence, entropy, policy_gradient_loss
+from sf_core.config import TrainConfig
+from sf_core.config.run_config import LossName
+from sf_core.training.losses import LOSSES, divergence, entropy, ppo_clip
 
-CLIP = {"clip_low": 0.2, "clip_high": 0.28}
-CAP = 3.0
+SETTINGS = TrainConfig(clip_low=0.2, clip_high=0.28, importance_cap=3.0)
 
 caps = st.floats(1, 6)
 tokens = st.tuples(st.floats(-6, -0.01), st.floats(-6, -0.01), st.floats(-2, 2))
@@ -30,7 +32,8 @@ def test_the_gradient_agrees_with_a_naive_reference(
     columns = [torch.tensor(column, dtype=torch.float64) for column in zip(*drawn, strict=True)]
     logprobs, old, advantages = columns
     logprobs.requires_grad_()
-    policy_gradient_loss(logprobs, old, advantages, importance_cap=cap, **CLIP).sum().backward()
+    settings = SETTINGS.model_copy(update={"importance_cap": cap})
+    ppo_clip(logprobs, old, advantages, settings).sum().backward()
     expected = [naive_gradient(*token, cap) for token in drawn]
     assert logprobs.grad is not None
     torch.testing.assert_close(logprobs.grad, torch.tensor(expected, dtype=torch.float64))
@@ -38,14 +41,14 @@ def test_the_gradient_agrees_with_a_naive_reference(
 
 def test_on_policy_the_loss_is_minus_the_advantage() -> None:
     logprobs, advantages = torch.tensor([-1.0, -2.0]), torch.tensor([0.5, -1.5])
-    loss = policy_gradient_loss(logprobs, logprobs, advantages, importance_cap=CAP, **CLIP)
+    loss = ppo_clip(logprobs, logprobs, advantages, SETTINGS)
     assert loss.tolist() == [-0.5, 1.5]
 
 
 def test_a_token_far_from_its_behaviour_policy_keeps_loss_and_gradient_finite() -> None:
     logprobs = torch.tensor([-0.1, -500.0], requires_grad=True)
     old, advantages = torch.tensor([-500.0, -0.1]), torch.tensor([-1.0, 1.0])
-    loss = policy_gradient_loss(logprobs, old, advantages, importance_cap=CAP, **CLIP)
+    loss = ppo_clip(logprobs, old, advantages, SETTINGS)
     loss.sum().backward()
     assert logprobs.grad is not None
     assert loss.isfinite().all() and logprobs.grad.isfinite().all()
@@ -54,16 +57,20 @@ def test_a_token_far_from_its_behaviour_policy_keeps_loss_and_gradient_finite() 
 @given(st.lists(tokens, min_size=1, max_size=10))
 def test_the_divergence_estimate_is_never_negative(drawn: list[tuple[float, float, float]]) -> None:
     columns = [torch.tensor(column, dtype=torch.float64) for column in zip(*drawn, strict=True)]
-    assert (divergence(*columns, **CLIP)["kl"] >= -1e-12).all()
+    assert (divergence(*columns, SETTINGS)["kl"] >= -1e-12).all()
 
 
 def test_clipped_marks_the_tokens_without_gradient() -> None:
     logprobs = torch.tensor([-1.0, -1.0, -2.0, -2.0])
     old = torch.tensor([-2.0, -2.0, -1.0, -1.0])
     advantages = torch.tensor([1.0, -1.0, 1.0, -1.0])
-    assert divergence(logprobs, old, advantages, **CLIP)["clipped"].tolist() == [1, 0, 0, 1]
+    assert divergence(logprobs, old, advantages, SETTINGS)["clipped"].tolist() == [1, 0, 0, 1]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 2.0])
 def test_entropy_of_equal_logits_is_the_log_of_their_number(temperature: float) -> None:
     assert entropy(torch.zeros(1, 8), torch.tensor([temperature])).item() == pytest.approx(math.log(8))
+
+
+def test_the_losses_are_those_that_a_configuration_can_name() -> None:
+    assert [*LOSSES] == [*get_args(LossName)]

@@ -1,3 +1,4 @@
+import shutil
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +11,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from sf_core.config import RunConfig
+from sf_core.engines.registry import engine_factory
+from sf_core.engines.testing import EngineTests
 from sf_core.engines.torch.torch_engine import TorchEngine
-from sf_core.types import Chunk, FinishReason, GenerationRequest, Sampling
+from sf_core.types import Chunk, FinishReason, GenerationRequest, Sampling, WeightsRef
 from tests.examples import examples
 from tests.sf_core.engines.conftest import Folders
 
@@ -28,6 +32,19 @@ def engine_of(
     return TorchEngine(
         folder, max_running=max_running, context_length=context_length, kv_on_update=kv_on_update
     )
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
+class TestContract(EngineTests):
+    @pytest.fixture(autouse=True)
+    def _of(self, folders: Folders, kind: str) -> None:
+        self.folders, self.kind = folders, kind
+
+    def make(self) -> TorchEngine:
+        return engine_of(self.folders(self.kind))
+
+    def weights(self, version: int) -> str:
+        return self.folders(self.kind, version)
 
 
 def request(
@@ -226,6 +243,32 @@ def test_after_new_weights_tokens_are_those_the_new_model_gives(folders: Folders
         rest = replace(r, prompt_ids=r.prompt_ids + tokens[:10], max_tokens=15)
         assert tokens[10:] == alone(folders(kind, 1), rest)
     generate(engine, [request("again", requests[2].prompt_ids)])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_engine_of_published_weights_reads_no_others(folders: Folders, tmp_path: Path, kind: str) -> None:
+    start = tmp_path / "start"
+    shutil.copytree(folders(kind, 0), start)
+    config = RunConfig.model_validate({"engine": {"max_running": 2, "context_length": 100}})
+    make, r = engine_factory(config, str(start)), request("r", prompts(9)[0])
+    assert generate(make(WeightsRef(0, str(start))), [r])["r"] == alone(folders(kind, 0), r)
+    (start / "model.safetensors").unlink()
+    published = tmp_path / "v00007"
+    published.mkdir()
+    shutil.copy(f"{folders(kind, 1)}/model.safetensors", published)
+    engine = make(WeightsRef(7, str(published)))
+    assert engine.version == 7
+    assert generate(engine, [r])["r"] == alone(folders(kind, 1), r)
+    engine.load_weights(folders(kind, 0), 8)
+    assert generate(engine, [r])["r"] == alone(folders(kind, 0), r)
+
+
+def test_an_engine_is_not_made_of_weights_that_are_not_all_there(folders: Folders, tmp_path: Path) -> None:
+    params = load_file(f"{folders()}/model.safetensors")
+    del params["model.layers.1.mlp.up_proj.weight"]
+    save_file(params, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"the weights lack 'model.layers.1.mlp.up_proj.weight' \(1 tensors"):
+        TorchEngine(folders(), weights_dir=str(tmp_path), max_running=2, context_length=100)
 
 
 def test_kept_kv_lets_running_requests_go_on_without_recomputation(folders: Folders) -> None:

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from sf_core.config import PolicyConfig, TrainConfig
 from sf_core.models.builtin import make_policy
 from sf_core.models.sampling import sampling_logprobs
-from sf_core.training.losses import policy_gradient_loss
+from sf_core.training.losses import ppo_clip
 from sf_core.training.packing import pack, read_rows
 from sf_core.training.torch.trainer import Trainer
 from tests.sf_core.training.batches import grouped_rows, make_batch
@@ -198,7 +198,7 @@ def test_the_gradient_is_that_of_the_weighted_mean_over_all_trained_tokens(folde
             torch.from_numpy(row.logprobs[trained]),
             torch.from_numpy(row.advantages[trained]),
         )
-        losses.append(row.weight * policy_gradient_loss(new, old, advantages, **clip))
+        losses.append(row.weight * ppo_clip(new, old, advantages, trainer.config))
         weights += [row.weight] * len(trained)
     (torch.cat(losses).sum() / sum(weights)).backward()
     expected = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])

@@ -1,7 +1,7 @@
 import yaml
 
 from sf_core.config import RunConfig
-from sf_core.config.reference import settings_page
+from sf_core.config.yaml_file import settings_page
 
 
 def test_the_page_of_settings_is_the_configuration_in_which_nothing_was_changed() -> None:

@@ -1,0 +1,52 @@
+"""The contract of environments, as tests: a test class inherits from EnvironmentTests and names functions.
+
+Needs no pytest. Functions of a module are named as `tasks = staticmethod(my_package.tasks)`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from sf_core.types import Task
+
+
+class EnvironmentTests:
+    tasks: Callable[[str, int], Task]
+    """The function of `environment.tasks`."""
+    reward: Callable[[Task, str], float | Mapping[str, float]]
+    """The function of `environment.reward`."""
+    num_tasks = 200
+    """Tasks of each split to try."""
+
+    def test_equal_arguments_give_equal_tasks(self) -> None:
+        for split in ("train", "holdout"):
+            assert self._drawn(split) == self._drawn(split)
+
+    def test_an_id_names_one_task(self) -> None:
+        drawn = self._drawn("train") + self._drawn("holdout")
+        prompts: dict[str, Any] = {}
+        for task in drawn:
+            known = task.environment, task.prompt, task.answer
+            assert prompts.setdefault(task.task_id, known) == known, f"{task.task_id} names two tasks"
+
+    def test_no_held_out_task_is_trained_on(self) -> None:
+        held_out = {(task.environment, task.prompt) for task in self._drawn("holdout")}
+        both = [task for task in self._drawn("train") if (task.environment, task.prompt) in held_out]
+        assert not both, f"{both[0].task_id} is held out and trained on"
+
+    def test_any_answer_gets_a_finite_reward(self) -> None:
+        for task in self._drawn("train")[:20] + self._drawn("holdout")[:20]:
+            for answer in ("", task.answer, task.answer + "x", "\x00 \n<|im_end|> 数", "9" * 10_000):
+                reward = self.reward(task, answer)
+                parts = reward if isinstance(reward, Mapping) else {"reward": reward}
+                assert parts and all(isinstance(name, str) for name in parts)
+                assert all(math.isfinite(float(value)) for value in parts.values()), (task.task_id, reward)
+
+    def test_an_answer_is_worth_the_same_each_time(self) -> None:
+        for task in self._drawn("train")[:20]:
+            assert self.reward(task, task.answer) == self.reward(task, task.answer)
+
+    def _drawn(self, split: str) -> list[Task]:
+        return [self.tasks(split, index) for index in range(self.num_tasks)]

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import inspect
+from typing import get_args
+
+import pytest
+
+from sf_core.config import RunConfig
+from sf_core.config.run_config import TrainerName
+from sf_core.training.protocol import TrainerBackend
+from sf_core.training.registry import TRAINERS, trainer_backend, trainer_kind
+
+
+def config(kind: str, backend: str | None) -> RunConfig:
+    engine = {"kind": kind, "script": "tests.e2e.echo_package:script"}
+    return RunConfig.model_validate({"engine": engine, "train": {"backend": backend}})
+
+
+def test_the_backends_are_those_that_a_configuration_can_name() -> None:
+    assert [*TRAINERS] == [*get_args(TrainerName)]
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_a_backend_has_the_functions_of_the_protocol(name: str) -> None:
+    backend = trainer_backend(config("emulated", name))
+    for function in ("meet", "trainer_at"):
+        wanted = [*inspect.signature(getattr(TrainerBackend, function)).parameters][1:]
+        assert [*inspect.signature(getattr(backend, function)).parameters] == wanted
+
+
+@pytest.mark.parametrize(
+    ("kind", "backend", "expected"),
+    [
+        ("torch", None, "torch"),
+        ("scripted", None, "torch"),
+        ("emulated", None, "emulated"),
+        ("scripted", "emulated", "emulated"),
+        ("emulated", "torch", "torch"),
+    ],
+)
+def test_the_backend_is_the_setting_and_without_it_that_of_the_engine(
+    kind: str, backend: str | None, expected: str
+) -> None:
+    assert trainer_kind(config(kind, backend)) is TRAINERS[expected]
+
+
+def test_an_engine_that_needs_weights_gets_no_trainer_without() -> None:
+    with pytest.raises(
+        ValueError, match=r"^train\.backend emulated computes no weights, which engine\.kind torch"
+    ):
+        trainer_kind(config("torch", "emulated"))

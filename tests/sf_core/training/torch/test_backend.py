@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from sf_core.models.builtin import make_policy
+from sf_core.stages.run import OpenRun, RunRef
+from sf_core.training.testing import TrainerTests
+from sf_core.training.torch import backend
+from storage.run_directory import RunDirectory
+from tests.sf_core.runs import configure
+from tests.sf_core.training.batches import grouped_rows, make_batch
+
+
+class TestContract(TrainerTests):
+    backend = backend
+
+    @pytest.fixture(autouse=True, params=[1, 2], ids=lambda every: f"a checkpoint every {every}")
+    def _in(self, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+        self.directory = RunDirectory(str(tmp_path / "run"))
+        config = configure(self.directory, train={"checkpoint_every": request.param})
+        make_policy(self.directory.start_dir, config.policy, config.seed)
+
+    def begin(self, attempt: int) -> OpenRun:
+        return OpenRun(RunRef("run", self.directory.uri, dataplane_url="", attempt=attempt))
+
+    def batch(self, iteration: int) -> pa.Table:
+        return make_batch(grouped_rows(4, 4), logprob=-4.0, group_size=4, version=iteration, seed=iteration)
