@@ -32,8 +32,7 @@ from prefect_dask.client import PrefectDaskClient
 from prefect_dask.task_runners import PrefectDaskFuture
 
 from sf_core.config import RunConfig, environment
-from sf_core.scheduling.owners import owner_of
-from sf_core.scheduling.plan import scheduler_of
+from sf_core.scheduling.cluster import owner_of, scheduler_of
 from sf_core.scheduling.tags import TASK_KINDS
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.waits import waiting_for

@@ -14,8 +14,8 @@ from distributed import wait
 from distributed.scheduler import NoValidWorkerError
 from prefect_dask.task_runners import PrefectDaskFuture
 
-from sf_core.scheduling.force import kill_worker
-from sf_core.scheduling.plan import Worker, choose_trainers, connected_workers
+from sf_core.scheduling.cluster import connected_workers, kill_worker
+from sf_core.scheduling.plan import Worker, choose_trainers
 from sf_core.stages.lease import lease_of
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.training.gang import GangError, RankAssignment, SupersededError

@@ -20,8 +20,9 @@ from prefect import Task, task
 from prefect_dask.task_runners import PrefectDaskFuture
 
 from sf_core.dataplane.control.client import DataplaneError
+from sf_core.scheduling.cluster import connected_workers
 from sf_core.scheduling.elastic import Elastic
-from sf_core.scheduling.plan import Duty, Plan, Worker, connected_workers, duty_of, make_plan
+from sf_core.scheduling.plan import Duty, Plan, Worker, duty_of, make_plan
 from sf_core.stages.lease import LeaseSpec, run_sessions, serve_lease
 from sf_core.stages.run import OpenRun, RunRef
 from tasks.cluster import dask_client, is_known, submit

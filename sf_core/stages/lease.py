@@ -17,8 +17,8 @@ from sf_core.config.environment import dataplane_key
 from sf_core.dataplane.bodies import Work
 from sf_core.engines.client import MakeEngine, serve_engine
 from sf_core.engines.protocol import Engine
+from sf_core.scheduling.cluster import current_epoch
 from sf_core.scheduling.lending import LendingGate, Refusal, Verdict, WorkLeft, not_lent, work_left
-from sf_core.scheduling.plan import current_epoch
 from sf_core.scheduling.timeline import Timeline
 from sf_core.stages.run import OpenRun, RunRef, load_object
 from sf_core.types import WeightsRef
