@@ -7,7 +7,7 @@ from typing import Any
 
 from prefect import flow
 
-from sf_core.scheduling.plan import await_plan
+from sf_core.scheduling.cluster import await_plan
 from sf_core.stages.evaluate import open_evaluation
 from sf_core.stages.run import OpenRun, begin_attempt, check_held_out, open_config
 from tasks.cluster import TaggedTaskRunner, crashing_without_scheduler, result_of, scheduler_address, submit

@@ -13,7 +13,8 @@ from prefect import flow
 from flows.warmstart import start_policy
 from sf_core.cli.live import tell
 from sf_core.reports.trackers import Trackers
-from sf_core.scheduling.plan import Plan, await_plan, read_workers
+from sf_core.scheduling.cluster import await_plan, read_workers
+from sf_core.scheduling.plan import Plan
 from sf_core.stages.run import OpenRun, RunRef, begin_attempt, check_held_out, open_config
 from sf_core.stages.start import check_memory, check_start
 from sf_core.stages.stored_config import settled

@@ -12,8 +12,10 @@ from typing import Any, TypeVar, cast
 from uuid import uuid4
 
 import dask
+import httpx
 from distributed import Client, Future
 from distributed.client import FutureCancelledError
+from distributed.scheduler import KilledWorker, NoValidWorkerError
 from prefect import Task
 from prefect.client.schemas.objects import RunInput
 from prefect.context import (
@@ -32,8 +34,8 @@ from prefect_dask.client import PrefectDaskClient
 from prefect_dask.task_runners import PrefectDaskFuture
 
 from sf_core.config import RunConfig, environment
-from sf_core.scheduling.owners import owner_of
-from sf_core.scheduling.plan import scheduler_of
+from sf_core.scheduling.cluster import owner_of, scheduler_of
+from sf_core.scheduling.leases import Ended
 from sf_core.scheduling.tags import TASK_KINDS
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.waits import waiting_for
@@ -45,6 +47,12 @@ is_waiting = threading.Event()
 
 STATE_S = 5.0
 """Longest that a worker may take to report how a task ended."""
+
+LOSSES = (NoValidWorkerError, KilledWorker, ConnectionError, httpx.TransportError)
+"""Errors of a lease through no fault of its own: its worker was away for long or died repeatedly, or the data
+plane did not answer."""
+
+TaskFuture = PrefectDaskFuture[Any]
 
 
 class TaggedTaskRunner(DaskTaskRunner):
@@ -63,9 +71,9 @@ class TaggedTaskRunner(DaskTaskRunner):
         self,
         task: Task[..., Any],
         parameters: dict[str, Any],
-        wait_for: Iterable[PrefectDaskFuture[Any]] | None = None,
+        wait_for: Iterable[TaskFuture] | None = None,
         dependencies: dict[str, set[RunInput]] | None = None,
-    ) -> PrefectDaskFuture[Any]:
+    ) -> TaskFuture:
         """Like DaskTaskRunner.submit for tasks that are no coroutines, but with less to serialise: flow and
         task by name, the context of the flow once, and a key that does not hash all arguments."""
         task_run_id = uuid4()
@@ -139,18 +147,16 @@ def dask_client() -> PrefectDaskClient:
     return context.task_runner.client
 
 
-def submit(
-    task: Task[..., Any], *args: Any, worker: str | None = None, **options: Any
-) -> PrefectDaskFuture[Any]:
+def submit(task: Task[..., Any], *args: Any, worker: str | None = None, **options: Any) -> TaskFuture:
     """Submit a task to the workers that carry the tags of its kind, or to the named one of them. Its first
-    argument is the run or has it as `run`. Raises KeyError for a task that sf_core.scheduling.tags does not
-    know, because Dask would run it anywhere."""
+    argument is the run. Raises KeyError for a task that sf_core.scheduling.tags does not know, because Dask
+    would run it anywhere."""
     kind = TASK_KINDS[task.name]
     resources = dict.fromkeys(kind.needs if worker is None else (*kind.needs, f"@{worker}"), 1)
-    ref: RunRef = getattr(args[0], "run", args[0])
-    owner = owner_of(ref.run_id, ref.attempt)
+    run: RunRef = args[0]
+    owner = owner_of(run.run_id, run.attempt)
     with dask.annotate(resources=resources, priority=kind.priority, owner=owner):
-        return cast(PrefectDaskFuture[Any], task.submit(*args, **options))
+        return cast(TaskFuture, task.submit(*args, **options))
 
 
 def result_of(future: PrefectFuture[R], what: str, timeout_s: float) -> R:
@@ -167,14 +173,25 @@ def result_of(future: PrefectFuture[R], what: str, timeout_s: float) -> R:
             is_waiting.clear()
 
 
-def is_known(future: PrefectDaskFuture[Any]) -> bool:
-    """Whether the outcome of a finished task can still be read: Dask keeps it on the task's worker, which may
-    be lost. Raises the error that kept the task from running."""
+def outcome_of(future: TaskFuture) -> Any:
+    """What a finished task returned, or its error. None if that cannot be read: Dask keeps it on the task's
+    worker, which may be lost."""
     try:
-        future.result(timeout=STATE_S, raise_on_failure=False)
+        return future.result(timeout=STATE_S, raise_on_failure=False)
     except TimeoutError:
-        return False
-    return True
+        return None
+    except Exception as error:  # of Dask; that of the task itself is in the state that it returned
+        return error
+
+
+def end_of(future: TaskFuture) -> Ended | None:
+    """How a lease task ended; None while it is queued or runs."""
+    if not future.wrapped_future.done():
+        return None
+    outcome = outcome_of(future) if future.wrapped_future.status in ("finished", "error") else None
+    if isinstance(outcome, BaseException):
+        return Ended("lost" if isinstance(outcome, LOSSES) else "failed", outcome)
+    return Ended("unknown" if outcome is None else "revoked" if outcome == "revoked" else "returned")
 
 
 class SchedulerLostError(BaseException):

@@ -15,8 +15,7 @@ from distributed import Future
 
 from sf_core.config.environment import dataplane_key
 from sf_core.dataplane.control.client import DataplaneClient, DataplaneError
-from sf_core.scheduling.force import end_tasks
-from sf_core.scheduling.owners import owner_of
+from sf_core.scheduling.cluster import end_tasks, owner_of
 from sf_core.stages.run import RunRef
 from tasks.cluster import dask_client, scheduler_address
 

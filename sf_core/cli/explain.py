@@ -8,17 +8,8 @@ from rich.text import Text
 
 from sf_core.cli.bubbles import expected_bubble, measured_work
 from sf_core.config import RunConfig
-from sf_core.scheduling.plan import (
-    Plan,
-    Worker,
-    able_to_train,
-    find_workers,
-    held_by_others,
-    make_plan,
-    priority_of,
-    scheduler_of,
-    training_order,
-)
+from sf_core.scheduling.cluster import find_workers, held_by_others, scheduler_of
+from sf_core.scheduling.plan import Plan, Worker, able_to_train, make_plan, priority_of, training_order
 from sf_core.stages.start import check_memory
 from storage.files import exists
 from storage.run_directory import RunDirectory

@@ -39,7 +39,8 @@ from sf_core.dataplane.control.client import DataplaneClient, DataplaneError
 from sf_core.engines.registry import engine_kind
 from sf_core.reports.states import is_finished
 from sf_core.reports.view import RunView
-from sf_core.scheduling.plan import await_plan, find_workers, make_plan, scheduler_of
+from sf_core.scheduling.cluster import await_plan, find_workers, scheduler_of
+from sf_core.scheduling.plan import make_plan
 from sf_core.stages.evaluate import open_evaluation
 from sf_core.stages.run import new_run_id
 from sf_core.stages.start import check_memory

@@ -1,4 +1,4 @@
-"""Which worker does what: the cluster as Dask reports it, matched with the tags that a run needs.
+"""Which worker does what: workers matched with the tags that a run needs. Pure.
 
 A worker's capability tags are its Dask resources. One more resource, @name, belongs to it alone: tasks are
 pinned by it, because a restarted worker declares it again (a pinned address would hang).
@@ -6,44 +6,20 @@ pinned by it, because a restarted worker declares it again (a pinned address wou
 
 from __future__ import annotations
 
-import logging
 import math
-import time
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Container
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
-from urllib.parse import urlsplit
-
-from distributed import Client, get_worker
-from distributed.system import MEMORY_LIMIT
 
 from sf_core.config import RunConfig
-from sf_core.config.devices import Device, known_device, step_of, train_priority
-from sf_core.config.environment import scheduler_address
+from sf_core.config.devices import Device, step_of, train_priority
 from sf_core.config.pipelines import PIPELINES
-from sf_core.scheduling.owners import run_of, running_owners
 from sf_core.scheduling.tags import needed_tags
-from sf_core.scheduling.tls import require_certificates
-
-log = logging.getLogger(__name__)
 
 Duty = Literal["agent", "rollout", "reward"]
 """The tags under which a worker may be held throughout a run."""
 DUTIES: tuple[Duty, ...] = get_args(Duty)
-
-ANSWER_S = 30.0
-"""How long a scheduler may take to answer."""
-
-JOIN_S = 120.0
-"""How long after a scheduler's start its workers may join: those of one that crashed start again as well."""
-
-GIVEN_BACK_S = 120.0
-"""How long another run may still hold workers: it may be ending, and an engine or runner without a data plane
-frees its worker after 60 s."""
-
-LOOK_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,80 +57,6 @@ def duty_of(worker: Worker, trainers: Container[str]) -> Duty | None:
     if worker.name in trainers:
         return None
     return next((duty for duty in DUTIES if duty in worker.tags), None)
-
-
-def read_workers(scheduler: str) -> list[Worker]:
-    """Workers connected to a scheduler. Raises ValueError if it does not answer, or a worker is not ours."""
-    return _workers_of(_ask(scheduler))
-
-
-def _workers_of(found: dict[str, Any]) -> list[Worker]:
-    return [_worker_of(info) for info in found["workers"].values()]
-
-
-def _worker_of(info: dict[str, Any]) -> Worker:
-    return worker_of(info["resources"], info.get("device"), info.get("memory"))
-
-
-def _ask(scheduler: str) -> dict[str, Any]:
-    with _client(scheduler) as client:
-        return dict(client.scheduler_info(n_workers=-1))
-
-
-@contextmanager
-def _client(scheduler: str) -> Iterator[Client]:
-    require_certificates(scheduler)
-    try:
-        with Client(scheduler, set_as_default=False, timeout=ANSWER_S) as client:
-            yield client
-    except (OSError, ValueError) as error:  # a ValueError if it is no address
-        raise ValueError(f"no Dask scheduler answers at {scheduler}: {error}") from None
-
-
-def connected_workers(client: Client) -> dict[str, Worker]:
-    """Our workers by address; none if the scheduler does not answer or is lost for good."""
-
-    async def ask() -> dict[str, Any]:
-        if client.status in ("running", "connecting") and client.scheduler is not None:
-            with suppress(OSError):
-                # `scheduler_info` may answer what the client asks for by itself now and then, without workers
-                return dict((await client.scheduler.identity(n_workers=-1))["workers"])
-        return {}
-
-    return our_workers(client.sync(ask))
-
-
-def our_workers(infos: dict[str, Any]) -> dict[str, Worker]:
-    """Our workers by address, of all that Dask reports. A worker that was not started for us is skipped, or
-    its joining would end the run."""
-    found = {}
-    for address, info in infos.items():
-        with suppress(ValueError):
-            found[address] = _worker_of(info)
-    return found
-
-
-def scheduler_of(config: RunConfig) -> str | None:
-    """Address of the scheduler whose workers a run gets: the configuration's, else that of SF_SCHEDULER; None
-    if the configuration's own workers are started on this machine."""
-    return config.cluster.scheduler or scheduler_address()
-
-
-def find_workers(config: RunConfig, scheduler: str | None = None) -> list[Worker]:
-    """Workers connected to that scheduler, else those that a run would get (`scheduler_of`). Raises
-    ValueError if the scheduler cannot be reached."""
-    if address := scheduler or scheduler_of(config):
-        return read_workers(address)
-    return [
-        Worker(
-            name,
-            frozenset(worker.tags),
-            known_device(worker.device_kind) if worker.device_kind else None,
-            # memory of a GPU is known only to the process that uses it
-            int(MEMORY_LIMIT) if worker.device == "cpu" else None,
-        )
-        for name, worker in config.cluster.workers.items()
-    ]
 
 
 def worker_of(
@@ -210,52 +112,6 @@ def make_plan(workers: list[Worker], config: RunConfig, *, trained: Collection[s
         lent=lent,
         agent=held["agent"],
         reward=held["reward"],
-    )
-
-
-def await_plan(scheduler: str, config: RunConfig, tell: Callable[[str], None] = log.warning) -> Plan:
-    """The plan for the workers connected to a scheduler. Waits for workers to join one that has just started,
-    and for another run to give them back; `tell` is called with what is awaited. Raises ValueError like
-    `make_plan` and `read_workers`, and if the other run does not end."""
-    begun, told = time.monotonic(), ""
-    while True:
-        found = _ask(scheduler)
-        try:
-            plan = make_plan(_workers_of(found), config)
-        except ValueError as error:
-            fault, left_s = error, JOIN_S - max(0.0, time.time() - found["started"])
-            hope = "the Dask scheduler has just started: workers are awaited"
-        else:
-            if not (held := held_by_others(scheduler, config.run_id)):
-                return plan
-            fault = ValueError(
-                f"{held}, and a cluster serves one run at a time: wait until it has ended, or cancel it; if "
-                "nobody works on it any more, start these workers again"
-            )
-            left_s = GIVEN_BACK_S - (time.monotonic() - begun)
-            hope = "it may be ending, and is awaited"
-        if left_s <= 0:
-            raise fault
-        if hope != told:
-            tell(f"{fault}; {hope} for {left_s:.0f} s")
-            told = hope
-        time.sleep(LOOK_S)
-
-
-def held_by_others(scheduler: str, run_id: str | None) -> str:
-    """Which workers run tasks of other runs than this one, in words; empty if none does. A worker that does
-    not answer in time counts as free. Raises ValueError like `read_workers`."""
-    with _client(scheduler) as client:
-        workers = connected_workers(client)
-        running = client.sync(running_owners, client, workers)
-    held: dict[str, list[str]] = {}
-    for address, worker in workers.items():
-        for other in {run_of(owner) for owner in running[address] or ()} - {run_id}:
-            held.setdefault(other, []).append(worker.name)
-    return ", ".join(
-        f"{'workers' if len(names) > 1 else 'worker'} {', '.join(sorted(names))} "
-        f"{'are' if len(names) > 1 else 'is'} held by run {other}"
-        for other, names in sorted(held.items())
     )
 
 
@@ -342,22 +198,3 @@ def _offered(workers: list[Worker]) -> str:
 
 def _tags(worker: Worker) -> str:
     return f"{{{', '.join(sorted(worker.tags))}}}"
-
-
-def current_worker() -> str:
-    """Name of the worker that runs the calling task."""
-    return worker_of(get_worker().state.total_resources).name
-
-
-def current_epoch() -> int:
-    """Number of this start of the calling task. The scheduler counts what it hands to workers, so a later
-    start has a higher number than every earlier one, whenever each begins to run."""
-    worker = get_worker()
-    return int(worker.state.tasks[worker.get_current_task()].run_id)
-
-
-def current_host() -> str:
-    """Address by which other workers reach the worker that runs the calling task."""
-    host = urlsplit(get_worker().address).hostname
-    assert host is not None
-    return host

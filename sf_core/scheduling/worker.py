@@ -16,7 +16,7 @@ from sf_core.config.addresses import is_loopback
 from sf_core.config.devices import Device, known_device
 from sf_core.config.environment import visible_cuda_devices
 from sf_core.config.words import is_word
-from sf_core.scheduling.plan import read_workers
+from sf_core.scheduling.cluster import read_workers
 from sf_core.scheduling.tls import require_tls
 
 DASK_SETTINGS = {

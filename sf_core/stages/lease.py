@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from sf_core.agents.runner import AgentRunner
 from sf_core.config.environment import dataplane_key
@@ -19,8 +18,9 @@ from sf_core.dataplane.bodies import Work
 from sf_core.engines.client import MakeEngine, serve_engine
 from sf_core.engines.protocol import Engine
 from sf_core.engines.registry import engine_factory
+from sf_core.scheduling.cluster import current_epoch
+from sf_core.scheduling.leases import Lease
 from sf_core.scheduling.lending import LendingGate, Refusal, Verdict, WorkLeft, not_lent, work_left
-from sf_core.scheduling.plan import current_epoch
 from sf_core.scheduling.timeline import Timeline
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.types import WeightsRef
@@ -28,70 +28,47 @@ from sf_core.types import WeightsRef
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseSpec:
-    run: RunRef
-    worker: str
-    lease_id: str
-    """Id of the lease within the run, kept when Dask runs the lease again."""
-    after: int | None = None
-    """Iteration that must be trained before this lease may start on a trainer."""
-    trainers: tuple[str, ...] = ()
-    """Workers that are lent together, this one included; empty for a lease that lasts the whole run."""
-
-    @property
-    def holder(self) -> str:
-        """Id of the engine or runner in the data plane."""
-        return f"{self.worker}:{self.lease_id}"
-
-
-def lease_of(holder: str) -> tuple[str, str]:
-    """The worker and the lease id of a `LeaseSpec.holder`."""
-    worker, _, lease_id = holder.partition(":")
-    return worker, lease_id
-
-
-def serve_lease(spec: LeaseSpec) -> str:
+def serve_lease(ref: RunRef, lease: Lease) -> str:
     """Hold the device as an engine until revoked; returns why the lease ended. Raises ConnectionError as
     `serve_engine` does."""
-    run = OpenRun(spec.run)
-    if spec.after is not None and run.directory.read_manifest(spec.after, "train") is None:
+    run = OpenRun(ref)
+    if lease.after is not None and run.directory.read_manifest(lease.after, "train") is None:
         # the lease overtook the train task in the worker's queue, or training failed: training comes first
         return "training comes first"
     switching = switching_of(run)
-    if spec.after is not None:
-        verdict = switching.decide(work_left(run.dataplane.status(), spec.trainers))
+    if lease.after is not None:
+        verdict = switching.decide(work_left(run.dataplane.status(), lease.trainers))
         if not verdict.lend:
-            log.info("%s is not lent: %s", spec.worker, verdict.reason)
+            log.info("%s is not lent: %s", lease.worker, verdict.reason)
             return f"not worth it: {verdict.reason}"
     hello = {
-        "run_id": spec.run.run_id,
-        "attempt": spec.run.attempt,
-        "lease_id": spec.lease_id,
+        "run_id": ref.run_id,
+        "attempt": ref.attempt,
+        "lease_id": lease.lease_id,
         "epoch": current_epoch(),
-        "engine_id": spec.holder,
-        "worker": spec.worker,
+        "engine_id": lease.holder,
+        "worker": lease.worker,
         "max_running": run.config.engine.max_running,
     }
     make = switching.measured(engine_factory(run.config, run.start_dir))
-    with Timeline(run.directory, spec.worker, "rollout", spec.lease_id) as timeline:
-        reason = serve_engine(spec.run.dataplane_url, dataplane_key(), hello, make, timeline)
+    with Timeline(run.directory, lease.worker, "rollout", lease.lease_id) as timeline:
+        reason = serve_engine(ref.dataplane_url, dataplane_key(), hello, make, timeline)
         if reason == "revoked":
             switching.note_revoked()
     return reason
 
 
-def run_sessions(spec: LeaseSpec, work: Work) -> int:
+def run_sessions(ref: RunRef, lease: Lease, work: Work) -> int:
     """Hold a worker: claim sessions and run the agent on them, or score answers, until released. Returns the
     number of sessions. Raises ConnectionError as `AgentRunner.run` does."""
-    run = OpenRun(spec.run)
+    run = OpenRun(ref)
     environment = run.config.environment
     runner = AgentRunner(
-        url=spec.run.dataplane_url,
+        url=ref.dataplane_url,
         key=dataplane_key(),
-        run_id=spec.run.run_id,
-        runner_id=spec.holder,
-        attempt=spec.run.attempt,
+        run_id=ref.run_id,
+        runner_id=lease.holder,
+        attempt=ref.attempt,
         tasks=load_object(environment.tasks),
         agent=load_object(environment.agent),
         reward=load_object(environment.reward),

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
-from sf_core.scheduling.plan import current_host, current_worker
+from sf_core.scheduling.cluster import current_host, current_worker
 from sf_core.scheduling.timeline import Timeline
 from sf_core.stages.commit import Outcome, commit, committed
 from sf_core.stages.lease import switching_of

@@ -1,10 +1,17 @@
-"""A rank's place in a gang, and the errors of a gang. Imports no torch, because flows and tasks import it."""
+"""The tries of a gang at a train stage: who trains, who is late, who is to blame. Imports no torch, because
+flows and tasks import it."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
+from sf_core.config import RunConfig
+from sf_core.scheduling.plan import Worker, choose_trainers
 from storage.gangs import GangFiles
+
+MAX_TRIES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,3 +58,142 @@ def check_counts(files: GangFiles) -> None:
         raise SupersededError(
             f"{files.label}: another try was begun or has committed, this one writes nothing"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class RankEnd:
+    """How a rank ended."""
+
+    error: BaseException | None = None
+    fault: Literal["rank", "worker", "others"] = "rank"
+    """Cause of the error: the rank itself, the loss of its worker, or other ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class RanksWait:
+    """A look at ranks that have not all ended."""
+
+    away: list[str]
+    """Workers of unfinished ranks that are not connected."""
+    fence: bool
+    """Whether the other ranks are to be told now that this try is over."""
+    give_up: bool
+    """Whether the unfinished ranks are awaited no longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A try that has ended without a commit."""
+
+    error: BaseException
+    is_final: bool
+    """Whether there is nothing left to try."""
+    unfinished: list[str]
+    """Workers to kill: their ranks may hang, or go on in vain, and no later try shares a device with them."""
+
+
+Lent = tuple[str, str]
+"""A worker and the id of a lease on it."""
+
+
+class GangPlan:
+    """The tries at the train stage of one iteration: on which workers, which of them are late, which are to
+    blame, and whether and where to try again. Facts in, decisions out: no clock, no IO."""
+
+    def __init__(self, trainers: tuple[str, ...], config: RunConfig, connected: Container[str]) -> None:
+        """Without trainers there is nothing to do. If some are away but `train.min_workers` are there, these
+        begin."""
+        self._config, self._planned = config, trainers
+        self.epoch = -1
+        """Number of this try."""
+        self.workers = trainers
+        """Workers of this try, rank 0 first."""
+        here = tuple(worker for worker in trainers if worker in connected)
+        if (fewest := config.train.min_workers) and len(here) >= fewest and len(trainers) > 1:
+            self.workers = here
+        self._blamed: set[str] = set()
+        self._begin_waits()
+
+    def begin_try(self) -> list[RankAssignment]:
+        self.epoch += 1
+        self._begin_waits()
+        return [RankAssignment(self.workers, rank, self.epoch) for rank in range(len(self.workers))]
+
+    def _begin_waits(self) -> None:
+        self._revoked: set[Lent] = set()
+        self._yielding: Collection[str] = ()
+        self._addresses: Mapping[str, str] = {}
+        self._seen: dict[str, float] = {}
+        self._deadline: float | None = None
+
+    @property
+    def yield_s(self) -> float:
+        """Longest time until all ranks have begun; those of a later try may have to wait for workers."""
+        config = self._config
+        return config.cluster.yield_timeout_s + (config.train.gang_timeout_s if self.epoch else 0)
+
+    def take_devices(self, lent: Iterable[Lent], addresses: Mapping[str, str]) -> set[Lent]:
+        """Leases to revoke first, of those lent when the iteration began. `addresses` are those of connected
+        workers by name: of the processes that hold the devices."""
+        is_first = self.epoch == 0
+        self._addresses = addresses
+        self._revoked = {lease for lease in lent if lease[0] in self.workers and is_first}
+        # the lease on a worker that replaces another may be known only once it has begun there
+        self._yielding = {worker for worker, _ in self._revoked} if is_first else self.workers
+        return self._revoked
+
+    def late(self, begun: Container[str], addresses: Mapping[str, str]) -> list[str]:
+        """Workers whose rank has not begun because something holds the device, which nothing does if the
+        worker is away or was restarted, since when it has another address."""
+        return [
+            worker
+            for worker in self.workers
+            if worker in self._yielding and worker not in begun
+            if worker in addresses and addresses[worker] == self._addresses.get(worker)
+        ]
+
+    def to_revoke(self, holding: Iterable[Lent]) -> set[Lent]:
+        """Leases that hold devices of late workers and were not revoked before."""
+        found = set(holding) - self._revoked
+        self._revoked = self._revoked | found
+        return found
+
+    def look(self, now: float, connected: Container[str], ends: Mapping[str, RankEnd]) -> RanksWait:
+        """Once rank 0 has ended, or a rank has failed, or its worker was away for too long, the others have
+        `gang_timeout_s` to end. `ends` are those of the ranks that have ended, by worker."""
+        unfinished = [worker for worker in self.workers if worker not in ends]
+        away = [worker for worker in unfinished if worker not in connected]
+        # at the first look all count as there
+        self._seen |= {w: now for w in self.workers if w not in away or w not in self._seen}
+        patience_s = self._config.train.gang_timeout_s
+        failed = any(end.error is not None for end in ends.values())
+        failed = failed or any(now - self._seen[worker] > patience_s for worker in away)
+        begins = self._deadline is None and (failed or self.workers[0] in ends)
+        if begins:
+            self._deadline = now + patience_s
+        is_late = self._deadline is not None and (now > self._deadline or len(away) == len(unfinished))
+        return RanksWait(away, fence=begins and failed, give_up=is_late)
+
+    def judge(self, ends: Mapping[str, RankEnd]) -> Failure:
+        """What follows if nothing is committed. There is nothing left to try if all ranks have failed by
+        themselves, or after `MAX_TRIES`."""
+        unfinished = [worker for worker in self.workers if worker not in ends]
+        errors = {worker: end.error for worker, end in ends.items() if end.error is not None}
+        own = [errors[worker] for worker in errors if ends[worker].fault == "rank"]
+        self._blamed = {*unfinished, *(worker for worker in errors if ends[worker].fault != "others")}
+        away_s = self._config.train.gang_timeout_s
+        absence = GangError(f"{', '.join(unfinished)} left and did not come back within {away_s:g} s")
+        reason = [*own, *errors.values(), absence][0]
+        is_final = len(own) == len(self.workers) or self.epoch + 1 == MAX_TRIES
+        return Failure(reason, is_final, unfinished)
+
+    def choose_again(self, connected: Collection[Worker]) -> None:
+        """Choose the workers of the next try as at the start of the run. Those that were lost, restarted by
+        their nannies, or failed are included only if the others are too few. Raises ValueError while all
+        together are too few."""
+        others = [worker for worker in connected if worker.name not in self._blamed]
+        try:
+            chosen = choose_trainers(others, self._config, trained=self._planned)
+        except ValueError:
+            chosen = choose_trainers([*connected], self._config, trained=self._planned)
+        self.workers = tuple(worker.name for worker in chosen)

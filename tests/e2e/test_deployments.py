@@ -16,7 +16,7 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.exceptions import PrefectHTTPStatusError
 
 from sf_core.cli.stack.local import free_port
-from sf_core.scheduling.plan import read_workers
+from sf_core.scheduling.cluster import read_workers
 from tests.e2e.conftest import Cluster
 from tests.e2e.prefect_server import DEPLOYMENTS, Server
 from tests.e2e.quickstart import CONFIG, ROOT

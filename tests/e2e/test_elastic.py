@@ -16,7 +16,7 @@ from distributed import Client, Event
 
 from sf_core.cli.stack.local import start_dask_worker
 from sf_core.config import RunConfig, WorkerConfig
-from sf_core.scheduling.plan import held_by_others, read_workers
+from sf_core.scheduling.cluster import held_by_others, read_workers
 from storage.run_directory import RunDirectory
 from tests.e2e.conftest import Cluster, holders, is_committed, spans
 from tests.e2e.invariants import check_result, manifests

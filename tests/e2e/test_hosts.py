@@ -18,7 +18,7 @@ from sf_core.cli.stack.processes import Part
 from sf_core.cli.stack.supervisor import Supervisor
 from sf_core.config.environment import dataplane_key
 from sf_core.dataplane.control.client import DataplaneClient
-from sf_core.scheduling.plan import read_workers
+from sf_core.scheduling.cluster import read_workers
 from tests.e2e.conftest import ROOT, Cluster, is_committed, spans
 from tests.e2e.hosts import Host, hosts
 from tests.e2e.invariants import check_result
@@ -131,7 +131,7 @@ def listening(host: Host) -> list[str]:
 def test_a_worker_of_another_host_needs_a_certificate_and_joins_again_after_it_was_cut_off(
     tls: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sf_core.scheduling.plan.ANSWER_S", 5.0)
+    monkeypatch.setattr("sf_core.scheduling.cluster.ANSWER_S", 5.0)
     # the shortest that Dask takes
     env = tls | {"SF_EMULATED": "1", "DASK_DISTRIBUTED__COMM__TIMEOUTS__TCP": "11s"}
     with hosts(2) as (main, other), local_stack(tmp_path / "logs", env) as stack:

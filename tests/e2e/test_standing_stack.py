@@ -15,7 +15,7 @@ import pytest
 
 from sf_core.cli.stack.supervisord_child import MARK
 from sf_core.config import RunConfig
-from sf_core.scheduling.plan import read_workers
+from sf_core.scheduling.cluster import read_workers
 from tests.chaos.faults import Fault, Kill, KillEngine, Stop
 from tests.chaos.runner import run_through, run_undisturbed
 from tests.chaos.training import runs

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from distributed import Client, LocalCluster
+from distributed.scheduler import NoValidWorkerError
 from prefect.context import FlowRunContext
 
-from sf_core.stages.lease import LeaseSpec
+from sf_core.scheduling.leases import Lease
 from sf_core.stages.run import RunRef
 from storage.gangs import GangFiles
 from storage.run_directory import RunDirectory
-from tasks.cluster import TaggedTaskRunner
-from tasks.gang import Future, Gang
+from tasks.cluster import TaggedTaskRunner, TaskFuture
+from tasks.gang import Gang
 from tests.sf_core.dataplane.conftest import model_dir  # noqa: F401
 from tests.sf_core.dataplane.stand import Server
-from tests.sf_core.runs import configure
+from tests.sf_core.runs import commit, configure
 from tests.tasks.test_lease import completed, failed, queued, server  # noqa: F401
 
 
@@ -44,20 +45,27 @@ def run(tmp_path: Path, server: Server) -> RunRef:  # noqa: F811
     return RunRef("run", directory.uri, server.url, attempt=1)
 
 
-def gang_of(run: RunRef, rank: Future) -> Gang:
-    """A gang of one rank, already submitted to t0."""
-    gang = Gang(run, 0, ("t0",))
-    gang._epoch, gang._ranks = 0, {"t0": rank}
-    return gang
+@pytest.fixture
+def gang_of(client: Client, run: RunRef, monkeypatch: pytest.MonkeyPatch) -> Callable[[TaskFuture], Gang]:
+    """Makes a gang of one rank, submitted to t0 as this future."""
+
+    def make(rank: TaskFuture) -> Gang:
+        monkeypatch.setattr("tasks.gang.submit", lambda task, run, iteration, seat, **options: rank)
+        gang = Gang(run, 0, ("t0",))
+        assert gang.submit([]) == [rank]
+        return gang
+
+    return make
 
 
 def test_training_takes_a_device_that_was_lent_again_since_the_iteration_began(
     client: Client,
     server: Server,  # noqa: F811
     run: RunRef,
+    gang_of: Callable[[TaskFuture], Gang],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    loan = LeaseSpec(run, "t0", "t0-1.1")
+    loan = Lease("rollout", "t0", "t0-1.1")
     server.connect(lambda ids, seed: [1], loan.lease_id, engine_id=loan.holder, worker="t0")
 
     def begin() -> None:
@@ -66,20 +74,40 @@ def test_training_takes_a_device_that_was_lent_again_since_the_iteration_began(
 
     rank = threading.Thread(target=begin)
     rank.start()
-    gang_of(run, queued(client)).take_devices([("t0", "t0-0.1")])
+    gang_of(queued(client)).take_devices([("t0", "t0-0.1")])
     rank.join()
     assert server.reasons == {loan.lease_id: "revoked"}
     assert "did not yield" not in caplog.text
 
 
-def test_whether_rank_0_has_returned_is_told_apart_from_the_commit(client: Client, run: RunRef) -> None:
-    assert gang_of(run, completed(client)).has_returned()
-    assert not gang_of(run, failed(client, RuntimeError("the others were gone"))).has_returned()
+def test_whether_rank_0_has_returned_is_told_apart_from_the_commit(
+    client: Client, run: RunRef, gang_of: Callable[[TaskFuture], Gang]
+) -> None:
+    assert gang_of(completed(client)).has_returned()
+    assert not gang_of(failed(client, RuntimeError("the others were gone"))).has_returned()
     assert Gang(run, 0, ()).has_returned()
 
 
 def test_a_rank_0_that_was_lost_with_its_worker_has_not_returned(
-    client: Client, run: RunRef, monkeypatch: pytest.MonkeyPatch
+    client: Client, gang_of: Callable[[TaskFuture], Gang], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tasks.cluster.STATE_S", 0.05)
-    assert not gang_of(run, queued(client)).has_returned()
+    assert not gang_of(queued(client)).has_returned()
+
+
+def test_the_error_of_a_gang_that_has_failed_as_a_whole_is_raised_and_a_commit_counts_more(
+    client: Client, run: RunRef, gang_of: Callable[[TaskFuture], Gang]
+) -> None:
+    gang = gang_of(failed(client, ValueError("the batch is empty")))
+    with pytest.raises(ValueError, match="the batch is empty"):
+        gang.has_committed()
+    commit(RunDirectory(run.uri), 0, "train")
+    assert gang.has_committed()
+
+
+def test_a_rank_that_dask_lost_is_tried_again_on_the_worker_that_is_there(
+    client: Client, run: RunRef, gang_of: Callable[[TaskFuture], Gang], caplog: pytest.LogCaptureFixture
+) -> None:
+    gang = gang_of(failed(client, NoValidWorkerError("train", set(), set(), {"@t0": 1}, 300.0)))
+    assert not gang.has_committed()
+    assert "train of iteration 0: trying again on t0" in caplog.messages

@@ -1,27 +1,32 @@
+"""tasks/lease.py with a real data plane, and Dask in this process. What follows from facts is tested in
+tests/sf_core/scheduling/test_leases.py."""
+
 from __future__ import annotations
 
 import asyncio
 import uuid
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 from distributed import Client
+from distributed.scheduler import KilledWorker, NoValidWorkerError
 from prefect.states import Completed, State, exception_to_failed_state
 from prefect.utilities.asyncutils import run_coro_as_sync
 from prefect_dask.task_runners import PrefectDaskFuture
 
-from sf_core.scheduling.plan import Plan
-from sf_core.stages.lease import LeaseSpec
+from sf_core.scheduling.leases import Lease
+from sf_core.scheduling.plan import Plan, Worker
 from sf_core.stages.run import RunRef
 from storage.run_directory import RunDirectory
-from tasks.lease import AGAIN_S, Future, Leases, _has_ended
+from tasks.cluster import TaskFuture, end_of
+from tasks.lease import Leases
 from tests.e2e.waiting import wait_until
 from tests.sf_core.dataplane.conftest import model_dir  # noqa: F401
-from tests.sf_core.dataplane.stand import Server, attended, running_app
+from tests.sf_core.dataplane.stand import Server, attended, converse, finish, running_app
 from tests.sf_core.runs import configure
 
 
@@ -31,7 +36,7 @@ def client() -> Iterator[Client]:
         yield client
 
 
-def failed(client: Client, error: BaseException) -> Future:
+def failed(client: Client, error: BaseException) -> TaskFuture:
     """Future of a task that raised this error."""
     state: State[object] | None = run_coro_as_sync(exception_to_failed_state(error))
     future = client.submit(lambda: state, pure=False)
@@ -39,12 +44,14 @@ def failed(client: Client, error: BaseException) -> Future:
     return PrefectDaskFuture(uuid.uuid4(), future)
 
 
-def completed(client: Client) -> Future:
-    state: State[int] = Completed(data=7)
-    return PrefectDaskFuture(uuid.uuid4(), client.submit(lambda: state, pure=False))
+def completed(client: Client, data: Any = 7) -> TaskFuture:
+    state: State[Any] = Completed(data=data)
+    future = client.submit(lambda: state, pure=False)
+    wait_until(future.done, "its end")
+    return PrefectDaskFuture(uuid.uuid4(), future)
 
 
-def queued(client: Client) -> Future:
+def queued(client: Client) -> TaskFuture:
     return PrefectDaskFuture(uuid.uuid4(), client.submit(int, pure=False, resources={"@nobody": 1}))
 
 
@@ -54,43 +61,67 @@ def server(tmp_path: Path, model_dir: str) -> Iterator[Server]:  # noqa: F811
         yield server
 
 
+class Cluster:
+    """Futures of the leases that are submitted: queued unless it is told how a worker's lease ends."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self.submitted: list[str] = []
+        self.ends: dict[str, TaskFuture] = {}
+
+    def submit(self, task: Any, run: RunRef, spec: Lease, *, worker: str) -> TaskFuture:
+        assert task.name == {"agent": "agents", "rollout": "lease"}[spec.duty]
+        self.submitted.append(spec.holder)
+        return self.ends.get(worker) or queued(self._client)
+
+
 @pytest.fixture
-def leases(tmp_path: Path, server: Server) -> Leases:
+def cluster(client: Client, monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    cluster = Cluster(client)
+    tags = {"r0": "rollout", "a0": "agent", "a1": "agent"}
+    workers = {f"tcp://{name}": Worker(name, frozenset({tag})) for name, tag in tags.items()}
+    monkeypatch.setattr("tasks.lease.dask_client", lambda: client)
+    monkeypatch.setattr("tasks.lease.connected_workers", lambda client: workers)
+    monkeypatch.setattr("tasks.lease.submit", cluster.submit)
+    monkeypatch.setattr("tasks.lease.LOOK_S", 0.02)
+    monkeypatch.setattr("tasks.lease.RELEASED_S", 0.1)
+    return cluster
+
+
+@pytest.fixture
+def leases(tmp_path: Path, server: Server, cluster: Cluster) -> Leases:
     run = RunDirectory(str(tmp_path / "run"))
-    configure(run, cluster={"elastic": {"agent": {"min": 1, "max": 2}}})
+    configure(
+        run, cluster={"elastic": {"agent": {"min": 1, "max": 2, "idle_s": 0.2}}}, rollout={"concurrency": 1}
+    )
     plan = Plan(rollout=("r0",), trainers=(), lent=False, agent=("a0", "a1"))
     return Leases(RunRef("run", run.uri, server.url, attempt=1), plan)
 
 
-def lost(spec: LeaseSpec) -> ConnectionError:
-    return ConnectionError(f"no claim of {spec.holder} was answered")
+@pytest.mark.parametrize(
+    ("error", "how"),
+    [
+        (ConnectionError("no claim of r0:r0-0.1 was answered"), "lost"),
+        (httpx.ConnectError("refused"), "lost"),
+        (NoValidWorkerError("lease", {}, {}, {"@r0": 1}, 300.0), "lost"),
+        (KilledWorker("lease", SimpleNamespace(address="tcp://r0"), 3), "lost"),
+        (ValueError("no such agent"), "failed"),
+    ],
+)
+def test_only_what_a_lease_cannot_help_is_a_loss(client: Client, error: Exception, how: str) -> None:
+    end = end_of(failed(client, error))
+    assert end is not None
+    assert (end.how, type(end.error), str(end.error)) == (how, type(error), str(error))
 
 
-def test_a_worker_whose_lease_was_lost_is_held_again_but_not_all_the_time(
-    leases: Leases, client: Client
-) -> None:
-    spec = leases._spec("r0")
-    leases._held["rollout", "r0"] = spec, failed(client, lost(spec))
-    leases._since["r0"] = float("inf")
-    assert not leases._is_free("rollout", "r0")
-    leases._since["r0"] = -AGAIN_S
-    assert leases._is_free("rollout", "r0")
+def test_how_a_lease_ended_is_what_it_returned(client: Client) -> None:
+    assert end_of(queued(client)) is None
+    ends = [end_of(completed(client, data)) for data in ("revoked", "training comes first", 7)]
+    assert [end.how for end in ends if end] == ["revoked", "returned", "returned"]
 
 
-def test_a_trainer_whose_loan_was_lost_is_lent_again_once_it_is_there(leases: Leases, client: Client) -> None:
-    loan, lost_loan, next_loan = (replace(leases._spec("t0"), after=after) for after in (0, 0, 1))
-    endings = {loan: queued(client), lost_loan: failed(client, lost(lost_loan)), next_loan: queued(client)}
-    leases._lent = list(endings.items())
-    leases._plan = replace(leases._plan, trainers=("t0",), lent=True)
-    leases._since["t0"] = -AGAIN_S
-    assert [spec for spec, _ in leases._lost_loans({"t0", "r0"})] == [lost_loan]
-    assert leases._lost_loans({"r0"}) == []
-    leases._since["t0"] = float("inf")
-    assert leases._lost_loans({"t0"}) == []
-
-
-def test_a_retired_runner_whose_worker_does_not_say_so_is_not_waited_for(
-    leases: Leases, client: Client, monkeypatch: pytest.MonkeyPatch
+def test_a_worker_that_does_not_say_how_its_lease_ended_is_asked_again(
+    client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tasks.cluster.STATE_S", 0.05)
     [worker] = client.cluster.workers.values()
@@ -102,70 +133,67 @@ def test_a_retired_runner_whose_worker_does_not_say_so_is_not_waited_for(
 
     worker.handlers["get_data"] = answer_later
     retired = completed(client)
-    wait_until(retired.wrapped_future.done, "its end")
-    leases._held["agent", "a0"] = leases._spec("a0"), retired
-    assert not leases._is_free("agent", "a0")
+
+    def how() -> str | None:
+        end = end_of(retired)
+        return end and end.how
+
+    assert how() == "unknown"
     worker.handlers["get_data"] = answer
     assert client.loop is not None
     client.loop.add_callback(may_answer.set)
-    wait_until(lambda: leases._is_free("agent", "a0"), "its answer")
-
-
-def test_a_lease_that_was_lost_does_not_end_the_run_and_one_that_failed_does(
-    leases: Leases, client: Client, caplog: pytest.LogCaptureFixture
-) -> None:
-    spec = leases._spec("r0")
-    assert not _has_ended(spec, queued(client), is_there=True)
-    assert _has_ended(spec, failed(client, lost(spec)), is_there=True)
-    assert "lease r0-0.1 was lost (ConnectionError: no claim of r0:r0-0.1 was answered)" in caplog.messages
-    with pytest.raises(ValueError, match="no such agent"):
-        _has_ended(spec, failed(client, ValueError("no such agent")), is_there=True)
-
-
-def test_a_failed_lease_is_said_at_once_and_the_run_ends_when_nobody_is_left(
-    leases: Leases, client: Client, caplog: pytest.LogCaptureFixture
-) -> None:
-    failure = ValueError("module my_agent has no agent")
-    leases._held["agent", "a0"] = leases._spec("a0"), failed(client, failure)
-    leases._held["agent", "a1"] = leases._spec("a1"), queued(client)
-    leases._held["rollout", "r0"] = leases._spec("r0"), queued(client)
-    for _ in range(2):
-        leases._note_failures()
-    assert caplog.messages == ["lease a0-0.1 failed: ValueError: module my_agent has no agent"]
-    assert leases._nobody_left is None
-    # one that was lost gets another lease
-    leases._held["rollout", "r0"] = leases._spec("r0"), failed(client, lost(leases._spec("r0")))
-    leases._note_failures()
-    assert leases._nobody_left is None
-    leases._held["agent", "a1"] = leases._spec("a1"), failed(client, failure)
-    leases._note_failures()
-    assert str(leases._nobody_left) == str(failure)
-    assert "nobody is left for `agent`, and the run ends" in caplog.messages
+    wait_until(lambda: how() == "returned", "its answer")
 
 
 def test_a_runner_too_many_is_retired_when_the_data_plane_knows_it(
-    leases: Leases, client: Client, server: Server
+    leases: Leases, cluster: Cluster, server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
     server.register(groups_per_batch=1, num_batches=1)
-    for worker in ("a0", "a1"):
-        leases._held["agent", worker] = leases._spec(worker), queued(client)
 
     def retiring() -> dict[str, bool]:
         return {name: runner["retiring"] for name, runner in server.get("/runs/run")["runners"].items()}
 
-    # a0 is not there yet: the one that is there goes on
-    server.claim(0, runner="a1:a1-1.1")
-    leases._adapt("agent", ["a0", "a1"])
-    assert retiring() == {"a1:a1-1.1": False}
-    server.claim(0, runner="a0:a0-0.1")
-    leases._adapt("agent", ["a0", "a1"])
-    assert retiring() == {"a0:a0-0.1": False, "a1:a1-1.1": True}
+    with leases:
+        # two sessions wait for agents
+        wait_until(lambda: len(cluster.submitted) == 3, "a lease of a1")
+        assert cluster.submitted == ["a0:a0-0.1", "r0:r0-1.1", "a1:a1-2.1"]
+        server.connect(lambda ids, seed: [1])
+        claims = [server.claim(1, runner=runner)[0] for runner in ("a0:a0-0.1", "a1:a1-2.1")]
+        for claim in claims:
+            converse(server, claim, 1, streamed=False)
+            finish(server, claim)
+        wait_until(lambda: True in retiring().values(), "one to retire")
+        assert retiring() == {"a0:a0-0.1": False, "a1:a1-2.1": True}
+    assert server.get("/runs/run")["released"]
+    assert "lease a0-0.1 was released and did not end" in caplog.messages
+
+
+def test_a_run_whose_agents_all_fail_is_released_and_ends_with_their_error(
+    leases: Leases, cluster: Cluster, server: Server, client: Client
+) -> None:
+    server.register()
+    failure = ValueError("module my_agent has no agent")
+    cluster.ends = {"a0": failed(client, failure), "a1": failed(client, failure)}
+    with pytest.raises(ValueError, match="module my_agent has no agent"), leases:
+        wait_until(lambda: server.get("/runs/run")["released"], "the end of the run")
+        raise RuntimeError("the run was released")
+
+
+def test_a_lease_that_failed_while_others_did_its_work_is_an_error_at_the_end(
+    leases: Leases, cluster: Cluster, server: Server, client: Client
+) -> None:
+    server.register()
+    cluster.ends = {"a0": failed(client, ValueError("only here"))}
+    with pytest.raises(ValueError, match="only here"), leases:
+        wait_until(lambda: "a1:a1-2.1" in cluster.submitted, "another agent")
+    assert server.get("/runs/run")["released"]
 
 
 def test_leases_that_cannot_be_released_do_not_hide_how_the_run_ended(
     leases: Leases, server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert httpx.get(f"{server.url}/runs/run").status_code == 404
-    assert leases._release() == set()
-    [message] = caplog.messages
+    with leases:
+        pass
+    [message] = [record.message for record in caplog.records if record.name == "tasks.lease"]
     assert message.startswith("the leases end by themselves, later, because they cannot be released: GET /")

@@ -160,7 +160,7 @@ def test_bubbles_are_expected_from_the_times_of_a_run(write: Any, tmp_path: Path
 def test_a_plan_that_could_not_start_ends_with_one_sentence(
     write: Any, monkeypatch: pytest.MonkeyPatch, devices: dict[str, Any], arguments: list[str], sentence: str
 ) -> None:
-    monkeypatch.setattr("sf_core.scheduling.plan.ANSWER_S", 1.0)
+    monkeypatch.setattr("sf_core.scheduling.cluster.ANSWER_S", 1.0)
     result = CliRunner().invoke(app, ["plan", write(devices), *arguments])
     assert result.exit_code == 2
     assert result.output.startswith(f"error: {sentence}")
@@ -180,6 +180,6 @@ def test_the_plan_is_made_of_the_workers_that_a_run_would_get(
     write: Any, monkeypatch: pytest.MonkeyPatch, arguments: list[str], asked: str
 ) -> None:
     monkeypatch.setenv("SF_SCHEDULER", "environment")
-    monkeypatch.setattr("sf_core.scheduling.plan.ANSWER_S", 0.1)
+    monkeypatch.setattr("sf_core.scheduling.cluster.ANSWER_S", 0.1)
     result = CliRunner().invoke(app, ["plan", write({"r0": R0, "t0": BOTH}), *arguments])
     assert result.output.startswith(f"error: no Dask scheduler answers at {asked}: ")

@@ -21,9 +21,9 @@ from sf_core.cli.stack.supervisor import Process, StackError, Supervisor
 from sf_core.config import RunConfig, WorkerConfig
 from sf_core.config.devices import DEVICES
 from sf_core.engines.emulated_device import device_model
-from sf_core.scheduling import plan
-from sf_core.scheduling.force import end_tasks
-from sf_core.scheduling.plan import Worker, connected_workers, read_workers
+from sf_core.scheduling import cluster
+from sf_core.scheduling.cluster import connected_workers, end_tasks, read_workers
+from sf_core.scheduling.plan import Worker
 from sf_core.scheduling.worker import worker_environment
 from tests.e2e.conftest import ROOT
 from tests.e2e.waiting import wait_until
@@ -115,12 +115,12 @@ def test_workers_are_awaited_while_their_scheduler_is_young(
         started.append(bench.sf_worker("a0", "--tags", "agent"))
         started.append(bench.sf_worker("t0", "--tags", "rollout,train,cpu"))
 
-    monkeypatch.setattr(plan, "JOIN_S", 0.0)
+    monkeypatch.setattr(cluster, "JOIN_S", 0.0)
     with pytest.raises(ValueError, match="no worker carries 'agent'"):
-        plan.await_plan(bench.scheduler, RunConfig(), hear)
+        cluster.await_plan(bench.scheduler, RunConfig(), hear)
     assert started == []
-    monkeypatch.setattr(plan, "JOIN_S", 3600.0)
-    found = plan.await_plan(bench.scheduler, RunConfig(), hear)
+    monkeypatch.setattr(cluster, "JOIN_S", 3600.0)
+    found = cluster.await_plan(bench.scheduler, RunConfig(), hear)
     assert (found.trainers, found.agent, len(started)) == (("t0",), ("a0",), 2)
     bench.end(*started)
 
@@ -218,7 +218,7 @@ def test_a_name_that_is_connected_is_refused(bench: Bench) -> None:
 def test_a_worker_that_cannot_be_is_refused_with_one_sentence(
     monkeypatch: pytest.MonkeyPatch, arguments: list[str], sentence: str
 ) -> None:
-    monkeypatch.setattr("sf_core.scheduling.plan.ANSWER_S", 1.0)
+    monkeypatch.setattr("sf_core.scheduling.cluster.ANSWER_S", 1.0)
     refused = CliRunner().invoke(app, ["worker", "--scheduler", "tcp://127.0.0.1:9", *arguments])
     assert refused.exit_code == 2
     assert refused.output.startswith(f"error: {sentence}")

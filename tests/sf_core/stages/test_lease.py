@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from distributed import Client
 
+from sf_core.scheduling.leases import Lease
 from sf_core.scheduling.timeline import Timeline
-from sf_core.stages.lease import LeaseSpec, serve_lease, switching_of
+from sf_core.stages.lease import serve_lease, switching_of
 from sf_core.stages.run import OpenRun, RunRef
 from storage.run_directory import RunDirectory
 from tests.sf_core.dataplane.conftest import model_dir  # noqa: F401
@@ -35,7 +36,7 @@ def test_only_a_lease_that_was_revoked_begins_a_switch_to_training(
     ref = RunRef("run", directory.uri, server.url, attempt=1)
     server.register()
     with Client(processes=False, n_workers=1, dashboard_address=None, set_as_default=False) as client:
-        lease = client.submit(serve_lease, LeaseSpec(ref, "t0", "t0-0.1"))
+        lease = client.submit(serve_lease, ref, Lease("rollout", "t0", "t0-0.1"))
         server.wait_for(lambda: bool(server.live_engines()))
         server.post(f"/runs/run/{route}", {"attempt": 1} if route == "release" else {"within_s": 5})
         assert lease.result(timeout=20) == reason

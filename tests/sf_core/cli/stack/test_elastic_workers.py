@@ -11,7 +11,7 @@ from sf_core.cli.stack.local import local_stack, start_dask
 from sf_core.cli.stack.supervisor import Supervisor
 from sf_core.config import RunConfig
 from sf_core.config.validation import validate_config
-from sf_core.scheduling.plan import read_workers
+from sf_core.scheduling.cluster import read_workers
 from tests.e2e.conftest import ROOT
 from tests.e2e.waiting import wait_until
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from sf_core.cli.main import app
 from sf_core.config import RunConfig
-from sf_core.scheduling import plan
+from sf_core.scheduling import cluster
 from tests.e2e.conftest import ROOT
 from tests.e2e.waiting import wait_until
 
@@ -62,7 +62,7 @@ def test_a_second_run_waits_until_the_first_has_given_its_workers_back(client: C
         told.append(sentence)
         over.set()
 
-    found = plan.await_plan(scheduler, RunConfig(run_id="second"), hear)
+    found = cluster.await_plan(scheduler, RunConfig(run_id="second"), hear)
     assert (found.trainers, found.agent) == (("t0",), ("a0", "a1"))
     [sentence] = told
     assert sentence.startswith(
@@ -77,11 +77,11 @@ def test_a_second_run_is_refused_by_a_first_that_does_not_end_and_the_first_goes
 ) -> None:
     scheduler = client.scheduler.address
     work(client, "first.1", "a1")
-    monkeypatch.setattr(plan, "GIVEN_BACK_S", 0.0)
+    monkeypatch.setattr(cluster, "GIVEN_BACK_S", 0.0)
     with pytest.raises(ValueError, match="worker a1 is held by run first, and a cluster serves one run"):
-        plan.await_plan(scheduler, RunConfig(run_id="second"))
+        cluster.await_plan(scheduler, RunConfig(run_id="second"))
     # what another attempt has left is its own
-    assert plan.await_plan(scheduler, RunConfig(run_id="first")).trainers == ("t0",)
+    assert cluster.await_plan(scheduler, RunConfig(run_id="first")).trainers == ("t0",)
 
     said = CliRunner().invoke(
         app, ["plan", str(ROOT / "configs" / "quickstart.yaml"), "--scheduler", scheduler]

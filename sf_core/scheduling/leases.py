@@ -1,0 +1,327 @@
+"""Which leases a run should have. Facts in, submissions out: no clock, no IO.
+
+A lease is a worker's time under `rollout`, `agent` or `reward`, held by a task until it is told to yield.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sf_core.config import RunConfig
+from sf_core.scheduling.elastic import Elastic
+from sf_core.scheduling.plan import Duty, Plan, Worker, duty_of, make_plan
+
+log = logging.getLogger(__name__)
+
+AGAIN_S = 30.0
+"""A worker whose lease was lost gets another one at the earliest this long after it got the last one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    duty: Duty
+    worker: str
+    lease_id: str
+    """Id of the lease within the run, kept when Dask runs the lease again."""
+    after: int | None = None
+    """Iteration that must be trained before this lease may start on a trainer."""
+    trainers: tuple[str, ...] = ()
+    """Workers that are lent together, this one included; empty for a lease that lasts the whole run."""
+
+    @property
+    def holder(self) -> str:
+        """Id of the engine or runner in the data plane."""
+        return f"{self.worker}:{self.lease_id}"
+
+
+def lease_of(holder: str) -> tuple[str, str]:
+    """The worker and the lease id of a `Lease.holder`."""
+    worker, _, lease_id = holder.partition(":")
+    return worker, lease_id
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a lease ended. One that was lost ended through no fault of its own; one that failed would fail
+    again. Unknown: its worker, which knows, does not answer."""
+
+    how: Literal["revoked", "returned", "lost", "failed", "unknown"]
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Submit this lease to its worker."""
+
+    lease: Lease
+
+
+@dataclass(frozen=True, slots=True)
+class Revoke:
+    """Have the engine of this lease yield its device."""
+
+    lease_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Retire:
+    """Release this runner once it has finished its sessions."""
+
+    holder: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """End the run with this error."""
+
+    error: BaseException
+
+
+Action = Submit | Revoke | Retire | Fail
+
+
+class LeaseSet:
+    """The leases of one flow attempt, and the plan that they follow. Rollout-only, agent and reward workers
+    have a permanent lease from when they join to the end, unless `cluster.elastic` makes their number follow
+    the queue. Each trainer that is lent has one loan running and the next one queued behind it, so that no
+    submission stands between the end of training and the next token.
+
+    Call `observe` before the methods that decide."""
+
+    def __init__(self, plan: Plan, config: RunConfig, attempt: int) -> None:
+        self.plan = plan
+        self._config, self._attempt = config, attempt
+        self._elastic: dict[Duty, Elastic] = {
+            duty: Elastic(bounds, config.rollout.concurrency)
+            for duty, bounds in config.cluster.elastic.items()
+        }
+        self._permanent: dict[tuple[Duty, str], Lease] = {}
+        """The last permanent lease of each duty and worker."""
+        self._loans: list[Lease] = []
+        self._ended: dict[str, Ended | None] = {}
+        self._count = itertools.count()
+        self._now = 0.0
+        self._given: dict[str, float] = {}
+        """Time at which a worker got its last lease."""
+        self._connected: dict[str, Worker] = {}
+        self._seen: dict[str, tuple[Worker, float]] = {}
+        """Every worker that was ever connected, and the time at which it last was."""
+        self._is_over = False
+        self.nobody_left: BaseException | None = None
+        """The error because of which the run cannot go on."""
+
+    def observe(self, now: float, connected: Iterable[Worker], ended: Mapping[str, Ended | None]) -> None:
+        """Take note of the time (monotonic), of the connected workers, and how each lease of `unsettled` has
+        ended: None if it has not."""
+        self._now = now
+        self._connected = {worker.name: worker for worker in connected}
+        self._seen |= {name: (worker, now) for name, worker in self._connected.items()}
+        self._ended |= ended
+        for lease_id, end in ended.items():
+            if end is not None and end.how == "failed":
+                log.error("lease %s failed: %s: %s", lease_id, type(end.error).__name__, end.error)
+
+    def unsettled(self) -> set[str]:
+        """Ids of the leases that are queued or run, or ended in a way that is not known."""
+        return {lease.lease_id for lease in self._leases() if self._how(lease) in (None, "unknown")}
+
+    def begin(self) -> list[Action]:
+        """The permanent leases at the start."""
+        return [
+            self._hold(duty, worker)
+            for duty, workers in self.plan.held.items()
+            for worker in workers[: self._elastic[duty].at_least if duty in self._elastic else None]
+        ]
+
+    def replan(self) -> list[Action]:
+        """Make the plan anew, as at the start of the run, from the current workers; leases follow it. If they
+        allow no plan the last one stays in force, and the wait for its trainers reports that.
+
+        A permanent lease of a new trainer ends when training begins, like a loan; loans of a former trainer
+        are revoked now."""
+        patience_s = self._config.train.gang_timeout_s
+        # a worker that is away may be restarting
+        there = [worker for worker, seen in self._seen.values() if self._now - seen <= patience_s]
+        try:
+            plan = make_plan(there, self._config, trained=self.plan.trainers)
+        except ValueError as error:
+            log.info("the plan stays as it was: %s", error)
+            plan = self.plan
+        if plan.trainers != self.plan.trainers:
+            log.warning("who trains changes: %s", ", ".join(plan.trainers))
+        self.plan = plan
+        for (duty, worker), lease in list(self._permanent.items()):
+            # its device may have been taken to replace a lost trainer; a drained one gets no new lease
+            was_taken = worker in self._connected and self._how(lease) == "revoked"
+            if duty == "rollout" and (worker in plan.trainers or was_taken):
+                self._loans.append(self._permanent.pop((duty, worker)))
+        unsettled = self.unsettled()
+        former = [loan.lease_id for loan in self._loans if loan.worker not in plan.trainers]
+        return [Revoke(lease_id) for lease_id in former if lease_id in unsettled]
+
+    def lend(self, iteration: int) -> list[Action]:
+        """If trainers are lent, lend each one until this iteration trains, and queue its next loan behind."""
+        if self._is_over:
+            return []
+        if failures := self._failures(self._loans):
+            return failures
+        self._loans = [loan for loan in self._loans if self._how(loan) is None]
+        actions: list[Action] = []
+        for worker in self.plan.trainers if self.plan.lent else ():
+            queued = [loan.after for loan in self._loans if loan.worker == worker]
+            if not queued:
+                # at the start of the run, or again after the gate has refused a loan
+                actions.append(self._lend(worker, after=iteration - 1 if iteration else None))
+            # after the last iteration there is only an evaluation
+            if iteration not in queued and iteration < self._config.train.iterations:
+                actions.append(self._lend(worker, after=iteration))
+        return actions
+
+    def to_revoke(self, iteration: int) -> list[tuple[str, str]]:
+        """Worker and lease id of the loans to revoke before this iteration trains."""
+        return [(loan.worker, loan.lease_id) for loan in self._loans if loan.after != iteration]
+
+    def adapt(self, status: Mapping[str, Any] | None) -> list[Action]:
+        """Leases for workers that join, and again for those whose lease was lost. Elastic numbers follow the
+        data plane's status of the run, if it answers. All is over, and `nobody_left` says why, if a duty has
+        failed on all its workers: the run would wait for workers to join."""
+        if self._is_over:
+            return []
+        actions: list[Action] = []
+        for loan in self._lost_loans():
+            self._log_again(loan)
+            self._loans.remove(loan)
+            actions.append(self._lend(loan.worker, loan.after))
+        workers: dict[Duty, list[str]] = {}
+        for name, worker in sorted(self._connected.items()):
+            if (duty := duty_of(worker, self.plan.trainers)) is not None:
+                workers.setdefault(duty, []).append(name)
+        for duty, names in workers.items():
+            actions += self._adapt(duty, names, status)
+        self._judge_duties()
+        return actions
+
+    def end(self) -> None:
+        """Nothing is submitted from now on."""
+        self._is_over = True
+
+    def to_await(self, begun: Container[str]) -> list[str]:
+        """Ids of the released leases that will end: `begun` are the holders that the data plane knows. The
+        others are queued, or their worker is gone."""
+        unsettled = self.unsettled()
+        return [
+            lease.lease_id
+            for lease in self._leases()
+            if lease.holder in begun and lease.worker in self._connected and lease.lease_id in unsettled
+        ]
+
+    def failures(self, *, flow_failed: bool) -> list[Action]:
+        """What ends the run after all. A flow that failed knows why, unless nobody was left: the stage that
+        waited knows only that no worker works on the run any more."""
+        if self.nobody_left is not None:
+            return [Fail(self.nobody_left)]
+        return [] if flow_failed else self._failures(self._leases())
+
+    def _failures(self, leases: Iterable[Lease]) -> list[Action]:
+        """Errors of those of these leases whose workers are there. What was lost is only logged."""
+        there = [lease for lease in leases if lease.worker in self._connected]
+        for lease in there:
+            if self._how(lease) == "lost":
+                log.warning(self._sentence(lease))
+        return [Fail(error) for error in self._errors(there)]
+
+    def _lost_loans(self) -> list[Lease]:
+        """Lost loans of connected trainers that could roll out again before they train. Training revokes
+        whichever loan then holds the worker."""
+        return [
+            loan
+            for loan in self._loans
+            if self.plan.lent and loan.worker in self.plan.trainers and loan.worker in self._connected
+            if self._may_have_another(loan.worker) and self._how(loan) == "lost"
+        ]
+
+    def _adapt(self, duty: Duty, workers: list[str], status: Mapping[str, Any] | None) -> list[Action]:
+        """Have all of these workers hold a lease, or as many as the queue needs."""
+        free = [worker for worker in workers if self._is_free(duty, worker)]
+        num_lacking = len(free)
+        actions: list[Action] = []
+        if (elastic := self._elastic.get(duty)) is not None:
+            if status is None:
+                return []
+            wanted, runners = elastic.wanted(self._now, status["work"][duty]), status["runners"]
+            leases = [self._permanent[duty, worker] for worker in workers if worker not in free]
+            holders = [lease.holder for lease in leases if self._how(lease) is None]
+            staying = [name for name in holders if name not in runners or not runners[name]["retiring"]]
+            num_lacking = max(0, wanted - len(staying))
+            # a runner that the data plane does not know yet is retired later, if there are still too many
+            staying.sort(key=lambda name: name not in runners)
+            actions = [Retire(holder) for holder in staying[wanted:] if holder in runners]
+        for worker in free[:num_lacking]:
+            if (held := self._permanent.get((duty, worker))) is not None and self._how(held) == "lost":
+                self._log_again(held)
+            else:
+                log.info("worker %s joins the run", worker)
+            actions.append(self._hold(duty, worker))
+        return actions
+
+    def _is_free(self, duty: Duty, worker: str) -> bool:
+        """Whether the worker had no permanent lease, its lease was lost, or it was retired."""
+        if (held := self._permanent.get((duty, worker))) is None:
+            return True
+        how = self._how(held)
+        if how == "lost":
+            return self._may_have_another(worker)
+        return duty in self._elastic and how in ("returned", "revoked")
+
+    def _may_have_another(self, worker: str) -> bool:
+        return self._now - self._given[worker] > AGAIN_S
+
+    def _judge_duties(self) -> None:
+        of_duty: dict[Duty, list[Lease]] = {}
+        for lease in [*self._loans, *self._permanent.values()]:
+            of_duty.setdefault(lease.duty, []).append(lease)
+        for duty, leases in of_duty.items():
+            errors = self._errors(leases)
+            if errors and all(self._how(lease) is not None for lease in leases):
+                log.error("nobody is left for `%s`, and the run ends", duty)
+                self.nobody_left = errors[0]
+                self.end()
+
+    def _errors(self, leases: Iterable[Lease]) -> list[BaseException]:
+        """Errors of leases that failed."""
+        ends = [self._ended.get(lease.lease_id) for lease in leases]
+        return [end.error for end in ends if end is not None and end.how == "failed" and end.error]
+
+    def _leases(self) -> list[Lease]:
+        return [*self._permanent.values(), *self._loans]
+
+    def _how(self, lease: Lease) -> str | None:
+        """How the lease ended; None while it is queued or runs."""
+        end = self._ended.get(lease.lease_id)
+        return None if end is None else end.how
+
+    def _hold(self, duty: Duty, worker: str) -> Submit:
+        lease = self._permanent[duty, worker] = Lease(duty, worker, self._new_id(worker))
+        return Submit(lease)
+
+    def _lend(self, worker: str, after: int | None) -> Submit:
+        loan = Lease("rollout", worker, self._new_id(worker), after, self.plan.trainers)
+        self._loans.append(loan)
+        return Submit(loan)
+
+    def _new_id(self, worker: str) -> str:
+        self._given[worker] = self._now
+        return f"{worker}-{next(self._count)}.{self._attempt}"
+
+    def _log_again(self, lease: Lease) -> None:
+        log.warning("%s, and %s gets another one", self._sentence(lease), lease.worker)
+
+    def _sentence(self, lease: Lease) -> str:
+        end = self._ended[lease.lease_id]
+        assert end is not None
+        reason = str(end.error).partition("\n")[0]
+        return f"lease {lease.lease_id} was lost ({type(end.error).__name__}: {reason})"
