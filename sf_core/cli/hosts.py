@@ -83,7 +83,7 @@ def dataplane(
         int, typer.Option(min=1, help="Processes that serve turns; 1: all in one.")
     ] = DataplaneOptions.num_gateways,
     memory_mb: Annotated[
-        float, typer.Option(min=1, help="For sessions and results; above it nothing new is begun.")
+        float, typer.Option(help="For sessions and results; above it nothing new is begun.")
     ] = DataplaneOptions.memory_mb,
     port_file: Annotated[str | None, typer.Option(help="File for the port, written once it is open.")] = None,
 ) -> None:

@@ -24,6 +24,8 @@ class DataplaneOptions:
     """Processes that serve turns; 1: all in one."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError for fewer than one process."""
+        """Raises ValueError for fewer than one process, and for no memory at all."""
         if self.num_gateways < 1:
             raise ValueError(f"--gateways must be at least 1, got {self.num_gateways}")
+        if not self.memory_mb > 0:
+            raise ValueError(f"--memory-mb must be more than 0, got {self.memory_mb:g}")

@@ -212,7 +212,7 @@ def test_a_run_that_starts_over_finds_its_results_also_when_that_is_replayed(
         assert len(driver.run.results.by_place) == 3
         for attempt, folder in ((2, "another"), (3, "third")):
             await driver.plane.close()
-            driver.plane = DataPlane(str(tmp_path / folder))
+            driver.plane = DataPlane(DataplaneOptions(str(tmp_path / folder)))
             await driver.register(attempt=attempt, iteration=5)
             results = driver.run.results.by_place
             assert [len(result.trajectories) for result in results.values()] == [1] * num_kept
