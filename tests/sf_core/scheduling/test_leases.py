@@ -400,4 +400,4 @@ class Cluster(RuleBasedStateMachine):
 
 
 TestAnyCluster = Cluster.TestCase
-TestAnyCluster.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestAnyCluster.settings = settings(max_examples=100, stateful_step_count=30)
