@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from sf_core.config import RunConfig
 from sf_core.config.references import load_object
@@ -59,4 +58,11 @@ def engine_kind(config: RunConfig) -> EngineKind:
 
 def engine_factory(config: RunConfig, start_dir: str) -> Callable[[WeightsRef], Engine]:
     """A function that makes engines of this configuration from published weights."""
-    return partial(load_object(engine_kind(config).make), config, start_dir)
+    kind = engine_kind(config)
+
+    def make(weights: WeightsRef) -> Engine:
+        # libraries that compute take seconds to import: by now the lease has begun, and tells of it
+        engine: Engine = load_object(kind.make)(config, start_dir, weights)
+        return engine
+
+    return make
