@@ -52,7 +52,7 @@ class Effects:
             case "failed":
                 self.failed(read_claim(record["failed"]), record.get("reason", "agent_error"))
             case "finished":
-                self.finished(read_finished(record))
+                self.restored(read_finished(record))
             case "stored":
                 run.results.drop_opened(record["stored"])
             case "rejected":
@@ -105,9 +105,12 @@ class Effects:
         rejected = run.manager.restore_finished(claim, result.reward, result.min_version)
         if not rejected and run.manager.is_done(claim):
             run.results.keep(claim.place, result)
-        for index in rejected:
-            run.drop_group(index)
         return rejected
+
+    def restored(self, result: FinishedSession) -> None:
+        """Apply a result that was recorded earlier, and what became of its group then."""
+        for index in self.finished(result):
+            self._run.drop_group(index)
 
     def rejected(self, index: int, reason: str) -> None:
         self._run.manager.restore_rejected(index, reason)

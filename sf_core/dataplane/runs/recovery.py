@@ -106,7 +106,7 @@ def begin_attempt(run: ServedRun, spec: RunSpec, past: Past) -> bool:
     run.forget_progress()
     for item in past:
         if isinstance(item, FinishedSession):
-            run.effects.finished(item)
+            run.effects.restored(item)
         elif kind_of(item) == "rejected":
             run.effects.rejected(*item["rejected"])
         else:

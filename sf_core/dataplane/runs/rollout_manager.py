@@ -221,7 +221,8 @@ class RolloutManager:
         return sorted(self._done - later - self.rejected.keys())
 
     def restore_finished(self, claim: Claim, reward: float | None, min_version: int | None) -> list[int]:
-        """Note a session that finished before a restart. Returns the groups rejected by it."""
+        """Note a finished session, which before a restart an earlier process gave out. Returns the groups
+        rejected by it."""
         if (group := self._restored_group(claim)) is None:
             return []
         group.finish(claim, reward, min_version)
