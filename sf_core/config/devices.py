@@ -44,6 +44,9 @@ DEVICES = {
 the makers' data sheets (NVIDIA A100, H100, H200, DGX B200, L40S, L4; AMD Instinct MI300X); H800 and H20 as
 board makers list them."""
 
+own_device: Device | None = None
+"""The device that this process's worker declares; None: that of the configuration."""
+
 
 def known_device(kind: str) -> Device:
     """The device of this kind, in any case of letters. Raises ValueError if the kind is not in the table."""

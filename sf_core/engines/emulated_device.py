@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import time
 
-from sf_core.config import RunConfig
-from sf_core.config.devices import Device
+from sf_core.config import RunConfig, devices
 from sf_core.engines.device_model import DeviceModel
 from sf_core.engines.emulated import EmulatedEngine
 from sf_core.types import WeightsRef
@@ -21,14 +20,11 @@ STALL_S = 2.0
 
 REPORT_EVERY = 256
 
-own_device: Device | None = None
-"""The device that this process's worker declares; None: that of the configuration."""
-
 _active: str | None = None
 
 
 def device_model(config: RunConfig) -> DeviceModel:
-    return DeviceModel(config.emulation, own_device)
+    return DeviceModel(config.emulation, devices.own_device)
 
 
 def switch_to(tag: str, seconds: float) -> None:

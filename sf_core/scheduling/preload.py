@@ -15,9 +15,9 @@ from typing import Any
 import click
 from distributed.system import MEMORY_LIMIT
 
+from sf_core.config import devices
 from sf_core.config.devices import Device, known_device
 from sf_core.config.environment import check_names, computes_nothing
-from sf_core.engines import emulated_device
 
 HEAVY = {
     "rollout": ("torch",),
@@ -46,7 +46,7 @@ async def dask_setup(worker: Any, device_kind: Device | None, device: str | None
                 continue
             importlib.import_module(module)
     own_device = Device(**json.loads(device)) if device else device_kind
-    emulated_device.own_device = own_device
+    devices.own_device = own_device
     published = asdict(own_device) if own_device else None
 
     async def device_of(worker: Any) -> dict[str, Any] | None:
