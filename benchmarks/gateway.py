@@ -147,7 +147,7 @@ def load_ours(ours: Gateway, run_id: str, name: str, sizes: Sizes) -> tuple[Meas
     # enough ids for every session to be new
     with ours.sessions(run_id, 10_000) as session_ids:
         before = ours.cpu_s(), ours.gateways_cpu_s()
-        measured = run(ours.target(session_ids), load_of(name, sizes), sizes.seconds)
+        measured = run(ours.targets(session_ids), load_of(name, sizes), sizes.seconds)
         after = ours.cpu_s(), ours.gateways_cpu_s()
     hub_ms, gateways_ms = (
         round(1000 * (b - a) / max(measured.num_done, 1), 3) for a, b in zip(before, after, strict=True)
@@ -162,23 +162,23 @@ def compare(stack: Supervisor, folder: Path, sizes: Sizes, names: list[str], pee
     line: Line = {}
     for name in names:
         target = floor_target(address, LOADS[name][0])
-        line |= prefixed("floor", figures(name, run(target, load_of(name, sizes), sizes.seconds)))
+        line |= prefixed("floor", figures(name, run([target], load_of(name, sizes), sizes.seconds)))
     for peer in peers:
         try:
             with running_peer(stack, folder, peer, address, delays) as targets:
                 for name in names:
                     target, load = targets[LOADS[name][0]], load_of(name, sizes)
                     # a warm-up: in the first seconds a peer still imports
-                    run(target, load, sizes.seconds)
-                    measured = run(target, load, sizes.seconds)
+                    run([target], load, sizes.seconds)
+                    measured = run([target], load, sizes.seconds)
                     line |= prefixed(peer, figures(name, measured))
         except StackError as error:
             line[f"{peer}_left_out"] = str(error)[:300]
     return line
 
 
-def run(target: Target, load: Load, seconds: float) -> Measured:
-    return uvloop.run(measure(target, load, seconds))
+def run(targets: list[Target], load: Load, seconds: float) -> Measured:
+    return uvloop.run(measure(targets, load, seconds))
 
 
 def figures(name: str, measured: Measured) -> Line:

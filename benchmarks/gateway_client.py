@@ -7,6 +7,7 @@ Owns connections, conversations and latencies; knows nothing of the server.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import re
 import time
@@ -16,7 +17,7 @@ from typing import Any, cast
 
 import orjson
 
-from sf_core.engines.emulated import FIRST_ID, NUM_IDS
+from sf_core.engines.emulated.engine import FIRST_ID, NUM_IDS
 
 WARMUP_S = 2.0
 
@@ -143,10 +144,10 @@ def streamed_content(body: bytes) -> str:
     return "".join(choice["delta"].get("content") or "" for choice in choices)
 
 
-async def measure(target: Target, load: Load, seconds: float) -> Measured:
-    """Keep the target under this load; the first WARMUP_S are not counted."""
+async def measure(targets: list[Target], load: Load, seconds: float) -> Measured:
+    """Keep the targets under this load, spread evenly; the first WARMUP_S are not counted."""
     measured = Measured()
-    paths = _endless(target.paths)
+    each = itertools.cycle([(target, _endless(target.paths)) for target in targets])
     begin = time.perf_counter() + WARMUP_S
     end = begin + seconds
     # slots that start together would stay in step and queue behind each other
@@ -154,7 +155,7 @@ async def measure(target: Target, load: Load, seconds: float) -> Measured:
     await asyncio.gather(
         *(
             _slot(target, load, paths, measured, begin, end, offsets.random() / 4)
-            for _ in range(load.concurrency)
+            for target, paths in itertools.islice(each, load.concurrency)
         )
     )
     measured.wall_s = seconds

@@ -9,17 +9,18 @@ from collections.abc import Collection
 import typer
 
 from sf_core.engines.client import serve_engine
-from sf_core.engines.emulated import FIRST_ID, MAX_SLEEP_S, NUM_IDS, EmulatedEngine
-from sf_core.engines.protocol import Engine
-from sf_core.types import Chunk, FinishReason, GenerationRequest
+from sf_core.engines.emulated.engine import FIRST_ID, MAX_SLEEP_S, NUM_IDS, EmulatedEngine
+from sf_core.engines.wire import Hello
+from sf_core.types import Chunk, FinishReason, GenerationRequest, WeightsRef
 
 
 class SteppingEngine:
     """Samples one token for every request at each step, as a device does, and reports them at once. A step
     takes `step_s`, or the time of the reporting if that is longer."""
 
-    def __init__(self, step_s: float, version: int) -> None:
-        self.version = version
+    def __init__(self, step_s: float) -> None:
+        self.version: int | None = None
+        self._next_version: int | None = None
         self._step_s = step_s
         self._next_at = time.monotonic()
         self._running: dict[str, tuple[int, int]] = {}
@@ -36,9 +37,15 @@ class SteppingEngine:
         ended = [name for name in self._running if request_ids is None or name in request_ids]
         for name in ended:
             del self._running[name]
-        return [Chunk(name, [], [], self.version, FinishReason.ABORT) for name in ended]
+        return [Chunk(name, [], [], self.version or 0, FinishReason.ABORT) for name in ended]
+
+    def take_weights(self, weights: WeightsRef) -> None:
+        self._next_version = weights.version
 
     def step(self) -> list[Chunk]:
+        if self._next_version is not None:
+            self.version, self._next_version = self._next_version, None
+            return []
         now = time.monotonic()
         if now < self._next_at:
             # short, so that new requests are seen
@@ -54,13 +61,20 @@ class SteppingEngine:
         else:
             self._running[name] = at + 1, end
         reason = FinishReason.LENGTH if is_last else None
+        assert self.version is not None
         return Chunk(name, [FIRST_ID + at % NUM_IDS], [-0.5], self.version, reason)
 
-    def load_weights(self, uri: str, version: int) -> None:
-        self.version = version
+    def pause(self) -> None:
+        """Not asked for by the benchmarks."""
+
+    def resume(self) -> None: ...
+
+    def rest(self) -> None:
+        self._running.clear()
+        self.version = self._next_version = None
 
     def close(self) -> None:
-        self._running.clear()
+        self.rest()
 
 
 def main(
@@ -71,22 +85,10 @@ def main(
     max_running: int = 10_000,
     stepping: bool = False,
 ) -> None:
-    hello = {
-        "run_id": run_id,
-        "attempt": 1,
-        "lease_id": lease,
-        "epoch": 0,
-        "engine_id": lease,
-        "worker": lease,
-        "max_running": max_running,
-    }
+    hello = Hello(run_id, 1, lease, 0, lease, lease, max_running)
 
-    def make(version: int) -> Engine:
-        if stepping:
-            return SteppingEngine(token_delay_ms / 1000, version)
-        return EmulatedEngine(token_delay_ms / 1000, version=version)
-
-    serve_engine(url, None, hello, lambda weights: make(weights.version))
+    delay_s = token_delay_ms / 1000
+    serve_engine(url, None, hello, SteppingEngine(delay_s) if stepping else EmulatedEngine(delay_s))
 
 
 if __name__ == "__main__":

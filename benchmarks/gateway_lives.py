@@ -21,15 +21,15 @@ from benchmarks.gateway_client import (
 )
 from benchmarks.gateway_stand import MODEL, Gateway
 from sf_core.config import RunConfig
-from sf_core.dataplane.bodies import RunSpec
+from sf_core.dataplane.bodies import RunRollout, RunSpec
 from sf_core.dataplane.chat.messages import assistant_message
 from sf_core.dataplane.control.plane import DataPlane
 from sf_core.dataplane.options import DataplaneOptions
 from sf_core.dataplane.routing.generation import Generation
-from sf_core.dataplane.runs.records import opened_record
+from sf_core.dataplane.runs.events import Opened
 from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.sessions.session import Session
-from sf_core.dataplane.sessions.turn_records import TurnKey, begun_record, turn_record
+from sf_core.dataplane.sessions.turn_events import Begun, Ended, NewPrompt, TurnKey
 from sf_core.models.builtin import make_policy
 from sf_core.types import Chunk, FinishReason, Sampling
 
@@ -221,7 +221,7 @@ async def journal(folder: Path, turns: int, concurrency: int = 64) -> Line:
 
 async def _record_session(run: ServedRun, session: Session) -> None:
     run.open(session)
-    await run.journal.append(opened_record([session]))
+    await run.journal.append(Opened.of([session]))
     ids = [7]
     for _ in range(TURNS_PER_SESSION):
         prompt = session.open_ids([*ids, 8])
@@ -232,8 +232,9 @@ async def _record_session(run: ServedRun, session: Session) -> None:
         generation.absorb(chunk, "e0")
         message = assistant_message("", [], session.turn_id(prompt, key.sample))
         turn = session.commit(generation, prompt, key.sample, message, 0)
-        run.journal.note(begun_record(key, 0, b"", session.take_unrecorded()))
-        await run.journal.append(turn_record(key, turn, 0))
+        prompts = [NewPrompt.of(prompt) for prompt in session.take_unrecorded()]
+        run.journal.note(Begun(key, 0, b"", prompts))
+        await run.journal.append(Ended.of(key, turn, 0))
         ids = [*prompt.full_ids(), *sampled]
 
 
@@ -243,12 +244,11 @@ def _journaled_run(folder: Path) -> RunSpec:
         run_dir=str(folder / "run"),
         model_dir=str(folder / "model"),
         seed=0,
-        group_size=1,
-        groups_per_batch=1,
+        rollout=RunRollout(
+            group_size=1, groups_per_batch=1, max_tokens=TOKENS_PER_TURN, session_timeout_s=600.0
+        ),
         lag_bound=1,
-        max_tokens=TOKENS_PER_TURN,
         context_length=2**20,
-        session_timeout_s=600.0,
         num_batches=1,
         iteration=0,
         version=0,

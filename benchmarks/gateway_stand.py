@@ -7,7 +7,7 @@ import contextlib
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,8 @@ class Gateway:
     process: Process
     http: httpx.Client
     engines: dict[str, Process] = field(default_factory=dict)
+    ports: dict[str, int | None] = field(default_factory=dict)
+    """Ports of the processes that serve sessions, by session; None: the data plane's own."""
 
     @property
     def address(self) -> tuple[str, int]:
@@ -44,7 +46,7 @@ class Gateway:
     def post(self, path: str, **body: Any) -> dict[str, Any]:
         return dict(self.http.post(path, json=body).raise_for_status().json())
 
-    def register(self, run_id: str) -> None:
+    def register(self, run_id: str, **rules: Any) -> None:
         self.post(
             "/runs",
             run_id=run_id,
@@ -52,12 +54,15 @@ class Gateway:
             model_dir=str(self.folder / "model"),
             served_model=MODEL,
             seed=0,
-            group_size=GROUP_SIZE,
-            groups_per_batch=1000,
+            rollout={
+                "group_size": GROUP_SIZE,
+                "groups_per_batch": 1000,
+                "max_tokens": 100_000,
+                "session_timeout_s": 1e6,
+                **rules,
+            },
             lag_bound=0,
-            max_tokens=100_000,
             context_length=1_000_000,
-            session_timeout_s=1e6,
             num_batches=1,
             iteration=0,
             version=0,
@@ -85,6 +90,7 @@ class Gateway:
         """Ids of claimed sessions, which the run keeps as long as the context lasts; then it is released."""
         claimed = self.post(f"/runs/{run_id}/claim", runner="load", max=count, running=[])["sessions"]
         ids = [session["session_id"] for session in claimed]
+        self.ports |= {session["session_id"]: session["port"] for session in claimed}
         done = threading.Event()
 
         def keep_alive() -> None:
@@ -102,6 +108,14 @@ class Gateway:
 
     def target(self, session_ids: list[str]) -> Target:
         return Target(self.address, MODEL, [f"/sessions/{name}/v1/chat/completions" for name in session_ids])
+
+    def targets(self, session_ids: list[str]) -> list[Target]:
+        """A target for each process, with the sessions that it serves."""
+        by_port: dict[int | None, list[str]] = {}
+        for name in session_ids:
+            by_port.setdefault(self.ports[name], []).append(name)
+        host, own = self.address
+        return [replace(self.target(names), address=(host, port or own)) for port, names in by_port.items()]
 
     def cpu_s(self) -> float:
         """CPU seconds so far, in ns steps, of the data plane, or of its hub if it has several processes."""

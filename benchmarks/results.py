@@ -29,15 +29,22 @@ RESULTS = ROOT / "benchmarks" / "results"
 COMMANDS = {
     "orchestration": "benchmarks.orchestration",
     "quickstart": "benchmarks.quickstart",
-    "engine": "benchmarks.engine --size 1m",
+    "engines": "benchmarks.engines --size 1m --size 10m",
+    # a quarter of the samples, once: minutes for each side
+    "engines_100m": "benchmarks.engines --size 100m --prompts 8 --repeats 1",
     "quickstart_vs_trl": "benchmarks.quickstart_vs_trl",
+    "trainer": "benchmarks.trainer",
+    "recipes": "benchmarks.recipes",
     "capture": "benchmarks.capture",
     "storage": "benchmarks.storage",
     "gateway": "benchmarks.gateway --only throughput --only long",
     "gateway_turns": "benchmarks.gateway --only turns",
     "streaming": "benchmarks.gateway --only streaming",
     "weight_path": "benchmarks.weight_path",
-    "pipelines": "benchmarks.pipelines",
+    "weights": "benchmarks.weights",
+    "harness": "benchmarks.harness",
+    # emulated, the five take hours while weights are float32 and go through storage
+    "pipelines": "benchmarks.pipelines --simulate",
 }
 """Arguments of `python -m`, by the name of the benchmark."""
 

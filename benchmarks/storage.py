@@ -111,7 +111,7 @@ def _write_lines(folder: str, rows: Iterable[Trajectory], compression: str | Non
     options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
     with pa.output_stream(file, compression=compression, buffer_size=2**20) as stream:
         for row in rows:
-            stream.write(orjson.dumps(row, option=options))
+            stream.write(orjson.dumps(row, TurnSpan._asdict, options))
     return file
 
 

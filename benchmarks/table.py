@@ -44,17 +44,21 @@ ROWS = (
         "its trainer's hand-over, up to the first work done: to training, back to sampling, s",
         "{to_train_seconds:.2f}, {to_rollout_seconds:.2f}",
     ),
-    Row(
-        "engine",
-        "engine, 1M parameters, samples of different lengths, tokens/s, one thread",
-        "{1m[varied_lengths][ours_tokens_per_second]:,}",
-        "{1m[varied_lengths][transformers_tokens_per_second]:,}, `transformers.generate`",
-    ),
-    Row(
-        "engine",
-        "the same, all of one length",
-        "{1m[equal_lengths][ours_tokens_per_second]:,}",
-        "{1m[equal_lengths][transformers_tokens_per_second]:,}, `transformers.generate`",
+    *(
+        Row(
+            name,
+            f"engine, {size} parameters, samples of {lengths}, tokens/s, {{threads}} threads",
+            f"{{{key}[{load}][ours_tokens_per_second]:,}}",
+            f"{{{key}[{load}][transformers_tokens_per_second]:,}}, `transformers.generate`; "
+            f"{{{key}[{load}][vllm_tokens_per_second]:,}}, vLLM behind our engine; "
+            f"{{{key}[{load}][vllm_bare_tokens_per_second]:,}}, its bare endpoint",
+        )
+        for name, key, size in (
+            ("engines", "1m", "1M"),
+            ("engines", "10m", "10M"),
+            ("engines_100m", "100m", "100M"),
+        )
+        for load, lengths in (("varied_lengths", "different lengths"), ("equal_lengths", "one length"))
     ),
     Row(
         "quickstart_vs_trl",
@@ -69,6 +73,25 @@ ROWS = (
         "{10m[ours][tokens_per_second]:,.0f}; {10m[ratio]:.2f} times the baseline, {10m[ratio_min]:.2f} to "
         "{10m[ratio_max]:.2f} in {10m[pairs]} pairs",
         "{10m[trl][tokens_per_second]:,.0f}, TRL's `GRPOTrainer`",
+    ),
+    Row(
+        "trainer",
+        "an optimiser step, 20M parameters, 64 completions of 16 to 512 tokens, vocabulary 32,000: tokens/s; "
+        "peak memory above the weights, MB",
+        "{32k[ours][tokens_per_second]:,.0f}; {32k[ours][peak_mb]:,.0f}",
+        "{32k[trl][tokens_per_second]:,.0f}; {32k[trl][peak_mb]:,.0f}, TRL's `GRPOTrainer`",
+    ),
+    Row(
+        "trainer",
+        "the same at a vocabulary of 151,936",
+        "{151k[ours][tokens_per_second]:,.0f}; {151k[ours][peak_mb]:,.0f}",
+        "{151k[trl][tokens_per_second]:,.0f}; {151k[trl][peak_mb]:,.0f}, TRL's `GRPOTrainer`",
+    ),
+    Row(
+        "recipes",
+        "trained tokens to a held-out reward of 0.8 on the quickstart, of three seeds: the recipe `ppo`",
+        ", ".join(f"{{ppo[runs][{seed}][tokens_to_goal]:,}}" for seed in range(3)),
+        ", ".join(f"{{grpo[runs][{seed}][tokens_to_goal]:,}}" for seed in range(3)) + ", `grpo`",
     ),
     Row(
         "capture",
@@ -121,8 +144,31 @@ ROWS = (
         "{100m[load][bytes_per_second]:.2e}",
     ),
     Row(
+        "weights",
+        "a version of 100M parameters in bfloat16 at learning rate 1e-6: what changed, share of its bytes",
+        "{100m[delta_ratio]:.1%}; {100m[delta_ratio_of_first_step]:.1%} after the first step",
+        "100%, all of it",
+    ),
+    Row(
+        "weights",
+        "the torch engine's standstill while it takes that, s",
+        "{100m[standstill_s][torch][pulled_delta]:.3f}",
+        "{100m[standstill_s][torch][paused_full]:.3f}, all loaded while paused",
+    ),
+    Row(
+        "harness",
+        "a command as agent in a sandbox, sessions per second and core; what that adds to one, ms",
+        "{sessions[sandbox]:.1f}; {added_ms:.1f}",
+        "{sessions[keeper]:.1f}, without a sandbox",
+    ),
+    Row(
+        "harness",
+        "sandboxes at once, MB for each; processes, folders and mounts left after kill -9 of the worker",
+        "{at_once[sandboxes]}, {at_once[mb_each]:.1f}; {left[processes]}, {left[folders]}, {left[mounts]}",
+    ),
+    Row(
         "pipelines",
-        "{devices} emulated H100, half of them dual, cap {in_flight_cap_per_engine}, several turns "
+        "{devices} simulated H100, half of them dual, cap {in_flight_cap_per_engine}, several turns "
         "with tools, float32 weights through storage (docs/pipelines.md: other conditions): tokens/s, idle",
         "{multiplexed[tokens_per_second]:,.0f}, {multiplexed[idle_fraction]:.1%}: multiplexed",
         "{colocated_drained[tokens_per_second]:,.0f}, {colocated_drained[idle_fraction]:.1%}: "

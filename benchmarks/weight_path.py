@@ -5,10 +5,12 @@ Prints one JSON line.
     python -m benchmarks.weight_path
 
 write: rank 0 copies, serialises, hashes and writes its weights and commits the manifest. checkpoint: the
-same for weights and Adam's moments. verify: `publish` reads the file again and hashes it. load: an engine
-that runs loads it. loan: a device that is lent makes its engine from the start folder, and loads it. Each is
-the best of the repeats, as the machine may be busy; files are read from the page cache, so a slower storage
-takes longer. `cpu_bytes_per_second` counts the process's CPU seconds alone, as if storage cost nothing.
+same for weights and Adam's moments, awaited, though in a run the next step goes on beside it. verify: the
+file is read again and hashed. load: an engine
+that runs takes it over. loan: a device that is lent makes its engine from the start folder, which then takes
+it over. Each is the best of the repeats, as the machine may be busy; files are read from the page cache, so a
+slower storage takes longer.
+`cpu_bytes_per_second` counts the process's CPU seconds alone, as if storage cost nothing.
 """
 
 from __future__ import annotations
@@ -20,17 +22,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
-import pyarrow as pa
 import torch
 import typer
 from transformers.utils import logging
 
-from sf_core.config import PolicyConfig, TrainConfig
-from sf_core.engines.torch.torch_engine import TorchEngine
+from benchmarks.weights import batch, take
+from sf_core.config import PolicyConfig, RunConfig, TrainConfig
+from sf_core.engines.protocol import Engine
+from sf_core.engines.registry import make_engine
 from sf_core.models.builtin import make_policy
+from sf_core.training.torch.ranks import SingleRank
+from sf_core.training.torch.torch_model import TorchModel
 from sf_core.training.torch.trainer import Trainer
-from storage.batches import BATCH_SCHEMA
+from sf_core.types import WeightsRef
 from storage.manifests import Manifest
 from storage.run_directory import RunDirectory
 
@@ -39,7 +43,6 @@ POLICIES = {
     "100m": PolicyConfig(hidden_size=768, num_layers=12),
 }
 SLOTS, CONTEXT = 8, 512
-TOKENS = 16
 
 
 def main(
@@ -60,11 +63,13 @@ def main(
 def measure(folder: Path, policy: PolicyConfig, repeats: int) -> dict[str, Any]:
     start = str(folder / "start")
     make_policy(start, policy, seed=0)
-    trainer = Trainer(start, TrainConfig(), seed=0)
-    trainer.step(_batch())  # makes Adam's moments, which the checkpoint holds
+    model = TorchModel(start, SingleRank())
+    trainer = Trainer(lambda _: model, TrainConfig(), seed=0)
+    trainer.step(batch(seed=0))  # makes Adam's moments, which the checkpoint holds
     run = RunDirectory(str(folder / "run"))
     attempt = run.begin_attempt()
     engine = _engine(start)
+    take(engine, WeightsRef(0, start))
     seconds: dict[str, list[tuple[float, float]]] = {}
 
     def timed(step: str, work: Callable[[], Any]) -> Any:
@@ -75,23 +80,33 @@ def measure(folder: Path, policy: PolicyConfig, repeats: int) -> dict[str, Any]:
         return result
 
     def write(version: int) -> Manifest:
-        weights = trainer.save_weights(run.weights_dir(version))
+        weights = trainer.save_weights(run.weights_dir(version), run.weights_dir(version - 1))
         return run.commit_manifest(
-            Manifest(run_id=run.run_id, iteration=version, stage="train", attempt=attempt, outputs=[weights])
+            Manifest(run_id=run.run_id, iteration=version, stage="train", attempt=attempt, outputs=weights)
         )
 
+    def checkpoint(version: int) -> None:
+        trainer.save_checkpoint(run.checkpoint_dir(version))
+        trainer.await_checkpoint()
+
+    def load(engine: Engine, version: int) -> None:
+        take(engine, WeightsRef(version, run.weights_dir(version)))
+
     def lend(version: int) -> None:
-        _engine(start).load_weights(run.weights_dir(version), version)
+        lent = _engine(start)
+        take(lent, WeightsRef(0, start))
+        load(lent, version)
+        lent.close()
 
     for version in range(1, repeats + 1):
         manifest = timed("write", lambda: write(version))  # noqa: B023
-        timed("checkpoint", lambda: trainer.save_checkpoint(run.checkpoint_dir(version)))  # noqa: B023
+        timed("checkpoint", lambda: checkpoint(version))  # noqa: B023
         timed("verify", lambda: run.verify(manifest))  # noqa: B023
-        timed("load", lambda: engine.load_weights(run.weights_dir(version), version))  # noqa: B023
+        timed("load", lambda: load(engine, version))  # noqa: B023
         timed("loan", lambda: lend(version))  # noqa: B023
     sizes = dict.fromkeys(seconds, manifest.outputs[0].bytes)
     sizes["checkpoint"] = sum(file.stat().st_size for file in Path(run.checkpoint_dir(1)).iterdir())
-    return {"parameters": sum(p.numel() for p in trainer.network.model.parameters())} | {
+    return {"parameters": sum(p.numel() for p in model.network.model.parameters())} | {
         step: figures(sizes[step], *map(min, zip(*taken, strict=True))) for step, taken in seconds.items()
     }
 
@@ -105,32 +120,9 @@ def figures(num_bytes: int, seconds: float, cpu_seconds: float) -> dict[str, flo
     }
 
 
-def _engine(start: str) -> TorchEngine:
-    return TorchEngine(start, max_running=SLOTS, context_length=CONTEXT)
-
-
-def _batch() -> pa.Table:
-    """Two rows of one group: enough for a whole optimiser step."""
-    mask = [i >= TOKENS // 2 for i in range(TOKENS)]
-    turn = {"role": "assistant", "start": 0, "end": TOKENS, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
-    rows = [
-        {name: None for name in BATCH_SCHEMA.names}
-        | {
-            "group_id": "g0",
-            "session_id": f"s{row}",
-            "token_ids": list(range(row, row + TOKENS)),
-            "loss_mask": mask,
-            "logprobs": [-3.0 if sampled else None for sampled in mask],
-            "policy_versions": [0 if sampled else None for sampled in mask],
-            "turns": [turn],
-            "reward": float(row),
-            "advantages": np.where(mask, 2.0 * row - 1, 0.0).tolist(),
-            "weight": 1.0,
-            "decision": "train",
-        }
-        for row in range(2)
-    ]
-    return pa.Table.from_pylist(rows, BATCH_SCHEMA)
+def _engine(start: str) -> Engine:
+    settings = {"max_running": SLOTS, "context_length": CONTEXT}
+    return make_engine(RunConfig.model_validate({"engine": settings}), start)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,6 @@
 
 import sys
 
-from sf_core.config.environment import check_names
+from sf_core.surroundings import check_names
 
 check_names(sys.path)

@@ -12,10 +12,10 @@ from sf_core.stages.evaluate import open_evaluation
 from sf_core.stages.run import OpenRun, begin_attempt, check_held_out, open_config
 from tasks.cluster import TaggedTaskRunner, crashing_without_scheduler, result_of, scheduler_address, submit
 from tasks.deployed import DeployedConfig
-from tasks.evaluate import evaluate as evaluate_task
 from tasks.identity import run_name_with_flow
 from tasks.interruption import freeing_workers
 from tasks.lease import Leases
+from tasks.stages import evaluate as evaluate_task
 
 
 @flow(name="evaluate", flow_run_name=run_name_with_flow, task_runner=TaggedTaskRunner())

@@ -16,7 +16,8 @@ from sf_core.reports.trackers import Trackers
 from sf_core.scheduling.cluster import await_plan, read_workers
 from sf_core.scheduling.plan import Plan
 from sf_core.stages.run import OpenRun, RunRef, begin_attempt, check_held_out, open_config
-from sf_core.stages.start import check_memory, check_start
+from sf_core.stages.sizes import check_memory
+from sf_core.stages.start import check_start
 from sf_core.stages.stored_config import settled
 from tasks.cluster import (
     TaggedTaskRunner,
@@ -27,16 +28,12 @@ from tasks.cluster import (
     submit,
 )
 from tasks.deployed import DeployedConfig
-from tasks.evaluate import evaluate
-from tasks.filter import filter_
-from tasks.finish import finish
 from tasks.gang import Gang
 from tasks.identity import identified, run_name
 from tasks.interruption import freeing_workers
 from tasks.lease import Leases
 from tasks.page import Page
-from tasks.publish import publish
-from tasks.rollout import rollout
+from tasks.stages import evaluate, filter_, finish, publish, rollout
 
 
 @flow(name="train", flow_run_name=run_name, task_runner=TaggedTaskRunner())

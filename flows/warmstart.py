@@ -13,7 +13,7 @@ from tasks.cluster import TaggedTaskRunner, crashing_without_scheduler, result_o
 from tasks.deployed import DeployedConfig
 from tasks.identity import identified, run_name_with_flow
 from tasks.interruption import freeing_workers
-from tasks.warmstart import warmstart as warmstart_task
+from tasks.stages import warmstart as warmstart_task
 
 
 @flow(name="warmstart", flow_run_name=run_name_with_flow, task_runner=TaggedTaskRunner())

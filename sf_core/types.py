@@ -5,11 +5,12 @@ Words follow docs/architecture.md: session, turn, branch, trajectory, group, lea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -26,8 +27,7 @@ class FinishReason(StrEnum):
     """The engine was told to stop; the tokens so far are valid and generation may continue elsewhere."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sampling:
+class Sampling(msgspec.Struct, frozen=True, array_like=True):
     """How tokens are drawn. Randomness is counter-based: (seed, position in the turn) decides each draw, so a
     sample depends neither on the batch it is in nor on where it is resumed."""
 
@@ -40,8 +40,7 @@ class Sampling:
     """Unsigned 64-bit key of this turn."""
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationRequest:
+class GenerationRequest(msgspec.Struct, frozen=True, array_like=True):
     """A request to an engine: continue these ids."""
 
     request_id: str
@@ -57,8 +56,7 @@ class GenerationRequest:
     """True: report each token as it is sampled. False: the engine may gather several steps into one chunk."""
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(msgspec.Struct, frozen=True, array_like=True):
     """Newly sampled tokens of one request, all sampled by the same weights."""
 
     request_id: str
@@ -72,8 +70,7 @@ class Chunk:
     """Set on the last chunk of a request. An end-of-turn token is part of token_ids."""
 
 
-@dataclass(frozen=True, slots=True)
-class WeightsRef:
+class WeightsRef(msgspec.Struct, frozen=True, array_like=True):
     """A reference to published weights; the tensors themselves are never passed between tasks."""
 
     version: int
@@ -93,6 +90,16 @@ class Task:
     answer: str = ""
     """The reference that verification compares with; never shown to the agent."""
     metadata: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A reward with what single answers of the policy earned, for formulas that give each turn its own
+    credit. It does not count in the reward itself."""
+
+    reward: float | Mapping[str, float]
+    steps: Mapping[str, float]
+    """Reward of each answer, by the `id` that the API gave the answer or, of several choices, the first."""
 
 
 @dataclass(frozen=True, slots=True)

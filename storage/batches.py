@@ -21,7 +21,7 @@ BATCH_SCHEMA = pa.unify_schemas(
         pa.schema(
             [
                 ("advantages", pa.list_(pa.float32())),
-                ("weight", pa.float64()),
+                ("weights", pa.list_(pa.float32())),
                 ("decision", pa.string()),
             ]
         ),
@@ -34,19 +34,19 @@ def write_batch(
     iteration: int,
     trajectories: pa.Table,
     *,
-    advantages: Sequence[np.ndarray],
-    weights: Sequence[float],
+    advantages: Sequence[np.ndarray] | None,
+    weights: Sequence[np.ndarray] | None,
     decisions: Sequence[str],
     part: str,
 ) -> FileRef:
-    """Write rows of read_trajectories with one advantage per token, the row's weight in the loss, and
-    "train" or the reason why the row does not train."""
+    """Write rows of read_trajectories with the advantage of every token and its weight in the loss (None: the
+    train step makes them), and "train" or the reason why the row does not train."""
     lengths = trajectories["token_ids"].combine_chunks().value_lengths().to_pylist()
-    if lengths != [len(row) for row in advantages]:
-        raise ValueError(f"batch of iteration {iteration}: expected one advantage per token of every row")
+    for name, values in (("advantage", advantages), ("weight", weights)):
+        if values is not None and lengths != [len(row) for row in values]:
+            raise ValueError(f"batch of iteration {iteration}: expected one {name} per token of every row")
     added = [
-        parquet.list_array(advantages, np.float32),
-        pa.array(weights, pa.float64()),
+        *(_list_column(values, len(lengths)) for values in (advantages, weights)),
         pa.array(decisions, pa.string()),
     ]
     columns = [trajectories[name] for name in SCHEMA.names]
@@ -56,5 +56,12 @@ def write_batch(
 
 
 def read_batch(uri: str, columns: list[str] | None = None) -> pa.Table:
-    """Like read_trajectories, with the columns `advantages`, `weight` and `decision`."""
+    """Like read_trajectories, with the columns `advantages`, `weights` and `decision`. In batches of schema
+    versions that had none, `weights` are null: every token counted the same."""
     return read_trajectories(uri, columns, BATCH_SCHEMA)
+
+
+def _list_column(rows: Sequence[np.ndarray] | None, num_rows: int) -> pa.Array:
+    if rows is None:
+        return pa.nulls(num_rows, pa.list_(pa.float32()))
+    return parquet.list_array(rows, np.float32)

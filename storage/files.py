@@ -91,14 +91,26 @@ def read_bytes(uri: str) -> bytes:
         return bytes(fs.cat_file(path))
 
 
+def size(uri: str) -> int:
+    """Raises FileNotFoundError."""
+    fs, path = open_fs(uri)
+    with storage_errors(uri):
+        return int(fs.size(path))
+
+
 def describe(uri: str) -> FileRef:
     """Reference to the file as it is now, read piece by piece. Raises FileNotFoundError."""
-    checksum, size = hashlib.sha256(), 0
+    checksum, num_bytes = hashlib.sha256(), 0
     with open_read(uri) as file:
-        while piece := file.read(_PIECE_BYTES):
+        for piece in pieces(file):
             checksum.update(piece)
-            size += len(piece)
-    return FileRef(uri, size, checksum.hexdigest())
+            num_bytes += len(piece)
+    return FileRef(uri, num_bytes, checksum.hexdigest())
+
+
+def pieces(file: BinaryIO) -> Iterator[bytes]:
+    """What is left of an open file, in pieces that are no burden to memory."""
+    return iter(lambda: file.read(_PIECE_BYTES), b"")
 
 
 @contextmanager

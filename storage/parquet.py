@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from storage import files
 from storage.files import FileRef
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 4
 """Version of written files. Older versions are read too; tests/data has one folder per version."""
 _VERSION_KEY = b"seamlessflow.schema"
 METADATA = {_VERSION_KEY: str(SCHEMA_VERSION).encode()}
@@ -37,7 +37,8 @@ def write_tables(uri: str, schema: pa.Schema, tables: Iterable[pa.Table]) -> Fil
     with files.writer(uri) as file:
         # a dictionary makes repeated names faster to write and read; repeated numbers get as small by zstd
         # alone: benchmarks/storage.py
-        names = [field.name for field in schema if field.type == pa.string() and field.name != "messages"]
+        texts = ("messages", "output")
+        names = [field.name for field in schema if field.type == pa.string() and field.name not in texts]
         with pq.ParquetWriter(
             file,
             schema.with_metadata(METADATA),
@@ -52,9 +53,10 @@ def write_tables(uri: str, schema: pa.Schema, tables: Iterable[pa.Table]) -> Fil
 
 
 def read_table(uri: str, columns: list[str] | None = None, schema: pa.Schema | None = None) -> pa.Table:
-    """Read one file; with `columns`, only their bytes. A column of `schema` that is newer than the schema
-    version of the file is null. Raises ValueError with one sentence if the file is missing, broken, lacks a
-    column, has one of another type than in `schema`, or is of a newer schema version."""
+    """Read one file; with `columns`, only their bytes. What `schema` has and the schema version of the file
+    had not yet, a column or the last fields of structs in a list, is null. Raises ValueError with one
+    sentence if the file is missing, broken, lacks a column, has one of another type than in `schema`, or is
+    of a newer schema version."""
     with _opened(uri, pre_buffer=True) as reader:
         absent = _check_columns(uri, reader.schema_arrow, columns, schema)
         return _fill_in(reader.read(_stored(columns, absent)), absent, columns, schema)
@@ -135,10 +137,19 @@ def _check_columns(
     if unknown := set(columns or ()) - set(found.names) - {field.name for field in absent}:
         raise ValueError(f"{uri}: has no column {', '.join(sorted(unknown))}")
     for field in expected or ():
-        if field.name in found.names and found.field(field.name).type != field.type:
-            kind = found.field(field.name).type
+        if field.name not in found.names or (kind := found.field(field.name).type) == field.type:
+            continue
+        if not (is_older and _has_grown(kind, field.type)):
             raise ValueError(f"{uri}: column {field.name} is of type {kind}, expected {field.type}")
     return absent
+
+
+def _has_grown(former: pa.DataType, present: pa.DataType) -> bool:
+    """Whether both are lists of structs, and the present ones begin with the fields of the former."""
+    if not all(pa.types.is_list(kind) and pa.types.is_struct(kind.value_type) for kind in (former, present)):
+        return False
+    before, now = list(former.value_type), list(present.value_type)
+    return now[: len(before)] == before
 
 
 def _stored(columns: list[str] | None, absent: Sequence[pa.Field]) -> list[str] | None:
@@ -149,7 +160,12 @@ def _stored(columns: list[str] | None, absent: Sequence[pa.Field]) -> list[str] 
 def _fill_in(
     rows: _Rows, absent: Sequence[pa.Field], columns: list[str] | None, schema: pa.Schema | None
 ) -> _Rows:
-    if not absent or schema is None:
+    if schema is None:
+        return rows
+    for at, field in enumerate(rows.schema):
+        if field.name in schema.names and (wanted := schema.field(field.name)).type != field.type:
+            rows = rows.set_column(at, wanted, rows[field.name].cast(wanted.type))
+    if not absent:
         return rows
     for field in absent:
         rows = rows.append_column(field, pa.nulls(len(rows), field.type))

@@ -10,7 +10,7 @@ import json
 import re
 import time
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
@@ -55,6 +55,11 @@ class RunDirectory:
 
     def checkpoint_dir(self, version: int) -> str:
         return self.path("checkpoints", f"{version:05d}")
+
+    def list_versions(self, kind: Literal["weights", "checkpoints"]) -> list[int]:
+        """Versions with a folder of this kind, in order; what it holds may be incomplete."""
+        names = (uri.rsplit("/", 1)[-1].removeprefix("v") for uri in files.list_folders(self.path(kind)))
+        return sorted(int(name) for name in names if name.isdecimal())
 
     def gang_dir(self, iteration: int, attempt: int, epoch: int) -> str:
         return self.path("gangs", f"{iteration:05d}", f"{attempt}.{epoch}")
@@ -168,18 +173,26 @@ class RunDirectory:
         self._remove_strays(manifest)
         return manifest
 
+    def verify_sizes(self, manifest: Manifest) -> None:
+        """Raises ValueError if an output is missing or has another size; reads none of them."""
+        for ref in manifest.outputs:
+            self._refuse_size(manifest, ref)
+
     def verify(self, manifest: Manifest) -> None:
         """Raises ValueError if an output is missing or differs from what the stage wrote."""
         for ref in manifest.outputs:
-            uri = self.path(ref.uri)
-            try:
-                found = files.describe(uri)
-            except FileNotFoundError:
-                raise ValueError(f"{uri}: missing, but {manifest.label} is committed") from None
-            if found.bytes != ref.bytes:
-                raise ValueError(f"{uri}: has {found.bytes} bytes, {manifest.label} wrote {ref.bytes}")
-            if found.sha256 != ref.sha256:
-                raise ValueError(f"{uri}: content differs from what {manifest.label} wrote")
+            self._refuse_size(manifest, ref)
+            if files.describe(self.path(ref.uri)).sha256 != ref.sha256:
+                raise ValueError(f"{self.path(ref.uri)}: content differs from what {manifest.label} wrote")
+
+    def _refuse_size(self, manifest: Manifest, ref: FileRef) -> None:
+        uri = self.path(ref.uri)
+        try:
+            found = files.size(uri)
+        except FileNotFoundError:
+            raise ValueError(f"{uri}: missing, but {manifest.label} is committed") from None
+        if found != ref.bytes:
+            raise ValueError(f"{uri}: has {found} bytes, {manifest.label} wrote {ref.bytes}")
 
     def discard_start(self) -> None:
         """Undo the start stage. Only for a start folder from which no work can have begun."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,7 @@ TURN = pa.struct(
         ("temperature", pa.float32()),
         ("top_p", pa.float32()),
         ("top_k", pa.int32()),
+        ("reward", pa.float64()),
     ]
 )
 
@@ -47,6 +49,7 @@ SCHEMA = pa.schema(
         ("turns", pa.list_(TURN)),
         ("messages", pa.string()),
         ("tools", pa.string()),
+        ("output", pa.string()),
         ("reward", pa.float64()),
         ("reward_parts", pa.map_(pa.string(), pa.float64())),
         ("status", pa.string()),
@@ -59,8 +62,7 @@ SCHEMA = pa.schema(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class TurnSpan:
+class TurnSpan(NamedTuple):
     """Tokens start <= i < end of a trajectory, added by one message. Fields that only a sampled turn has are
     None otherwise."""
 
@@ -72,6 +74,8 @@ class TurnSpan:
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    reward: float | None = None
+    """What the turn earned by itself; None if nothing was said of it, and for the beginning of a turn."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,3 +113,5 @@ class Trajectory:
     finished_at: float
     tools: str | None = None
     """JSON of the tools that the branch's requests named; None without any."""
+    output: str | None = None
+    """What the agent's process wrote, in the first branch of its session; None of an agent without one."""

@@ -1,4 +1,4 @@
-"""Temporary folders under TMPDIR, for copies from an object store and files on their way to one.
+"""Temporary folders, for copies from an object store, files on their way to one, and weights in memory.
 
 A killed process removes nothing. A folder is therefore locked while its process lives, and the process that
 makes the next folder removes the unlocked ones.
@@ -15,19 +15,20 @@ import time
 import weakref
 from contextlib import suppress
 
-_PREFIX = "sf-scratch-"
+PREFIX = "sf-scratch-"
 
 _YOUNG_S = 60.0
 """Age up to which a folder may not be locked yet."""
 
 
-def scratch_folder() -> tempfile.TemporaryDirectory[str]:
-    """A new folder, removed when it is closed or garbage-collected."""
-    for left in glob.glob(os.path.join(glob.escape(tempfile.gettempdir()), f"{_PREFIX}*")):
+def scratch_folder(root: str | None = None) -> tempfile.TemporaryDirectory[str]:
+    """A new folder, by default under TMPDIR, removed when it is closed or garbage-collected."""
+    root = root or tempfile.gettempdir()
+    for left in glob.glob(os.path.join(glob.escape(root), f"{PREFIX}*")):
         # of another user, or removed meanwhile
         with suppress(OSError):
             _remove_if_abandoned(left)
-    folder = tempfile.TemporaryDirectory(prefix=_PREFIX)
+    folder = tempfile.TemporaryDirectory(prefix=PREFIX, dir=root)
     fcntl.flock(lock := os.open(folder.name, os.O_RDONLY), fcntl.LOCK_SH)
     weakref.finalize(folder, os.close, lock)
     return folder

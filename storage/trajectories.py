@@ -156,7 +156,8 @@ def _row_groups(rows: Iterable[Trajectory]) -> Iterator[list[Trajectory]]:
     size = 0
     for row in rows:
         group.append(row)
-        size += len(row.token_ids) * _BYTES_PER_TOKEN + len(row.messages) + len(row.tools or "")
+        texts = row.messages, row.tools, row.output
+        size += len(row.token_ids) * _BYTES_PER_TOKEN + sum(len(text or "") for text in texts)
         if size >= parquet.ROW_GROUP_BYTES:
             yield group
             group, size = [], 0

@@ -33,7 +33,8 @@ from prefect_dask import DaskTaskRunner
 from prefect_dask.client import PrefectDaskClient
 from prefect_dask.task_runners import PrefectDaskFuture
 
-from sf_core.config import RunConfig, environment
+from sf_core import surroundings
+from sf_core.config import RunConfig
 from sf_core.scheduling.cluster import owner_of, scheduler_of
 from sf_core.scheduling.leases import Ended
 from sf_core.scheduling.tags import TASK_KINDS
@@ -134,7 +135,7 @@ def scheduler_address() -> str:
     run, config = parameters.get("run"), parameters.get("config")
     if isinstance(run, RunRef):
         config = OpenRun(run).config
-    address = scheduler_of(config) if isinstance(config, RunConfig) else environment.scheduler_address()
+    address = scheduler_of(config) if isinstance(config, RunConfig) else surroundings.scheduler_address()
     if not address:
         raise ValueError("no Dask scheduler: set cluster.scheduler or SF_SCHEDULER, or start with `sf train`")
     return address

@@ -12,6 +12,7 @@ from contextlib import suppress
 from distributed import wait
 from distributed.scheduler import NoValidWorkerError
 
+from sf_core.dataplane.control.client import UNANSWERED
 from sf_core.scheduling.cluster import connected_workers, kill_worker
 from sf_core.scheduling.leases import lease_of
 from sf_core.stages.run import OpenRun, RunRef
@@ -19,7 +20,7 @@ from sf_core.training.gang import GangError, GangPlan, Lent, RankEnd, Superseded
 from sf_core.waits import waiting_for
 from storage.gangs import GangFiles
 from tasks.cluster import TaskFuture, dask_client, outcome_of, scheduler_address, submit
-from tasks.train import train
+from tasks.stages import train
 
 log = logging.getLogger(__name__)
 
@@ -62,9 +63,13 @@ class Gang:
                         )
                         kill_worker(scheduler_address(), worker)
                     return
-                engines = self._run.dataplane.status()["engines"]
-                self._revoke(plan.to_revoke(lease_of(e["id"]) for e in engines if e["worker"] in late))
+                self._revoke_on(late)
                 time.sleep(0.2)
+
+    def _revoke_on(self, workers: Collection[str]) -> None:
+        """Revoke the leases that hold the devices of these workers."""
+        engines = self._run.dataplane.status()["engines"]
+        self._revoke(self._plan.to_revoke(lease_of(e["id"]) for e in engines if e["worker"] in workers))
 
     def _revoke(self, leases: Collection[Lent]) -> None:
         if leases:
@@ -112,6 +117,9 @@ class Gang:
                     self._files.end()
                 if look.give_up:
                     break
+                if look.restarted:
+                    with suppress(*UNANSWERED):
+                        self._revoke_on(look.restarted)
                 with suppress(TimeoutError), running[0].client.as_current():
                     wait(running, timeout=LOOK_S, return_when="FIRST_COMPLETED")
 

@@ -10,13 +10,12 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-import httpx
 from distributed import Future
 
-from sf_core.config.environment import dataplane_key
-from sf_core.dataplane.control.client import DataplaneClient, DataplaneError
+from sf_core.dataplane.control.client import UNANSWERED, DataplaneClient
 from sf_core.scheduling.cluster import end_tasks, owner_of
 from sf_core.stages.run import RunRef
+from sf_core.surroundings import dataplane_key
 from tasks.cluster import dask_client, scheduler_address
 
 log = logging.getLogger(__name__)
@@ -57,7 +56,7 @@ def _release(run: RunRef) -> None:
         run.dataplane_url, run.run_id, dataplane_key(), patience_s=RELEASE_S, timeout_s=RELEASE_S
     )
     # the data plane may be gone, or not know the run yet: then only force is left
-    with suppress(httpx.HTTPError, DataplaneError):
+    with suppress(*UNANSWERED):
         client.release(run.attempt)
 
 

@@ -11,10 +11,9 @@ from contextvars import copy_context
 from functools import partial
 from typing import Any
 
-import httpx
 from prefect import Task, task
 
-from sf_core.dataplane.control.client import DataplaneError
+from sf_core.dataplane.control.client import UNANSWERED
 from sf_core.scheduling.cluster import connected_workers
 from sf_core.scheduling.leases import Action, Fail, Lease, LeaseSet, Retire, Revoke, Submit
 from sf_core.scheduling.plan import Duty, Plan
@@ -23,9 +22,6 @@ from sf_core.stages.run import OpenRun, RunRef
 from tasks.cluster import TaskFuture, dask_client, end_of, submit
 
 log = logging.getLogger(__name__)
-
-UNANSWERED = (httpx.HTTPError, DataplaneError)
-"""Errors of a data plane that is away or does not know the run."""
 
 RELEASED_S = 30.0
 """Longest wait for the end of a lease after its release."""

@@ -27,10 +27,10 @@ from prefect.client.schemas.filters import (
 from prefect.runtime import flow_run
 
 from sf_core.cli.live import iteration_line, tell
-from sf_core.config.environment import dataplane_key
 from sf_core.dataplane.control.client import DataplaneClient, DataplaneError
 from sf_core.reports.run_page import RunPage, waits_table
 from sf_core.stages.run import OpenRun, RunRef
+from sf_core.surroundings import dataplane_key
 from sf_core.waits import Facts, long_waits
 from tasks.cluster import is_waiting
 

@@ -20,8 +20,20 @@ settings.load_profile("untimed")
 os.environ.pop("COLUMNS", None)
 
 
-QUICKSTART = ("tests/e2e/test_data.py", "tests/e2e/test_quickstart.py")
-"""Files whose tests read one run, which takes a minute or two to train."""
+TOGETHER = {
+    # they use one vLLM server
+    "vllm": ("sf_core/engines/vllm/test_adopted", "sf_core/engines/vllm/test_contract"),
+    # they read one run, which takes a minute or two to train
+    "the quickstart": ("e2e/test_data", "e2e/test_object_store", "e2e/test_quickstart"),
+    # they use one Prefect server
+    "deployments": tuple(
+        f"e2e/test_{name}" for name in ("browser", "cancel", "deployments", "lost_runs", "user_package")
+    ),
+    "faults": tuple(f"e2e/test_{name}" for name in ("elastic", "gang", "pipelines", "resume")),
+}
+"""Files whose tests run one after the other in one process, so that they share what is dear to start: the
+cluster, and what the comments say."""
+GROUPS = {f"tests/{name}.py": group for group, names in TOGETHER.items() for name in names}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -36,14 +48,14 @@ def _is_on_cluster(item: pytest.Item) -> bool:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Distribute tests by file, because the tests of a file share fixtures. Marks cannot refine this: pytest
-    9.2 with pytest-xdist 3.8 silently ignores groups."""
+    """Distribute tests by file, because the tests of a file share fixtures, and some files together. Marks
+    cannot say this: pytest 9.2 with pytest-xdist 3.8 silently ignores groups."""
     from xdist.scheduler import LoadGroupScheduling
 
     class ByFile(LoadGroupScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            return QUICKSTART[0] if file in QUICKSTART else file
+            return GROUPS.get(file, file)
 
     return ByFile(config, log)
 

@@ -53,9 +53,9 @@ class Reports:
                 "and the names of the reward's parts must be text"
             ) from None
 
-    def add_failure(self, session_id: str, reason: str, cause: Cause = "agent", **task: str) -> None:
-        """Queue a failure. `task` has the task's id and environment, where they are known."""
-        self._waiting.put_nowait(_failure(session_id, reason, cause, **task))
+    def add_failure(self, session_id: str, reason: str, cause: Cause = "agent", **facts: str) -> None:
+        """Queue a failure. `facts` are further fields of the report, where they are known."""
+        self._waiting.put_nowait(_failure(session_id, reason, cause, **facts))
 
     async def send(self, http: httpx.AsyncClient) -> NoReturn:
         """Send queued reports, and again until they are answered. The runner cancels this when the data plane
@@ -109,11 +109,11 @@ def as_text(words: str) -> str:
     return words.encode(errors="backslashreplace").decode()
 
 
-def _failure(session_id: str, reason: str, cause: Cause, **task: str) -> Report:
+def _failure(session_id: str, reason: str, cause: Cause, **facts: str) -> Report:
     reason = as_text(reason)
     if len(reason) > MAX_ERROR:
         reason = reason[:MAX_ERROR] + " ..."
-    failure = {"session_id": session_id, "status": "failed", "error": reason, "cause": cause, **task}
+    failure = {"session_id": session_id, "status": "failed", "error": reason, "cause": cause, **facts}
     return session_id, orjson.dumps(failure)
 
 

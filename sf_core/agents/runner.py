@@ -1,5 +1,5 @@
-"""Claims sessions from the rollout manager, runs the user's agent on each, scores it and reports. Where other
-runners score, they claim the agents' answers in the same way.
+"""Claims sessions from the rollout manager, has each prepared, run and scored (phases.py), and reports. Where
+other runners score, they claim the agents' answers in the same way.
 
 The agent is a black box: it gets a task and an endpoint. What it raises fails its session, never the runner.
 """
@@ -7,24 +7,22 @@ The agent is a black box: it gets a task and an endpoint. What it raises fails i
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from traceback import extract_tb, format_exception
 from typing import Any, Literal
 
 import httpx
 import orjson
 
+from sf_core.agents.phases import Phases, Prepare, Work
 from sf_core.agents.reports import Reports, as_text
-from sf_core.agents.threads import Threads
-from sf_core.config.environment import reach_directly
-from sf_core.config.failures import Cause
+from sf_core.config import RolloutConfig
+from sf_core.surroundings import reach_directly
 from sf_core.types import Endpoint, Task
 
 log = logging.getLogger(__name__)
@@ -42,17 +40,8 @@ LOOK_S = 2.0
 """Seconds after which a runner without room or new sessions asks again what has become of its sessions."""
 
 
-@dataclass
-class _Work:
-    """Facts that the report on a failed session needs."""
-
-    task: dict[str, str] = field(default_factory=dict)
-    """Id and environment of the task, once it is made."""
-    cause: Cause = "agent"
-
-
 class AgentRunner:
-    """Runs up to `concurrency` sessions at once on one event loop, with plain functions in threads."""
+    """Works on many sessions at once on one event loop, with plain functions in threads."""
 
     def __init__(
         self,
@@ -63,9 +52,10 @@ class AgentRunner:
         runner_id: str,
         attempt: int | None = None,
         tasks: Callable[[str, int], Task],
-        agent: Callable[[Task, Endpoint], Any],
+        agent: Callable[..., Any],
         reward: Callable[[Task, Any], Any],
-        concurrency: int,
+        prepare: Prepare | None = None,
+        rules: RolloutConfig,
         seed: int,
         work: Literal["agent", "reward"] = "agent",
         patience_s: float = 60.0,
@@ -75,14 +65,14 @@ class AgentRunner:
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._attempt = attempt
         """Attempt of the flow: when a later one begins, the data plane releases this runner."""
-        self._tasks, self._agent, self._reward = tasks, agent, reward
-        self._concurrency, self._kind, self._patience_s = concurrency, work, patience_s
+        self._tasks, self._kind, self._patience_s = tasks, work, patience_s
+        self._phases = Phases(rules, agent, reward, prepare)
         self._alone_since: float | None = None
         """Monotonic time of the first claim that failed since one was answered."""
         self._is_scored_elsewhere = False
         # every seed starts elsewhere among the training tasks; the held-out ones are the same for all
         self._first_index = {"train": seed * 0x9E3779B1 % 2**32, "holdout": 0}
-        self._running: dict[str, asyncio.Task[None]] = {}
+        self._sessions: dict[str, asyncio.Task[None]] = {}
         """Sessions until they are reported. When a claim names sessions, the data plane takes back those that
         it does not name."""
         self._named_at = -math.inf
@@ -90,10 +80,7 @@ class AgentRunner:
         self._reports = Reports(f"/runs/{run_id}/finished", self._note_reported)
         self._has_reported = asyncio.Event()
         """Whether a report was answered since the last claim began."""
-        self._threads = Threads()
         self._logged: set[tuple[str, str, int]] = set()
-        self._untold: dict[str, dict[str, str]] = {}
-        """Tasks of sessions that have begun, by session id, until a claim has told the data plane."""
 
     async def run(self) -> int:
         """Work until the data plane releases the runner; returns the number of sessions finished.
@@ -117,11 +104,11 @@ class AgentRunner:
                         if reporter.done():
                             reporter.result()  # raises what ended it
             except ConnectionError:
-                if num_lost := sum(task.done() for task in self._running.values()):
+                if num_lost := sum(task.done() for task in self._sessions.values()):
                     log.warning("%d sessions have ended and could not be reported", num_lost)
                 raise
             finally:
-                tasks = [*self._running.values(), reporter]
+                tasks = [*self._sessions.values(), reporter]
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
@@ -154,18 +141,18 @@ class AgentRunner:
     async def _claim(self) -> bool:
         """Ask for as many sessions as fit; False once released."""
         self._has_reported.clear()
-        free = self._concurrency - len(self._running) - self._threads.num_excess
-        room = min(max(0, free), MAX_CLAIM)
-        now, tasks = time.monotonic(), dict(self._untold)
+        room = min(self._room(), MAX_CLAIM)
+        now, begun, answered = time.monotonic(), dict(self._phases.begun), [*self._phases.answered]
         names_sessions = now - self._named_at >= BEAT_S
         body = {
             "runner": self._runner_id,
             "attempt": self._attempt,
             "max": room,
             "work": self._kind,
-            "tasks": tasks,
+            "tasks": begun,
+            "answered": answered,
             "wait_s": LOOK_S if room else 0.0,
-            "running": list(self._running) if names_sessions else None,
+            "running": list(self._sessions) if names_sessions else None,
         }
         try:
             response = await self._http.post(f"/runs/{self._run_id}/claim", content=orjson.dumps(body))
@@ -175,24 +162,28 @@ class AgentRunner:
             await asyncio.sleep(0.5)
             return True
         self._alone_since = None
-        for session_id in tasks:
-            del self._untold[session_id]
+        self._phases.note_told(begun, answered)
         if names_sessions:
             self._named_at = now
         answer = orjson.loads(response.content)
         self._is_scored_elsewhere = answer["scored_elsewhere"]
         for session_id in answer["ended"]:
-            if (ended := self._running.get(session_id)) is not None and not ended.done():
+            if (ended := self._sessions.get(session_id)) is not None and not ended.done():
                 ended.cancel()
-                del self._running[session_id]
+                self._forget(session_id)
         for claim in answer["sessions"]:
-            self._running[claim["session_id"]] = asyncio.create_task(self._work(claim, answer["key"]))
+            self._sessions[claim["session_id"]] = asyncio.create_task(self._work(claim, answer["key"]))
         if room == 0:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._has_reported.wait(), LOOK_S)
         # sessions end in bursts: one claim for several is cheaper than one each
         await asyncio.sleep(0.01)
         return not answer["released"]
+
+    def _room(self) -> int:
+        """Number of sessions, or of answers, to claim."""
+        room = self._phases.room if self._kind == "agent" else self._phases.room_for_answers
+        return room(len(self._sessions))
 
     def _note_failure(self, sentence: str) -> None:
         """Raises ConnectionError when claims have failed for too long."""
@@ -205,7 +196,8 @@ class AgentRunner:
         log.warning("claim failed, trying again: %s", sentence)
 
     async def _work(self, claim: dict[str, Any], run_key: str | None) -> None:
-        session_id, work = claim["session_id"], _Work()
+        session_id = claim["session_id"]
+        work = Work(session_id)
         try:
             self._reports.add(session_id, await self._report_on(claim, work, run_key or self._key or "none"))
         # user code may raise anything, exit the program or cancel itself: that fails one session
@@ -221,39 +213,39 @@ class AgentRunner:
                 self._logged.add(kind)
                 trace = as_text("".join(format_exception(error)))
                 log.warning("session %s failed: %s\n%s", session_id, as_text(sentence), trace)
-            self._reports.add_failure(session_id, sentence, work.cause, **work.task)
+            self._reports.add_failure(session_id, sentence, work.cause, **work.facts)
 
     def _note_reported(self, session_id: str) -> None:
-        self._running.pop(session_id, None)
+        self._forget(session_id)
         self._has_reported.set()
 
-    async def _report_on(self, claim: dict[str, Any], work: _Work, key: str) -> dict[str, Any]:
+    def _forget(self, session_id: str) -> None:
+        self._sessions.pop(session_id, None)
+        self._phases.ended.discard(session_id)
+
+    async def _report_on(self, claim: dict[str, Any], work: Work, key: str) -> dict[str, Any]:
         """Run the agent, or take what another runner's agent answered; score it, or leave that to others."""
         task = self._tasks(claim["split"], claim["task_index"] + self._first_index[claim["split"]])
-        if named := _named(task):
-            self._untold[claim["session_id"]] = work.task = named
+        work.facts |= _named(task)
         if claim["answer"] is not None:
             answer = orjson.loads(claim["answer"])
         else:
-            url = f"{self._url}/sessions/{claim['session_id']}/v1"
-            answer = await self._call(self._agent, task, Endpoint(url, key, "policy"))
+            url = f"{_with_port(self._url, claim['port'])}/sessions/{claim['session_id']}/v1"
+            answer = await self._phases.run(work, task, Endpoint(url, key, "policy"))
             if self._is_scored_elsewhere:
-                return {"status": "answered", "answer": _as_json(answer)}
-        work.cause = "reward"
-        reward, parts = _as_reward(await self._call(self._reward, task, answer))
+                return {"status": "answered", "answer": _as_json(answer), **work.facts}
         return {
             "status": "finished",
-            "reward": reward,
-            "reward_parts": parts,
+            **await self._phases.score(work, task, answer),
+            **work.facts,
             "task_id": task.task_id,
             "environment": task.environment,
         }
 
-    async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a plain or an async function; plain ones must not block the other sessions."""
-        if inspect.iscoroutinefunction(function):
-            return await function(*args)
-        return await self._threads.call(function, *args)
+
+def _with_port(url: str, port: int | None) -> str:
+    """The URL with this port; None: its own."""
+    return url if port is None else str(httpx.URL(url).copy_with(port=port))
 
 
 def _named(task: Task) -> dict[str, str]:
@@ -283,11 +275,3 @@ def _as_json(answer: Any) -> str:
             f"the agent answered {type(answer).__name__}, which is not JSON ({error}); "
             "answers that `reward` workers score must be"
         ) from None
-
-
-def _as_reward(value: Any) -> tuple[float, dict[str, float]]:
-    parts = {str(name): float(part) for name, part in value.items()} if isinstance(value, Mapping) else {}
-    total = sum(parts.values()) if parts else float(value)
-    if not math.isfinite(total):
-        raise ValueError(f"the reward must be a finite number, got {value!r}")
-    return total, parts

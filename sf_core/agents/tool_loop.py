@@ -6,8 +6,9 @@ Uses nothing but the public OpenAI SDK, so it runs unchanged against any OpenAI-
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,14 +18,19 @@ from openai import AsyncOpenAI, DefaultAioHttpClient, omit
 from sf_core.types import Endpoint
 
 
+class LostToolError(Exception):
+    """A tool cannot be called any more, which ends the loop; the message is one sentence."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tool:
     name: str
     description: str
     parameters: dict[str, Any]
     """JSON schema of the arguments."""
-    function: Callable[..., str]
-    """Called with the arguments by keyword; an error that it raises is shown to the model as the result."""
+    function: Callable[..., str | Awaitable[str]]
+    """Called with the arguments by keyword, plain or async; an error that it raises is shown to the model as
+    the result, but for a LostToolError."""
 
     @property
     def schema(self) -> Any:
@@ -42,13 +48,7 @@ async def run_tool_loop(
     endpoint: Endpoint, prompt: str, tools: Sequence[Tool] = (), max_turns: int = 4
 ) -> str:
     """The model's final text; empty if it still calls tools in its last turn."""
-    client = AsyncOpenAI(
-        base_url=endpoint.base_url,
-        api_key=endpoint.api_key,
-        http_client=await _http_client(),
-        timeout=None,  # the endpoint may hold a request while the policy trains; sessions have a time limit
-        max_retries=5,
-    )
+    client = await open_client(endpoint)
     by_name = {tool.name: tool for tool in tools}
     messages: list[Any] = [{"role": "user", "content": prompt}]
     for _ in range(max_turns):
@@ -60,16 +60,30 @@ async def run_tool_loop(
             return message.content or ""
         messages.append(message.model_dump(exclude_none=True))
         messages += [
-            {"role": "tool", "tool_call_id": call.id, "content": _run_tool(by_name, call)}
+            {"role": "tool", "tool_call_id": call.id, "content": await _run_tool(by_name, call)}
             for call in message.tool_calls
         ]
     return ""
 
 
-def _run_tool(by_name: dict[str, Tool], call: Any) -> str:
+async def open_client(endpoint: Endpoint) -> AsyncOpenAI:
+    """A client of the endpoint; those of one event loop share its connections, and none is to be closed."""
+    return AsyncOpenAI(
+        base_url=endpoint.base_url,
+        api_key=endpoint.api_key,
+        http_client=await _http_client(),
+        timeout=None,  # the endpoint may hold a request while the policy trains; sessions have a time limit
+        max_retries=5,
+    )
+
+
+async def _run_tool(by_name: dict[str, Tool], call: Any) -> str:
     try:
         tool = by_name[call.function.name]
-        return tool.function(**json.loads(call.function.arguments))
+        result = tool.function(**json.loads(call.function.arguments))
+        return await result if inspect.isawaitable(result) else result
+    except LostToolError:
+        raise
     except Exception as error:  # the model wrote this call: it is told what was wrong and may try again
         return f"error: {error}"
 

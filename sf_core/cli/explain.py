@@ -10,7 +10,7 @@ from sf_core.cli.bubbles import expected_bubble, measured_work
 from sf_core.config import RunConfig
 from sf_core.scheduling.cluster import find_workers, held_by_others, scheduler_of
 from sf_core.scheduling.plan import Plan, Worker, able_to_train, make_plan, priority_of, training_order
-from sf_core.stages.start import check_memory
+from sf_core.stages.sizes import check_memory, explain_sizes
 from storage.files import exists
 from storage.run_directory import RunDirectory
 
@@ -28,7 +28,11 @@ def explain_plan(
     facts = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
     facts.add_row("pipeline", Text(_pipeline(plan, config)))
     facts.add_row("lag bound", Text(_lag(config)))
+    if config.rollout.outside_groups:
+        facts.add_row("outside", Text(_outside(plan, config)))
     facts.add_row("bubbles", Text(_bubbles(plan, config, measured)))
+    for subject, text in explain_sizes(config).items():
+        facts.add_row(subject, Text(text))
     able = able_to_train(workers, config)
     unknown = [worker.name for worker in able if worker.device is None]
     if unknown and len(able) > len(plan.trainers):
@@ -117,6 +121,13 @@ def _lag(config: RunConfig) -> str:
         "drop": "groups that would grow older are dropped",
     }
     return f"{config.lag_bound}: sampling goes on while training; {older[config.rollout.on_max_lag]}"
+
+
+def _outside(plan: Plan, config: RunConfig) -> str:
+    rollout = config.rollout
+    share = f"{rollout.outside_groups} of {rollout.groups_per_batch} groups of each batch"
+    held_out = "" if plan.agent else "; so are held-out tasks, since no worker carries agent"
+    return f"{share} are those of agents that declare them (POST /runs/RUN/groups){held_out}"
 
 
 def _bubbles(plan: Plan, config: RunConfig, measured: str | None) -> str:

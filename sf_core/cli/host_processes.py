@@ -11,9 +11,9 @@ from typing import NoReturn
 from sf_core.cli.stack import processes
 from sf_core.cli.stack.processes import Part
 from sf_core.config.addresses import is_loopback
-from sf_core.config.environment import prefect_password
 from sf_core.scheduling.tls import require_tls
 from sf_core.scheduling.worker import DASK_SETTINGS
+from sf_core.surroundings import prefect_password
 
 
 def become_prefect_server(host: str, port: int) -> NoReturn:

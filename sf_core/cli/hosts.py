@@ -80,7 +80,7 @@ def dataplane(
         float, typer.Option(min=0, help="A turn goes on for so long without its client.")
     ] = DataplaneOptions.grace_s,
     gateways: Annotated[
-        int, typer.Option(min=1, help="Processes that serve turns; 1: all in one.")
+        int, typer.Option(min=1, help="Processes that serve turns, on the ports after --port; 1: all in one.")
     ] = DataplaneOptions.num_gateways,
     memory_mb: Annotated[
         float, typer.Option(help="For sessions and results; above it nothing new is begun.")
@@ -88,8 +88,8 @@ def dataplane(
     port_file: Annotated[str | None, typer.Option(help="File for the port, written once it is open.")] = None,
 ) -> None:
     """Serve a data plane for many runs. Its key is read from SF_DATAPLANE_KEY."""
-    from sf_core.config.environment import dataplane_key
     from sf_core.dataplane.server import serve
+    from sf_core.surroundings import dataplane_key
 
     try:
         options = DataplaneOptions(journal_dir, fsync, grace_s, memory_mb, gateways)

@@ -23,7 +23,18 @@ from sf_core.cli.stack.local import begin_services, local_stack
 from sf_core.cli.stack.processes import Part
 from sf_core.cli.stack.supervisor import Process, StackError, Supervisor
 from sf_core.config import RunConfig
-from sf_core.config.environment import (
+from sf_core.dataplane.control.client import DataplaneClient, DataplaneError
+from sf_core.engines.registry import engine_kind
+from sf_core.reports.devices import loading
+from sf_core.reports.states import is_finished
+from sf_core.reports.view import RunView
+from sf_core.scheduling.cluster import await_plan, find_workers, scheduler_of
+from sf_core.scheduling.plan import make_plan
+from sf_core.stages.evaluate import open_evaluation
+from sf_core.stages.run import new_run_id
+from sf_core.stages.sizes import check_memory
+from sf_core.stages.stored_config import settled
+from sf_core.surroundings import (
     CACHE_DIR,
     PREFECT_HOME,
     cache_dir,
@@ -33,19 +44,9 @@ from sf_core.config.environment import (
     dataplane_url,
     prefect_api_url,
     prefect_home,
+    vllm_python,
 )
-from sf_core.config.words import loading
-from sf_core.dataplane.control.client import DataplaneClient, DataplaneError
-from sf_core.engines.registry import engine_kind
-from sf_core.reports.states import is_finished
-from sf_core.reports.view import RunView
-from sf_core.scheduling.cluster import await_plan, find_workers, scheduler_of
-from sf_core.scheduling.plan import make_plan
-from sf_core.stages.evaluate import open_evaluation
-from sf_core.stages.run import new_run_id
-from sf_core.stages.start import check_memory
-from sf_core.stages.stored_config import settled
-from sf_core.training.registry import trainer_kind
+from sf_core.training.registry import check_installed, trainer_kind
 from storage.errors import StorageError
 from storage.files import absolute, check_writable, is_local
 from storage.run_directory import RunDirectory
@@ -117,8 +118,12 @@ def _check_surroundings(config: RunConfig) -> None:
     check_open_files()
     if prefect_api_url() is None:
         check_place(prefect_home(), *PREFECT_HOME)
-    if config.policy.model is None and scheduler_of(config) is None:
-        check_place(cache_dir(), *CACHE_DIR)
+    if scheduler_of(config) is None:
+        if config.policy.model is None:
+            check_place(cache_dir(), *CACHE_DIR)
+        if config.engine.kind == "vllm" and config.engine.vllm.url is None:
+            vllm_python()
+        check_installed(config)
 
 
 def _run(

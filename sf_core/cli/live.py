@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -17,6 +16,7 @@ from rich.text import Text
 
 from sf_core import waits
 from sf_core.config import RunConfig
+from sf_core.dataplane.bodies import EngineStatus, RunStatus
 from sf_core.reports.view import RunView
 from sf_core.waits import clock
 from storage.run_directory import RunDirectory
@@ -52,7 +52,7 @@ class RunProgress:
     def note(self, text: str) -> None:
         self._bars.update(self._iterations, note=text)
 
-    def update(self, status: dict[str, Any], held_out: Mapping[int, float]) -> None:
+    def update(self, status: RunStatus, held_out: Mapping[int, float]) -> None:
         """Show the status of the run in the data plane, and the held-out rewards by policy version."""
         note = f"{status['stage']} {status['iteration']}" if "stage" in status else "starting"
         self._bars.update(self._iterations, completed=status["next_batch"], note=note)
@@ -96,7 +96,7 @@ class LineProgress:
     def note(self, text: str) -> None:
         self._console.print(f"{clock(time.time())}  {text}", highlight=False, soft_wrap=True)
 
-    def update(self, status: dict[str, Any], held_out: Mapping[int, float]) -> None:
+    def update(self, status: RunStatus, held_out: Mapping[int, float]) -> None:
         self._is_served = True
         wait = status.get("wait")
         if wait and wait["since"] != self._waits_since:
@@ -177,6 +177,6 @@ class HeldOutRewards:
         return self._found
 
 
-def _engine(engine: dict[str, Any]) -> str:
+def _engine(engine: EngineStatus) -> str:
     version = engine["version"]
     return f"{engine['worker']}:{'starting' if version is None else f'v{version}'}"

@@ -36,6 +36,22 @@ StackFolder = Annotated[Path, typer.Option(help="Configuration, logs and journal
 DEFAULT_STACK = Path(".stack")
 
 
+@app.command("init")
+def init_project(
+    name: Annotated[str, typer.Argument(help="New folder; its module is named like it.", show_default=False)],
+) -> None:
+    """Write a small project of your own: tasks, an agent, a reward, their test, and a configuration."""
+    from sf_core.cli.project.create import create_project
+
+    try:
+        files = create_project(name)
+    except (ValueError, OSError) as error:
+        _fail(str(error))
+    for file in files:
+        print(file)
+    print(f"cd {files[0].parent} && sf train train.yaml")
+
+
 @app.command()
 def train(config: ConfigFile, overrides: Overrides = None) -> None:
     """Train an agent's policy; an existing run_id resumes where it stopped."""
@@ -103,7 +119,7 @@ def setup_server(
     ] = 540,
 ) -> None:
     """Create or update what we need on the Prefect server at PREFECT_API_URL: work pool, automations."""
-    from sf_core.config.environment import prefect_api_url
+    from sf_core.surroundings import prefect_api_url
 
     if prefect_api_url() is None:
         _fail("PREFECT_API_URL is not set: name the Prefect server, for example http://127.0.0.1:4200/api")
@@ -171,22 +187,28 @@ def simulate(
     rollout: Annotated[int, typer.Option(min=0, help="Devices that only roll out.")] = 4,
     dual: Annotated[int, typer.Option(min=1, help="Devices that can train too.")] = 4,
     rollout_kind: Annotated[
-        str | None, typer.Option(help="What the former are, such as h20.", show_default=False)
+        str | None, typer.Option(help="Kind of the rollout-only devices, such as h20.", show_default=False)
     ] = None,
     dual_kind: Annotated[
-        str | None, typer.Option(help="What the latter are, such as h800.", show_default=False)
+        str | None, typer.Option(help="Kind of the devices that can train, such as h800.", show_default=False)
     ] = None,
     lengths: Annotated[
-        str | None, typer.Option(help="Run directory whose sessions' lengths are drawn.", show_default=False)
+        str | None, typer.Option(help="Run directory to draw lengths of sessions from.", show_default=False)
     ] = None,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 140,
-    median: Annotated[float, typer.Option(min=1, help="Of the lognormal number of sampled tokens.")] = 600.0,
-    sigma: Annotated[float, typer.Option(min=0, help="How heavy their tail is.")] = 1.2,
-    turn: Annotated[int, typer.Option(min=0, help="Tokens of a turn; 0: sessions have one turn.")] = 200,
+    median: Annotated[
+        float, typer.Option(min=1, help="Median of a session's sampled tokens (log-normal).")
+    ] = 600.0,
+    sigma: Annotated[
+        float, typer.Option(min=0, help="Sigma of that distribution: how heavy its tail is.")
+    ] = 1.2,
+    turn: Annotated[
+        int, typer.Option(min=0, help="Sampled tokens of a turn; 0: one turn per session.")
+    ] = 200,
     tool_median: Annotated[
-        float, typer.Option(min=0, help="Of the lognormal seconds that tools take after each turn.")
+        float, typer.Option(min=0, help="Median seconds that tools take after a turn (log-normal).")
     ] = 1.0,
-    failures_per_hour: Annotated[float, typer.Option(min=0, help="Of one device.")] = 0.0,
+    failures_per_hour: Annotated[float, typer.Option(min=0, help="Failures of one device per hour.")] = 0.0,
     picture: Annotated[
         str | None, typer.Option(help="PNG of the multiplexed timeline.", show_default=False)
     ] = None,
@@ -229,17 +251,18 @@ def _stored_config(run: str, overrides: list[str] | None = None) -> RunConfig:
 
 
 def _runnable(config: RunConfig, source: str) -> RunConfig:
-    """The configuration, after its Python references and model folder were checked."""
-    from sf_core.config.references import load_object
+    """The configuration, after its environment, Python references, command and model folder were checked."""
+    from sf_core.environments.registry import agent_of, environment_of, prepare_of, reward_of, tasks_of
+    from sf_core.scheduling.cluster import scheduler_of
     from sf_core.stages.start import check_start
 
     sys.path.insert(0, os.getcwd())
     try:
-        for reference in (config.environment.tasks, config.environment.agent, config.environment.reward):
-            load_object(reference)
-    except ValueError as error:
-        _fail(f"{source}: environment: {error}")
-    try:
+        for checked in (environment_of, tasks_of, reward_of, prepare_of):
+            checked(config.environment)
+        # a program and a sandbox need not be here if the workers are elsewhere
+        if isinstance(config.environment.agent, str) or scheduler_of(config) is None:
+            agent_of(config.environment)
         check_start(config)
     except (ValueError, OSError) as error:
         _fail(f"{source}: {error}")
@@ -266,7 +289,7 @@ def _interrupt(number: int, frame: object) -> None:
 
 
 def main() -> None:
-    from sf_core.config.environment import (
+    from sf_core.surroundings import (
         check_names,
         dataplane_url,
         prefect_api_url,

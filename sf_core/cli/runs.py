@@ -106,12 +106,12 @@ def report(
 @commands.command()
 def export(
     run: RunDir,
-    out: Annotated[str, typer.Argument(help="File to write.", show_default=False)],
-    to: Annotated[str, typer.Option(help="trl, verl or sharegpt.", show_default=False)],
+    out: Annotated[str, typer.Argument(help="File to write; for atif a folder.", show_default=False)],
+    to: Annotated[str, typer.Option(help="trl, verl, sharegpt or atif.", show_default=False)],
     opened: Annotated[bool, typer.Option("--opened", help="Sessions that agents opened instead.")] = False,
 ) -> None:
     """Write a run's trajectories in the format of another training tool."""
-    from sf_core.reports.export import export
+    from sf_core.reports.export.export import export
 
     try:
         exported = export(run, to, out, opened=opened)
@@ -137,7 +137,7 @@ def replay(
     iteration: Annotated[int, typer.Option(min=0, help="Iteration to train again.", show_default=False)],
 ) -> None:
     """Train a stored batch again from the checkpoint before it and compare the weights; writes nothing."""
-    from sf_core.stages.retrain import replay
+    from sf_core.cli.replay import replay
 
     try:
         result = replay(run, iteration)

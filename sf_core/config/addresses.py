@@ -24,3 +24,11 @@ def without_user(url: str) -> str:
             "trackers; put the whole address into the environment variable SF_DATAPLANE_URL"
         )
     return url
+
+
+def server_url(url: str) -> str:
+    """Returns the URL of a vLLM server unchanged. Raises ValueError if it is none, or contains a user or
+    password."""
+    if "@" in url or not url.startswith(("http://", "https://")):
+        raise ValueError("expected http://HOST:PORT without a user or password; a key goes into SF_VLLM_KEY")
+    return url

@@ -10,11 +10,16 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, get_args
 
-from sf_core.config.base import Settings
+from sf_core.settings import Settings
 
-Reason = Literal["context_overflow", "timeout", "agent_error", "unparsed_call", "not_recorded"]
-"""Why a session failed. The first four have a rule in the settings. not_recorded: the session could not be
-exported; it has the fixed rule retry_then_exclude."""
+# fmt: off
+Reason = Literal[
+    "context_overflow", "timeout", "agent_error", "unparsed_call", "reward_error",
+    "prepare_error", "not_recorded",
+]
+# fmt: on
+"""Why a session failed. The last two have no rule in the settings: they are retried, then excluded.
+prepare_error: what its agent needs could not be prepared. not_recorded: it could not be exported."""
 
 Rule = Literal["zero", "retry_then_zero", "retry_then_exclude"]
 
@@ -22,8 +27,9 @@ Status = Literal["finished", "finished_after_overflow"] | Reason
 """How a session ended. finished_after_overflow: it has an ordinary reward, although its last request did not
 fit into the context window."""
 
-Cause = Literal["agent", "reward", "time"]
-"""What ended a failed session: an error of the agent, an error of its scoring, or the time limit."""
+Cause = Literal["prepare", "agent", "time", "reward"]
+"""What ended a failed session: an error while it was prepared, an error of its agent or the agent's time
+limit, or an error of its scoring."""
 
 REASONS: tuple[Reason, ...] = get_args(Reason)
 
@@ -39,14 +45,16 @@ class FailureRules(Settings):
     timeout: Rule = "zero"
     """The session ran longer than `session_timeout_s`."""
     agent_error: Rule = "retry_then_exclude"
-    """The agent or the reward function raised another error, or the reward is not a finite number."""
+    """The agent raised another error."""
     unparsed_call: Rule = "zero"
     """The agent raised an error after an answer of the policy with a tool call that could not be parsed. An
     agent that recovers from such an answer has not failed."""
+    reward_error: Rule = "retry_then_exclude"
+    """The reward function raised an error or took too long, or the reward is not a finite number. An agent
+    outside was given none in time."""
 
     def rule_for(self, reason: Reason) -> Rule:
-        rule: Rule = "retry_then_exclude" if reason == "not_recorded" else getattr(self, reason)
-        return rule
+        return getattr(self, reason, "retry_then_exclude")
 
 
 def count_failures(statuses: Iterable[str]) -> dict[str, int]:

@@ -9,26 +9,20 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from sf_core.config.addresses import without_user
-from sf_core.config.base import Settings
+from sf_core.config.addresses import server_url, without_user
+from sf_core.config.contradictions import contradictions
 from sf_core.config.devices import known_device
-from sf_core.config.failures import FailureRules
 from sf_core.config.pipelines import PIPELINES, PipelineName
-from sf_core.config.references import Reference
-from sf_core.config.undone import UndoneField
-from sf_core.config.words import is_word
+from sf_core.config.rollout_config import MAX_TOGETHER, EnvironmentConfig, RolloutConfig
+from sf_core.config.train_config import TrainConfig
+from sf_core.settings import Reference, Settings, is_word
 
 PublicAddress = Annotated[str, AfterValidator(without_user)]
 """A URL without a user or password: it is stored with the run and shown to its readers."""
 
-Share = Annotated[float, Field(ge=0, lt=1)]
-
-# the names in the registries of engines, training and recipes, which settings must not import
-EngineName = Literal["torch", "scripted", "emulated"]
-TrainerName = Literal["torch", "emulated"]
-LossName = Literal["ppo_clip"]
-AdvantageName = Literal["group_relative"]
-GateName = Literal["all", "varied"]
+# the names in the registry of engines, which settings must not import
+EngineName = Literal["torch", "vllm", "scripted", "emulated"]
+DtypeName = Literal["float32", "bfloat16"]
 
 
 class WarmstartConfig(Settings):
@@ -40,6 +34,9 @@ class WarmstartConfig(Settings):
     """Demonstrations per step."""
     learning_rate: float = Field(3e-3, gt=0)
     """Peak learning rate; it decays to a tenth on a cosine schedule."""
+    label_smoothing: float = Field(0.18, ge=0, lt=1)
+    """How unsure the policy stays of each token that it has been shown: at temperature 1 it samples about
+    this share of its tokens from all others, which leaves reinforcement learning something to improve."""
 
 
 class PolicyConfig(Settings):
@@ -53,115 +50,8 @@ class PolicyConfig(Settings):
     """Number of layers of the built-in policy."""
     warmstart: WarmstartConfig | None = WarmstartConfig()
     """Supervised warm start of the built-in policy; not used with `model`."""
-
-
-class EnvironmentConfig(Settings):
-    """The tasks, the agent that works on them, and the reward function that scores its answers."""
-
-    tasks: Reference = "sf_core.environments.quickstart:tasks"
-    """Function (split, index) -> Task, split "train" or "holdout". Same arguments must give the same task."""
-    agent: Reference = "sf_core.environments.quickstart:agent"
-    """The agent: a function (task, endpoint) -> answer, sync or async. It sees an ordinary LLM endpoint."""
-    reward: Reference = "sf_core.environments.quickstart:reward"
-    """Function (task, answer) -> a number, or a mapping of named parts whose sum is the reward."""
-
-
-class RolloutConfig(Settings):
-    """How sessions are sampled, and when a batch is full."""
-
-    group_size: int = Field(8, ge=2, le=2**16)
-    """Sessions per group, all of one task; their rewards are compared."""
-    groups_per_batch: int = Field(32, ge=1, le=2**16)
-    """Groups per batch; each iteration trains on one batch."""
-    gate: GateName = "all"
-    """all: every complete group counts. varied: groups whose rewards are all equal are dropped and replaced
-    (dynamic sampling, DAPO)."""
-    overlap: bool | None = None
-    """Sample for the next batch while this one is trained on. Off: strictly on-policy. Empty: the default of
-    the pipeline; on without a pipeline."""
-    max_lag: int = Field(1, ge=0)
-    """Maximum number of policy versions between the weights being updated and those that sampled a token."""
-    on_max_lag: Literal["wait", "drop"] = "wait"
-    """Rule for unfinished sessions that would exceed `max_lag` in a later batch. wait: the batch waits for
-    them. drop: their groups are dropped and counted."""
-    temperature: float = Field(1.0, ge=0, le=2)
-    """Sampling temperature of the run's sessions, held-out ones included; overrides the agent's request."""
-    top_p: float = Field(1.0, gt=0, le=1)
-    """Nucleus sampling; overrides the agent's request."""
-    top_k: int = Field(0, ge=0)
-    """Top-k sampling, 0 for no limit; overrides the agent's request."""
-    max_tokens: int = Field(64, ge=1)
-    """Maximum number of tokens sampled per turn."""
-    ignored_fields: tuple[UndoneField, ...] = ()
-    """Unsupported request fields, such as `presence_penalty`, that are ignored although they would change an
-    answer; for clients that always send them. Requests with other unsupported fields are refused."""
-    concurrency: int = Field(128, ge=1, le=2**16)
-    """Number of sessions that one agent worker runs at once."""
-    session_timeout_s: float = Field(120.0, gt=0)
-    """Maximum duration of a session, pauses not counted; beyond it `on_failure.timeout` applies."""
-    request_patience_s: float = Field(600.0, gt=0)
-    """Longest wait of a request for an engine, pauses counted; then it is refused (503). Must exceed a train
-    step if no worker rolls out meanwhile."""
-    session_attempts: int = Field(3, ge=1)
-    """Maximum number of attempts at a session that is retried on failure, the first included."""
-    on_failure: FailureRules = FailureRules()
-    failed_reward: float = Field(0.0, ge=-1e9, le=1e9)
-    """Reward of a failed session that is neither retried nor excluded; held-out ones are never excluded."""
-    batch_timeout_s: float = Field(1800.0, gt=0)
-    """Longest wait for a batch or an evaluation; then the run fails and says what it waited for."""
-    absence_timeout_s: float = Field(900.0, gt=0)
-    """Longest wait for a batch or an evaluation while no engine, or no agent worker, is connected; then the
-    run fails and says which is missing. A loading engine counts as connected. Must exceed the time to replace
-    a host; has no effect unless it is below `batch_timeout_s`."""
-
-
-class TrainConfig(Settings):
-    """The optimiser and the loss (GRPO; Shao et al. 2024, with DAPO's token mean and asymmetric clip)."""
-
-    iterations: int = Field(40, ge=1)
-    """Number of RL iterations of the run."""
-    backend: TrainerName | None = None
-    """Code that trains. torch: PyTorch. emulated: trainers sleep as long as the device of `emulation` would
-    compute, and make no weights, so `engine.kind` must not be torch. Empty: emulated with engines of kind
-    emulated, torch with all others."""
-    workers: int = Field(1, ge=1)
-    """Number of workers that train together, one rank each."""
-    min_workers: int | None = Field(None, ge=1)
-    """Fewest training workers to continue with after one is lost. Empty: all of `workers`."""
-    gang_timeout_s: float = Field(180.0, gt=0)
-    """Longest that a rank waits for another one, to start or at an exchange of gradients; then the train step
-    fails, names the missing ranks, and is retried. Also the time after which a lost trainer is replaced by
-    another worker. Must exceed the time in which a worker starts and loads the policy, and in which weights
-    are written."""
-    learning_rate: float = Field(3e-4, gt=0)
-    """Constant learning rate of AdamW, after `warmup_steps`."""
-    warmup_steps: int = Field(0, ge=0)
-    """Optimiser steps over which the learning rate rises from 0."""
-    betas: tuple[Share, Share] = (0.9, 0.95)
-    """AdamW's decay rates of the first and the second moment."""
-    weight_decay: float = Field(0.0, ge=0)
-    """AdamW's weight decay."""
-    max_grad_norm: float = Field(1.0, gt=0)
-    """Maximum gradient norm; larger gradients are scaled down to it. 1e9 leaves them as they are."""
-    loss: LossName = "ppo_clip"
-    """Loss of a token. ppo_clip: PPO's surrogate, clipped by `clip_low` and `clip_high`; its gradient has the
-    importance ratio, up to `importance_cap`, as a weight."""
-    clip_low: float = Field(0.2, gt=0, lt=1)
-    """The importance ratio is clipped below at 1 - clip_low."""
-    clip_high: float = Field(0.28, gt=0)
-    """The importance ratio is clipped above at 1 + clip_high."""
-    importance_cap: float = Field(5.0, ge=1)
-    """Upper bound of the importance ratio as a weight of the gradient (truncated importance sampling)."""
-    minibatches: int = Field(1, ge=1)
-    """Optimiser steps per batch; groups are never split."""
-    tokens_per_microbatch: int = Field(8192, ge=64)
-    """Maximum number of tokens, padding included, in one forward and backward pass."""
-    advantage: AdvantageName = "group_relative"
-    """Advantage of a session. group_relative: its reward minus the mean reward of its group."""
-    scale_rewards: bool = True
-    """Divide advantages by the group's standard deviation (GRPO). Off: only subtract its mean (Dr. GRPO)."""
-    checkpoint_every: int = Field(1, ge=1)
-    """Iterations between checkpoints; a lost trainer replays those since the last one from stored batches."""
+    dtype: DtypeName = "float32"
+    """Element type in which weights are published, served and exported. The trainer's own are float32."""
 
 
 class EvaluateConfig(Settings):
@@ -169,23 +59,39 @@ class EvaluateConfig(Settings):
 
     every: int = Field(10, ge=1)
     """Iterations between evaluations; the first and the last policy are always evaluated."""
-    num_tasks: int = Field(128, ge=1, le=2**16)
+    num_tasks: int = Field(128, ge=1, le=MAX_TOGETHER)
     """Number of held-out tasks."""
+
+
+class VllmConfig(Settings):
+    """vLLM's server, with `engine.kind: vllm`."""
+
+    url: Annotated[str, AfterValidator(server_url)] | None = None
+    """Address of a running vLLM server, for one rollout worker on the host that reads the run's folder as the
+    server does. It needs --enable-scale-out, --logprobs-mode processed_logprobs and, in its environment,
+    VLLM_SERVER_DEV_MODE=1; its key is read from the environment variable SF_VLLM_KEY. Empty: each rollout
+    worker starts one."""
+    arguments: tuple[Annotated[str, Field(pattern=r"^--[\w.-]+(=.*)?$")], ...] = ()
+    """Further arguments of the servers that are started, such as --gpu-memory-utilization=0.6."""
+    sleep_level: int = Field(2, ge=1, le=2)
+    """What a server on a GPU does with its weights between leases. 1: keeps them in the host's memory. 2:
+    drops them, and reads them again. On the CPU a server keeps all of its memory."""
 
 
 class EngineConfig(Settings):
     """The inference engine of a rollout worker."""
 
     kind: EngineName = "torch"
-    """torch: the built-in engine. scripted: canned answers without a model, for tests and benchmarks.
-    emulated: engines, and trainers unless `train.backend` says otherwise, sleep as long as the device of
-    `emulation` would compute."""
+    """torch: the built-in engine. vllm: a vLLM server, which `make vllm` installs. scripted: canned answers
+    without a model, for tests and benchmarks. emulated: engines, and trainers unless `train.backend` says
+    otherwise, sleep as long as the device of `emulation` would compute."""
     max_running: int = Field(128, ge=1)
     """Maximum number of requests in one decoding batch."""
     context_length: int = Field(512, ge=16)
     """Maximum number of tokens of one sequence, prompt included."""
     kv_on_update: Literal["recompute", "keep"] = "recompute"
     """What happens to the KV cache of running requests when weights change."""
+    vllm: VllmConfig = VllmConfig()
     script: Reference | None = None
     """Function of the scripted engine: (prompt_ids, seed) -> token ids of the answer, in the vocabulary of
     `policy.model` or the built-in policy (RUN/start/tokenizer.json). The turn ends after the last id, or at
@@ -210,7 +116,7 @@ class EmulationConfig(Settings):
     kv_tokens: int = Field(180_000, ge=0)
     """Capacity of the KV cache in tokens; a turn reuses what an earlier one left in it. 0: no reuse."""
     stored_bytes_per_parameter: float = Field(4.0, gt=0)
-    """Bytes per parameter of stored weights: trainers write float32."""
+    """Size of a parameter in stored weights, in bytes; 4 with the default of `policy.dtype`."""
     write_bandwidth: float = Field(0.1e9, gt=0)
     """Bytes/s at which a trainer copies, hashes and writes weights and checkpoints."""
     verify_bandwidth: float = Field(1e9, gt=0)
@@ -218,7 +124,7 @@ class EmulationConfig(Settings):
     load_bandwidth: float = Field(0.7e9, gt=0)
     """Bytes/s at which an engine reads and loads stored weights."""
     to_rollout_s: float | None = Field(None, ge=0)
-    """Emulated seconds until a device is an engine. Empty: the time to load version 0, then the newest."""
+    """Emulated seconds until a device is an engine. Empty: the time to load weights."""
     to_train_s: float = Field(0.0, ge=0)
     """Emulated seconds until a device that served as an engine can train; its trainer stays loaded."""
     time_dilation: float = Field(1.0, gt=0)
@@ -289,7 +195,8 @@ class ClusterConfig(Settings):
     trainer is not lent and waits for its batch. Not applied if no other worker rolls out."""
     yield_timeout_s: float = Field(30.0, gt=0)
     """Longest time from revoking a lease to the start of training on its worker; then the worker process is
-    killed and restarted. Must exceed one engine step and the unloading of the engine."""
+    killed and restarted. Must exceed one engine step; the time to read or write a checkpoint, as measured
+    when the run started, comes on top."""
     stage_timeout_s: float = Field(7200.0, gt=0)
     """Longest wait for a stage to end, the wait for its worker included; then the run fails and says what it
     waited for. Must exceed `rollout.batch_timeout_s` and a train step."""
@@ -362,8 +269,11 @@ class RunConfig(Settings):
                 f"train.min_workers ({self.train.min_workers}) must not exceed "
                 f"train.workers ({self.train.workers})"
             )
+        self._check_ranks()
         if self.engine.kind == "scripted" and self.engine.script is None:
             raise ValueError("engine.script is required with engine.kind: scripted")
+        if found := contradictions(self):
+            raise ValueError("; ".join(found))
         allowed = PIPELINES[self.pipeline].overlap
         if self.rollout.overlap not in (None, *allowed):
             raise ValueError(
@@ -371,6 +281,18 @@ class RunConfig(Settings):
                 "leave one of the two out"
             )
         return self
+
+    def _check_ranks(self) -> None:
+        train = self.train
+        cut = (
+            f"train.tensor_parallel ({train.tensor_parallel}) times train.pipeline_parallel "
+            f"({train.pipeline_parallel})"
+        )
+        if train.ranks_per_policy > 1 and train.backend != "megatron":
+            raise ValueError(f"{cut} needs train.backend megatron; other backends do not cut a policy so")
+        for name, number in {"workers": train.workers, "min_workers": train.min_workers or 0}.items():
+            if number % train.ranks_per_policy:
+                raise ValueError(f"train.{name} ({number}) must be a multiple of {cut}")
 
     @property
     def overlap(self) -> bool:
@@ -382,6 +304,18 @@ class RunConfig(Settings):
     def lag_bound(self) -> int:
         """Maximum lag of a trained token in policy versions: `rollout.max_lag`, or 0 without overlap."""
         return self.rollout.max_lag if self.overlap else 0
+
+    def with_time_to_move(self, seconds: float) -> RunConfig:
+        """These settings with so much more time where a policy may have to be loaded or written first."""
+        train, cluster = self.train, self.cluster
+        longer = {"gang_timeout_s": train.gang_timeout_s + seconds}
+        lent = {
+            "yield_timeout_s": cluster.yield_timeout_s + seconds,
+            "stage_timeout_s": cluster.stage_timeout_s + seconds,
+        }
+        return self.model_copy(
+            update={"train": train.model_copy(update=longer), "cluster": cluster.model_copy(update=lent)}
+        )
 
     @property
     def run_dir(self) -> str:

@@ -1,17 +1,20 @@
 """The request fields that would change an answer but are not supported, in one list for all API dialects.
 
 A request with one of them is refused, unless its value changes nothing or the run ignores the field
-(`rollout.ignored_fields`). Nested fields, and those that depend on others, are refused by each dialect.
+(`rollout.ignored_fields`). Fields that depend on others are refused by each dialect.
 """
 
 from __future__ import annotations
 
 from difflib import get_close_matches
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator
 
-from sf_core.config.words import shown
+from sf_core.settings import shown
+
+KEEP_THINKING = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+"""What Claude Code sends: nothing is to be cleared."""
 
 UNDONE: dict[str, tuple[Any, ...]] = {
     # constraints on sampling
@@ -30,7 +33,9 @@ UNDONE: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     # form of the answer
     "response_format": ({"type": "text"},),
+    "text.format": ({"type": "text"},),
     "output_format": (),
+    "output_config.format": (),
     "structured_outputs": ({},),
     "structural_tag": (),
     "guided_json": (),
@@ -44,6 +49,12 @@ UNDONE: dict[str, tuple[Any, ...]] = {
     "grammar": (),
     "modalities": (["text"],),
     "audio": (),
+    "response_mime_type": ("text/plain",),
+    "response_schema": (),
+    "response_json_schema": (),
+    "response_modalities": (["TEXT"],),
+    "speech_config": (),
+    "image_config": (),
     "echo": (False,),
     "suffix": ("",),
     "top_logprobs": (0,),
@@ -52,29 +63,39 @@ UNDONE: dict[str, tuple[Any, ...]] = {
     "skip_special_tokens": (True,),
     # rendering of the prompt
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "add_special_tokens": (False,),
     "truncate_prompt_tokens": (),
     "documents": ([],),
     "conversation": (),
-    "context_management": (),
+    "cached_content": (),
+    "continuation_token": (),
+    "context_management": ([], {}, {"edits": []}, KEEP_THINKING),
+    "compaction": (),
     # other work for the answer
     "background": (False,),
+    "container": (),
     "functions": ([],),
     "mcp_servers": ([],),
     "web_search_options": (),
 }
-"""The values that change nothing, besides null, by name of the field."""
+"""The values that change nothing, besides null, by name of the field; with a dot, of one inside another."""
+
+
+DONE_SINCE = {"chat_template_kwargs"}
+"""Fields that earlier versions refused; a run may go on ignoring them."""
 
 
 def _is_undone(name: str) -> str:
-    if name not in UNDONE:
+    if name not in UNDONE and name not in DONE_SINCE:
         near = " or ".join(get_close_matches(name, UNDONE)) or "presence_penalty"
         raise ValueError(f"{shown(name)} is none of the fields that are refused, as {near} is")
     return name
 
+
+Normalisation = Literal["billing_header"]
+"""Name of what is taken out of requests (dataplane/gateway/dialects/normalised.py)."""
 
 UndoneField = Annotated[str, AfterValidator(_is_undone)]
 """Name of an unsupported request field."""

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Tag, ValidationError
 
 from sf_core.config import RunConfig, WorkerConfig
-from sf_core.config.words import shown
+from sf_core.settings import shown
 
 PATTERNS = {
+    "image": "expected the name of an OCI image",
     "run_id": "expected at most 100 letters, digits, `.`, `_` and `-`, the first a letter or digit",
     "device": "expected cpu or cuda:N",
+    "arguments": "expected --NAME or --NAME=VALUE",
+    "answer": "expected output, folder or file:NAME",
 }
-"""What the regular expression of a setting requires, in words."""
+"""What the regular expression of a setting, or of the entries of a list, requires, in words."""
 
 
 class ConfigError(ValueError):
@@ -25,7 +28,17 @@ def validate_config(data: dict[str, Any], source: str = "config") -> RunConfig:
     try:
         return RunConfig.model_validate(data)
     except ValidationError as error:
-        raise ConfigError(f"{source}: {'; '.join(_sentence(e) for e in error.errors())}") from None
+        raise ConfigError(f"{source}: {faults(error)}") from None
+
+
+def faults(error: ValidationError, model: type[BaseModel] = RunConfig, section: str = "") -> str:
+    """What is wrong with settings, in one sentence that names every wrong key. `model` is what was validated,
+    as the section of this name."""
+    found = []
+    for fault in error.errors():
+        path, within = _walk(fault["loc"], model)
+        found.append(_sentence(fault, ".".join([section, *path] if section else path), within))
+    return "; ".join(found)
 
 
 def worker_config(**options: Any) -> WorkerConfig:
@@ -34,54 +47,81 @@ def worker_config(**options: Any) -> WorkerConfig:
         return WorkerConfig.model_validate(options)
     except ValidationError as error:
         first = error.errors()[0]
-        option = str(first["loc"][0]).replace("_", "-")
-        raise ConfigError(f"--{option}: {_sentence(first).partition(': ')[2]}") from None
+        option = "--" + str(first["loc"][0]).replace("_", "-")
+        raise ConfigError(_sentence(first, option, WorkerConfig)) from None
 
 
-def _sentence(error: Any) -> str:
-    location = ".".join(str(part) for part in error["loc"])
+def _sentence(error: Any, location: str, section: type[BaseModel]) -> str:
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "extra_forbidden":
-        return f"{location}: unknown key; allowed here: {', '.join(_fields_at(error['loc'][:-1]))}"
+        return f"{location}: unknown key; allowed here: {', '.join(section.model_fields) or 'none'}"
+    if error["type"] == "union_tag_invalid":
+        known = error["ctx"]["expected_tags"].replace("'", "")
+        return f"{location}.kind: expected one of {known}, got {shown(error['ctx']['tag'])}"
     if not location:
         return message
     if error["type"] == "string_pattern_mismatch":
-        message = PATTERNS[error["loc"][-1]]
+        names = [name for name in reversed(error["loc"]) if name in PATTERNS]
+        message = PATTERNS[names[0]] if names else message
     message = message[0].lower() + message[1:]
     return f"{location}: {message}" + (
         "" if error["type"] in ("missing", "value_error") else f", got {shown(error['input'])}"
     )
 
 
-def _fields_at(location: tuple[int | str, ...]) -> list[str]:
-    here: Any = RunConfig
+def _walk(location: tuple[int | str, ...], model: type[BaseModel]) -> tuple[list[str], type[BaseModel]]:
+    """The path in a model to a value, as a user writes it, and the inner model in which its last name is."""
+    here: Any = model
+    section = model
+    path = []
     for name in location:
-        if get_origin(here) is dict:
-            here = get_args(here)[1]
-        else:
-            here = _section(here).model_fields[str(name)].annotation
-    return list(_section(here).model_fields)
+        if name in (alternatives := kinds_of(here) | _tagged(here)):
+            # what tells them apart is no part of the path
+            here = alternatives[str(name)]
+            section = next(iter(models_of(here)), section)
+            continue
+        path.append(str(name))
+        if (origin := get_origin(here)) in (dict, tuple):
+            here = get_args(here)[1 if origin is dict else 0]
+        elif models := models_of(here):
+            section = models[0]
+            field = section.model_fields.get(str(name))
+            here = None if field is None else field.annotation
+    return path, section
 
 
 def section_of(key: str) -> type[BaseModel] | None:
-    """The model of the section at this dotted path; None if the path is a value or does not exist."""
+    """The model of the section at this dotted path; None if the path is a value or does not exist. A setting
+    of one of several kinds is a value: another kind has other settings."""
     here: Any = RunConfig
     for name in key.split("."):
-        field = _section(here).model_fields.get(name)
+        field = models_of(here)[0].model_fields.get(name)
         if field is None or get_origin(field.annotation) is dict:
             return None
         here = field.annotation
-        if not _sections(here):
+        if len(models_of(here)) != 1:
             return None
-    return _section(here)
+    return models_of(here)[0]
 
 
-def _section(annotation: Any) -> type[BaseModel]:
-    """The model in the annotation of a section, which may be optional."""
-    return _sections(annotation)[0]
+def kinds_of(annotation: Any) -> dict[str, type[BaseModel]]:
+    """The models among which a setting's `kind` chooses, by its values; none if it is of no union."""
+    models = models_of(annotation)
+    return {model.model_fields["kind"].default: model for model in models} if len(models) > 1 else {}
 
 
-def _sections(annotation: Any) -> list[type[BaseModel]]:
-    return [
-        a for a in (annotation, *get_args(annotation)) if isinstance(a, type) and issubclass(a, BaseModel)
-    ]
+def models_of(annotation: Any) -> list[type[BaseModel]]:
+    """The models in the annotation of a section, which may be optional, or a union."""
+    annotation = _bare(annotation)
+    parts = map(_bare, (annotation, *get_args(annotation)))
+    return [part for part in parts if isinstance(part, type) and issubclass(part, BaseModel)]
+
+
+def _tagged(annotation: Any) -> dict[str, Any]:
+    """What a setting may be that is a value or a section, by the words that tell them apart in errors."""
+    parts = [part for part in get_args(annotation) if get_origin(part) is Annotated]
+    return {mark.tag: part for part in parts for mark in get_args(part) if isinstance(mark, Tag)}
+
+
+def _bare(annotation: Any) -> Any:
+    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation

@@ -7,14 +7,14 @@ import inspect
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, cast, get_args, get_origin
 
 import yaml
+from pydantic import BaseModel
 
 from sf_core.config import RunConfig
-from sf_core.config.base import Settings
-from sf_core.config.validation import ConfigError, section_of, validate_config
-from sf_core.config.words import shown
+from sf_core.config.validation import ConfigError, kinds_of, models_of, section_of, validate_config
+from sf_core.settings import Settings, shown
 
 PAGE_WIDTH = 110
 
@@ -128,7 +128,8 @@ def _section(settings: Settings) -> Iterator[str]:
         if number:
             yield ""
         yield from _comment(field.description or inspect.getdoc(section) or "")
-        for item in _models_in(field.annotation) if section is None else ():
+        yield from _other_kinds(field.annotation, section)
+        for item in models_of(field.annotation) if get_origin(field.annotation) is dict else ():
             yield "# Each has, beside its name:"
             for key, inner in item.model_fields.items():
                 yield from _comment(f"{key}: {inner.description}", indent="  ")
@@ -142,12 +143,26 @@ def _section(settings: Settings) -> Iterator[str]:
             yield textwrap.indent("\n".join(_section(section)), "  ")
 
 
+def _other_kinds(annotation: Any, chosen: Settings | None) -> Iterator[str]:
+    """What a setting may be beside this: of another kind, as each in a list of them, or a section."""
+    items = get_args(annotation)[0] if get_origin(annotation) is tuple else annotation
+    absent = models_of(annotation) if chosen is None and get_origin(annotation) is not dict else []
+    kinds = kinds_of(items).items() or [("", model) for model in absent]
+    for kind, model in kinds:
+        if not isinstance(chosen, model):
+            yield from _comment(f"{kind and f'kind {kind}: '}{inspect.getdoc(model)}")
+            yield from _fields(model, "  ")
+
+
+def _fields(model: type[BaseModel], indent: str) -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        if name != "kind":
+            default = "" if field.is_required() else f" By default {field.default}."
+            yield from _comment(f"{name}: {field.description}{default}", indent)
+            for inner in models_of(field.annotation):
+                yield from _fields(inner, f"{indent}  ")
+
+
 def _comment(text: str, indent: str = "") -> list[str]:
     start = f"# {indent}"
     return textwrap.wrap(" ".join(text.split()), PAGE_WIDTH, initial_indent=start, subsequent_indent=start)
-
-
-def _models_in(annotation: Any) -> list[type[Settings]]:
-    """The models of settings in the annotation of a mapping's values."""
-    arguments = get_args(annotation)
-    return [a for a in arguments if isinstance(a, type) and issubclass(a, Settings)]

@@ -1,20 +1,20 @@
-"""Request bodies of the control routes and the first frame of engines, with their validation."""
+"""Request bodies of the control routes, with their validation, and the status of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, SecretStr, field_validator
 
-from sf_core.config.failures import Cause, FailureRules
-from sf_core.config.run_config import GateName
+from sf_core.config.failures import Cause
+from sf_core.config.rollout_config import MAX_TOGETHER, RolloutConfig
+from sf_core.waits import Facts
+
+MAX_OUTPUT = 70_000
+"""Most characters of what an agent wrote; of a command, sf_core/agents/command_output.py keeps fewer."""
 
 MAX_INDEX = 2**31 - 1
 """Largest number of a batch, an evaluation or a policy version."""
-
-MAX_TOGETHER = 2**16
-"""Most sessions of a group or claim, groups of a batch, and tasks of an evaluation: each is an object."""
 
 
 class Body(BaseModel):
@@ -22,6 +22,12 @@ class Body(BaseModel):
 
 
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
+
+
+class RunRollout(RolloutConfig):
+    """The settings `rollout` of a run, whose trainer may be one that compares no rewards within a group."""
+
+    group_size: int = Field(8, ge=1, le=MAX_TOGETHER)
 
 
 class RunSpec(Body):
@@ -33,28 +39,14 @@ class RunSpec(Body):
     """Folder with tokenizer and chat template."""
     served_model: str = "policy"
     seed: int
-    group_size: int = Field(ge=1, le=MAX_TOGETHER)
-    groups_per_batch: int = Field(ge=1, le=MAX_TOGETHER)
-    gate: GateName = "all"
+    rollout: RunRollout = RunRollout()
     lag_bound: int = Field(ge=0)
-    on_max_lag: Literal["wait", "drop"] = "wait"
-    temperature: float = Field(1.0, ge=0)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0)
-    max_tokens: int = Field(ge=1)
     context_length: int = Field(ge=2)
-    session_attempts: int = Field(3, ge=1)
-    session_timeout_s: float = Field(gt=0)
-    on_failure: FailureRules = FailureRules()
-    failed_reward: FiniteFloat = 0.0
-    request_patience_s: float = Field(600.0, gt=0)
-    """A request that no engine takes for this long is refused (503). Sessions have a timeout of their own."""
     max_waiting: int = Field(20_000, ge=1)
     """Requests that may wait for an engine; further ones are refused (429)."""
     engine_silence_s: float = Field(600.0, gt=0)
     """An engine that has work and sends nothing for this long is dropped: must be longer than any prefill and
     any loading of weights. A dead process or network is noticed within 40 s by WebSocket pings."""
-    ignored_fields: tuple[str, ...] = ()
     num_batches: int = Field(ge=0, le=MAX_INDEX)
     """Iterations of the whole run; 0 for evaluation only."""
     iteration: int = Field(ge=0, le=MAX_INDEX)
@@ -82,12 +74,12 @@ class RunSpec(Body):
 
 
 class TaskName(Body):
-    task_id: str
-    environment: str
+    task_id: str = ""
+    environment: str = ""
 
 
 class ClaimBody(Body):
-    runner: str
+    runner: str = Field(min_length=1)
     max: int = Field(ge=0, le=MAX_TOGETHER)
     wait_s: float = Field(0.0, ge=0)
     work: Work = "agent"
@@ -96,7 +88,9 @@ class ClaimBody(Body):
     """Attempt of the flow that started the runner; runners of earlier attempts are released. None: the
     attempt that is current at the runner's first claim."""
     tasks: dict[str, TaskName] = {}
-    """Tasks by session id, of the sessions that have begun since the runner last sent this."""
+    """Tasks by session id, of the sessions whose agents have begun since the runner last sent this."""
+    answered: list[str] = []
+    """Ids of the sessions whose agents have ended since then; the runner bounds the time of the scoring."""
     running: list[str] | None = None
     """Ids of all sessions the runner works on; others that it was given are given out again. None: not listed
     in this claim, because listing thousands is slow."""
@@ -120,18 +114,39 @@ class SessionBody(Body):
     metadata: dict[str, Any] = {}
 
 
+class GroupBody(Body):
+    """A group that agents outside work on: sessions of one task, whose rewards are compared."""
+
+    split: Literal["train", "holdout"] = "train"
+    """holdout: sessions of the evaluations that are under way."""
+    size: int | None = Field(None, ge=1, le=MAX_TOGETHER)
+    """Number of sessions. None: `rollout.group_size`. Of held-out ones there may be fewer."""
+    name: str | None = Field(None, min_length=1)
+    """Declared again under the same name, its open sessions are answered and no new ones."""
+    task_id: str = ""
+    environment: str = ""
+    metadata: dict[str, Any] = {}
+
+
 class RewardBody(Body):
     reward: FiniteFloat
     reward_parts: dict[str, FiniteFloat] = {}
+    step_rewards: dict[str, FiniteFloat] = {}
+    """What single answers earned, by their ids."""
 
 
 class FinishBody(Body):
     status: Literal["finished", "failed", "answered"]
-    """answered: the agent is done, and another runner scores its answer."""
+    """answered: the agent is done, and its reward follows: another runner scores the answer, or, where the
+    agent came by itself, another report has it."""
     answer: str | None = None
     """The agent's answer, as JSON."""
     reward: FiniteFloat | None = None
     reward_parts: dict[str, FiniteFloat | None] = {}
+    step_rewards: dict[str, FiniteFloat | None] = {}
+    """What single answers earned, by their ids."""
+    output: str | None = Field(None, max_length=MAX_OUTPUT)
+    """What the agent's process wrote, kept with the session."""
     error: str | None = None
     cause: Cause = "agent"
     """Cause of a failure."""
@@ -140,15 +155,20 @@ class FinishBody(Body):
 
     @property
     def has_reward(self) -> bool:
-        """Whether there is a reward and all its parts are finite: infinity and NaN arrive as null in JSON."""
-        return self.reward is not None and None not in self.reward_parts.values()
+        """Whether there is a reward and all of it is finite: infinity and NaN arrive as null in JSON."""
+        numbers = (self.reward, *self.reward_parts.values(), *self.step_rewards.values())
+        return None not in numbers
 
-    def or_earlier(self, reward: float | None, reward_parts: Mapping[str, float]) -> FinishBody:
+    def or_earlier(self, earlier: RewardBody | None) -> FinishBody:
         """This report, with the reward that the session was given before if the report has none."""
-        if self.reward is not None or reward is None:
+        if self.reward is not None or earlier is None:
             return self
-        parts = {**reward_parts, **self.reward_parts}
-        return self.model_copy(update={"reward": reward, "reward_parts": parts})
+        merged = {
+            "reward": earlier.reward,
+            "reward_parts": {**earlier.reward_parts, **self.reward_parts},
+            "step_rewards": {**earlier.step_rewards, **self.step_rewards},
+        }
+        return self.model_copy(update=merged)
 
     @property
     def parting(self) -> str:
@@ -157,7 +177,8 @@ class FinishBody(Body):
 
     def of_failure(self, error: str, cause: Cause, reward: float) -> FinishBody:
         """This report changed to that of a failure that counts with this reward."""
-        failure = {"status": "failed", "error": error, "cause": cause, "reward": reward, "reward_parts": {}}
+        nothing: dict[str, Any] = {"reward_parts": {}, "step_rewards": {}}
+        failure = {"status": "failed", "error": error, "cause": cause, "reward": reward, **nothing}
         return self.model_copy(update=failure)
 
 
@@ -206,17 +227,64 @@ class StageBody(BaseModel):
     stage: str
 
 
-class HelloBody(Body):
-    """First frame of an engine."""
-
-    run_id: str
-    attempt: int
-    lease_id: str
-    epoch: int = Field(ge=0)
-    """Number of this start of the lease; the highest is the latest start, whichever says hello first."""
-    engine_id: str
+class EnginePace(TypedDict):
     worker: str
-    max_running: int = Field(ge=1)
+    version: int | None
+    """Policy version that it samples with; None while it loads the first."""
+    tokens: int
+    """Tokens that it has sampled in `seconds` of serving."""
+    seconds: float
+
+
+class EngineStatus(EnginePace):
+    id: str
+    state: str
+    running: int
+
+
+class RunnerStatus(TypedDict):
+    work: Work
+    retiring: bool
+
+
+class Straggler(TypedDict):
+    session: str
+    group: int | None
+    """None: a held-out session."""
+    age_s: float
+
+
+class RunStatus(TypedDict):
+    run_id: str
+    run_dir: str
+    attempt: int
+    iteration: NotRequired[int]
+    stage: NotRequired[str]
+    wait: NotRequired[Facts]
+    """These three, and others, are there once the flow has reported them."""
+    version: int
+    next_batch: int
+    groups_accepted: int
+    groups_needed: int
+    groups_in_flight: int
+    tokens_left: float | None
+    """Estimated tokens still to be sampled (num_sessions_left); None before a session has finished."""
+    waiting_for: str
+    sessions_running: int
+    straggler: Straggler | None
+    work: dict[str, int]
+    """Sessions for runners, by kind of work: those claimed, and those that wait for a runner."""
+    runners: dict[str, RunnerStatus]
+    requests_waiting: int
+    paused: bool
+    released: bool
+    engines: list[EngineStatus]
+    tokens_total: int
+    tokens_per_second: float
+    reward_recent: float | None
+    evaluations: dict[str, dict[str, int]]
+    counters: dict[str, int]
+    last_error: str
 
 
 PauseMode = Literal["freeze", "evacuate"]

@@ -26,23 +26,25 @@ def serve(
     accepted. With more than one gateway process those serve the turns, and this one does the rest.
 
     Raises ValueError for an address that others can reach without a key, and for a journal directory that
-    another data plane uses."""
+    another data plane uses; OSError for a port that is taken."""
     if key is None and not is_loopback(host):
         raise ValueError(f"{host} can be reached by others: set SF_DATAPLANE_KEY, or serve on 127.0.0.1")
 
-    def listen() -> socket.socket:
-        listening = socket.create_server((host, port), backlog=2048, family=_family(host))
-        if port_file is not None:
-            _write_whole(Path(port_file), str(listening.getsockname()[1]))
-        return listening
+    def listen(port: int) -> socket.socket:
+        return socket.create_server((host, port), backlog=2048, family=_family(host))
 
+    gateways = None
     if options.num_gateways > 1:
         # imported here: one process needs nothing of it
-        from sf_core.dataplane.sharding.hub_server import serve_with_gateways
+        from sf_core.dataplane.sharding.hub import Gateways
 
-        return serve_with_gateways(listen, key, options)
-    server = uvicorn.Server(server_config(make_app(key, options)))
-    listening = listen()
+        gateways = Gateways(key, options)
+    server = uvicorn.Server(server_config(make_app(key, options, gateways)))
+    listening = listen(port)
+    if gateways is not None:
+        gateways.listen(listen, port)
+    if port_file is not None:
+        _write_whole(Path(port_file), str(listening.getsockname()[1]))
     tune_interpreter()
     server.run(sockets=[listening])
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import sys
-from pathlib import Path
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -18,11 +17,9 @@ GC_THRESHOLDS = (20_000, 20, 50)
 """Allocations between collections of the young generation, and collections between those of older ones."""
 
 
-def server_config(app: ASGIApp, unix_socket: Path | None = None) -> uvicorn.Config:
-    """Settings of uvicorn; with `unix_socket` the server binds that path itself."""
+def server_config(app: ASGIApp) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        uds=None if unix_socket is None else str(unix_socket),
         loop="uvloop",
         http="httptools",
         ws="websockets-sansio",

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, Literal, Protocol
+from collections.abc import Callable
+from typing import Literal, Protocol
 
 from tenacity import RetryCallState, Retrying, retry_if_exception_type, wait_random_exponential
 from websockets.exceptions import ConnectionClosed, InvalidMessage
@@ -18,7 +17,7 @@ from websockets.sync.client import connect
 from websockets.sync.connection import Connection
 
 from sf_core.engines import wire
-from sf_core.engines.protocol import Engine
+from sf_core.engines.protocol import Engine, EngineLostError, WeightsRefusedError
 from sf_core.types import Chunk, FinishReason, WeightsRef
 
 log = logging.getLogger(__name__)
@@ -33,7 +32,8 @@ BUSY_GAP_S = 0.05
 MAX_SPAN_S = 5.0
 """A span of work is recorded after so long, even if the work goes on."""
 
-MakeEngine = Callable[[WeightsRef], Engine]
+LOOK_AGAIN_S = 0.005
+"""How often an engine with nothing to sample is asked whether its weights are there."""
 
 
 class Recorder(Protocol):
@@ -52,27 +52,32 @@ class Recorder(Protocol):
         """Times in Unix seconds."""
 
     def flush(self) -> None:
-        """Called when the engine has just loaded new weights, a good moment to write."""
+        """Called when the engine has just taken new weights, a good moment to write."""
+
+
+class Socket(Protocol):
+    def send(self, message: bytes) -> None: ...
 
 
 def serve_engine(
     url: str,
     key: str | None,
-    hello: dict[str, Any],
-    make_engine: MakeEngine,
+    hello: wire.Hello,
+    engine: Engine,
     recorder: Recorder | None = None,
     *,
     patience_s: float = 60.0,
+    on_ready: Callable[[], None] = lambda: None,
 ) -> str:
     """Serve one lease until told to yield; returns the reason that was given.
 
-    The engine is made once the data plane has said which weights it wants, and is closed before the lease is
-    given back. The recorder gets every span of sampling, loading, yielding and waiting. A connection
-    that breaks is made again; raises ConnectionError once `patience_s` have passed since it broke, and
-    ValueError if the data plane ended it because of what the engine sent. What the engine raises ends the
-    lease.
+    The engine, at rest before and after, takes the weights that the data plane wants; `on_ready` is called
+    when it holds them. The recorder gets every span of sampling, loading, yielding and waiting. A connection
+    that breaks is made again, and so is a lost engine; raises ConnectionError once `patience_s` have passed
+    since the connection broke, and ValueError if the data plane ended it because of what the engine sent.
+    What else the engine raises ends the lease.
     """
-    client = _EngineClient(url, key, hello, make_engine, recorder or _Nobody())
+    client = EngineClient(url, key, hello, engine, recorder, on_ready)
 
     def out_of_patience(_: RetryCallState) -> bool:
         return time.monotonic() - client.alone_since > patience_s
@@ -87,32 +92,41 @@ def serve_engine(
     try:
         return retrying(client.serve)
     finally:
-        client.close()
+        engine.rest()
 
 
-class _EngineClient:
+class EngineClient:
+    """One engine under one lease: what it does with each frame, and between them."""
+
     def __init__(
         self,
         url: str,
         key: str | None,
-        hello: dict[str, Any],
-        make_engine: MakeEngine,
-        recorder: Recorder,
+        hello: wire.Hello,
+        engine: Engine,
+        recorder: Recorder | None = None,
+        on_ready: Callable[[], None] = lambda: None,
     ) -> None:
+        recorder = recorder or _Nobody()
         self._url = url.replace("http", "ws", 1).rstrip("/") + "/engines"
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._hello, self._make_engine = hello, make_engine
+        self._hello, self._engine, self._on_ready = hello, engine, on_ready
         self._recorder, self._steps = recorder, _Steps(recorder)
         self._told_to_stop: float | None = None
         """Unix time at which all requests were aborted, as the data plane does before it takes the device."""
-        self._engine: Engine | None = None
+        self._awaited: WeightsRef | None = None
+        """Weights that the engine fetches."""
+        self._loads_since: float | None = None
+        """Unix time since which the engine has nothing to do but to fetch them."""
+        self._welcome_version = 0
+        """Version without which the data plane gives it no requests over this connection."""
         self._paused = False
         self.alone_since = time.monotonic()
         """Monotonic time since which no data plane has welcomed it."""
         self._welcomed = False
 
     def serve(self) -> str:
-        """Serve over one connection. Raises ConnectionError when it breaks."""
+        """Serve over one connection. Raises ConnectionError when it breaks, or the engine is lost."""
         try:
             with self._connect() as socket:
                 return self._serve(socket)
@@ -120,19 +134,17 @@ class _EngineClient:
             if error.rcvd is not None and error.rcvd.code == wire.BAD_FRAME:
                 raise ValueError(f"the data plane dropped this engine: it {error.rcvd.reason}") from None
             raise ConnectionError(f"data plane at {self._url}: {error}") from error
+        except EngineLostError as error:
+            log.warning("engine %s is lost and starts anew: %s", self._hello.engine_id, error)
+            self._awaited = None
+            raise
         finally:
             if self._welcomed:
                 self._welcomed = False
                 self.alone_since = time.monotonic()
             self._steps.end()
-            if self._engine is not None:
-                # the data plane lets other engines continue what this connection carried
-                self._engine.abort()
-
-    def close(self) -> None:
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
+            # the data plane lets other engines continue what this connection carried
+            self._engine.abort()
 
     def _connect(self) -> Connection:
         try:
@@ -154,100 +166,160 @@ class _EngineClient:
             raise ConnectionError(f"data plane at {self._url}: {error}") from error
 
     def _serve(self, socket: Connection) -> str:
-        socket.send(wire.pack("hello", self._hello))
-        kind, value = wire.unpack(_bytes(socket.recv()))
-        if kind == "yield":
-            return str(value)
+        socket.send(wire.pack(self._hello))
+        greeting = _read(socket.recv())
+        if isinstance(greeting, wire.Yield):
+            return greeting.reason
+        assert isinstance(greeting, wire.Welcome)
         self._welcomed = True
-        self._paused = value["paused"]
-        engine = self._use(WeightsRef(value["version"], value["uri"]))
-        socket.send(wire.pack("updated", engine.version))
+        self.handle(greeting, socket)
         while True:
-            while (frame := self._next_frame(socket, engine)) is not None:
-                kind, value = wire.unpack(frame)
-                if kind == "yield":
-                    told = self._told_to_stop or time.time()
-                    self._steps.end()
-                    self._send_chunks(socket, engine.abort())
-                    self.close()
-                    self._recorder.add("moving", "yield", told, time.time(), version=engine.version)
-                    socket.send(wire.pack("yielded"))
-                    return str(value)
-                self._handle(kind, value, engine, socket)
-            started = time.time()
-            chunks = engine.step()
-            self._steps.add(started, time.time(), engine.version, _num_tokens(chunks))
-            self._send_chunks(socket, chunks)
+            while (frame := self._next_frame(socket)) is not None:
+                self.handle(frame, socket)
+                if isinstance(frame, wire.Yield):
+                    return frame.reason
+            self.step(socket)
 
-    def _next_frame(self, socket: Connection, engine: Engine) -> bytes | None:
+    def _next_frame(self, socket: Connection) -> wire.ToEngine | None:
         """The next frame; None if there is none and the engine has something to do meanwhile."""
-        idle = self._paused or engine.num_requests == 0
+        loads, idle = self._awaited is not None, self._is_idle
+        if loads:
+            self._note_loading(idle)
         try:
-            frame = _bytes(socket.recv(timeout=BUSY_GAP_S if idle else 0))
+            frame = _read(socket.recv(timeout=(LOOK_AGAIN_S if loads else BUSY_GAP_S) if idle else 0))
         except TimeoutError:
-            if not idle:
+            if loads or not idle:
                 return None
             self._steps.end()
             started = time.time() - BUSY_GAP_S
-            frame = _bytes(socket.recv())
+            frame = _read(socket.recv())
             self._recorder.add(
                 "wait", "the end of a pause" if self._paused else "requests", started, time.time()
             )
         return frame
 
-    def _handle(self, kind: str, value: Any, engine: Engine, socket: Connection) -> None:
-        match kind:
-            case "submit":
+    @property
+    def _is_idle(self) -> bool:
+        return self._paused or self._engine.num_requests == 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether it is to step: it samples, or fetches weights."""
+        return self._awaited is not None or not self._is_idle
+
+    def handle(self, frame: wire.ToEngine, socket: Socket) -> None:
+        """Do what the data plane says; on `yield`, the engine rests afterwards."""
+        engine = self._engine
+        match frame:
+            case wire.Welcome(weights, paused):
+                self._welcome_version = weights.version
+                self._pause(paused)
+                if engine.version is not None:
+                    socket.send(wire.pack(wire.Updated(engine.version)))
+                self._take_weights(weights)
+            case wire.Submit():
                 self._told_to_stop = None
-                for request in wire.unpack_requests(value):
+                for request in frame.whole_requests():
                     try:
                         engine.submit(request)
                     except ValueError as error:
                         # the data plane then refuses this request; others may be served
                         log.error("a request cannot be done here: %s", error)
+                        assert engine.version is not None
                         ended = Chunk(request.request_id, [], [], engine.version, FinishReason.LENGTH)
                         self._send_chunks(socket, [ended])
-            case "abort":
-                if value is None:
+            case wire.Abort(request_ids):
+                if request_ids is None:
                     self._told_to_stop = time.time()
-                chunks = engine.abort(value)
-                self._steps.give_back(_num_tokens(chunks), engine.version)
-                self._send_chunks(socket, chunks)
-            case "update":
-                self._load_weights(engine, WeightsRef(value["version"], value["uri"]))
-                socket.send(wire.pack("updated", engine.version))
-                self._recorder.flush()
-            case "pause":
-                self._paused = True
-                socket.send(wire.pack("paused"))
-            case "resume":
-                self._paused = False
-            case _:
-                raise ValueError(f"the data plane sent {kind!r}, which this engine client does not know")
+                self._send_aborted(socket, request_ids)
+            case wire.Update(weights):
+                self._take_weights(weights)
+            case wire.Pause(paused):
+                self._pause(paused)
+                if paused:
+                    socket.send(wire.pack(wire.Paused()))
+            case wire.Yield():
+                self._yield(socket)
 
-    def _use(self, weights: WeightsRef) -> Engine:
-        if self._engine is None:
-            with self._moving("load engine", weights.version):
-                self._engine = self._make_engine(weights)
-        if self._engine.version != weights.version:
-            self._load_weights(self._engine, weights)
-        return self._engine
+    def _pause(self, paused: bool) -> None:
+        self._paused = paused
+        if paused:
+            self._engine.pause()
+        else:
+            self._engine.resume()
 
-    def _load_weights(self, engine: Engine, weights: WeightsRef) -> None:
+    def step(self, socket: Socket) -> None:
+        """Let the engine step, and report what it sampled or that it holds new weights."""
+        engine, before, idle, started = self._engine, self._engine.version, self._is_idle, time.time()
+        try:
+            chunks = engine.step()
+        except WeightsRefusedError as error:
+            return self._tell_refused(socket, error)
+        if engine.version == before:
+            if before is not None and not idle:
+                self._steps.add(started, time.time(), before, _num_tokens(chunks))
+            return self._send_chunks(socket, chunks)
+        if before is not None:
+            self._steps.give_back(_num_tokens(chunks), before)
+        # what the former weights sampled, before the new version
+        self._send_chunks(socket, chunks)
+        self._note_loaded(before, started)
+        assert engine.version is not None
+        socket.send(wire.pack(wire.Updated(engine.version)))
+        if before is None:
+            self._on_ready()
+        else:
+            self._recorder.flush()
+
+    def _take_weights(self, weights: WeightsRef) -> None:
+        if self._engine.version != weights.version and self._awaited != weights:
+            self._awaited = weights
+            self._loads_since = time.time() if self._engine.version is None else None
+            self._engine.take_weights(weights)
+
+    def _tell_refused(self, socket: Socket, error: WeightsRefusedError) -> None:
+        assert self._awaited is not None and self._engine.version is not None
+        if self._engine.version < self._welcome_version:
+            raise error
+        log.error("weights of version %d are refused: %s", self._awaited.version, error)
+        socket.send(wire.pack(wire.Refused(self._awaited.version, str(error))))
+        self._awaited = self._loads_since = None
+
+    def _note_loading(self, idle: bool) -> None:
+        """Loading beside sampling is no time of its own."""
+        if not idle:
+            self._loads_since = None
+        elif self._loads_since is None:
+            self._steps.end()
+            self._loads_since = time.time()
+
+    def _note_loaded(self, before: int | None, started: float) -> None:
         self._steps.end()
-        with self._moving("load weights", weights.version):
-            engine.load_weights(weights.uri, weights.version)
+        label = "load engine" if before is None else "load weights"
+        since, self._loads_since, self._awaited = self._loads_since or started, None, None
+        self._recorder.add("moving", label, since, time.time(), version=self._engine.version)
 
-    @contextmanager
-    def _moving(self, label: str, version: int) -> Iterator[None]:
-        started = time.time()
-        yield
-        self._recorder.add("moving", label, started, time.time(), version=version)
+    def _yield(self, socket: Socket) -> None:
+        told, version = self._told_to_stop or time.time(), self._engine.version
+        if self._loads_since is not None:
+            label = "load engine" if version is None else "load weights"
+            self._recorder.add("moving", label, self._loads_since, told)
+        self._steps.end()
+        self._send_chunks(socket, self._engine.abort())
+        self._engine.rest()
+        self._recorder.add("moving", "yield", told, time.time(), version=version)
+        socket.send(wire.pack(wire.Yielded()))
+
+    def _send_aborted(self, socket: Socket, request_ids: list[str] | None) -> None:
+        chunks = self._engine.abort(request_ids)
+        if self._engine.version is not None:
+            self._steps.give_back(_num_tokens(chunks), self._engine.version)
+        self._send_chunks(socket, chunks)
 
     @staticmethod
-    def _send_chunks(socket: Connection, chunks: list[Chunk]) -> None:
+    def _send_chunks(socket: Socket, chunks: list[Chunk]) -> None:
         if chunks:
-            socket.send(wire.pack_chunks(chunks))
+            socket.send(wire.pack(wire.Chunks(chunks)))
 
 
 class _Steps:
@@ -296,7 +368,7 @@ class _Nobody:
     def flush(self) -> None: ...
 
 
-def _bytes(frame: str | bytes) -> bytes:
+def _read(frame: str | bytes) -> wire.ToEngine:
     if isinstance(frame, str):
         raise ValueError("the data plane sent a text frame; expected MessagePack")
-    return frame
+    return wire.read_from_data_plane(frame)

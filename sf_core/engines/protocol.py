@@ -5,15 +5,25 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Protocol
 
-from sf_core.types import Chunk, GenerationRequest
+from sf_core.types import Chunk, GenerationRequest, WeightsRef
+
+
+class EngineLostError(ConnectionError):
+    """The process or device behind an engine is gone, and its requests with it. `take_weights` starts it
+    anew."""
+
+
+class WeightsRefusedError(ValueError):
+    """Weights are damaged or not of this model. The engine goes on with those it holds."""
 
 
 class Engine(Protocol):
-    """A synchronous engine, driven by one thread that alternates `submit`/`abort` with `step`."""
+    """A synchronous engine, driven by one thread that alternates `submit` and `abort` with `step`. It is made
+    at rest, without weights and without memory on its device, and kept for several leases."""
 
     @property
-    def version(self) -> int:
-        """Policy version of the weights held now."""
+    def version(self) -> int | None:
+        """Policy version of the weights held now; None at rest and until the first weights are there."""
         ...
 
     @property
@@ -21,10 +31,19 @@ class Engine(Protocol):
         """Requests accepted and not finished, running or waiting for a slot."""
         ...
 
-    def submit(self, request: GenerationRequest) -> None:
-        """Accept a request. It joins the running batch at the next step that has room.
+    def take_weights(self, weights: WeightsRef) -> None:
+        """Begin to fetch weights, and at rest to start; returns at once. The version changes in a later step,
+        once they are there and verified. Weights taken before that are then forgotten. Running requests go on
+        and their later tokens carry the new version; whether their KV is recomputed is the engine's
+        setting."""
+        ...
 
-        Raises ValueError if the prompt leaves no room for one token in the context window."""
+    def submit(self, request: GenerationRequest) -> None:
+        """Accept a request. It joins the running batch at the next step that has room. Called only while the
+        engine has a version.
+
+        Raises ValueError if it cannot be done here, for example if the prompt leaves no room for one token in
+        the context window."""
         ...
 
     def abort(self, request_ids: Collection[str] | None = None) -> list[Chunk]:
@@ -33,14 +52,25 @@ class Engine(Protocol):
         ...
 
     def step(self) -> list[Chunk]:
-        """Sample one token for every running request; returns the chunks to report. Empty if idle."""
+        """Sample one token for every running request; returns the chunks to report. The step in which the
+        version changes samples nothing.
+
+        Raises WeightsRefusedError once if the weights on their way are unusable but there are others,
+        EngineLostError if the engine must start anew, and, if there are no weights, whatever made
+        them or the engine fail."""
         ...
 
-    def load_weights(self, uri: str, version: int) -> None:
-        """Replace the weights in place by those of the folder, between steps. Running requests go on and
-        their later tokens carry the new version; whether their KV is recomputed is the engine's setting."""
+    def pause(self) -> None:
+        """Sample nothing until `resume`. Requests and their KV stay; weights are taken meanwhile."""
+        ...
+
+    def resume(self) -> None: ...
+
+    def rest(self) -> None:
+        """Give the device's memory back, within a second even while weights are on their way. Requests that
+        were not aborted are forgotten. `take_weights` ends it."""
         ...
 
     def close(self) -> None:
-        """Release the device memory. The engine is not used afterwards."""
+        """End the engine and all its processes. It is not used afterwards."""
         ...

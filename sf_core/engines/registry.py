@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from sf_core.config import RunConfig
-from sf_core.config.references import load_object
 from sf_core.engines.protocol import Engine
-from sf_core.types import WeightsRef
+from sf_core.settings import load_object
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,8 +14,8 @@ class EngineKind:
     """How engines of a kind are made, and what differs between kinds."""
 
     make: str
-    """Reference to the function (RunConfig, start folder, WeightsRef) -> Engine, imported in the process that
-    makes one on its device."""
+    """Reference to the function (RunConfig, start folder) -> Engine, imported in the process that has the
+    device."""
     runs_policy: bool
     """Tokens come from the policy's network, so the engine needs real weights, and sequences must fit the
     context that the policy is for."""
@@ -36,6 +34,13 @@ ENGINES = {
         reserves_cache=True,
         needs_torch=True,
     ),
+    "vllm": EngineKind(
+        "sf_core.engines.vllm.vllm_engine:make_engine",
+        runs_policy=True,
+        # of what it is given; requests for which there is no room wait
+        reserves_cache=False,
+        needs_torch=False,
+    ),
     "scripted": EngineKind(
         "sf_core.engines.scripted:make_engine",
         runs_policy=False,
@@ -43,7 +48,7 @@ ENGINES = {
         needs_torch=False,
     ),
     "emulated": EngineKind(
-        "sf_core.engines.emulated_device:make_engine",
+        "sf_core.engines.emulated.device:make_engine",
         runs_policy=False,
         reserves_cache=False,
         needs_torch=False,
@@ -56,13 +61,7 @@ def engine_kind(config: RunConfig) -> EngineKind:
     return ENGINES[config.engine.kind]
 
 
-def engine_factory(config: RunConfig, start_dir: str) -> Callable[[WeightsRef], Engine]:
-    """A function that makes engines of this configuration from published weights."""
-    kind = engine_kind(config)
-
-    def make(weights: WeightsRef) -> Engine:
-        # libraries that compute take seconds to import: by now the lease has begun, and tells of it
-        engine: Engine = load_object(kind.make)(config, start_dir, weights)
-        return engine
-
-    return make
+def make_engine(config: RunConfig, start_dir: str) -> Engine:
+    """An engine of this configuration, at rest."""
+    engine: Engine = load_object(engine_kind(config).make)(config, start_dir)
+    return engine

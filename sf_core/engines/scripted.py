@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection
 import numpy as np
 
 from sf_core.config import RunConfig
-from sf_core.config.references import load_object
 from sf_core.models.counter import uniforms
+from sf_core.settings import load_object
 from sf_core.types import Chunk, FinishReason, GenerationRequest, WeightsRef
 
 Script = Callable[[list[int], int], list[int]]
@@ -23,28 +23,28 @@ def scripted_logprob(token: int, position: int, version: int) -> float:
     return float(np.float32(-8 * uniforms(token, position * 1_000_003 + version)[0]))
 
 
-def make_engine(config: RunConfig, start_dir: str, weights: WeightsRef) -> ScriptedEngine:
+def make_engine(config: RunConfig, start_dir: str) -> ScriptedEngine:
     settings = config.engine
     assert settings.script is not None
-    return ScriptedEngine(
-        load_object(settings.script), version=weights.version, max_running=settings.max_running
-    )
+    return ScriptedEngine(load_object(settings.script), max_running=settings.max_running)
 
 
 class ScriptedEngine:
-    """A turn ends with STOP at a stop token or where its script ends, with LENGTH at its budget."""
+    """A turn ends with STOP at a stop token or where its script ends, with LENGTH at its budget. It takes the
+    version of weights, and reads no file."""
 
-    def __init__(
-        self, script: Script, *, version: int = 0, max_running: int = 128, tokens_per_step: int = 1
-    ) -> None:
+    def __init__(self, script: Script, *, max_running: int = 128, tokens_per_step: int = 1) -> None:
         self._script = script
-        self._version = version
+        self._version: int | None = None
+        self._next: int | None = None
+        """Version that the next step takes."""
+        self._paused = False
         self._max_running = max_running
         self._tokens_per_step = tokens_per_step
         self._turns: dict[str, _Turn] = {}
 
     @property
-    def version(self) -> int:
+    def version(self) -> int | None:
         return self._version
 
     @property
@@ -60,13 +60,20 @@ class ScriptedEngine:
 
     def abort(self, request_ids: Collection[str] | None = None) -> list[Chunk]:
         ended = [r for r in self._turns if request_ids is None or r in request_ids]
-        return [self._turns.pop(r).report(self._version, FinishReason.ABORT) for r in ended]
+        return [self._turns.pop(r).report(self._version or 0, FinishReason.ABORT) for r in ended]
+
+    def take_weights(self, weights: WeightsRef) -> None:
+        self._next = weights.version
 
     def step(self) -> list[Chunk]:
+        if self._next is not None:
+            chunks = [turn.report(turn.version) for turn in self._turns.values() if turn.unreported]
+            self._version, self._next = self._next, None
+            return chunks
+        if self._version is None or self._paused:
+            return []
         chunks = []
         for turn in list(self._turns.values())[: self._max_running]:
-            if turn.unreported and turn.version != self._version:
-                chunks.append(turn.report(self._version))
             finish_reason = turn.advance(self._tokens_per_step, self._version)
             if finish_reason is not None:
                 del self._turns[turn.request.request_id]
@@ -74,12 +81,18 @@ class ScriptedEngine:
                 chunks.append(turn.report(self._version, finish_reason))
         return chunks
 
-    def load_weights(self, uri: str, version: int) -> None:
-        """Only the version changes; the folder is not read."""
-        self._version = version
+    def pause(self) -> None:
+        self._paused = True
+
+    def resume(self) -> None:
+        self._paused = False
+
+    def rest(self) -> None:
+        self._turns.clear()
+        self._version = self._next = None
 
     def close(self) -> None:
-        self._turns.clear()
+        self.rest()
 
 
 class _Turn:

@@ -1,4 +1,5 @@
-"""The contract of engines, as tests: a test class inherits from EngineTests and says how its engine is made.
+"""The contract of engines, as tests: a test class inherits from EngineTests, or from ModelEngineTests
+(model_testing.py) if its tokens come from a network, and says how its engine is made.
 
 Needs no pytest. A pytest fixture of the subclass may set what `make` needs.
 """
@@ -6,136 +7,310 @@ Needs no pytest. A pytest fixture of the subclass may set what `make` needs.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import random
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 
 from sf_core.engines.protocol import Engine
-from sf_core.types import Chunk, FinishReason, GenerationRequest, Sampling
+from sf_core.types import Chunk, FinishReason, GenerationRequest, Sampling, WeightsRef
 
-MAX_STEPS = 100_000
+PATIENCE_S = 120.0
+"""Longest wait for weights or for the end of requests."""
+
+
+def awake(engine: Engine, weights: WeightsRef) -> list[Chunk]:
+    """Step until the engine holds these weights; returns the chunks reported meanwhile. Raises what its steps
+    raise, and AssertionError if the weights do not come."""
+    engine.take_weights(weights)
+    chunks: list[Chunk] = []
+
+    def step() -> None:
+        chunks.extend(engine.step())
+        # the thread that makes them needs the interpreter too
+        time.sleep(0.0005)
+
+    until(step, lambda: engine.version == weights.version)
+    return chunks
+
+
+def drain(engine: Engine) -> list[Chunk]:
+    """Chunks up to the end of all requests."""
+    chunks: list[Chunk] = []
+    until(lambda: chunks.extend(engine.step()), lambda: engine.num_requests == 0)
+    return chunks
+
+
+def sampled_by(versions: set[int], attempt: Callable[[], list[Chunk]]) -> list[Chunk]:
+    """Chunks of the first attempt in which the weights of all these versions sampled: engines that sample on
+    between steps may have ended a request before it is interrupted."""
+    attempts: list[list[Chunk]] = []
+    until(
+        lambda: attempts.append(attempt()),
+        lambda: bool(attempts) and {chunk.version for chunk in attempts[-1] if chunk.token_ids} == versions,
+    )
+    return attempts[-1]
+
+
+def ids_of(chunks: Sequence[Chunk], name: str | None = None) -> list[int]:
+    """Token ids of one request, or of all."""
+    return [token for chunk in chunks if name in (None, chunk.request_id) for token in chunk.token_ids]
 
 
 class EngineTests:
     prompt: Sequence[int] = (5, 6, 7, 8)
     num_tokens = 24
     """Budget of a turn; the engine must be able to sample so many tokens after the prompt."""
+    num_sequences = 20
+    """Random sequences of calls that are tried."""
 
     def make(self) -> Engine:
-        """A new engine that holds version 0. Equal engines sample equal tokens for equal requests."""
+        """An engine at rest. Equal engines sample equal tokens for equal requests. It may be the one that the
+        test had before, if that is at rest again."""
         raise NotImplementedError
 
-    def weights(self, version: int) -> str:
-        """A folder whose weights the engine can load."""
-        return ""
+    def weights(self, version: int) -> WeightsRef:
+        """Weights that the engine can take, different ones for each version."""
+        return WeightsRef(version, "")
 
-    def test_an_idle_engine_samples_nothing(self) -> None:
+    def sampling(self, seed: int) -> Sampling:
+        """Sampling whose tokens do not depend on other requests, nor on interruptions."""
+        return Sampling(seed=seed)
+
+    def test_an_engine_is_made_at_rest_and_an_idle_one_samples_nothing(self) -> None:
         engine = self.make()
+        assert (engine.version, engine.num_requests) == (None, 0)
+        assert engine.step() == [] and engine.abort() == []
+        assert awake(engine, self.weights(0)) == []
         assert (engine.version, engine.num_requests) == (0, 0)
         assert engine.step() == [] and engine.abort() == []
-        engine.close()
+        engine.rest()
 
     def test_a_request_ends_once_with_a_log_prob_for_every_token(self) -> None:
-        engine = self.make()
+        engine = self.serving()
         for name, stream in (("whole", False), ("streamed", True)):
-            engine.submit(self._request(name, stream=stream))
+            engine.submit(self.request(name, stream=stream))
         assert engine.num_requests == 2
-        chunks = _drain(engine)
+        chunks = drain(engine)
         for name in ("whole", "streamed"):
             own = [chunk for chunk in chunks if chunk.request_id == name]
             assert [chunk.finish_reason is not None for chunk in own] == [False] * (len(own) - 1) + [True]
-            assert 0 < len(_ids(own)) <= self.num_tokens
+            assert 0 < len(ids_of(own)) <= self.num_tokens
             assert own[-1].finish_reason is not FinishReason.ABORT
             if own[-1].finish_reason is FinishReason.LENGTH:
-                assert len(_ids(own)) == self.num_tokens
+                assert len(ids_of(own)) == self.num_tokens
         for chunk in chunks:
             assert len(chunk.token_ids) == len(chunk.logprobs)
             assert all(math.isfinite(logprob) and logprob <= 0 for logprob in chunk.logprobs)
             assert chunk.version == 0
+        engine.rest()
 
     def test_a_streamed_request_is_reported_token_by_token(self) -> None:
-        engine = self.make()
-        engine.submit(self._request("r", stream=True))
-        chunks = _drain(engine)
-        assert len([chunk for chunk in chunks if chunk.token_ids]) == len(_ids(chunks))
+        engine = self.serving()
+        engine.submit(self.request("r", stream=True))
+        chunks = drain(engine)
+        assert len([chunk for chunk in chunks if chunk.token_ids]) == len(ids_of(chunks))
+        engine.rest()
 
     def test_the_tokens_of_a_request_do_not_depend_on_the_others(self) -> None:
-        expected = self._alone()
-        engine = self.make()
-        engine.submit(self._request("before", seed=4))
+        expected = self.alone()
+        engine = self.serving()
+        engine.submit(self.request("before", seed=4))
         early = engine.step()
-        engine.submit(self._request("r"))
-        engine.submit(self._request("after", seed=5))
-        chunks = [chunk for chunk in early + _drain(engine) if chunk.request_id == "r"]
-        assert _ids(chunks) == expected
+        engine.submit(self.request("r"))
+        engine.submit(self.request("after", seed=5))
+        assert ids_of(early + drain(engine), "r") == expected
+        engine.rest()
 
     def test_a_name_is_taken_until_its_request_has_ended(self) -> None:
-        engine = self.make()
-        engine.submit(self._request("r"))
-        try:
-            engine.submit(self._request("r"))
-        except ValueError as error:
-            assert "'r'" in str(error)
-        else:
-            raise AssertionError("the same request was accepted twice")
-        _drain(engine)
-        engine.submit(self._request("r"))
-        assert _ids(_drain(engine)) == self._alone()
+        expected = self.alone()
+        engine = self.serving()
+        engine.submit(self.request("r"))
+        error = raised(lambda: engine.submit(self.request("r")), ValueError)
+        assert "'r'" in str(error)
+        drain(engine)
+        engine.submit(self.request("r"))
+        assert ids_of(drain(engine)) == expected
+        engine.rest()
 
     def test_an_aborted_request_goes_on_elsewhere_without_a_lost_or_repeated_token(self) -> None:
-        expected = self._alone()
+        expected = self.alone()
         for num_steps in (0, 1, 3, 17):
-            engine = self.make()
-            engine.submit(self._request("r", stream=num_steps == 3))
+            engine = self.serving()
+            engine.submit(self.request("r", stream=num_steps == 3))
             chunks = [chunk for _ in range(num_steps) for chunk in engine.step()]
-            chunks += engine.abort(["r", "unknown"])
-            assert (chunks[-1].finish_reason, engine.num_requests) == (FinishReason.ABORT, 0)
-            done = _ids(chunks)
-            other = self.make()
-            other.submit(self._request("r", done=done))
-            assert done + _ids(_drain(other)) == expected
+            if engine.num_requests:
+                chunks += engine.abort(["r", "unknown"])
+                # some engines sample on between steps, up to the end
+                assert chunks[-1].finish_reason is FinishReason.ABORT or ids_of(chunks) == expected
+            assert engine.num_requests == 0
+            engine.rest()
+            done = ids_of(chunks)
+            if len(done) < len(expected):
+                other = self.serving()
+                other.submit(self.request("r", done=done))
+                done += ids_of(drain(other))
+                other.rest()
+            assert done == expected
 
     def test_abort_ends_all_requests_or_those_that_are_named(self) -> None:
-        engine = self.make()
+        engine = self.serving()
         for name in "abc":
-            engine.submit(self._request(name))
-        assert [chunk.request_id for chunk in engine.abort(["b"])] == ["b"]
+            engine.submit(self.request(name))
+        assert [chunk.request_id for chunk in engine.abort(["b"])][-1:] == ["b"]
         assert engine.num_requests == 2
-        assert sorted(chunk.request_id for chunk in engine.abort()) == ["a", "c"]
+        assert sorted({chunk.request_id for chunk in engine.abort()}) == ["a", "c"]
         assert engine.num_requests == 0 and engine.step() == []
+        engine.rest()
 
     def test_tokens_carry_the_version_of_the_weights_that_sampled_them(self) -> None:
-        engine = self.make()
-        engine.submit(self._request("r"))
+        engine = self.serving()
+        engine.submit(self.request("r"))
         chunks = [chunk for _ in range(3) for chunk in engine.step()]
-        engine.load_weights(self.weights(7), 7)
-        assert (engine.version, engine.num_requests) == (7, 1)
-        chunks += _drain(engine)
+        engine.pause()
+        chunks += awake(engine, self.weights(7))
+        engine.resume()
+        chunks += drain(engine)
         versions = [chunk.version for chunk in chunks]
         assert versions == sorted(versions) and set(versions) <= {0, 7}
-        assert chunks[-1].version == 7 and chunks[-1].finish_reason is not None
-        engine.submit(self._request("next"))
-        assert {chunk.version for chunk in _drain(engine)} == {7}
+        assert chunks[-1].finish_reason is not None
+        engine.submit(self.request("next"))
+        assert {chunk.version for chunk in drain(engine)} == {7}
+        engine.rest()
 
-    def _request(
+    def test_newer_weights_take_the_place_of_those_on_their_way(self) -> None:
+        engine = self.serving()
+        engine.submit(self.request("r"))
+        engine.take_weights(self.weights(1))
+        chunks = awake(engine, self.weights(2)) + drain(engine)
+        assert {chunk.version for chunk in chunks} <= {0, 2}
+        engine.rest()
+
+    def test_a_paused_engine_samples_nothing_and_takes_weights(self) -> None:
+        expected = self.alone()
+        engine = self.serving()
+        chunks: list[Chunk] = []
+
+        def pause() -> None:
+            engine.resume()
+            chunks[:] = drain(engine)
+            engine.submit(self.request("r", stream=True))
+            chunks[:] = engine.step()
+            engine.pause()
+            # what was sampled before may still be reported
+            chunks.extend(chunk for _ in range(20) for chunk in engine.step())
+
+        # some engines sample on between steps, up to the end
+        until(pause, lambda: engine.num_requests == 1)
+        assert ids_of([chunk for _ in range(20) for chunk in engine.step()]) == []
+        engine.resume()
+        assert ids_of(chunks + drain(engine)) == expected
+        engine.pause()
+        assert awake(engine, self.weights(1)) == []
+        engine.submit(self.request("r"))
+        assert [engine.step() for _ in range(5)] == [[]] * 5
+        engine.resume()
+        assert {chunk.version for chunk in drain(engine)} == {1}
+        engine.rest()
+
+    def test_after_a_rest_it_serves_again(self) -> None:
+        expected = self.alone()
+        engine = self.serving()
+        engine.submit(self.request("forgotten"))
+        engine.step()
+        engine.rest()
+        assert (engine.version, engine.num_requests, engine.step()) == (None, 0, [])
+        engine.take_weights(self.weights(1))
+        engine.rest()
+        assert engine.step() == [] and engine.version is None
+        awake(engine, self.weights(0))
+        engine.submit(self.request("r"))
+        assert ids_of(drain(engine)) == expected
+        engine.rest()
+
+    def test_any_sequence_of_calls_ends_every_request_once_without_a_lost_or_repeated_token(self) -> None:
+        expected = self.alone()
+        for seed in range(self.num_sequences):
+            self._try_calls(random.Random(seed), expected)
+
+    def _try_calls(self, rng: random.Random, expected: list[int]) -> None:
+        engine, version, number, paused = self.serving(), 0, 0, False
+        got: dict[str, list[Chunk]] = defaultdict(list)
+
+        def note(chunks: list[Chunk]) -> None:
+            for chunk in chunks:
+                got[chunk.request_id].append(chunk)
+
+        for _ in range(rng.randrange(8, 40)):
+            match rng.choice(("submit", "submit", "abort", "update", "pause", "rest", *["step"] * 6)):
+                case "submit":
+                    engine.submit(self.request(f"{number}", stream=rng.random() < 0.3))
+                    number += 1
+                case "abort":
+                    name = f"{rng.randrange(number + 1)}"
+                    note(engine.abort(None if rng.random() < 0.2 else [name]))
+                case "update":
+                    version += 1
+                    engine.take_weights(self.weights(version))
+                case "pause":
+                    paused = not paused
+                    (engine.pause if paused else engine.resume)()
+                case "rest" if rng.random() < 0.2:
+                    note(engine.abort())
+                    engine.rest()
+                    version += 1
+                    awake(engine, self.weights(version))
+                case _:
+                    note(engine.step())
+        engine.resume()
+        note(drain(engine))
+        assert sorted(got) == sorted(f"{i}" for i in range(number))
+        for chunks in got.values():
+            assert [c.finish_reason is not None for c in chunks] == [False] * (len(chunks) - 1) + [True]
+            versions = [chunk.version for chunk in chunks if chunk.token_ids]
+            assert versions == sorted(versions)
+            ids = ids_of(chunks)
+            if set(versions) <= {0}:
+                assert ids == expected[: len(ids)]
+            if chunks[-1].finish_reason is FinishReason.LENGTH:
+                assert len(ids) == self.num_tokens
+        engine.rest()
+
+    def serving(self, version: int = 0) -> Engine:
+        """An engine that holds this version."""
+        engine = self.make()
+        engine.resume()
+        awake(engine, self.weights(version))
+        return engine
+
+    def request(
         self, name: str, *, done: Sequence[int] = (), seed: int = 3, stream: bool = False
     ) -> GenerationRequest:
         """A request whose turn has sampled `done` elsewhere."""
         prompt, left = [*self.prompt, *done], self.num_tokens - len(done)
-        return GenerationRequest(name, prompt, len(done), left, (), Sampling(seed=seed), stream)
+        return GenerationRequest(name, prompt, len(done), left, (), self.sampling(seed), stream)
 
-    def _alone(self) -> list[int]:
-        engine = self.make()
-        engine.submit(self._request("r"))
-        return _ids(_drain(engine))
-
-
-def _drain(engine: Engine) -> list[Chunk]:
-    chunks: list[Chunk] = []
-    for _ in range(MAX_STEPS):
-        if not engine.num_requests:
-            return chunks
-        chunks += engine.step()
-    raise AssertionError(f"{engine.num_requests} requests did not end in {MAX_STEPS} steps")
+    def alone(self) -> list[int]:
+        """The tokens that the request gets from version 0 where nothing happens."""
+        engine = self.serving()
+        engine.submit(self.request("r"))
+        ids = ids_of(drain(engine))
+        engine.rest()
+        return ids
 
 
-def _ids(chunks: list[Chunk]) -> list[int]:
-    return [token for chunk in chunks for token in chunk.token_ids]
+def until(act: Callable[[], object], is_done: Callable[[], bool]) -> None:
+    """Act until it is done. Raises AssertionError if that takes too long."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not is_done():
+        assert time.monotonic() < deadline, f"not done within {PATIENCE_S:.0f} s"
+        act()
+
+
+def raised(act: Callable[[], object], kind: type[Exception]) -> Exception:
+    """The error of this kind that the act raises."""
+    try:
+        act()
+    except kind as error:
+        return error
+    raise AssertionError(f"nothing raised {kind.__name__}")

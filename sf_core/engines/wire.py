@@ -1,20 +1,18 @@
-"""Frames between data plane and engines: MessagePack maps with one key, the kind of the frame.
+"""Frames between data plane and engines: what either may send, as MessagePack.
 
-Owns their encoding, for both ends. Knows nothing of sockets.
-
-To the data plane: hello, updated, paused, chunks, yielded. To the engine: welcome or yield, then submit,
-abort, update, pause, resume, yield.
+Both ends are of one release. Knows nothing of sockets.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Annotated
 
-import msgpack
+import msgspec
+import numpy as np
+from msgspec.structs import replace
 
-from sf_core.types import Chunk, FinishReason, GenerationRequest, Sampling
+from sf_core.types import Chunk, GenerationRequest, WeightsRef
 
 UNKNOWN_RUN = 4404
 """Close code: the run is not registered yet, or no longer after a restart. The engine tries again."""
@@ -23,94 +21,107 @@ BAD_FRAME = 4400
 """Close code: the engine sent what no engine may send; the reason says what. It does not try again."""
 
 
-def pack(kind: str, value: Any = True) -> bytes:
-    return bytes(msgpack.packb({kind: value}))
+class Frame(msgspec.Struct, array_like=True, tag=str.lower):
+    pass
 
 
-def unpack(frame: bytes) -> tuple[str, Any]:
-    """Raises ValueError if the frame is not one of ours."""
-    message = msgpack.unpackb(frame, strict_map_key=False)
-    if not isinstance(message, dict) or len(message) != 1:
-        raise ValueError("expected a map with one key")
-    return next(iter(message.items()))
+class Hello(Frame):
+    """First frame of an engine."""
+
+    run_id: str
+    attempt: int
+    lease_id: str
+    epoch: Annotated[int, msgspec.Meta(ge=0)]
+    """Number of this start of the lease; the highest is the latest start, whichever says hello first."""
+    engine_id: str
+    worker: str
+    max_running: Annotated[int, msgspec.Meta(ge=1)]
 
 
-def pack_requests(requests: Iterable[GenerationRequest]) -> bytes:
-    return pack("submit", [_request_to_wire(request) for request in requests])
+class Updated(Frame):
+    """The engine holds the weights of this version."""
+
+    version: int
 
 
-def unpack_requests(value: list[list[Any]]) -> list[GenerationRequest]:
-    return [_request_from_wire(request) for request in value]
+class Refused(Frame):
+    """The engine could not take this version, and serves on with the one it has."""
+
+    version: int
+    reason: str
 
 
-def pack_chunks(chunks: Iterable[Chunk]) -> bytes:
-    return pack("chunks", [_chunk_to_wire(chunk) for chunk in chunks])
+class Paused(Frame):
+    pass
 
 
-def unpack_chunks(value: list[list[Any]]) -> list[Chunk]:
-    """Raises ValueError if these are no chunks."""
+class Chunks(Frame):
+    chunks: list[Chunk]
+
+
+class Yielded(Frame):
+    pass
+
+
+class Welcome(Frame):
+    weights: WeightsRef
+    paused: bool
+
+
+class Submit(Frame):
+    requests: list[tuple[GenerationRequest, bytes]]
+    """Each without its prompt, and the int32 ids of that in the machine's byte order (little-endian wherever
+    engines run)."""
+
+    @classmethod
+    def of(cls, requests: Iterable[GenerationRequest]) -> Submit:
+        return cls(
+            [(replace(r, prompt_ids=()), np.asarray(r.prompt_ids, np.int32).tobytes()) for r in requests]
+        )
+
+    def whole_requests(self) -> list[GenerationRequest]:
+        return [
+            replace(r, prompt_ids=np.frombuffer(prompt, np.int32).tolist()) for r, prompt in self.requests
+        ]
+
+
+class Abort(Frame):
+    request_ids: list[str] | None = None
+    """None: all."""
+
+
+class Update(Frame):
+    weights: WeightsRef
+
+
+class Pause(Frame):
+    paused: bool
+    """False: sample again."""
+
+
+class Yield(Frame):
+    """Give the device back."""
+
+    reason: str
+
+
+FromEngine = Hello | Updated | Refused | Paused | Chunks | Yielded
+ToEngine = Welcome | Submit | Abort | Update | Pause | Yield
+
+pack: Callable[[Frame], bytes] = msgspec.msgpack.Encoder().encode
+
+_from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+_to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+
+
+def read_from_engine(frame: bytes) -> FromEngine:
+    """Raises ValueError, a predicate whose subject is the engine, if it may not send this."""
     try:
-        return [_chunk_from_wire(chunk) for chunk in value]
-    except TypeError as error:
-        raise ValueError(f"sent no chunks where it said so: {error}") from None
+        return _from_engine.decode(frame)
+    except ValueError as error:
+        raise ValueError(f"sent what no engine may send: {error}") from None
 
 
-def _request_to_wire(request: GenerationRequest) -> list[Any]:
-    sampling = request.sampling
-    return [
-        request.request_id,
-        pack_array("i", request.prompt_ids),
-        request.position,
-        request.max_tokens,
-        request.stop_token_ids,
-        [sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed],
-        request.stream,
-    ]
-
-
-def _request_from_wire(value: list[Any]) -> GenerationRequest:
-    request_id, prompt, position, max_tokens, stops, sampling, stream = value
-    return GenerationRequest(
-        request_id,
-        unpack_array("i", prompt).tolist(),
-        position,
-        max_tokens,
-        tuple(stops),
-        Sampling(*sampling),
-        stream,
-    )
-
-
-def _chunk_to_wire(chunk: Chunk) -> list[Any]:
-    return [
-        chunk.request_id,
-        pack_array("i", chunk.token_ids),
-        pack_array("f", chunk.logprobs),
-        chunk.version,
-        chunk.finish_reason,
-    ]
-
-
-def _chunk_from_wire(value: list[Any]) -> Chunk:
-    request_id, token_ids, logprobs, version, finish_reason = value
-    if not isinstance(request_id, str) or not isinstance(version, int):
-        raise TypeError("expected a request id and a version")
-    return Chunk(
-        request_id,
-        unpack_array("i", token_ids).tolist(),
-        unpack_array("f", logprobs).tolist(),
-        version,
-        None if finish_reason is None else FinishReason(finish_reason),
-    )
-
-
-def pack_array(typecode: str, values: Sequence[int] | Sequence[float]) -> bytes:
-    """Typecode i: int32, f: float32, in the machine's byte order (little-endian wherever engines run)."""
-    values = values if isinstance(values, array) else array(typecode, values)
-    return values.tobytes()
-
-
-def unpack_array(typecode: str, data: bytes) -> array[Any]:
-    values: array[Any] = array(typecode)
-    values.frombytes(data)
-    return values
+def read_from_data_plane(frame: bytes) -> ToEngine:
+    """Raises ValueError if the data plane may not send this."""
+    return _to_engine.decode(frame)

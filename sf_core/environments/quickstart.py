@@ -1,56 +1,44 @@
-"""The tasks of the quickstart: words spelled backward and sums done with a calculator, in equal parts."""
+"""The quickstart: words spelled backward and sums done with a calculator, in equal parts."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from sf_core.agents.tool_loop import Tool, run_tool_loop
 from sf_core.environments.calculator import CALCULATOR, Calculator
-from sf_core.environments.reasoning_gym import ReasoningGym
-from sf_core.environments.splits import Split
+from sf_core.environments.environment import Demonstration, Environment
+from sf_core.environments.reasoning_gym import Dataset, demonstration
+from sf_core.environments.splits import Split, in_equal_parts
 from sf_core.types import Endpoint, Task
 
-ENVIRONMENTS: dict[str, ReasoningGym | Calculator] = {
-    "spell_backward": ReasoningGym("spell_backward", min_word_len=3, max_word_len=6),
+ENVIRONMENTS: dict[str, Dataset | Calculator] = {
+    "spell_backward": Dataset("spell_backward", min_word_len=3, max_word_len=6),
     "calculator": Calculator(),
 }
 TOOLS: dict[str, tuple[Tool, ...]] = {"spell_backward": (), "calculator": (CALCULATOR,)}
 
 
-def tasks(split: Split, index: int) -> Task:
-    names = list(ENVIRONMENTS)
-    return ENVIRONMENTS[names[index % len(names)]].task(split, index // len(names))
+class Quickstart(Environment):
+    """Words spelled backward in one turn, sums done with a calculator in several."""
 
+    def tasks(self, split: Split, index: int) -> Task:
+        return in_equal_parts(ENVIRONMENTS, split, index)
 
-async def agent(task: Task, endpoint: Endpoint) -> str:
-    return await run_tool_loop(endpoint, task.prompt, TOOLS[task.environment])
+    async def agent(self, task: Task, endpoint: Endpoint) -> str:
+        return await run_tool_loop(endpoint, task.prompt, TOOLS[task.environment])
 
+    def reward(self, task: Task, answer: str) -> dict[str, float]:
+        return {"answer": ENVIRONMENTS[task.environment].score(task, answer)}
 
-def reward(task: Task, answer: str) -> dict[str, float]:
-    return {"answer": ENVIRONMENTS[task.environment].score(task, answer)}
-
-
-@dataclass(frozen=True, slots=True)
-class Demonstration:
-    """A conversation to imitate, in the form chat templates take."""
-
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None
-
-
-def demonstrate(index: int) -> Demonstration:
-    """A correct solution of a training task."""
-    task = tasks("train", index)
-    if task.environment == "calculator":
-        return _calculate(task)
-    return Demonstration([_user(task), _assistant(task.answer)], None)
+    def demonstrate(self, index: int) -> Demonstration | None:
+        task = self.tasks("train", index)
+        return _calculate(task) if task.environment == "calculator" else demonstration(task)
 
 
 def _calculate(task: Task) -> Demonstration:
     function = {"name": CALCULATOR.name, "arguments": {"expression": task.metadata["expression"]}}
     messages = [
-        _user(task),
+        {"role": "user", "content": task.prompt},
         _assistant("", tool_calls=[{"id": "call_0", "type": "function", "function": function}]),
         {"role": "tool", "tool_call_id": "call_0", "content": task.answer},
         _assistant(task.answer),
@@ -58,9 +46,10 @@ def _calculate(task: Task) -> Demonstration:
     return Demonstration(messages, [CALCULATOR.schema])
 
 
-def _user(task: Task) -> dict[str, Any]:
-    return {"role": "user", "content": task.prompt}
-
-
 def _assistant(content: str, **more: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": content, **more}
+
+
+_QUICKSTART = Quickstart()
+# the configurations of earlier runs name these
+tasks, agent, reward = _QUICKSTART.tasks, _QUICKSTART.agent, _QUICKSTART.reward

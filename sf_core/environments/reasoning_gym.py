@@ -2,35 +2,144 @@
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 from functools import cached_property
 from typing import Any
 
-from sf_core.environments.splits import Question, Split, Splits
-from sf_core.types import Task
+from pydantic import Field, field_validator
+
+from sf_core.agents.tool_loop import run_tool_loop
+from sf_core.environments.environment import Demonstration, Environment
+from sf_core.environments.plain_expressions import is_formula, is_literal
+from sf_core.environments.splits import HOLDOUT_SIZE, Question, Split, Splits, in_equal_parts
+from sf_core.settings import shown
+from sf_core.types import Endpoint, Task
+
+NUM_ITEMS = 1 << 62
+
+FEWER_ITEMS = dict.fromkeys(("acre", "gsm_symbolic", "list_functions", "word_ladder"), 4999)
+"""Datasets that make a table of all their items, or refuse more. A prime number, so that strides through the
+items meet all of them."""
+
+EVALUATED = {
+    **dict.fromkeys(("binary_matrix", "n_queens", "spiral_matrix", "string_insertion"), is_literal),
+    **dict.fromkeys(("countdown", "puzzle24", "polynomial_multiplication"), is_formula),
+    **dict.fromkeys(("intermediate_integration", "simple_integration"), is_formula),
+}
+"""Datasets whose scorers evaluate what the model wrote, and what of it they may evaluate. Other answers score
+as wrong, but for an equal one."""
+
+OURS = ("seed", "size")
+"""Parameters that the splits decide."""
 
 
-class ReasoningGym:
-    """One dataset of the library, by its name there and its parameters."""
+class Dataset:
+    """One dataset of the library, by its name there and its parameters. `level` is one of the library's
+    levels of difficulty, from 0; other parameters count over it."""
 
-    def __init__(self, dataset: str, **parameters: Any) -> None:
-        self._dataset_name = dataset
+    def __init__(self, name: str, held_out: int = HOLDOUT_SIZE, **parameters: Any) -> None:
+        self._name = name
         self._parameters = parameters
-        self._splits = Splits(dataset, self._make_question)
+        self._num_items = FEWER_ITEMS.get(name, NUM_ITEMS)
+        self._splits = Splits(name, self._make_question, held_out)
 
     @cached_property
     def _dataset(self) -> Any:
-        import reasoning_gym  # costs more than a second; only a process that needs tasks pays it
+        settings = self.settings()
+        return _library().DATASETS[self._name][0](settings)
 
-        return reasoning_gym.create_dataset(self._dataset_name, seed=0, size=1 << 62, **self._parameters)
+    def settings(self) -> Any:
+        """The library's settings of this dataset. Raises ValueError if there is no such dataset or they are
+        wrong."""
+        datasets = _library().DATASETS
+        if self._name not in datasets:
+            near = difflib.get_close_matches(self._name, datasets, n=3) or sorted(datasets)
+            raise ValueError(f"reasoning-gym has no dataset {shown(self._name)}; there are {', '.join(near)}")
+        kind, given = datasets[self._name][1], dict(self._parameters)
+        known = {field.name for field in dataclasses.fields(kind)}.difference(OURS)
+        level = given.pop("level", None)
+        if unknown := sorted(given.keys() - known):
+            allowed = ", ".join(["level", *sorted(known)])
+            raise ValueError(f"{self._name} has no parameter {', '.join(unknown)}; there are {allowed}")
+        try:
+            settings = dataclasses.replace(self._at_level(kind, level), **given)
+            if hasattr(settings, "validate"):
+                settings.validate()
+        except Exception as error:  # whatever the library's checks raise
+            raise ValueError(f"{self._name}: {error or type(error).__name__}") from error
+        return settings
+
+    def _at_level(self, kind: Any, level: Any) -> Any:
+        ours = {"seed": 0, "size": self._num_items}
+        if level is None:
+            return kind(**ours)
+        if self._name not in _library().CURRICULA or not isinstance(level, int) or level < 0:
+            raise ValueError(f"there is no level {shown(level)}")
+        curriculum = _library().create_curriculum(self._name)
+        curriculum.set_global_level(level)
+        return curriculum.generate_configuration(ours)
 
     def _make_question(self, number: int) -> Question:
-        entry = self._dataset[number]
-        return Question(entry["question"], entry["answer"], entry["metadata"])
+        entry = self._dataset[number % self._num_items]
+        return Question(entry["question"], entry["answer"] or "", entry["metadata"])
 
     def task(self, split: Split, index: int) -> Task:
         return self._splits.task(split, index)
 
     def score(self, task: Task, answer: str) -> float:
         """Score between 0 and 1; some of the library's scorers give partial credit."""
+        answer = answer.strip()
+        may_be_evaluated = EVALUATED.get(self._name)
+        if may_be_evaluated and answer != task.answer and not may_be_evaluated(answer):
+            return 0.0
         entry = {"question": task.prompt, "answer": task.answer, "metadata": task.metadata}
-        return float(self._dataset.score_answer(answer.strip(), entry))
+        try:
+            return float(self._dataset.score_answer(answer, entry))
+        except Exception:  # a scorer that cannot read what the model wrote
+            return 0.0
+
+
+class ReasoningGym(Environment):
+    """Datasets of reasoning-gym, in equal parts, each task answered in one turn."""
+
+    datasets: dict[str, dict[str, Any]] = Field(min_length=1)
+    """Names of datasets, each with its parameters."""
+    held_out: int = Field(HOLDOUT_SIZE, ge=1)
+    """Held-out tasks of each dataset. Every process that has tasks makes them first, which takes long for
+    some datasets."""
+
+    @field_validator("datasets")
+    @classmethod
+    def _are_known(cls, datasets: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        for name, parameters in datasets.items():
+            Dataset(name, **parameters).settings()
+        return datasets
+
+    @cached_property
+    def _parts(self) -> dict[str, Dataset]:
+        return {name: Dataset(name, self.held_out, **given) for name, given in self.datasets.items()}
+
+    def tasks(self, split: Split, index: int) -> Task:
+        return in_equal_parts(self._parts, split, index)
+
+    async def agent(self, task: Task, endpoint: Endpoint) -> str:
+        return await run_tool_loop(endpoint, task.prompt)
+
+    def reward(self, task: Task, answer: str) -> float:
+        return self._parts[task.environment].score(task, answer)
+
+    def demonstrate(self, index: int) -> Demonstration | None:
+        return demonstration(self.tasks("train", index))
+
+
+def demonstration(task: Task) -> Demonstration | None:
+    """The task and its answer; None if the library has none."""
+    said = [("user", task.prompt), ("assistant", task.answer)]
+    return Demonstration([{"role": role, "content": text} for role, text in said]) if task.answer else None
+
+
+def _library() -> Any:
+    from reasoning_gym import factory  # costs more than a second; only a process that needs tasks pays it
+
+    return factory

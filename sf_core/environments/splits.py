@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from sf_core.types import Task
 
@@ -14,6 +15,15 @@ Split = Literal["train", "holdout"]
 HOLDOUT_SIZE = 1024
 STRIDE = 1 << 40
 MAX_ATTEMPTS = 1000
+
+HELD_OUT_OF = 5
+"""`split_of` holds out one key in so many."""
+
+
+def split_of(key: str) -> Split:
+    """The one split in which tasks may have this key, for generators that draw until they have one of the
+    split they want. Unlike Splits it makes no task ahead, and a key may be more than the prompt."""
+    return "holdout" if zlib.crc32(key.encode()) % HELD_OUT_OF == 0 else "train"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,19 +36,18 @@ class Question:
 
 
 class Splits:
-    """An endless training split and HOLDOUT_SIZE held-out tasks, drawn from one generator of questions."""
+    """An endless training split and `num_holdout` held-out tasks, drawn from one generator of questions."""
 
-    def __init__(self, environment: str, make_question: Callable[[int], Question]) -> None:
+    def __init__(
+        self, environment: str, make_question: Callable[[int], Question], num_holdout: int = HOLDOUT_SIZE
+    ) -> None:
         self.environment = environment
         self._make_question = make_question
-
-    @cached_property
-    def _holdout(self) -> list[Question]:
-        return [self._make_question(number) for number in range(HOLDOUT_SIZE)]
+        self._num_holdout = num_holdout
 
     @cached_property
     def _holdout_prompts(self) -> frozenset[str]:
-        return frozenset(question.prompt for question in self._holdout)
+        return frozenset(self._make_question(number).prompt for number in range(self._num_holdout))
 
     def task(self, split: Split, index: int) -> Task:
         """Raises ValueError for an index outside the split."""
@@ -52,16 +61,28 @@ class Splits:
         )
 
     def _holdout_question(self, index: int) -> Question:
-        if not 0 <= index < HOLDOUT_SIZE:
-            raise ValueError(f"held-out index {index}: {self.environment} has {HOLDOUT_SIZE} held-out tasks")
-        return self._holdout[index]
+        if not 0 <= index < self._num_holdout:
+            raise ValueError(
+                f"held-out index {index}: {self.environment} has {self._num_holdout} held-out tasks"
+            )
+        return self._make_question(index)
 
     def _train_question(self, index: int) -> Question:
-        if not 0 <= index < STRIDE - HOLDOUT_SIZE:
-            raise ValueError(f"training index {index}: expected 0 to {STRIDE - HOLDOUT_SIZE - 1}")
+        if not 0 <= index < STRIDE - self._num_holdout:
+            raise ValueError(f"training index {index}: expected 0 to {STRIDE - self._num_holdout - 1}")
         # a generator draws from a finite pool and repeats itself, so its prompt may be held out
         for attempt in range(MAX_ATTEMPTS):
-            question = self._make_question(HOLDOUT_SIZE + index + attempt * STRIDE)
+            question = self._make_question(self._num_holdout + index + attempt * STRIDE)
             if question.prompt not in self._holdout_prompts:
                 return question
         raise ValueError(f"{self.environment} has too few different prompts: nearly all are held out")
+
+
+class HasTasks(Protocol):
+    def task(self, split: Split, index: int) -> Task: ...
+
+
+def in_equal_parts(sources: Mapping[str, HasTasks], split: Split, index: int) -> Task:
+    """A task of all sources taken in turn."""
+    source = list(sources.values())[index % len(sources)]
+    return source.task(split, index // len(sources))

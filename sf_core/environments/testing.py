@@ -1,24 +1,32 @@
-"""The contract of environments, as tests: a test class inherits from EnvironmentTests and names functions.
+"""The contract of environments, as tests: a test class inherits from EnvironmentTests and names an
+environment, or functions.
 
 Needs no pytest. Functions of a module are named as `tasks = staticmethod(my_package.tasks)`.
 """
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sf_core.types import Task
+from sf_core.environments.environment import Environment
+from sf_core.types import Scored, Task
 
 
 class EnvironmentTests:
+    environment: Environment | None = None
+    """The environment; without one, the two functions."""
     tasks: Callable[[str, int], Task]
     """The function of `environment.tasks`."""
-    reward: Callable[[Task, str], float | Mapping[str, float]]
+    reward: Callable[[Task, Any], Any]
     """The function of `environment.reward`."""
     num_tasks = 200
     """Tasks of each split to try."""
+    num_scored = 20
+    """Tasks of each split whose answers are scored; fewer where scoring takes long."""
 
     def test_equal_arguments_give_equal_tasks(self) -> None:
         for split in ("train", "holdout"):
@@ -37,16 +45,23 @@ class EnvironmentTests:
         assert not both, f"{both[0].task_id} is held out and trained on"
 
     def test_any_answer_gets_a_finite_reward(self) -> None:
-        for task in self._drawn("train")[:20] + self._drawn("holdout")[:20]:
+        for task in self._drawn("train")[: self.num_scored] + self._drawn("holdout")[: self.num_scored]:
             for answer in ("", task.answer, task.answer + "x", "\x00 \n<|im_end|> 数", "9" * 10_000):
-                reward = self.reward(task, answer)
+                reward = self._rewarded(task, answer)
                 parts = reward if isinstance(reward, Mapping) else {"reward": reward}
                 assert parts and all(isinstance(name, str) for name in parts)
                 assert all(math.isfinite(float(value)) for value in parts.values()), (task.task_id, reward)
 
     def test_an_answer_is_worth_the_same_each_time(self) -> None:
-        for task in self._drawn("train")[:20]:
-            assert self.reward(task, task.answer) == self.reward(task, task.answer)
+        for task in self._drawn("train")[: self.num_scored]:
+            assert self._rewarded(task, task.answer) == self._rewarded(task, task.answer)
 
     def _drawn(self, split: str) -> list[Task]:
-        return [self.tasks(split, index) for index in range(self.num_tasks)]
+        tasks: Any = (self.environment or self).tasks
+        return [tasks(split, index) for index in range(self.num_tasks)]
+
+    def _rewarded(self, task: Task, answer: str) -> float | Mapping[str, float]:
+        reward: Any = (self.environment or self).reward(task, answer)
+        if inspect.iscoroutine(reward):
+            reward = asyncio.run(reward)
+        return reward.reward if isinstance(reward, Scored) else reward

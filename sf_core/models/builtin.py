@@ -54,8 +54,6 @@ def make_policy(folder: str, config: PolicyConfig, seed: int) -> None:
     shape = Qwen3Config(
         **built_in_shape(config.hidden_size, config.num_layers),
         vocab_size=len(tokenizer),
-        hidden_size=config.hidden_size,
-        intermediate_size=4 * config.hidden_size,
         max_position_embeddings=BUILT_IN_CONTEXT,
         tie_word_embeddings=True,
         initializer_range=config.hidden_size**-0.5,

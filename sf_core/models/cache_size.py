@@ -6,24 +6,17 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-ELEMENT_BYTES = 4
-"""Keys and values are float32."""
-
-_BLOCK = 16
-"""The capacity grows in steps of this many tokens."""
-
-
-def round_up(length: int) -> int:
-    """Capacity of a slot that has room for so many tokens."""
-    return -(-length // _BLOCK) * _BLOCK
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def layer_elements(num_slots: int, num_kv_heads: int, length: int, head_dim: int) -> int:
     """Number of elements of the keys and values of one layer."""
-    return 2 * math.prod((num_slots, num_kv_heads, round_up(length), head_dim))
+    return 2 * math.prod((num_slots, num_kv_heads, length, head_dim))
 
 
-def cache_bytes(config: Mapping[str, Any], max_running: int, context_length: int) -> int | None:
+def cache_bytes(
+    config: Mapping[str, Any], max_running: int, context_length: int, dtype: str = "float32"
+) -> int | None:
     """Bytes that the engine reserves for this many requests of this many tokens; None if the configuration
     does not give the model's shape by the usual names."""
     config = config.get("text_config") or config
@@ -33,9 +26,9 @@ def cache_bytes(config: Mapping[str, Any], max_running: int, context_length: int
         head_dim = int(config.get("head_dim") or config["hidden_size"] // num_heads)
     except (KeyError, TypeError, ValueError, ZeroDivisionError):
         return None
-    # one piece more than there are layers: to change its capacity, each layer is copied to the spare one
-    elements = layer_elements(max_running, num_kv_heads, context_length, head_dim)
-    return ELEMENT_BYTES * (num_layers + 1) * elements
+    return (
+        DTYPE_BYTES[dtype] * num_layers * layer_elements(max_running, num_kv_heads, context_length, head_dim)
+    )
 
 
 def too_large(num_bytes: int, max_running: int, context_length: int, given: str) -> str:
@@ -47,7 +40,8 @@ def too_large(num_bytes: int, max_running: int, context_length: int, given: str)
 
 
 def built_in_shape(hidden_size: int, num_layers: int) -> dict[str, int]:
-    """The built-in policy's heads and layers, as a Hugging Face configuration names them."""
+    """The built-in policy's sizes beside those of vocabulary and context, as a Hugging Face configuration
+    names them."""
     head_dim = 32
     num_heads = hidden_size // head_dim
     return {
@@ -55,4 +49,12 @@ def built_in_shape(hidden_size: int, num_layers: int) -> dict[str, int]:
         "num_attention_heads": num_heads,
         "num_key_value_heads": num_heads // 2 if num_heads % 2 == 0 else num_heads,
         "head_dim": head_dim,
+        "hidden_size": hidden_size,
+        "intermediate_size": 4 * hidden_size,
     }
+
+
+def built_in_parameters(hidden_size: int, num_layers: int) -> int:
+    """Number of parameters of the built-in policy's projections, which are nearly all it has."""
+    attention, mlp = 3 * hidden_size**2, 3 * 4 * hidden_size**2
+    return num_layers * (attention + mlp)

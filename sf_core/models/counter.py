@@ -7,7 +7,12 @@ import numpy.typing as npt
 
 
 def uniforms(keys: npt.ArrayLike, counters: npt.ArrayLike) -> npt.NDArray[np.float64]:
-    """One uniform in [0, 1) per pair of unsigned 64-bit key and non-negative counter, elementwise.
+    """One uniform in [0, 1) per pair of unsigned 64-bit key and non-negative counter, elementwise."""
+    return (bits(keys, counters) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def bits(keys: npt.ArrayLike, counters: npt.ArrayLike) -> npt.NDArray[np.uint64]:
+    """64 random bits per pair of key and counter, elementwise.
 
     SplitMix64 (Steele, Lea and Flood 2014): the counter walks the Weyl sequence of a stream whose start is
     the mixed key, so neighbouring keys and neighbouring counters are both unrelated.
@@ -15,8 +20,7 @@ def uniforms(keys: npt.ArrayLike, counters: npt.ArrayLike) -> npt.NDArray[np.flo
     # At least one-dimensional: scalars warn where arrays wrap around.
     key = np.atleast_1d(np.asarray(keys, dtype=np.uint64))
     counter = np.atleast_1d(np.asarray(counters, dtype=np.uint64))
-    bits = _mix(_mix(key) + (counter + np.uint64(1)) * _GOLDEN)
-    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return _mix(_mix(key) + (counter + np.uint64(1)) * _GOLDEN)
 
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +20,11 @@ from sf_core.models.projections import PLAIN, AddProject, Project, Projections
 Params = Mapping[str, torch.Tensor]
 """Parameters by their Hugging Face names."""
 
-Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(layer, q [N, heads, head_dim], k and v [N, kv_heads, head_dim]) -> [N, heads * head_dim] over N tokens."""
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(q [N, heads, head_dim], k and v [N, kv_heads, head_dim]) -> [N, heads * head_dim] over N tokens."""
+
+AttendIn = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""The same in a layer, given by its number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,9 @@ def _rope(config: Any, head_dim: int) -> tuple[torch.Tensor, float]:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
+    """Fused parameters of a layer, differentiable in those that they were fused from."""
+
+    spec: DecoderSpec
     qkv: Project
     qk_norm: torch.Tensor | None
     """[heads + kv_heads, head_dim]"""
@@ -83,79 +90,98 @@ class Layer:
     gated: Project
     down: AddProject
 
+    def __call__(self, x: torch.Tensor, rotations: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """Hidden states [N, hidden] after the layer."""
+        spec, width = self.spec, x.shape[-1:]
+        heads = self.qkv(F.rms_norm(x, width, eps=spec.norm_eps)).view(x.shape[0], -1, spec.head_dim)
+        num_qk = spec.num_heads + spec.num_kv_heads
+        qk, v = heads[:, :num_qk], heads[:, num_qk:]
+        if self.qk_norm is not None:
+            qk = F.rms_norm(qk, (spec.head_dim,), eps=spec.norm_eps) * self.qk_norm
+        qk = _rotate(qk, rotations)
+        x = self.out(attend(qk[:, : spec.num_heads], qk[:, spec.num_heads :], v), x)
+        return self.down(self.gated(F.rms_norm(x, width, eps=spec.norm_eps)), x)
+
 
 @dataclass(frozen=True, slots=True)
-class Decoder:
-    """Fused parameters, differentiable functions of the parameters they were fused from."""
+class Body:
+    """Fused parameters of all but the head."""
 
     spec: DecoderSpec
     embedding: torch.Tensor
     layers: list[Layer]
-    head: Project
 
     @property
     def vocab_size(self) -> int:
         return self.embedding.shape[0]
 
-    def hidden(self, ids: torch.Tensor, rotations: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """Final hidden states [N, hidden] of tokens ids [N], whose positions made the `rotations`."""
-        spec, eps = self.spec, self.spec.norm_eps
-        num_qk = spec.num_heads + spec.num_kv_heads
+    def hidden(self, ids: torch.Tensor, rotations: torch.Tensor, attend: AttendIn) -> torch.Tensor:
+        """Final hidden states [N, hidden] of tokens ids [N], whose positions made the `rotations`; not yet
+        multiplied by the weight of the last norm."""
         x = F.embedding(ids, self.embedding)
-        width = x.shape[-1:]
         for i, layer in enumerate(self.layers):
-            qkv = layer.qkv(F.rms_norm(x, width, eps=eps))
-            heads = qkv.view(ids.shape[0], -1, spec.head_dim)
-            qk, v = heads[:, :num_qk], heads[:, num_qk:]
-            if layer.qk_norm is not None:
-                qk = F.rms_norm(qk, (spec.head_dim,), eps=eps) * layer.qk_norm
-            qk = _rotate(qk, rotations)
-            mixed = attend(i, qk[:, : spec.num_heads], qk[:, spec.num_heads :], v)
-            x = layer.out(mixed, x)
-            x = layer.down(layer.gated(F.rms_norm(x, width, eps=eps)), x)
-        return F.rms_norm(x, width, eps=eps)
+            x = layer(x, rotations, partial(attend, i))
+        return F.rms_norm(x, x.shape[-1:], eps=self.spec.norm_eps)
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder(Body):
+    head: Project
+    """Hidden states -> logits."""
 
 
 def fuse(params: Params, spec: DecoderSpec, projections: Projections = PLAIN) -> Decoder:
-    """Fuse the parameters. Gradients reach `params`, so a trainer fuses before each forward pass."""
+    def of_layer(i: int) -> Get:
+        return lambda name: params.get(f"model.layers.{i}.{name}")
 
-    def get(name: str) -> torch.Tensor:
-        return params[f"model.{name}"]
+    layers = [fuse_layer(of_layer(i), spec, projections) for i in range(spec.num_layers)]
+    norm, head = norm_and_head(params)
+    embedding = params["model.embed_tokens.weight"]
+    return Decoder(spec, embedding, layers, projections.linear(head * norm, None))
 
-    embedding = get("embed_tokens.weight")
-    neighbours = torch.arange(spec.head_dim, device=embedding.device).view(2, -1).t().flatten()
 
-    def paired(weight: torch.Tensor) -> torch.Tensor:
-        return weight.unflatten(0, (-1, spec.head_dim))[:, neighbours].flatten(0, 1)
+def norm_and_head(params: Params) -> tuple[torch.Tensor, torch.Tensor]:
+    """What makes logits of the hidden states: the weights of the last norm [hidden] and of the head
+    [vocabulary, hidden]."""
+    head = params.get("lm_head.weight", params["model.embed_tokens.weight"])
+    return params["model.norm.weight"], head
 
-    def qkv(attn: str, kind: str) -> torch.Tensor:
-        q, k, v = (get(f"{attn}.{name}_proj.{kind}") for name in "qkv")
-        return torch.cat((paired(q), paired(k), v))
 
-    def qk_norm(attn: str) -> torch.Tensor:
-        q, k = (paired(get(f"{attn}.{name}_norm.weight")) for name in "qk")
-        return torch.cat((q.expand(spec.num_heads, -1), k.expand(spec.num_kv_heads, -1)))
+Get = Callable[[str], torch.Tensor | None]
+"""A layer's parameter by its name in the layer; None if it has none of that name."""
 
-    def layer(i: int) -> Layer:
-        attn, mlp = f"layers.{i}.self_attn", f"layers.{i}.mlp"
-        mlp_norm = get(f"layers.{i}.post_attention_layernorm.weight")
-        has_bias, has_norm = f"model.{attn}.q_proj.bias" in params, f"model.{attn}.q_norm.weight" in params
-        return Layer(
-            projections.linear(
-                qkv(attn, "weight") * get(f"layers.{i}.input_layernorm.weight"),
-                qkv(attn, "bias") if has_bias else None,
-            ),
-            qk_norm(attn) if has_norm else None,
-            projections.residual(get(f"{attn}.o_proj.weight"), params.get(f"model.{attn}.o_proj.bias")),
-            projections.gated(
-                get(f"{mlp}.gate_proj.weight") * mlp_norm, get(f"{mlp}.up_proj.weight") * mlp_norm
-            ),
-            projections.residual(get(f"{mlp}.down_proj.weight"), None),
-        )
 
-    head = params.get("lm_head.weight", embedding) * get("norm.weight")
-    return Decoder(
-        spec, embedding, [layer(i) for i in range(spec.num_layers)], projections.linear(head, None)
+def fuse_layer(get: Get, spec: DecoderSpec, projections: Projections = PLAIN) -> Layer:
+    """Fuse the parameters of a layer. Gradients reach them, so a trainer fuses in each forward pass."""
+
+    def weight(name: str) -> torch.Tensor:
+        tensor = get(f"{name}.weight")
+        assert tensor is not None, name
+        return tensor
+
+    def paired(tensor: torch.Tensor) -> torch.Tensor:
+        neighbours = torch.arange(spec.head_dim, device=tensor.device).view(2, -1).t().flatten()
+        return tensor.unflatten(0, (-1, spec.head_dim))[:, neighbours].flatten(0, 1)
+
+    def qkv(kind: str) -> torch.Tensor | None:
+        q, k, v = (get(f"self_attn.{name}_proj.{kind}") for name in "qkv")
+        return None if q is None or k is None or v is None else torch.cat((paired(q), paired(k), v))
+
+    def qk_norm() -> torch.Tensor | None:
+        q, k = (get(f"self_attn.{name}_norm.weight") for name in "qk")
+        if q is None or k is None:
+            return None
+        return torch.cat((paired(q).expand(spec.num_heads, -1), paired(k).expand(spec.num_kv_heads, -1)))
+
+    fused, mlp_norm = qkv("weight"), weight("post_attention_layernorm")
+    assert fused is not None
+    return Layer(
+        spec,
+        projections.linear(fused * weight("input_layernorm"), qkv("bias")),
+        qk_norm(),
+        projections.residual(weight("self_attn.o_proj"), get("self_attn.o_proj.bias")),
+        projections.gated(weight("mlp.gate_proj") * mlp_norm, weight("mlp.up_proj") * mlp_norm),
+        projections.residual(weight("mlp.down_proj"), None),
     )
 
 
@@ -170,22 +196,17 @@ def _rotate(qk: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(turned).flatten(-2).to(qk.dtype)
 
 
-def causal_forward(params: Params, spec: DecoderSpec, ids: torch.Tensor) -> tuple[Decoder, torch.Tensor]:
-    """The fused decoder and its final hidden states [B, T, hidden] for ids [B, T], right-padded: attention is
-    causal, so padding changes nothing before it. Give the positions of interest to `Decoder.head`."""
-    decoder = fuse(params, spec)
-    num_rows, length = ids.shape
-
-    def attend(_: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return causal_attention(q, k, v, num_rows)
-
-    positions = torch.arange(length, device=ids.device).repeat(num_rows)
-    hidden = decoder.hidden(ids.flatten(), rotations(spec, positions), attend)
-    return decoder, hidden.unflatten(0, (num_rows, length))
-
-
 def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, num_rows: int) -> torch.Tensor:
     """Attention within num_rows sequences of equal length, laid one after the other."""
+    num_heads = q.shape[1]
     q, k, v = (t.unflatten(0, (num_rows, -1)).transpose(1, 2) for t in (q, k, v))
-    mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    k, v = for_every_head(k, num_heads), for_every_head(v, num_heads)
+    mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     return mixed.transpose(1, 2).flatten(0, 1).flatten(1)
+
+
+def for_every_head(kv: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Keys or values [n, kv_heads, T, head_dim] repeated to [n, num_heads, T, head_dim]. Few fused kernels
+    take fewer of them than queries; without one, attention holds all scores, which grow with the square."""
+    repeats = num_heads // kv.shape[1]
+    return kv.unsqueeze(2).expand(-1, -1, repeats, -1, -1).flatten(1, 2)

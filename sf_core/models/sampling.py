@@ -1,4 +1,4 @@
-"""Draws tokens from logits, and scores given tokens under the same distribution. Pure: no model, no state.
+"""Draws tokens from logits. Pure: no model, no state.
 
 The distribution: logits over temperature, then the top_k best tokens, then the smallest set of those whose
 probability reaches top_p, renormalised.
@@ -28,8 +28,8 @@ def sample(
     if (temperature != 1).any():
         logits = logits / _column(np.where(greedy, 1, temperature), logits)
     if ((top_p < 1) | (top_k > 0)).any():
-        cutoff = _cutoff(logits, _column(np.where(greedy, 1, top_p), logits), np.where(greedy, 0, top_k))
-        logits = logits.masked_fill(logits < cutoff, -torch.inf)
+        lowest = cutoff(logits, np.where(greedy, 1, top_p), np.where(greedy, 0, top_k))
+        logits = logits.masked_fill(logits < lowest, -torch.inf)
     logprobs = torch.log_softmax(logits, dim=-1)
     # Double: with u < 1 the target stays below the total, and a token of probability 0 is never drawn.
     cdf = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
@@ -41,32 +41,9 @@ def sample(
     return tokens.squeeze(1).cpu().numpy(), logprobs.gather(1, tokens).squeeze(1).cpu().numpy()
 
 
-def sampling_logprobs(
-    logits: torch.Tensor,
-    token_ids: torch.Tensor,
-    temperature: npt.NDArray[np.float32],
-    top_p: npt.NDArray[np.float32],
-    top_k: npt.NDArray[np.int64],
+def cutoff(
+    logits: torch.Tensor, top_p: npt.NDArray[np.float32], top_k: npt.NDArray[np.int64]
 ) -> torch.Tensor:
-    """Log-probs [N] of token_ids [N] under the distributions `sample` draws from; differentiable in logits.
-
-    A token outside the support, as other weights may have sampled it, widens the support down to itself, so
-    that its log-prob stays finite and has a gradient.
-    """
-    logits = logits.float()
-    greedy = temperature == 0
-    top_p, top_k = np.where(greedy, 1, top_p), np.where(greedy, 0, top_k)
-    if (temperature != 1).any():
-        logits = logits / _column(np.where(greedy, 1, temperature), logits)
-    chosen = logits.gather(1, token_ids.unsqueeze(1))
-    if ((top_p < 1) | (top_k > 0)).any():
-        with torch.no_grad():
-            cutoff = torch.minimum(_cutoff(logits, _column(top_p, logits), top_k), chosen)
-        logits = logits.masked_fill(logits < cutoff, -torch.inf)
-    return (chosen - logits.logsumexp(dim=-1, keepdim=True)).squeeze(1)
-
-
-def _cutoff(logits: torch.Tensor, top_p: torch.Tensor, top_k: npt.NDArray[np.int64]) -> torch.Tensor:
     """Smallest logit [B, 1] that stays in the support."""
     ranked = logits.sort(dim=-1, descending=True).values
     num_kept = _column(
@@ -75,7 +52,7 @@ def _cutoff(logits: torch.Tensor, top_p: torch.Tensor, top_k: npt.NDArray[np.int
     rank = torch.arange(logits.shape[1], device=logits.device)
     probs = ranked.masked_fill(rank >= num_kept, -torch.inf).softmax(dim=-1)
     # A token stays if those before it have not reached top_p; the best one always does.
-    reached = probs.cumsum(dim=-1, dtype=torch.float64) - probs >= top_p
+    reached = probs.cumsum(dim=-1, dtype=torch.float64) - probs >= _column(top_p, logits)
     num_kept = torch.minimum(num_kept, (~reached).sum(dim=-1, keepdim=True).clamp(min=1))
     return ranked.gather(1, num_kept - 1)
 

@@ -1,51 +1,288 @@
-"""Advantages of sessions by the names that `train.advantage` gives them. Pure: arrays in, arrays out."""
+"""Advantages: what `train.advantage` names."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Annotated, Literal
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field
 
 from sf_core.recipes.rewards import are_equal
+from sf_core.recipes.samples import Component, Samples, Score, Values
+from sf_core.settings import Reference, load_object, or_kind
 
 EPSILON = 1e-6
 
 
-class Advantage(Protocol):
-    def __call__(
-        self, rewards: npt.ArrayLike, groups: npt.ArrayLike, *, scale: bool
-    ) -> npt.NDArray[np.float32]:
-        """The advantage of each session [N], from its reward [N] and the label of its group [N]. `scale` is
-        `train.scale_rewards`."""
-        ...
+class Advantage(Component):
+    def __call__(self, samples: Samples) -> Values:
+        """The advantage of every token; 0 where none is trained."""
+        raise NotImplementedError
 
 
-def group_relative(
-    rewards: npt.ArrayLike, groups: npt.ArrayLike, *, scale: bool = True
-) -> npt.NDArray[np.float32]:
-    """Reward of each session minus the mean of its group, divided by the group's standard deviation.
+class Group(Advantage):
+    """Reward of a session minus the mean of its group, over a standard deviation (GRPO, Shao et al. 2024,
+    eq. 3)."""
 
-    `groups` [N] holds any labels, equal within a group. With scale=False only the mean is subtracted
-    (Dr. GRPO, Liu et al. 2025); with scaling this is GRPO (Shao et al. 2024). A reward that equals
-    the mean (sf_core/recipes/rewards.py) gives zero.
+    kind: Literal["group"] = "group"
+    scale: Literal["group", "batch", "none"] = "group"
+    """Standard deviation that divides: of the group's rewards, or of all of the batch's. none: nothing does
+    (Dr. GRPO, Liu et al. 2025)."""
+    ddof: Literal[0, 1] = 1
+    """1: the deviation of a sample, which divides by n - 1. 0: by n."""
 
-    >>> group_relative([1.0, 0.0, 5.0, 5.0], ["a", "a", "b", "b"]).round(3).tolist()
-    [1.0, -1.0, 0.0, 0.0]
-    >>> group_relative([1.0, 0.0, 5.0], [7, 7, 8], scale=False).tolist()
-    [0.5, -0.5, 0.0]
-    """
-    values = np.asarray(rewards, dtype=np.float64)
-    _, group = np.unique(np.asarray(groups), return_inverse=True)
-    sizes = np.bincount(group)
-    mean = (np.bincount(group, weights=values) / sizes)[group]
-    # rounding leaves tiny differences between equal rewards, which must not be scaled up
+    def __call__(self, samples: Samples) -> Values:
+        if self.scale == "group":
+            return samples.spread(standard(samples.rewards, samples.groups, self.ddof))
+        centred = centre(samples.rewards, samples.groups)
+        if self.scale == "batch":
+            centred /= deviation(samples.rewards, self.ddof) + EPSILON
+        return samples.spread(centred)
+
+
+class LeaveOneOut(Advantage):
+    """Reward of a session minus the mean of the others of its group (RLOO, Ahmadian et al. 2024, eq. 8)."""
+
+    kind: Literal["leave_one_out"] = "leave_one_out"
+
+    def __call__(self, samples: Samples) -> Values:
+        size = samples.group_size
+        return samples.spread(centre(samples.rewards, samples.groups) * size / np.maximum(size - 1, 1))
+
+
+class Relative(Advantage):
+    """Reward of a session minus the mean of its group, over that mean (MaxRL, Tajwar et al. 2026): tasks that
+    are seldom solved count for more. Rewards must not be negative; a group that earned nothing gets 0."""
+
+    kind: Literal["relative"] = "relative"
+
+    def __call__(self, samples: Samples) -> Values:
+        mean = samples.group_mean(samples.rewards)
+        centred = centre(samples.rewards, samples.groups)
+        return samples.spread(np.divide(centred, mean, where=mean > EPSILON, out=np.zeros_like(mean)))
+
+
+class Whitened(Advantage):
+    """Reward of a session, or its reward minus the mean of its group, less the mean over all trained tokens
+    of the batch and over their standard deviation (REINFORCE++, Hu et al. 2025)."""
+
+    kind: Literal["whitened"] = "whitened"
+    baseline: bool = False
+    """Subtract the mean of the group first (REINFORCE++-baseline)."""
+
+    def __call__(self, samples: Samples) -> Values:
+        centred = centre(samples.rewards, samples.groups)
+        plain = samples.spread(centred if self.baseline else samples.rewards)
+        return whitened(plain, samples)
+
+
+class RoleBaseline(Advantage):
+    """Reward of a session minus the mean of all of the batch in its role, which is its task's environment
+    (role-conditioned advantage of SPIRAL, Liu et al. 2025, whose baseline is a moving average): for players
+    of games whose sides do not have equal chances. Works with `rollout.group_size` 1."""
+
+    kind: Literal["role_baseline"] = "role_baseline"
+
+    def __call__(self, samples: Samples) -> Values:
+        roles = np.unique(samples.environments, return_inverse=True)[1]
+        return samples.spread(centre(samples.rewards, roles))
+
+
+class TwoLevel(Advantage):
+    """Standard score of a session's reward in its group, plus that of what each turn earned from there on
+    among the turns of the group with the same number (UI-S1, Lu et al. 2025). Turns earn what the reward
+    function says of single answers."""
+
+    kind: Literal["two_level"] = "two_level"
+    gamma: float = Field(0.5, ge=0, le=1)
+    """Discount, per turn, of what later turns of the row earned."""
+    omega: float = Field(1.0, ge=0)
+    """Weight of the turns' part."""
+
+    def __call__(self, samples: Samples) -> Values:
+        turns, masks = samples.turns, samples.masks
+        returns = turns.rewards.copy()
+        for turn in range(len(returns) - 2, -1, -1):
+            if turns.rows[turn] == turns.rows[turn + 1]:
+                returns[turn] += self.gamma * returns[turn + 1]
+        places = list(zip(turns.rows, map(slice, turns.starts, turns.ends), strict=True))
+        # a turn that several rows hold is trained in one of them, and counts once
+        own = np.array([masks[row][tokens].any() for row, tokens in places], np.bool_)
+        peers = samples.groups[samples.sessions[turns.rows]], turns.steps
+        codes = np.unique(np.stack(peers)[:, own], axis=1, return_inverse=True)[1].reshape(-1)
+        scores = np.zeros(len(returns))
+        scores[own] = standard(returns[own], codes, 1)
+        found = [row.copy() for row in Group()(samples)]
+        for (row, tokens), score in zip(places, scores, strict=True):
+            found[row][tokens] += np.where(masks[row][tokens], np.float32(self.omega * score), 0)
+        return found
+
+
+class Tree(Advantage):
+    """Standard score, among all branches of a group, of what the branches that hold a token earned in the
+    mean (tree-structured rollouts; TRACE, arXiv 2606.11119): what branches share earns what became of all of
+    them. A branch earns the session's reward and what its turns earned by themselves. Without branches and
+    such rewards it is `group`."""
+
+    kind: Literal["tree"] = "tree"
+
+    def __call__(self, samples: Samples) -> Values:
+        turns = samples.turns
+        steps = np.bincount(turns.rows, weights=turns.rewards, minlength=len(samples.masks))
+        scores = standard(samples.rewards[samples.sessions] + steps, samples.groups[samples.sessions], 1)
+        sums, counts = ([np.zeros(len(mask)) for mask in samples.masks] for _ in range(2))
+        for leaf, score in enumerate(scores):
+            row, reach = leaf, len(samples.masks[leaf])
+            while row >= 0:
+                sums[row][:reach] += score
+                counts[row][:reach] += 1
+                row, reach = samples.parents[row], min(reach, samples.shared[row])
+        rows = zip(sums, counts, samples.masks, strict=True)
+        return [np.where(mask, s / np.maximum(n, 1), 0.0).astype(np.float32) for s, n, mask in rows]
+
+
+class Pair(Advantage):
+    """The session of the highest reward of each group against that of the lowest, by the square of
+
+        d_policy - ratio * d_reference - (1 - ratio) * d_sampled - 1 / (2 * eta)
+
+    where d is the difference of the two sessions' log-probs, summed over their tokens, under each policy. It
+    is what falls with each log-prob (MNPO, arXiv 2509.23102, with the policy that sampled as the one past
+    opponent; with ratio 1 IPO, Azar et al. 2024, eq. 17), for `train.loss.policy: plain` and one minibatch.
+    The others of the group teach nothing."""
+
+    kind: Literal["pair"] = "pair"
+    eta: float = Field(0.1, gt=0)
+    """Strength of the preference: the smaller, the further the two are driven apart."""
+    ratio: float = Field(1 / 3, ge=0, le=1)
+    """Share of the reference policy in what the policy is compared with."""
+
+    @property
+    def needs(self) -> frozenset[Score]:
+        return frozenset({"start", "reference"})
+
+    def __call__(self, samples: Samples) -> Values:
+        sums = [
+            samples.session_sum(v)
+            for v in (samples.scores["start"], samples.scores["reference"], samples.logprobs)
+        ]
+        gains = sums[0] - self.ratio * sums[1] - (1 - self.ratio) * sums[2]
+        falls = np.zeros(len(samples.rewards))
+        for group in range(samples.groups.max(initial=-1) + 1):
+            members = np.flatnonzero(samples.groups == group)
+            rewards = samples.rewards[members]
+            best, worst = members[rewards.argmax()], members[rewards.argmin()]
+            if not are_equal(samples.rewards[worst], samples.rewards[best]):
+                error = gains[best] - gains[worst] - 1 / (2 * self.eta)
+                falls[best], falls[worst] = -2 * error, 2 * error
+        return samples.spread(falls)
+
+
+class Gae(Advantage):
+    """Generalised advantage estimation (Schulman et al. 2016, eq. 16) over the trained tokens of each row:
+    what others wrote between them is no step. The last one earns the session's reward, and the last of each
+    turn what the turn earned by itself. It needs `train.critic`."""
+
+    kind: Literal["gae"] = "gae"
+    gamma: float = Field(1.0, gt=0, le=1)
+    """Discount per token."""
+    lam: float = Field(0.95, ge=0, le=1)
+    """1: the reward less the value. 0: the difference to the next token's value."""
+    whiten: bool = True
+    """Subtract the mean over the trained tokens of the batch, and divide by their standard deviation."""
+
+    @property
+    def needs(self) -> frozenset[Score]:
+        return frozenset({"values"})
+
+    def __call__(self, samples: Samples) -> Values:
+        plain = [row.astype(np.float32) for row in self._raw(samples)]
+        return whitened(plain, samples) if self.whiten else plain
+
+    def returns(self, samples: Samples) -> Values:
+        """What the critic is taught to expect before each token."""
+        values = samples.scores["values"]
+        return [(a + v).astype(np.float32) for a, v in zip(self._raw(samples), values, strict=True)]
+
+    def _raw(self, samples: Samples) -> list[npt.NDArray[np.float64]]:
+        found = []
+        steps = [np.zeros(len(mask)) for mask in samples.masks]
+        turns = samples.turns
+        for row, end, earned in zip(turns.rows, turns.ends, turns.rewards, strict=True):
+            steps[row][end - 1] = earned
+        rows = zip(samples.masks, samples.scores["values"], samples.sessions, steps, strict=True)
+        for mask, values, session, earned_at in rows:
+            advantages = np.zeros(len(mask))
+            following, advantage, reward = 0.0, 0.0, samples.rewards[session]
+            for token in np.flatnonzero(mask)[::-1]:
+                surprise = reward + earned_at[token] + self.gamma * following - values[token]
+                advantage = surprise + self.gamma * self.lam * advantage
+                advantages[token], following, reward = advantage, values[token], 0.0
+            found.append(advantages)
+        return found
+
+
+class CustomAdvantage(Advantage):
+    """A function of your own."""
+
+    kind: Literal["custom"] = "custom"
+    function: Reference
+    """Function (Samples of sf_core.recipes.samples) -> for each row an array with the advantage of each
+    token; it runs on the workers."""
+
+    def __call__(self, samples: Samples) -> Values:
+        return checked(load_object(self.function)(samples), samples, f"train.advantage {self.function}")
+
+
+# in the order in which the form tells them apart: those with few fields first
+AnyAdvantage = Annotated[
+    LeaveOneOut | Relative | RoleBaseline | Tree | Whitened | CustomAdvantage | TwoLevel | Pair | Group | Gae,
+    Field(discriminator="kind"),
+    or_kind("group"),
+]
+
+
+def whitened(values: Values, samples: Samples) -> Values:
+    """Less the mean over all trained tokens, and over their standard deviation; 0 where none is trained."""
+    tokens = samples.trained(values)
+    mean, scale = (tokens.mean(), deviation(tokens, 1) + EPSILON) if tokens.size else (0.0, 1.0)
+    return [
+        np.where(mask, (row - mean) / scale, 0.0).astype(np.float32)
+        for row, mask in zip(values, samples.masks, strict=True)
+    ]
+
+
+def centre(values: npt.NDArray[np.float64], sets: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """Each value minus the mean of its set, which is told by its number; exactly 0 where the two differ by
+    rounding only, which must not be scaled up."""
+    mean = (np.bincount(sets, weights=values) / np.maximum(np.bincount(sets), 1))[sets]
     is_mean = are_equal(np.minimum(values, mean), np.maximum(values, mean))
-    centred = np.where(is_mean, 0.0, values - mean)
-    if scale:
-        deviation = np.sqrt(np.bincount(group, weights=centred**2) / sizes)
-        centred /= deviation[group] + EPSILON
-    return centred.astype(np.float32)
+    return np.where(is_mean, 0.0, values - mean)
 
 
-ADVANTAGES: dict[str, Advantage] = {"group_relative": group_relative}
+def standard(
+    values: npt.NDArray[np.float64], sets: npt.NDArray[np.int64], ddof: int
+) -> npt.NDArray[np.float64]:
+    """Each value minus the mean of its set, over the set's standard deviation."""
+    centred = centre(values, sets)
+    sizes = np.bincount(sets)
+    variance = np.bincount(sets, weights=centred**2)[sets] / np.maximum(sizes - ddof, 1)[sets]
+    return np.asarray(centred / (np.sqrt(variance) + EPSILON))
+
+
+def deviation(values: npt.NDArray[np.float64], ddof: int) -> float:
+    """Standard deviation; 0 of fewer values than it takes."""
+    return float(values.std(ddof=ddof)) if values.size > ddof else 0.0
+
+
+def checked(values: Values, samples: Samples, source: str) -> Values:
+    """What a user's function returned, 0 where nothing is trained. Raises ValueError if it has not one finite
+    number for every token of every row."""
+    rows = [np.asarray(row, dtype=np.float32) for row in values]
+    if [row.shape for row in rows] != [mask.shape for mask in samples.masks]:
+        raise ValueError(f"{source}: expected for each of {len(samples.masks)} rows one number per token")
+    for number, (row, mask) in enumerate(zip(rows, samples.masks, strict=True)):
+        if not np.isfinite(row[mask]).all():
+            raise ValueError(f"{source}: a trained token of row {number} has no finite number")
+    return [np.where(mask, row, np.float32(0)) for row, mask in zip(rows, samples.masks, strict=True)]

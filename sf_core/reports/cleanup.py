@@ -8,14 +8,15 @@ with them every policy version can be rebuilt.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
-from sf_core.config import RunConfig
+from sf_core.config import RunConfig, TrainConfig
 from sf_core.reports.states import check_idle, is_finished, is_served
 from sf_core.reports.view import RunView
 from storage import files
-from storage.checkpoints import has_checkpoint, remove_checkpoint
 from storage.run_directory import RunDirectory
+from storage.tensors.checkpoints import has_checkpoint, remove_checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class Spare:
 @dataclass(frozen=True, slots=True)
 class Keep:
     checkpoints: int = 1
-    """How many of the newest complete checkpoints stay."""
+    """How many of the newest complete checkpoints stay, beside those for good."""
     weights: int = 1
     """How many of the newest published versions stay."""
     journals: bool = True
@@ -56,41 +57,62 @@ def check_not_linked(run: RunDirectory, where: str) -> None:
 
 def spares(run: RunDirectory, keep: Keep) -> list[Spare]:
     """What can be deleted, oldest first. Raises BusyError or ValueError like `check_idle`."""
-    view = RunView(run)
-    finished = is_finished(view, run.read_config(RunConfig).train.iterations)
+    view, config = RunView(run), run.read_config(RunConfig).train
+    finished = is_finished(view, config.iterations)
     # no flow works on a finished run, even if its data plane cannot be asked
     if not finished:
         check_idle(run)
-    found = _old_checkpoints(run, len(view.committed("train")), keep.checkpoints)
-    found += _old_weights(run, len(view.committed("publish")), keep.weights)
+    trained = len(view.committed("train"))
+    found = _old_checkpoints(run, trained, keep.checkpoints, config.keep_every)
+    needed = _references(run, {uri for _, uri in found}, trained, config)
+    found += _old_weights(run, len(view.committed("publish")), keep.weights, needed)
     found += _unfinished(run, [uri for _, uri in found])
     # a data plane that still knows the run has the file open
     if not keep.journals and finished and is_served(run) == "no":
         found.append(("journal", run.journal_dir))
+    return _own(run, found)
+
+
+def spare_checkpoints(run: RunDirectory, trained: int, config: TrainConfig) -> list[Spare]:
+    """Checkpoints that a run of these settings does not keep once this version is committed. Only for whoever
+    works on the run."""
+    return _own(run, _old_checkpoints(run, trained, config.keep_checkpoints, config.keep_every))
+
+
+def _own(run: RunDirectory, found: list[tuple[str, str]]) -> list[Spare]:
     # the target of a link may belong to another run
     own = [(kind, uri) for kind, uri in found if files.lies_in(uri, run.uri)]
     sizes = [Spare(run, kind, uri, files.folder_bytes(uri)) for kind, uri in own]
     return [spare for spare in sizes if spare.bytes]
 
 
-def _old_checkpoints(run: RunDirectory, trained: int, keep: int) -> list[tuple[str, str]]:
-    versions = _versions(run, "checkpoints")
+def _old_checkpoints(
+    run: RunDirectory, trained: int, keep: int, keep_every: int | None
+) -> list[tuple[str, str]]:
+    versions = run.list_versions("checkpoints")
     complete = [v for v in versions if v <= trained and has_checkpoint(run.checkpoint_dir(v))]
     oldest_kept = complete[-keep:][0] if complete else 0
-    return [("checkpoints", run.checkpoint_dir(v)) for v in versions if v < oldest_kept]
+    for_good = {v for v in complete if keep_every and v % keep_every == 0}
+    return [("checkpoints", run.checkpoint_dir(v)) for v in versions if v < oldest_kept and v not in for_good]
 
 
-def _old_weights(run: RunDirectory, published: int, keep: int) -> list[tuple[str, str]]:
-    old = [version for version in _versions(run, "weights") if version <= published]
-    return [("weights", run.weights_dir(v)) for v in old[:-keep]]
+def _old_weights(
+    run: RunDirectory, published: int, keep: int, needed: Collection[int]
+) -> list[tuple[str, str]]:
+    old = [version for version in run.list_versions("weights") if version <= published]
+    return [("weights", run.weights_dir(v)) for v in old[:-keep] if v not in needed]
+
+
+def _references(run: RunDirectory, going: set[str], trained: int, config: TrainConfig) -> set[int]:
+    """Versions that steps are measured by which are still to come, or may be made again."""
+    if (kl := config.loss.kl) is None:
+        return set()
+    checkpoints = run.list_versions("checkpoints")
+    first = min((v for v in checkpoints if run.checkpoint_dir(v) not in going), default=0)
+    return {kl.version(step) for step in range(first, trained + 1)}
 
 
 def _unfinished(run: RunDirectory, going: list[str]) -> list[tuple[str, str]]:
     """Partial files left by killed processes, where files are large."""
     uris = [uri for kind in ("checkpoints", "weights") for uri in files.list_unfinished(run.path(kind))]
     return [("unfinished", uri) for uri in uris if uri.rsplit("/", 1)[0] not in going]
-
-
-def _versions(run: RunDirectory, kind: str) -> list[int]:
-    names = (uri.rsplit("/", 1)[-1].removeprefix("v") for uri in files.list_folders(run.path(kind)))
-    return sorted(int(name) for name in names if name.isdecimal())

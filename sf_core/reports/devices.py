@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 
 from sf_core.config import RunConfig
-from sf_core.config.words import loading
 from sf_core.reports.pictures import draw_timeline
 from sf_core.reports.trace import Bar, chrome_trace
 from sf_core.reports.view import RunView
@@ -40,6 +39,11 @@ COLUMNS = {
 
 MAX_DEVICES = 8
 """Number of devices with a column in a table; the idle time of more is in the metrics."""
+
+
+def loading(share: float) -> str:
+    """Suffix of a device's idle share: the share of time spent loading, empty below half a percent."""
+    return f" ({share:.0%} loading)" if share >= 0.005 else ""
 
 
 def record_figures(view: RunView, newest: int, *, is_over: bool = False) -> None:

@@ -114,7 +114,7 @@ class RunPage:
             "lag": _rounded(sum(lag * count for lag, count in enumerate(lags)) / max(1, sum(lags)), 3),
             "tokens/s": _rounded(iteration.sampled_tokens / (end - start), 1),
             "idle share": _rounded(idle, 3),
-            "zero-advantage share": _rounded(stages["filter"].data["zero_advantage_share"], 3),
+            "zero-advantage share": _rounded(stages["filter"].data.get("zero_advantage_share"), 3),
         }
 
 

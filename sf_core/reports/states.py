@@ -14,9 +14,9 @@ import httpx
 
 from sf_core.config import RunConfig
 from sf_core.config.addresses import is_loopback
-from sf_core.config.environment import command_started_at, dataplane_key, dataplane_url
 from sf_core.dataplane.control.client import DataplaneClient, DataplaneError
 from sf_core.reports.view import Progress, RunView
+from sf_core.surroundings import command_started_at, dataplane_key, dataplane_url
 from storage import files
 from storage.errors import StorageError
 from storage.run_directory import RunDirectory

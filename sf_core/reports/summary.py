@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from sf_core.config import RunConfig
-from sf_core.config.environment import command_started_at
 from sf_core.reports.pictures import draw_run
 from sf_core.reports.view import Iteration, RunView
 from sf_core.scheduling.figures import Window, by_worker
 from sf_core.scheduling.timeline import Span, idle_fraction, loading_fraction, read_spans
+from sf_core.surroundings import command_started_at
 from storage.files import write_atomic
 
 

@@ -83,7 +83,8 @@ def inspect_session(uri: str, session_id: str) -> RenderableType:
         "  ",
         ("«sampled, counted in another branch»", CARRIED),
     )
-    return Group(head, *(_branch(row, decode, fate) for row in session.branches))
+    branches = [_branch(row, decode, fate) for row in session.branches]
+    return Group(head, *branches, *([] if row.output is None else [_output(row.output)]))
 
 
 def _table(title: str = "") -> Table:
@@ -129,13 +130,15 @@ def _branch(row: Trajectory, decode: Decode, fate: str) -> RenderableType:
     title += f"  versions {_range(row.policy_versions)}  interruptions {row.interruptions}"
     title += f"\ntools: {_tools(row.tools)}" if row.tools is not None else ""
     table = _table()
-    for name in ("role", "tokens", "finish", "engine", "versions"):
+    scored = any(turn.reward is not None for turn in row.turns)
+    for name in ("role", "tokens", "finish", "engine", "versions", *(["reward"] if scored else [])):
         table.add_column(name, no_wrap=True)
     table.add_column("text", overflow="fold")
     own = [turn for turn in row.turns if turn.end > row.shared_prefix]
     if len(own) < len(row.turns):
         end = own[0].start if own else len(row.token_ids)
-        table.add_row("", f"0-{end}", "", "", "", Text(f"as in branch {parent}"), style="dim")
+        blank = [""] * (4 if scored else 3)
+        table.add_row("", f"0-{end}", *blank, Text(f"as in branch {parent}"), style="dim")
     for turn in own:
         table.add_row(
             Text(_printable(turn.role)),
@@ -143,10 +146,16 @@ def _branch(row: Trajectory, decode: Decode, fate: str) -> RenderableType:
             turn.finish_reason or "",
             Text(_printable(turn.engine or "")),
             _range(row.policy_versions[turn.start : turn.end]),
+            *(["" if turn.reward is None else f"{turn.reward:g}"] if scored else []),
             _turn_text(row, turn, decode),
         )
     # a title of the table itself would be wrapped at the table's width
     return Group(Text(title, style="italic"), table)
+
+
+def _output(text: str) -> RenderableType:
+    lines = "\n".join(map(_printable, text.splitlines()))
+    return Text.assemble(("\nwhat the command wrote\n", "italic"), lines)
 
 
 def _tools(definitions: str) -> str:

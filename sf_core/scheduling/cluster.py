@@ -18,9 +18,9 @@ from distributed.system import MEMORY_LIMIT
 
 from sf_core.config import RunConfig
 from sf_core.config.devices import known_device
-from sf_core.config.environment import scheduler_address
 from sf_core.scheduling.plan import Plan, Worker, make_plan, worker_of
 from sf_core.scheduling.tls import require_certificates
+from sf_core.surroundings import scheduler_address
 
 log = logging.getLogger(__name__)
 

@@ -9,9 +9,10 @@ import itertools
 import logging
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from sf_core.config import RunConfig
+from sf_core.dataplane.bodies import RunStatus
 from sf_core.scheduling.elastic import Elastic
 from sf_core.scheduling.plan import Duty, Plan, Worker, duty_of, make_plan
 
@@ -185,7 +186,7 @@ class LeaseSet:
         """Worker and lease id of the loans to revoke before this iteration trains."""
         return [(loan.worker, loan.lease_id) for loan in self._loans if loan.after != iteration]
 
-    def adapt(self, status: Mapping[str, Any] | None) -> list[Action]:
+    def adapt(self, status: RunStatus | None) -> list[Action]:
         """Leases for workers that join, and again for those whose lease was lost. Elastic numbers follow the
         data plane's status of the run, if it answers. All is over, and `nobody_left` says why, if a duty has
         failed on all its workers: the run would wait for workers to join."""
@@ -244,7 +245,7 @@ class LeaseSet:
             if self._may_have_another(loan.worker) and self._how(loan) == "lost"
         ]
 
-    def _adapt(self, duty: Duty, workers: list[str], status: Mapping[str, Any] | None) -> list[Action]:
+    def _adapt(self, duty: Duty, workers: list[str], status: RunStatus | None) -> list[Action]:
         """Have all of these workers hold a lease, or as many as the queue needs."""
         free = [worker for worker in workers if self._is_free(duty, worker)]
         num_lacking = len(free)

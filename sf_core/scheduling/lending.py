@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import mean
-from typing import Any, Literal
+from typing import Literal
+
+from sf_core.dataplane.bodies import EnginePace
 
 MEMORY = 3
 """Number of switches of each kind, the latest, whose mean cost predicts that of the next."""
@@ -90,10 +93,10 @@ class LendingGate:
 
     @property
     def switch_cost_s(self) -> float | None:
-        """Mean cost of both switches together; None while one of them is unknown."""
-        if not self._to_rollout or not self._to_train:
-            return None
-        return mean(self._to_rollout) + mean(self._to_train)
+        """Mean cost of both switches together, at least: one that is unknown counts as 0. None while both
+        are unknown."""
+        known = [mean(costs) for costs in (self._to_rollout, self._to_train) if costs]
+        return sum(known) if known else None
 
     def decide(self, now_s: float, work: WorkLeft) -> Verdict:
         """Decide about a device that is free to be lent; a verdict to lend counts as a loan from then."""
@@ -127,15 +130,18 @@ class LendingGate:
         return Verdict(facts, None if won > cost else "cost")
 
 
-def work_left(status: dict[str, Any], trainers: tuple[str, ...]) -> WorkLeft:
+def work_left(
+    tokens_left: float | None, engines: Iterable[EnginePace], trainers: tuple[str, ...]
+) -> WorkLeft:
     """Work in tokens, from the data plane's status of the run: what may be sampled before training needs its
     result, at the pace of the other workers' engines since they connected."""
-    others = [e for e in status["engines"] if e["worker"] not in trainers and e["version"] is not None]
+    others = [e for e in engines if e["worker"] not in trainers and e["version"] is not None]
     per_second = sum(e["tokens"] / e["seconds"] for e in others if e["seconds"])
-    known = status["tokens_left"] is not None and per_second > 0
+    if not per_second:
+        tokens_left = None
     return WorkLeft(
-        units=status["tokens_left"] if known else 1.0,
-        seconds_per_unit=1 / per_second if known else None,
+        units=1.0 if tokens_left is None else tokens_left,
+        seconds_per_unit=None if tokens_left is None else 1 / per_second,
         dedicated=len(others),
         lent=len(trainers),
     )

@@ -80,7 +80,8 @@ def make_plan(workers: list[Worker], config: RunConfig, *, trained: Collection[s
     `train.min_workers` trainers, no rollout-only worker if trainers are lent, and workers that a colocated
     run could not start with. Its workers that run agents or score keep doing so."""
     carried = {tag for worker in workers for tag in worker.tags}
-    if missing := [repr(tag) for tag in needed_tags() if tag not in carried]:
+    without = ("agents",) if config.rollout.is_outside else ()
+    if missing := [repr(tag) for tag in needed_tags(without) if tag not in carried]:
         raise ValueError(f"no worker carries {' or '.join(missing)}; workers: {_offered(workers)}")
     for worker in workers:
         if "cpu" in worker.tags and (long := sorted(worker.tags & {"agent", "reward"})):
@@ -101,7 +102,7 @@ def make_plan(workers: list[Worker], config: RunConfig, *, trained: Collection[s
             f"{means} needs a worker that carries rollout beside the trainers {', '.join(sorted(names))}; "
             f"workers: {_offered(workers)}"
         )
-    if not held["agent"]:
+    if not held["agent"] and not config.rollout.is_outside:
         raise ValueError(
             f"no worker is left to agents: {', '.join(sorted(names))} trains, and agents would never let it; "
             f"workers: {_offered(workers)}"
@@ -151,7 +152,7 @@ def choose_trainers(
             f"{key} is {fewest}, more than the {len(able)} that carry {' and '.join(sorted(needs))}; "
             f"workers: {_offered(workers)}"
         )
-    return able[:ranks]
+    return able[: config.train.largest_gang(len(able))]
 
 
 def able_to_train(workers: list[Worker], config: RunConfig) -> list[Worker]:

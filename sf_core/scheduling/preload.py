@@ -17,7 +17,7 @@ from distributed.system import MEMORY_LIMIT
 
 from sf_core.config import devices
 from sf_core.config.devices import Device, known_device
-from sf_core.config.environment import check_names, computes_nothing
+from sf_core.surroundings import check_names, computes_nothing
 
 HEAVY = {
     "rollout": ("torch",),

@@ -5,6 +5,7 @@ A user's own tags (`h20`, `spot`) say which workers to prefer where there is a c
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 
@@ -31,6 +32,7 @@ TASK_KINDS: dict[str, TaskKind] = {
 """Task kinds by the name of the Prefect task."""
 
 
-def needed_tags() -> list[str]:
-    """Every tag that some task of a run needs."""
-    return sorted({tag for kind in TASK_KINDS.values() if not kind.is_optional for tag in kind.needs})
+def needed_tags(without: Collection[str] = ()) -> list[str]:
+    """Every tag that some task of a run needs, without those of the task kinds that it does without."""
+    kinds = [kind for name, kind in TASK_KINDS.items() if not kind.is_optional and name not in without]
+    return sorted({tag for kind in kinds for tag in kind.needs})

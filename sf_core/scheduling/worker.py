@@ -14,10 +14,10 @@ from dataclasses import asdict
 from sf_core.config import WorkerConfig
 from sf_core.config.addresses import is_loopback
 from sf_core.config.devices import Device, known_device
-from sf_core.config.environment import visible_cuda_devices
-from sf_core.config.words import is_word
 from sf_core.scheduling.cluster import read_workers
 from sf_core.scheduling.tls import require_tls
+from sf_core.settings import is_word
+from sf_core.surroundings import visible_cuda_devices
 
 DASK_SETTINGS = {
     # a stage may outlive several kills of its worker; giving up after one would end the run

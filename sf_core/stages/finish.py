@@ -11,7 +11,7 @@ from sf_core.reports.view import RunView
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.training.registry import trainer_kind
 from storage.files import copy_folder
-from storage.weights import WEIGHT_FILES, load_weights, save_weights
+from storage.tensors.weights import WEIGHT_FILES, load_weights, save_weights
 
 
 def finish(ref: RunRef) -> dict[str, Any]:
@@ -35,4 +35,5 @@ def export_policy(run: OpenRun) -> None:
     version = run.resume_point().version
     folder = run.directory.policy_dir
     copy_folder(run.start_dir, folder, exclude=WEIGHT_FILES)
-    save_weights(folder, load_weights(run.weights(version).uri), version)
+    # version 0 has the dtype of policy.model
+    save_weights(folder, load_weights(run.weights(version).uri), version, run.config.policy.dtype)

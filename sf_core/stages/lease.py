@@ -12,18 +12,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from sf_core.agents.runner import AgentRunner
-from sf_core.config.environment import dataplane_key
-from sf_core.config.references import load_object
 from sf_core.dataplane.bodies import Work
-from sf_core.engines.client import MakeEngine, serve_engine
-from sf_core.engines.protocol import Engine
-from sf_core.engines.registry import engine_factory
+from sf_core.engines.client import serve_engine
+from sf_core.engines.resident import engine_of
+from sf_core.engines.wire import Hello
+from sf_core.environments.registry import agent_of, prepare_of, reward_of, tasks_of
 from sf_core.scheduling.cluster import current_epoch
 from sf_core.scheduling.leases import Lease
 from sf_core.scheduling.lending import LendingGate, Refusal, Verdict, WorkLeft, not_lent, work_left
 from sf_core.scheduling.timeline import Timeline
 from sf_core.stages.run import OpenRun, RunRef
-from sf_core.types import WeightsRef
+from sf_core.surroundings import dataplane_key
+from sf_core.training.registry import trainer_backend
 
 log = logging.getLogger(__name__)
 
@@ -37,22 +37,31 @@ def serve_lease(ref: RunRef, lease: Lease) -> str:
         return "training comes first"
     switching = switching_of(run)
     if lease.after is not None:
-        verdict = switching.decide(work_left(run.dataplane.status(), lease.trainers))
+        status = run.dataplane.status()
+        verdict = switching.decide(work_left(status["tokens_left"], status["engines"], lease.trainers))
         if not verdict.lend:
             log.info("%s is not lent: %s", lease.worker, verdict.reason)
             return f"not worth it: {verdict.reason}"
-    hello = {
-        "run_id": ref.run_id,
-        "attempt": ref.attempt,
-        "lease_id": lease.lease_id,
-        "epoch": current_epoch(),
-        "engine_id": lease.holder,
-        "worker": lease.worker,
-        "max_running": run.config.engine.max_running,
-    }
-    make = switching.measured(engine_factory(run.config, run.start_dir))
-    with Timeline(run.directory, lease.worker, "rollout", lease.lease_id) as timeline:
-        reason = serve_engine(ref.dataplane_url, dataplane_key(), hello, make, timeline)
+        # the engine may need the memory that the trainer has on this device
+        trainer_backend(run.config).rest()
+    hello = Hello(
+        run_id=ref.run_id,
+        attempt=ref.attempt,
+        lease_id=lease.lease_id,
+        epoch=current_epoch(),
+        engine_id=lease.holder,
+        worker=lease.worker,
+        max_running=run.config.engine.max_running,
+    )
+    with (
+        Timeline(run.directory, lease.worker, "rollout", lease.lease_id) as timeline,
+        engine_of(run.config, run.start_dir) as (engine, is_new),
+    ):
+        switching.begin_rollout(is_first_start=is_new)
+        key = dataplane_key()
+        reason = serve_engine(
+            ref.dataplane_url, key, hello, engine, timeline, on_ready=switching.note_serving
+        )
         if reason == "revoked":
             switching.note_revoked()
     return reason
@@ -69,10 +78,11 @@ def run_sessions(ref: RunRef, lease: Lease, work: Work) -> int:
         run_id=ref.run_id,
         runner_id=lease.holder,
         attempt=ref.attempt,
-        tasks=load_object(environment.tasks),
-        agent=load_object(environment.agent),
-        reward=load_object(environment.reward),
-        concurrency=run.config.rollout.concurrency,
+        tasks=tasks_of(environment),
+        agent=agent_of(environment),
+        reward=reward_of(environment),
+        prepare=prepare_of(environment),
+        rules=run.config.rollout,
         seed=run.config.seed,
         work=work,
     )
@@ -86,6 +96,8 @@ class Switching:
     def __init__(self, gate: LendingGate, now: Callable[[], float] = time.monotonic) -> None:
         self.gate = gate
         self._now = now
+        self._began_at: float | None = None
+        """When the lease began whose engine does not serve yet."""
         self._lease_over_at: float | None = None
         self._refusals: list[tuple[Refusal, float]] = []
         """Refusals since the last train step, with their Unix time."""
@@ -98,21 +110,23 @@ class Switching:
             self._refusals.append((verdict.refusal, time.time()))
         return verdict
 
-    def measured(self, make_engine: MakeEngine) -> MakeEngine:
-        """Measure the switch to rollout, from this call at the start of a lease until the engine is made."""
-        started = self._now()
+    def begin_rollout(self, *, is_first_start: bool = False) -> None:
+        """A lease begins. What it starts for the first time stays in the process, so that such a start says
+        nothing of the next switches."""
+        self._began_at = None if is_first_start else self._now()
         self._lease_over_at = None
 
-        def make(weights: WeightsRef) -> Engine:
-            engine = make_engine(weights)
-            self.gate.note_to_rollout(self._now() - started)
-            return engine
-
-        return make
+    def note_serving(self) -> None:
+        """The engine of the lease serves: the switch to rollout is over."""
+        if self._began_at is not None:
+            self.gate.note_to_rollout(self._now() - self._began_at)
+        self._began_at = None
 
     def note_revoked(self) -> None:
         """The lease was revoked for training: the switch to training begins. After any other end of a lease
-        it is unknown what the device does next, so no switch is measured."""
+        it is unknown what the device does next, so no switch is measured. A switch to rollout that was not
+        over took this long at least."""
+        self.note_serving()
         self._lease_over_at = self._now()
 
     @contextmanager

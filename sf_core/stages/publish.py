@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import time
 
 from sf_core.stages.commit import Outcome, commits_once, committed
 from sf_core.stages.run import OpenRun
 from sf_core.training.registry import trainer_kind
+
+log = logging.getLogger(__name__)
 
 
 @commits_once
@@ -14,12 +17,14 @@ def publish(run: OpenRun, iteration: int) -> Outcome:
     """Hand the weights of the train stage to every engine; done when none samples with older ones."""
     source = committed(run, iteration, "train")
     version = int(source.data["version"])
-    # engines do not check what they load
-    run.directory.verify(source)
+    # it was hashed while it was written, and engines compare what they take with the digest in it
+    run.directory.verify_sizes(source)
     if not trainer_kind(run.config).computes_weights:
         # the files of emulated trainers are smaller than what they stand for
-        from sf_core.engines.emulated_device import device_model
+        from sf_core.engines.emulated.device import device_model
 
         time.sleep(device_model(run.config).verify_s())
     answer = run.dataplane.publish(version, run.weights(version).uri)
+    for refusal in answer.pop("refusals"):
+        log.warning("%s", refusal)
     return Outcome(inputs={"weights": source.outputs[0].sha256}, data={"version": version, **answer})

@@ -13,14 +13,22 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit, urlunsplit
 
 from sf_core.config import RunConfig
-from sf_core.config.environment import dataplane_key, dataplane_url, run_key
-from sf_core.config.references import described, load_object
 from sf_core.dataplane.control.client import DataplaneClient
+from sf_core.environments.registry import tasks_of
 from sf_core.reports.view import RunView
+from sf_core.settings import described
+from sf_core.surroundings import dataplane_key, dataplane_url, run_key
 from sf_core.types import WeightsRef
 from storage.attempts import Attempt
 from storage.files import read_bytes
+from storage.manifests import Manifest
 from storage.run_directory import STAGES, RunDirectory
+
+_CHECKPOINT_PARTS = 6
+"""Size of a checkpoint over that of the start folder, at most."""
+
+_NO_TIME_S = 2.0
+"""What takes less to copy is small: the time is that of opening files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +52,14 @@ class OpenRun:
     def __init__(self, ref: RunRef) -> None:
         self.ref = ref
         self.directory = RunDirectory(ref.uri)
-        self.config = _read_config(ref)
+
+    @functools.cached_property
+    def config(self) -> RunConfig:
+        """The run's settings, with the deadlines that hold for a policy of this size."""
+        try:
+            return _config_since_start(self.ref)
+        except LookupError:
+            return _read_config(self.ref)
 
     @functools.cached_property
     def dataplane(self) -> DataplaneClient:
@@ -104,30 +119,15 @@ class OpenRun:
     def register(self, *, evaluate_only: bool = False) -> ResumePoint:
         """Register this attempt with the data plane, which keeps the sessions it already has."""
         point, config = self.resume_point(), self.config
-        rollout = config.rollout
         weights = self.weights(point.version)
         self.dataplane.register(
             run_id=self.ref.run_id,
             run_dir=self.ref.uri,
             model_dir=self.start_dir,
-            served_model="policy",
             seed=config.seed,
-            group_size=rollout.group_size,
-            groups_per_batch=rollout.groups_per_batch,
-            gate=rollout.gate,
+            rollout=config.rollout.model_dump(),
             lag_bound=config.lag_bound,
-            on_max_lag=rollout.on_max_lag,
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            max_tokens=rollout.max_tokens,
             context_length=config.engine.context_length,
-            session_attempts=rollout.session_attempts,
-            session_timeout_s=rollout.session_timeout_s,
-            on_failure=rollout.on_failure.model_dump(),
-            failed_reward=rollout.failed_reward,
-            request_patience_s=rollout.request_patience_s,
-            ignored_fields=rollout.ignored_fields,
             num_batches=0 if evaluate_only else config.train.iterations,
             iteration=point.next_batch,
             version=point.version,
@@ -184,17 +184,35 @@ def open_config(uri: str) -> RunConfig:
     return RunConfig.model_validate_json(read_bytes(uri))
 
 
+def _seconds_to_move(start: Manifest) -> int:
+    """How long reading or writing a checkpoint may take, by how long copying the start folder took: it has
+    the weights, perhaps in two bytes each, and a checkpoint twelve. Twice that, because several ranks may
+    share what carries it."""
+    copied_s = float(start.data.get("copied_s", 0.0))
+    return 0 if copied_s < _NO_TIME_S else round(2 * _CHECKPOINT_PARTS * copied_s)
+
+
+@functools.lru_cache(maxsize=8)
+def _config_since_start(ref: RunRef) -> RunConfig:
+    """Read once in each process. Raises LookupError as long as the start stage is not committed."""
+    start = RunDirectory(ref.uri).read_manifest(None, "start")
+    if start is None:
+        raise LookupError(f"{ref.run_id}: start is not committed")
+    return _read_config(ref).with_time_to_move(_seconds_to_move(start))
+
+
 @functools.lru_cache(maxsize=8)
 def _read_config(ref: RunRef) -> RunConfig:
     return RunDirectory(ref.uri).read_config(RunConfig)
 
 
 def check_held_out(config: RunConfig) -> None:
-    """Raises ValueError with one sentence if the environment has too few held-out tasks, because a missing
-    one would count as one that earned nothing. Only the last one is requested."""
-    tasks, last = load_object(config.environment.tasks), config.evaluate.num_tasks - 1
+    """Raises ValueError with one sentence if the environment cannot be used or has too few held-out tasks,
+    because a missing one would count as one that earned nothing. Only the last one is requested."""
+    tasks, last = tasks_of(config.environment), config.evaluate.num_tasks - 1
     try:
         tasks("holdout", last)
     except Exception as error:  # whatever the user's own lines raise
-        asked = f'{config.environment.tasks}("holdout", {last})'
+        source = config.environment.tasks or f"{config.environment.name}.tasks"
+        asked = f'{source}("holdout", {last})'
         raise ValueError(f"evaluate.num_tasks {last + 1}: {asked} raises {described(error)}") from error

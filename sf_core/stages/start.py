@@ -8,25 +8,26 @@ import json
 import logging
 import re
 import shutil
+import time
 import uuid
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from sf_core.config import RunConfig
-from sf_core.config.environment import cache_dir
 from sf_core.config.run_config import BUILT_IN_CONTEXT
 from sf_core.dataplane.chat.renderer import open_renderer
 from sf_core.engines.registry import engine_kind
-from sf_core.models.cache_size import built_in_shape, cache_bytes, too_large
+from sf_core.environments.environment import Environment
+from sf_core.environments.registry import environment_of
+from sf_core.models.cache_size import built_in_shape
 from sf_core.models.context import check_context
-from sf_core.scheduling.plan import Worker
 from sf_core.stages.commit import Outcome, commit
 from sf_core.stages.run import OpenRun, RunRef
+from sf_core.surroundings import cache_dir
 from sf_core.training.registry import trainer_kind
-from storage.files import FileRef, copy_folder, join, list_files, read_bytes
+from storage.files import FileRef, copy_folder, describe, join, list_files, read_bytes, write_atomic
 from storage.run_directory import RunDirectory
-from storage.weights import PICKLES
+from storage.tensors.weights import PICKLES
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +39,8 @@ def start(ref: RunRef) -> dict[str, Any]:
     run = OpenRun(ref)
 
     def work() -> Outcome:
-        copies, source = prepare_start(run.start_dir, run.config)
-        return Outcome(outputs=copies, data={"source": source})
+        copies, source, copied_s = prepare_start(run.start_dir, run.config)
+        return Outcome(outputs=copies, data={"source": source, "copied_s": copied_s})
 
     if (manifest := run.directory.read_manifest(None, "start")) is not None:
         # every version uses the tokenizer and configuration of the start folder
@@ -67,7 +68,7 @@ def check_model_folder(model: str) -> None:
             f"policy.model: {model} has no *.safetensors file; pickled weights (*.bin, *.pt) are not loaded, "
             "because reading them may run code: save the model with safe_serialization=True"
         )
-    _read_model_config(model)
+    read_model_config(model)
     try:
         open_renderer(model)
     except (ValueError, OSError) as error:
@@ -85,42 +86,41 @@ def _missing(model: str) -> str:
 
 
 def check_start(config: RunConfig, *, by_a_worker: bool = False) -> None:
-    """Raises ValueError if a run cannot start from its policy, its sequences are too long for that, or engine
-    and trainer do not go together. A run that has started needs only the copy in its directory, which is
-    version 0, and not `policy.model`.
+    """Raises ValueError if a run cannot start from its policy, nothing is there to warm-start it with, its
+    sequences are too long for it, or engine and trainer do not go together. A run that has started needs only
+    the copy in its directory, which is version 0, and not `policy.model`.
 
     by_a_worker: the folder may exist only on the worker that copies it; then the worker checks it."""
-    trainer_kind(config)
+    kind = trainer_kind(config)
     length, runs_policy = config.engine.context_length, engine_kind(config).runs_policy
     if config.policy.model is None:
+        _check_demonstrations(config)
         if runs_policy and length > BUILT_IN_CONTEXT:
             raise ValueError(
                 f"engine.context_length ({length}) must not exceed the {BUILT_IN_CONTEXT} positions of the "
                 "built-in policy"
             )
-    elif (folder := _folder_to_start_from(config, by_a_worker)) is not None and runs_policy:
-        check_context(_read_model_config(folder), length)
-
-
-def check_memory(config: RunConfig, workers: Iterable[Worker]) -> None:
-    """Raises ValueError if one of these workers has less memory than its engine would reserve."""
-    if not engine_kind(config).reserves_cache:
-        return
-    if config.policy.model is None:
-        shape: dict[str, Any] = dict(built_in_shape(config.policy.hidden_size, config.policy.num_layers))
-    elif (folder := _folder_to_start_from(config, by_a_worker=True)) is not None:
-        shape = _read_model_config(folder)
+        built_in = built_in_shape(config.policy.hidden_size, config.policy.num_layers)
+        shape: dict[str, Any] = {"model_type": "qwen3", **built_in}
+    elif (folder := folder_to_start_from(config, by_a_worker)) is not None:
+        shape = read_model_config(folder)
+        if runs_policy:
+            check_context(shape, length)
     else:
         return
-    running, length = config.engine.max_running, config.engine.context_length
-    needed = cache_bytes(shape, running, length)
-    for worker in workers:
-        if "rollout" in worker.tags and needed and worker.memory is not None and needed > worker.memory:
-            given = f"worker {worker.name} has {worker.memory / 1e9:,.1f} GB of memory"
-            raise ValueError(too_large(needed, running, length, given))
+    kind.check_shape(shape, config.train)
 
 
-def _folder_to_start_from(config: RunConfig, by_a_worker: bool) -> str | None:
+def _check_demonstrations(config: RunConfig) -> None:
+    warm = config.policy.warmstart
+    if warm is not None and warm.steps and not environment_of(config.environment).has_demonstrations:
+        raise ValueError(
+            f"policy.warmstart: the environment {config.environment.name} has no demonstrations to show to "
+            "the built-in policy: set policy.warmstart to null, or policy.model to a model that needs none"
+        )
+
+
+def folder_to_start_from(config: RunConfig, by_a_worker: bool) -> str | None:
     """The run's own copy, else `policy.model`; None if that is only on the worker. Raises ValueError if it
     cannot be used."""
     model = config.policy.model
@@ -144,7 +144,7 @@ def start_fault(run: RunDirectory) -> str | None:
     return None
 
 
-def _read_model_config(folder: str) -> dict[str, Any]:
+def read_model_config(folder: str) -> dict[str, Any]:
     file = join(folder, "config.json")
     try:
         return dict(json.loads(read_bytes(file)))
@@ -152,8 +152,10 @@ def _read_model_config(folder: str) -> dict[str, Any]:
         raise ValueError(f"policy.model: {file} cannot be read: {error}") from None
 
 
-def prepare_start(folder: str, config: RunConfig) -> tuple[list[FileRef], str]:
-    """Copy the policy of version 0 into `folder`; returns its files and the folder they came from.
+def prepare_start(folder: str, config: RunConfig) -> tuple[list[FileRef], str, float]:
+    """Copy the policy of version 0 into `folder`; returns its files, the folder they came from and how long
+    copying took. Its weights keep their dtype, as trainers start from them; its configuration names the one
+    that is served.
 
     Raises ValueError if `policy.model` is no Hugging Face folder."""
     model = config.policy.model
@@ -162,7 +164,21 @@ def prepare_start(folder: str, config: RunConfig) -> tuple[list[FileRef], str]:
         source = Path(model)
     else:
         source = warm_policy(config)
-    return copy_folder(str(source), folder, exclude=PICKLES), str(source)
+    started = time.monotonic()
+    copies = copy_folder(str(source), folder, exclude=PICKLES)
+    copied_s = time.monotonic() - started
+    named = _name_dtype(folder, config.policy.dtype)
+    return [copy for copy in copies if copy.uri != named.uri] + [named], str(source), copied_s
+
+
+def _name_dtype(folder: str, dtype: str) -> FileRef:
+    """Have the model's configuration name the dtype that transformers and vLLM are to load."""
+    shape = read_model_config(folder)
+    keys = {"dtype", "torch_dtype"} & shape.keys() or {"dtype"}
+    if all(shape.get(key) == dtype for key in keys):
+        return describe(join(folder, "config.json"))
+    content = json.dumps(shape | dict.fromkeys(sorted(keys), dtype), indent=2)
+    return write_atomic(join(folder, "config.json"), content.encode())
 
 
 def warm_policy(config: RunConfig) -> Path:
@@ -170,16 +186,17 @@ def warm_policy(config: RunConfig) -> Path:
     from sf_core.models.builtin import make_policy
     from sf_core.training.warmstart import warmstart
 
-    settings = config.policy
-    key = hashlib.sha256(
-        f"{settings.model_dump_json()}|{config.environment.tasks}|{config.seed}|{_recipe_version()}".encode()
-    ).hexdigest()[:16]
+    settings, environment = config.policy, environment_of(config.environment)
+    of_the_policy = settings.model_dump_json(exclude={"dtype"})
+    of_its_environment = config.environment.model_dump_json(include={"name", "settings"})
+    recipe = f"{of_the_policy}|{of_its_environment}|{config.seed}|{_recipe_version(environment)}"
+    key = hashlib.sha256(recipe.encode()).hexdigest()[:16]
     folder = cache_dir() / "warmstart" / key
     if not folder.is_dir():
         unfinished = folder.with_name(f".{key}-{uuid.uuid4().hex}")
         make_policy(str(unfinished), settings, config.seed)
         if settings.warmstart is not None and settings.warmstart.steps:
-            warmstart(str(unfinished), settings.warmstart, config.seed)
+            warmstart(str(unfinished), settings.warmstart, environment, config.seed)
         try:
             unfinished.rename(folder)
         except OSError:  # another run has just made the same folder
@@ -187,12 +204,13 @@ def warm_policy(config: RunConfig) -> Path:
     return folder
 
 
-def _recipe_version() -> str:
-    """Hash of the code that makes the policy, so that the cache is never used for other code."""
-    return hashlib.sha256(b"".join(file.read_bytes() for file in _recipe_files())).hexdigest()
+def _recipe_version(environment: Environment) -> str:
+    """Hash of the code that makes the policy, so that the cache is never used for other code. What a module
+    of the user's imports is not known."""
+    return hashlib.sha256(b"".join(file.read_bytes() for file in _recipe_files(environment))).hexdigest()
 
 
-def _recipe_files() -> list[Path]:
+def _recipe_files(environment: Environment) -> list[Path]:
     import sf_core.environments
     from sf_core.agents import tool_loop
     from sf_core.models import builtin, cache_size, decoder, projections
@@ -200,5 +218,6 @@ def _recipe_files() -> list[Path]:
     from sf_core.training.torch import network
 
     modules = (builtin, warmstart, network, packing, cache_size, decoder, projections, tool_loop)
-    environments = Path(sf_core.environments.__path__[0]).glob("*.py")
-    return [*(Path(inspect.getfile(module)) for module in modules), *sorted(environments)]
+    parts = (*modules, type(environment))
+    environments = Path(sf_core.environments.__path__[0]).rglob("*.py")
+    return [*(Path(inspect.getfile(part)) for part in parts), *sorted(environments)]

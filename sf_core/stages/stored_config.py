@@ -14,9 +14,9 @@ from typing import Any
 
 from sf_core.config import RunConfig
 from sf_core.config.validation import validate_config
-from sf_core.config.words import shown
 from sf_core.config.yaml_file import differing
 from sf_core.reports.view import RunView
+from sf_core.settings import shown
 from storage.files import exists
 from storage.run_directory import RunDirectory
 
@@ -28,8 +28,11 @@ PLACE = ("run_id", "storage")
 ADDRESSES = ("cluster.scheduler", "dataplane.url")
 """Settings always taken from the caller, defaults included: the servers of the last attempt may be gone."""
 
-FIXED = ("seed", "policy", "environment")
-"""Settings that cannot change, because the result would be another run."""
+FIXED = ("seed", "policy", "environment", "train.critic")
+"""Settings that cannot change, because the result would be another run. A critic is made with the trainer:
+only its own settings may change."""
+
+_NOTHING = object()
 
 OF_AN_EVALUATION = ("evaluate.num_tasks", "cluster.workers", *ADDRESSES)
 
@@ -71,7 +74,7 @@ def _merged(
         *sections, name = path = key.split(".")
         if path[0] in PLACE:
             continue
-        if key in ADDRESSES or given != reduce(getattr, path, RunConfig()):
+        if key in ADDRESSES or given != _default(path):
             check(run, key, before, given)
             reduce(dict.__getitem__, sections, data)[name] = given
             changed.append(f"{key} {_text(given)} (was {_text(before)})")
@@ -84,8 +87,16 @@ def _merged(
     return validate_config(data, f"run {config.run_id}")
 
 
+def _default(path: list[str]) -> Any:
+    """Default of a setting; equal to nothing where its section is empty by default."""
+    here: Any = RunConfig()
+    for name in path:
+        here = getattr(here, name, _NOTHING)
+    return here
+
+
 def _refuse_another_run(run: RunDirectory, key: str, before: Any, given: Any) -> None:
-    if key.split(".")[0] in FIXED:
+    if key in FIXED or key.split(".")[0] in FIXED:
         raise ValueError(
             f"run {run.run_id} was started with {key} {_text(before)}, not {_text(given)}; "
             f"choose another run_id, or leave {key} out"

@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
+from sf_core.config import RunConfig, TrainConfig
+from sf_core.engines.registry import engine_kind
+from sf_core.reports.cleanup import spare_checkpoints
 from sf_core.scheduling.cluster import current_host, current_worker
 from sf_core.scheduling.timeline import Timeline
 from sf_core.stages.commit import Outcome, commit, committed
 from sf_core.stages.lease import switching_of
 from sf_core.stages.run import OpenRun, RunRef
-from sf_core.training.gang import RankAssignment, check_counts
+from sf_core.training.gang import RankAssignment, check_counts, check_goes_on
 from sf_core.training.protocol import Trainer
 from sf_core.training.registry import trainer_backend
 from sf_core.training.seating import seated
 from sf_core.training.stored_steps import stored_batch
+from sf_core.waits import waiting_for
 from storage.files import FileRef, fenced
 from storage.gangs import GangFiles
 from storage.metrics import write_metrics
 
 
 def train(ref: RunRef, iteration: int, seat: RankAssignment) -> dict[str, Any]:
-    """One rank of the train step on the stored batch. Rank 0 writes the next version's weights and a
-    checkpoint and commits; the others return when it has."""
+    """One rank of the train step on the stored batch. Rank 0 writes the next version's weights and commits.
+    Then all begin to store a checkpoint, which goes on beside the next step; the others return after rank
+    0."""
     run = OpenRun(ref)
     if run.directory.read_manifest(iteration, "train") is None:
         files = GangFiles(run.directory, iteration, ref.attempt, seat.epoch)
@@ -33,54 +39,90 @@ def train(ref: RunRef, iteration: int, seat: RankAssignment) -> dict[str, Any]:
             with switching_of(run).not_counting():
                 patience_s = run.config.train.gang_timeout_s
                 ranks = stack.enter_context(seated(backend.meet, files, seat, current_host(), patience_s))
-            check = partial(check_counts, files)
             trainer_at = partial(backend.trainer_at, run, iteration, ranks)
-            work = partial(_train, run, iteration, seat, trainer_at, check)
+            step = _step(run, iteration, seat, trainer_at, files)
             if seat.rank == 0:
                 run.dataplane.report_stage(iteration, "train")
-                commit(run, iteration, "train", work, check)
+                commit(
+                    run, iteration, "train", partial(stack.enter_context, step), partial(check_counts, files)
+                )
             else:
-                work()
+                stack.enter_context(step)
     return committed(run, iteration, "train").data
 
 
-def _train(
+@contextmanager
+def _step(
     run: OpenRun,
     iteration: int,
     seat: RankAssignment,
     trainer_at: Callable[[], AbstractContextManager[Trainer]],
-    check: Callable[[], None],
-) -> Outcome:
+    gang: GangFiles,
+) -> Iterator[Outcome]:
+    """Make the next version; the block commits it, and at its end the checkpoint is begun."""
     source = committed(run, iteration, "filter")
-    step = f"train-{iteration}.{run.ref.attempt}"
-    with Timeline(run.directory, current_worker(), "train", step) as timeline, ExitStack() as stack:
+    name = f"train-{iteration}.{run.ref.attempt}"
+    with Timeline(run.directory, current_worker(), "train", name) as timeline, ExitStack() as stack:
         with timeline.doing("moving", "load trainer", iteration):
             trainer = stack.enter_context(trainer_at())
             batch = stored_batch(run, iteration)
         switching_of(run).note_training(timeline)
         with timeline.doing("busy", "train", iteration):
             metrics = trainer.step(batch)
+        check_engines(run.config, iteration, metrics)
+        has_checkpoint = _is_due(run.config.train, trainer.version)
         # other tries write the same files, and may have committed them by now
-        with timeline.doing("moving", "save", iteration), fenced(check):
+        with timeline.doing("moving", "save", iteration), fenced(partial(check_counts, gang)):
             outputs = _write(run, iteration, trainer, metrics)
-    return Outcome(
-        inputs={ref.uri: ref.sha256 for ref in source.outputs},
-        outputs=outputs,
-        data={
-            "version": trainer.version,
-            "ranks": len(seat.workers),
-            "device": trainer.device,
-            # a later attempt may have other settings, and a replay of this step needs these
-            "settings": run.config.train.model_dump(mode="json"),
-            **metrics,
-        },
-    )
+            if has_checkpoint:
+                _complete(run, trainer, seat, iteration)
+        yield Outcome(
+            inputs={ref.uri: ref.sha256 for ref in source.outputs},
+            outputs=outputs,
+            data={
+                "version": trainer.version,
+                "ranks": len(seat.workers),
+                "device": trainer.device,
+                # a later attempt may have other settings, and a replay of this step needs these
+                "settings": run.config.train.model_dump(mode="json"),
+                **metrics,
+            },
+        )
+        if has_checkpoint:
+            with timeline.doing("moving", "save", iteration), fenced(partial(check_goes_on, gang)):
+                trainer.save_checkpoint(run.directory.checkpoint_dir(trainer.version))
+                if trainer.version == run.config.train.iterations:
+                    _complete(run, trainer, seat, trainer.version)
+
+
+def _is_due(config: TrainConfig, version: int) -> bool:
+    return version % config.checkpoint_every == 0 or version == config.iterations
+
+
+def _complete(run: OpenRun, trainer: Trainer, seat: RankAssignment, committed: int) -> None:
+    """Wait for the checkpoint that is being stored, and remove older ones that need not stay when this is the
+    newest version that is committed."""
+    with waiting_for("the checkpoint that is being stored", run.config.cluster.stage_timeout_s):
+        trainer.await_checkpoint()
+    if seat.rank == 0:
+        for spare in spare_checkpoints(run.directory, committed, run.config.train):
+            spare.remove()
+
+
+def check_engines(config: RunConfig, version: int, metrics: Mapping[str, float]) -> None:
+    """Raises ValueError if what engines reported of tokens of this version is not what the trainer computes:
+    the policy would be taught by the ratio of two different ones."""
+    difference, bound = metrics.get("engine_difference_mean", math.nan), config.train.max_engine_difference
+    if engine_kind(config).runs_policy and difference > bound:
+        raise ValueError(
+            f"engines and trainer disagree on version {version}: the log-probs of its tokens differ by "
+            f"{difference:.3g} on average, train.max_engine_difference is {bound:g}; look for engines that "
+            "serve other weights, another dtype or raw log-probs"
+        )
 
 
 def _write(run: OpenRun, iteration: int, trainer: Trainer, metrics: dict[str, float]) -> list[FileRef]:
     """Store what the step made. Every rank calls it, and rank 0 gets the files."""
-    version, config = trainer.version, run.config.train
-    weights = trainer.save_weights(run.directory.weights_dir(version))
-    if version % config.checkpoint_every == 0 or version == config.iterations:
-        trainer.save_checkpoint(run.directory.checkpoint_dir(version))
-    return [weights, write_metrics(run.directory, "train", iteration, [metrics])] if weights else []
+    version = trainer.version
+    weights = trainer.save_weights(run.directory.weights_dir(version), run.weights(version - 1).uri)
+    return [*weights, write_metrics(run.directory, "train", iteration, [metrics])] if weights else []

@@ -9,20 +9,25 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from sf_core.engines.device_model import DeviceModel
-from sf_core.engines.emulated_device import device_model, switch_to
+from sf_core.engines.emulated.device import device_model, switch_s
+from sf_core.engines.emulated.device_model import DeviceModel
+from sf_core.training.background import Background
 from sf_core.training.gang import RankAssignment
 from sf_core.training.protocol import TrainedRun
 from sf_core.training.seating import wait_for
 from storage.files import FileRef
 from storage.gangs import GangFiles
+from storage.tensors.weights import save_arrays
 from storage.trajectories import first_rows
-from storage.weights import save_arrays
+
+_storing = Background()
+"""The checkpoint that this process is storing; its trainers are made anew for every step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +61,20 @@ class EmulatedTrainer:
             "seconds": seconds,
         }
 
-    def save_weights(self, folder: str) -> FileRef | None:
+    def save_weights(self, folder: str, before: str) -> list[FileRef]:
         if self._ranks.rank:
-            return None
+            return []
         time.sleep(self._model.save_s())
-        return save_arrays(folder, {"version": np.array([self.version], dtype=np.int32)}, self.version)
+        return [save_arrays(folder, {"version": np.array([self.version], dtype=np.int32)}, self.version)]
 
     def save_checkpoint(self, folder: str) -> None:
-        """Sleep only: the version is the trainer's whole state, and the run knows it."""
-        if self._ranks.rank:
-            return
-        time.sleep(self._model.save_checkpoint_s())
+        """Take the time only: the version is the trainer's whole state, and the run knows it."""
+        self.await_checkpoint()
+        if not self._ranks.rank:
+            _storing.begin(partial(time.sleep, self._model.save_checkpoint_s()))
+
+    def await_checkpoint(self) -> None:
+        _storing.wait()
 
 
 @contextmanager
@@ -89,9 +97,13 @@ def meet(files: GangFiles, seat: RankAssignment, host: str, timeout_s: float) ->
         wait([0], lambda _: files.is_committed(), "has not committed the step")
 
 
+def rest() -> None:
+    """The `rest` of a TrainerBackend: devices that are emulated have no memory."""
+
+
 @contextmanager
 def trainer_at(run: TrainedRun, version: int, ranks: EmulatedRanks) -> Iterator[EmulatedTrainer]:
     """The `trainer_at` of a TrainerBackend. Switches the device of this process to training."""
     model = device_model(run.config)
-    switch_to("train", model.to_train_s())
+    time.sleep(switch_s("train", model.to_train_s()))
     yield EmulatedTrainer(model, version, ranks)

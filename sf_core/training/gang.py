@@ -60,6 +60,12 @@ def check_counts(files: GangFiles) -> None:
         )
 
 
+def check_goes_on(files: GangFiles) -> None:
+    """Raises SupersededError if another try or attempt has begun. This one may have committed."""
+    if files.is_over():
+        raise SupersededError(f"{files.label}: another try was begun, this one writes nothing more")
+
+
 @dataclass(frozen=True, slots=True)
 class RankEnd:
     """How a rank ended."""
@@ -79,6 +85,9 @@ class RanksWait:
     """Whether the other ranks are to be told now that this try is over."""
     give_up: bool
     """Whether the unfinished ranks are awaited no longer."""
+    restarted: list[str]
+    """Workers whose process has changed since the try began. Dask runs there again what it had, and a lease
+    that had ended may come before the rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +119,7 @@ class GangPlan:
         """Workers of this try, rank 0 first."""
         here = tuple(worker for worker in trainers if worker in connected)
         if (fewest := config.train.min_workers) and len(here) >= fewest and len(trainers) > 1:
-            self.workers = here
+            self.workers = here[: config.train.largest_gang(len(here))]
         self._blamed: set[str] = set()
         self._begin_waits()
 
@@ -158,11 +167,14 @@ class GangPlan:
         self._revoked = self._revoked | found
         return found
 
-    def look(self, now: float, connected: Container[str], ends: Mapping[str, RankEnd]) -> RanksWait:
+    def look(self, now: float, addresses: Mapping[str, str], ends: Mapping[str, RankEnd]) -> RanksWait:
         """Once rank 0 has ended, or a rank has failed, or its worker was away for too long, the others have
-        `gang_timeout_s` to end. `ends` are those of the ranks that have ended, by worker."""
+        `gang_timeout_s` to end. `addresses` are those of connected workers, `ends` those of the ranks that
+        have ended, by worker."""
         unfinished = [worker for worker in self.workers if worker not in ends]
-        away = [worker for worker in unfinished if worker not in connected]
+        away = [worker for worker in unfinished if worker not in addresses]
+        here = [worker for worker in unfinished if worker in addresses]
+        restarted = [w for w in here if addresses[w] != self._addresses.get(w, addresses[w])]
         # at the first look all count as there
         self._seen |= {w: now for w in self.workers if w not in away or w not in self._seen}
         patience_s = self._config.train.gang_timeout_s
@@ -172,7 +184,7 @@ class GangPlan:
         if begins:
             self._deadline = now + patience_s
         is_late = self._deadline is not None and (now > self._deadline or len(away) == len(unfinished))
-        return RanksWait(away, fence=begins and failed, give_up=is_late)
+        return RanksWait(away, fence=begins and failed, give_up=is_late, restarted=restarted)
 
     def judge(self, ends: Mapping[str, RankEnd]) -> Failure:
         """What follows if nothing is committed. There is nothing left to try if all ranks have failed by

@@ -31,9 +31,22 @@ class Row:
     policy_versions: npt.NDArray[np.int32]
     sampling: npt.NDArray[np.void]
     """Elements of dtype SAMPLING; zeros where no turn was sampled."""
-    weight: float
+    weights: npt.NDArray[np.float32]
+    """Weight of each token in the loss."""
     group: str
     session: str
+    number: int = 0
+    """Place in the batch."""
+    old: npt.NDArray[np.float32] | None = None
+    """Log-probs under the policy that the ratio is to; None: those recorded at sampling."""
+    reference: npt.NDArray[np.float32] | None = None
+    """Log-probs under the reference policy, if there is one."""
+    correction: npt.NDArray[np.float32] | None = None
+    """Factor of each token's part of the policy's loss; None: 1."""
+    values: npt.NDArray[np.float32] | None = None
+    """Values at the start of the step, if there is a critic."""
+    returns: npt.NDArray[np.float32] | None = None
+    """What the critic is taught to expect, if there is one."""
 
     @property
     def length(self) -> int:
@@ -62,12 +75,51 @@ class Microbatch:
     """[M] the trained tokens."""
     logprobs: torch.Tensor
     """[M] log-probs recorded at sampling."""
+    old: torch.Tensor
+    """[M] log-probs under the policy that the ratio is to."""
+    reference: torch.Tensor
+    """[M] log-probs under the reference policy; NaN without one."""
     advantages: torch.Tensor
     weights: torch.Tensor
-    """[M] weight of each token's row."""
+    correction: torch.Tensor
+    """[M] factor of each token's part of the policy's loss."""
+    values: torch.Tensor
+    """[M] values at the start of the step; NaN without a critic."""
+    returns: torch.Tensor
+    """[M] what the critic is taught to expect; NaN without one."""
+    row: torch.Tensor
+    """[M] index in `numbers` of each token's row."""
+    numbers: npt.NDArray[np.int64]
+    """[R] place of each row in the batch; stays on the host."""
     policy_versions: torch.Tensor
     sampling: npt.NDArray[np.void]
     """[M] of dtype SAMPLING; stays on the host."""
+
+    @classmethod
+    def empty(cls) -> Microbatch:
+        """A token that trains nothing, for a rank that computes along with others."""
+        zero, none = torch.zeros(1, dtype=torch.long), torch.empty(0)
+        no_ids = none.long()
+        return cls(
+            token_ids=zero,
+            depths=zero,
+            grid=zero.unsqueeze(0),
+            owners=zero,
+            positions=no_ids,
+            targets=no_ids,
+            logprobs=none,
+            old=none,
+            reference=none,
+            advantages=none,
+            weights=none,
+            correction=none,
+            values=none,
+            returns=none,
+            row=no_ids,
+            numbers=np.zeros(0, np.int64),
+            policy_versions=no_ids,
+            sampling=np.zeros(0, SAMPLING),
+        )
 
     def to(self, device: torch.device) -> Microbatch:
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -81,11 +133,11 @@ class Microbatch:
 
 
 def read_rows(batch: pa.Table) -> list[Row]:
-    """The rows of a batch that train.
+    """The `training_rows` of a batch.
 
     Raises ValueError if a row trains its first token, which nothing predicts, or a token without a log-prob,
     a policy version or sampling parameters."""
-    batch = batch.filter(pc.equal(batch["decision"], "train"))
+    batch = training_rows(batch)
     per_token = [
         _split(batch, "token_ids", np.int32, 0),
         _split(batch, "loss_mask", np.bool_, False),
@@ -93,9 +145,11 @@ def read_rows(batch: pa.Table) -> list[Row]:
         _split(batch, "advantages", np.float32, 0.0),
         _split(batch, "policy_versions", np.int32, NOT_SAMPLED),
         _sampling(batch),
+        # batches of earlier versions have none: each token counted the same
+        _split(batch, "weights", np.float32, 1.0),
     ]
-    per_row = [batch[name].to_pylist() for name in ("weight", "group_id", "session_id")]
-    rows = [Row(*values) for values in zip(*per_token, *per_row, strict=True)]
+    per_row = [batch[name].to_pylist() for name in ("group_id", "session_id")]
+    rows = [Row(*values) for values in zip(*per_token, *per_row, range(len(batch)), strict=True)]
     if any(row.loss_mask[:1].any() for row in rows):
         raise ValueError("a trajectory's first token is marked as sampled; expected a prompt before it")
     if any((row.sampling["top_p"][row.loss_mask] == 0).any() for row in rows):
@@ -107,6 +161,11 @@ def read_rows(batch: pa.Table) -> list[Row]:
     if any((row.policy_versions[row.loss_mask] == NOT_SAMPLED).any() for row in rows):
         raise ValueError("a trajectory trains a token without a policy version")
     return rows
+
+
+def training_rows(batch: pa.Table) -> pa.Table:
+    """The rows of a batch that train."""
+    return batch.filter(pc.equal(batch["decision"], "train"))
 
 
 def split_groups(rows: Sequence[Row], num_parts: int, random: np.random.Generator) -> list[list[Row]]:
@@ -131,17 +190,30 @@ def pack(rows: Sequence[Row], max_tokens: int) -> Iterator[Microbatch]:
 
     Rows are sorted by their tokens, so that rows with a common prefix are neighbours.
     """
+    return map(_microbatch, _together(rows, max_tokens))
+
+
+def share(rows: Sequence[Row], part: int, num_parts: int, max_tokens: int) -> list[Microbatch]:
+    """The microbatches of one of the parts into which `deal` splits the rows: as many as those of any other,
+    because ranks that hold a model together go through it together. Some may be empty."""
+    parts = [list(_together(own, max_tokens)) for own in deal(rows, num_parts)]
+    own = [_microbatch(together) for together in parts[part]]
+    return own + [Microbatch.empty()] * (max(map(len, parts)) - len(own))
+
+
+def _together(rows: Sequence[Row], max_tokens: int) -> Iterator[list[Row]]:
+    """The rows of each microbatch."""
     ordered = _in_token_order(row for row in rows if row.length)
     together: list[Row] = []
     width = 0
     for row in ordered:
         width = max(width, row.length)
         if together and (len(together) + 1) * width > max_tokens:
-            yield _microbatch(together)
+            yield together
             together, width = [], row.length
         together.append(row)
     if together:
-        yield _microbatch(together)
+        yield together
 
 
 def _microbatch(rows: Sequence[Row]) -> Microbatch:
@@ -168,11 +240,22 @@ def _microbatch(rows: Sequence[Row]) -> Microbatch:
         positions=gather(list(grid), [i - 1 for i in trained]),
         targets=gather([row.token_ids for row in rows], trained).long(),
         logprobs=gather([row.logprobs for row in rows], trained),
+        old=gather([row.logprobs if row.old is None else row.old for row in rows], trained),
+        reference=gather([_or_full(row.reference, row, np.nan) for row in rows], trained),
         advantages=gather([row.advantages for row in rows], trained),
-        weights=torch.from_numpy(np.repeat([row.weight for row in rows], [i.size for i in trained])).float(),
+        weights=gather([row.weights for row in rows], trained),
+        correction=gather([_or_full(row.correction, row, 1.0) for row in rows], trained),
+        values=gather([_or_full(row.values, row, np.nan) for row in rows], trained),
+        returns=gather([_or_full(row.returns, row, np.nan) for row in rows], trained),
+        row=torch.from_numpy(np.repeat(np.arange(len(rows)), [i.size for i in trained])),
+        numbers=np.array([row.number for row in rows], dtype=np.int64),
         policy_versions=gather([row.policy_versions for row in rows], trained),
         sampling=np.concatenate([row.sampling[i] for row, i in zip(rows, trained, strict=True)]),
     )
+
+
+def _or_full(values: npt.NDArray[np.float32] | None, row: Row, default: float) -> npt.NDArray[np.float32]:
+    return np.full(row.token_ids.size, default, np.float32) if values is None else values
 
 
 def _in_token_order(rows: Iterable[Row]) -> list[Row]:
@@ -188,8 +271,10 @@ def _common_prefix(a: Row, b: Row) -> int:
 
 
 def _split(batch: pa.Table, name: str, dtype: type, null: object) -> list[npt.NDArray[Any]]:
-    """One array per row of a list column."""
+    """One array per row of a list column, which may be all null."""
     column = batch[name].combine_chunks()
+    if column.null_count == len(column):
+        return [np.full(n, null, dtype) for n in pc.list_value_length(batch["token_ids"]).to_pylist()]
     values = pc.fill_null(column.flatten(), null).to_numpy(zero_copy_only=False).astype(dtype, copy=False)
     lengths = pc.list_value_length(column).to_numpy(zero_copy_only=False)
     return np.split(values, np.cumsum(lengths)[:-1]) if len(lengths) else []

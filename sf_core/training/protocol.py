@@ -18,8 +18,10 @@ from storage.run_directory import RunDirectory
 class TrainedRun(Protocol):
     """An open run; `sf_core.stages.run.OpenRun` is one."""
 
-    config: RunConfig
     directory: RunDirectory
+
+    @property
+    def config(self) -> RunConfig: ...
 
     @property
     def ref(self) -> Hashable:
@@ -48,18 +50,24 @@ class Trainer(Protocol):
         the same on every rank; after an error the trainer is not used again."""
         ...
 
-    def save_weights(self, folder: str) -> FileRef | None:
-        """Store the weights of the version held. Returns their file on rank 0, None on the others; what each
-        rank writes is the backend's choice."""
+    def save_weights(self, folder: str, before: str) -> list[FileRef]:
+        """Store the weights of the version held, and what helps engines to come from the version before,
+        whose folder may be gone. Returns the files on rank 0, that of the weights first, none on the others;
+        what each rank writes is the backend's choice."""
         ...
 
     def save_checkpoint(self, folder: str) -> None:
-        """Store what `trainer_at` needs beside the run's batches to hold this version again, bit for bit."""
+        """Begin to store what `trainer_at` needs beside the run's batches to hold this version again, bit for
+        bit. Called once the version is committed; the next step does not change what is stored."""
+        ...
+
+    def await_checkpoint(self) -> None:
+        """Return when no checkpoint is being stored; raises the error of the one that was."""
         ...
 
 
 class TrainerBackend(Protocol):
-    """A way to train: a module with these two functions, named in training/registry.py."""
+    """A way to train: a module with these functions, named in training/registry.py."""
 
     def meet(
         self, files: GangFiles, seat: RankAssignment, host: str, timeout_s: float
@@ -72,4 +80,9 @@ class TrainerBackend(Protocol):
     def trainer_at(self, run: TrainedRun, version: int, ranks: Any) -> AbstractContextManager[Trainer]:
         """This rank's trainer, which holds the version whatever was lost: kept in the process, loaded, or
         rebuilt from stored batches. Its next step uses the settings of the run."""
+        ...
+
+    def rest(self) -> None:
+        """Give back the memory that the trainer of this process has on its device, which is lent. The next
+        `trainer_at` takes it again."""
         ...

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
-from sf_core.config import RunConfig
+from sf_core.config import RunConfig, TrainConfig
 from sf_core.engines.registry import engine_kind
+from sf_core.training.megatron.limits import check_shape
 from sf_core.training.protocol import TrainerBackend
 
 
@@ -21,10 +24,22 @@ class TrainerKind:
     """Weights that an engine can load, and a trained policy, come out of it."""
     needs_torch: bool
     """Training workers import torch before they are ready."""
+    extra: str | None = None
+    """The optional dependencies of ours that it needs, by the name under which it imports them."""
+    check_shape: Callable[[Mapping[str, Any], TrainConfig], None] = lambda shape, settings: None
+    """Raises ValueError, one sentence, if it cannot train a policy of this shape, which is named as in
+    Hugging Face's config.json, with these settings."""
 
 
 TRAINERS = {
     "torch": TrainerKind("sf_core.training.torch.backend", computes_weights=True, needs_torch=True),
+    "megatron": TrainerKind(
+        "sf_core.training.megatron.backend",
+        computes_weights=True,
+        needs_torch=True,
+        extra="megatron",
+        check_shape=check_shape,
+    ),
     "emulated": TrainerKind("sf_core.training.emulated", computes_weights=False, needs_torch=False),
 }
 
@@ -42,5 +57,16 @@ def trainer_kind(config: RunConfig) -> TrainerKind:
     return kind
 
 
+def check_installed(config: RunConfig) -> None:
+    """Raises FileNotFoundError, one sentence, if this Python lacks what the trainers import."""
+    extra = trainer_kind(config).extra
+    if extra and importlib.util.find_spec(extra) is None:
+        raise FileNotFoundError(
+            f"train.backend {extra} needs {extra}-core, which this Python does not have: "
+            f"`pip install 'seamlessflow[{extra}]'` installs it"
+        )
+
+
 def trainer_backend(config: RunConfig) -> TrainerBackend:
+    check_installed(config)
     return cast(TrainerBackend, importlib.import_module(trainer_kind(config).module))

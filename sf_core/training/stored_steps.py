@@ -11,16 +11,22 @@ from storage.batches import read_batch
 from storage.json_files import first_fault
 
 COLUMNS = [
+    "environment",
     "group_id",
     "session_id",
+    "branch_id",
+    "parent_branch_id",
+    "shared_prefix",
     "token_ids",
     "loss_mask",
     "logprobs",
     "policy_versions",
     "turns",
     "reward",
+    "reward_parts",
+    "status",
     "advantages",
-    "weight",
+    "weights",
     "decision",
 ]
 """Columns of a batch that a trainer reads, without the conversations as text."""

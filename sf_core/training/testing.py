@@ -15,7 +15,7 @@ import pyarrow as pa
 from sf_core.training.gang import RankAssignment
 from sf_core.training.protocol import TrainedRun, Trainer, TrainerBackend
 from sf_core.training.seating import seated
-from storage import parquet
+from storage import files, parquet
 from storage.files import FileRef
 from storage.gangs import GangFiles
 from storage.manifests import Manifest
@@ -51,9 +51,9 @@ class TrainerTests:
     def test_weights_are_stored_under_the_version_that_is_held(self) -> None:
         run = self.begin(attempt=1)
         first, second = self._step(run, 0), self._step(run, 1)
-        assert first.uri.startswith(run.directory.weights_dir(1))
-        assert second.uri.startswith(run.directory.weights_dir(2))
-        assert first.sha256 != second.sha256
+        assert all(ref.uri.startswith(run.directory.weights_dir(1)) for ref in first)
+        assert all(ref.uri.startswith(run.directory.weights_dir(2)) for ref in second)
+        assert first[0].sha256 != second[0].sha256
 
     def test_a_trainer_that_was_lost_goes_on_with_equal_weights(self) -> None:
         run = self.begin(attempt=1)
@@ -62,8 +62,34 @@ class TrainerTests:
         with self._trainer(self.begin(attempt=2), 2) as trainer:
             assert trainer.version == 2
             trainer.step(self.batch(2))
-            again = trainer.save_weights(run.directory.path("again"))
-        assert again is not None and again.sha256 == last.sha256
+            again = trainer.save_weights(run.directory.path("again"), _folder(run, 2))
+        assert [ref.sha256 for ref in again] == [ref.sha256 for ref in last]
+
+    def test_a_checkpoint_is_there_when_it_was_awaited_and_needs_no_batch_before_it(self) -> None:
+        run = self.begin(attempt=1)
+        version = run.config.train.checkpoint_every
+        for iteration in range(version):
+            self._step(run, iteration)
+        with self._trainer(run, version) as trainer:
+            trainer.await_checkpoint()
+        files.remove_folder(run.directory.path("batches"))
+        with self._trainer(self.begin(attempt=2), version) as trainer:
+            assert trainer.version == version
+
+    def test_a_trainer_that_rests_between_steps_goes_on_as_if_it_had_not(self) -> None:
+        run = self.begin(attempt=1)
+        expected = [self._step(run, iteration)[0].sha256 for iteration in range(3)]
+        run = self.begin(attempt=2)
+        found = []
+        with self._trainer(run, 0):
+            pass
+        for iteration in range(3):
+            self.backend.rest()
+            with self._trainer(run, iteration) as trainer:
+                trainer.step(self.batch(iteration))
+                folder = run.directory.path(f"again-{iteration}")
+                found.append(trainer.save_weights(folder, _folder(run, iteration))[0].sha256)
+        assert found == expected
 
     def test_a_step_that_failed_is_made_again_from_the_version_before(self) -> None:
         run = self.begin(attempt=1)
@@ -78,36 +104,43 @@ class TrainerTests:
         with self._trainer(run, 0) as trainer:
             assert trainer.version == 0
             trainer.step(self.batch(0))
-            again = trainer.save_weights(run.directory.path("again"))
-        assert again is not None and again.sha256 == expected.sha256
+            again = trainer.save_weights(run.directory.path("again"), _folder(run, 0))
+        assert [ref.sha256 for ref in again] == [ref.sha256 for ref in expected]
 
     @contextmanager
     def _trainer(self, run: TrainedRun, version: int) -> Iterator[Trainer]:
         """The trainer of the only rank."""
-        files = GangFiles(run.directory, version, attempt=1, epoch=0)
+        gang = GangFiles(run.directory, version, attempt=1, epoch=0)
         alone = RankAssignment(("t0",))
         with (
-            seated(self.backend.meet, files, alone, "127.0.0.1", 10.0) as ranks,
+            seated(self.backend.meet, gang, alone, "127.0.0.1", 10.0) as ranks,
             self.backend.trainer_at(run, version, ranks) as trainer,
         ):
             yield trainer
 
-    def _step(self, run: TrainedRun, iteration: int) -> FileRef:
-        """Commit an iteration as the stages do; returns the weights."""
+    def _step(self, run: TrainedRun, iteration: int) -> list[FileRef]:
+        """Commit an iteration as the stages do; returns the files of the weights."""
         uri = f"{run.directory.partition('batches', iteration)}/batch-1.parquet"
         batch = run.directory.relative(parquet.write_table(uri, self.batch(iteration)))
-        _commit(run, iteration, "filter", batch)
+        _commit(run, iteration, "filter", [batch])
         with self._trainer(run, iteration) as trainer:
             metrics = trainer.step(self.batch(iteration))
-            weights = trainer.save_weights(run.directory.weights_dir(trainer.version))
-            assert weights is not None, "rank 0 gets the file of the weights"
-            if trainer.version % run.config.train.checkpoint_every == 0:
-                trainer.save_checkpoint(run.directory.checkpoint_dir(trainer.version))
-        settings = run.config.train.model_dump(mode="json")
-        _commit(run, iteration, "train", run.directory.relative(weights), settings=settings, **metrics)
+            version = trainer.version
+            weights = trainer.save_weights(run.directory.weights_dir(version), _folder(run, iteration))
+            assert weights, "rank 0 gets the file of the weights"
+            settings = run.config.train.model_dump(mode="json")
+            outputs = [run.directory.relative(ref) for ref in weights]
+            trainer.await_checkpoint()
+            _commit(run, iteration, "train", outputs, settings=settings, **metrics)
+            if version % run.config.train.checkpoint_every == 0:
+                trainer.save_checkpoint(run.directory.checkpoint_dir(version))
         return weights
 
 
-def _commit(run: TrainedRun, iteration: int, stage: str, output: FileRef, **data: Any) -> None:
+def _folder(run: TrainedRun, version: int) -> str:
+    return run.directory.weights_dir(version) if version else run.start_dir
+
+
+def _commit(run: TrainedRun, iteration: int, stage: str, outputs: list[FileRef], **data: Any) -> None:
     known = {"run_id": run.directory.run_id, "iteration": iteration, "stage": stage, "attempt": 1}
-    run.directory.commit_manifest(Manifest(**known, outputs=[output], data=data))
+    run.directory.commit_manifest(Manifest(**known, outputs=outputs, data=data))

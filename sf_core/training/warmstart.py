@@ -13,7 +13,7 @@ import torch
 from transformers import AutoTokenizer
 
 from sf_core.config import WarmstartConfig
-from sf_core.environments.quickstart import Demonstration, demonstrate
+from sf_core.environments.environment import Demonstration, Environment
 from sf_core.training.packing import SAMPLING, Row, pack
 from sf_core.training.torch.network import Network
 
@@ -21,27 +21,25 @@ BETAS = (0.9, 0.95)
 MAX_GRAD_NORM = 1.0
 TOKENS_PER_MICROBATCH = 8192
 
-# the policy learns what to do but stays unsure: at temperature 1 it still errs often, which leaves
-# reinforcement learning something to improve
-LABEL_SMOOTHING = 0.18
 
-
-def warmstart(folder: str, config: WarmstartConfig, seed: int) -> None:
-    """Train the policy in the folder and save it back. A function of the folder, the config and the seed."""
+def warmstart(folder: str, config: WarmstartConfig, environment: Environment, seed: int) -> None:
+    """Train the policy in the folder and save it back. A function of the folder, the config, the environment
+    and the seed."""
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     network = Network(folder)
     parameters = list(network.model.parameters())
     optimizer = torch.optim.AdamW(parameters, betas=BETAS, weight_decay=0.0, fused=True)
     order = np.random.default_rng(seed).permutation(config.steps * config.batch_size)
     for step, indices in enumerate(order.reshape(config.steps, config.batch_size)):
-        rows = [encode(tokenizer, demonstrate(int(index))) for index in indices]
+        demonstrations = [environment.demonstrate(int(index)) for index in indices]
+        rows = [encode(tokenizer, shown) for shown in demonstrations if shown is not None]
         total = sum(int(row.loss_mask.sum()) for row in rows)
         for microbatch in pack(rows, TOKENS_PER_MICROBATCH):
             loss = torch.nn.functional.cross_entropy(
                 network.logits(microbatch),
                 microbatch.targets,
                 reduction="sum",
-                label_smoothing=LABEL_SMOOTHING,
+                label_smoothing=config.label_smoothing,
             )
             (loss / total).backward()
         torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
@@ -93,7 +91,7 @@ def encode(tokenizer: Any, demonstration: Demonstration) -> Row:
         advantages=nothing,
         policy_versions=np.zeros(len(ids), dtype=np.int32),
         sampling=np.zeros(len(ids), SAMPLING),
-        weight=1.0,
+        weights=np.ones(len(ids), dtype=np.float32),
         group="",
         session="",
     )

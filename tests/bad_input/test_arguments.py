@@ -58,6 +58,7 @@ ARGUMENTS: list[tuple[str, str]] = [
     ("dataplane --host no.such.host.invalid", "no.such.host.invalid"),
     ("dataplane --fsync never", "--fsync"),
     ("dataplane --gateways 0", "--gateways"),
+    ("dataplane --port 65535 --gateways 2", "--port 65535"),
     ("dataplane --journal-dir run.yaml", "run.yaml"),
     ("dataplane --memory-mb -1", "--memory-mb"),
     ("dataplane --grace-s -1", "--grace-s"),

@@ -17,7 +17,7 @@ from sf_core.models.tokenizer import open_tokenizer
 from sf_core.stages.start import prepare_start
 from sf_core.training.torch.network import Network
 from storage.run_directory import RunDirectory
-from storage.weights import load_weights
+from storage.tensors.weights import load_weights
 from tests.bad_input.commands import check_refused
 from tests.bad_input.refusals import check_sentence
 
@@ -46,7 +46,7 @@ def folder(tmp_path: Path) -> Path:
 LOADERS: dict[str, Callable[[str], object]] = {
     "trainer": Network,
     "engine": lambda folder: open_model(
-        folder, num_slots=1, context_length=64, dtype=torch.float32, device=torch.device("cpu")
+        folder, folder, context_length=64, dtype=torch.float32, device=torch.device("cpu")
     ),
     "weights": load_weights,
 }

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.bad_input.refusals import check_sentence, snapshot
+from tests.sf_core.dataplane.specs import SPEC, changed
 from tests.sf_core.dataplane.stand import CALC, Server
 
 HI = [{"role": "user", "content": "hi"}]
@@ -17,6 +18,7 @@ LIMITS = {"temperature": 0.5, "top_p": 0.9, "stream": False}
 
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 COMPLETIONS, RESPONSES = "/v1/completions", "/v1/responses"
+GOOGLE = "/v1/models/policy:generateContent"
 REQUESTS: dict[str, dict[str, Any]] = {
     CHAT: {
         "model": "policy",
@@ -80,6 +82,26 @@ REQUESTS: dict[str, dict[str, Any]] = {
         "metadata": {},
         **LIMITS,
     },
+    GOOGLE: {
+        "contents": [
+            {"parts": [{"text": "hi"}]},
+            {"role": "model", "parts": [{"functionCall": {"name": "calc", "args": {}}}]},
+            {"role": "user", "parts": [{"functionResponse": {"name": "calc", "response": {"output": "4"}}}]},
+        ],
+        "systemInstruction": {"parts": [{"text": "Be brief."}]},
+        "tools": [{"functionDeclarations": [{"name": "calc", "parameters": {"type": "OBJECT"}}]}],
+        "toolConfig": {"functionCallingConfig": {"mode": "AUTO"}},
+        "generationConfig": {"maxOutputTokens": 8, "temperature": 0.5},
+        "topK": 3,
+        "candidateCount": 1,
+        "seed": 1,
+        "responseLogprobs": True,
+        "logprobs": 0,
+        "stopSequences": ["!"],
+        "responseMimeType": "text/plain",
+        "cachedContent": None,
+        "safetySettings": [],
+    },
 }
 
 DEEP: Any = "x"
@@ -135,7 +157,7 @@ FIELDS = [(path, field) for path, request in REQUESTS.items() for field in reque
 @pytest.mark.parametrize(("path", "field"), FIELDS)
 def test_odd_values_of_a_field_are_answered_or_refused(plane: Server, path: str, field: str) -> None:
     refused = [ask(plane, path, REQUESTS[path] | {field: value})[1] for value in ODD]
-    if field not in ("store", "metadata"):
+    if field not in ("store", "metadata", "safetySettings"):
         assert any(refused)
 
 
@@ -172,16 +194,44 @@ NESTED: list[tuple[str, str, Any]] = [
     (RESPONSES, "input[0].role", {"input": [{"role": "x" * 100_000}]}),
     (RESPONSES, "input[0]", {"input": [{"type": "x" * 100_000}]}),
     (RESPONSES, "Response", {"previous_response_id": "x" * 100_000}),
-    (RESPONSES, "tools[0]", {"tools": [{"type": "web_search"}]}),
+    (RESPONSES, "tools[0]", {"tools": [{"type": "file_search"}]}),
     (RESPONSES, "input", {"input": [{"type": "function_call_output", "call_id": {}, "output": "4"}]}),
     (MESSAGES, "messages[0].content", {"messages": [{"role": "user", "content": 5}]}),
     (MESSAGES, "messages[0].content", {"messages": [{"role": "user", "content": []}]}),
     (MESSAGES, "messages[0].content[0]", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}),
     (MESSAGES, "messages[0].content[0]", {"messages": [{"role": "user", "content": ["hi"]}]}),
-    (MESSAGES, "messages[0].role", {"messages": [{"role": "system", "content": "x"}]}),
+    (MESSAGES, "messages[0].role", {"messages": [{"role": "tool", "content": "x"}]}),
     (MESSAGES, "tools[0]", {"tools": [{"name": "bash", "type": "x" * 100_000}]}),
     (MESSAGES, "tool_choice", {"tool_choice": {"type": "tool", "name": "x" * 100_000}}),
     (MESSAGES, "max_tokens", {"max_tokens": None}),
+    (GOOGLE, "contents[0]", {"contents": ["hi"]}),
+    (GOOGLE, "contents[0].role", {"contents": [{"role": "x" * 100_000}]}),
+    (GOOGLE, "contents[0].parts[0]", {"contents": [{"parts": ["hi"]}]}),
+    (GOOGLE, "contents[0].parts[0]", {"contents": [{"parts": [{"inlineData": {}}]}]}),
+    (GOOGLE, "contents[0].parts[0]", {"contents": [{"parts": [{"x" * 100_000: 1}]}]}),
+    (GOOGLE, "contents[0].parts[0]", {"contents": [{"role": "model", "parts": [{"functionCall": {}}]}]}),
+    (
+        GOOGLE,
+        "contents[0].parts[0]",
+        {"contents": [{"role": "model", "parts": [{"functionCall": {"name": "f", "args": "{"}}]}]},
+    ),
+    (GOOGLE, "id", {"contents": [{"parts": [{"functionResponse": {"name": "f", "id": {}}}]}]}),
+    (GOOGLE, "system_instruction", {"systemInstruction": "Be brief."}),
+    (
+        GOOGLE,
+        "system_instruction.parts[0]",
+        {"systemInstruction": {"parts": [{"functionResponse": {"name": "f"}}]}},
+    ),
+    (GOOGLE, "top_k", {"generationConfig": {"topK": 1.5}}),
+    (GOOGLE, "response_schema", {"generationConfig": {"responseSchema": {"type": "STRING"}}}),
+    (GOOGLE, "tools[0]", {"tools": [{"x" * 100_000: {}}]}),
+    (GOOGLE, "mode", {"toolConfig": {"functionCallingConfig": {"mode": "x" * 100_000}}}),
+    (
+        GOOGLE,
+        "function_calling_config",
+        {"toolConfig": {"functionCallingConfig": {"allowedFunctionNames": ["x" * 100_000]}}},
+    ),
+    ("/v1/models/nobody:generateContent", "nobody", {}),
 ]
 
 
@@ -189,7 +239,7 @@ NESTED: list[tuple[str, str, Any]] = [
 def test_what_is_wrong_inside_a_field_is_named(
     plane: Server, path: str, name: str, change: dict[str, Any]
 ) -> None:
-    status, sentence = ask(plane, path, REQUESTS[path] | change)
+    status, sentence = ask(plane, path, REQUESTS.get(path, {}) | change)
     assert status in (400, 404)
     check_sentence(sentence, name)
 
@@ -255,13 +305,15 @@ def test_a_control_route_names_what_is_wrong(
     check_sentence(sentence, name)
 
 
-SPEC: list[tuple[str, Any]] = [
+REGISTERED: list[tuple[str, Any]] = [
     ("run_id", "../x"),
     ("model_dir", "/nowhere"),
     ("run_dir", 5),
     ("run_dir", "nosuch://x"),
     ("seed", "x"),
     ("group_size", 0),
+    ("group_size", 2**16 + 1),
+    ("groups_per_batch", 2**16 + 1),
     ("max_tokens", 0),
     ("temperature", -1),
     ("top_p", 2),
@@ -272,29 +324,12 @@ SPEC: list[tuple[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("field", "value"), SPEC, ids=lambda value: str(value))
+@pytest.mark.parametrize(("field", "value"), REGISTERED, ids=lambda value: str(value))
 def test_a_run_that_cannot_be_served_is_refused(plane: Server, field: str, value: Any) -> None:
-    spec = REGISTERED | {"run_dir": str(plane.run_dir / "other"), "model_dir": plane.model_dir, field: value}
+    folders = {"run_dir": str(plane.run_dir / "other"), "model_dir": plane.model_dir}
+    spec = changed(SPEC | folders | {"run_id": "other"}, **{field: value})
     status, sentence = ask(plane, "/runs", spec)
     assert status == 400
     check_sentence(sentence, value if field == "model_dir" else field)
     assert "short" not in sentence
     assert not (plane.run_dir / "other").exists()
-
-
-REGISTERED = {
-    "run_id": "other",
-    "seed": 0,
-    "group_size": 2,
-    "groups_per_batch": 2,
-    "lag_bound": 1,
-    "max_tokens": 8,
-    "context_length": 64,
-    "session_timeout_s": 60.0,
-    "num_batches": 1,
-    "iteration": 0,
-    "version": 0,
-    "weights_uri": "unused",
-    "done_groups": [],
-    "attempt": 1,
-}

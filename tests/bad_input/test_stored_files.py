@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 from sf_core.scheduling.timeline import read_spans
 from storage import parquet
 from storage.batches import read_batch
-from storage.checkpoints import load_checkpoint, save_checkpoint
 from storage.run_directory import STAGES, RunDirectory
 from storage.schema import SCHEMA
+from storage.tensors.checkpoints import PARTS, Progress, load_checkpoint, save_shard
+from storage.tensors.shards import Place
+from storage.tensors.weights import load_weights, save_weights
 from storage.trajectories import read_trajectories, to_table, write_trajectories
-from storage.weights import load_weights, save_weights
 from tests.bad_input.commands import check_refused
 from tests.bad_input.refusals import check_sentence, snapshot
 from tests.sf_core.runs import commit, configure, conversation
@@ -28,6 +29,8 @@ from tests.sf_core.runs import commit, configure, conversation
 ROLLOUT = "trajectories/iteration=0/rollout-1.parquet"
 WEIGHTS = "weights/v00001/model.safetensors"
 CHECKPOINT = "checkpoints/00001"
+SHARD = f"{CHECKPOINT}/shard-1-of-1.safetensors"
+PLACE = Place.whole((8,))
 TIMELINE = "timeline/train-0.1.1000000.json"
 SPAN = {"worker": "t0", "tag": "train", "start": 0.0, "end": 1.0}
 
@@ -43,12 +46,10 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = write_trajectories(run, 0, [conversation(turns)], "rollout-1")
     sampled = {"groups": [0], "rejected": {}, "reward_mean": 0.5}
     commit(run, 0, "rollout", outputs=[rows], data=sampled | times)
-    weights = save_weights(run.weights_dir(1), {"w": torch.arange(64.0)}, 1)
-    parameter = torch.nn.Parameter(torch.arange(8.0))
-    optimizer = torch.optim.AdamW([parameter])
-    parameter.grad = torch.ones(8)
-    optimizer.step()
-    save_checkpoint(run.checkpoint_dir(1), {"w": parameter.data}, optimizer.state_dict(), {"version": 1})
+    [weights] = save_weights(run.weights_dir(1), {"w": torch.arange(64.0)}, 1)
+    state = {f"{part}/w": (PLACE, torch.arange(8.0)) for part in PARTS}
+    progress = Progress(version=1, optimizer_steps=1)
+    save_shard(run.checkpoint_dir(1), state, 0, 1, progress, patience_s=0.0)
     for stage in STAGES[1:]:
         commit(run, 0, stage, outputs=[weights] if stage == "train" else [], data=times)
     Path(run.path("timeline")).mkdir()
@@ -79,9 +80,8 @@ READERS: dict[str, Callable[[RunDirectory], object]] = {
     "manifests/00000/rollout.json": lambda run: run.read_manifest(0, "rollout"),
     ROLLOUT: lambda run: read_trajectories(run.path(ROLLOUT), SCHEMA.names),
     WEIGHTS: lambda run: run.verify(_train(run)),
-    f"{CHECKPOINT}/state.json": lambda run: load_checkpoint(run.path(CHECKPOINT)),
-    f"{CHECKPOINT}/model.safetensors": lambda run: load_checkpoint(run.path(CHECKPOINT)),
-    f"{CHECKPOINT}/optimizer.safetensors": lambda run: load_checkpoint(run.path(CHECKPOINT)),
+    f"{CHECKPOINT}/state.json": lambda run: load_checkpoint(run.path(CHECKPOINT), {"w": PLACE}),
+    SHARD: lambda run: load_checkpoint(run.path(CHECKPOINT), {"w": PLACE}),
     TIMELINE: read_spans,
 }
 """Readers that must notice a change of a file, by its name."""
@@ -105,7 +105,7 @@ def test_a_file_that_was_cut_anywhere_is_named(run: RunDirectory, name: str, sha
         Path(run.path(name)).write_bytes(whole)
 
 
-@pytest.mark.parametrize("name", [ROLLOUT, WEIGHTS, f"{CHECKPOINT}/model.safetensors"])
+@pytest.mark.parametrize("name", [ROLLOUT, WEIGHTS, SHARD])
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(share=st.floats(0.01, 1, exclude_max=True), bit=st.integers(0, 7))
 def test_a_bit_that_flipped_is_noticed_or_changes_nothing(

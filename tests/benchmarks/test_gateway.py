@@ -21,9 +21,10 @@ from benchmarks.gateway_stand import gateway
 from benchmarks.gateway_streams import DIALECTS, stream_all
 from sf_core.cli.stack.local import local_stack
 from sf_core.cli.stack.supervisor import StackError
-from sf_core.engines.emulated import EmulatedEngine
+from sf_core.engines.emulated.engine import EmulatedEngine
+from sf_core.engines.testing import awake
 from sf_core.models.builtin import make_tokenizer
-from sf_core.types import GenerationRequest, Sampling
+from sf_core.types import GenerationRequest, Sampling, WeightsRef
 from tests.sf_core.dataplane.stand import Server
 
 
@@ -45,11 +46,12 @@ def serving(app: Any) -> Iterator[tuple[str, int]]:
 
 def load_floor(path: str, load: Load, app: Any = gateway_floor.app) -> Measured:
     with serving(app) as address:
-        return asyncio.run(measure(Target(address, "m", [path]), load, 0.4))
+        return asyncio.run(measure([Target(address, "m", [path])], load, 0.4))
 
 
 def test_the_text_the_client_expects_is_that_of_the_emulated_tokens() -> None:
     engine = EmulatedEngine(0.0)
+    awake(engine, WeightsRef(0, ""))
     engine.submit(GenerationRequest("r", [1], 0, 100, (), Sampling()))
     [chunk] = engine.step()
     assert make_tokenizer().decode(chunk.token_ids) == answer_text(100)
@@ -143,7 +145,7 @@ def test_interrupted_streams_lose_and_repeat_nothing(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_streams_of_every_dialect_are_read_whole(tmp_path: Path) -> None:
     with local_stack(tmp_path / "logs") as stack, gateway(stack, tmp_path) as ours:
-        line = asyncio.run(stream_all(ours, count=4, num_tokens=30, step_ms=1.0))
+        line = asyncio.run(stream_all(ours, count=4, num_tokens=30, step_ms=10.0))
     for name in DIALECTS:
         prefix = "stream" if name == "chat" else f"stream_{name}"
         assert line[f"{prefix}_answers_wrong"] == 0

@@ -32,15 +32,21 @@ def test_the_simulated_line_has_an_object_per_pipeline() -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("name", "num_devices"), [("multiplexed", 8), ("async", 8), ("multiplexed", 64)])
-def test_the_simulator_agrees_with_the_emulated_system(tmp_path: Path, name: str, num_devices: int) -> None:
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("name", "num_devices", "iterations"), [("multiplexed", 8, 13), ("async", 8, 13), ("multiplexed", 32, 5)]
+)
+def test_the_simulator_agrees_with_the_emulated_system(
+    tmp_path: Path, name: str, num_devices: int, iterations: int
+) -> None:
     """Tokens/s within 10 % and idle shares within 5 points, as docs/pipelines.md says. The simulator is told
     what orchestration took in this very run, so what agrees is all the rest. Long and short iterations take
-    turns: few of them say little. On a machine with nothing else."""
+    turns: few of them say little. Twice as fast as the benchmark, with batches of half the size. On a machine
+    with nothing else."""
     devices = Devices(num_devices // 2, num_devices // 2)
     fast = [f"emulation.{name}={value}" for name, value in FAST_WEIGHTS.items()]
-    config = pipelines.emulated_config(num_devices, 13 if num_devices == 8 else 5, fast)
+    smaller = [f"emulation.time_dilation={16 / num_devices}", f"rollout.groups_per_batch={4 * num_devices}"]
+    config = pipelines.emulated_config(num_devices, iterations, [*fast, *smaller])
     found = pipelines.run_all(tmp_path, [name], devices, config)[name]
     overheads = measured_overheads(RunDirectory(str(tmp_path / "runs" / name)))
     expected = figures_of(simulate_variant(config, VARIANTS[name], devices, LENGTHS, overheads=overheads))

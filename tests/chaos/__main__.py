@@ -11,20 +11,34 @@ import os
 import random
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from sf_core.config import RunConfig
 from tests.chaos.clock import Clock
-from tests.chaos.faults import BadStorage, ClockJump, Fault, FullDisk, Kill, KillEngine, Stop
+from tests.chaos.faults import (
+    BadStorage,
+    ClockJump,
+    Fault,
+    FullDisk,
+    Kill,
+    KillHarness,
+    KillInPhase,
+    KillProcess,
+    KillProduct,
+    Stop,
+)
 from tests.chaos.proxy import MODES, Proxy
 from tests.chaos.runner import Injection, run_through, run_undisturbed, table
-from tests.chaos.training import runs
+from tests.chaos.training import ServedTraining, Training, runs
+from tests.e2e.phased_package import SCRIPT
 from tests.e2e.standing import Stack
 from tests.s3_server import BUCKET, make_bucket, s3_server
 
@@ -32,6 +46,19 @@ PARTS = (
     *("flow", "dask-scheduler", "dataplane", "prefect-server"),
     *(f"worker-{name}" for name in RunConfig().cluster.workers),
 )
+PHASED: dict[str, dict[str, Any]] = {
+    "environment": {
+        **{part: f"tests.e2e.phased_package:{part}" for part in ("tasks", "prepare", "reward")},
+        "agent": {"command": [sys.executable, "-c", SCRIPT]},
+    },
+    "rollout": {"concurrency": 2, "prepare_ahead": 2},
+}
+"""Settings of runs whose sessions last long enough in each phase, with a command as agent."""
+SERVED: dict[str, dict[str, Any]] = {
+    "environment": {part: f"tests.e2e.desk_package:{part}" for part in ("tasks", "agent", "reward")},
+    "rollout": {"outside_groups": 3, "session_timeout_s": 15.0, "reward_patience_s": 15.0},
+}
+"""Settings of runs that learn from a product alone."""
 ITERATIONS_PER_FAULT = 2
 DISK_MB = 256
 
@@ -44,6 +71,9 @@ class Place:
     faults: list[Fault]
     overlap: bool
     """`rollout.overlap`; if false, the weights are compared with those of an undisturbed run."""
+    kind: type[Training] = Training
+    sections: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Further settings of the runs."""
 
     @property
     def iterations(self) -> int:
@@ -56,12 +86,17 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     console.print(f"seed {options.seed}; kept if something is lost: {folder}")
     with _places(folder, options.seconds, options.only, console.print) as (stack, places):
-        longest = max((place for place in places if not place.overlap), key=lambda place: place.iterations)
-        undisturbed = run_undisturbed(next(runs(stack, longest.root, longest.iterations, overlap=False)))
-        console.print(f"undisturbed: {len(undisturbed)} iterations")
+        undisturbed: list[str] = []
+        if compared := [place for place in places if not place.overlap and place.faults]:
+            longest = max(compared, key=lambda place: place.iterations)
+            undisturbed = run_undisturbed(next(runs(stack, longest.root, longest.iterations, overlap=False)))
+            console.print(f"undisturbed: {len(undisturbed)} iterations")
         for place in places * options.rounds:
             rng.shuffle(place.faults)
-            trainings = runs(stack, place.root, place.iterations, overlap=place.overlap)
+            kind, sections = place.kind, place.sections
+            trainings = runs(
+                stack, place.root, place.iterations, overlap=place.overlap, kind=kind, **sections
+            )
             expected = None if place.overlap else undisturbed
             done += run_through(trainings, place.faults, rng, console.print, expected)
     console.print(table(done))
@@ -98,7 +133,10 @@ def _places(
             on_disk.append(FullDisk(disk, seconds / 3))
         else:
             tell("left out: disk full, which needs a file system of its own, and root to mount it")
-        stack = Stack(folder, env={"AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.port}", **clock.env})
+        phases = folder / "phases"
+        phases.mkdir()
+        addresses = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.port}", "PHASES": str(phases)}
+        stack = Stack(folder, env=addresses | clock.env)
         exits.callback(stack.sf, "down")
         started = stack.up()
         assert started.returncode == 0, started.stdout + started.stderr
@@ -107,6 +145,13 @@ def _places(
             Place(str(disk), _named(only, on_disk), overlap=False),
             Place(bucket, _named(only, of_bucket), overlap=False),
             Place(bucket, _named(only, _general_faults(seconds)), overlap=True),
+            Place(str(disk), _named(only, _faults_in_phases(phases)), overlap=True, sections=PHASED),
+            Place(
+                *(str(disk), _named(only, [KillProduct(), Kill("dataplane"), Kill("flow")])),
+                overlap=True,
+                kind=ServedTraining,
+                sections=SERVED,
+            ),
         ]
         yield stack, places
 
@@ -117,7 +162,12 @@ def _named(part: str, faults: list[Fault]) -> list[Fault]:
 
 def _general_faults(seconds: float) -> list[Fault]:
     """Faults that can happen to any run."""
-    return [*map(Kill, PARTS), KillEngine("r0"), Stop(PARTS, seconds)]
+    return [*map(Kill, PARTS), KillProcess("r0"), KillProcess("t0"), Stop(PARTS, seconds)]
+
+
+def _faults_in_phases(folder: Path) -> list[Fault]:
+    killed = [KillInPhase(phase, folder) for phase in ("preparing", "scoring")]
+    return [*killed, KillHarness(kills_worker=True), KillHarness(kills_worker=False)]
 
 
 @contextmanager

@@ -14,7 +14,9 @@ import psutil
 
 from tests.chaos.clock import Clock
 from tests.chaos.proxy import Mode, Proxy
-from tests.chaos.training import Training
+from tests.chaos.training import RECOVERY_S, ServedTraining, Training
+from tests.e2e.phased_package import SCRIPT, working_on
+from tests.e2e.waiting import wait_until
 
 
 class Fault(Protocol):
@@ -42,14 +44,127 @@ class Kill:
 
 
 @dataclass(frozen=True)
-class KillEngine:
-    """kill -9 of the process that serves the engine; its nanny starts another one."""
+class KillProcess:
+    """kill -9 of the process of a worker, that of its engine or trainer; its nanny starts another one."""
 
     worker: str
-    name: str = "kill -9 engine"
+
+    @property
+    def name(self) -> str:
+        return f"kill -9 process of {self.worker}"
 
     def inject(self, run: Training, rng: random.Random) -> None:
         run.worker_process(self.worker).kill()
+
+
+@dataclass(frozen=True)
+class KillVllm:
+    """kill -9 of one of the processes of a worker's vLLM server, and again of one that is starting."""
+
+    worker: str
+    word: str
+    """In the command of that process and of no other."""
+    again_after_s: float | None = None
+
+    @property
+    def name(self) -> str:
+        return f"kill -9 {self.word}" + (" and of the next" if self.again_after_s else "")
+
+    def inject(self, run: Training, rng: random.Random) -> None:
+        self._kill(run)
+        if self.again_after_s:
+            time.sleep(self.again_after_s)
+            self._kill(run)
+
+    def _kill(self, run: Training) -> None:
+        def found() -> list[psutil.Process]:
+            servers = [p for p in vllm_processes(run, self.worker) if self.word in " ".join(p.cmdline())]
+            return [p for p in servers if "keeper" in self.word or "keeper" not in " ".join(p.cmdline())]
+
+        for process in wait_until(found, f"{self.word} to run", RECOVERY_S, every_s=0.2):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+def vllm_processes(run: Training, worker: str) -> list[psutil.Process]:
+    """All processes of a worker's vLLM server, its keeper included."""
+    found = []
+    for process in run.processes(f"worker-{worker}"):
+        with suppress(psutil.NoSuchProcess):
+            if "vllm" in " ".join(process.cmdline()).lower():
+                found.append(process)
+    return found
+
+
+@dataclass(frozen=True)
+class KillInPhase:
+    """kill -9 of a worker's process while tests.e2e.phased_package prepares or scores a session there."""
+
+    phase: str
+    folder: Path
+    """Where that package tells the phases."""
+
+    @property
+    def name(self) -> str:
+        return f"kill -9 process while {self.phase}"
+
+    def inject(self, run: Training, rng: random.Random) -> None:
+        run.go_on()
+
+        def found() -> psutil.Process | None:
+            alive = [pid for pid in working_on(self.phase, self.folder) if psutil.pid_exists(pid)]
+            return psutil.Process(alive[0]) if alive else None
+
+        wait_until(found, f"a session that is in phase {self.phase}", RECOVERY_S, every_s=0.02).kill()
+
+
+@dataclass(frozen=True)
+class KillHarness:
+    """kill -9 of a command that is the agent of a session, or of the process of its worker; then nothing of
+    the command is left."""
+
+    kills_worker: bool
+
+    @property
+    def name(self) -> str:
+        return "kill -9 process while running" if self.kills_worker else "kill -9 harness"
+
+    def inject(self, run: Training, rng: random.Random) -> None:
+        worker = next(name for name, w in run.config.cluster.workers.items() if "agent" in w.tags)
+
+        def found() -> list[psutil.Process]:
+            run.go_on()
+            children = run.worker_process(worker).children(recursive=True)
+            return [child for child in children if SCRIPT in _words(child)]
+
+        harness = wait_until(found, "a harness to run", RECOVERY_S, every_s=0.05)
+        if self.kills_worker:
+            run.worker_process(worker).kill()
+        else:
+            harness[-1].kill()
+            harness = harness[-1:]
+        _, left = psutil.wait_procs(harness, timeout=30)
+        assert not left, f"harnesses that outlive {self.name}: {left}"
+
+
+@dataclass(frozen=True)
+class KillProduct:
+    """kill -9 of the product whose sessions train, which is started again."""
+
+    name: str = "kill -9 product"
+
+    def inject(self, run: Training, rng: random.Random) -> None:
+        assert isinstance(run, ServedTraining)
+        run.product.kill()
+        time.sleep(rng.uniform(0, 3))
+        run.product.start()
+
+
+def _words(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
 
 
 @dataclass(frozen=True)

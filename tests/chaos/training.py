@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -16,6 +17,7 @@ from sf_core.config import RunConfig
 from sf_core.scheduling.worker import DASK_SETTINGS
 from storage import files
 from tests.e2e.conftest import small_run
+from tests.e2e.desk import Desk
 from tests.e2e.invariants import Snapshot, manifests
 from tests.e2e.quickstart import ROOT
 from tests.e2e.standing import Stack
@@ -115,10 +117,37 @@ class Training:
             self._flow.wait()
 
 
-def runs(stack: Stack, root: str, iterations: int, *, overlap: bool = True) -> Iterator[Training]:
-    """Endless sequence of small runs, each of `iterations` iterations."""
+@dataclass
+class ServedTraining(Training):
+    """A run of which all groups are those of a product, with callers that rate its answers."""
+
+    def __post_init__(self) -> None:
+        folder = self.stack.folder / f"{self.config.run_id}.product"
+        folder.mkdir()
+        plane = self.stack.services.dataplane
+        self.product = Desk(folder, PLANE=plane, RUN=self.config.run_id, NO_PROXY="127.0.0.1")
+        self.product.open()
+
+    def end(self) -> None:
+        super().end()
+        self.product.close()
+
+
+def runs(
+    stack: Stack,
+    root: str,
+    iterations: int,
+    *,
+    overlap: bool = True,
+    pipeline: str | None = None,
+    kind: type[Training] = Training,
+    **sections: dict[str, Any],
+) -> Iterator[Training]:
+    """Endless sequence of small runs, each of `iterations` iterations, with these sections updated."""
+    sections = {"train": {"iterations": iterations}, **sections}
     # agents that give up cost no group: without overlap all runs train on the same ones
-    rollout = {"overlap": overlap, "session_attempts": 100}
+    usual = {"overlap": overlap, "session_attempts": 100}
+    sections["rollout"] = usual | sections.get("rollout", {})
     while True:
         name = f"chaos-{secrets.token_hex(3)}"
-        yield Training(stack, small_run(name, root, rollout=rollout, train={"iterations": iterations}))
+        yield kind(stack, small_run(name, root, pipeline, **sections))

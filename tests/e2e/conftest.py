@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -106,9 +106,13 @@ class Cluster:
 
     def worker_process(self, name: str) -> psutil.Process:
         """The process that runs the worker's tasks; its nanny starts another one when it dies."""
-        nanny = self.stack.processes[f"worker-{name}"]
-        children = psutil.Process(nanny.pid()).children(recursive=True)
-        return next(child for child in children if "spawn_main" in " ".join(child.cmdline()))
+        nanny = psutil.Process(self.stack.processes[f"worker-{name}"].pid())
+        for child in nanny.children(recursive=True):
+            # one that has just ended cannot be asked
+            with suppress(psutil.Error):
+                if "spawn_main" in " ".join(child.cmdline()):
+                    return child
+        raise LookupError(f"worker {name} has no process")
 
 
 def overlap_s(some: Iterable[Span], others: Iterable[Span]) -> float:

@@ -8,33 +8,54 @@ import os
 import openai
 import psutil
 
-from sf_core.types import Endpoint, Task
+from sf_core.types import Endpoint, Scored, Task
+
+ASK = """
+import json, os, sys, urllib.request
+question = {"model": os.environ["OPENAI_MODEL"], "messages": [{"role": "user", "content": sys.stdin.read()}]}
+request = urllib.request.Request(
+    os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+    json.dumps(question).encode(),
+    {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"},
+)
+with urllib.request.urlopen(request) as response:
+    print(json.load(response)["choices"][0]["message"]["content"])
+print("asked", file=sys.stderr)
+"""
+"""The agent as a script of its own, without any SDK."""
 
 
 def tasks(split: str, index: int) -> Task:
     return Task(f"echo-{split}-{index}", "echo", f"What is {index % 7}?", str(index % 7))
 
 
-async def agent(task: Task, endpoint: Endpoint) -> str:
+async def ask(task: Task, endpoint: Endpoint) -> dict[str, str]:
+    """Text and id of the answer."""
     async with openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
         answer = await client.chat.completions.create(
             model=endpoint.model, messages=[{"role": "user", "content": task.prompt}]
         )
-    return answer.choices[0].message.content or ""
+    return {"text": answer.choices[0].message.content or "", "id": answer.id}
 
 
-async def slowly_held_out(task: Task, endpoint: Endpoint) -> str:
-    """The agent, which takes some seconds over held-out tasks."""
+async def agent(task: Task, endpoint: Endpoint) -> str:
+    return (await ask(task, endpoint))["text"]
+
+
+async def slowly_held_out(task: Task, endpoint: Endpoint) -> dict[str, str]:
+    """The agent, which takes some seconds over held-out tasks and tells the id of what it was answered."""
     if task.task_id.startswith("echo-holdout"):
         await asyncio.sleep(4)
-    return await agent(task, endpoint)
+    return await ask(task, endpoint)
 
 
-def reward_with_worker(task: Task, answer: str) -> dict[str, float]:
-    """The reward, and a part named after the worker that scores, whose name its nanny was given."""
+def reward_with_worker(task: Task, answer: dict[str, str]) -> Scored:
+    """The reward, with a part named after the worker that scores, whose name its nanny was given, and of the
+    answer its length."""
     command = psutil.Process(os.getppid()).cmdline()
     name = command[command.index("--name") + 1]
-    return {"correct": float(task.answer in answer), f"by_{name}": 0.0}
+    parts = {"correct": float(task.answer in answer["text"]), f"by_{name}": 0.0}
+    return Scored(parts, {answer["id"]: len(answer["text"])})
 
 
 def reward(task: Task, answer: str) -> dict[str, float]:

@@ -34,6 +34,10 @@ class PrefectUi:
     def fill_in(self, name: str, value: str) -> None:
         self.field(name).locator("input, textarea").first.fill(value)
 
+    def choose(self, name: str, kind: str) -> None:
+        """Choose another kind for the last setting of this name."""
+        self.field(name).last.get_by_text(kind, exact=True).first.click()
+
     def submit(self) -> None:
         self.page.get_by_role("button", name="Submit").click()
         self.page.wait_for_url(re.compile("(?<!/run)$"))

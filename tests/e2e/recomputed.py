@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from storage.files import local_folder
 from storage.run_directory import RunDirectory
 from storage.schema import Trajectory
+from storage.tensors.weights import load_weights
 from storage.trajectories import to_rows
-from storage.weights import load_weights
 
 
 class Policies:

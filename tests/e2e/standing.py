@@ -57,14 +57,14 @@ class Stack:
             timeout=280,
         )
 
-    def up(self) -> subprocess.CompletedProcess[str]:
+    def up(self, *options: str) -> subprocess.CompletedProcess[str]:
         ports = {
             "prefect": self.ports.prefect,
             "scheduler": self.ports.scheduler,
             "dataplane": self.ports.dataplane,
         }
         return self.sf(
-            "up", *(text for name, port in ports.items() for text in (f"--{name}-port", str(port)))
+            "up", *options, *(text for name, port in ports.items() for text in (f"--{name}-port", str(port)))
         )
 
     def pid(self, part: str) -> int:

@@ -89,8 +89,13 @@ def test_a_run_is_started_watched_retried_and_cancelled_in_the_browser(
         ui.open_form(deployment)
         picture(ui, "prefect-form")
         ui.fill_in("iterations", "200")
+        ui.choose("policy", "cispo")
+        ui.field("policy").last.scroll_into_view_if_needed()
+        picture(ui, "prefect-loss")
         run = submit(server, deployment, ui)
-        assert run.parameters["config"]["train"]["iterations"] == 200
+        train = run.parameters["config"]["train"]
+        assert train["iterations"] == 200
+        assert train["loss"]["policy"] == {"kind": "cispo", "high": 0.28}
 
         ui.leave()
         server.await_state(run, "Failed", 300)

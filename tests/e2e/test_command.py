@@ -62,7 +62,8 @@ def test_ctrl_c_leaves_no_process_and_the_run_is_resumed_as_it_was_configured(
     """Also when its data plane is killed, and where proxies are named that do not reach it. Its keys are
     nowhere in what it leaves."""
     file = tmp_path / "run.yaml"
-    settings = SMALL_RUN | {"run_id": "interrupted", "storage": {"root": str(tmp_path / "runs")}}
+    run = {"run_id": "interrupted", "train": {"iterations": 6}, "storage": {"root": str(tmp_path / "runs")}}
+    settings = SMALL_RUN | run
     file.write_text(yaml.safe_dump(settings))
     config = load_config(file)
     env = os.environ | {
@@ -101,7 +102,7 @@ def test_ctrl_c_leaves_no_process_and_the_run_is_resumed_as_it_was_configured(
         resumed, _ = process.communicate(timeout=180)
     assert process.returncode == 0, resumed
     assert "held-out reward" in resumed
-    last = r"iteration 2, 3 of 3: reward \d\.\d{3}, (held-out .*, )?[\d,]+ tokens/s, [\d.]+ s\n"
+    last = r"iteration 5, 6 of 6: reward \d\.\d{3}, (held-out .*, )?[\d,]+ tokens/s, [\d.]+ s\n"
     for told in (resumed, Path(config.run_dir, "logs", "flow-train.log").read_text()):
         assert re.search(rf"{last}(.*\n)*.*held-out \d\.\d{{3}} at the end\n", told), told
     after = manifests(config)
@@ -109,8 +110,8 @@ def test_ctrl_c_leaves_no_process_and_the_run_is_resumed_as_it_was_configured(
     for picture in ("summary.png", "timeline.png"):
         assert read_bytes(f"{config.run_dir}/{picture}").startswith(b"\x89PNG")
     events = json.loads(read_bytes(f"{config.run_dir}/timeline.json"))["traceEvents"]
-    assert {"iteration 2", "sample", "train", "yield"} <= {event["name"] for event in events}
-    assert sorted(read_figures(RunDirectory(config.run_dir), range(3))) == [0, 1, 2]
+    assert {"iteration 5", "sample", "train", "yield"} <= {event["name"] for event in events}
+    assert sorted(read_figures(RunDirectory(config.run_dir), range(6))) == [0, 1, 2, 3, 4, 5]
     AutoTokenizer.from_pretrained(f"{config.run_dir}/policy")
     AutoModelForCausalLM.from_pretrained(f"{config.run_dir}/policy")
 

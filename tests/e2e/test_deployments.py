@@ -39,7 +39,7 @@ def test_the_deployed_quickstart_is_the_one_of_the_configuration() -> None:
 @pytest.mark.parametrize(
     ("config", "field"),
     [
-        ({"rollout": {"group_size": 1}}, "config.rollout.group_size"),
+        ({"rollout": {"group_size": 0}}, "config.rollout.group_size"),
         ({"rollout": {"gate": "most"}}, "config.rollout.gate"),
         ({"train": {"learning_rate": "fast"}}, "config.train.learning_rate"),
         ({"trian": {}}, "config.trian"),
@@ -80,7 +80,7 @@ def test_what_the_command_line_gives_counts_over_what_is_deployed_and_is_checked
             wait_until(named, "the run to begin", every_s=0.5), "Failed", worker=worker
         )
     assert failed.state is not None and failed.state.message is not None
-    refusal = "for engine.max_running 2000000000 requests of engine.context_length 64 tokens, and worker"
+    refusal = "cache of engine.max_running 2000000000 requests of engine.context_length 64 tokens: lower one"
     assert refusal in failed.state.message
     # it comes with the next of the messages that Prefect sends together
     said = "as deployed by quickstart, but for "

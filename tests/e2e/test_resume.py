@@ -10,7 +10,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+import torch
 
+from sf_core.cli.replay import replay
 from sf_core.cli.stack.local import start_dataplane
 from sf_core.config import RunConfig
 from storage.run_directory import STAGES
@@ -52,36 +54,39 @@ def test_a_flow_that_is_killed_in_each_stage_goes_on_where_it_was_killed(cluster
     assert manifests(config) == after
 
 
-def test_killed_workers_are_replaced_and_the_run_ends_as_if_nothing_happened(cluster: Cluster) -> None:
+def test_what_is_killed_is_replaced_and_the_run_ends_as_if_nothing_happened(cluster: Cluster) -> None:
+    """Every worker, and the data plane while it is sampled for and while it is trained; with a critic and a
+    reference that is renewed, so that a trainer has all to make again that it can have."""
     kills = [
         (1, "rollout", "r0"),
         (1, "rollout", "a0"),
         (1, "filter", "c0"),
         (1, "train", "t0"),
-        (2, "rollout", "c0"),
+        (2, "rollout", "dataplane"),
+        (2, "filter", "c0"),
+        (2, "train", "dataplane"),
         (2, "publish", "c0"),
     ]
-    config = cluster.config("workers-killed")
+    formulas = {"advantage": "gae", "critic": {}, "loss": {"kl": {"coefficient": 0.1, "renew_every": 2}}}
+    config = cluster.config("killed", train={"iterations": 3, "checkpoint_every": 3, **formulas})
     process = cluster.start(config)
     before: dict[tuple[int, str], Any] = {}
-    for iteration, stage, worker in kills:
+    for iteration, stage, killed in kills:
         await_stage(cluster, config, process, iteration, stage)
         before |= manifests(config)
-        cluster.worker_process(worker).kill()
+        if killed == "dataplane":
+            cluster.restart_dataplane()
+        else:
+            cluster.worker_process(killed).kill()
     cluster.finish(config, process)
     after = manifests(config)
     assert {key: after[key] for key in before} == before
     check_result(config)
-
-
-def test_a_killed_data_plane_comes_back_and_the_run_goes_on(cluster: Cluster) -> None:
-    config = cluster.config("dataplane-killed")
-    process = cluster.start(config)
-    for iteration, stage in ((1, "rollout"), (1, "train")):
-        await_stage(cluster, config, process, iteration, stage)
-        cluster.restart_dataplane()
-    cluster.finish(config, process)
-    check_result(config)
+    threads = torch.get_num_threads()
+    try:
+        assert all(replay(config.run_dir, iteration).equal for iteration in range(3))
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.nightly

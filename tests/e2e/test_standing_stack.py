@@ -16,7 +16,7 @@ import pytest
 from sf_core.cli.stack.supervisord_child import MARK
 from sf_core.config import RunConfig
 from sf_core.scheduling.cluster import read_workers
-from tests.chaos.faults import Fault, Kill, KillEngine, Stop
+from tests.chaos.faults import Fault, Kill, KillProcess, Stop
 from tests.chaos.runner import run_through, run_undisturbed
 from tests.chaos.training import runs
 from tests.e2e.conftest import is_committed, small_run
@@ -55,9 +55,12 @@ def test_every_part_is_up_and_the_runs_can_be_started(stack: Stack) -> None:
 def test_a_deployed_run_of_the_users_package_goes_on_when_the_stack_was_down(
     stack: Stack, tmp_path: Path
 ) -> None:
-    (stack.user_code / "my_agent.py").write_text("from tests.e2e.echo_package import agent, reward, tasks\n")
+    gates = tmp_path / "gates"
+    code = "import os\nfrom tests.e2e.held_package import agent, reward, tasks\n"
+    (stack.user_code / "my_agent.py").write_text(f"{code}os.environ['GATES'] = {str(gates)!r}\n")
     prefect = PrefectApi(stack.services.api)
     environment = {part: f"my_agent:{part}" for part in ("tasks", "agent", "reward")}
+    open_gates(gates, 0, 1)
     config = small_run("deployed", tmp_path, environment=environment)
     run = prefect.create_run(DEPLOYMENTS["quickstart"], config.model_dump(mode="json"))
     wait_until(lambda: is_committed(config, 0, "publish"), "an iteration", 120, every_s=0.1)
@@ -66,13 +69,21 @@ def test_a_deployed_run_of_the_users_package_goes_on_when_the_stack_was_down(
     assert (down.returncode, ended in down.stdout) == (0, True), down.stdout + down.stderr
     assert stack.processes() == []
     before = manifests(config)
+    open_gates(gates, 2, 3)
     assert stack.up().returncode == 0
     assert prefect.await_state(run, "Completed", 150).run_count == 2
     last = "iteration 2, 3 of 3: reward "
     wait_until(lambda: any(line.startswith(last) for line in prefect.logs(run)), "its line", every_s=0.5)
     after = manifests(config)
-    assert (2, "publish") in after
+    assert (2, "publish") in after.keys() - before.keys()
     assert {key: after[key] for key in before} == before
+
+
+def open_gates(folder: Path, *numbers: int) -> None:
+    """Let the batches of these numbers begin, in the held package."""
+    folder.mkdir(exist_ok=True)
+    for number in numbers:
+        (folder / str(number)).touch()
 
 
 @pytest.mark.nightly
@@ -101,16 +112,20 @@ def test_a_part_that_is_killed_comes_back(stack: Stack) -> None:
 
 
 def short_faults(rng: random.Random) -> list[Fault]:
-    faults: list[Fault] = [Kill("dataplane"), KillEngine("r0"), Kill("flow"), Stop(("dataplane",), 2.0)]
+    faults: list[Fault] = [
+        *(Kill("dataplane"), KillProcess("r0"), KillProcess("t0"), Kill("flow")),
+        Stop(("dataplane",), 2.0),
+    ]
     rng.shuffle(faults)
     return faults
 
 
+@pytest.mark.nightly  # most of what may befall it, in test_resume.py too
 def test_a_run_loses_nothing_to_what_befalls_the_stack(stack: Stack, tmp_path: Path) -> None:
     rng = random.Random(0)
     faults = short_faults(rng)
     done = run_through(runs(stack, str(tmp_path), iterations=8), faults, rng)
-    assert [(injection.fault, injection.lost) for injection in done] == [(fault.name, []) for fault in faults]
+    assert [(injection.fault, injection.lost) for injection in done] == [(fault, []) for fault in faults]
 
 
 @pytest.mark.nightly

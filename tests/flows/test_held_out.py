@@ -15,7 +15,7 @@ from storage.run_directory import RunDirectory
 from tests.sf_core.runs import commit, configure
 
 REFUSAL = (
-    'evaluate.num_tasks 2050: sf_core.environments.quickstart:tasks("holdout", 2049) raises ValueError: '
+    'evaluate.num_tasks 2050: quickstart.tasks("holdout", 2049) raises ValueError: '
     "held-out index 1024: calculator has 1024 held-out tasks"
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pyarrow as pa
 
 from sf_core.config import RunConfig
 from sf_core.models.builtin import make_policy
+from sf_core.training.torch.torch_model import TorchModel
 from sf_core.training.torch.trainer import Trainer
 from storage import parquet
 from storage.files import write_atomic
@@ -19,7 +21,6 @@ from storage.manifests import Manifest
 from storage.run_directory import STAGES, RunDirectory
 from storage.schema import Trajectory, TurnSpan
 from storage.trajectories import write_trajectories
-from storage.weights import save_weights
 
 
 def configure(run: RunDirectory, **sections: Any) -> RunConfig:
@@ -82,17 +83,20 @@ def mean_reward(rows: list[Trajectory]) -> float:
 def train(run: RunDirectory, config: RunConfig, batches: list[pa.Table]) -> None:
     """Commit an iteration per batch, as the stages do, but without rollouts."""
     make_policy(run.start_dir, config.policy, config.seed)
-    trainer = Trainer(run.start_dir, config.train, seed=config.seed)
+    dtype = config.policy.dtype
+    make_model = partial(TorchModel, run.start_dir, dtype=dtype)
+    trainer = Trainer(make_model, config.train, seed=config.seed, dtype=dtype)
     for iteration, batch in enumerate(batches):
         uri = f"{run.partition('batches', iteration)}/batch-1.parquet"
         commit(run, iteration, "filter", outputs=[run.relative(parquet.write_table(uri, batch))])
         metrics = trainer.step(batch)
-        weights = save_weights(run.weights_dir(trainer.version), trainer.weights(), trainer.version)
+        weights = trainer.save_weights(run.weights_dir(trainer.version), run.weights_dir(iteration))
         if trainer.version % config.train.checkpoint_every == 0:
             trainer.save_checkpoint(run.checkpoint_dir(trainer.version))
         data = {"version": trainer.version, "settings": config.train.model_dump(mode="json"), **metrics}
-        commit(run, iteration, "train", outputs=[weights], data=data)
+        commit(run, iteration, "train", outputs=weights, data=data)
         commit(run, iteration, "publish", data={"version": trainer.version})
+    trainer.await_checkpoint()
 
 
 def pretend(run: RunDirectory, iterations: int, *, finished: bool = True) -> None:

@@ -32,7 +32,7 @@ def write(folder: Path) -> None:
         ITERATION,
         table,
         advantages=[np.where(row.loss_mask, 0.5, 0.0).astype(np.float32) for row in _rows()],
-        weights=[1.0, 1.0, 0.0],
+        weights=[np.where(row.loss_mask, 0.25, 1.0).astype(np.float32) for row in _rows()],
         decisions=["train", "train", "failed"],
         part="part",
     )
@@ -51,7 +51,7 @@ def plain(table: pa.Table) -> Any:
 
 
 def _rows() -> list[Trajectory]:
-    user, answer = TurnSpan("user", 0, 2), TurnSpan("assistant", 2, 4, "stop", "e-r0", 1.0, 0.5, 7)
+    user, answer = TurnSpan("user", 0, 2), TurnSpan("assistant", 2, 4, "stop", "e-r0", 1.0, 0.5, 7, 0.25)
     return [
         _row("s0", "0", None, 0, [user, answer], 1.0),
         _row("s0", "1", "0", 2, [user, answer], 1.0),
@@ -85,6 +85,7 @@ def _row(
         interruptions=1,
         started_at=1.7e9,
         finished_at=1.7e9 + 1.25,
+        output="4\nthought for 1 s \N{GREEK SMALL LETTER PI}" if branch == "0" and session == "s0" else None,
         tools=None if session == "s1" else json.dumps([{"type": "function", "function": {"name": "calc"}}]),
     )
 

@@ -41,7 +41,7 @@ def test_a_batch_is_its_trajectories_and_the_filters_decision(run: RunDirectory)
         5,
         trajectories,
         advantages=advantages,
-        weights=[1.0, 0.0],
+        weights=[np.ones(3), np.array([1.0, 0.0])],
         decisions=["train", "zero_variance"],
         part="attempt-1",
     )
@@ -49,21 +49,33 @@ def test_a_batch_is_its_trajectories_and_the_filters_decision(run: RunDirectory)
     batch = read_batch(run.path(ref.uri))
     assert batch.select(SCHEMA.names).equals(trajectories.select(SCHEMA.names))
     assert batch["iteration"].to_pylist() == [5, 5]
-    assert batch["weight"].to_pylist() == [1.0, 0.0]
+    assert batch["weights"].to_pylist() == [[1.0] * 3, [1.0, 0.0]]
     assert batch["decision"].to_pylist() == ["train", "zero_variance"]
     assert [list(a) for a in numpy_rows(batch["advantages"])] == [[0.5, -0.5, 0.0], [0.0, 0.0]]
     assert set(batch.column_names) == {"iteration", *BATCH_SCHEMA.names}
 
 
-def test_one_advantage_per_token_is_required(run: RunDirectory) -> None:
+def test_what_the_train_step_makes_is_null(run: RunDirectory) -> None:
     source = write_trajectories(run, 0, [row("a", 3)], "part")
-    with pytest.raises(ValueError, match="one advantage per token"):
+    trajectories = read_trajectories(run.path(source.uri))
+    ref = write_batch(run, 0, trajectories, advantages=None, weights=None, decisions=["train"], part="b")
+    batch = read_batch(run.path(ref.uri))
+    assert (batch["advantages"].to_pylist(), batch["weights"].to_pylist()) == ([None], [None])
+
+
+@pytest.mark.parametrize(("name", "numbers"), [("advantage", (2, 3)), ("weight", (3, 2))])
+def test_one_advantage_and_one_weight_per_token_are_required(
+    run: RunDirectory, name: str, numbers: tuple[int, int]
+) -> None:
+    source = write_trajectories(run, 0, [row("a", 3)], "part")
+    advantages, weights = ([np.zeros(number)] for number in numbers)
+    with pytest.raises(ValueError, match=f"one {name} per token"):
         write_batch(
             run,
             0,
             read_trajectories(run.path(source.uri)),
-            advantages=[np.zeros(2)],
-            weights=[1.0],
+            advantages=advantages,
+            weights=weights,
             decisions=["train"],
             part="part",
         )

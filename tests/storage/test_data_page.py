@@ -83,8 +83,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_trajectories(run, iteration, rows, "evaluation-1", "evaluations")
         write_metrics(run, "train", iteration, [dict.fromkeys(METRICS, 1.0)])
         [table] = [read_trajectories(run.partition("trajectories", iteration) + "/rollout-1.parquet")]
-        facts = {"advantages": [np.ones(2, np.float32)], "weights": [1.0], "decisions": ["train"]}
-        write_batch(run, iteration, table, **facts, part="batch-1")  # type: ignore[arg-type]
+        ones = [np.ones(2, np.float32)]
+        write_batch(run, iteration, table, advantages=ones, weights=ones, decisions=["train"], part="batch-1")
     return folder
 
 

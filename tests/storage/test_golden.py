@@ -29,8 +29,11 @@ def part(version: int, kind: str) -> str:
 
 
 def shared(rows: list[dict[str, Any]], found: pa.Table) -> list[dict[str, Any]]:
-    """Rows of a table, in the columns that their version had."""
+    """Rows of a table, in the columns and with the fields of turns that their version had."""
     found_rows: list[dict[str, Any]] = plain(found.select(list(rows[0])))
+    fields = rows[0]["turns"][0].keys()
+    for row in found_rows:
+        row["turns"] = [{name: turn[name] for name in fields} for turn in row["turns"]]
     return found_rows
 
 

@@ -94,6 +94,19 @@ def test_a_manifest_of_something_else_is_refused(run: RunDirectory, stored: Mani
         run.read_manifest(0, "rollout")
 
 
+def test_sizes_are_verified_without_reading(run: RunDirectory) -> None:
+    committed = run.commit_manifest(manifest(outputs=[output(run, b"rows")]))
+    uri = run.path(committed.outputs[0].uri)
+    files.write_atomic(uri, b"rowz")
+    run.verify_sizes(committed)
+    files.write_atomic(uri, b"row")
+    with pytest.raises(ValueError, match="has 3 bytes, rollout of iteration 0 wrote 4"):
+        run.verify_sizes(committed)
+    files.remove(uri)
+    with pytest.raises(ValueError, match="missing, but rollout of iteration 0 is committed"):
+        run.verify_sizes(committed)
+
+
 def test_verify_finds_missing_truncated_and_changed_outputs(run: RunDirectory) -> None:
     committed = run.commit_manifest(manifest(outputs=[output(run, b"rows")]))
     uri = run.path(committed.outputs[0].uri)

@@ -42,8 +42,10 @@ TIMES = st.integers(0, 4 * 10**15).map(lambda microseconds: microseconds / 1e6)
 def turns(draw: st.DrawFn, length: int) -> list[TurnSpan]:
     borders = sorted(draw(st.lists(st.integers(0, length), max_size=4)))
     return [
-        TurnSpan("assistant", start, end, "stop", draw(TEXT), draw(FLOATS), draw(FLOATS), draw(INTS))
-        if draw(st.booleans())
+        TurnSpan(
+            "assistant", start, end, "stop", draw(TEXT), *(draw(FLOATS), draw(FLOATS), draw(INTS), reward)
+        )
+        if (reward := draw(st.none() | FLOATS)) or draw(st.booleans())
         else TurnSpan(draw(TEXT), start, end)
         for start, end in pairwise(borders)
     ]
@@ -251,7 +253,8 @@ def test_an_iteration_without_rows_is_an_empty_table(run: RunDirectory) -> None:
 def test_files_are_compressed_and_carry_statistics(tmp_path: Path) -> None:
     run = RunDirectory(str(tmp_path / "r"))
     metadata = pq.read_metadata(run.path(write_trajectories(run, 0, [example()], "part").uri))
-    chunk = metadata.row_group(0).column(metadata.schema.names.index("reward"))
+    columns = map(metadata.row_group(0).column, range(metadata.num_columns))
+    [chunk] = [column for column in columns if column.path_in_schema == "reward"]
     assert (chunk.compression, chunk.statistics.max) == ("ZSTD", 0.0)
 
 

@@ -6,13 +6,14 @@ retires those that it does not need.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from sf_core.cli.stack.local import start_dask_worker
 from sf_core.cli.stack.supervisor import Process, Supervisor
 from sf_core.config import RunConfig
+from sf_core.dataplane.bodies import RunStatus
 from sf_core.scheduling.elastic import Elastic
 from sf_core.scheduling.plan import Duty, Worker, duty_of
 
@@ -41,7 +42,7 @@ class LocalRunners:
             if (configured := [name for name in duties if duties[name] == duty])
         }
 
-    def adapt(self, status: dict[str, Any]) -> None:
+    def adapt(self, status: RunStatus) -> None:
         """Start or end workers by the data plane's status of the run; called periodically. Raises StackError
         if a worker cannot be started."""
         for duty, kind in self._kinds.items():
@@ -58,7 +59,7 @@ class LocalRunners:
         worker = self._workers[original]
         kind.started[name] = start_dask_worker(self._stack, name, worker, self._scheduler, self._directory)
 
-    def _end_last(self, kind: _Kind, runners: dict[str, Any]) -> None:
+    def _end_last(self, kind: _Kind, runners: Iterable[str]) -> None:
         """End the last started worker, if it runs no agents and scores nothing any more."""
         name = next(reversed(kind.started))
         if not any(runner.startswith(f"{name}:") for runner in runners):

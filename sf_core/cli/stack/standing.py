@@ -22,7 +22,7 @@ from sf_core.cli.stack.local import Ports, Services, stack_environment, start_se
 from sf_core.cli.stack.supervisor import StackError, Supervisor, call, end, read_pid
 from sf_core.cli.stack.supervisord_child import carriers, end_marked
 from sf_core.config import WorkerConfig
-from sf_core.config.environment import (
+from sf_core.surroundings import (
     CACHE_DIR,
     PREFECT_HOME,
     cache_dir,

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +23,7 @@ from xmlrpc.client import Fault, ServerProxy, Transport
 import psutil
 
 from sf_core.cli.stack.processes import Part
-from sf_core.cli.stack.supervisord_child import MARK, end_marked, end_with_parent
+from sf_core.cli.stack.supervisord_child import MARK, end_marked, end_with
 
 T = TypeVar("T")
 
@@ -167,7 +168,7 @@ class Supervisor:
                 stderr=said,
                 env={**self.env, MARK: str(self.folder)},
                 start_new_session=True,
-                preexec_fn=None if self.stays else end_with_parent,
+                preexec_fn=None if self.stays else partial(end_with, os.getpid()),
             )
             deadline = time.monotonic() + ANSWER_S
             while read_pid(self.folder) != self._daemon.pid:

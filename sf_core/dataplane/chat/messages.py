@@ -2,8 +2,8 @@
 
 A canonical message holds only what a model can see, in one spelling: absent content is "", arguments of tool
 calls are mappings. Dialects produce it, templates render it, sessions compare it. Reasoning is kept in the
-record only and is not compared: clients send answers back with it or without. Nor is the `name` that agents
-give to answers they send back; other assistant messages keep theirs.
+record only and is not compared: clients send answers back with it or without. Nor are the `name` that agents
+give to answers they send back, and other ids of their calls; other assistant messages keep theirs.
 """
 
 from __future__ import annotations
@@ -52,6 +52,13 @@ def extend_chain(key: bytes, message: Message) -> bytes:
     if "reasoning_content" in message:
         message = {name: value for name, value in message.items() if name != "reasoning_content"}
     return blake2b(key + orjson.dumps(message, option=orjson.OPT_SORT_KEYS), digest_size=16).digest()
+
+
+def without_ids(message: Message) -> Message:
+    """An answer without the ids of its calls, which agents may write anew when they send it back."""
+    if "tool_calls" not in message:
+        return message
+    return {**message, "tool_calls": [call["function"] for call in message["tool_calls"]]}
 
 
 def size_of(value: Any) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
+from copy import copy
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import jinja2
 import jinja2.ext
 import numpy as np
+import orjson
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
@@ -25,7 +27,10 @@ from sf_core.dataplane.chat.tool_formats import FORMATS, Tool, format_of
 from sf_core.dataplane.errors import ApiError
 from sf_core.types import Ids
 from storage.files import local_folder
-from storage.weights import WEIGHT_FILES
+from storage.tensors.weights import WEIGHT_FILES
+
+MAX_VARIANTS = 16
+"""Number of sets of template options whose renderers are kept."""
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -63,6 +68,27 @@ class Renderer:
         self._special = {name: _text(config[name]) for name in _SPECIAL if config.get(name)}
         self.stop_texts = self._read_stops(folder)
         self.stop_token_ids = tuple(self.stop_texts)
+        self.options: dict[str, Any] = {}
+        """Further variables of the template."""
+        self._variants: dict[bytes, Renderer] = {}
+        self._look_at_template()
+
+    def with_options(self, options: dict[str, Any]) -> Renderer:
+        """This renderer with further variables of the template. Raises TemplateError if the template refuses
+        them."""
+        if not options:
+            return self
+        key = orjson.dumps(options, option=orjson.OPT_SORT_KEYS)
+        if key not in self._variants:
+            variant = copy(self)
+            variant.options = options
+            variant._look_at_template()
+            if len(self._variants) == MAX_VARIANTS:
+                del self._variants[next(iter(self._variants))]
+            self._variants[key] = variant
+        return self._variants[key]
+
+    def _look_at_template(self) -> None:
         self.opens_thinking = self.thinks and self._opens_thinking()
         """The prompt itself ends with the opening think tag."""
         self._append_only_roles = append_only_roles(self.render)
@@ -72,7 +98,10 @@ class Renderer:
         on, these messages."""
         try:
             return self._template.render(
-                messages=messages, tools=tools or None, add_generation_prompt=True, **self._special
+                self._special | self.options,
+                messages=messages,
+                tools=tools or None,
+                add_generation_prompt=True,
             )
         except jinja2.TemplateError:
             raise

@@ -13,6 +13,7 @@ import httpx
 import orjson
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_exponential
 
+from sf_core.dataplane.bodies import EngineStatus, RunStatus
 from sf_core.waits import Wait, waiting_for
 
 CONNECT_S, ANSWER_S = 5.0, 120.0
@@ -47,6 +48,10 @@ class DataplaneError(RuntimeError):
         return type(self), (str(self), self.status)
 
 
+UNANSWERED = (httpx.HTTPError, DataplaneError)
+"""Errors of a data plane that is away or does not know the run."""
+
+
 class _UnavailableError(DataplaneError):
     """The call was refused temporarily and is retried."""
 
@@ -77,7 +82,7 @@ class DataplaneClient:
     def register(self, **spec: Any) -> dict[str, Any]:
         return self._post("/runs", spec)
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> RunStatus:
         return self._call("GET", self._run)
 
     def report_stage(self, iteration: int, stage: str, **facts: Any) -> None:
@@ -149,7 +154,7 @@ class DataplaneClient:
                     raise RuntimeError(f"{what}: the run was released, and nobody works on it")
                 if answer["failures_in_a_row"] >= MAX_FAILURES_IN_A_ROW:
                     raise RuntimeError(f"{what}: every session fails; {wait.reason}")
-                if answer["engines"] and answer["runners"]:
+                if answer["engines"] and answer["runners"] != 0:
                     attended = now
                 elif now - attended > absence_timeout_s:
                     raise TimeoutError(
@@ -163,7 +168,7 @@ class DataplaneClient:
         path: str,
         body: dict[str, Any],
         what: str,
-        is_awaited: Callable[[dict[str, Any]], bool],
+        is_awaited: Callable[[EngineStatus], bool],
         patience_s: float = ENGINE_PATIENCE_S,
     ) -> dict[str, Any]:
         def awaited() -> str:
@@ -189,7 +194,7 @@ class DataplaneClient:
         timeout = httpx.Timeout(timeout_s or self._timeout_s, connect=CONNECT_S)
         return self._call("POST", path, content=orjson.dumps(body), timeout=timeout)
 
-    def _call(self, method: str, path: str, **request: Any) -> dict[str, Any]:
+    def _call(self, method: str, path: str, **request: Any) -> Any:
         for attempt in Retrying(
             retry=retry_if_exception_type((httpx.TransportError, _UnavailableError)),
             stop=stop_after_delay(self._patience_s),
@@ -202,8 +207,7 @@ class DataplaneClient:
                     raise _UnavailableError(f"{method} {path}: {refusal_of(response)}", 503)
         if response.status_code >= 400:
             raise DataplaneError(f"{method} {path}: {refusal_of(response)}", response.status_code)
-        answer: dict[str, Any] = orjson.loads(response.content)
-        return answer
+        return orjson.loads(response.content)
 
 
 def refusal_of(response: httpx.Response) -> str:

@@ -14,10 +14,8 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from pydantic import ValidationError
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from sf_core.dataplane.bodies import HelloBody
 from sf_core.dataplane.routing.connection import EngineConnection
 from sf_core.dataplane.runs.run import ServedRun
 from sf_core.engines import wire
@@ -55,22 +53,23 @@ class Outbox:
 async def serve_engine_link(socket: WebSocket, find_run: Callable[[str], ServedRun | None]) -> None:
     await socket.accept()
     try:
-        kind, value = wire.unpack(await socket.receive_bytes())
-        hello = HelloBody.model_validate(value if kind == "hello" else None)
-    except (WebSocketDisconnect, ValidationError, ValueError):
+        hello = wire.read_from_engine(await socket.receive_bytes())
+    except (WebSocketDisconnect, ValueError):
+        hello = None
+    if not isinstance(hello, wire.Hello):
         return await socket.close(wire.BAD_FRAME, "sent no hello frame")
     run = find_run(hello.run_id)
     if run is None:
         return await socket.close(wire.UNKNOWN_RUN, f"run {hello.run_id} is not registered")
     if (reason := _stale(run, hello)) is not None:
-        await socket.send_bytes(wire.pack("yield", reason))
+        await socket.send_bytes(wire.pack(wire.Yield(reason)))
         return await socket.close()
     for former in [link for link in run.router.links if link.lease_id == hello.lease_id]:
         run.router.lose(former)
     await _serve(socket, run, hello)
 
 
-def _stale(run: ServedRun, hello: HelloBody) -> str | None:
+def _stale(run: ServedRun, hello: wire.Hello) -> str | None:
     """Why this engine must not serve; None if it may."""
     if hello.attempt < run.spec.attempt:
         return "superseded by a later attempt of the flow"
@@ -85,7 +84,7 @@ def _stale(run: ServedRun, hello: HelloBody) -> str | None:
     return None
 
 
-async def _serve(socket: WebSocket, run: ServedRun, hello: HelloBody) -> None:
+async def _serve(socket: WebSocket, run: ServedRun, hello: wire.Hello) -> None:
     gone = asyncio.Event()
     outbox = Outbox(MAX_OUTBOX_BYTES, gone.set)
     link = EngineConnection(
@@ -131,19 +130,20 @@ async def _read(socket: WebSocket, run: ServedRun, link: EngineConnection) -> No
     while True:
         frame = await socket.receive_bytes()
         run.router.bytes_from_engines += len(frame)
-        kind, value = wire.unpack(frame)
-        match kind:
-            case "chunks":
-                run.meter.add(run.router.receive(link, wire.unpack_chunks(value)))
-            case "updated":
-                run.router.confirm(link, value)
+        match wire.read_from_engine(frame):
+            case wire.Chunks(chunks):
+                run.meter.add(run.router.receive(link, chunks))
+            case wire.Updated(version):
+                run.router.confirm(link, version)
                 run.changed.notify()
-            case "paused":
+            case wire.Refused(version, reason):
+                run.router.refuse(link, version, reason)
+            case wire.Paused():
                 run.router.confirm_pause(link)
-            case "yielded":
+            case wire.Yielded():
                 return
-            case _:
-                raise ValueError(f"sent {kind!r}; expected chunks, updated, paused or yielded")
+            case wire.Hello():
+                raise ValueError("said hello again")
 
 
 async def _close(socket: WebSocket, code: int, reason: str = "") -> None:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from sf_core.dataplane.bodies import RunSpec, SessionBody
+from sf_core.dataplane.bodies import GroupBody, RunSpec, SessionBody
 from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError
 from sf_core.dataplane.gateway.keys import Caller
 from sf_core.dataplane.gateway.lookup import Lookup, allowed, no_model
@@ -21,9 +21,9 @@ from sf_core.dataplane.journal.journal import Journal
 from sf_core.dataplane.journal.open_runs import OpenRuns
 from sf_core.dataplane.options import DataplaneOptions
 from sf_core.dataplane.routing.connection import EngineConnection
+from sf_core.dataplane.runs.events import Published, Registered, Released
 from sf_core.dataplane.runs.external import ExternalSessions
-from sf_core.dataplane.runs.records import released_record, run_record, weights_record
-from sf_core.dataplane.runs.recovery import Answers, MakeRun, begin_attempt, open_run, read_past, reopen_run
+from sf_core.dataplane.runs.recovery import MakeRun, begin_attempt, open_run, read_past, reopen_run
 from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.runs.sealing import Sealer
 from sf_core.dataplane.sessions.memory import Memory
@@ -65,12 +65,11 @@ class DataPlane:
         """Serve again the runs that an earlier process served."""
         for path in self._open_runs.journals if self._open_runs else ():
             try:
-                reopened = await reopen_run(
+                run = await reopen_run(
                     Journal(path, self._options.fsync), self._options.grace_s, self.memory, self._make_run
                 )
-                if reopened is not None:
-                    self._serve(*reopened)
-                    await reopened[0].announce()
+                if run is not None:
+                    self._serve(run)
             except Exception as error:  # the other runs are to be served
                 log.warning(
                     "%s: the run is not served: %s: %s. Mend that, then start its flow again",
@@ -88,7 +87,7 @@ class DataPlane:
             else:
                 if begin_attempt(run, spec, await read_past(run, spec)):
                     self.sealers[spec.run_id].forget()
-                await run.journal.attend(run.journal.append(run_record(spec, run.num_gateways)))
+                await run.journal.attend(run.journal.append(Registered(spec, run.num_gateways)))
                 stale = [link for link in run.router.links if link.attempt < spec.attempt]
                 self._take_away(stale, run, "superseded by a later attempt of the flow")
             if self._open_runs is not None:
@@ -100,17 +99,16 @@ class DataPlane:
         journal = self._open_journal(spec)
         opening = open_run(spec, journal, self._options.grace_s, self.memory, self._make_run)
         try:
-            run, answers = await journal.attend(opening)
+            run = await journal.attend(opening)
         except ApiError:
             await journal.close()
             raise
-        self._serve(run, answers)
+        self._serve(run)
         return run
 
-    def _serve(self, run: ServedRun, answers: Answers) -> None:
+    def _serve(self, run: ServedRun) -> None:
         self.runs[run.spec.run_id] = run
         self.sealers[run.spec.run_id] = Sealer(run)
-        self.sealers[run.spec.run_id].remember(answers)
         self.stores[run.spec.run_id] = ExternalSessions(run)
 
     def run(self, run_id: str) -> ServedRun:
@@ -118,23 +116,45 @@ class DataPlane:
             raise ApiError(404, f"Run {run_id} is not registered here.", code="run_not_found")
         return run
 
+    def find_session(self, session_id: str, caller: Caller) -> tuple[ServedRun, Session]:
+        """An open session and its run. Raises ApiError 503 while it is being closed, else as Lookup does."""
+        for run in self.runs.values():
+            if session_id not in run.sessions:
+                run.closing.check(session_id)
+        return self.sessions.session(session_id, caller)
+
     async def open_session(self, body: SessionBody, caller: Caller) -> Session:
-        """Open an external session, beside those that the rollout manager gives out. Raises ApiError 503
-        while no flow works on the run, because one may be starting, 429 while memory is full, and 404 once
-        the run is complete."""
-        if (run := self.runs.get(body.run_id)) is None:
-            raise _not_served(body.run_id)
+        """Open an external session, beside those that the rollout manager gives out. Raises ApiError as
+        `_open_run` does."""
+        run = self._open_run(body.run_id, caller)
+        if body.policy not in (None, run.spec.served_model):
+            raise no_model(str(body.policy))
+        return await run.journal.attend(run.open_for(body))
+
+    async def declare(self, run_id: str, body: GroupBody, caller: Caller) -> list[Session]:
+        """Open the sessions of a group from outside. Raises ApiError 429 while no batch has a place for it,
+        409 if the run takes none, else as `_open_run` does."""
+        run = self._open_run(run_id, caller)
+        if body.split == "train" and not run.spec.rollout.outside_groups:
+            raise _takes_no_groups(run_id)
+        if sessions := await run.journal.attend(run.declare(body)):
+            return sessions
+        raise _no_place(run, body)
+
+    def _open_run(self, run_id: str, caller: Caller) -> ServedRun:
+        """A run in which sessions can be opened. Raises ApiError 503 while no flow works on it, because one
+        may be starting, 429 while memory is full, and 404 once it is complete."""
+        if (run := self.runs.get(run_id)) is None:
+            raise _not_served(run_id)
         run = allowed(run, caller)
         if run.released:
             # one that only evaluated has no iterations
             is_complete = 0 < run.spec.num_batches <= run.router.weights.version
-            raise _complete(run) if is_complete else _not_served(body.run_id)
-        if body.policy not in (None, run.spec.served_model):
-            raise no_model(str(body.policy))
+            raise _complete(run) if is_complete else _not_served(run_id)
         if self.memory.is_full:
             raise _no_room(self.memory)
         run.journal.check()
-        return await run.journal.attend(run.open_for(body))
+        return run
 
     async def publish(self, run: ServedRun, weights: WeightsRef) -> dict[str, Any]:
         if weights.version < run.router.weights.version:
@@ -142,11 +162,12 @@ class DataPlane:
         started = time.monotonic()
         # set before they are recorded: a journal that is compacted meanwhile begins with the router's weights
         run.router.weights = weights
-        await run.journal.append(weights_record(weights))
+        await run.journal.append(Published(weights))
         engines = await run.router.update(weights)
         run.manager.set_version(weights.version)
         run.changed.notify()
-        return {"engines": engines, "seconds": time.monotonic() - started}
+        refusals = [link.refuses for link in run.router.links if link.refuses]
+        return {"engines": engines, "refusals": refusals, "seconds": time.monotonic() - started}
 
     async def revoke(self, run: ServedRun, lease_id: str, within_s: float | None = None) -> dict[str, int]:
         """Have the engines of a lease yield. Returns how many left, and how many of them were dropped because
@@ -165,8 +186,7 @@ class DataPlane:
         return {"engines": len(links), "dropped": len(late)}
 
     async def release(self, run: ServedRun) -> None:
-        run.release()
-        await run.journal.append(released_record())
+        await run.record(Released())
         self._take_away(list(run.router.links), run, "released")
         await self.stores[run.spec.run_id].store_or_try_later()
         # a run with results that are not written yet is for the next process too
@@ -244,6 +264,24 @@ def _not_served(run_id: str) -> ApiError:
 def _no_room(memory: Memory) -> ApiError:
     message = f"No session is opened now, {memory}: ask again, or start the data plane with more --memory-mb."
     return ApiError(429, message, code="memory_full", retry_after_s=RETRY_AFTER_S)
+
+
+def _takes_no_groups(run_id: str) -> ApiError:
+    message = (
+        f"Run {run_id} takes no groups from outside: rollout.outside_groups is 0. Set it, or open sessions, "
+        "which are stored and do not train."
+    )
+    return ApiError(409, message, code="no_outside_groups", param="run_id")
+
+
+def _no_place(run: ServedRun, body: GroupBody) -> ApiError:
+    message = (
+        f"No batch of run {run.spec.run_id} has a place for another group from outside within the lag bound: "
+        "declare it again later."
+        if body.split == "train"
+        else f"No evaluation of run {run.spec.run_id} has a held-out task left: ask again later."
+    )
+    return ApiError(429, message, code="no_place", retry_after_s=RETRY_AFTER_S)
 
 
 def _complete(run: ServedRun) -> ApiError:

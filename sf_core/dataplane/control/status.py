@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
-from typing import Any
+from typing import Any, cast
 
-from sf_core.dataplane.bodies import Work
+from sf_core.dataplane.bodies import RunStatus, Straggler
 from sf_core.dataplane.runs.groups import Group
 from sf_core.dataplane.runs.rollout_manager import Readiness
 from sf_core.dataplane.runs.run import ServedRun
@@ -29,14 +29,14 @@ def evaluation_status(run: ServedRun, version: int, group: Group) -> dict[str, A
     }
 
 
-def run_status(run: ServedRun) -> dict[str, Any]:
+def run_status(run: ServedRun) -> RunStatus:
     manager, router = run.manager, run.router
     readiness = manager.readiness(manager.next_batch)
     return {
         "run_id": run.spec.run_id,
         "run_dir": run.spec.run_dir,
         "attempt": run.spec.attempt,
-        **run.stage,
+        **cast(Any, run.stage),
         "version": router.weights.version,
         "next_batch": manager.next_batch,
         "groups_accepted": readiness.accepted,
@@ -79,15 +79,13 @@ def run_status(run: ServedRun) -> dict[str, Any]:
 
 
 def _tokens_left(run: ServedRun) -> float | None:
-    """Estimated tokens still to be sampled (num_sessions_left); None before a session has finished."""
     if (per_session := run.outcomes.mean_tokens) is None:
         return None
     return run.manager.num_sessions_left() * per_session
 
 
-def work_of(run: ServedRun) -> dict[Work, int]:
-    """Number of sessions for runners, by kind of work: those claimed, and those that wait for a runner."""
-    claimed = [session for session in run.sessions.values() if session.claim is not None]
+def work_of(run: ServedRun) -> dict[str, int]:
+    claimed = [session for session in run.sessions.values() if not session.is_external]
     answered = sum(session.answer is not None for session in claimed)
     return {
         "agent": len(claimed) - answered + run.manager.num_open_sessions(run.memory.is_full),
@@ -95,19 +93,20 @@ def work_of(run: ServedRun) -> dict[Work, int]:
     }
 
 
-def straggler(run: ServedRun) -> dict[str, Any] | None:
-    """The session that has run longest, which holds back its group. A batch takes other groups instead until
-    that exceeds the lag bound (at once without overlap); then, with on_max_lag: wait, it waits for it."""
-    claimed = [session for session in run.sessions.values() if session.claim is not None]
-    if not claimed:
+def straggler(run: ServedRun) -> Straggler | None:
+    """The session whose time is over first, which holds back its group. A batch takes other groups instead
+    until that exceeds the lag bound (at once without overlap); then, with on_max_lag: wait, it waits for
+    it."""
+    counting = [session for session in run.sessions.values() if run.counts(session)]
+    if not counting:
         return None
-    oldest = min(claimed, key=lambda session: session.expires_at)
+    oldest = min(counting, key=lambda session: (session.began_at, session.started_at))
     assert oldest.claim is not None
     place = oldest.claim.place
     return {
         "session": oldest.session_id,
         "group": place.group if place.split == "train" else None,
-        "age_s": round(run.spec.session_timeout_s - (oldest.expires_at - run.serving_s), 1),
+        "age_s": round(max(0.0, run.serving_s - oldest.began_at), 1),
     }
 
 
@@ -121,7 +120,8 @@ def _workforce(run: ServedRun) -> dict[str, Any]:
     return {
         # an engine that loads counts too: starting one may take any time
         "engines": len(run.router.links),
-        "runners": num_runners(run),
+        # None: agents outside do all the work
+        "runners": None if run.spec.rollout.is_outside else num_runners(run),
         "failures_in_a_row": run.outcomes.failures_in_a_row,
         "released": run.released,
     }
@@ -142,7 +142,8 @@ def _awaited(run: ServedRun, what: str) -> str:
 def _obstacles(run: ServedRun) -> list[str]:
     """What keeps sessions from finishing."""
     obstacles = [] if run.router.is_serving else [run.router.obstacle()]
-    if not num_runners(run):
+    obstacles += [link.refuses for link in run.router.links if link.refuses]
+    if not num_runners(run) and not run.spec.rollout.is_outside:
         obstacles.append("no agent runner is connected")
     if run.journal.failure is not None:
         obstacles.append(f"the journal cannot be written: {run.journal.failure}")

@@ -16,61 +16,54 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError
-from sf_core.dataplane.gateway.dialects.registry import DIALECTS, dialect_of
+from sf_core.dataplane.gateway.dialects.registry import APIS, DIALECTS, SESSION, dialect_of
 from sf_core.dataplane.gateway.endpoint import TokenCount, Turns
 from sf_core.dataplane.gateway.lookup import Lookup, no_model
-
-SESSION = "/sessions/{session_id}"
-
-Answer = dict[str, Any]
 
 _OF_A_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS}
 
 
 def agent_routes(sessions: Lookup[Any]) -> list[Route]:
-    """The routes below /v1 that SDKs expect, for the whole data plane and for one session."""
+    """The routes that SDKs expect, for the whole data plane and for one session."""
     return [*_routes_below("", sessions), *_routes_below(SESSION, sessions)]
 
 
 def _routes_below(prefix: str, sessions: Lookup[Any]) -> list[Route]:
-    async def models(request: Request) -> Answer:
+    def served(request: Request) -> list[str]:
         caller = request.scope["caller"]
-        names = sessions.served_models(caller.session_id(request.scope), caller)
-        return dialect_of(request.scope).model_list(names)
+        return sessions.served_models(caller.session_id(request.scope), caller)
 
-    async def model(request: Request) -> Answer:
-        caller, name = request.scope["caller"], request.path_params["model"]
-        if name not in sessions.served_models(caller.session_id(request.scope), caller):
+    async def models(request: Request) -> Response:
+        return _json(dialect_of(request.scope).model_list(served(request)))
+
+    async def model(request: Request) -> Response:
+        name = request.path_params["model"]
+        if name not in served(request):
             raise no_model(name)
-        entry: Answer = dialect_of(request.scope).model_list([name])["data"][0]
-        return entry
+        return _json(dialect_of(request.scope).model_entry(name))
 
-    turns = [
-        Route(prefix + path, Turns(dialect, sessions.find_session), methods=["POST"])
-        for path, dialect in DIALECTS.items()
-    ]
-    count = TokenCount(DIALECTS["/v1/messages"], sessions.find_session)
+    posts: dict[str, Turns | TokenCount] = {}
+    for dialect in DIALECTS:
+        posts |= dict.fromkeys(dialect.paths, Turns(dialect, sessions.find_session))
+        if (count := dialect.count) is not None:
+            counter = TokenCount(dialect, count.field, sessions.find_session)
+            posts |= dict.fromkeys(count.paths, counter)
     return [
-        *turns,
-        Route(prefix + "/v1/messages/count_tokens", count, methods=["POST"]),
-        json_route(prefix + "/v1/models", models, "GET"),
-        json_route(prefix + "/v1/models/{model:path}", model, "GET"),
+        *(Route(prefix + path, endpoint, methods=["POST"]) for path, endpoint in posts.items()),
+        *(Route(prefix + api + "models", models) for api in APIS),
+        *(Route(prefix + api + "models/{model:path}", model) for api in APIS),
     ]
 
 
-def json_route(path: str, answer: Callable[[Request], Awaitable[Answer]], method: str) -> Route:
-    async def endpoint(request: Request) -> Response:
-        return Response(orjson.dumps(await answer(request)), media_type="application/json")
-
-    return Route(path, endpoint, methods=[method])
+def _json(body: dict[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(orjson.dumps(body), status, headers, media_type="application/json")
 
 
 async def _refuse(request: Request, error: Exception, headers: Mapping[str, str] | None = None) -> Response:
     assert isinstance(error, ApiError)
     if error.retry_after_s is not None:
         headers = {"Retry-After": str(error.retry_after_s)}
-    body = dialect_of(request.scope).error_body(error)
-    return Response(orjson.dumps(body), error.status, headers, media_type="application/json")
+    return _json(dialect_of(request.scope).error_body(error), error.status, headers)
 
 
 async def _fail(request: Request, error: Exception) -> Response:

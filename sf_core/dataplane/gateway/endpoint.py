@@ -14,7 +14,8 @@ import orjson
 from starlette.types import Receive, Scope, Send
 
 from sf_core.dataplane.errors import ApiError
-from sf_core.dataplane.gateway.dialects.checks import get, parse_object, refuse_undone
+from sf_core.dataplane.gateway.dialects.checks import Body, asks_strictness, get, parse_object, refuse_undone
+from sf_core.dataplane.gateway.dialects.normalised import normalised
 from sf_core.dataplane.gateway.dialects.protocol import Dialect, Reply
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.answer import Answer
@@ -37,10 +38,12 @@ class Turns:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         data = await read_body(receive)
-        body = parse_object(data)
+        body = self._dialect.read(parse_object(data), scope["path"])
         run, session = self._find_session(scope, get(body, "model", (str,), ""))
-        refuse_undone(body, run.spec.ignored_fields)
+        body = _as_served(body, run)
         requests = self._dialect.parse(body, session)
+        for kind in (*requests[0].left_out, *["strict"] * asks_strictness(body)):
+            run.count(f"left_out.{kind}")
         try:
             turns = _join(run, session, requests, RequestIdentity.of(scope["headers"], data))
         except ApiError as error:
@@ -65,16 +68,24 @@ class Turns:
 class TokenCount:
     """The endpoint that counts the tokens of a prompt without beginning a turn."""
 
-    def __init__(self, dialect: Dialect, find_session: FindSession) -> None:
-        self._dialect, self._find_session = dialect, find_session
+    def __init__(self, dialect: Dialect, field: str, find_session: FindSession) -> None:
+        """`field` of the response holds the number."""
+        self._dialect, self._field, self._find_session = dialect, field, find_session
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # the dialect requires max_tokens, which a count does not have
-        body = {"max_tokens": 1} | parse_object(await read_body(receive))
+        body = self._dialect.read(parse_object(await read_body(receive)), scope["path"])
+        # a dialect may require max_tokens, which a count does not have
+        body = {"max_tokens": 1} | body
         run, session = self._find_session(scope, get(body, "model", (str,), ""))
-        refuse_undone(body, run.spec.ignored_fields)
+        body = _as_served(body, run)
         [request] = self._dialect.parse(body, session)
-        await send_body(send, 200, orjson.dumps({"input_tokens": count_tokens(run, request)}))
+        await send_body(send, 200, orjson.dumps({self._field: count_tokens(run, request)}))
+
+
+def _as_served(body: Body, run: TurnHost) -> Body:
+    """The body as the run has it read. Raises ApiError for fields that are not done."""
+    rules = run.spec.rollout
+    return normalised(refuse_undone(body, rules.ignored_fields), rules.normalised)
 
 
 async def read_body(receive: Receive) -> bytes:
@@ -136,7 +147,11 @@ async def _answer(turn: Subscriber) -> Answer:
 async def _stream(turns: list[Subscriber], reply: Reply, send: Send) -> None:
     for turn in turns:
         turn.check()
-    headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+    headers = [
+        (b"content-type", b"text/event-stream; charset=utf-8"),
+        (b"cache-control", b"no-cache"),
+        (b"x-accel-buffering", b"no"),  # nginx would gather events otherwise
+    ]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def forward(data: bytes, *, more: bool = True) -> None:

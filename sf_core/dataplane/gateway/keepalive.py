@@ -1,7 +1,7 @@
 """Keeps event streams open while nothing is sampled, and ends those that no client reads.
 
 Owns both limits, for every dialect. It sits between server and application and knows nothing of events but
-that comments may come between them.
+that empty lines may come between them.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from typing import Any
 from starlette.types import Message, Receive, Send
 
 KEEP_ALIVE_S = 10.0
-"""A stream that is silent for so long is sent a comment: proxies and clients close silent streams."""
+"""A stream that is silent for so long is sent an empty line: proxies and clients close silent streams."""
 
 SLOW_READER_S = 60.0
 """A client that reads nothing of its answer for so long is given up; its tokens wait in memory till then."""
 
-_COMMENT: Message = {"type": "http.response.body", "body": b": waiting\n\n", "more_body": True}
+# not a comment, as event streams have them: to google-genai a line that is not empty begins an answer
+_LINE: Message = {"type": "http.response.body", "body": b"\n", "more_body": True}
 
 
 class KeptAlive:
@@ -26,7 +27,7 @@ class KeptAlive:
     def __init__(self, receive: Receive, send: Send) -> None:
         self._receive, self._send = receive, send
         self._timer: asyncio.TimerHandle | None = None
-        self._comment: asyncio.Task[None] | None = None
+        self._line: asyncio.Task[None] | None = None
         self._receiver: asyncio.Task[Any] | None = None
         self._last_sent = 0.0
         self._is_sending = False
@@ -39,9 +40,9 @@ class KeptAlive:
         self._is_sending = True
         try:
             async with asyncio.timeout(SLOW_READER_S):
-                if self._comment is not None:
-                    # one at a time, or a comment could be sent after the end
-                    await self._comment
+                if self._line is not None:
+                    # one at a time, or a line could be sent after the end
+                    await self._line
                 await self._send(message)
         except TimeoutError:
             return self._give_up()
@@ -73,9 +74,9 @@ class KeptAlive:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._comment is not None:
-            self._comment.cancel()
-            self._comment = None
+        if self._line is not None:
+            self._line.cancel()
+            self._line = None
 
     def _give_up(self) -> None:
         """Show the application a client that went away."""
@@ -88,12 +89,12 @@ class KeptAlive:
         loop = asyncio.get_running_loop()
         if loop.time() - self._last_sent >= KEEP_ALIVE_S:
             self._last_sent = loop.time()
-            if not self._is_sending and (self._comment is None or self._comment.done()):
-                self._comment = asyncio.ensure_future(self._send_comment())
+            if not self._is_sending and (self._line is None or self._line.done()):
+                self._line = asyncio.ensure_future(self._send_line())
         self._timer = loop.call_at(self._last_sent + KEEP_ALIVE_S, self._tick)
 
-    async def _send_comment(self) -> None:
-        await self._send(_COMMENT)
+    async def _send_line(self) -> None:
+        await self._send(_LINE)
 
 
 def _is_event_stream(message: Message) -> bool:

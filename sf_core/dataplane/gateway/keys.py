@@ -1,13 +1,15 @@
 """The sender of a request: the key that it shows and the session that it names.
 
-A key is given as bearer token or in `x-api-key`. What follows its last colon, if anything, is a session id:
-`KEY:SESSION`, or `session:SESSION` where no key is asked for. The data plane's own key opens every route, a
-run's key the agents' routes of that run.
+A key is given as bearer token, in `x-api-key` or `x-goog-api-key`, and to the agents' APIs also as `key` in
+the query. What follows its last colon, if anything, is a session id: `KEY:SESSION`, or `session:SESSION`
+where no key is asked for. The data plane's own key opens every route, a run's key the agents' routes of
+that run.
 """
 
 from __future__ import annotations
 
 import hmac
+import urllib.parse
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -15,17 +17,18 @@ import orjson
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sf_core.dataplane.errors import ApiError
-from sf_core.dataplane.gateway.dialects.registry import dialect_of
+from sf_core.dataplane.gateway.dialects.registry import AGENTS_PATH, dialect_of, is_for_agents
 from sf_core.dataplane.gateway.endpoint import send_body
 from sf_core.dataplane.turns.host import TurnHost
 
-AGENT_PATHS = ("/v1/", "/sessions")
+KEY_HEADERS = (b"x-api-key", b"x-goog-api-key", b"authorization")
+"""The first that is sent counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
     given: bytes = field(repr=False)
-    """The whole bearer token or `x-api-key`, as sent."""
+    """The whole key, as sent."""
     plane_key: bytes | None = field(repr=False)
     named_session: str | None
     """Session id of the `x-session-id` header."""
@@ -33,7 +36,9 @@ class Caller:
     @classmethod
     def of(cls, scope: Scope, plane_key: bytes | None) -> Caller:
         headers = dict(scope["headers"])
-        given = headers.get(b"x-api-key") or headers.get(b"authorization", b"").removeprefix(b"Bearer ")
+        given = next(filter(None, map(headers.get, KEY_HEADERS)), b"").removeprefix(b"Bearer ")
+        if not given and AGENTS_PATH.fullmatch(scope["path"]):
+            given = dict(urllib.parse.parse_qsl(scope.get("query_string", b""))).get(b"key", b"")
         named = headers.get(b"x-session-id")
         return cls(given, plane_key, None if named is None else named.decode("latin-1"))
 
@@ -89,7 +94,7 @@ class KeyCheck:
             await send_body(send, error.status, orjson.dumps(dialect_of(scope).error_body(error)))
 
     def _is_agent(self, scope: Scope, caller: Caller) -> bool:
-        is_agents_route = scope["type"] == "http" and scope["path"].startswith(AGENT_PATHS)
+        is_agents_route = scope["type"] == "http" and is_for_agents(scope["path"])
         return is_agents_route and any(caller.may_use(run) for run in self._runs())
 
 

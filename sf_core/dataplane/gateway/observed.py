@@ -14,7 +14,7 @@ from opentelemetry.trace import SpanKind
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sf_core.dataplane.gateway.dialects.registry import DIALECTS
+from sf_core.dataplane.gateway.dialects.registry import answering
 from sf_core.dataplane.gateway.keepalive import KeptAlive
 from sf_core.dataplane.gateway.metrics import Metrics
 from sf_core.dataplane.routing.generation import Generation, asked_by_request
@@ -33,8 +33,7 @@ class Observed:
         self._app, self._metrics = app, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_http = scope["type"] == "http"
-        dialect = DIALECTS.get("/v1/" + scope["path"].rpartition("/v1/")[2]) if is_http else None
+        dialect = answering(scope["path"]) if scope["type"] == "http" else None
         if dialect is None:
             return await self._app(scope, receive, send)
         exchange = _Exchange(receive, send)

@@ -1,7 +1,7 @@
 """The append-only journal of what must survive the data plane's death.
 
-Owns framing (length, CRC-32, MessagePack), the order of writes, fsync, and retries while the disk fails.
-Knows nothing of what the records mean (records.py).
+Owns framing (length, CRC-32), the order of writes, fsync, and retries while the disk fails. A record is an
+event; which events there are, whoever reads a journal knows.
 
 Records that the disk does not take stay in memory, in their order, and are retried until written: the file
 never lacks a record that a later one builds on. Callers go on waiting meanwhile; `failure` says why.
@@ -15,27 +15,25 @@ import os
 import struct
 import time
 import zlib
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-import msgpack
-
 from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError
+from sf_core.dataplane.journal.events import Event, encode
 from sf_core.dataplane.options import Fsync
 from sf_core.dataplane.signals import Signal
 
 log = logging.getLogger(__name__)
 
-Record = dict[str, Any]
-"""One record of a journal; its first key is its kind."""
-Compaction = tuple[list[Record], Callable[[Record], bool]]
-"""Records that begin a compacted journal, and a predicate for the old records to keep after them."""
 Waiter = asyncio.Future[None]
 T = TypeVar("T")
+E = TypeVar("E")
+Compaction = tuple[Sequence[Event], Callable[[E], bool]]
+"""Events that begin a compacted journal, and a predicate for the old ones to keep after them."""
 
 
 GATHER_S = 0.005
@@ -83,33 +81,34 @@ class Journal:
         """Timer of the next attempt after a write that failed."""
         self._syncing: asyncio.Task[None] | None = None
 
-    async def replay(self) -> AsyncGenerator[Record, None]:
+    async def replay(self, read: Callable[[bytes], E]) -> AsyncGenerator[E, None]:
         """All intact records, oldest first, read piece by piece: appends go on in between. The file is cut at
-        a broken record, whose write was torn. Raises ApiError 503 while the journal cannot be written."""
-        pieces = self._read()
+        a broken record, whose write was torn. Raises ApiError 503 while the journal cannot be written, and
+        409 if `read` raises ValueError."""
+        pieces = self._read(read)
         while piece := await self._exclusively(lambda: partial(next, pieces, None)):
-            for record in piece:
-                yield record
+            for event in piece:
+                yield event
 
-    def note(self, record: Record) -> None:
-        """Write a record with the next append: for records that only matter once another follows."""
-        self._frames.append(frame(record))
+    def note(self, event: Event) -> None:
+        """Write an event with the next append: for events that only matter once another follows."""
+        self._frames.append(frame(event))
 
-    async def append(self, record: Record) -> None:
-        """Returns when the record is on disk, however long that takes. Raises ApiError 503 if the journal is
+    async def append(self, event: Event) -> None:
+        """Returns when the event is on disk, however long that takes. Raises ApiError 503 if the journal is
         closed before."""
-        await self._add(record, self._for_disk)
+        await self._add(event, self._for_disk)
 
-    async def append_chunk(self, record: Record) -> None:
-        """Returns when the record survives this process; with fsync "chunk", when it is on disk."""
-        await self._add(record, self._for_disk if self._fsync == "chunk" else self._for_kernel)
+    async def append_chunk(self, event: Event) -> None:
+        """Returns when the event survives this process; with fsync "chunk", when it is on disk."""
+        await self._add(event, self._for_disk if self._fsync == "chunk" else self._for_kernel)
 
-    async def compact(self, choose: Callable[[], Compaction]) -> None:
+    async def compact(self, read: Callable[[bytes], E], choose: Callable[[], Compaction[E]]) -> None:
         """Rewrite the journal as `choose` says. It is called when no other compaction is under way: earlier
         appends are in the file then, and later ones will follow the compacted part. Its predicate is called
         in the thread. If rewriting fails, for lack of room say, the journal stays as it is."""
         try:
-            await self._exclusively(lambda: partial(self._rewrite, *choose()))
+            await self._exclusively(lambda: partial(self._rewrite, read, *choose()))
         except (ApiError, OSError) as error:
             log.warning("%s stays long: it cannot be compacted: %s", self.path, error)
 
@@ -152,9 +151,9 @@ class Journal:
         await asyncio.get_running_loop().run_in_executor(self._thread, self._close_file)
         self._thread.shutdown()
 
-    def _add(self, record: Record, waiting: list[Waiter]) -> Waiter:
+    def _add(self, event: Event, waiting: list[Waiter]) -> Waiter:
         loop = asyncio.get_running_loop()
-        self.note(record)
+        self.note(event)
         waiter = loop.create_future()
         waiting.append(waiter)
         if not self._write_is_due:
@@ -254,14 +253,14 @@ class Journal:
         finally:
             self._write_if_free()
 
-    def _read(self) -> Iterator[list[Record]]:
+    def _read(self, read: Callable[[bytes], E]) -> Iterator[list[E]]:
         if not self.path.exists():
             return
         with open(self.path, "r+b") as file:
-            piece: list[Record] = []
+            piece: list[E] = []
             end = intact = 0
             for data in frames(file):
-                piece.append(unframe(data))
+                piece.append(self._event_of(data, read))
                 intact += len(data)
                 if intact >= end + PIECE_BYTES:
                     yield piece
@@ -272,6 +271,17 @@ class Journal:
                 self._close_file()
         if piece:
             yield piece
+
+    def _event_of(self, data: bytes, read: Callable[[bytes], E]) -> E:
+        try:
+            return read(payload(data))
+        except ValueError as error:
+            raise ApiError(
+                409,
+                f"{self.path} was written by another version of SeamlessFlow: {error}. Finish the run with "
+                "that version, or remove the file: the run then goes on from its last committed iteration.",
+                code="journal_unreadable",
+            ) from None
 
     def _append(self, frames: list[bytes]) -> None:
         if not frames:
@@ -295,14 +305,14 @@ class Journal:
         if self._file is not None:
             os.fdatasync(self._file.fileno())
 
-    def _rewrite(self, head: list[Record], keep: Callable[[Record], bool]) -> None:
+    def _rewrite(self, read: Callable[[bytes], E], head: Sequence[Event], keep: Callable[[E], bool]) -> None:
         temporary = self.path.with_suffix(".tmp")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.touch(0o600)
         try:
             with open(self.path, "rb") as before, open(temporary, "wb", opener=private) as file:
                 file.writelines(map(frame, head))
-                file.writelines(data for data in frames(before) if keep(unframe(data)))
+                file.writelines(data for data in frames(before) if keep(read(payload(data))))
                 file.flush()
                 os.fsync(file.fileno())
         except OSError:
@@ -338,12 +348,8 @@ def private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
-def kind_of(record: Record) -> str:
-    return next(iter(record))
-
-
-def frame(record: Record) -> bytes:
-    payload = msgpack.packb(record)
+def frame(event: Event) -> bytes:
+    payload = encode(event)
     return _HEADER.pack(len(payload), zlib.crc32(payload)) + payload
 
 
@@ -360,5 +366,5 @@ def frames(file: BinaryIO) -> Iterator[bytes]:
         yield header + payload
 
 
-def unframe(data: bytes) -> Record:
-    return msgpack.unpackb(memoryview(data)[_HEADER.size :], strict_map_key=False)
+def payload(frame: bytes) -> bytes:
+    return frame[_HEADER.size :]

@@ -31,6 +31,10 @@ class EngineConnection:
     """It has loaded weights, although those of a newcomer may be too old to sample with."""
     wanted_version: int = 0
     """The version it was last told to hold."""
+    refused_version: int = -1
+    """The last version that it could not take."""
+    refusal: str = ""
+    """Why it could not."""
     paused: bool = False
     """Told to sample nothing until it is resumed; it keeps its requests."""
     num_pauses_open: int = 0
@@ -50,6 +54,16 @@ class EngineConnection:
     """When it last sent something, or when an answer of it became due; in monotonic seconds."""
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once it has yielded, or its connection is closed or given up."""
+
+    @property
+    def refuses(self) -> str:
+        """Why it goes on with other weights than it was told to hold; empty if it does not."""
+        if self.version is None or not self.version < self.wanted_version == self.refused_version:
+            return ""
+        return (
+            f"engine {self.engine_id} goes on with version {self.version}, because it refuses version "
+            f"{self.refused_version}: {self.refusal}"
+        )
 
     @property
     def is_routable(self) -> bool:
@@ -110,7 +124,7 @@ class EngineConnection:
             (bool(self.in_flight) and not self.is_still)
             or self.num_pauses_open > 0
             or self.version is None
-            or self.wanted_version > self.version
+            or self.wanted_version > max(self.version, self.refused_version)
             or self.told_to_yield
         )
 

@@ -82,7 +82,7 @@ class Router:
         """Sample no more for this generation."""
         for link in self.links:
             if link.drop(generation.request_id) is not None:
-                link.send(wire.pack("abort", [generation.request_id]))
+                link.send(wire.pack(wire.Abort([generation.request_id])))
                 self._settle(link)
                 return
         self.waiting.leave(generation)
@@ -151,7 +151,7 @@ class Router:
             self.moves += 1
         for link in links:
             if link.moving:
-                link.send(wire.pack("abort", sorted(link.moving)))
+                link.send(wire.pack(wire.Abort(sorted(link.moving))))
 
     def _note_fault(self, link: EngineConnection, generation: Generation, fault: str) -> None:
         generation.num_faults += 1
@@ -188,8 +188,7 @@ class Router:
         """Connect an engine and tell it which weights to load and whether it is paused."""
         link.wanted_version = self.weights.version
         link.paused = self._is_paused(link)
-        greeting = {"version": self.weights.version, "uri": self.weights.uri, "paused": link.paused}
-        link.send(wire.pack("welcome", greeting))
+        link.send(wire.pack(wire.Welcome(self.weights, link.paused)))
         self.links.append(link)
         self._changed.notify()
 
@@ -198,8 +197,8 @@ class Router:
         loaded gets no requests before it has that. Raises EngineFaultError if the version is newer than the
         engine was told to load, or older than the one it had."""
         held = link.version or 0
-        if not (isinstance(version, int) and held <= version <= link.wanted_version):
-            raise EngineFaultError(f"took version {version!r}; expected {held} to {link.wanted_version}")
+        if not held <= version <= link.wanted_version:
+            raise EngineFaultError(f"took version {version}; expected {held} to {link.wanted_version}")
         link.heard_at = time.monotonic()
         link.is_made = True
         if link.version is None and version < link.wanted_version:
@@ -207,6 +206,13 @@ class Router:
         link.serving_since = link.serving_since or link.heard_at
         link.version = version
         self._schedule()
+        self._changed.notify()
+
+    def refuse(self, link: EngineConnection, version: int, reason: str) -> None:
+        """Note that the engine cannot take this version and serves on with the one it has."""
+        log.warning("engine %s refuses version %d: %s", link.engine_id, version, reason)
+        link.heard_at = time.monotonic()
+        link.refused_version, link.refusal = version, reason
         self._changed.notify()
 
     def confirm_pause(self, link: EngineConnection) -> None:
@@ -231,22 +237,26 @@ class Router:
 
     async def take_away(self, link: EngineConnection, reason: str) -> None:
         """Stop routing, abort, wait for the partial tokens, then have the engine yield."""
-        link.tell(wire.pack("abort", None))
+        link.tell(wire.pack(wire.Abort()))
         self.drain(link, reason)
         await link.gone.wait()
 
     async def update(self, weights: WeightsRef) -> dict[str, int]:
-        """Have every engine load these weights. Returns the version of each engine that is still connected,
-        once all that had loaded any weights have these: a newcomer whose first weights are too old would
-        otherwise never catch up if iterations are shorter than loading. An engine that is still starting is
-        not waited for; it loads these weights before it gets requests (`confirm`)."""
+        """Have every engine take these weights. Returns the version of each engine that is still connected,
+        once all that had any weights hold these or have refused them: a newcomer whose first weights are too
+        old would otherwise never catch up if iterations are shorter than loading. An engine that is still
+        starting is not waited for; it takes these weights before it gets requests (`confirm`)."""
         self.weights = weights
         for link in self.links:
-            link.tell(wire.pack("update", {"version": weights.version, "uri": weights.uri}))
+            link.tell(wire.pack(wire.Update(weights)))
             link.wanted_version = weights.version
         made = [link for link in self.links if link.is_made]
         await self._until_each(made, _holds_what_it_was_told)
-        return {link.engine_id: weights.version for link in made if not link.gone.is_set()}
+        return {
+            link.engine_id: link.version
+            for link in made
+            if link.version is not None and not link.gone.is_set()
+        }
 
     async def pause(self, mode: PauseMode, engine_id: str | None = None) -> int:
         """Stop sampling of the run or of one engine; returns the number of stopped engines once all have.
@@ -257,7 +267,7 @@ class Router:
         self.note_paused(engine_id)
         if mode == "evacuate":
             for link in links:
-                link.tell(wire.pack("abort", None))
+                link.tell(wire.pack(wire.Abort()))
         self._tell_pauses()
         await self._until_each(links, _stands_still_or_need_not)
         return sum(link.is_still for link in links)
@@ -290,7 +300,7 @@ class Router:
     def _tell_pauses(self) -> None:
         for link in self.links:
             if link.paused != self._is_paused(link):
-                link.tell(wire.pack("resume" if link.paused else "pause"))
+                link.tell(wire.pack(wire.Pause(not link.paused)))
                 link.paused = not link.paused
                 link.num_pauses_open += link.paused
         self._changed.notify()
@@ -304,7 +314,7 @@ class Router:
     def _settle(self, link: EngineConnection) -> None:
         """Dispatch after a request has left the engine, and have it yield if it leaves and has none."""
         if link.leaving is not None and not link.in_flight and not link.told_to_yield:
-            link.tell(wire.pack("yield", link.leaving))
+            link.tell(wire.pack(wire.Yield(link.leaving)))
             link.told_to_yield = True
         self._schedule()
 
@@ -347,7 +357,8 @@ class Router:
         self.waiting.keep(passed_over, num_seen)
         for link, generations in given.items():
             assert link.version is not None
-            link.send(wire.pack_requests([g.remaining_request(link.version) for g in generations]))
+            requests = [generation.remaining_request(link.version) for generation in generations]
+            link.send(wire.pack(wire.Submit.of(requests)))
 
 
 def _ends_without_a_token(chunk: Chunk, generation: Generation) -> bool:
@@ -364,7 +375,7 @@ def _nothing_more(generation: Generation) -> Chunk:
 
 
 def _holds_what_it_was_told(link: EngineConnection) -> bool:
-    return link.version is not None and link.version >= link.wanted_version
+    return link.version is not None and max(link.version, link.refused_version) >= link.wanted_version
 
 
 def _stands_still_or_need_not(link: EngineConnection) -> bool:

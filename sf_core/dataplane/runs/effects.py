@@ -1,24 +1,25 @@
-"""What every event of a run's journal does to the run, when it happens and again after a restart.
+"""What every event of a run's journal does to the run, when it happens and again after a restart, and which
+events a restart needs.
 
 Owns the effects on groups, runners, results and router; those of registrations are in recovery.py, those of
-turns in turns/recovery.py. Three decisions take effect before their event is recorded: claims
+turns in turns/host.py. Three decisions take effect before their event is recorded: claims
 (RolloutManager.claim), the choice of a batch (RolloutManager.seal) and published weights (DataPlane.publish).
 Their effects here are for restarts alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from sf_core.config.failures import Reason
-from sf_core.dataplane.journal.journal import Record, kind_of
-from sf_core.dataplane.runs.records import read_opened
+from sf_core.dataplane.bodies import RewardBody
+from sf_core.dataplane.journal.journal import Compaction
+from sf_core.dataplane.runs import events
+from sf_core.dataplane.runs.events import RunEvent
 from sf_core.dataplane.runs.rollout_manager import Batch
-from sf_core.dataplane.sessions.claims import Claim, read_claim
-from sf_core.dataplane.sessions.finished import FinishedSession, read_finished
+from sf_core.dataplane.sessions.claims import Claim
+from sf_core.dataplane.sessions.finished import FinishedSession
 from sf_core.dataplane.sessions.session import Session
-from sf_core.types import WeightsRef
+from sf_core.dataplane.sessions.turn_events import OfTurn, Overflowed
 
 if TYPE_CHECKING:
     from sf_core.dataplane.runs.run import ServedRun
@@ -28,75 +29,95 @@ class Effects:
     def __init__(self, run: ServedRun) -> None:
         self._run = run
 
-    def apply(self, record: Record) -> None:
-        """Apply a record of the journal that is neither a registration nor of a turn."""
-        run = self._run
-        match kind_of(record):
-            case "weights":
-                run.router.weights = WeightsRef(*record["weights"])
-                run.manager.set_version(run.router.weights.version)
-            case "evaluation":
-                run.manager.start_evaluation(*record["evaluation"])
-            case "opened":
-                self.opened(read_opened(record))
-            case "rewarded":
-                self.rewarded(record["rewarded"], record["reward"], record["parts"])
-            case "named":
-                self.named(record["named"], record["task_id"], record["environment"])
-            case "answered":
-                self.answered(record["answered"], record["answer"])
-            case "closed":
-                run.forget(record["closed"])
-            case "lost":
-                self.lost(read_claim(record["lost"]))
-            case "failed":
-                self.failed(read_claim(record["failed"]), record.get("reason", "agent_error"))
-            case "finished":
-                self.restored(read_finished(record))
-            case "stored":
-                run.results.drop_opened(record["stored"])
-            case "rejected":
-                self.rejected(*record["rejected"])
-            case "sealed":
-                self.sealed(record["sealed"], Batch(**record["batch"]))
-            case "revoked":
-                run.revoked_leases.add(record["revoked"])
-            case "paused":
-                run.router.note_paused(record["paused"])
-            case "resumed":
-                run.router.resume(record["resumed"])
-            case "released":
+    def apply(self, event: RunEvent) -> list[int]:
+        """Do what an event does; returns the groups that are rejected by it."""
+        run, sessions = self._run, self._run.sessions
+        match event:
+            case events.Published(weights):
+                run.router.weights = weights
+                run.manager.set_version(weights.version)
+            case events.EvaluationStarted(version, num_tasks):
+                run.manager.start_evaluation(version, num_tasks)
+            case events.Opened():
+                for session in event.sessions():
+                    claim = session.claim
+                    if claim is not None and claim.is_outside and claim.place.split == "train":
+                        run.manager.restore_declared(claim.place.group, len(event.facts))
+                    if claim is None or run.manager.restore_running(claim) or claim.is_outside:
+                        run.open(session)
+            case events.Rewarded(session_id, reward, parts, steps) if session_id in sessions:
+                earned = RewardBody(reward=reward, reward_parts=parts, step_rewards=steps)
+                sessions[session_id].earned = earned
+            case events.Named(session_id) if session_id in sessions:
+                sessions[session_id].task_id = event.task_id
+                sessions[session_id].environment = event.environment
+                if sessions[session_id].began_at > run.serving_s:
+                    sessions[session_id].began_at = run.serving_s
+            case events.Answered(session_id) if session_id in sessions:
+                sessions[session_id].output = event.output
+                self._note_answer(sessions[session_id], event.answer)
+            case events.Closed(session_id):
+                run.forget(session_id)
+            case events.Finished(result):
+                return self._drop_groups(self._finish(result))
+            case events.Failed(claim, reason):
+                self._forget(claim)
+                return self._drop_groups(run.manager.fail(claim, reason))
+            case events.Lost(claim):
+                self._forget(claim)
+                run.manager.lose(claim)
+            case events.Rejected(group, reason):
+                run.manager.restore_rejected(group, reason)
+                self._drop_group(group)
+            case events.Sealed(index, batch, answer):
+                run.manager.restore_sealed(index, batch)
+                run.answers[index] = answer
+                self._drop_groups([*batch.rejected])
+                for group in batch.groups:
+                    self.drop_results(group)
+            case events.Stored(session_ids):
+                run.results.drop_opened(session_ids)
+            case events.Revoked(lease_id):
+                run.revoked_leases.add(lease_id)
+            case events.Paused(engine_id):
+                run.router.note_paused(engine_id)
+            case events.Resumed(engine_id):
+                run.router.resume(engine_id)
+            case events.Released():
                 run.release()
+            case OfTurn() | Overflowed():
+                run.recover_turn(event)
+        return []
 
-    def opened(self, sessions: list[Session]) -> None:
-        for session in sessions:
-            if session.claim is None or self._run.manager.restore_running(session.claim):
-                self._run.open(session)
+    def _drop_group(self, index: int) -> None:
+        """Forget a group that does not count. Its sessions end; those of agents outside go on by themselves,
+        and what they have earned is stored as that of external sessions."""
+        run = self._run
+        for session in [s for s in run.sessions.values() if not s.is_external]:
+            if session.claim is not None and session.claim.place[:2] == ("train", index):
+                run.drop(session, "the group of this session no longer counts")
+        for place in run.places_of(index):
+            result = run.results.drop(place)
+            if result is not None and result.claim is not None and result.claim.is_outside:
+                self._keep_untrained(result)
 
-    def rewarded(self, session_id: str, reward: float | None, parts: Mapping[str, float]) -> None:
-        if (session := self._run.sessions.get(session_id)) is not None:
-            session.reward, session.reward_parts = reward, dict(parts)
+    def drop_results(self, index: int) -> None:
+        """Forget the results of a group that a batch has taken."""
+        for place in self._run.places_of(index):
+            self._run.results.drop(place)
 
-    def named(self, session_id: str, task_id: str, environment: str) -> None:
-        if (session := self._run.sessions.get(session_id)) is not None:
-            session.task_id, session.environment = task_id, environment
+    def _keep_untrained(self, result: FinishedSession) -> None:
+        """Keep the result of a session whose agent came by itself and whose group does not count."""
+        self._run.results.keep_opened(result)
+        self._run.count("untrained_sessions")
 
-    def answered(self, session_id: str, answer: str) -> None:
-        if (session := self._run.sessions.get(session_id)) is not None:
-            session.answer = answer
+    def _note_answer(self, session: Session, answer: str) -> None:
+        session.answer = answer
+        session.began_at = self._run.serving_s
+        if not session.is_external:
             self._run.runners.await_reward(session)
 
-    def lost(self, claim: Claim) -> None:
-        self._end(claim)
-        self._run.manager.lose(claim)
-
-    def failed(self, claim: Claim, reason: Reason) -> list[int]:
-        """Returns the groups that are to be rejected."""
-        self._end(claim)
-        return self._run.manager.fail(claim, reason)
-
-    def finished(self, result: FinishedSession) -> list[int]:
-        """Returns the groups that are to be rejected."""
+    def _finish(self, result: FinishedSession) -> list[int]:
         run, claim = self._run, result.claim
         run.forget(result.session_id)
         if claim is None:
@@ -105,21 +126,76 @@ class Effects:
         rejected = run.manager.restore_finished(claim, result.reward, result.min_version)
         if not rejected and run.manager.is_done(claim):
             run.results.keep(claim.place, result)
+        elif claim.is_outside:
+            self._keep_untrained(result)
         return rejected
 
-    def restored(self, result: FinishedSession) -> None:
-        """Apply a result that was recorded earlier, and what became of its group then."""
-        for index in self.finished(result):
-            self._run.drop_group(index)
+    def _drop_groups(self, indices: list[int]) -> list[int]:
+        for index in indices:
+            self._drop_group(index)
+        return indices
 
-    def rejected(self, index: int, reason: str) -> None:
-        self._run.manager.restore_rejected(index, reason)
-        self._run.drop_group(index)
-
-    def sealed(self, index: int, batch: Batch) -> None:
-        self._run.manager.restore_sealed(index, batch)
-        for group in (*batch.groups, *batch.rejected):
-            self._run.drop_group(group)
-
-    def _end(self, claim: Claim) -> None:
+    def _forget(self, claim: Claim) -> None:
         self._run.forget(claim.session_id(self._run.spec.run_id))
+
+
+def compaction(run: ServedRun) -> Compaction[RunEvent]:
+    """All that a restart could need now, with the last sealed batch: its flow may not have committed it."""
+    manager, weights = run.manager, run.router.weights
+    last = manager.next_batch - 1
+    batch = manager.batches.get(last, Batch([], {}))
+    iteration = last if last in manager.batches else manager.next_batch
+    groups = {*batch.groups, *batch.rejected, *manager.groups, *manager.rejected}
+    newest_evaluation = max(manager.evaluations, default=0)
+    sessions, unstored, is_released = run.unfinished, set(run.results.opened), run.released
+    progress = {
+        "iteration": iteration,
+        "version": weights.version,
+        "weights_uri": weights.uri,
+        "done_groups": manager.done_before(iteration),
+    }
+    head: list[RunEvent] = [events.Registered(run.spec.model_copy(update=progress), run.num_gateways)]
+    head += map(events.Revoked, sorted(run.revoked_leases))
+    head += map(events.Paused, [*([None] if run.router.paused else []), *sorted(run.router.paused_engines)])
+
+    reopened: set[str] = set()
+    """Sessions of agents outside that a restart opens: what ended them must be kept."""
+
+    def counts(claim: Claim | None) -> bool:
+        if claim is None:
+            return False
+        split, group, _ = claim.place
+        return group in groups if split == "train" else group >= newest_evaluation
+
+    def keep(event: RunEvent) -> bool:
+        match event:
+            case events.Registered() | events.Published():
+                return False  # the head has what they led to
+            case events.Revoked() | events.Paused() | events.Resumed():
+                return False  # the head has those that still count
+            case events.EvaluationStarted(version):
+                return version >= newest_evaluation
+            case events.Opened(opened):
+                is_kept = any(one.session_id in sessions or counts(one.claim) for one in opened)
+                external = [one for one in opened if one.claim is None or one.claim.is_outside]
+                reopened.update(one.session_id for one in external if is_kept)
+                return is_kept
+            case events.Closed(session_id):
+                return session_id in reopened
+            case events.Finished(result) if result.claim is None or result.claim.is_outside:
+                return result.session_id in reopened or result.session_id in unstored
+            case events.Finished(result):
+                return counts(result.claim)
+            case events.Failed(claim) | events.Lost(claim):
+                return counts(claim) or claim.session_id(run.spec.run_id) in reopened
+            case events.Rejected(group):
+                return group in groups
+            case events.Sealed(index):
+                return index == last
+            case events.Stored(session_ids):
+                return not reopened.union(unstored).isdisjoint(session_ids)
+            case events.Released():
+                return is_released
+        return event.session_id in sessions
+
+    return head, keep

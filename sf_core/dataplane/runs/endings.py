@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from sf_core.config import RolloutConfig
 from sf_core.config.failures import REASONS
-from sf_core.dataplane.bodies import FinishBody
+from sf_core.dataplane.bodies import FinishBody, RewardBody
 from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError
-from sf_core.dataplane.runs.records import answered_record, closed_record, failed_record
+from sf_core.dataplane.runs.events import Answered, Closed, Failed, Finished
 from sf_core.dataplane.sessions.claims import Claim
-from sf_core.dataplane.sessions.finished import FinishedSession, finished_record
+from sf_core.dataplane.sessions.finished import FinishedSession
 from sf_core.dataplane.sessions.session import Session
 
 if TYPE_CHECKING:
@@ -31,33 +32,48 @@ class Endings:
     async def end(self, session: Session, report: FinishBody) -> None:
         """End a session as reported; returns when the end is on disk. Raises ApiError, with `retry_after_s`
         if nothing has happened."""
-        report = report.or_earlier(session.reward, session.reward_parts)
-        if (claim := session.claim) is None:
+        report = report.or_earlier(session.earned)
+        claim = session.claim
+        if session.is_external and report.status == "answered" and report.reward is not None:
+            report = report.model_copy(update={"status": "finished"})
+        if report.status == "answered":
+            await self._await_reward(session, report.answer or "null", report.output)
+        elif claim is None or (claim.is_outside and not self._run.counts(session)):
             await self._end_opened(session, report)
-        elif report.status == "answered":
-            await self._await_reward(session, report.answer or "null")
         elif report.status == "failed":
             await self._end_given(
                 session, claim, self._failure(session, report, report.error or "no reason given")
             )
-        elif not report.has_reward:
-            sentence = "the reward is no finite number"
+        elif refusal := fault_of(report, session):
             scored = report.model_copy(update={"cause": "reward"})
-            await self._end_given(session, claim, self._failure(session, scored, sentence))
-            raise _no_reward()
+            await self._end_given(session, claim, self._failure(session, scored, refusal.message))
+            raise refusal
         else:
             await self._end_given(session, claim, report)
 
+    async def expire(self, session: Session) -> None:
+        """End a session whose time is over."""
+        limit = f"{time_of(session, self._run.spec.rollout):g} s"
+        error, cause = f"ran longer than {limit}", "time"
+        if session.answer is not None:
+            error, cause = f"got no reward within {limit} of its answer", "reward"
+        report = FinishBody.model_validate({"status": "failed", "cause": cause, "error": error})
+        try:
+            await self._run.finish(session, report)
+        except Exception as raised:
+            log.warning("run %s: a session that %s: %s", self._run.spec.run_id, error, raised)
+
     def _failure(self, session: Session, report: FinishBody, error: str) -> FinishBody:
         cause = report.cause if session.answer is None else "reward"
-        return report.of_failure(error, cause, self._run.spec.failed_reward)
+        return report.of_failure(error, cause, self._run.spec.rollout.failed_reward)
 
-    async def _await_reward(self, session: Session, answer: str) -> None:
+    async def _await_reward(self, session: Session, answer: str, output: str | None) -> None:
         run = self._run
         if session.answer is None:
             session.answer = answer  # at once: from now on it is not lost with its runner
-            await run.journal.append(answered_record(session))
-            run.effects.answered(session.session_id, answer)
+            event = Answered(session.session_id, answer, output)
+            await run.journal.append(event)
+            run.effects.apply(event)
             run.changed.notify()
 
     async def _end_opened(self, session: Session, report: FinishBody) -> None:
@@ -66,19 +82,19 @@ class Endings:
         run.journal.check()
         if report.status == "failed":
             run.drop(session, report.parting)
-            return await run.journal.append(closed_record(session))
-        if not report.has_reward:
-            raise _no_reward()
+            return await run.journal.append(Closed(session.session_id))
+        if refusal := fault_of(report, session):
+            raise refusal
         try:
             result = await run.take_out(session, report)
             if not result.trajectories:
-                return await run.journal.append(closed_record(session))
-            await run.journal.append(finished_record(result))
+                return await run.journal.append(Closed(session.session_id))
+            await run.journal.append(Finished(result))
         except Exception as error:
             if session.session_id not in run.sessions:
-                await run.journal.append(closed_record(session))
+                await run.journal.append(Closed(session.session_id))
             raise _refusal(session, error) from error
-        run.effects.finished(result)
+        run.effects.apply(Finished(result))
         run.counters["opened_sessions"] += 1
 
     async def _end_given(self, session: Session, claim: Claim, report: FinishBody) -> None:
@@ -87,6 +103,7 @@ class Endings:
             update={
                 "task_id": report.task_id or session.task_id,
                 "environment": report.environment or session.environment,
+                "output": session.output if report.output is None else report.output,
             }
         )
         try:
@@ -104,7 +121,7 @@ class Endings:
         run = self._run
         if run.sessions.get(session.session_id) is session:
             run.drop(session, error)
-        reward, environment = run.spec.failed_reward, report.environment
+        reward, environment = run.spec.rollout.failed_reward, report.environment
         nothing = FinishedSession(
             session.session_id, claim, reward, environment, None, None, [], "not_recorded"
         )
@@ -130,21 +147,22 @@ class Endings:
         run.counters["failed_sessions"] += 1
         run.counters[f"failures.{reason}"] += 1
         worth = run.manager.worth(claim, reason, can_train=result.min_version is not None)
-        is_tried_again = run.spec.on_failure.rule_for(reason) == "retry_then_exclude"
+        is_tried_again = run.spec.rollout.on_failure.rule_for(reason) == "retry_then_exclude"
         if worth is None or is_tried_again:
             run.outcomes.note_failed(error)
         else:
             run.outcomes.note_finished(result, error)
         if worth is not None:
             return await self._keep(claim, result)
-        await run.journal.append(failed_record(claim, reason))
-        await run.reject(run.effects.failed(claim, reason))
+        failed = Failed(claim, reason)
+        await run.journal.append(failed)
+        await run.reject(run.effects.apply(failed))
 
     async def _keep(self, claim: Claim, result: FinishedSession) -> None:
         run = self._run
-        await run.journal.append(finished_record(result))
-        if run.manager.group_of(claim) is not None:
-            await run.reject(run.effects.finished(result))
+        await run.journal.append(Finished(result))
+        if run.manager.group_of(claim) is not None or claim.is_outside:
+            await run.reject(run.effects.apply(Finished(result)))
 
 
 def _refusal(session: Session, error: Exception) -> ApiError:
@@ -156,8 +174,22 @@ def _refusal(session: Session, error: Exception) -> ApiError:
     return ApiError(500, f"Session {session.session_id} could not be recorded: {told}.")
 
 
-def _no_reward() -> ApiError:
-    return ApiError(400, "A finished session needs a reward that is a finite number.", param="reward")
+def fault_of(report: FinishBody | RewardBody, session: Session) -> ApiError | None:
+    """What is wrong with the reward that a session is given."""
+    if isinstance(report, FinishBody) and not report.has_reward:
+        return ApiError(400, "A finished session needs a reward that is a finite number.", param="reward")
+    for answer in report.step_rewards:
+        if session.turn_named(answer) is None:
+            sentence = f"step_rewards names {answer!r}, which is the id of no answer of this session."
+            return ApiError(400, sentence, param="step_rewards")
+    return None
+
+
+def time_of(session: Session, rules: RolloutConfig) -> float:
+    """Longest time of a session, in seconds: until its agent has answered, or from then until its reward."""
+    if session.answer is None:
+        return rules.session_timeout_s
+    return rules.reward_patience_s if session.is_external else rules.score_timeout_s
 
 
 class Closing(dict[str, Session]):

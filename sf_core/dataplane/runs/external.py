@@ -1,7 +1,7 @@
 """Storage of finished external sessions, which clients opened themselves, as rows of the run directory.
 
 Owns which of them share a file, and that each is stored once. Until then they are in the journal
-(records.py), where a restart finds them.
+(events.py), where a restart finds them.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from functools import partial
 from itertools import islice
 
 from sf_core.dataplane.errors import ApiError
-from sf_core.dataplane.runs.records import stored_record
-from sf_core.dataplane.runs.recovery import compaction
+from sf_core.dataplane.runs.effects import compaction
+from sf_core.dataplane.runs.events import Stored
 from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.runs.sealing import write_sessions
 from sf_core.dataplane.sessions.finished import FinishedSession
@@ -85,9 +85,9 @@ class ExternalSessions:
         alike = (result for result in run.results.opened.values() if _version(result) == version)
         part = list(islice(alike, MAX_TOGETHER))
         await write_sessions(run, "opened", version, oldest.session_id, part)
-        session_ids = [result.session_id for result in part]
-        await run.journal.append(stored_record(session_ids))
-        run.results.drop_opened(session_ids)
+        stored = Stored([result.session_id for result in part])
+        await run.journal.append(stored)
+        run.effects.apply(stored)
         if run.journal.path.stat().st_size > 2 * self._compacted_bytes + SPARE_BYTES:
             # sealing compacts too, but a run with external sessions may never seal a batch
             await run.compact(partial(compaction, run))

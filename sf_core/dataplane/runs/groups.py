@@ -34,6 +34,8 @@ class Group:
     split: Split
     index: int
     size: int
+    is_outside: bool = False
+    """Whether agents outside work on it. Its sessions are not retried: nobody would take them."""
     members: list[Member] = field(init=False)
     num_done: int = field(default=0, init=False)
     """Members that are done; cached, like `min_version`, because a batch may look at 100,000 groups."""
@@ -43,13 +45,14 @@ class Group:
     def __post_init__(self) -> None:
         self.members = [Member() for _ in range(self.size)]
 
-    def claims(self) -> Iterator[Claim]:
-        """Give out open members, in order, as far as the caller iterates."""
+    def claims(self, is_outside: bool = False) -> Iterator[Claim]:
+        """Give out open members, to runners or to agents outside, in order, as far as the caller iterates."""
         for i, member in enumerate(self.members):
             if member.progress is Progress.OPEN:
                 member.progress = Progress.RUNNING
                 member.attempt += 1
-                yield Claim(SessionSlot(self.split, self.index, i), member.attempt, member.num_failures)
+                place = SessionSlot(self.split, self.index, i)
+                yield Claim(place, member.attempt, member.num_failures, is_outside)
 
     def note_started(self, claim: Claim, version: int) -> None:
         """Note that a token of the session may have been sampled by this version or a later one."""

@@ -31,13 +31,15 @@ class Results:
         self.opened[result.session_id] = result
         self._memory.add(result)
 
-    def drop(self, place: SessionSlot) -> None:
+    def drop(self, place: SessionSlot) -> FinishedSession | None:
         if (result := self.by_place.pop(place, None)) is not None:
             self._memory.remove(result)
+        return result
 
     def drop_opened(self, session_ids: Iterable[str]) -> None:
         for session_id in session_ids:
-            self._memory.remove(self.opened.pop(session_id))
+            if (result := self.opened.pop(session_id, None)) is not None:
+                self._memory.remove(result)
 
     def drop_all(self) -> None:
         for place in list(self.by_place):

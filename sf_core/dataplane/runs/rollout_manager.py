@@ -6,30 +6,15 @@ count is rejected whole, with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import islice
-from typing import Literal
+from itertools import chain, islice
 
-from sf_core.config.failures import FailureRules, Reason
-from sf_core.config.run_config import GateName
+from sf_core.config import RolloutConfig
+from sf_core.config.failures import Reason
 from sf_core.dataplane.runs.groups import Group, Progress
 from sf_core.dataplane.sessions.claims import Claim
 from sf_core.recipes.gates import GATES
-
-
-@dataclass(frozen=True, slots=True)
-class BatchRules:
-    group_size: int
-    groups_per_batch: int
-    lag_bound: int
-    on_max_lag: Literal["wait", "drop"]
-    gate: GateName
-    session_attempts: int
-    num_batches: int
-    """Batches of the whole run; no group is started that none of them needs."""
-    on_failure: FailureRules = field(default_factory=FailureRules)
-    failed_reward: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +45,20 @@ class RolloutManager:
     groups_per_batch * (v + 1 + lag_bound) groups are consumed, accepted or in flight, so that a group first
     sampled at v has a place by v + lag_bound. Earliest deadline first: a batch takes the accepted groups with
     the earliest deadlines, and is not ready while what it leaves behind could not all be consumed in time.
+    Groups from outside have places of their own in every batch; both rules hold for each kind by itself.
     """
 
-    def __init__(self, rules: BatchRules, next_batch: int, version: int, done_groups: list[int]) -> None:
-        self.rules = rules
+    def __init__(
+        self,
+        rules: RolloutConfig,
+        lag_bound: int,
+        num_batches: int,
+        *,
+        next_batch: int = 0,
+        version: int = 0,
+        done_groups: Iterable[int] = (),
+    ) -> None:
+        self.set_rules(rules, lag_bound, num_batches)
         self.next_batch = next_batch
         self.version = version
         self.groups: dict[int, Group] = {}
@@ -71,8 +66,13 @@ class RolloutManager:
         self.rejected: dict[int, str] = {}
         self.evaluations: dict[int, Group] = {}
         self.batches: dict[int, Batch] = {}
+        self.largest_group = rules.group_size
         self._done = set(done_groups)
         self._next_group = 0
+
+    def set_rules(self, rules: RolloutConfig, lag_bound: int, num_batches: int) -> None:
+        """`num_batches` are those of the whole run: no group is started that none of them needs."""
+        self.rules, self.lag_bound, self.num_batches = rules, lag_bound, num_batches
 
     # --- sessions
 
@@ -80,6 +80,17 @@ class RolloutManager:
         """Sessions to run now: evaluations first, then whole groups in index order. While memory `is_full`, a
         group is begun only if the next batch needs it and none is in flight."""
         return list(islice(self._open_sessions(is_full), limit))
+
+    def declare(self, size: int) -> list[Claim]:
+        """The sessions of a new group from outside; none if no batch within the lag bound has a place."""
+        if self._num_groups(outside=True) >= self._num_admissible(outside=True):
+            return []
+        return list(self._admit(size, is_outside=True).claims(is_outside=True))
+
+    def claim_held_out(self, limit: int) -> list[Claim]:
+        """Held-out sessions for an agent outside."""
+        open_ones = (evaluation.claims(is_outside=True) for evaluation in self.evaluations.values())
+        return list(islice(chain.from_iterable(open_ones), limit))
 
     def group_of(self, claim: Claim) -> Group | None:
         """The group of a session, if it still counts."""
@@ -100,17 +111,21 @@ class RolloutManager:
     def worth(self, claim: Claim, reason: Reason, can_train: bool) -> float | None:
         """The reward with which a failed session ends; None: it is to `fail`, because it is retried or its
         group is rejected. `can_train`: the policy has sampled a token in it. A held-out session ends with the
-        reward at its last attempt in any case, because the mean is over all tasks."""
+        reward at its last attempt in any case, because the mean is over all tasks. The only attempt of a
+        group from outside is the last."""
         if (group := self.group_of(claim)) is None:
             return None
         rule = self.rules.on_failure.rule_for(reason) if can_train else "retry_then_exclude"
-        is_last = group.members[claim.place.member].num_failures + 1 >= self.rules.session_attempts
+        num_failures = group.members[claim.place.member].num_failures + 1
+        is_last = group.is_outside or num_failures >= self.rules.session_attempts
         ends = rule == "zero" or (is_last and (rule == "retry_then_zero" or group.split == "holdout"))
         return self.rules.failed_reward if ends else None
 
     def fail(self, claim: Claim, reason: Reason) -> list[int]:
         """Open the place of a failed session again, or reject its group. Returns the groups rejected."""
-        if (group := self.group_of(claim)) is None or group.fail(claim) < self.rules.session_attempts:
+        if (group := self.group_of(claim)) is None:
+            return []
+        if group.fail(claim) < self.rules.session_attempts and not group.is_outside:
             return []
         if group.split == "holdout":
             group.finish(claim, None, None)
@@ -136,26 +151,25 @@ class RolloutManager:
         waiting_for = ""
         if batch > self.next_batch:
             waiting_for = f"batch {self.next_batch}, which comes first"
-        elif len(accepted) < needed:
-            waiting_for = f"{needed - len(accepted)} of {needed} groups; {in_flight} are in flight"
+        elif missing := [text for outside in (False, True) if (text := self._missing(accepted, outside))]:
+            waiting_for = " and ".join(missing)
         elif self.rules.on_max_lag == "wait" and (late := self._late(self._choose(), batch)):
-            waiting_for = f"groups that would exceed the lag bound of {self.rules.lag_bound}: {late}"
+            waiting_for = f"groups that would exceed the lag bound of {self.lag_bound}: {late}"
         return Readiness(not waiting_for, len(accepted), needed, in_flight, waiting_for)
 
     def num_sessions_left(self) -> int:
         """Sessions still to run for the next batch, for the batches that the lag bound admits before it is
         trained on, and for evaluations. Counts those groups that have the fewest sessions left."""
-        rules = self.rules
         held_out = sum(group.size - group.num_done for group in self.evaluations.values())
-        batches = min(1 + rules.lag_bound, rules.num_batches - self.next_batch)
-        num_groups = rules.groups_per_batch * max(0, batches)
+        batches = min(1 + self.lag_bound, self.num_batches - self.next_batch)
+        num_groups = self.rules.groups_per_batch * max(0, batches)
         missing = sorted(group.size - group.num_done for group in self.groups.values())[:num_groups]
-        return held_out + sum(missing) + rules.group_size * (num_groups - len(missing))
+        return held_out + sum(missing) + self.rules.group_size * (num_groups - len(missing))
 
     def num_open_sessions(self, is_full: bool = False) -> int:
         """Number of sessions that claims could get now."""
         groups = [*self.evaluations.values(), *self.groups.values()]
-        to_admit = max(0, self._num_admissible(is_full) - len(self.groups))
+        to_admit = max(0, self._num_admissible(is_full) - self._num_groups())
         return sum(group.num_open for group in groups) + self.rules.group_size * to_admit
 
     def seal(self, batch: int) -> Batch:
@@ -191,6 +205,12 @@ class RolloutManager:
         """Note that a session was given out before a restart, so that its attempt number is not reused."""
         if (group := self._restored_group(claim)) is not None:
             group.note_given_out(claim)
+
+    def restore_declared(self, index: int, size: int) -> None:
+        """Note a group from outside that was declared before a restart."""
+        self._admit_up_to(index)
+        if index in self.groups and not self.groups[index].is_outside:
+            self.groups[index] = self._new_group(index, size, is_outside=True)
 
     def restore_running(self, claim: Claim) -> bool:
         """Note that a session given out before a restart may still run; False if its group does not count."""
@@ -250,33 +270,59 @@ class RolloutManager:
             yield from evaluation.claims()
         for group in list(self.groups.values()):
             yield from group.claims()
-        while len(self.groups) < self._num_admissible(is_full):
-            yield from self._admit().claims()
+        for _ in range(self._num_admissible(is_full) - self._num_groups()):
+            yield from self._admit(self.rules.group_size).claims()
 
-    def _num_admissible(self, is_full: bool) -> int:
-        """Most groups that may be accepted or in flight now."""
-        rules = self.rules
-        batches = min(self.version + 1 + rules.lag_bound, rules.num_batches)
-        num_groups = rules.groups_per_batch * (batches - self.next_batch)
+    def _places(self, outside: bool) -> int:
+        """Groups of one kind in each batch."""
+        from_outside = self.rules.outside_groups
+        return from_outside if outside else self.rules.groups_per_batch - from_outside
+
+    def _of_kind(self, outside: bool) -> list[Group]:
+        return [group for group in self.groups.values() if group.is_outside is outside]
+
+    def _num_groups(self, outside: bool = False) -> int:
+        """Groups of one kind that are accepted or in flight."""
+        num_outside = sum(group.is_outside for group in self.groups.values())
+        return num_outside if outside else len(self.groups) - num_outside
+
+    def _num_admissible(self, is_full: bool = False, outside: bool = False) -> int:
+        """Most groups of one kind that may be accepted or in flight now."""
+        batches = min(self.version + 1 + self.lag_bound, self.num_batches)
+        num_groups = self._places(outside) * (batches - self.next_batch)
         if is_full:
             # one at a time up to a whole batch: its results can only be stored together
-            num_accepted = sum(group.is_complete for group in self.groups.values())
-            num_groups = min(num_groups, num_accepted + 1, rules.groups_per_batch)
+            num_accepted = sum(group.is_complete for group in self._of_kind(outside))
+            num_groups = min(num_groups, num_accepted + 1, self._places(outside))
         return num_groups
 
-    def _admit(self) -> Group:
+    def _missing(self, accepted: list[Group], outside: bool) -> str:
+        """What the next batch lacks of one kind; empty if nothing."""
+        num_accepted = sum(group.is_outside is outside for group in accepted)
+        needed = self._places(outside)
+        if num_accepted >= needed:
+            return ""
+        kind = "groups from outside" if outside else "groups"
+        in_flight = self._num_groups(outside) - num_accepted
+        return f"{needed - num_accepted} of {needed} {kind}; {in_flight} are in flight"
+
+    def _admit(self, size: int, is_outside: bool = False) -> Group:
         while self._next_group in self._done:
             self._next_group += 1
-        group = self.groups[self._next_group] = Group("train", self._next_group, self.rules.group_size)
+        group = self.groups[self._next_group] = self._new_group(self._next_group, size, is_outside)
         self._next_group += 1
         return group
+
+    def _new_group(self, index: int, size: int, is_outside: bool) -> Group:
+        self.largest_group = max(self.largest_group, size)
+        return Group("train", index, size, is_outside)
 
     def _admit_up_to(self, index: int) -> None:
         while self._next_group <= index:
             if self._next_group in self._done:
                 self._next_group += 1
             else:
-                self._admit()
+                self._admit(self.rules.group_size)
 
     def _gate(self, group: Group) -> list[int]:
         if group.split == "train" and group.is_complete:
@@ -297,7 +343,7 @@ class RolloutManager:
     def _deadline(self, group: Group) -> int:
         # a group without tokens yet will be sampled by this version or a later one
         oldest = self.version if group.min_version is None else group.min_version
-        return oldest + self.rules.lag_bound
+        return oldest + self.lag_bound
 
     def _is_expired(self, group: Group) -> bool:
         """Whether its deadline has passed, which only a restart with other rules or versions can cause."""
@@ -305,20 +351,24 @@ class RolloutManager:
 
     def _choose(self) -> list[int]:
         """Accepted groups for the next batch, earliest deadline first."""
-        accepted = sorted((g for g in self.groups.values() if g.is_complete), key=self._deadline)
-        return [group.index for group in accepted[: self.rules.groups_per_batch]]
+        chosen: list[Group] = []
+        for outside in (False, True):
+            accepted = sorted((g for g in self._of_kind(outside) if g.is_complete), key=self._deadline)
+            chosen += accepted[: self._places(outside)]
+        return [group.index for group in sorted(chosen, key=lambda g: (self._deadline(g), g.index))]
 
     def _late(self, chosen: list[int], batch: int) -> list[int]:
         """In-flight groups that keep `batch` from being made of `chosen`: were they left behind, the batches
         up to some deadline could not hold all groups due by then. As few as possible, earliest first."""
         taken = set(chosen)
-        rest = [g for g in self.groups.values() if g.index not in taken and g.min_version is not None]
-        rest.sort(key=lambda group: (self._deadline(group), not group.is_complete))
         late: list[int] = []
-        fitting = 0
-        for group in rest:
-            if fitting < self.rules.groups_per_batch * (self._deadline(group) - batch):
-                fitting += 1
-            elif not group.is_complete:
-                late.append(group.index)
+        for outside in (False, True):
+            rest = [g for g in self._of_kind(outside) if g.index not in taken and g.min_version is not None]
+            rest.sort(key=lambda group: (self._deadline(group), not group.is_complete))
+            fitting = 0
+            for group in rest:
+                if fitting < self._places(outside) * (self._deadline(group) - batch):
+                    fitting += 1
+                elif not group.is_complete:
+                    late.append(group.index)
         return late

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from sf_core.dataplane.bodies import (
     ClaimBody,
     FinishBody,
+    GroupBody,
     PauseMode,
     RewardBody,
     RunSpec,
@@ -27,22 +29,13 @@ from sf_core.dataplane.journal.journal import Compaction, Journal
 from sf_core.dataplane.options import DataplaneOptions
 from sf_core.dataplane.routing.router import Router
 from sf_core.dataplane.routing.wait_queue import Limits
+from sf_core.dataplane.runs import events
 from sf_core.dataplane.runs.effects import Effects
-from sf_core.dataplane.runs.endings import Closing, Endings
+from sf_core.dataplane.runs.endings import Closing, Endings, fault_of, time_of
+from sf_core.dataplane.runs.events import RunEvent, read_event
 from sf_core.dataplane.runs.recent import RecentResults, TokenRate
-from sf_core.dataplane.runs.records import (
-    evaluation_record,
-    lost_record,
-    named_record,
-    opened_record,
-    paused_record,
-    rejected_record,
-    resumed_record,
-    revoked_record,
-    rewarded_record,
-)
 from sf_core.dataplane.runs.results import Results
-from sf_core.dataplane.runs.rollout_manager import BatchRules, RolloutManager
+from sf_core.dataplane.runs.rollout_manager import RolloutManager
 from sf_core.dataplane.runs.runners import Runner, Runners
 from sf_core.dataplane.sessions.claims import Claim, SessionSlot
 from sf_core.dataplane.sessions.finished import FinishedSession
@@ -59,22 +52,8 @@ RUNNER_SILENCE_S = 15.0
 """A runner not heard from for this long loses its sessions."""
 
 
-def rules_of(spec: RunSpec) -> BatchRules:
-    return BatchRules(
-        spec.group_size,
-        spec.groups_per_batch,
-        spec.lag_bound,
-        spec.on_max_lag,
-        spec.gate,
-        spec.session_attempts,
-        spec.num_batches,
-        spec.on_failure,
-        spec.failed_reward,
-    )
-
-
 def limits_of(spec: RunSpec) -> Limits:
-    return Limits(spec.max_waiting, spec.request_patience_s, spec.engine_silence_s)
+    return Limits(spec.max_waiting, spec.rollout.request_patience_s, spec.engine_silence_s)
 
 
 class ServedRun(TurnHost):
@@ -98,6 +77,8 @@ class ServedRun(TurnHost):
         self.effects = Effects(self)
         self.endings = Endings(self)
         self.runners = Runners()
+        self.answers: dict[int, dict[str, Any]] = {}
+        """Answers to the seals of batches before a restart, by batch, to be repeated on request."""
         self.revoked_leases: set[str] = set()
         self.lease_epochs: dict[str, int] = {}
         """Highest epoch per lease that has said hello: Dask may restart a lease while it still runs."""
@@ -118,11 +99,12 @@ class ServedRun(TurnHost):
         if spec.attempt < self.spec.attempt:
             raise ApiError.superseded(spec.run_id, spec.attempt)
         if spec.attempt > self.spec.attempt:
-            for session in [s for s in self.sessions.values() if s.claim is not None]:
+            for session in [s for s in self.sessions.values() if not s.is_external]:
                 self._lose(session)
             self.outcomes.forget_failures()
         self.spec, self.released = spec, False
         self.router.limits = limits_of(spec)
+        self.manager.set_rules(spec.rollout, spec.lag_bound, spec.num_batches)
         if spec.version > self.router.weights.version:
             self.router.weights = WeightsRef(spec.version, spec.weights_uri)
         self.manager.set_version(spec.version)
@@ -130,12 +112,16 @@ class ServedRun(TurnHost):
 
     def forget_progress(self) -> None:
         """Start over from the progress that the flow has stated in `spec`."""
-        for session in [s for s in self.sessions.values() if s.claim is not None]:
+        for session in [s for s in self.sessions.values() if not s.is_external]:
             self._take_back(session, "the run starts over")
+        rejected = self._reject_outside("started_over")
+        self.answers.clear()
         self.router.weights = WeightsRef(self.spec.version, self.spec.weights_uri)
         evaluations = self.manager.evaluations
         self.manager = self._new_manager()
         self.manager.evaluations = {v: group for v, group in evaluations.items() if v <= self.spec.version}
+        for event in rejected:
+            self.effects.apply(event)
         for place in [place for place in self.results.by_place if place.split == "train"]:
             self.results.drop(place)
 
@@ -147,7 +133,14 @@ class ServedRun(TurnHost):
 
     def _new_manager(self) -> RolloutManager:
         spec = self.spec
-        return RolloutManager(rules_of(spec), spec.iteration, spec.version, spec.done_groups)
+        return RolloutManager(
+            spec.rollout,
+            spec.lag_bound,
+            spec.num_batches,
+            next_batch=spec.iteration,
+            version=spec.version,
+            done_groups=spec.done_groups,
+        )
 
     # --- runners and their sessions
 
@@ -165,6 +158,9 @@ class ServedRun(TurnHost):
         runner.num_polls += 1
         try:
             await self._note_tasks(body.tasks)
+            for answered in (self.sessions.get(session_id) for session_id in body.answered):
+                if answered is not None and not answered.is_external:
+                    answered.began_at = math.inf
             await self.changed.until(
                 lambda: self._is_released(body.runner) or self._give_out(body.runner, body.max, sessions),
                 body.wait_s,
@@ -174,7 +170,7 @@ class ServedRun(TurnHost):
             runner.silent_s = 0.0
         if opened := [session for session in sessions if session.answer is None]:
             # if this is refused, the runner does not name them in its next claim, and they are taken back
-            await self.journal.attend(self.journal.append(opened_record(opened)))
+            await self.journal.attend(self.journal.append(events.Opened.of(opened)))
         return sessions, self._is_released(body.runner)
 
     async def _note_tasks(self, tasks: Mapping[str, TaskName]) -> None:
@@ -182,9 +178,10 @@ class ServedRun(TurnHost):
         recording = []
         for session_id, task in tasks.items():
             session = self.sessions.get(session_id)
-            if session is not None and session.claim is not None:
-                self.effects.named(session_id, task.task_id, task.environment)
-                recording.append(self.journal.append_chunk(named_record(session)))
+            if session is not None and not session.is_external:
+                named = events.Named(session_id, task.task_id, task.environment)
+                self.effects.apply(named)
+                recording.append(self.journal.append_chunk(named))
         if recording:
             await self.journal.attend(asyncio.gather(*recording))
 
@@ -220,11 +217,16 @@ class ServedRun(TurnHost):
         return bool(sessions)
 
     def open(self, session: Session) -> None:
-        session.expires_at = self.serving_s + self.spec.session_timeout_s
+        if session.is_external or not self.spec.rollout.prepare_ahead:
+            session.began_at = self.serving_s
         super().open(session)
 
     def note_started(self, claim: Claim, version: int) -> None:
         self.manager.note_started(claim, version)
+
+    def port_of(self, session: Session) -> int | None:
+        """Port of the process that serves the turns of this session; None: the data plane's own."""
+        return None
 
     async def announce(self) -> None:
         """Return when all processes that serve its turns know the run as it is now."""
@@ -234,9 +236,14 @@ class ServedRun(TurnHost):
         """Ids of sessions whose end the journal does not hold."""
         return self.sessions.keys() | self.closing.keys()
 
-    async def compact(self, choose: Callable[[], Compaction]) -> None:
+    async def compact(self, choose: Callable[[], Compaction[RunEvent]]) -> None:
         """See Journal.compact."""
-        await self.journal.compact(choose)
+        await self.journal.compact(read_event, choose)
+
+    async def record(self, event: RunEvent) -> None:
+        """Do what an event does; returns when the event is on disk."""
+        self.effects.apply(event)
+        await self.journal.append(event)
 
     async def tree(self, session: Session) -> dict[str, Any]:
         return session_tree(self.spec, session)
@@ -247,12 +254,29 @@ class ServedRun(TurnHost):
         facts = body.model_dump(include={"group", "task_id", "environment", "metadata"})
         session = Session(session_id, **facts)
         self.open(session)
-        await self.journal.append(opened_record([session]))
+        await self.journal.append(events.Opened.of([session]))
         return session
 
+    async def declare(self, body: GroupBody) -> list[Session]:
+        """Open the sessions of a group that agents outside work on; none if there is no place for it now."""
+        if known := [s for s in self.sessions.values() if body.name and s.claim and s.group == body.name]:
+            return known
+        give = self.manager.declare if body.split == "train" else self.manager.claim_held_out
+        claims = give(body.size or self.spec.rollout.group_size)
+        facts = body.model_dump(include={"task_id", "environment", "metadata"})
+        run_id = self.spec.run_id
+        sessions = [Session(claim.session_id(run_id), claim, group=body.name, **facts) for claim in claims]
+        for session in sessions:
+            self.open(session)
+        if sessions:
+            await self.journal.append(events.Opened.of(sessions))
+        return sessions
+
     async def reward(self, session: Session, body: RewardBody) -> None:
-        self.effects.rewarded(session.session_id, body.reward, body.reward_parts)
-        await self.journal.append(rewarded_record(session))
+        if refusal := fault_of(body, session):
+            raise refusal
+        given = body.reward, body.reward_parts, body.step_rewards
+        await self.record(events.Rewarded(session.session_id, *given))
 
     async def finish(self, session: Session, body: FinishBody) -> None:
         """End a session as its agent or runner reports. Returns when the result is on disk. Raises ApiError
@@ -267,21 +291,25 @@ class ServedRun(TurnHost):
         return self.export(session, report)
 
     async def reject(self, indices: list[int]) -> None:
-        """Record and forget groups that the manager has rejected."""
-        reasons = {index: self.manager.rejected[index] for index in indices}
-        for index, reason in reasons.items():
-            self.counters[f"rejected_groups.{reason}"] += 1
-            self.effects.rejected(index, reason)
-        for index, reason in reasons.items():
-            await self.journal.append(rejected_record(index, reason))
+        """Count and record groups that an event has rejected."""
+        rejected = [events.Rejected(index, self.manager.rejected[index]) for index in indices]
+        self.counters.update(f"rejected_groups.{event.reason}" for event in rejected)
+        for event in rejected:
+            await self.journal.append(event)
 
-    def drop_group(self, index: int) -> None:
-        """Forget a group: end its sessions and release its results."""
-        for session in list(self.sessions.values()):
-            if session.claim is not None and session.claim.place[:2] == ("train", index):
-                self.drop(session, "the group of this session no longer counts")
-        for place in self.places_of(index):
-            self.results.drop(place)
+    def counts(self, session: Session) -> bool:
+        """Whether the session is of a group that a batch or an evaluation may take."""
+        return session.claim is not None and self.manager.group_of(session.claim) is not None
+
+    def _reject_outside(self, reason: str, only_incomplete: bool = False) -> list[events.Rejected]:
+        """Reject the groups from outside, as the events that are returned say."""
+        groups = [group for group in self.manager.groups.values() if group.is_outside]
+        indices = [group.index for group in groups if not (only_incomplete and group.is_complete)]
+        rejected = [events.Rejected(index, reason) for index in indices]
+        for event in rejected:
+            self.journal.note(event)
+            self.effects.apply(event)
+        return rejected
 
     @property
     def is_over(self) -> bool:
@@ -301,17 +329,21 @@ class ServedRun(TurnHost):
         self.memory.watchers.discard(self.changed)
 
     def places_of(self, group: int) -> list[SessionSlot]:
-        return [SessionSlot("train", group, member) for member in range(self.spec.group_size)]
+        """Places of a group that have a result."""
+        places = (SessionSlot("train", group, member) for member in range(self.manager.largest_group))
+        return [place for place in places if place in self.results.by_place]
 
     async def start_evaluation(self, version: int, num_tasks: int) -> None:
-        await self.journal.append(evaluation_record(version, num_tasks))
-        self.manager.start_evaluation(version, num_tasks)
+        await self.record(events.EvaluationStarted(version, num_tasks))
         self.changed.notify()
 
     def release(self) -> None:
         """End the run: runners are released, sessions end. If another attempt of the flow goes on with it,
-        the places of these sessions are given out again."""
+        the places of these sessions are given out again; a group from outside counts only if it is complete,
+        and a batch is left."""
         self.released = True
+        goes_on = self.manager.next_batch < self.spec.num_batches
+        self._reject_outside("run_released", only_incomplete=goes_on)
         for session in list(self.sessions.values()):
             self._take_back(session, "the run was released")
         self.changed.notify()
@@ -326,30 +358,25 @@ class ServedRun(TurnHost):
             log.warning("runner %s is silent: its sessions are given out again", name)
             for session in self._sessions_of(name):
                 self._lose(session)
-        expired = [s for s in self.sessions.values() if s.expires_at < self.serving_s]
-        error = f"ran longer than {self.spec.session_timeout_s:g} s"
-        late = FinishBody(status="failed", cause="time", error=error)
-        ending = (self.finish(s, late) for s in expired if s.session_id not in self.closing)
-        for raised in await asyncio.gather(*ending, return_exceptions=True):
-            if raised is not None:
-                log.warning("run %s: a session that %s: %s", self.spec.run_id, error, raised)
+        rules = self.spec.rollout
+        expired = [s for s in self.sessions.values() if s.began_at + time_of(s, rules) < self.serving_s]
+        ending = (self.endings.expire(s) for s in expired if s.session_id not in self.closing)
+        await asyncio.gather(*ending)
 
     async def revoke(self, lease_id: str) -> None:
         """Accept no engine of this lease from now on."""
-        self.revoked_leases.add(lease_id)
-        await self.journal.append(revoked_record(lease_id))
+        await self.record(events.Revoked(lease_id))
 
     async def pause(self, mode: PauseMode, engine_id: str | None) -> int:
         """See Router.pause; the pause outlives this process. Raises ApiError 404 for an unknown engine."""
         if engine_id is not None:
             self.router.find(engine_id)
-        recorded = self.journal.append(paused_record(engine_id))
+        recorded = self.journal.append(events.Paused(engine_id))
         _, num_engines = await asyncio.gather(recorded, self.router.pause(mode, engine_id))
         return num_engines
 
     async def resume(self, engine_id: str | None) -> None:
-        self.router.resume(engine_id)
-        await self.journal.append(resumed_record(engine_id))
+        await self.record(events.Resumed(engine_id))
 
     def _sessions_of(self, runner: str) -> list[Session]:
         return [s for s in self.sessions.values() if s.claim is not None and s.runner == runner]
@@ -368,5 +395,6 @@ class ServedRun(TurnHost):
     def _take_back(self, session: Session, reason: str) -> None:
         self.drop(session, reason)
         if session.claim is not None:
-            self.effects.lost(session.claim)
-            self.journal.note(lost_record(session.claim))
+            lost = events.Lost(session.claim)
+            self.effects.apply(lost)
+            self.journal.note(lost)

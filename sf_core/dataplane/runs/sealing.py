@@ -17,8 +17,8 @@ import numpy as np
 
 from sf_core.config.failures import REASONS, count_failures
 from sf_core.dataplane.errors import ApiError
-from sf_core.dataplane.runs.records import sealed_record
-from sf_core.dataplane.runs.recovery import Answers, compaction
+from sf_core.dataplane.runs import events
+from sf_core.dataplane.runs.effects import compaction
 from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.sessions.claims import SessionSlot
 from sf_core.dataplane.sessions.finished import FinishedSession
@@ -42,11 +42,6 @@ class Sealer:
     async def seal_evaluation(self, version: int, attempt: int) -> Sealed:
         return await self._once("evaluations", version, attempt, self._write_evaluation)
 
-    def remember(self, answers: Answers) -> None:
-        """Take over the answers of batches that were sealed before a restart."""
-        for index, answer in answers.items():
-            self._sealed["trajectories", index] = asyncio.ensure_future(_known(answer))
-
     def forget(self) -> None:
         self._sealed.clear()
 
@@ -68,17 +63,22 @@ class Sealer:
 
     async def _write_batch(self, index: int, attempt: int) -> Sealed:
         run = self._run
+        if index in run.answers:
+            return run.answers[index]
         try:
             batch = run.manager.seal(index)
         except ValueError as error:
             raise ApiError(409, str(error)) from None
         for dropped in batch.dropped:
-            run.drop_group(dropped)
+            # before what is known of it is stored elsewhere
+            rejected = events.Rejected(dropped, batch.rejected[dropped])
+            run.journal.note(rejected)
+            run.effects.apply(rejected)
         run.changed.notify()
         sessions = [run.results.by_place[place] for group in batch.groups for place in run.places_of(group)]
         answer = await write_sessions(run, "trajectories", index, f"rollout-{attempt}", sessions)
         for group in batch.groups:
-            run.drop_group(group)
+            run.effects.drop_results(group)
         min_versions = [s.min_version for s in sessions if s.min_version is not None]
         answer |= {
             "groups": batch.groups,
@@ -86,7 +86,7 @@ class Sealer:
             "failures": count_failures(session.status for session in sessions),
             "max_lag": index - min(min_versions, default=index),
         }
-        await run.journal.append(sealed_record(index, batch, answer))
+        await run.journal.append(events.Sealed(index, batch, answer))
         await run.compact(partial(compaction, run))
         # counted last, because everything above is repeated if it fails
         run.count("sealed_groups", len(batch.groups))
@@ -116,7 +116,7 @@ class Sealer:
         failures = count_failures(session.status for session in sessions)
         # journals of earlier versions have no result of a failed task
         num_missing = group.size - len(sessions)
-        earned = sum(session.reward for session in sessions) + num_missing * run.spec.failed_reward
+        earned = sum(session.reward for session in sessions) + num_missing * run.spec.rollout.failed_reward
         return answer | {
             "version": version,
             "num_tasks": group.size,
@@ -152,7 +152,3 @@ def _sums(rows: Sequence[Trajectory]) -> Sealed:
         "sampled_tokens": sum(int(row.loss_mask.sum()) for row in rows),
         "interruptions": sum(row.interruptions for row in rows),
     }
-
-
-async def _known(answer: Sealed) -> Sealed:
-    return answer

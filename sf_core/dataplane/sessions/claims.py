@@ -1,8 +1,8 @@
-"""Names the session of a group that a runner was given, and its form in a journal."""
+"""Names the session of a group that a runner was given."""
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 Split = Literal["train", "holdout"]
 
@@ -17,7 +17,7 @@ class SessionSlot(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """A session given to a runner."""
+    """A session given to a runner, or to an agent outside."""
 
     place: SessionSlot
     attempt: int
@@ -25,17 +25,9 @@ class Claim(NamedTuple):
     draw: int = 0
     """Number of those that failed. Part of the sampling seed: after a failure that the policy may have caused
     other tokens are sampled, after a loss the same ones."""
+    is_outside: bool = False
+    """Whether it was given to an agent that came by itself, which no runner runs."""
 
     def session_id(self, run_id: str) -> str:
         letter = "g" if self.place.split == "train" else "e"
         return f"{run_id}.{letter}{self.place.group}.{self.place.member}.a{self.attempt}"
-
-
-def claim_value(claim: Claim) -> list[Any]:
-    return [*claim.place, claim.attempt, claim.draw]
-
-
-def read_claim(value: list[Any]) -> Claim:
-    # claims in journals of earlier versions have no draw
-    split, group, member, attempt, *draw = value
-    return Claim(SessionSlot(split, group, member), attempt, *draw)

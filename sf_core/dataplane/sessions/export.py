@@ -33,9 +33,17 @@ def export_session(
     environment: str,
     reward: float,
     reward_parts: Mapping[str, float],
+    steps: Mapping[str, float] | None = None,
     status: Status = "finished",
+    output: str | None = None,
 ) -> list[Trajectory]:
+    """`steps` has what turns earned by themselves, by their ids."""
     finished_at = time.time()
+    rewards = (
+        {turn: steps.get(session.turn_id(turn.prompt, turn.sample)) for turn in session.turns}
+        if steps
+        else {}
+    )
     covered = _Covered()
     trajectories = []
     for branch, leaf in enumerate(_leaves(session.turns)):
@@ -60,7 +68,7 @@ def export_session(
                 loss_mask=mask,
                 logprobs=logprobs,
                 policy_versions=versions,
-                turns=_spans(path, stop_ids),
+                turns=_spans(path, stop_ids, rewards),
                 messages=orjson.dumps(_conversation(leaf)).decode(),
                 reward=reward,
                 reward_parts=dict(reward_parts),
@@ -69,6 +77,7 @@ def export_session(
                 started_at=session.started_at,
                 finished_at=finished_at,
                 tools=leaf.prompt.tools.decode() or None,
+                output=None if branch else output,
             )
         )
     return trajectories
@@ -142,22 +151,23 @@ def _conversation(leaf: Turn) -> list[Message]:
     return messages
 
 
-def _spans(path: _Path, stop_ids: tuple[int, ...]) -> list[TurnSpan]:
+def _spans(path: _Path, stop_ids: tuple[int, ...], rewards: Mapping[Turn, float | None]) -> list[TurnSpan]:
     spans: list[TurnSpan] = []
     for node, end in path:
         if isinstance(node, Turn):
-            sampling = node.sampling
+            sampling, is_whole = node.sampling, end == node.end
             spans.append(
                 TurnSpan(
                     "assistant",
                     node.start,
                     end,
                     # a branch that forks off inside a turn lacks the end of the turn
-                    node.finish_reason.value if end == node.end else None,
+                    node.finish_reason.value if is_whole else None,
                     node.engine,
                     sampling.temperature,
                     sampling.top_p,
                     sampling.top_k,
+                    rewards.get(node) if is_whole else None,
                 )
             )
         elif end > node.start:

@@ -1,23 +1,30 @@
 """The identity of requests, of which only what is new is hashed.
 
 A request repeats the whole history. Its messages are compared with those of the session's latest requests,
-which is many times cheaper than hashing them, and hashed from the first new one on.
+which is many times cheaper than hashing them, and hashed from the first new one on. An answer that comes back
+with a name, or with other ids of its calls, is the recorded one.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Container
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
 
 import orjson
 
-from sf_core.dataplane.chat.messages import Message, chain_keys, extend_chain
+from sf_core.dataplane.chat.messages import Message, chain_keys, extend_chain, size_of, without_ids
 from sf_core.dataplane.chat.tool_formats import Tool
+from sf_core.dataplane.sessions.tree import Turn
 
 NUM_KEPT = 16
 """Number of conversations of a session that may alternate without being hashed again."""
 
+
+Answers = Mapping[bytes, Turn]
+"""Sampled answers by their chain keys, with the ids of their calls and without."""
 
 KEY_BYTES = 70
 """Memory of a message's key, and of the references to message and key."""
@@ -26,7 +33,7 @@ KEY_BYTES = 70
 class Conversation:
     """One request's messages and their chained keys: one of the tools, then one per message."""
 
-    __slots__ = ("_numbers", "keys", "messages", "num_known", "opening_text")
+    __slots__ = ("_numbers", "_sent", "keys", "messages", "num_known", "opening_text")
 
     def __init__(self, tools_key: bytes) -> None:
         self.messages: list[Message] = []
@@ -37,32 +44,64 @@ class Conversation:
         """Number of leading messages that an earlier request had."""
         self._numbers: dict[int, bytes] = {}
         """Encoded calls whose arguments hold numbers, by message: to Python 1, 1.0 and True are equal."""
+        self._sent: dict[int, Message] = {}
+        """What the agent sent, where another message stands for it."""
 
-    def extend(self, messages: list[Message], answers: Container[bytes]) -> None:
-        for message in messages:
-            if "tool_calls" in message and _has_number(calls := _calls(message)):
-                self._numbers[len(self.messages)] = calls
+    def extend(self, messages: list[Message], answers: Answers) -> None:
+        for sent in messages:
+            at = len(self.messages)
+            if "tool_calls" in sent and _has_number(calls := _calls(sent)):
+                self._numbers[at] = calls
+            message = self._recorded(sent, answers)
+            if message is not sent:
+                self._sent[at] = sent
             self.messages.append(message)
-            key = extend_chain(self.keys[-1], message)
-            if "name" in message and message["role"] == "assistant":
-                # agents add a name to answers that they send back; the sampled answer has none
-                unnamed = {field: value for field, value in message.items() if field != "name"}
-                answer = extend_chain(self.keys[-1], unnamed)
-                key = answer if answer in answers else key
-            self.keys.append(key)
+            self.keys.append(extend_chain(self.keys[-1], message))
+
+    def _recorded(self, sent: Message, answers: Answers) -> Message:
+        """The message that stands for the one sent: the recorded answer, and results by its calls' ids."""
+        if sent["role"] == "tool":
+            call_id = self._renamed_calls().get(sent["tool_call_id"])
+            return sent if call_id is None else {**sent, "tool_call_id": call_id}
+        if sent["role"] != "assistant" or not sent.keys() & {"name", "tool_calls"}:
+            return sent
+        if extend_chain(self.keys[-1], sent) in answers:
+            return sent
+        unnamed = {name: value for name, value in sent.items() if name != "name"}
+        for said in (unnamed, without_ids(unnamed)):
+            if (turn := answers.get(extend_chain(self.keys[-1], said))) is not None:
+                return turn.message
+        return sent
+
+    def _renamed_calls(self) -> dict[str, str]:
+        """Recorded ids of the last answer's calls, by those that the agent sent."""
+        at = len(self.messages) - 1
+        while at >= 0 and self.messages[at]["role"] != "assistant":
+            at -= 1
+        if (sent := self._sent.get(at)) is None:
+            return {}
+        pairs = zip(sent.get("tool_calls", ()), self.messages[at].get("tool_calls", ()), strict=True)
+        return {theirs["id"]: ours["id"] for theirs, ours in pairs}
+
+    @property
+    def num_bytes(self) -> int:
+        """Approximate memory in bytes of what only this conversation holds."""
+        return sys.getsizeof(self.opening_text) + sum(map(size_of, self._sent.values()))
 
     def beginning(self, num_messages: int) -> Conversation:
         copy = Conversation(self.keys[0])
         copy.messages = self.messages[:num_messages]
         copy.keys = self.keys[: num_messages + 1]
         copy._numbers = {i: calls for i, calls in self._numbers.items() if i < num_messages}
+        copy._sent = {i: message for i, message in self._sent.items() if i < num_messages}
         return copy
 
     def num_shared(self, messages: list[Message]) -> int:
         """Number of leading messages that this conversation and `messages` share."""
         num = len(self.messages)
-        if self.messages != messages[:num]:
-            pairs = zip(self.messages, messages, strict=False)
+        if self._sent or self.messages != messages[:num]:
+            sent = (self._sent.get(i, message) for i, message in enumerate(self.messages))
+            pairs = zip(sent, messages, strict=False)
             num = next((i for i, (mine, other) in enumerate(pairs) if mine != other), min(num, len(messages)))
         for i, calls in self._numbers.items():
             if i >= num:
@@ -78,15 +117,20 @@ class Conversations:
 
     @property
     def num_bytes(self) -> int:
-        """Approximate memory in bytes, without the messages."""
-        texts = sum(sys.getsizeof(conversation.opening_text) for conversation in self._recent)
+        """Approximate memory in bytes, without the messages that the session holds."""
+        texts = sum(conversation.num_bytes for conversation in self._recent)
         return texts + sum(KEY_BYTES * len(conversation.keys) for conversation in self._recent)
 
     def recall(
-        self, tools: list[Tool], messages: list[Message], answers: Container[bytes] = ()
+        self,
+        tools: list[Tool],
+        messages: list[Message],
+        answers: Answers = MappingProxyType({}),
+        options: Mapping[str, Any] = MappingProxyType({}),
     ) -> Conversation:
-        """The conversation of exactly these messages. `answers` are the keys of sampled answers."""
-        tools_key = chain_keys(tools, [])[0]
+        """The conversation of exactly these messages. `options` are further variables of
+        the template."""
+        tools_key = chain_keys([*tools, dict(options)] if options else tools, [])[0]
         best, shared = Conversation(tools_key), 0
         for conversation in reversed(self._recent):
             num = conversation.num_shared(messages) if conversation.keys[0] == tools_key else 0

@@ -15,14 +15,14 @@ from sf_core.dataplane.signals import Signal
 class Sized(Protocol):
     @property
     def num_bytes(self) -> int:
-        """Bytes that the item takes now, about."""
+        """Approximate memory of the item, in bytes."""
 
 
 class Memory:
     def __init__(self, bound_mb: float = DataplaneOptions.memory_mb) -> None:
         self.bound_bytes = int(bound_mb * 2**20)
         self.num_bytes = 0
-        """Bytes of all items when they were last weighed."""
+        """Sum of the bytes of all items, each as it was last weighed."""
         self.watchers: set[Signal] = set()
         """Notified when memory is no longer full."""
         self._weights: dict[Sized, int] = {}

@@ -6,6 +6,7 @@ themselves are in tree.py.
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -17,7 +18,8 @@ from typing import Any
 import numpy as np
 import orjson
 
-from sf_core.dataplane.chat.messages import Message, extend_chain, size_of
+from sf_core.dataplane.bodies import RewardBody
+from sf_core.dataplane.chat.messages import Message, extend_chain, size_of, without_ids
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.routing.generation import Generation
@@ -33,7 +35,7 @@ from sf_core.dataplane.sessions.tree import (
     Turn,
     last_whole_turn,
 )
-from sf_core.dataplane.sessions.turn_records import RecordedTurn
+from sf_core.dataplane.sessions.turn_events import RecordedTurn
 from sf_core.types import FinishReason, Ids
 
 __all__ = ["Prompt", "Session", "Turn"]
@@ -49,10 +51,10 @@ SESSION_BYTES, PROMPT_BYTES, TURN_BYTES = 2500, 800, 1200
 class Session:
     session_id: str
     claim: Claim | None = None
-    """None for a session that no runner was given."""
+    """None for a session that is of no group."""
     runner: str = ""
-    expires_at: float = float("inf")
-    """Deadline on the run's serving clock."""
+    began_at: float = float("inf")
+    """When its time began, on the run's serving clock; infinity while it has no limit there."""
     floor: int = 0
     """Oldest policy version that may answer its requests."""
     group: str | None = None
@@ -62,8 +64,10 @@ class Session:
     """Free-form values given when the session was opened."""
     answer: str | None = None
     """The agent's answer as JSON, from the end of the agent until another runner has scored it."""
-    reward: float | None = None
-    reward_parts: dict[str, float] = field(default_factory=dict)
+    output: str | None = None
+    """What the agent's process wrote, likewise."""
+    earned: RewardBody | None = None
+    """The reward that it was given before its end."""
     started_at: float = field(default_factory=time.time)
     prompts: list[Prompt] = field(default_factory=list)
     """Prompts in the order of their first requests."""
@@ -84,11 +88,16 @@ class Session:
     _num_recorded: int = 0
     """Number of prompts that the journal holds."""
     _answers: dict[bytes, Turn] = field(default_factory=dict)
-    """Turns by the chain key of their request and answer."""
+    """Turns by the chain key of their request and answer, with the ids of its calls and without."""
     _openings: set[bytes] = field(default_factory=set)
     """Chain keys of tools, and of tools with first message, seen so far."""
     _num_bytes: int = 0
     """Approximate memory of prompts and turns."""
+
+    @property
+    def is_external(self) -> bool:
+        """Whether no runner works on it: its agent came by itself."""
+        return self.claim is None or self.claim.is_outside
 
     def open_prompt(
         self, messages: list[Message], tools: list[Tool], renderer: Renderer, forced: str = ""
@@ -96,7 +105,7 @@ class Session:
         """The prompt of a request, new or asked before. Raises jinja2.TemplateError.
 
         `forced` is how the answer must begin; it is encoded as the end of the prompt."""
-        conversation = self._conversations.recall(tools, messages, self._answers)
+        conversation = self._conversations.recall(tools, messages, self._answers, renderer.options)
         keys = conversation.keys
         prompt = self._prompts.get((keys[-1], forced))
         if prompt is None:
@@ -147,6 +156,11 @@ class Session:
     def find_turn(self, turn_id: str) -> Turn | None:
         """The finished turn with this id; searched from the latest one back."""
         return next((t for t in reversed(self.turns) if self.turn_id(t.prompt, t.sample) == turn_id), None)
+
+    def turn_named(self, answer_id: str) -> str | None:
+        """Id of the turn whose answer has this id in one of the APIs; None if it is of another session."""
+        found = re.search(re.escape(self.session_id) + r"\.\d+\.\d+(?!\d)", answer_id)
+        return None if found is None else found[0]
 
     def commit(
         self,
@@ -219,7 +233,8 @@ class Session:
         self.turns.append(turn)
         self._tree.add(turn)
         self._num_bytes += _turn_bytes(turn)
-        self._answers[extend_chain(turn.prompt.chain, turn.message)] = turn
+        for said in (turn.message, without_ids(turn.message)):
+            self._answers[extend_chain(turn.prompt.chain, said)] = turn
         if turn.prompt.continues is not None:
             turn.prompt.continues.has_continuation = True
 

@@ -21,14 +21,20 @@ def session_tree(spec: RunSpec, session: Session) -> dict[str, Any]:
         "task_id": session.task_id,
         "environment": session.environment,
         "metadata": session.metadata,
-        "reward": session.reward,
-        "reward_parts": session.reward_parts,
+        **earned(session),
         "started_at": session.started_at,
         "turns_running": len(session.running),
         "branch_reasons": dict(session.branch_reasons),
         "prompts": [_prompt(prompt, numbers) for prompt in session.prompts],
         "turns": [_turn(turn) for turn in session.turns],
     }
+
+
+def earned(session: Session) -> dict[str, Any]:
+    """The fields of the tree that tell the reward that the session was given before its end."""
+    if session.earned is None:
+        return {"reward": None, "reward_parts": {}, "step_rewards": {}}
+    return session.earned.model_dump()
 
 
 def _prompt(prompt: Prompt, numbers: dict[Turn, int]) -> dict[str, Any]:

@@ -11,15 +11,15 @@ from contextlib import aclosing
 from sf_core.dataplane.bodies import FinishBody, RunSpec
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.errors import ApiError
-from sf_core.dataplane.journal.journal import Journal, Record
+from sf_core.dataplane.journal.events import encode
+from sf_core.dataplane.journal.journal import Journal
 from sf_core.dataplane.sessions.claims import Claim
-from sf_core.dataplane.sessions.finished import finished_record
 from sf_core.dataplane.sessions.memory import Memory
 from sf_core.dataplane.sessions.session import Session
+from sf_core.dataplane.sessions.turn_events import TurnEvent, read_turn_event
 from sf_core.dataplane.sharding.peer import Peer
 from sf_core.dataplane.sharding.relay import UplinkRouter
 from sf_core.dataplane.turns.host import TurnHost
-from sf_core.dataplane.turns.recovery import replay_turn, session_of
 
 
 class RunShard(TurnHost):
@@ -37,12 +37,12 @@ class RunShard(TurnHost):
         self._hub = hub
         self.oldest: dict[str, int] = {}
         """Oldest policy version by session id, of the turns that the journal had."""
-        self._closed: dict[str, Record | None] = {}
+        self._closed: dict[str, bytes | None] = {}
         """Results of sessions that the hub's journal does not have yet, by id; None while being exported."""
 
     def count(self, name: str, number: int = 1) -> None:
         if number:
-            self._hub.tell("counted", [self.spec.run_id, name, number])
+            self._hub.tell("counted", self.spec.run_id, name, number)
 
     def note_started(self, claim: Claim, version: int) -> None:
         name = claim.session_id(self.spec.run_id)
@@ -52,9 +52,9 @@ class RunShard(TurnHost):
         """Open these sessions, with the turns that a process before this one recorded. Raises ApiError 503
         while the journal cannot be written."""
         self.open_new(sessions)
-        async with aclosing(self.journal.replay()) as records:
-            async for record in records:
-                replay_turn(self, record)
+        async with aclosing(self.journal.replay(read_turn_event)) as events:
+            async for event in events:
+                self.recover_turn(event)
 
     def open_new(self, sessions: Iterable[Session]) -> None:
         for session in sessions:
@@ -72,16 +72,15 @@ class RunShard(TurnHost):
             raise ApiError.no_session(session_id)
         return session
 
-    def close(self, session_id: str, report: FinishBody) -> Record:
-        """End a session and return its result; later calls return the same until `forget_closed`. Raises
-        ApiError 404."""
-        record = self._closed.get(session_id)
-        if record is None:
+    def close(self, session_id: str, report: FinishBody) -> bytes:
+        """End a session; returns the same result until `forget_closed`. Raises ApiError 404."""
+        result = self._closed.get(session_id)
+        if result is None:
             session = self.find(session_id)
             self._closed[session_id] = None
             self.drop(session, report.parting)
-            record = self._closed[session_id] = finished_record(self.export(session, report))
-        return record
+            result = self._closed[session_id] = encode(self.export(session, report))
+        return result
 
     def forget_closed(self, session_id: str) -> None:
         """Forget the result of a session, which the hub has."""
@@ -94,10 +93,9 @@ class RunShard(TurnHost):
         await self.journal.close()
 
     async def compact(self) -> None:
-        """Drop the records of sessions that are over and exported."""
-        await self.journal.compact(lambda: ([], self._is_held))
+        """Drop the events of sessions that are over and exported."""
+        await self.journal.compact(read_turn_event, lambda: ([], self._is_held))
 
-    def _is_held(self, record: Record) -> bool:
-        session_id = session_of(record)
+    def _is_held(self, event: TurnEvent) -> bool:
         # in this order: a session is in both for a moment when it is closed
-        return session_id in self.sessions or session_id in self._closed
+        return event.session_id in self.sessions or event.session_id in self._closed

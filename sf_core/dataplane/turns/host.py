@@ -22,7 +22,7 @@ from sf_core.dataplane.sessions.export import export_session
 from sf_core.dataplane.sessions.finished import FinishedSession
 from sf_core.dataplane.sessions.memory import Memory
 from sf_core.dataplane.sessions.session import Session
-from sf_core.dataplane.sessions.turn_records import overflowed_record
+from sf_core.dataplane.sessions.turn_events import Ended, Overflowed, Sampled, TurnEvent, replay
 
 if TYPE_CHECKING:
     from sf_core.dataplane.turns.retries import InFlightTurn
@@ -92,7 +92,17 @@ class TurnHost(ABC):
         journal cannot be written."""
         if self.sessions.get(session.session_id) is session and not session.has_overflowed:
             session.has_overflowed = True
-            await self.journal.attend(self.journal.append_chunk(overflowed_record(session.session_id)))
+            await self.journal.attend(self.journal.append_chunk(Overflowed(session.session_id)))
+
+    def recover_turn(self, event: TurnEvent) -> None:
+        """Apply an event of a turn from the journal, unless its session is over."""
+        if (session := self.sessions.get(event.session_id)) is None:
+            return
+        versions = event.tokens.versions if isinstance(event, Sampled | Ended) else ()
+        if len(versions) and session.claim is not None:
+            self.note_started(session.claim, int(min(versions)))
+        replay(session, event)
+        self.memory.weigh(session)
 
     def export(self, session: Session, report: FinishBody) -> FinishedSession:
         """The result of a dropped session. The report has a reward, even for a failure."""
@@ -109,7 +119,13 @@ class TurnHost(ABC):
             environment=report.environment or session.environment,
             reward=report.reward,
             reward_parts={name: part for name, part in report.reward_parts.items() if part is not None},
+            steps={
+                turn: step
+                for answer, step in report.step_rewards.items()
+                if step is not None and (turn := session.turn_named(answer)) is not None
+            },
             status=status,
+            output=report.output,
         )
         versions = [turn.versions for turn in session.turns if len(turn.versions)]
         session.release()
@@ -143,8 +159,13 @@ def status_of(session: Session, report: FinishBody) -> Status:
     request: its prompt did not fit, or its answer had a call that could not be parsed."""
     if report.status == "finished":
         return "finished_after_overflow" if session.has_overflowed else "finished"
-    if report.cause != "agent":
-        return "timeout" if report.cause == "time" else "agent_error"
+    match report.cause:
+        case "time":
+            return "timeout"
+        case "prepare":
+            return "prepare_error"
+        case "reward":
+            return "reward_error"
     if session.has_overflowed:
         return "context_overflow"
     return "unparsed_call" if session.turns and session.turns[-1].num_unparsed_calls else "agent_error"

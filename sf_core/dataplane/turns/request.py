@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from sf_core.dataplane.chat.messages import Message
 from sf_core.dataplane.chat.tool_formats import Tool
@@ -27,6 +28,8 @@ class TurnRequest:
     """Text that is encoded as it is, or token ids; given instead of messages."""
     tools: list[Tool] = field(default_factory=list)
     """Tools as the chat template gets them."""
+    template_options: dict[str, Any] = field(default_factory=dict)
+    """Further variables of the chat template."""
     tool_choice: ToolChoice = ToolChoice()
     stop: list[str] = field(default_factory=list)
     max_tokens: int | None = None
@@ -38,6 +41,8 @@ class TurnRequest:
     """Number of turns to sample from the prompt."""
     stream: bool = False
     logprobs: bool = False
+    left_out: Sequence[str] = ()
+    """Types of what the request has and the model is not told of."""
 
     @property
     def calls_tools(self) -> bool:

@@ -18,15 +18,9 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 from sf_core.dataplane.errors import ApiError
-from sf_core.dataplane.journal.journal import Journal, Record
+from sf_core.dataplane.journal.journal import Journal
 from sf_core.dataplane.sessions.session import Session
-from sf_core.dataplane.sessions.turn_records import (
-    RecordedTurn,
-    begun_record,
-    chunk_record,
-    delivered_record,
-    turn_record,
-)
+from sf_core.dataplane.sessions.turn_events import Begun, Delivered, Ended, NewPrompt, RecordedTurn, Sampled
 from sf_core.dataplane.signals import Signal
 from sf_core.dataplane.turns.answer import Answer, Pieces
 from sf_core.dataplane.turns.host import TurnHost
@@ -135,8 +129,8 @@ class InFlightTurn:
         self._journal = run.journal if is_known else None
         self._grace_s = run.grace_s if is_known else 0.0
         if self._journal is not None and recorded is None:
-            prompts = session.take_unrecorded()
-            self._journal.note(begun_record(turn.key, turn.nth, ticket.identity, prompts))
+            prompts = [NewPrompt.of(prompt) for prompt in session.take_unrecorded()]
+            self._journal.note(Begun(turn.key, turn.nth, ticket.identity, prompts))
         self._serving = asyncio.ensure_future(self._serve())
 
     def is_answer_to(self, ticket: RequestIdentity) -> bool:
@@ -169,7 +163,7 @@ class InFlightTurn:
         if self.is_over and self.error is None and not self.known.delivered:
             self.known.delivered, self.known.unanswered = True, False
             if self._journal is not None:
-                self._journal.note(delivered_record(self.turn.key))
+                self._journal.note(Delivered(self.turn.key))
 
     async def _serve(self) -> None:
         last: Pieces | None = None
@@ -213,23 +207,23 @@ class InFlightTurn:
         self.changed.notify()
 
     async def _record_chunk(self) -> None:
-        if self._journal is not None and (record := self._next_chunk()) is not None:
-            await self._until_recorded(self._journal, self._journal.append_chunk(record))
+        if self._journal is not None and (chunk := self._next_chunk()) is not None:
+            await self._until_recorded(self._journal, self._journal.append_chunk(chunk))
 
-    def _next_chunk(self) -> Record | None:
+    def _next_chunk(self) -> Sampled | None:
         turn, start = self.turn, self._num_recorded
         if turn.num_read <= start:
             return None
         self._num_recorded = turn.num_read
-        return chunk_record(turn.key, turn.tokens_since(start), turn.engines)
+        return Sampled(turn.key, turn.tokens_since(start), turn.engines)
 
     async def _record_turn(self) -> None:
         if self._journal is not None and not self._is_recorded:
             assert self.turn.turn is not None
             # no client has the answer yet: if the session ends before that, it is not trained on
             self.known.turn, self.known.unanswered = self.turn.turn, True
-            record = turn_record(self.turn.key, self.turn.turn, self._num_recorded)
-            await self._until_recorded(self._journal, self._journal.append(record))
+            end = Ended.of(self.turn.key, self.turn.turn, self._num_recorded)
+            await self._until_recorded(self._journal, self._journal.append(end))
 
     async def _until_recorded(self, journal: Journal, appending: Awaitable[None]) -> None:
         journal.watchers.add(self.changed)
@@ -244,14 +238,14 @@ class InFlightTurn:
 
     def _note_unfinished(self) -> None:
         turn = self.turn.turn
-        record: Record | None = None
+        event: Sampled | Ended | None = None
         if self.turn.is_put_off:
             self.known.chunks, self.known.engines = [self.turn.tokens_since(0)], self.turn.engines
-            record = self._next_chunk()
+            event = self._next_chunk()
         elif turn is not None and turn.finish_reason is FinishReason.ABORT:
-            record = turn_record(self.turn.key, turn, self._num_recorded)
-        if self._journal is not None and record is not None:
-            self._journal.note(record)
+            event = Ended.of(self.turn.key, turn, self._num_recorded)
+        if self._journal is not None and event is not None:
+            self._journal.note(event)
 
 
 class Subscriber:

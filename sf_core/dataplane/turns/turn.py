@@ -27,7 +27,7 @@ from sf_core.dataplane.chat.tool_formats import FORMATS, ToolCall
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.routing.generation import Generation
 from sf_core.dataplane.sessions.session import Prompt, Session, Turn
-from sf_core.dataplane.sessions.turn_records import RecordedTurn, Tokens, TurnKey
+from sf_core.dataplane.sessions.turn_events import RecordedTurn, Tokens, TurnKey
 from sf_core.dataplane.turns.answer import Answer, Event, MadeCall, Pieces, TokenLogprob, encode_arguments
 from sf_core.dataplane.turns.host import TurnHost
 from sf_core.dataplane.turns.request import TurnRequest
@@ -60,7 +60,7 @@ class OpenRequest:
 
 def open_request(run: TurnHost, session: Session, request: TurnRequest) -> OpenRequest:
     """Put a request's prompt into the session. Raises ApiError if it cannot become a turn."""
-    prompt = _open_prompt(run, session, request, _forced_text(request, run.renderer))
+    prompt = _open_prompt(run, session, request)
     prompt_ids = prompt.full_ids()
     if len(prompt_ids) >= run.spec.context_length:
         raise ApiError(
@@ -75,7 +75,7 @@ def open_request(run: TurnHost, session: Session, request: TurnRequest) -> OpenR
 
 def count_tokens(run: TurnHost, request: TurnRequest) -> int:
     """Number of tokens of a request's prompt, rendered without recorded turns. Raises ApiError."""
-    return len(_open_prompt(run, Session("count"), request, _forced_text(request, run.renderer)).ids)
+    return len(_open_prompt(run, Session("count"), request).ids)
 
 
 class TurnService:
@@ -103,7 +103,8 @@ class TurnService:
         self.turn_id = session.turn_id(prompt, sample)
         self._text = TextStream(run.renderer)
         self._stops = StopStrings(request.stop)
-        self._answer = _answer_stream(run.renderer, request, prompt.forced)
+        renderer = run.renderer.with_options(request.template_options)
+        self._answer = _answer_stream(renderer, request, prompt.forced)
         self._num_calls = 0
         self._forced: AnswerParts = self._answer.push(prompt.forced.removeprefix(_AFTER_THINKING))
         self._num_read = 0
@@ -274,7 +275,8 @@ class TurnService:
         asked = self._request.max_tokens
         if self._session.claim is None:
             return asked or self._run.spec.context_length
-        return min(asked or self._run.spec.max_tokens, self._run.spec.max_tokens)
+        most = self._run.spec.rollout.max_tokens
+        return min(asked or most, most)
 
     def _sampling(self, sample: int, nth: int) -> Sampling:
         """The run's settings in its sessions, whatever the agent asks; else the request's."""
@@ -283,14 +285,16 @@ class TurnService:
             seed = secrets.randbits(64) if request.seed is None else (request.seed + nth) % 2**64
             return Sampling(request.temperature, request.top_p, request.top_k, seed)
         seed = turn_seed(spec.seed, claim.place, self.prompt.index, sample, claim.draw)
-        return Sampling(spec.temperature, spec.top_p, spec.top_k, seed)
+        return Sampling(spec.rollout.temperature, spec.rollout.top_p, spec.rollout.top_k, seed)
 
 
-def _open_prompt(run: TurnHost, session: Session, request: TurnRequest, forced: str) -> Prompt:
+def _open_prompt(run: TurnHost, session: Session, request: TurnRequest) -> Prompt:
     if request.text_or_ids is not None:
         return session.open_ids(_given_ids(run.renderer, request.text_or_ids))
     try:
-        return session.open_prompt(request.messages, request.tools, run.renderer, forced)
+        renderer = run.renderer.with_options(request.template_options)
+        forced = _forced_text(request, renderer)
+        return session.open_prompt(request.messages, request.tools, renderer, forced)
     except jinja2.TemplateError as error:
         raise ApiError(400, f"The chat template refuses these messages: {error}", param="messages") from None
 

@@ -1,23 +1,26 @@
-"""The model that the torch engine drives, over a KV cache of slots: the lean decoder where it supports the
+"""The models that the torch engine drives, over a KV cache of slots: the lean decoder where it supports the
 architecture, else transformers' own forward pass. Knows tensors only, no requests and no sampling."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from sf_core.engines.torch.kv_cache import KVCache, Placement
+from sf_core.engines.torch.kv_cache import CacheShape, KVCache, Placement
+from sf_core.engines.torch.params import CopiedParams
 from sf_core.engines.torch.transformers_model import TransformersModel, saved_params
 from sf_core.models.context import check_context
 from sf_core.models.decoder import (
-    Attend,
+    AttendIn,
     DecoderSpec,
-    Params,
     causal_attention,
     decoder_spec,
+    for_every_head,
     fuse,
     rotations,
 )
@@ -25,37 +28,37 @@ from sf_core.models.projections import fastest
 
 
 class CachedModel(Protocol):
-    cache: KVCache
-    shapes: dict[str, torch.Size]
-    """Shapes of the parameters by Hugging Face name; a tied head is left out."""
     vocab_size: int
+    cache_shape: CacheShape
+    params_shapes: dict[str, torch.Size]
+    """Shapes of the parameters by Hugging Face name; a tied head is left out."""
 
-    def fill(self, ids: torch.Tensor, starts: torch.Tensor, slots: torch.Tensor) -> None:
+    @property
+    def remake(self) -> Callable[[CopiedParams], CachedModel]:
+        """Makes the same model of other parameters of these names and shapes; holds no parameters itself."""
+        ...
+
+    def fill(self, cache: KVCache, ids: torch.Tensor, starts: torch.Tensor, slots: torch.Tensor) -> None:
         """Store the KV of ids [n, T] in the slots [n], sequence i going on at starts[i]."""
         ...
 
-    def next_logits(self, ids: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    def next_logits(self, cache: KVCache, ids: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
         """Store the KV of token ids[i] in slot i; returns the logits of the next token, [n, vocab_size]."""
-        ...
-
-    def load(self, params: Params) -> None:
-        """Replace the parameters by others of the same names and shapes."""
         ...
 
 
 def open_model(
     model_dir: str,
+    weights_dir: str,
     *,
-    weights_dir: str | None = None,
-    num_slots: int,
     context_length: int,
     dtype: torch.dtype,
     device: torch.device,
+    check: Callable[[], None] = lambda: None,
 ) -> CachedModel:
-    """The model that `model_dir` describes, with its weights or those in `weights_dir`. Raises ValueError if
-    the architecture cannot be run correctly over a cache of slots of this length, weights are missing, or the
-    device has no memory for the cache."""
-    weights_dir = weights_dir or model_dir
+    """The model that `model_dir` describes, with a copy of the weights in `weights_dir`. Raises ValueError if
+    the architecture cannot be run correctly over a cache of slots of this length or weights are missing, and
+    whatever `check` raises, which is called between tensors."""
     config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
     check_context(config.to_dict(), context_length)
     loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -68,64 +71,74 @@ def open_model(
         trust_remote_code=False,
         output_loading_info=True,
     )
-    model, found = loaded
+    # its tensors are those of the mapped file
+    mapped, found = loaded
     if missing := sorted(found["missing_keys"]):
         raise ValueError(f"{weights_dir}: the weights lack {missing[0]!r} ({len(missing)} tensors missing)")
-    model.to(device).eval().requires_grad_(False)
-    spec = decoder_spec(model.config, context_length)
-    if spec is None:
-        return TransformersModel(model, num_slots, context_length)
-    return DecoderModel(saved_params(model), spec, num_slots, context_length)
+    mapped.eval().requires_grad_(False)
+    saved = saved_params(mapped)
+    shapes = {name: tensor.shape for name, tensor in saved.items()}
+    params = CopiedParams(shapes, saved.__getitem__, dtype, device, check)
+    spec = decoder_spec(mapped.config, context_length)
+    if spec is not None:
+        return DecoderModel(params, spec)
+    return TransformersModel.of(mapped, params, context_length)
 
 
 class DecoderModel:
-    def __init__(self, params: Params, spec: DecoderSpec, num_slots: int, context_length: int) -> None:
+    def __init__(self, params: CopiedParams, spec: DecoderSpec) -> None:
         self._spec = spec
-        self.shapes = {name: tensor.shape for name, tensor in params.items()}
-        self.load(params)
-        embedding = self._decoder.embedding
-        self.vocab_size = embedding.shape[0]
-        shape = num_slots, spec.num_kv_heads, context_length, spec.head_dim
-        self.cache = KVCache(spec.num_layers, shape, embedding.dtype, embedding.device)
+        self.params_shapes = params.shapes
+        self.remake = partial(DecoderModel, spec=spec)
+        self._decoder = fuse(params, spec, fastest(params.dtype, params.device))
+        self.vocab_size = self._decoder.vocab_size
+        self.cache_shape = CacheShape(spec.num_layers, spec.num_kv_heads, spec.head_dim)
+        # On the CPU small products are faster than fused attention, but in bfloat16 they round scores.
+        self._has_small_products = params.device.type == "cpu" and params.dtype == torch.float32
 
-    def load(self, params: Params) -> None:
-        embedding = params["model.embed_tokens.weight"]
-        self._decoder = fuse(params, self._spec, fastest(embedding.dtype, embedding.device))
-
-    def fill(self, ids: torch.Tensor, starts: torch.Tensor, slots: torch.Tensor) -> None:
+    def fill(self, cache: KVCache, ids: torch.Tensor, starts: torch.Tensor, slots: torch.Tensor) -> None:
         num_rows, length = ids.shape
-        placement = self.cache.place(slots, starts, length)
-        mask = placement.visible.unsqueeze(1)
-        whole = not starts.any()
+        num_heads = self._spec.num_heads
+        placement = cache.place(slots, starts, length)
+        bias = placement.bias(self._decoder.embedding.dtype).unsqueeze(1) if starts.any() else None
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             rows = num_rows, length
-            self.cache.write(layer, k.unflatten(0, rows), v.unflatten(0, rows), placement)
-            if whole:
+            cache.write(layer, k.unflatten(0, rows), v.unflatten(0, rows), placement)
+            if bias is None:
                 return causal_attention(q, k, v, num_rows)
-            keys, values = self.cache.read(layer, placement)
+            keys, values = (for_every_head(kv, num_heads) for kv in cache.read(layer, placement))
             queries = q.unflatten(0, rows).transpose(1, 2)
-            mixed = F.scaled_dot_product_attention(queries, keys, values, mask, enable_gqa=True)
+            mixed = F.scaled_dot_product_attention(queries, keys, values, bias)
             return mixed.transpose(1, 2).flatten(0, 1).flatten(1)
 
         self._hidden(ids, placement, attend)
 
-    def next_logits(self, ids: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    def next_logits(self, cache: KVCache, ids: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
         spec, num_rows = self._spec, ids.shape[0]
-        placement = self.cache.place(None, starts, 1)
-        # One small matrix product per row and KV head; fused attention is slower at one query per row.
-        bias = placement.bias(self._decoder.embedding.dtype).repeat_interleave(spec.num_kv_heads, 0)
-        scale = spec.head_dim**-0.5
+        placement = cache.place(None, starts, 1)
+        mix = _small_products if self._has_small_products else F.scaled_dot_product_attention
+        bias = placement.bias(self._decoder.embedding.dtype).unsqueeze(1)
+        if self._has_small_products:
+            bias = bias.expand(-1, spec.num_kv_heads, -1, -1).flatten(0, 1)
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            self.cache.write(layer, k.unsqueeze(1), v.unsqueeze(1), placement)
-            keys, values = self.cache.read(layer, placement)
-            queries = q.reshape(num_rows * spec.num_kv_heads, -1, spec.head_dim)
-            scores = torch.baddbmm(bias, queries, keys.flatten(0, 1).transpose(1, 2), alpha=scale)
-            return torch.bmm(scores.softmax(-1), values.flatten(0, 1)).view(num_rows, -1)
+            cache.write(layer, k.unsqueeze(1), v.unsqueeze(1), placement)
+            # heads that share keys and values are as further queries of one head
+            queries = q.reshape(num_rows, spec.num_kv_heads, -1, spec.head_dim)
+            return mix(queries, *cache.read(layer, placement), bias).reshape(num_rows, -1)
 
         return self._decoder.head(self._hidden(ids.unsqueeze(1), placement, attend))
 
-    def _hidden(self, ids: torch.Tensor, placement: Placement, attend: Attend) -> torch.Tensor:
+    def _hidden(self, ids: torch.Tensor, placement: Placement, attend: AttendIn) -> torch.Tensor:
         turned = rotations(self._spec, placement.positions.flatten())
         return self._decoder.hidden(ids.flatten(), turned, attend)
+
+
+def _small_products(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor
+) -> torch.Tensor:
+    """Attention [n * kv_heads, queries, head_dim] by one small matrix product per sequence and head."""
+    q, keys, values = q.flatten(0, 1), keys.flatten(0, 1), values.flatten(0, 1)
+    scores = torch.baddbmm(bias, q, keys.transpose(1, 2), alpha=q.shape[-1] ** -0.5)
+    return torch.bmm(scores.softmax(-1), values)

@@ -8,7 +8,23 @@ from dataclasses import dataclass
 
 import torch
 
-from sf_core.models.cache_size import layer_elements, round_up, too_large
+from sf_core.models.cache_size import layer_elements, too_large
+
+_BLOCK = 16
+"""Capacities and spans are multiples of this many positions."""
+
+_PIECES = 8
+"""A layer is moved in so many."""
+
+_SWAPPED_TOKENS = 32_768
+"""Most tokens that are held twice while slots are exchanged."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,79 +39,88 @@ class Placement:
     """[n * T * kv_heads] into the cache viewed as rows of head_dim."""
     span: int
     """Number of positions of each slot that attention reads."""
-    visible: torch.Tensor
-    """[n, T, span], true where a token sees a cached position."""
 
     def bias(self, dtype: torch.dtype) -> torch.Tensor:
-        """[n, T, span] to add to attention scores."""
-        zeros = torch.zeros_like(self.visible, dtype=dtype)
-        return zeros.masked_fill(~self.visible, torch.finfo(dtype).min)
+        """[n, T, span] to add to attention scores, which hides the positions that a token must not see."""
+        hidden = torch.arange(self.span, device=self.positions.device) > self.positions.unsqueeze(2)
+        return torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, torch.finfo(dtype).min)
 
 
 class KVCache:
-    """One tensor per layer, [2, slots, kv_heads, capacity, head_dim], a view of the front of memory
-    allocated once; `fit` decides the capacity."""
+    """One tensor per layer, [2, slots, kv_heads, capacity, head_dim], a view of the front of memory allocated
+    once. On the CPU the capacity follows the longest sequence: gaps between sequences stall the memory
+    prefetch, and cost a fifth of all speed. Elsewhere it is that of the longest sequence allowed."""
 
     def __init__(
-        self, num_layers: int, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
+        self, shape: CacheShape, num_slots: int, length: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """`shape` is slots, kv_heads, longest sequence, head_dim. Raises ValueError if the device does not
-        have the memory."""
-        self._num_slots, self._num_kv_heads, length, self._head_dim = shape
-        size = layer_elements(*shape)
+        """`length` is that of the longest sequence allowed. Raises ValueError if the device does not have the
+        memory."""
+        self._shape, self._num_slots, self._length = shape, num_slots, length
+        size = layer_elements(num_slots, shape.num_kv_heads, length, shape.head_dim)
         try:
-            # One piece more than there are layers: a layer is laid out anew from its own into the spare one.
-            self._memory = [torch.empty(size, dtype=dtype, device=device) for _ in range(num_layers + 1)]
+            self._memory = [torch.empty(size, dtype=dtype, device=device) for _ in range(shape.num_layers)]
         except RuntimeError as error:
-            num_bytes = size * dtype.itemsize * (num_layers + 1)
             given = f"the {device.type} device does not have that much left"
-            raise ValueError(too_large(num_bytes, self._num_slots, length, given)) from error
+            num_bytes = size * dtype.itemsize * shape.num_layers
+            raise ValueError(too_large(num_bytes, num_slots, length, given)) from error
         self.device = device
-        self.capacity = 0
-        self._layers = [self._view(memory, 0) for memory in self._memory[:-1]]
+        self._capacity = 0
+        self._is_compact = device.type == "cpu"
+        self._view_layers()
+
+    def fit(self, length: int) -> None:
+        """Make room for sequences of this length; give room back if less than half is needed."""
+        capacity = min(_whole_blocks(length), self._length) if self._is_compact else self._length
+        if self._capacity // 2 < capacity <= self._capacity:
+            return
+        if capacity > self._capacity:
+            # by an eighth at least, or long sequences would be moved all the time
+            capacity = max(capacity, min(_whole_blocks(self._capacity * 9 // 8), self._length))
+        for memory in self._memory:
+            self._move(memory.view(-1, self._shape.head_dim), capacity)
+        self._capacity = capacity
+        self._view_layers()
+
+    def _move(self, rows: torch.Tensor, capacity: int) -> None:
+        """Move a layer's sequences, rows of head_dim, so that they begin `capacity` rows apart, in place: a
+        piece at a time, from the side on which there is room."""
+        old, kept = self._capacity, min(capacity, self._capacity)
+        count = 2 * self._num_slots * self._shape.num_kv_heads
+        piece = -(-count // _PIECES)
+        begins = range(0, count, piece)
+        for begin in reversed(begins) if capacity > old else begins:
+            end = min(begin + piece, count)
+            source = rows[begin * old : end * old].unflatten(0, (end - begin, old))[:, :kept].clone()
+            target = rows[begin * capacity : end * capacity].unflatten(0, (end - begin, capacity))
+            target[:, :kept] = source
+            # Masked positions are multiplied by 0, which only finite values survive.
+            target[:, kept:] = 0
+
+    def _view_layers(self) -> None:
+        shape = 2, self._num_slots, self._shape.num_kv_heads, self._capacity, self._shape.head_dim
+        self._layers = [memory[: math.prod(shape)].view(shape) for memory in self._memory]
         # The same as rows of head_dim: keys, values.
         self._rows = [(layer[0].flatten(0, 2), layer[1].flatten(0, 2)) for layer in self._layers]
 
-    def fit(self, length: int) -> None:
-        """Make room for sequences of this length; give room back if less than half is needed, as attention is
-        fastest where it reads all of the memory."""
-        capacity = round_up(length)
-        if self.capacity // 2 < capacity <= self.capacity:
-            return
-        kept = min(capacity, self.capacity)
-        for i, old in enumerate(self._layers):
-            new = self._view(self._memory[-1], capacity)
-            new[:, :, :, :kept] = old[:, :, :, :kept]
-            # Masked positions are multiplied by 0, which only finite values survive.
-            new[:, :, :, kept:] = 0
-            self._layers[i] = new
-            self._memory[i], self._memory[-1] = self._memory[-1], self._memory[i]
-            self._rows[i] = (new[0].flatten(0, 2), new[1].flatten(0, 2))
-        self.capacity = capacity
-
-    def _view(self, memory: torch.Tensor, capacity: int) -> torch.Tensor:
-        shape = 2, self._num_slots, self._num_kv_heads, capacity, self._head_dim
-        return memory[: math.prod(shape)].view(shape)
-
     def place(self, slots: torch.Tensor | None, starts: torch.Tensor, num_tokens: int) -> Placement:
         """Place num_tokens more in each slot, sequence i from starts[i] on; they must fit the capacity."""
-        end = int(starts.max()) + num_tokens
-        # Gaps between slots stall the memory prefetch: reading up to twice as much without gaps is faster.
-        span = self.capacity if 2 * end > self.capacity else end
+        num_heads = self._shape.num_kv_heads
+        span = min(_whole_blocks(int(starts.max()) + num_tokens), self._capacity)
+        if self._is_compact and 2 * span > self._capacity:
+            # reading up to twice as much without gaps is faster
+            span = self._capacity
         positions = starts.unsqueeze(1) + torch.arange(num_tokens, device=self.device)
         rows = torch.arange(len(starts), device=self.device) if slots is None else slots
-        heads = rows[:, None, None] * self._num_kv_heads + torch.arange(
-            self._num_kv_heads, device=self.device
-        )
-        flat_index = (heads * self.capacity + positions.unsqueeze(2)).flatten()
-        visible = torch.arange(span, device=self.device) <= positions.unsqueeze(2)
-        return Placement(slots, positions, flat_index, span, visible)
+        heads = rows[:, None, None] * num_heads + torch.arange(num_heads, device=self.device)
+        flat_index = (heads * self._capacity + positions.unsqueeze(2)).flatten()
+        return Placement(slots, positions, flat_index, span)
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, placement: Placement) -> None:
         """Store keys and values of the placed tokens, [..., head_dim] in the order tokens, kv_heads."""
         stored_keys, stored_values = self._rows[layer]
-        stored_keys.index_copy_(0, placement.flat_index, keys.reshape(-1, self._head_dim))
-        stored_values.index_copy_(0, placement.flat_index, values.reshape(-1, self._head_dim))
+        stored_keys.index_copy_(0, placement.flat_index, keys.reshape(-1, self._shape.head_dim))
+        stored_values.index_copy_(0, placement.flat_index, values.reshape(-1, self._shape.head_dim))
 
     def read(self, layer: int, placement: Placement) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [n, kv_heads, span, head_dim] of the placement's slots."""
@@ -113,5 +138,12 @@ class KVCache:
 
     def swap(self, a: list[int], b: list[int], length: int) -> None:
         """Exchange the first `length` positions of slots a[i] and b[i]."""
-        for layer in self._layers:
-            layer[:, a + b, :, :length] = layer[:, b + a, :, :length]
+        at_once = max(1, _SWAPPED_TOKENS // (2 * length))
+        for i in range(0, len(a), at_once):
+            here, there = a[i : i + at_once], b[i : i + at_once]
+            for layer in self._layers:
+                layer[:, here + there, :, :length] = layer[:, there + here, :, :length]
+
+
+def _whole_blocks(length: int) -> int:
+    return -(-length // _BLOCK) * _BLOCK

@@ -29,7 +29,7 @@ _ROW = np.dtype(
         ("temperature", "f4"),
         ("top_p", "f4"),
         ("top_k", "i8"),
-        ("released", "i8"),  # a clock: when it became idle
+        ("since", "i8"),  # a clock: when it began to run or became idle
     ],
     align=True,
 )
@@ -71,7 +71,7 @@ class SlotTable:
         if not row["running"] and shared == row["cached"]:
             return source
         idle = np.flatnonzero(~self.rows["running"])
-        return int(idle[self.rows["released"][idle].argmin()])
+        return int(idle[self.rows["since"][idle].argmin()])
 
     def longest_prefix(self, prompt: npt.NDArray[np.int64]) -> tuple[int, int]:
         """The slot whose cached tokens agree longest with the prompt, and how long."""
@@ -91,7 +91,7 @@ class SlotTable:
         prompt, sampling = len(request.prompt_ids), request.sampling
         self.tokens[slot, :prompt] = request.prompt_ids
         row = self.rows[slot]
-        row["running"] = True
+        row["running"], row["since"] = True, self._tick()
         row["length"] = row["prompt"] = row["reported"] = prompt
         row["cached"], row["mixed"] = cached, False
         row["limit"] = min(prompt + request.max_tokens, self._context_length)
@@ -125,32 +125,36 @@ class SlotTable:
                     self._slots[request.request_id] = slot
 
     def append(
-        self, token_ids: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float32], version: int
+        self,
+        slots: npt.NDArray[np.intp],
+        token_ids: npt.NDArray[np.int64],
+        logprobs: npt.NDArray[np.float32],
+        version: int,
     ) -> None:
-        """Add one sampled token to every running request, whose KV is cached up to that token."""
-        rows = self.running
-        at = np.arange(len(rows)), rows["length"]
+        """Add one sampled token to each of these running requests."""
+        rows = self.rows
+        at = slots, rows["length"][slots]
         self.tokens[at] = token_ids
         self._logprobs[at] = logprobs
-        rows["cached"] = rows["length"]
-        rows["length"] += 1
-        rows["position"] += 1
-        rows["version"] = version
+        rows["length"][slots] += 1
+        rows["position"][slots] += 1
+        rows["version"][slots] = version
 
-    def report_due(self) -> list[Chunk]:
-        """Chunks of the requests that end now, which are released, and of those with enough to report."""
-        rows = self.running
-        n = len(rows)
-        last = self.tokens[np.arange(n), rows["length"] - 1]
-        stopped = (self._stops[:n] == last[:, None]).any(axis=1)
+    def report_due(self, slots: npt.NDArray[np.intp]) -> list[Chunk]:
+        """Chunks of those requests, among these that got a token, that end now, which are released, or have
+        enough to report."""
+        rows = self.rows[slots]
+        last = self.tokens[slots, rows["length"] - 1]
+        stopped = (self._stops[slots] == last[:, None]).any(axis=1)
         ended = stopped | (rows["length"] >= rows["limit"])
         due = ended | (rows["length"] - rows["reported"] >= rows["report_every"])
         chunks = []
-        for slot in np.flatnonzero(due).tolist():
-            if not ended[slot]:
+        for i in np.flatnonzero(due).tolist():
+            slot = int(slots[i])
+            if not ended[i]:
                 chunks.append(self._report(slot, None))
             else:
-                chunks.append(self.end(slot, FinishReason.STOP if stopped[slot] else FinishReason.LENGTH))
+                chunks.append(self.end(slot, FinishReason.STOP if stopped[i] else FinishReason.LENGTH))
         return chunks
 
     def report_older_than(self, version: int) -> list[Chunk]:
@@ -169,9 +173,7 @@ class SlotTable:
 
     def end(self, slot: int, reason: FinishReason) -> Chunk:
         chunk = self._report(slot, reason)
-        self._clock += 1
-        self.rows[slot]["running"] = False
-        self.rows[slot]["released"] = self._clock
+        self.rows[slot]["running"], self.rows[slot]["since"] = False, self._tick()
         if self.rows[slot]["mixed"]:
             self.rows[slot]["cached"] = 0
         self._requests[slot] = None
@@ -183,7 +185,11 @@ class SlotTable:
         """All cached KV becomes invalid, or with `keep_kv` stays valid for the request that runs on it."""
         kept = self.rows["running"] & keep_kv
         self.rows["cached"] *= kept
-        self.rows["mixed"] = kept
+        self.rows["mixed"] = kept & (self.rows["cached"] > 0)
+
+    def _tick(self) -> int:
+        self._clock += 1
+        return self._clock
 
     def _report(self, slot: int, reason: FinishReason | None) -> Chunk:
         row, request = self.rows[slot], self._requests[slot]

@@ -1,33 +1,29 @@
 """The built-in engine: continuous batching of any Hugging Face causal LM on one device.
 
-Every step: waiting requests take idle slots, missing KV is filled in, then one token is sampled for every
-running request in one batch. The model and its KV cache are in cached_model.py, the slot table in slots.py.
+Every step: waiting requests take idle slots, a piece of the missing KV is filled in (filling.py), then one
+token is sampled, in one batch, for every running request whose KV is complete. New weights come from
+loading.py; the model is in cached_model.py, its cache in kv_cache.py, the slot table in slots.py.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection
-from functools import partial
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
-import fsspec
 import numpy as np
-import numpy.typing as npt
-import safetensors.torch
 import torch
 
 from sf_core.config import RunConfig
-from sf_core.engines.torch.cached_model import open_model
+from sf_core.engines.protocol import EngineLostError, WeightsRefusedError
+from sf_core.engines.torch.cached_model import CachedModel
+from sf_core.engines.torch.filling import fill, to_device
+from sf_core.engines.torch.kv_cache import KVCache
+from sf_core.engines.torch.loading import Arrival, Loader
 from sf_core.engines.torch.slots import SlotTable
 from sf_core.models.counter import uniforms
 from sf_core.models.sampling import sample
 from sf_core.types import Chunk, FinishReason, GenerationRequest, WeightsRef
-from storage.files import join, local_copy, local_folder
-from storage.weights import FILE_NAME, WEIGHT_FILES
-
-_FILL_TOKENS = 8192
-"""Most tokens, padding included, of one filling pass."""
 
 _MIN_SHARED = 8
 """Shorter common prefixes are recomputed: copying them would cost as much."""
@@ -38,70 +34,67 @@ def local_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def make_engine(config: RunConfig, start_dir: str, weights: WeightsRef) -> TorchEngine:
-    """An engine on this process's device. Of the start folder it reads the weights only as version 0."""
+def make_engine(config: RunConfig, start_dir: str) -> TorchEngine:
+    """An engine on this process's device, for the architecture of the start folder."""
     settings = config.engine
-    make = partial(
-        TorchEngine,
-        version=weights.version,
+    return TorchEngine(
+        start_dir,
         max_running=settings.max_running,
         context_length=settings.context_length,
         kv_on_update=settings.kv_on_update,
+        dtype=getattr(torch, config.policy.dtype),
         device=local_device(),
     )
-    if weights.version == 0:
-        return make(local_folder(start_dir))
-    with local_copy(join(weights.uri, FILE_NAME)) as file:
-        return make(local_folder(start_dir, exclude=WEIGHT_FILES), weights_dir=os.path.dirname(file))
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What an engine that is not at rest has on its device."""
+
+    version: int
+    model: CachedModel
+    cache: KVCache
 
 
 class TorchEngine:
-    """An engine of one model folder, or of its architecture with the weights of another folder. Raises
-    ValueError if the architecture cannot be run, or the weights are not all there."""
+    """An engine of the architecture of a model folder. If that cannot be run, or the device has no memory for
+    the cache, the step that would have begun to serve raises ValueError."""
 
     def __init__(
         self,
         model_dir: str,
         *,
-        weights_dir: str | None = None,
-        version: int = 0,
         max_running: int,
         context_length: int,
         kv_on_update: Literal["recompute", "keep"] = "recompute",
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
     ) -> None:
-        self._device = torch.device(device)
-        self._model = open_model(
-            model_dir,
-            weights_dir=weights_dir,
-            num_slots=max_running,
-            context_length=context_length,
-            dtype=dtype,
-            device=self._device,
-        )
-        self._table = SlotTable(max_running, context_length)
-        self._waiting: dict[str, GenerationRequest] = {}
-        self._version = version
-        self._max_running = max_running
-        self._context_length = context_length
+        self._device, self._dtype = torch.device(device), dtype
+        self._max_running, self._context_length = max_running, context_length
         self._keep_kv = kv_on_update == "keep"
-        self._dtype = dtype
+        self._loader = Loader(model_dir, context_length=context_length, dtype=dtype, device=self._device)
+        self._held: _Held | None = None
+        self._forget_requests()
 
     @property
-    def version(self) -> int:
-        return self._version
+    def version(self) -> int | None:
+        return None if self._held is None else self._held.version
 
     @property
     def num_requests(self) -> int:
         return self._table.num_running + len(self._waiting)
 
+    def take_weights(self, weights: WeightsRef) -> None:
+        self._loader.begin(weights, None if self._held is None else self._held.model)
+
     def submit(self, request: GenerationRequest) -> None:
-        ids = request.prompt_ids
+        assert self._held is not None, "an engine without weights was given a request"
+        ids, vocab_size = request.prompt_ids, self._held.model.vocab_size
         if not 0 < len(ids) < self._context_length:
             raise ValueError(f"prompt has {len(ids)} tokens; allowed are 1 to {self._context_length - 1}")
-        if min(ids) < 0 or max(ids) >= self._model.vocab_size:
-            raise ValueError(f"prompt has an id outside the vocabulary of {self._model.vocab_size}")
+        if min(ids) < 0 or max(ids) >= vocab_size:
+            raise ValueError(f"prompt has an id outside the vocabulary of {vocab_size}")
         if request.max_tokens < 1:
             raise ValueError(f"max_tokens is {request.max_tokens}; expected at least 1")
         if request.request_id in self._waiting or request.request_id in self._table:
@@ -109,46 +102,99 @@ class TorchEngine:
         self._waiting[request.request_id] = request
 
     def abort(self, request_ids: Collection[str] | None = None) -> list[Chunk]:
+        if self._held is None:
+            return []
         wanted = [*self._table.request_ids, *self._waiting] if request_ids is None else list(request_ids)
         chunks = []
         for request_id in wanted:
             if request_id in self._table:
-                chunks.append(self._table.abort(request_id, self._version))
+                chunks.append(self._table.abort(request_id, self._held.version))
             elif self._waiting.pop(request_id, None) is not None:
-                chunks.append(Chunk(request_id, [], [], self._version, FinishReason.ABORT))
+                chunks.append(Chunk(request_id, [], [], self._held.version, FinishReason.ABORT))
         return chunks
 
     @torch.inference_mode()
     def step(self) -> list[Chunk]:
-        older = self._table.report_older_than(self._version)
-        self._admit()
-        if not self._table.num_running:
-            return older
-        self._close_holes()
-        self._model.cache.fit(self._table.longest)
-        self._fill()
-        rows = self._table.running
-        ids = self._table.tokens[np.arange(len(rows)), rows["length"] - 1]
-        logits = self._model.next_logits(self._tensor(ids), self._tensor(rows["length"] - 1))
+        if (arrival := self._arrival()) is not None:
+            return self._replace_weights(arrival)
+        if self._held is None or self._paused:
+            return []
+        model, cache, table = self._held.model, self._held.cache, self._table
+        self._admit(cache)
+        if not table.num_running:
+            return []
+        self._close_holes(cache)
+        cache.fit(table.longest)
+        fill(model, cache, table)
+        # Every row computes the token after its cached ones; where that is the last one, the next is drawn.
+        rows = table.running
+        ready = np.flatnonzero(rows["cached"] == rows["length"] - 1)
+        if not len(ready):
+            return []
+        ids = table.tokens[np.arange(len(rows)), rows["cached"]]
+        logits = model.next_logits(
+            cache, to_device(ids, self._device), to_device(rows["cached"], self._device)
+        )
+        rows["cached"] += 1
+        if len(ready) < len(rows):
+            logits, rows = logits[to_device(ready, self._device)], rows[ready]
         draws = uniforms(rows["seed"], rows["position"])
         token_ids, logprobs = sample(logits, rows["temperature"], rows["top_p"], rows["top_k"], draws)
-        self._table.append(token_ids, logprobs, self._version)
-        return older + self._table.report_due()
+        table.append(ready, token_ids, logprobs, self._held.version)
+        return table.report_due(ready)
 
-    @torch.inference_mode()
-    def load_weights(self, uri: str, version: int) -> None:
-        with fsspec.open(f"{uri}/model.safetensors", "rb") as file:
-            params = _parse_tensors(file.read(), uri)
-        _check_shapes({name: tensor.shape for name, tensor in params.items()}, self._model.shapes)
-        self._model.load({name: t.to(self._device, self._dtype) for name, t in params.items()})
-        self._version = version
-        self._table.note_new_weights(keep_kv=self._keep_kv)
+    def pause(self) -> None:
+        self._paused = True
+
+    def resume(self) -> None:
+        self._paused = False
+
+    def rest(self) -> None:
+        self._loader.cancel()
+        self._held = None
+        self._forget_requests()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def close(self) -> None:
-        del self._model, self._table
-        self._waiting.clear()
+        self.rest()
+        self._loader.close()
 
-    def _admit(self) -> None:
+    def _forget_requests(self) -> None:
+        self._table = SlotTable(self._max_running, self._context_length)
+        self._waiting: dict[str, GenerationRequest] = {}
+        self._paused = False
+
+    def _arrival(self) -> Arrival | None:
+        try:
+            return self._loader.arrival()
+        except Exception as error:
+            if self._held is None:
+                raise
+            raise WeightsRefusedError(str(error)) from error
+
+    def _replace_weights(self, arrival: Arrival) -> list[Chunk]:
+        """Returns chunks of the tokens of earlier weights that were not reported yet."""
+        older = self._table.report_older_than(arrival.version)
+        cache = None if self._held is None else self._held.cache
+        # The old model goes first: the new one may need its memory.
+        self._held = None
+        try:
+            model = arrival.make()
+        except Exception as error:
+            self.rest()
+            raise EngineLostError(
+                f"weights of version {arrival.version} were half loaded: {error}"
+            ) from error
+        if cache is None:
+            cache = KVCache(
+                model.cache_shape, self._max_running, self._context_length, self._dtype, self._device
+            )
+        self._held = _Held(arrival.version, model, cache)
+        self._table.note_new_weights(keep_kv=self._keep_kv)
+        return older
+
+    def _admit(self, cache: KVCache) -> None:
         while self._waiting and self._table.num_running < self._max_running:
             request = self._waiting.pop(next(iter(self._waiting)))
             source, shared = self._table.longest_prefix(np.array(request.prompt_ids))
@@ -158,62 +204,11 @@ class TorchEngine:
             if shared < _MIN_SHARED:
                 shared = 0
             elif slot != source:
-                self._model.cache.copy(source, [slot], shared)
+                cache.copy(source, [slot], shared)
             self._table.occupy(slot, request, shared)
 
-    def _close_holes(self) -> None:
+    def _close_holes(self, cache: KVCache) -> None:
         holes, movers = self._table.holes()
         if holes:
-            self._model.cache.swap(holes, movers, int(self._table.rows["length"].max()))
+            cache.swap(holes, movers, int(self._table.rows["length"].max()))
             self._table.swap(holes, movers)
-
-    def _fill(self) -> None:
-        """Make the KV of every running request valid up to its last token: first prompts, equal ones once,
-        then what was sampled after them, all of which is missing once weights have changed."""
-        rows, tokens = self._table.running, self._table.tokens
-        prompts_end = rows["prompt"] - 1
-        leaders: dict[bytes, int] = {}
-        followers: dict[int, list[int]] = {}
-        for slot in np.flatnonzero(rows["cached"] < prompts_end).tolist():
-            leader = leaders.setdefault(tokens[slot, : prompts_end[slot]].tobytes(), slot)
-            if leader != slot:
-                followers.setdefault(leader, []).append(slot)
-        self._fill_up_to(prompts_end, list(leaders.values()))
-        for leader, slots in followers.items():
-            self._model.cache.copy(leader, slots, int(prompts_end[leader]))
-            rows["cached"][slots] = prompts_end[leader]
-        self._fill_up_to(rows["length"] - 1, np.flatnonzero(rows["cached"] < rows["length"] - 1).tolist())
-
-    def _fill_up_to(self, ends: npt.NDArray[np.int32], slots: list[int]) -> None:
-        """Compute the missing KV of these slots in passes of similar lengths."""
-        rows, tokens = self._table.running, self._table.tokens
-        slots = sorted(slots, key=lambda slot: int(ends[slot] - rows["cached"][slot]), reverse=True)
-        while slots:
-            width = int(ends[slots[0]] - rows["cached"][slots[0]])
-            num_rows = max(1, _FILL_TOKENS // width)
-            now, slots = np.array(slots[:num_rows]), slots[num_rows:]
-            # A shorter gap is widened to the left, over KV that is there already, so that no sequence grows.
-            starts = np.maximum(ends[now] - width, 0)
-            ids = tokens[now[:, None], starts[:, None] + np.arange(width)]
-            self._model.fill(self._tensor(ids), self._tensor(starts), self._tensor(now))
-            rows["cached"][now] = ends[now]
-
-    def _tensor(self, values: npt.NDArray[Any]) -> torch.Tensor:
-        return torch.from_numpy(values.astype(np.int64)).to(self._device)
-
-
-def _parse_tensors(data: bytes, uri: str) -> dict[str, torch.Tensor]:
-    try:
-        return safetensors.torch.load(data)
-    except safetensors.SafetensorError as error:
-        raise ValueError(f"{uri}: not a complete safetensors file: {error}") from None
-
-
-def _check_shapes(got: dict[str, torch.Size], expected: dict[str, torch.Size]) -> None:
-    if missing := sorted(expected.keys() - got.keys()):
-        raise ValueError(f"weights lack {missing[0]!r} ({len(missing)} tensors missing)")
-    if unknown := sorted(got.keys() - expected.keys()):
-        raise ValueError(f"weights have {unknown[0]!r}, unknown to the model ({len(unknown)} tensors)")
-    for name, shape in got.items():
-        if shape != expected[name]:
-            raise ValueError(f"weights have {name!r} of shape {[*shape]}; expected {[*expected[name]]}")

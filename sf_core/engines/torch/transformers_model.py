@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,44 +11,61 @@ from transformers import Cache, PreTrainedModel
 from transformers.core_model_loading import convert_and_load_state_dict_in_model, revert_weight_conversion
 from transformers.modeling_utils import LoadStateDictConfig, remove_tied_weights_from_state_dict
 
-from sf_core.engines.torch.kv_cache import KVCache, Placement
-from sf_core.models.decoder import Params
+from sf_core.engines.torch.kv_cache import CacheShape, KVCache, Placement
+from sf_core.engines.torch.params import CopiedParams
 
 
 class TransformersModel:
-    def __init__(self, model: PreTrainedModel, num_slots: int, context_length: int) -> None:
-        config = model.config
-        num_heads = config.num_attention_heads
-        self._model = model
-        self.vocab_size: int = config.vocab_size
-        self.shapes = {name: tensor.shape for name, tensor in saved_params(model).items()}
-        num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-        shape = num_slots, num_kv_heads, context_length, head_dim
-        self.cache = KVCache(config.num_hidden_layers, shape, model.dtype, model.device)
-        self._refuse_if_wrong(min(num_slots, 2), context_length)
-
-    def load(self, params: Params) -> None:
-        model = self._model
+    def __init__(self, params: CopiedParams, skeleton: PreTrainedModel) -> None:
+        """`skeleton`: the model without memory for its parameters."""
+        self.params_shapes = params.shapes
+        model = copy.deepcopy(skeleton)
         settings = LoadStateDictConfig(
-            device_map={"": model.device}, dtype=model.dtype, weight_mapping=model._weight_conversions
+            device_map={"": params.device}, dtype=params.dtype, weight_mapping=model._weight_conversions
         )
         loaded, _ = convert_and_load_state_dict_in_model(model, dict(params), settings)
         model.tie_weights(missing_keys=loaded.missing_keys, recompute_mapping=False)
-        model.requires_grad_(False)
+        self._model = model.requires_grad_(False)
+        self.remake = partial(TransformersModel, skeleton=skeleton)
+        config = model.config
+        self.vocab_size: int = config.vocab_size
+        num_heads = config.num_attention_heads
+        num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+        self.cache_shape = CacheShape(config.num_hidden_layers, num_kv_heads, head_dim)
 
-    def fill(self, ids: torch.Tensor, starts: torch.Tensor, slots: torch.Tensor) -> None:
-        self._forward(ids, self.cache.place(slots, starts, ids.shape[1]))
+    @classmethod
+    def of(cls, model: PreTrainedModel, params: CopiedParams, context_length: int) -> TransformersModel:
+        """The model with these parameters. Raises ValueError if its architecture cannot be run correctly
+        over a cache of slots of this length."""
+        empty = {
+            id(p): torch.nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=False)
+            for p in model.parameters()
+        }
+        skeleton = copy.deepcopy(model, empty)
+        for module in skeleton.modules():
+            module._buffers.update(
+                {
+                    name: None if buffer is None else buffer.to(params.device, copy=True)
+                    for name, buffer in module._buffers.items()
+                }
+            )
+        made = cls(params, skeleton)
+        made._refuse_if_wrong(context_length)
+        return made
 
-    def next_logits(self, ids: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-        return self._forward(ids.unsqueeze(1), self.cache.place(None, starts, 1))[:, -1]
+    def fill(self, cache: KVCache, ids: torch.Tensor, starts: torch.Tensor, slots: torch.Tensor) -> None:
+        self._forward(cache, ids, cache.place(slots, starts, ids.shape[1]))
 
-    def _forward(self, ids: torch.Tensor, placement: Placement) -> torch.Tensor:
+    def next_logits(self, cache: KVCache, ids: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+        return self._forward(cache, ids.unsqueeze(1), cache.place(None, starts, 1))[:, -1]
+
+    def _forward(self, cache: KVCache, ids: torch.Tensor, placement: Placement) -> torch.Tensor:
         output = self._model(
             input_ids=ids,
             position_ids=placement.positions,
             attention_mask=placement.bias(self._model.dtype).unsqueeze(1),
-            past_key_values=_SlotCache(self.cache, placement),
+            past_key_values=_SlotCache(cache, placement),
             use_cache=True,
             logits_to_keep=1,
         )
@@ -54,7 +73,7 @@ class TransformersModel:
         return logits
 
     @torch.inference_mode()
-    def _refuse_if_wrong(self, num_rows: int, context_length: int) -> None:
+    def _refuse_if_wrong(self, context_length: int) -> None:
         """Compare with a pass without cache, because an architecture may keep other state than KV, attend in
         a window, or count positions from the mask. Raises ValueError."""
         kind, config = self._model.config.model_type, self._model.config
@@ -63,14 +82,15 @@ class TransformersModel:
             raise ValueError(
                 f"{kind}: context_length {context_length} must not exceed its attention window of {window}"
             )
-        ids = torch.arange(4 * num_rows, device=self._model.device).view(num_rows, 4) % self.vocab_size
-        slots = torch.arange(num_rows, device=ids.device)
+        ids = torch.arange(8, device=self._model.device).view(2, 4) % self.vocab_size
+        slots = torch.arange(2, device=ids.device)
         starts = torch.zeros_like(slots)
         try:
-            self.cache.fit(4)
-            self.fill(ids[:, :2], starts, slots)
-            self.fill(ids[:, 2:3], starts + 2, slots)
-            got = self.next_logits(ids[:, 3], starts + 3)
+            cache = KVCache(self.cache_shape, 2, 4, self._model.dtype, ids.device)
+            cache.fit(4)
+            self.fill(cache, ids[:, :2], starts, slots)
+            self.fill(cache, ids[:, 2:3], starts + 2, slots)
+            got = self.next_logits(cache, ids[:, 3], starts + 3)
         except (TypeError, ValueError, RuntimeError, IndexError, AttributeError) as error:
             raise ValueError(
                 f"{kind}: this architecture cannot run over a KV cache of slots: {error}"
@@ -80,10 +100,13 @@ class TransformersModel:
             raise ValueError(f"{kind}: this architecture gives wrong results over a KV cache of slots")
 
 
-def saved_params(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The parameters as save_pretrained writes them: without those that are tied to others, and by the names
-    of the folder the model came from, where transformers keeps others (one tensor for all experts)."""
-    params = remove_tied_weights_from_state_dict(model.state_dict(), model)
+def saved_params(
+    model: PreTrainedModel, state: dict[str, torch.Tensor] | None = None
+) -> dict[str, torch.Tensor]:
+    """The model's parameters, or those that are given as its state, as save_pretrained writes them: without
+    those that are tied to others, and by the names of the folder the model came from, where transformers
+    keeps others (one tensor for all experts)."""
+    params = remove_tied_weights_from_state_dict(model.state_dict() if state is None else state, model)
     saved: dict[str, torch.Tensor] = revert_weight_conversion(model, params)
     return saved
 

@@ -12,7 +12,7 @@ import base64
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -28,6 +28,9 @@ from storage.trajectories import to_rows
 
 BLOCK_TOKENS = 60_000
 """Most tokens in a block of several sessions: decoding takes a browser a few hundredths of a second."""
+
+LAST_OUTPUT = 4000
+"""Characters at the end of what a command wrote that a page holds; sessions of few tokens share a block."""
 
 GIVEN, CARRIED, TRAINED = 0, 1, 2
 """State of a token: not sampled; sampled, trained in another branch; sampled and trained here."""
@@ -125,6 +128,7 @@ def encode_block(sessions: Sequence[Sequence[Trajectory]]) -> bytes:
                 "id": first.session_id,
                 "seconds": round(first.finished_at - first.started_at, 3),
                 "reward_parts": dict(first.reward_parts),
+                "output": None if first.output is None else first.output[-LAST_OUTPUT:],
                 "branches": entries,
             }
         )
@@ -148,7 +152,7 @@ def _branch(row: Trajectory, parent: str | None, shared: int, begin: int) -> dic
         "begin": begin,
         "length": len(row.token_ids) - shared,
         "interruptions": row.interruptions,
-        "turns": [astuple(turn) for turn in row.turns],
+        "turns": [tuple(turn) for turn in row.turns],
     }
 
 

@@ -43,7 +43,7 @@ def run_figures(view: RunView) -> dict[str, Any]:
             "iteration": iteration.number,
             "seconds": _length(windows.get(iteration.number)),
             "sampled_tokens": iteration.sampled_tokens if iteration.is_through else None,
-            "stages": [stage for stage in STAGES if stage in iteration.stages],
+            "missing": [stage for stage in STAGES if stage not in iteration.stages],
             "rollout": None if rollout is None else asdict(rollout),
             "training": _training(iteration),
             "devices": devices.get(iteration.number, {}),

@@ -17,9 +17,9 @@ from sf_core.dataplane.control.plane import SWEEP_S
 from sf_core.dataplane.routing.choice import expected_rest
 from sf_core.dataplane.routing.rebalancing import Queue, Running, find_moves
 from sf_core.dataplane.sessions.claims import Claim
-from sf_core.engines.continuous_batch import ContinuousBatch, Slot
-from sf_core.engines.device_model import DeviceModel
-from sf_core.engines.kept_prefixes import KeptPrefixes
+from sf_core.engines.emulated.continuous_batch import ContinuousBatch, Slot
+from sf_core.engines.emulated.device_model import DeviceModel
+from sf_core.engines.emulated.kept_prefixes import KeptPrefixes
 from sf_core.scheduling.simulation.clock import EventClock
 from sf_core.scheduling.timeline import Span
 
@@ -73,8 +73,6 @@ class SimulatedEngine:
     outstanding: int = 0
     """Estimated tokens of its requests: prompts without cached prefixes, and a typical answer each."""
     ticked_at: float = 0.0
-    paused_since: float | None = None
-    paused_until: float = 0.0
     is_gone: bool = False
     busy_since: float | None = None
     num_wakes: int = 0
@@ -138,7 +136,6 @@ class Fleet:
             heappush(self._waiting, (session.arrived, id(session), session))
         engine.running.clear()
         self._note_busy(engine)
-        self._end_pause(engine)
         self._schedule()
 
     def drop(self, groups: Container[int]) -> None:
@@ -165,16 +162,20 @@ class Fleet:
         self._schedule()
 
     def set_version(self, version: int) -> None:
-        """All engines load the new weights at once, and compute nothing meanwhile."""
-        seconds = self._weight_load_s
+        """All engines fetch the new weights beside sampling, and take them when they are there."""
         for engine in self.engines:
-            self._advance(engine)
-            self._end_pause(engine)
-            engine.version = version
-            engine.kept.clear()
-            engine.paused_since, engine.paused_until = self._clock.now, self._clock.now + seconds
-            self._note_busy(engine)
-            self._clock.after(seconds, self._go_on, engine)
+            self._clock.after(self._weight_load_s, self._take_weights, engine, version)
+
+    def _take_weights(self, engine: SimulatedEngine, version: int) -> None:
+        if engine.is_gone:
+            return
+        self._advance(engine)
+        engine.version = version
+        engine.kept.clear()
+        if self._recompute and engine.running:
+            engine.batch.recompute()
+        self._note_busy(engine)
+        self._wake_later(engine)
 
     def _look(self) -> None:
         self._rebalance()
@@ -186,14 +187,13 @@ class Fleet:
         """Like Router._rebalance, except that a moved request leaves its engine at once."""
         if self._waiting:
             return
-        engines = [engine for engine in self.engines if self._clock.now >= engine.paused_until]
-        owners = {self._queue(engine): engine for engine in engines}
+        owners = {self._queue(engine): engine for engine in self.engines}
         for session, source, target in find_moves(list(owners)):
             self._leave(owners[source], session)
             session.num_moved_at = session.num_tokens
             self._take(owners[target], session)
             self.num_moves += 1
-        for engine in engines:
+        for engine in self.engines:
             self._note_busy(engine)
             self._wake_later(engine)
 
@@ -224,17 +224,6 @@ class Fleet:
         """Record the spans that are still open."""
         for engine in self.engines:
             self._end_busy(engine)
-            self._end_pause(engine)
-
-    def _go_on(self, engine: SimulatedEngine) -> None:
-        if engine.is_gone or self._clock.now < engine.paused_until:
-            return
-        self._end_pause(engine)
-        engine.ticked_at = self._clock.now
-        if self._recompute and engine.running:
-            engine.batch.recompute()
-        self._note_busy(engine)
-        self._wake_later(engine)
 
     def _schedule(self) -> None:
         """Dispatch waiting requests, in order of arrival, each to the engine that would finish it first
@@ -287,8 +276,7 @@ class Fleet:
 
     def _advance(self, engine: SimulatedEngine) -> None:
         """Advance the engine to now; sessions whose turn is complete leave it."""
-        start = min(max(engine.ticked_at, engine.paused_until), self._clock.now)
-        engine.ticked_at = self._clock.now
+        start, engine.ticked_at = engine.ticked_at, self._clock.now
         for slot in engine.batch.advance(self._clock.now - start):
             session, _ = engine.running.pop(slot.name)
             engine.outstanding -= slot.num_prompt - slot.num_cached + self._typical
@@ -312,8 +300,7 @@ class Fleet:
     def _wake_later(self, engine: SimulatedEngine) -> None:
         engine.num_wakes += 1
         if (due := engine.batch.next_due_s()) is not None:
-            wait = max(0.0, engine.paused_until - self._clock.now) + due
-            self._clock.after(wait + 1e-6, self._wake, engine, engine.num_wakes)
+            self._clock.after(due + 1e-6, self._wake, engine, engine.num_wakes)
 
     def _note_room(self, engine: SimulatedEngine) -> None:
         if len(engine.running) < engine.max_running:
@@ -321,18 +308,12 @@ class Fleet:
             heappush(self._roomy, entry)
 
     def _note_busy(self, engine: SimulatedEngine) -> None:
-        is_busy = bool(engine.running) and self._clock.now >= engine.paused_until
-        if is_busy and engine.busy_since is None:
+        if engine.running and engine.busy_since is None:
             engine.busy_since = self._clock.now
-        elif not is_busy:
+        elif not engine.running:
             self._end_busy(engine)
 
     def _end_busy(self, engine: SimulatedEngine) -> None:
         if engine.busy_since is not None and engine.busy_since < self._clock.now:
             self.spans.append(Span(engine.worker, "rollout", engine.busy_since, self._clock.now, "busy"))
         engine.busy_since = None
-
-    def _end_pause(self, engine: SimulatedEngine) -> None:
-        if engine.paused_since is not None:
-            self.spans.append(Span(engine.worker, "rollout", engine.paused_since, self._clock.now, "moving"))
-        engine.paused_since = None

@@ -18,9 +18,10 @@ from typing import Literal
 
 from sf_core.config import RunConfig
 from sf_core.config.devices import Device
+from sf_core.dataplane.bodies import EnginePace
 from sf_core.dataplane.runs.recent import NUM_RECENT
-from sf_core.dataplane.runs.rollout_manager import BatchRules, RolloutManager
-from sf_core.engines.device_model import DeviceModel
+from sf_core.dataplane.runs.rollout_manager import RolloutManager
+from sf_core.engines.emulated.device_model import DeviceModel
 from sf_core.scheduling.lending import LendingGate, WorkLeft, work_left
 from sf_core.scheduling.plan import Plan
 from sf_core.scheduling.simulation.clock import EventClock, Process, Signal
@@ -80,6 +81,9 @@ class _Device:
     """Engine of the current lease; None without one, and while it loads."""
     is_down: bool = False
     num_lives: int = 0
+    num_leases: int = 0
+    first_lease: int = 1
+    """Number of the first lease of the process; its start is no switch, as what it starts stays."""
 
 
 def simulate(
@@ -116,7 +120,7 @@ class _Simulation:
             for worker in (*plan.rollout, *plan.trainers)
         }
         self._trainers = [self._devices[worker] for worker in plan.trainers]
-        self._manager = RolloutManager(rules_of(config), next_batch=0, version=0, done_groups=[])
+        self._manager = RolloutManager(config.rollout, config.lag_bound, config.train.iterations)
         first_group = [turn for member in range(config.rollout.group_size) for turn in turns(0, member)]
         self._fleet = Fleet(
             self._clock,
@@ -130,8 +134,9 @@ class _Simulation:
         self._fleet.on_started = lambda session, version: self._manager.note_started(session.claim, version)
         self._fleet.on_answered = self._go_on
         self._training = self._has_trained = self._step_failed = False
+        self._checkpoint_at = 0.0  # when the one that is being stored is complete
         self._freed = Signal()
-        """Given when a trainer is repaired, or has loaded an engine although training has begun."""
+        """Given when a trainer is repaired."""
         self._num_complete = 0
         self._sizes: dict[int, tuple[int, int]] = {}
         """Tokens of each group's finished sessions: sampled, and all."""
@@ -206,16 +211,13 @@ class _Simulation:
     def _train(self, version: int, num_tokens: int) -> Process:
         """One step of all trainers together, which makes this version, begun again if one fails."""
         num_ranks = len(self._trainers)
-        save_s = self._model.save_s()
-        if version % self._config.train.checkpoint_every == 0 or version == self._config.train.iterations:
-            save_s += self._model.save_checkpoint_s()
+        is_last = version == self._config.train.iterations
+        has_checkpoint = is_last or version % self._config.train.checkpoint_every == 0
         self._training = True
         for device in self._trainers:
-            if device.engine is not None:
-                self._end_lease(device)
+            self._end_lease(device)
         while True:
-            # an engine that is loading yields once it is loaded
-            while any(device.is_down or device.leased_at is not None for device in self._trainers):
+            while any(device.is_down for device in self._trainers):
                 yield self._freed
             self._step_failed = False
             started, begins, ends = self._clock.now, [], []
@@ -225,9 +227,15 @@ class _Simulation:
                 ends.append(started + switch + device.model.train_s(num_tokens, num_ranks))
             yield max(ends) - started
             trained = self._clock.now
-            yield save_s
+            # the checkpoint before is stored meanwhile
+            wait_s = self._checkpoint_at - trained if has_checkpoint else 0.0
+            yield max(self._model.save_s(), wait_s)
             if not self._step_failed:
                 break
+        if has_checkpoint:
+            self._checkpoint_at = self._clock.now + self._model.save_checkpoint_s()
+            if is_last:
+                yield self._model.save_checkpoint_s()
         end = self._clock.now
         for device, begun in zip(self._trainers, begins, strict=True):
             self._note(device, "train", started, begun, "moving")
@@ -266,28 +274,35 @@ class _Simulation:
 
     def _hold(self, device: _Device) -> Process:
         """Start of a lease, up to the moment from which its engine serves."""
-        life, started = device.num_lives, self._clock.now
-        device.leased_at, version = started, self._manager.version
-        yield device.model.to_rollout_s(version)
+        device.num_leases += 1
+        number, started = device.num_leases, self._clock.now
+        device.leased_at, device.tag, version = started, "rollout", self._manager.version
+        yield device.model.to_rollout_s()
         # a version published meanwhile is loaded too before the engine serves
-        while device.num_lives == life and version != self._manager.version:
+        while self._is_held(device, number) and version != self._manager.version:
             version = self._manager.version
             yield device.model.weight_load_s()
-        if device.num_lives != life:
+        if not self._is_held(device, number):
             return
-        device.tag = "rollout"
         self._note(device, "rollout", started, self._clock.now, "moving")
-        device.gate.note_to_rollout(self._clock.now - started)
-        if self._training and device in self._trainers:
-            self._end_lease(device)
-            self._clock.give(self._freed)
-        else:
-            device.engine = self._fleet.add_engine(device.worker, self._manager.version, device.model)
+        if number > device.first_lease:
+            device.gate.note_to_rollout(self._clock.now - started)
+        device.engine = self._fleet.add_engine(device.worker, self._manager.version, device.model)
+
+    @staticmethod
+    def _is_held(device: _Device, number: int) -> bool:
+        """Whether the lease of this number goes on."""
+        return device.leased_at is not None and device.num_leases == number
 
     def _end_lease(self, device: _Device) -> None:
+        """No effect without a lease; an engine that loads yields at once."""
         if device.engine is not None:
             self._fleet.remove_engine(device.engine)
             device.engine = None
+        elif device.leased_at is not None:
+            self._note(device, "rollout", device.leased_at, self._clock.now, "moving")
+            if device.num_leases > device.first_lease:
+                device.gate.note_to_rollout(self._clock.now - device.leased_at)
         self._note_lease(device)
         device.leased_at = None
 
@@ -299,6 +314,7 @@ class _Simulation:
             self._end_lease(device)
             device.is_down, device.tag, device.gate = True, None, self._new_gate()
             device.num_lives += 1
+            device.first_lease = device.num_leases + 1
             self._step_failed |= is_trainer and self._training
             yield failures.repair_s
             device.is_down = False
@@ -328,16 +344,16 @@ class _Simulation:
     def _work_left(self) -> WorkLeft:
         """Computed from the fields that the status of a real run would have now."""
         engines = [
-            {
-                "worker": engine.worker,
-                "version": engine.version,
-                "tokens": engine.num_tokens,
-                "seconds": self._clock.now - engine.serving_since,
-            }
+            EnginePace(
+                worker=engine.worker,
+                version=engine.version,
+                tokens=engine.num_tokens,
+                seconds=self._clock.now - engine.serving_since,
+            )
             for engine in self._fleet.engines
         ]
         tokens_left = self._manager.num_sessions_left() * fmean(self._recent) if self._recent else None
-        return work_left({"tokens_left": tokens_left, "engines": engines}, self._plan.trainers)
+        return work_left(tokens_left, engines, self._plan.trainers)
 
     # --- sessions
 
@@ -382,17 +398,3 @@ class _Simulation:
         if self._manager.groups[group].is_complete:
             self._num_complete += 1
             self._clock.give(self._changed)
-
-
-def rules_of(config: RunConfig) -> BatchRules:
-    """The rules that the data plane gets when a run is registered."""
-    rollout = config.rollout
-    return BatchRules(
-        group_size=rollout.group_size,
-        groups_per_batch=rollout.groups_per_batch,
-        lag_bound=config.lag_bound,
-        on_max_lag=rollout.on_max_lag,
-        gate=rollout.gate,
-        session_attempts=1,
-        num_batches=config.train.iterations,
-    )

@@ -1,61 +1,174 @@
-"""The network that a trainer trains, as a function from a microbatch to logits. Knows no loss.
+"""The network that a trainer trains, as a function from a microbatch to scores of its tokens. Knows no loss.
 
-The lean decoder runs the architectures it knows, transformers' own code all others.
+Its modules are transformers'. The lean decoder computes in place of their own code where it knows the
+architecture. Every parameter is read within the forward pass of the block that has it, or else of the whole,
+so that it may be in pieces, or of another dtype, at any other time.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
-from sf_core.engines.torch.transformers_model import saved_params
-from sf_core.models.decoder import decoder_spec, fuse, rotations
+from sf_core.models.decoder import Attend, DecoderSpec, decoder_spec, fuse_layer, norm_and_head, rotations
+from sf_core.models.scoring import score
 from sf_core.training.packing import Microbatch
 
 
 class Network:
     """A causal LM from a Hugging Face folder, in float32."""
 
-    def __init__(self, model_dir: str, device: str = "cpu") -> None:
+    def __init__(
+        self, model_dir: str, device: str = "cpu", *, recompute: bool = False, values: bool = False
+    ) -> None:
+        """`recompute`: a backward pass computes each block again instead of keeping what was within it.
+        `values`: a linear function of what the head is given, at first 0, takes the place of log-probs.
+        Raises ValueError, one sentence, if the head of the model is given no hidden states."""
         # In evaluation mode: dropout would make these log-probs differ from the engine's.
         self.model = AutoModelForCausalLM.from_pretrained(
             model_dir, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
         ).eval()
         self.model.to(device)
-        self._parameters = dict(self.model.named_parameters())
-        self._spec = decoder_spec(self.model.config, max_length=1 << 30)
+        names = self.model._no_split_modules or ()
+        self.blocks = [module for module in self.model.modules() if type(module).__name__ in names]
+        spec = decoder_spec(self.model.config, max_length=1 << 30)
+        if spec is None:
+            is_last = head_is_last(self.model)
+            if values and not is_last:
+                raise ValueError(
+                    f"train.critic does not know the head of model_type {self.model.config.model_type}: its "
+                    "logits are not hidden states times a weight"
+                )
+            _become(self.model, _Whole, head_is_last=is_last)
+        else:
+            _become(self.model, _Lean, spec=spec)
+        for block in self.blocks:
+            if spec is not None:
+                _become(block, _LeanLayer, spec=spec)
+            if recompute:
+                _become(block, _Recomputed)
+        if values:
+            width = self.model.get_output_embeddings().weight.shape[1]
+            _become(self.model, _Valued, value_head=nn.Parameter(torch.zeros(width, device=device)))
+
+    def scores(self, microbatch: Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs [M] of the trained tokens and the entropies [M], differentiable, as `models.scoring` has
+        them; or their values [M] and zeros. The microbatch must be on the network's device."""
+        scores: tuple[torch.Tensor, torch.Tensor] = self.model(microbatch)
+        return scores
 
     def logits(self, microbatch: Microbatch) -> torch.Tensor:
-        """[M, vocabulary], one row per trained token: the logits that predict it. The microbatch must be on
-        the network's device."""
-        if self._spec is None:
-            return self._transformers_logits(microbatch)
-        decoder = fuse(self._parameters, self._spec)
+        """[M, vocabulary], one row per trained token: the logits that predict it. Of a large vocabulary they
+        take most of the memory."""
+        outputs, head = self.model.outputs(microbatch)
+        return outputs if head is None else F.linear(outputs, head)
 
-        def attend(_: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+
+class _Scoring(nn.Module):
+    """What predicts tokens, and from it their scores."""
+
+    def forward(self, microbatch: Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
+        outputs, head = self.outputs(microbatch)
+        drawn = microbatch.sampling
+        return score(outputs, head, microbatch.targets, drawn["temperature"], drawn["top_p"], drawn["top_k"])
+
+    def outputs(self, microbatch: Microbatch) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What predicts each trained token [M, width], and the weight of the head that makes logits of it;
+        None if these are the logits."""
+        raise NotImplementedError
+
+
+class _Valued(_Scoring):
+    """A model whose scores are values."""
+
+    value_head: nn.Parameter
+    """[width]"""
+
+    def forward(self, microbatch: Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
+        outputs, _ = self.outputs(microbatch)
+        values = outputs.float() @ self.value_head.float()
+        return values, torch.zeros_like(values)
+
+
+class _Lean(_Scoring):
+    """A model of an architecture that the lean decoder knows."""
+
+    spec: DecoderSpec
+    model: Any
+    """What transformers has below the head."""
+
+    def outputs(self, microbatch: Microbatch) -> tuple[torch.Tensor, torch.Tensor | None]:
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             return attention(q, k, v, microbatch)
 
-        turns = rotations(self._spec, microbatch.depths)
-        hidden = decoder.hidden(microbatch.token_ids, turns, attend)
-        return decoder.head(rows(hidden, microbatch.positions))
+        turns = rotations(self.spec, microbatch.depths)
+        x = F.embedding(microbatch.token_ids, self.model.embed_tokens.weight)
+        for layer in self.model.layers:
+            x = layer(x, turns, attend)
+        x = F.rms_norm(x, x.shape[-1:], eps=self.spec.norm_eps)
+        norm, head = norm_and_head(dict(self.named_parameters()))
+        return rows(x, microbatch.positions) * norm, head
 
-    def _transformers_logits(self, microbatch: Microbatch) -> torch.Tensor:
-        """Run the whole model, because some scale or cap the logits of their head. But the head is given only
-        the trained positions: logits of all would take most of the memory."""
 
-        def select(_: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> torch.Tensor:
-            trained = rows(args[0].flatten(0, 1), microbatch.owners[microbatch.positions])
-            return trained.unsqueeze(0)
+class _LeanLayer(nn.Module):
+    spec: DecoderSpec
 
-        with self.model.get_output_embeddings().register_forward_pre_hook(select):
-            logits: torch.Tensor = self.model(microbatch.padded_ids, use_cache=False).logits
-        return logits.squeeze(0)
+    def forward(self, x: torch.Tensor, turns: torch.Tensor, attend: Attend) -> torch.Tensor:
+        return fuse_layer(dict(self.named_parameters()).get, self.spec)(x, turns, attend)
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        """Copies on the CPU of what transformers would save, under the names it would save them."""
-        params = saved_params(self.model)
-        return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in params.items()}
+
+class _Whole(_Scoring):
+    """A model that transformers' own code runs."""
+
+    head_is_last: bool
+
+    def outputs(self, microbatch: Microbatch) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run the whole model. Its head is given nothing if it is the last, else the trained positions."""
+        trained: list[torch.Tensor] = []
+
+        def select(_: nn.Module, args: tuple[torch.Tensor, ...]) -> torch.Tensor:
+            trained.append(rows(args[0].flatten(0, 1), microbatch.owners[microbatch.positions]))
+            return trained[0][: 0 if self.head_is_last else None].unsqueeze(0)
+
+        head = self.get_output_embeddings()  # type: ignore[operator]
+        with head.register_forward_pre_hook(select):
+            whole: Any = super(_Scoring, self).forward
+            logits: torch.Tensor = whole(microbatch.padded_ids, use_cache=False).logits
+        return (trained[0], head.weight) if self.head_is_last else (logits.squeeze(0), None)
+
+
+class _Recomputed(nn.Module):
+    """A block of which only the input is kept for the backward pass."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(super().forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+
+def _become(module: nn.Module, kind: type[nn.Module], **attributes: object) -> None:
+    """Put a class before that of the module. A function in place of its forward pass would refer to the
+    module, which then stays in memory until the garbage collector comes."""
+    own = type(module)
+    module.__class__ = type(own.__name__, (kind, own), {"__module__": own.__module__})
+    for name, value in attributes.items():
+        setattr(module, name, value)
+
+
+@torch.no_grad()
+def head_is_last(model: Any) -> bool:
+    """Whether a model's logits are hidden states times the weight of its head: some have a bias, or scale or
+    cap what the head gives."""
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear) or head.bias is not None:
+        return False
+    given = torch.linspace(-50, 50, head.out_features, dtype=head.weight.dtype, device=head.weight.device)
+    with head.register_forward_hook(lambda *_: given.expand(1, 1, -1).clone()):
+        answered = model(torch.zeros(1, 1, dtype=torch.long, device=given.device), use_cache=False).logits
+    return torch.equal(answered.flatten(), given)
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, microbatch: Microbatch) -> torch.Tensor:

@@ -12,13 +12,12 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
 from sf_core.training.gang import GangError, RankAssignment
 from sf_core.training.seating import wait_for
-from sf_core.training.torch.ranks import ExchangeError, Group, Ranks, SingleRank
+from sf_core.training.torch.ranks import ExchangeError, Group, Ranks, SingleRank, make_group
 from storage.gangs import GangFiles
 
 CONNECT_S = 5.0
@@ -27,6 +26,9 @@ CONNECT_S = 5.0
 ROLL_CALL_S = 5.0
 """How long after a failed exchange the other ranks have to show that they are alive. All exchanges fail
 almost at once, because a failing rank closes its connections."""
+
+_FAILED = "failed"
+"""Key for the number of a rank that has failed, and why."""
 
 _resident: Group | None = None
 """The process group of this process; it is kept from step to step while its members stay."""
@@ -38,7 +40,8 @@ _store: dist.Store | None = None
 def meet(files: GangFiles, seat: RankAssignment, host: str, timeout_s: float) -> Iterator[Ranks]:
     """The `meet` of a TrainerBackend."""
     if seat.is_alone:
-        _leave()
+        if _resident is not None:
+            _leave()
         yield SingleRank()
         return
     meeting = _Meeting(files, seat, host, timeout_s)
@@ -90,7 +93,7 @@ class _Meeting:
     def report_failure(self, error: BaseException) -> None:
         """Tell the other ranks, unless it is the store that failed."""
         try:
-            self._put(f"failed/{self._seat.rank}", f"{type(error).__name__}: {error}")
+            self._put(_FAILED, f"{self._seat.rank} {type(error).__name__}: {error}")
         except GangError:
             return
 
@@ -131,20 +134,9 @@ class _Meeting:
             )
 
     def _make_group(self, group: str) -> None:
-        gloo: Any = dist.ProcessGroupGloo  # its options are in no type stub
-        options = gloo._Options()
-        # by default gloo listens on the address to which the host's name resolves
-        options._devices = [gloo.create_device(hostname=self._host)]
-        options._timeout = timedelta(seconds=self._timeout_s)
+        store, seat = dist.PrefixStore(group, self._opened), self._seat
         try:
-            dist.init_process_group(
-                "gloo",
-                store=dist.PrefixStore(group, self._opened),
-                rank=self._seat.rank,
-                world_size=len(self._seat.workers),
-                timeout=options._timeout,
-                pg_options=options,
-            )
+            make_group(store, seat.rank, len(seat.workers), self._host, self._timeout_s)
         except RuntimeError as error:
             raise ExchangeError(f"no process group: {error}") from error
 
@@ -156,9 +148,10 @@ class _Meeting:
         with self._blaming_rank_0():
             return str(self._opened.get(key), "utf-8")
 
-    def _has(self, key: str) -> bool:
+    def _has(self, *keys: str) -> bool:
+        """Whether the store has all of these."""
         with self._blaming_rank_0():
-            return bool(self._opened.check([key]))
+            return bool(self._opened.check(list(keys)))
 
     @property
     def _opened(self) -> dist.Store:
@@ -175,16 +168,17 @@ class _Meeting:
             raise self._seat.blame([0], f"is gone: {' '.join(str(error).split())[:200]}") from error
 
     def _await(self, key: str, ranks: list[int], what: str) -> None:
-        """Wait until each of these ranks has put its key; raises GangError if another rank has failed."""
+        """Wait until each of these ranks has put its key; raises GangError if a rank has failed. Asks the
+        store once or twice at a time, however many ranks there are."""
 
         def missing() -> list[int]:
             return [rank for rank in ranks if not self._has(f"{key}/{rank}")]
 
         def look() -> bool | None:
-            for rank in self._seat.others:
-                if self._has(f"failed/{rank}"):
-                    raise self._seat.blame([rank], f"failed: {self._get(f'failed/{rank}')}")
-            return not missing() or None
+            if self._has(_FAILED):
+                rank, _, why = self._get(_FAILED).partition(" ")
+                raise self._seat.blame([int(rank)], f"failed: {why}")
+            return self._has(*(f"{key}/{rank}" for rank in ranks)) or None
 
         wait_for(self._files, self._seat, look, missing, what, self._timeout_s)
 

@@ -1,34 +1,53 @@
-"""The trainer: a batch in, the next policy version out. Knows no runs, stages or engines."""
+"""The trainer: a batch in, the next policy version out. Knows no runs, stages or engines, and of a model only
+what any of several ranks may do with it."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections import defaultdict
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
 import torch
 
 from sf_core.config import TrainConfig
-from sf_core.models.sampling import sampling_logprobs
-from sf_core.training.losses import LOSSES, divergence, entropy
-from sf_core.training.packing import Microbatch, Row, deal, pack, read_rows, split_groups
-from sf_core.training.torch.network import Network
+from sf_core.config.run_config import DtypeName
+from sf_core.recipes.losses import PolicyLoss, Tokens
+from sf_core.training.background import Background
+from sf_core.training.packing import Microbatch, Row, read_rows, share, split_groups
+from sf_core.training.torch.critic import PolicyAndCritic, explained_variance, teach_values
+from sf_core.training.torch.publisher import Publisher
 from sf_core.training.torch.ranks import Ranks, SingleRank
-from storage.checkpoints import load_checkpoint, save_checkpoint
+from sf_core.training.torch.step_metrics import (
+    MEANS,
+    batch_metrics,
+    divergence,
+    summaries,
+    token_metrics,
+)
+from sf_core.training.torch.teaching import References, fitted, prepared, scores_of, weighed
+from sf_core.training.torch.trained_model import AdamSettings, TrainedModel
 from storage.files import FileRef
-from storage.trajectories import first_rows
-from storage.weights import save_weights
+from storage.tensors.checkpoints import MASTER, PARTS, Progress, load_checkpoint, save_shard
+
+
+def _no_reference(version: int) -> AbstractContextManager[TrainedModel]:
+    raise ValueError(f"a trainer that was given no references needs version {version}")
+
+
+PerToken = dict[str, list[torch.Tensor]]
+"""Metrics of every trained token, from each microbatch."""
 
 
 class Trainer:
-    """Trains a policy that starts at version 0 with the weights of a Hugging Face folder.
+    """Trains a model that starts at version 0.
 
     Each of several ranks computes on its share of every optimiser step's rows; all of them must call `step`
-    with the same batch and the same settings, and hold the same weights after it.
+    with the same batch and the same settings.
     """
 
     config: TrainConfig
@@ -36,25 +55,28 @@ class Trainer:
 
     def __init__(
         self,
-        model_dir: str,
+        make_model: Callable[[Ranks], TrainedModel],
         config: TrainConfig,
         *,
         seed: int,
         ranks: Ranks | None = None,
-        device: str = "cpu",
+        dtype: DtypeName = "float32",
+        references: References = _no_reference,
+        make_critic: Callable[[Ranks], TrainedModel] | None = None,
     ) -> None:
+        """`dtype`: that of published weights. `references`: the policies that a penalty on divergence is
+        measured by."""
         self.version = 0
+        self._references = references
         self.config, self._seed = config, seed
         self._ranks: Ranks = ranks or SingleRank()
-        self.network = Network(model_dir, device)
-        self._model = self.network.model
-        self.device = self._model.device.type
-        # learning rate, betas and weight decay are set in every step
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), fused=True)
+        self.model = make_model(self._ranks)
+        self._critic = None if make_critic is None else make_critic(self._ranks)
+        self.held = PolicyAndCritic(self.model, self._critic)
+        self._publisher, self._background = Publisher(dtype), Background()
+        self._dtype = getattr(torch, dtype)
+        self.device = self.model.device.type
         self._optimizer_steps = self._steps_before = 0
-        for parameter in self._model.parameters():
-            # a step in which no row has an advantage must have gradient zero, not None
-            parameter.grad = torch.zeros_like(parameter)
 
     def step(self, batch: pa.Table) -> dict[str, float]:
         """Train on a batch of storage.batches; returns the metrics of the step, the same on every rank.
@@ -63,50 +85,69 @@ class Trainer:
         the trainer must not be used after that."""
         started, cpu_started = time.perf_counter(), time.process_time()
         self._steps_before = self._optimizer_steps
-        rows = read_rows(batch)
+        rows, policy_loss = self._taught(batch)
         random = np.random.default_rng((self._seed, self.version))
-        per_token: dict[str, list[torch.Tensor]] = defaultdict(list)
-        grad_norms = []
-        for part in split_groups(rows, self.config.minibatches, random):
-            grad_norms.append(self._optimise(part, per_token))
-        if not all(bool(p.isfinite().all()) for p in self._model.parameters()):
+        per_token: PerToken = defaultdict(list)
+        grad_norms = [
+            self._optimise(part, policy_loss, per_token)
+            for part in split_groups(rows, self.config.minibatches, random)
+        ]
+        own = summaries({name: torch.cat(per_token[name]) for name in MEANS if per_token[name]})
+        cpu_seconds = time.process_time() - cpu_started
+        of_ranks = self._ranks.gather((own, cpu_seconds, self.held.is_finite()))
+        if not all(is_finite for _, _, is_finite in of_ranks):
             raise self._divergence("a weight")
-        own = _summaries({name: torch.cat(per_token[name]) for name in MEANS if per_token[name]})
-        of_ranks = self._ranks.gather((own, time.process_time() - cpu_started))
         self.version += 1
         return {
-            **_token_metrics([summaries for summaries, _ in of_ranks]),
-            **_batch_metrics(batch, rows),
+            **token_metrics([own for own, _, _ in of_ranks]),
+            **batch_metrics(batch, rows),
+            **({} if self._critic is None else {"explained_variance": explained_variance(rows)}),
             "grad_norm": float(np.mean(grad_norms)),
-            "learning_rate": self._optimizer.param_groups[0]["lr"],
+            "learning_rate": self._learning_rate,
             "seconds": time.perf_counter() - started,
-            "cpu_seconds": sum(cpu_seconds for _, cpu_seconds in of_ranks),
+            "cpu_seconds": sum(cpu_seconds for _, cpu_seconds, _ in of_ranks),
         }
 
-    def _optimise(self, rows: list[Row], per_token: dict[str, list[torch.Tensor]]) -> float:
+    def _taught(self, batch: pa.Table) -> tuple[list[Row], PolicyLoss]:
+        """The rows of a batch with what they teach, and the policy's part of their loss."""
+        rows, config = read_rows(batch), self.config
+        if not config.needs | config.loss.needs:
+            return rows, config.loss.policy
+        scores = scores_of(
+            rows, config, self.model, self._ranks, self.version, self._references, self._critic
+        )
+        taught = prepared(rows, batch, scores, config, self.version)
+        return taught, fitted(taught, scores, config.loss)
+
+    def _optimise(self, rows: list[Row], policy_loss: PolicyLoss, per_token: PerToken) -> float:
         """One optimiser step on these rows; appends the metrics of every token, returns the gradient norm."""
         config = self.config
-        total = sum(row.weight * int(row.loss_mask.sum()) for row in rows)
-        teaching = [row for row in rows if row.advantages.any()]
-        for microbatch in pack(self._share(teaching), config.tokens_per_microbatch):
-            loss, metrics = self._loss(microbatch)
-            (loss.sum() / total).backward()
-            for name, values in metrics.items():
-                per_token[name].append(values)
-        self._measure(self._share([row for row in rows if not row.advantages.any()]), per_token)
-        self._ranks.add_up(p.grad for p in self._model.parameters() if p.grad is not None)
-        grad_norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), config.max_grad_norm)
-        if not grad_norm.isfinite():
-            raise self._divergence("the gradient")
+        weighted, total = weighed(rows, config.loss)
+        noted = per_token if self.model.measures else defaultdict(list)
+        loss = partial(self._loss, total, policy_loss, noted)
+        teaches = [config.loss.teaches_all or bool(row.advantages.any()) for row in weighted]
+        teaching = [row for row, does in zip(weighted, teaches, strict=True) if does]
+        self.model.forward_backward(self._share(teaching), loss)
+        # the others need no backward pass: a third of the work
+        others = [row for row, does in zip(weighted, teaches, strict=True) if not does]
+        self.model.forward(self._share(others), loss)
         self._optimizer_steps += 1
-        progress = min(1.0, self._optimizer_steps / (config.warmup_steps + 1))
-        for group in self._optimizer.param_groups:
-            # all of them, because a loaded checkpoint brings its own
-            group["lr"] = config.learning_rate * progress
-            group["betas"], group["weight_decay"] = config.betas, config.weight_decay
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=False)
-        return float(grad_norm)
+        adam = AdamSettings(self._learning_rate, config.betas, config.weight_decay, config.max_grad_norm)
+        grad_norm = self.model.update(adam)
+        if not np.isfinite(grad_norm):
+            raise self._divergence("the gradient")
+        if self._critic is not None and config.critic is not None:
+            adam = replace(adam, learning_rate=config.critic.learning_rate)
+            norm, losses = teach_values(self._critic, config.critic, self._share(rows), rows, adam)
+            per_token["value_loss"] += losses
+            if not np.isfinite(norm):
+                raise self._divergence("the critic's gradient")
+        return grad_norm
+
+    @property
+    def _learning_rate(self) -> float:
+        """That of the last optimiser step."""
+        return self.config.learning_rate * min(1.0, self._optimizer_steps / (self.config.warmup_steps + 1))
 
     def _divergence(self, what: str) -> ValueError:
         return ValueError(
@@ -114,125 +155,92 @@ class Trainer:
             f"version {self.version} with a lower train.learning_rate, now {self.config.learning_rate:g}"
         )
 
-    def _share(self, rows: list[Row]) -> list[Row]:
+    def _share(self, rows: list[Row]) -> list[Microbatch]:
         """This rank's part of the rows."""
-        return deal(rows, self._ranks.size)[self._ranks.rank]
+        return share(rows, self.model.share, self.model.num_shares, self.config.tokens_per_microbatch)
 
-    @torch.no_grad()
-    def _measure(self, rows: list[Row], per_token: dict[str, list[torch.Tensor]]) -> None:
-        """Add the metrics of rows without advantages, which need no backward pass: a third of the work."""
-        for microbatch in pack(rows, self.config.tokens_per_microbatch):
-            for name, values in self._loss(microbatch)[1].items():
-                per_token[name].append(values)
-
-    def _loss(self, microbatch: Microbatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        microbatch = microbatch.to(self._model.device)
-        logits = self.network.logits(microbatch)
-        drawn = microbatch.sampling
-        logprobs = sampling_logprobs(
-            logits, microbatch.targets, drawn["temperature"], drawn["top_p"], drawn["top_k"]
+    def _loss(
+        self,
+        total: float,
+        policy_loss: PolicyLoss,
+        per_token: PerToken,
+        microbatch: Microbatch,
+        logprobs: torch.Tensor,
+        entropies: torch.Tensor,
+    ) -> torch.Tensor:
+        """The microbatch's part of the loss, which is a sum over tokens divided by `total`."""
+        settings, old = self.config.loss, microbatch.logprobs
+        tokens = Tokens(
+            logprobs, microbatch.old, microbatch.advantages, microbatch.row, len(microbatch.numbers)
         )
-        old, advantages = microbatch.logprobs, microbatch.advantages
-        loss = microbatch.weights * LOSSES[self.config.loss](logprobs, old, advantages, self.config)
-        metrics = divergence(logprobs, old, advantages, self.config)
-        metrics["loss"] = loss.detach()
-        metrics["entropy"] = entropy(logits.detach(), logits.new_tensor(drawn["temperature"]))
+        losses = policy_loss(tokens)
+        if settings.correction is not None:
+            losses = losses * microbatch.correction
+        if settings.kl is not None and settings.kl.place == "loss":
+            losses = losses + settings.kl.coefficient * settings.kl(logprobs, microbatch.reference)
+        if settings.entropy:
+            losses = losses - settings.entropy * entropies
+        loss = microbatch.weights * losses
+        metrics = divergence(tokens, policy_loss, old, microbatch.reference)
+        metrics |= {"loss": loss.detach(), "entropy": entropies.detach()}
         lag = self.version - microbatch.policy_versions
         metrics["lag"] = lag.float()
         # with different weights the difference would not be the engine's
         same_weights = (lag == 0) & (self._optimizer_steps == self._steps_before)
         metrics["engine_difference"] = (logprobs.detach() - old).abs()[same_weights]
-        return loss, metrics
+        for name, values in metrics.items():
+            per_token[name].append(values)
+        return loss.sum() / total
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Copies of what transformers would save, under the names it would save them."""
-        return self.network.weights()
+        """Copies of what transformers would save, under the names it would save it, in the published dtype;
+        on rank 0 only."""
+        dtype = self._dtype
+        return {
+            name: tensor.to(
+                "cpu", dtype if tensor.is_floating_point() else tensor.dtype, copy=True
+            ).contiguous()
+            for name, tensor in self._whole().items()
+        }
 
-    def save_weights(self, folder: str) -> FileRef | None:
+    def save_weights(self, folder: str, before: str) -> list[FileRef]:
         """Store the weights as those of the trainer's version; only rank 0 writes."""
-        return None if self._ranks.rank else save_weights(folder, self.weights(), self.version)
+        weights = self._whole()
+        return self._publisher.save(folder, weights, self.version, before) if weights else []
+
+    def _whole(self) -> dict[str, torch.Tensor]:
+        """What transformers would save, on rank 0. May share memory with the model."""
+        masters = self.model.slices([MASTER]).items()
+        slices = {name.removeprefix(f"{MASTER}/"): one for name, one in masters}
+        weights = self._ranks.collect(slices, self._dtype)
+        return {} if self._ranks.rank else self.model.as_stored(weights)
 
     def save_checkpoint(self, folder: str) -> None:
-        """Store everything needed to continue bit for bit as if never stopped; only rank 0 writes."""
-        if self._ranks.rank:
-            return
-        state = {"version": self.version, "optimizer_steps": self._optimizer_steps}
-        save_checkpoint(folder, self._model.state_dict(), self._optimizer.state_dict(), state)
+        """Begin to store everything needed to continue bit for bit as if never stopped, each rank a part of
+        every tensor. It goes on in the background; `await_checkpoint` returns when it is done."""
+        self.await_checkpoint()
+        rank, size = self._ranks.rank, self._ranks.size
+        # what ranks of an earlier try may still be writing must not come after what these write
+        self._ranks.gather(None)
+        held = self.held.slices(PARTS).items()
+        slices = {name: (place, tensor.to("cpu", copy=True)) for name, (place, tensor) in held}
+        progress = Progress(version=self.version, optimizer_steps=self._optimizer_steps)
+        patience_s = self.config.gang_timeout_s
+        self._background.begin(partial(save_shard, folder, slices, rank, size, progress, patience_s))
+
+    def await_checkpoint(self) -> None:
+        """Return when no checkpoint is being stored; raises the error of the one that was."""
+        self._background.wait()
 
     def load_checkpoint(self, folder: str) -> None:
-        """Raises ValueError if the folder holds no complete checkpoint."""
-        checkpoint = load_checkpoint(folder)
-        self._model.load_state_dict(checkpoint.model)
-        self._optimizer.load_state_dict(checkpoint.optimizer)
-        self.version = checkpoint.state["version"]
-        self._optimizer_steps = checkpoint.state["optimizer_steps"]
-
-
-MEANS = {
-    "loss": "loss",
-    "entropy": "entropy",
-    "kl": "kl",
-    "clipped": "clip_fraction",
-    "ratio": "ratio_mean",
-    "logprob_difference": "logprob_difference_mean",
-    "engine_difference": "engine_difference_mean",
-    "lag": "lag_mean",
-}
-MAXIMA = {
-    "ratio": "ratio_max",
-    "logprob_difference": "logprob_difference_max",
-    "engine_difference": "engine_difference_max",
-    "lag": "lag_max",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class _Summary:
-    """Summary of one metric over the tokens of one rank."""
-
-    count: int
-    mean: float
-    maximum: float
-
-
-def _summaries(per_token: dict[str, torch.Tensor]) -> dict[str, _Summary]:
-    return {
-        name: _Summary(values.numel(), float(values.mean()), float(values.max()))
-        for name, values in per_token.items()
-        if values.numel()
-    }
-
-
-def _token_metrics(of_ranks: list[dict[str, _Summary]]) -> dict[str, float]:
-    """Means over the trained tokens of all ranks, and maxima where these matter; NaN over none."""
-    parts = {name: [own[name] for own in of_ranks if name in own] for name in MEANS}
-    means = {label: _mean(parts[name]) for name, label in MEANS.items()}
-    maxima = {
-        label: max((part.maximum for part in parts[name]), default=math.nan) for name, label in MAXIMA.items()
-    }
-    return means | maxima
-
-
-def _mean(parts: list[_Summary]) -> float:
-    if len(parts) == 1:
-        return parts[0].mean
-    tokens = sum(part.count for part in parts)
-    return sum(part.mean * part.count for part in parts) / tokens if tokens else math.nan
-
-
-def _batch_metrics(batch: pa.Table, rows: list[Row]) -> dict[str, float]:
-    """Metrics of a batch; rewards and advantages count once per session, whatever its branches."""
-    sampled = np.array([row.loss_mask.sum() for row in rows])
-    rewards: Any = batch["reward"].to_numpy()[first_rows(batch["session_id"])]
-    sessions, taught = ({r.session for r in some} for some in (rows, [r for r in rows if r.advantages.any()]))
-    return {
-        "reward_mean": float(rewards.mean()),
-        "reward_std": float(rewards.std()),
-        "length_mean": float(np.mean([row.token_ids.size for row in rows])),
-        "length_max": float(max(row.token_ids.size for row in rows)),
-        "sampled_mean": float(sampled.mean()),
-        "sampled_max": float(sampled.max()),
-        "tokens": float(sampled.sum()),
-        "rows": float(len(rows)),
-        "zero_advantage_share": len(sessions - taught) / len(sessions),
-    }
+        """Go on from a checkpoint, which every rank reads. Raises ValueError on all of them, and changes
+        nothing, if one of them finds none that is complete."""
+        try:
+            tensors, progress = load_checkpoint(folder, self.held.places)
+            fault = ""
+        except ValueError as error:
+            fault = str(error)
+        if faults := [found for found in self._ranks.gather(fault) if found]:
+            raise ValueError(faults[0])
+        self.held.load(tensors, progress.optimizer_steps)
+        self.version, self._optimizer_steps = progress.version, progress.optimizer_steps

@@ -14,7 +14,7 @@ from sf_core.agents.reports import MAX_ERROR, Reports, _parts
 from sf_core.dataplane.control.app import make_app
 from sf_core.dataplane.options import DataplaneOptions
 from tests.sf_core.dataplane.conftest import model_dir  # noqa: F401
-from tests.sf_core.dataplane.runs.test_replay import SPEC
+from tests.sf_core.dataplane.specs import SPEC
 
 
 class Stand:

@@ -15,10 +15,12 @@ import pytest
 from openai import AsyncOpenAI
 
 from sf_core.agents import runner as runner_module
-from sf_core.agents.runner import AgentRunner, _as_reward, _sentence
+from sf_core.agents.phases import as_reward
+from sf_core.agents.runner import AgentRunner, _sentence
+from sf_core.config import RolloutConfig
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.runs import run as run_module
-from sf_core.types import Endpoint, Task
+from sf_core.types import Endpoint, Scored, Task
 from storage.trajectories import read_trajectories, to_rows
 from tests.e2e.echo_package import agent
 from tests.proxies import SilentProxy
@@ -27,14 +29,26 @@ from tests.sf_core.dataplane.stand import Server, attended, running_app, running
 
 
 def test_the_parts_of_a_reward_add_up_to_it() -> None:
-    assert _as_reward({"correct": 1, "short": 0.25}) == (1.25, {"correct": 1.0, "short": 0.25})
-    assert _as_reward(True) == (1.0, {})
+    parts = {"correct": 1.0, "short": 0.25}
+    assert as_reward(parts) == {"reward": 1.25, "reward_parts": parts, "step_rewards": {}}
+    assert as_reward(True) == {"reward": 1.0, "reward_parts": {}, "step_rewards": {}}
 
 
-@pytest.mark.parametrize("value", [float("nan"), {"a": 1.0, "b": float("inf")}])
+def test_rewards_of_single_answers_are_no_part_of_the_reward() -> None:
+    scored = Scored({"correct": 1.0}, {"chatcmpl-a": 2})
+    assert as_reward(scored) == {
+        "reward": 1.0,
+        "reward_parts": {"correct": 1.0},
+        "step_rewards": {"chatcmpl-a": 2.0},
+    }
+
+
+@pytest.mark.parametrize(
+    "value", [float("nan"), {"a": 1.0, "b": float("inf")}, Scored(1.0, {"a": float("nan")})]
+)
 def test_a_reward_that_is_no_finite_number_fails_its_session(value: object) -> None:
     with pytest.raises(ValueError, match="must be a finite number"):
-        _as_reward(value)
+        as_reward(value)
 
 
 class _DumbError(Exception):
@@ -61,10 +75,12 @@ def make_runner(url: str, **changes: Any) -> AgentRunner:
         "tasks": lambda split, index: Task(f"t{index}", "e", "6 * 7?", "42"),
         "agent": agent,
         "reward": lambda task, answer: float(answer == task.answer),
-        "concurrency": 2,
         "seed": 0,
     }
-    return AgentRunner(url=url, **usual | changes)
+    names = usual.keys() | {"runner_id", "patience_s", "work", "prepare"}
+    rules = {name: value for name, value in changes.items() if name not in names}
+    given = {name: value for name, value in changes.items() if name in names}
+    return AgentRunner(url=url, rules=RolloutConfig(**{"concurrency": 2} | rules), **usual | given)
 
 
 def test_a_runner_gives_its_worker_back_when_the_data_plane_is_gone() -> None:

@@ -55,6 +55,14 @@ def sf_plan(*arguments: str) -> tuple[int, dict[str, str]]:
             },
         ),
         (
+            {"r0": R0, "t0": BOTH},
+            {"rollout": {"groups_per_batch": 4, "outside_groups": 3}},
+            {
+                "outside": "3 of 4 groups of each batch are those of agents that declare them "
+                "(POST /runs/RUN/groups)",
+            },
+        ),
+        (
             {"r0": R0, "t0": {"tags": ["train"]}},
             {"pipeline": "disaggregated"},
             {
@@ -97,7 +105,7 @@ def sf_plan(*arguments: str) -> tuple[int, dict[str, str]]:
             },
         ),
     ],
-    ids=["colocated", "disaggregated", "async", "multiplexed", "by-tags"],
+    ids=["colocated", "outside", "disaggregated", "async", "multiplexed", "by-tags"],
 )
 def test_every_pipeline_is_put_into_words(
     write: Any, devices: dict[str, Any], settings: dict[str, Any], said: dict[str, str]

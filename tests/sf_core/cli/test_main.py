@@ -22,10 +22,11 @@ def sf(*arguments: str) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("setting", "sentence"),
     [
-        ("rollout.group_size=0", "rollout.group_size: input should be greater than or equal to 2, got 0"),
+        ("rollout.group_size=0", "rollout.group_size: input should be greater than or equal to 1, got 0"),
         ("trian.iterations=3", "trian: unknown key; allowed here: run_id, seed, pipeline, policy"),
-        ("environment.agent=nowhere:agent", "nowhere:agent: cannot import nowhere"),
-        ("environment.reward=json:score", "json:score: module json has no score"),
+        ("environment.agent=nowhere:agent", "environment.agent: nowhere:agent: cannot import nowhere"),
+        ("environment.agent={command: [nobody]}", "environment.agent: there is no program 'nobody' on this"),
+        ("environment.reward=json:score", "environment.reward: json:score: module json has no score"),
         ("policy.model=/nowhere", "policy.model: /nowhere is not a Hugging Face model folder"),
     ],
 )
@@ -37,6 +38,14 @@ def test_a_run_that_cannot_work_is_refused_before_anything_starts(
     code, output = sf("train", str(config), "--set", setting)
     assert (code, sentence in output) == (2, True), output
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_program_need_not_be_here_if_workers_are_elsewhere() -> None:
+    agent = "environment.agent={command: [nobody]}"
+    for elsewhere in ((), ("--set", "cluster.scheduler=tcp://192.0.2.1:8786")):
+        devices = ("--rollout", "1", "--dual", "1")
+        code, output = sf("simulate", "configs/emulated.yaml", *devices, "--set", agent, *elsewhere)
+        assert (code == 0) == bool(elsewhere), output
 
 
 def test_a_missing_configuration_is_named(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -6,9 +7,10 @@ import pytest
 from pydantic import ValidationError
 
 from sf_core.config import RunConfig
-from sf_core.config.base import Settings
+from sf_core.config.programs import Command
 from sf_core.config.validation import ConfigError, validate_config
-from sf_core.config.yaml_file import differences, load_config, merge_sections
+from sf_core.config.yaml_file import differences, differing, load_config, merge_sections
+from sf_core.settings import Settings
 
 
 @pytest.fixture
@@ -33,21 +35,63 @@ def test_a_resolved_configuration_reads_back_equal(config_file: Path) -> None:
     [
         ("rollout.gruop_size=4", "rollout.gruop_size: unknown key; allowed here: group_size, "),
         ("colour=red", "colour: unknown key; allowed here: run_id, seed, pipeline, policy"),
-        ("rollout.group_size=1", "rollout.group_size: input should be greater than or equal to 2, got 1"),
+        ("rollout.group_size=0", "rollout.group_size: input should be greater than or equal to 1, got 0"),
         ("train.learning_rate=fast", "train.learning_rate: input should be a valid number"),
         ("train.max_grad_norm=.inf", "train.max_grad_norm: input should be a finite number, got inf"),
         ("train.betas=[.nan, 0.9]", "train.betas.0: input should be a finite number, got nan"),
-        ("engine.kind=vlm", "engine.kind: input should be 'torch', 'scripted' or 'emulated', got 'vlm'"),
+        (
+            "engine.kind=vlm",
+            "engine.kind: input should be 'torch', 'vllm', 'scripted' or 'emulated', got 'vlm'",
+        ),
         ("environment.agent=agent", "environment.agent: expected package.module:name, got 'agent'"),
+        ("environment.agent=[1]", "environment.agent: input should be a valid string, got [1]"),
+        ("environment.agent={command: []}", "environment.agent.command: tuple should have at least 1 item"),
+        (
+            "environment.agent.command=claude -p",
+            "environment.agent.command: expected a list of words such as [claude, -p], got 'claude -p'",
+        ),
+        (
+            "environment.agent={command: [a], anser: folder}",
+            "environment.agent.anser: unknown key; allowed here: command, answer, timeout_s, variables",
+        ),
+        ("environment.agent.answer=file", "environment.agent.answer: expected output, folder or file:NAME"),
+        ("environment.agent.answer=file:../a", "expected a file in the command's folder, got 'file:../a'"),
+        ("environment.agent.answer=file:/a", "expected a file in the command's folder, got 'file:/a'"),
+        ("environment.agent.variables={a-b: x}", "'a-b' is no name of a variable: use letters, digits and"),
         ("run_id=../etc", "run_id: expected at most 100 letters, digits, `.`, `_` and `-`, "),
         ("run_id=größe", "the first a letter or digit, got 'größe'"),
         (
             "rollout.max_tokens=9999",
             "rollout.max_tokens (9999) must be less than engine.context_length (512)",
         ),
-        ("train.backend=fsdp", "train.backend: input should be 'torch' or 'emulated', got 'fsdp'"),
-        ("train.loss=gspo", "train.loss: input should be 'ppo_clip', got 'gspo'"),
+        ("train.backend=fsdp", "train.backend: input should be 'torch', 'megatron' or 'emulated', got"),
+        (
+            "train.pipeline_parallel=2",
+            "train.tensor_parallel (1) times train.pipeline_parallel (2) needs train.backend megatron; other",
+        ),
+        (
+            "train.loss.policy=gspo",
+            "train.loss.policy.kind: expected one of plain, cispo, m2po, sequence_clip, custom, clip, got",
+        ),
+        (
+            "train.loss.policy={kind: cispo, cap: 3}",
+            "train.loss.policy.cap: unknown key; allowed here: kind, high",
+        ),
+        ("train.loss.policy.low=7", "train.loss.policy.low: input should be less than or equal to 1, got 7"),
+        (
+            "train.weights=[fresh, {kind: surprising, share: 2}]",
+            "train.weights.1.share: input should be less",
+        ),
+        ("train.weights=[{kind: fesh}]", "train.weights.0.kind: expected one of overlong, unparsed, fresh, "),
+        ("train.advantage=[1]", "train.advantage: "),
+        ("train.loss.mean_over=constant", "train.loss: mean_over constant and session_tokens go together"),
         ("train.minibatches=64", "train.minibatches (64) must not exceed rollout.groups_per_batch (32)"),
+        ("engine.vllm.url=localhost:8000", "engine.vllm.url: expected http://HOST:PORT without a user or"),
+        ("engine.vllm.url=http://me:word@host", "a key goes into SF_VLLM_KEY"),
+        (
+            "engine.vllm.sleep_level=3",
+            "engine.vllm.sleep_level: input should be less than or equal to 2, got 3",
+        ),
         ("engine.kind=scripted", "engine.script is required with engine.kind: scripted"),
         (
             "cluster.workers.r0.tag=x",
@@ -70,6 +114,38 @@ def test_a_wrong_setting_is_named_with_its_path_and_what_is_allowed(
         load_config(config_file, [override])
     assert sentence in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_an_agent_is_a_function_or_a_command(config_file: Path) -> None:
+    assert load_config(config_file, ["environment.agent=a.b:c"]).environment.agent == "a.b:c"
+    command = ["environment.agent.command=[claude, -p]", "environment.agent.answer=file:out/a.txt"]
+    config = load_config(config_file, command)
+    agent = Command(command=("claude", "-p"), answer="file:out/a.txt")
+    assert config.environment.agent == agent
+    assert RunConfig.model_validate_json(config.model_dump_json()) == config
+    changed = {"environment": {"agent": {"command": ["codex"]}}}
+    base = config.model_dump(mode="json", include={"environment"})
+    assert merge_sections(base, changed)["environment"]["agent"]["answer"] == "file:out/a.txt"
+    default = RunConfig().environment
+    assert list(differing(default, config.environment)) == [("agent", default.agent, agent)]
+
+
+@pytest.mark.parametrize(
+    ("workers", "min_workers", "refused"),
+    [(6, None, "workers"), (8, 6, "min_workers"), (8, 4, None), (4, None, None)],
+)
+def test_gangs_are_multiples_of_the_ranks_that_hold_a_policy_together(
+    workers: int, min_workers: int | None, refused: str | None
+) -> None:
+    train = {"workers": workers, "min_workers": min_workers, "backend": "megatron"}
+    config = {"train": train | {"tensor_parallel": 2, "pipeline_parallel": 2}}
+    if refused is None:
+        RunConfig.model_validate(config)
+        return
+    with pytest.raises(ValidationError) as error:
+        RunConfig.model_validate(config)
+    of = "must be a multiple of train.tensor_parallel (2) times train.pipeline_parallel (2)"
+    assert f"train.{refused} (6) {of}" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +180,7 @@ FLOATS = [
     (section, name)
     for section in Settings.__subclasses__()
     for name, field in section.model_fields.items()
-    if "float" in str(field.annotation)
+    if re.search(r"\bfloat\b", str(field.annotation))
 ]
 
 
@@ -148,7 +224,8 @@ def test_every_setting_is_described_for_the_form() -> None:
         f"{section['title']}.{name}"
         for section in sections
         for name, field in section["properties"].items()
-        if "description" not in field and "$ref" not in field
+        # a kind is described as a whole
+        if "description" not in field and "$ref" not in field and name != "kind"
     ]
     assert undescribed == []
 

@@ -13,5 +13,5 @@ def test_every_setting_is_there_with_what_it_means() -> None:
     schema = RunConfig.model_json_schema()
     for part in (schema, *schema["$defs"].values()):
         for name, field in part["properties"].items():
-            assert f"{name}:" in page
+            assert f"{name}:" in page, name
             assert " ".join(field.get("description", "").split()) in page

@@ -17,7 +17,7 @@ from sf_core.dataplane.routing.generation import CacheHint, Generation
 from sf_core.dataplane.routing.router import Router
 from sf_core.dataplane.routing.wait_queue import Limits
 from sf_core.engines import wire
-from sf_core.engines.client import _EngineClient, _Nobody
+from sf_core.engines.client import EngineClient
 from sf_core.engines.protocol import Engine
 from sf_core.engines.scripted import ScriptedEngine, scripted_logprob
 from sf_core.types import GenerationRequest, Sampling, WeightsRef
@@ -26,12 +26,11 @@ LIMITS = Limits(max_waiting=1000, patience_s=1000.0, engine_silence_s=1000.0)
 
 STOP = 1
 
-MakeEngine = Callable[[int], Engine]
-"""Function from a policy version to an engine with its weights."""
+MakeEngine = Callable[[], Engine]
 
 
 def scripted(script: Callable[[list[int], int], list[int]]) -> MakeEngine:
-    return lambda version: ScriptedEngine(script, version=version)
+    return lambda: ScriptedEngine(script)
 
 
 class ClusterEngine:
@@ -41,58 +40,51 @@ class ClusterEngine:
         self.router = router
         self.inbox: list[bytes] = []
         self.asked: list[GenerationRequest] = []
-        self.told: list[tuple[str, Any]] = []
-        """Kinds and values of all other frames from the router."""
+        self.told: list[wire.ToEngine] = []
+        """All other frames from the router."""
         self.num_sampled = 0
         """Number of tokens that it has reported."""
-        self.engine: Engine | None = None
-        self._make = make
-        self._client = _EngineClient("", None, {}, lambda weights: make(weights.version), _Nobody())
+        self.engine = make()
+        hello = wire.Hello("run", 1, name, 0, name, name, max_running)
+        self._client = EngineClient("", None, hello, self.engine)
         self.link = EngineConnection(name, name, name, 1, max_running, self._deliver)
         router.add(self.link)
 
     def _deliver(self, frame: bytes) -> None:
-        kind, value = wire.unpack(frame)
-        if kind == "submit":
-            self.asked += wire.unpack_requests(value)
+        told = wire.read_from_data_plane(frame)
+        if isinstance(told, wire.Submit):
+            self.asked += told.whole_requests()
         else:
-            self.told.append((kind, value))
+            self.told.append(told)
         self.inbox.append(frame)
 
     @property
     def is_gone(self) -> bool:
         return self.link.gone.is_set()
 
+    def abort(self, request_ids: list[str]) -> None:
+        """Give requests back that the engine cannot go on with."""
+        self._client.handle(wire.Abort(request_ids), self)
+
     def act(self) -> None:
         """Handle the frames received, then take one step."""
         while self.inbox and not self.is_gone:
-            self._handle(*wire.unpack(self.inbox.pop(0)))
-        if self.engine is not None and not self.is_gone and not self._client._paused:
-            self.send(wire.pack_chunks(self.engine.step()))
-
-    def _handle(self, kind: str, value: Any) -> None:
-        if kind == "welcome":
-            self._client._paused = value["paused"]
-            self.engine = self._client._use(WeightsRef(value["version"], value["uri"]))
-            self.send(wire.pack("updated", self.engine.version))
-        elif kind == "yield":
-            self.router.lose(self.link)
-        else:
-            assert self.engine is not None
-            self._client._handle(kind, value, self.engine, self)  # type: ignore[arg-type]
+            self._client.handle(wire.read_from_data_plane(self.inbox.pop(0)), self)
+        if not self.is_gone and self._client.has_work:
+            self._client.step(self)
 
     def send(self, frame: bytes) -> None:
         """Deliver a frame of the engine to the router."""
-        kind, value = wire.unpack(frame)
-        match kind:
-            case "chunks":
-                chunks = wire.unpack_chunks(value)
+        match wire.read_from_engine(frame):
+            case wire.Chunks(chunks):
                 self.num_sampled += sum(len(chunk.token_ids) for chunk in chunks)
                 self.router.receive(self.link, chunks)
-            case "updated":
-                self.router.confirm(self.link, value)
-            case "paused":
+            case wire.Updated(version):
+                self.router.confirm(self.link, version)
+            case wire.Paused():
                 self.router.confirm_pause(self.link)
+            case wire.Yielded():
+                self.router.lose(self.link)
 
     def die(self) -> None:
         self.router.lose(self.link)
@@ -101,8 +93,9 @@ class ClusterEngine:
 class Cluster:
     """A router and its engines; must be created in a running event loop."""
 
-    def __init__(self, limits: Limits = LIMITS) -> None:
-        self.router = Router(WeightsRef(0, "w0"), limits)
+    def __init__(self, limits: Limits = LIMITS, weights: str = "w0") -> None:
+        """`weights` is the folder of version 0."""
+        self.router = Router(WeightsRef(0, weights), limits)
         self.engines: list[ClusterEngine] = []
         self.generations: list[Generation] = []
         self._names = itertools.count()
@@ -115,7 +108,8 @@ class Cluster:
     async def serving(self, make: MakeEngine, **options: Any) -> ClusterEngine:
         """Connect an engine and let it start serving."""
         engine = self.connect(make, **options)
-        engine.act()
+        while engine.link.version is None:
+            engine.act()
         await self.dispatched()
         return engine
 

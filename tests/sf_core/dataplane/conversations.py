@@ -21,14 +21,20 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from sf_core.dataplane.chat.messages import Message, assistant_message
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.chat.tool_formats import ToolCall
-from sf_core.dataplane.journal.journal import Record as JournalRecord
-from sf_core.dataplane.journal.journal import frame, unframe
+from sf_core.dataplane.journal.events import encode
 from sf_core.dataplane.routing.generation import Generation
 from sf_core.dataplane.sessions.export import export_session
 from sf_core.dataplane.sessions.session import Prompt, Session, Turn
-from sf_core.dataplane.sessions.session_records import replay
 from sf_core.dataplane.sessions.tree import Node
-from sf_core.dataplane.sessions.turn_records import TurnKey, begun_record, turn_record
+from sf_core.dataplane.sessions.turn_events import (
+    Begun,
+    Ended,
+    NewPrompt,
+    TurnEvent,
+    TurnKey,
+    read_turn_event,
+    replay,
+)
 from sf_core.engines.scripted import scripted_logprob
 from sf_core.types import Chunk, FinishReason, Sampling
 from storage.schema import NOT_SAMPLED, Trajectory
@@ -120,7 +126,7 @@ class Record:
     renderer: Renderer
     session: Session = field(default_factory=lambda: Session("s"))
     turns: list[tuple[list[int], Turn]] = field(default_factory=list)
-    journal: list[JournalRecord] = field(default_factory=list)
+    journal: list[TurnEvent] = field(default_factory=list)
 
     def answer(
         self,
@@ -137,7 +143,8 @@ class Record:
         """One turn as the gateway records it; `end` appends the end-of-turn token."""
         number = self.session.begin_sample(prompt, 0)
         key = TurnKey(self.session.session_id, prompt.index, number)
-        self._note(begun_record(key, 0, b"%d" % len(self.turns), self.session.take_unrecorded()))
+        prompts = [NewPrompt.of(prompt) for prompt in self.session.take_unrecorded()]
+        self._note(Begun(key, 0, b"%d" % len(self.turns), prompts))
         asked = prompt.full_ids().tolist()
         ids = ids + [self.renderer.stop_token_ids[-1]] * end
         version = max(version, prompt.version)
@@ -153,15 +160,15 @@ class Record:
             message["reasoning_content"] = reasoning
         self.session.commit(generation, prompt, number, message, unparsed)
         turn = self.session.turns[-1]
-        self._note(turn_record(key, turn, 0))
+        self._note(Ended.of(key, turn, 0))
         self.turns.append((asked, turn))
         return turn
 
     def replayed(self) -> Session:
         """The session as a restart makes it of its journal."""
         session = Session(self.session.session_id)
-        for record in self.journal:
-            replay(session, record)
+        for event in self.journal:
+            replay(session, event)
         return session
 
     def restart(self) -> None:
@@ -169,8 +176,8 @@ class Record:
         by_place = {(turn.prompt.index, turn.sample): turn for turn in self.session.turns}
         self.turns = [(asked, by_place[turn.prompt.index, turn.sample]) for asked, turn in self.turns]
 
-    def _note(self, record: JournalRecord) -> None:
-        self.journal.append(unframe(frame(record)))
+    def _note(self, event: TurnEvent) -> None:
+        self.journal.append(read_turn_event(encode(event)))
 
     def export(self) -> list[Trajectory]:
         return export_session(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
+import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +18,7 @@ from typing import Any
 import httpx
 import openai
 import uvicorn
+from msgspec.structs import replace
 from openai import OpenAI
 
 from sf_core.dataplane.chat.renderer import Renderer
@@ -23,7 +26,9 @@ from sf_core.dataplane.control.app import make_app
 from sf_core.dataplane.options import DataplaneOptions
 from sf_core.engines.client import HEARTBEAT_S, serve_engine
 from sf_core.engines.scripted import ScriptedEngine
-from sf_core.types import Chunk, GenerationRequest, WeightsRef
+from sf_core.engines.wire import Hello
+from sf_core.types import Chunk, GenerationRequest
+from tests.sf_core.dataplane.specs import SPEC, changed
 
 Script = Callable[[list[int], int], list[int]]
 BUDGET = 300
@@ -74,32 +79,21 @@ class Server:
     engines: dict[str, RecordingEngine] = field(default_factory=dict)
 
     def register(self, **changes: Any) -> dict[str, Any]:
-        spec = {
-            "run_id": "run",
-            "run_dir": str(self.run_dir / "run"),
-            "model_dir": self.model_dir,
-            "served_model": "policy",
-            "seed": 7,
-            "group_size": 2,
-            "groups_per_batch": 2,
-            "gate": "all",
-            "lag_bound": 1,
-            "on_max_lag": "wait",
-            "temperature": 0.9,
-            "top_p": 0.95,
-            "top_k": 5,
-            "max_tokens": 32,
-            "context_length": 2048,
-            "session_attempts": 2,
-            "session_timeout_s": 60.0,
-            "num_batches": 100,
-            "iteration": 0,
-            "version": 0,
-            "weights_uri": "unused",
-            "done_groups": [],
-            "attempt": 1,
-        }
-        return self.post("/runs", spec | changes)
+        spec = changed(
+            SPEC,
+            run_dir=str(self.run_dir / "run"),
+            model_dir=self.model_dir,
+            seed=7,
+            temperature=0.9,
+            top_p=0.95,
+            top_k=5,
+            max_tokens=32,
+            context_length=2048,
+            session_attempts=2,
+            session_timeout_s=60.0,
+            num_batches=100,
+        )
+        return self.post("/runs", changed(spec, **changes))
 
     def post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         response = self.http.post(path, json=body or {})
@@ -113,25 +107,14 @@ class Server:
 
     def connect(self, script: Script, lease: str = "r0", *, tokens_per_step: int = 1, **hello: Any) -> None:
         """Start an engine; returns when it serves."""
-        greeting: dict[str, Any] = {
-            "run_id": "run",
-            "attempt": 1,
-            "lease_id": lease,
-            "epoch": 0,
-            "engine_id": lease,
-            "worker": lease,
-            "max_running": 8,
-        } | hello
+        greeting = replace(Hello("run", 1, lease, 0, lease, lease, 8), **hello)
 
-        def make(weights: WeightsRef) -> ScriptedEngine:
-            self.engines[lease] = RecordingEngine(
-                script, self.asked, version=weights.version, tokens_per_step=tokens_per_step
-            )
-            return self.engines[lease]
+        engine = RecordingEngine(script, self.asked, tokens_per_step=tokens_per_step)
+        self.engines[lease] = engine
 
         def serve() -> None:
             try:
-                self.reasons[lease] = serve_engine(self.url, None, greeting, make, patience_s=20)
+                self.reasons[lease] = serve_engine(self.url, None, greeting, engine, patience_s=20)
             except EngineKilledError:
                 self.reasons[lease] = "killed"
 
@@ -139,7 +122,7 @@ class Server:
         self.threads[-1].start()
         self.wait_for(
             lambda: (
-                any(engine["id"] == greeting["engine_id"] for engine in self.live_engines(greeting["run_id"]))
+                any(engine["id"] == greeting.engine_id for engine in self.live_engines(greeting.run_id))
                 or lease in self.reasons
             )
         )
@@ -212,6 +195,23 @@ def running_process(port_file: Path, port: int, *options: str, module: str = "sf
             process.kill()
 
 
+def free_ports(count: int) -> int:
+    """First of so many successive ports that are free; none of those that the system gives out by itself."""
+    while True:
+        first = random.randrange(10_000, 30_000)
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            for port in range(first, first + count):
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first
+
+
+def base_url(server: Server, claim: dict[str, Any]) -> str:
+    """URL for the agent of a session, as its runner makes it."""
+    url = httpx.URL(server.url)
+    port = claim.get("port") or url.port
+    return f"{url.copy_with(port=port)}/sessions/{claim['session_id']}/v1"
+
+
 def say(renderer: Renderer, text: str) -> list[int]:
     """Ids of an answer, with its end of turn."""
     return [*renderer.encode(text).tolist(), renderer.stop_token_ids[0]]
@@ -241,8 +241,7 @@ def converse(server: Server, claim: dict[str, Any], num_turns: int, streamed: bo
     """Answers to an agent that knows nothing of restarts, but repeats a broken stream, which no SDK does."""
     messages: Any = []
     answers = []
-    base = f"{server.url}/sessions/{claim['session_id']}/v1"
-    with OpenAI(base_url=base, api_key="none", max_retries=20, timeout=30) as agent:
+    with OpenAI(base_url=base_url(server, claim), api_key="none", max_retries=20, timeout=30) as agent:
         for turn in range(num_turns):
             messages.append({"role": "user", "content": f"{turn}?"})
             answers.append(ask_stream(agent, messages) if streamed else ask(agent, messages))

@@ -20,7 +20,7 @@ from transformers import (
 
 from tests.sf_core.dataplane.conftest import model_dir, renderer, server  # noqa: F401
 
-_SIZE: dict[str, Any] = dict(
+SIZE: dict[str, Any] = dict(
     vocab_size=60,
     hidden_size=32,
     num_hidden_layers=2,
@@ -33,12 +33,12 @@ _SIZE: dict[str, Any] = dict(
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 
 CONFIGS: dict[str, PreTrainedConfig] = {
-    "qwen3": Qwen3Config(**_SIZE, head_dim=16, tie_word_embeddings=True),
-    "qwen2": Qwen2Config(**_SIZE),
-    "llama": LlamaConfig(**_SIZE),
-    "llama-yarn": LlamaConfig(**_SIZE, rope_parameters=_YARN),
+    "qwen3": Qwen3Config(**SIZE, head_dim=16, tie_word_embeddings=True),
+    "qwen2": Qwen2Config(**SIZE),
+    "llama": LlamaConfig(**SIZE),
+    "llama-yarn": LlamaConfig(**SIZE, rope_parameters=_YARN),
     "qwen3-moe": Qwen3MoeConfig(
-        **_SIZE, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24
+        **SIZE, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24
     ),
     "gpt2": GPT2Config(vocab_size=60, n_embd=32, n_layer=2, n_head=4, n_positions=128, initializer_range=0.3),
 }

@@ -6,9 +6,9 @@ from typing import get_args
 
 import pytest
 
-from sf_core.config.references import load_object
 from sf_core.config.run_config import EngineName
 from sf_core.engines.registry import ENGINES
+from sf_core.settings import load_object
 from sf_core.training.registry import TRAINERS
 
 

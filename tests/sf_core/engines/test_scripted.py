@@ -1,7 +1,6 @@
-from sf_core.engines.protocol import Engine
 from sf_core.engines.scripted import ScriptedEngine, scripted_logprob
-from sf_core.engines.testing import EngineTests
-from sf_core.types import Chunk, FinishReason, GenerationRequest, Sampling
+from sf_core.engines.testing import EngineTests, awake, drain, ids_of
+from sf_core.types import FinishReason, GenerationRequest, Sampling, WeightsRef
 
 
 def script(prompt_ids: list[int], seed: int) -> list[int]:
@@ -11,6 +10,12 @@ def script(prompt_ids: list[int], seed: int) -> list[int]:
 class TestContract(EngineTests):
     def make(self) -> ScriptedEngine:
         return ScriptedEngine(script)
+
+
+def serving(**options: int) -> ScriptedEngine:
+    engine = ScriptedEngine(script, **options)
+    awake(engine, WeightsRef(0, ""))
+    return engine
 
 
 def request(
@@ -25,31 +30,20 @@ def request(
     return GenerationRequest(name, prompt, position, max_tokens, stop, Sampling(seed=seed), stream)
 
 
-def run(engine: Engine) -> list[Chunk]:
-    chunks = []
-    while engine.num_requests:
-        chunks += engine.step()
-    return chunks
-
-
-def ids(chunks: list[Chunk]) -> list[int]:
-    return [token for chunk in chunks for token in chunk.token_ids]
-
-
 def test_the_script_decides_the_tokens_and_its_end_stops_the_turn() -> None:
-    engine = ScriptedEngine(script)
+    engine = serving()
     engine.submit(request([5], seed=2))
-    chunks = run(engine)
-    assert ids(chunks) == script([5], 2)
+    chunks = drain(engine)
+    assert ids_of(chunks) == script([5], 2)
     assert [len(chunk.token_ids) for chunk in chunks] == [16, 16, 8]
     assert [chunk.finish_reason for chunk in chunks] == [None, None, FinishReason.STOP]
 
 
 def test_stop_token_and_budget_end_a_turn() -> None:
-    engine = ScriptedEngine(script, tokens_per_step=7)
+    engine = serving(tokens_per_step=7)
     engine.submit(request([0], "stop", stop=(9,)))
     engine.submit(request([0], "budget", max_tokens=10))
-    ended = {chunk.request_id: chunk for chunk in run(engine)}
+    ended = {chunk.request_id: chunk for chunk in drain(engine)}
     assert ended["stop"].token_ids == list(range(10))
     assert ended["stop"].finish_reason is FinishReason.STOP
     assert ended["budget"].token_ids == list(range(10))
@@ -57,26 +51,27 @@ def test_stop_token_and_budget_end_a_turn() -> None:
 
 
 def test_an_aborted_turn_continues_elsewhere_where_it_stopped() -> None:
-    engine = ScriptedEngine(script)
+    engine = serving()
     engine.submit(request([1, 2]))
     for _ in range(5):
         engine.step()
     (chunk,) = engine.abort()
     assert chunk.finish_reason is FinishReason.ABORT
     assert engine.num_requests == 0
-    other = ScriptedEngine(script, tokens_per_step=3)
+    other = serving(tokens_per_step=3)
     other.submit(request([1, 2, *chunk.token_ids], position=len(chunk.token_ids)))
-    assert chunk.token_ids + ids(run(other)) == script([1, 2], 0)
+    assert chunk.token_ids + ids_of(drain(other)) == script([1, 2], 0)
 
 
 def test_logprobs_are_a_function_of_token_position_and_version() -> None:
-    engine = ScriptedEngine(script, version=3)
+    engine = serving()
+    awake(engine, WeightsRef(3, ""))
     engine.submit(request([1], position=0))
     chunks = []
     for version in (4, 5, 6):
         chunks += engine.step() + engine.step()
-        engine.load_weights("", version)
-    chunks += run(engine)
+        chunks += awake(engine, WeightsRef(version, ""))
+    chunks += drain(engine)
     position = 0
     for chunk in chunks:
         for token, logprob in zip(chunk.token_ids, chunk.logprobs, strict=True):
@@ -87,7 +82,7 @@ def test_logprobs_are_a_function_of_token_position_and_version() -> None:
 
 
 def test_requests_beyond_max_running_wait() -> None:
-    engine = ScriptedEngine(script, max_running=1)
+    engine = serving(max_running=1)
     engine.submit(request([1], "first", stream=True))
     engine.submit(request([1], "second", stream=True))
     assert {chunk.request_id for chunk in engine.step()} == {"first"}

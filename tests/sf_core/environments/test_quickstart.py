@@ -6,15 +6,16 @@ from dataclasses import asdict
 import pytest
 
 from sf_core.environments.calculator import CALCULATOR, evaluate
-from sf_core.environments.quickstart import ENVIRONMENTS, demonstrate, reward, tasks
+from sf_core.environments.quickstart import ENVIRONMENTS, Quickstart
 from sf_core.environments.testing import EnvironmentTests
 
-HELD_OUT = [tasks("holdout", index) for index in range(1000)]
-TRAINING = [tasks("train", index) for index in range(2000)]
+ENVIRONMENT = Quickstart()
+HELD_OUT = [ENVIRONMENT.tasks("holdout", index) for index in range(1000)]
+TRAINING = [ENVIRONMENT.tasks("train", index) for index in range(2000)]
 
 
 class TestContract(EnvironmentTests):
-    tasks, reward = staticmethod(tasks), staticmethod(reward)
+    environment = ENVIRONMENT
 
 
 @pytest.mark.parametrize("name", ENVIRONMENTS)
@@ -39,21 +40,21 @@ def test_another_process_gets_the_same_tasks() -> None:
         "print(json.dumps([asdict(tasks(s, i)) for s in ('train', 'holdout') for i in (0, 1, 998, 999)]))"
     )
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout
-    here = [asdict(tasks(split, i)) for split in ("train", "holdout") for i in (0, 1, 998, 999)]
+    here = [asdict(ENVIRONMENT.tasks(split, i)) for split in ("train", "holdout") for i in (0, 1, 998, 999)]
     assert json.loads(printed) == json.loads(json.dumps(here))
 
 
 def test_the_true_answer_earns_full_reward() -> None:
-    assert all(reward(task, task.answer) == {"answer": 1.0} for task in HELD_OUT[:50])
+    assert all(ENVIRONMENT.reward(task, task.answer) == {"answer": 1.0} for task in HELD_OUT[:50])
 
 
 def test_a_wrong_answer_earns_less() -> None:
-    assert all(reward(task, task.answer + "x")["answer"] < 1.0 for task in HELD_OUT[:50])
-    assert all(reward(task, "")["answer"] == 0.0 for task in HELD_OUT[:50])
+    assert all(ENVIRONMENT.reward(task, task.answer + "x")["answer"] < 1.0 for task in HELD_OUT[:50])
+    assert all(ENVIRONMENT.reward(task, "")["answer"] == 0.0 for task in HELD_OUT[:50])
 
 
 def test_a_demonstration_calls_the_tool_and_repeats_its_result() -> None:
-    task, demonstration = TRAINING[1], demonstrate(1)
+    task, demonstration = TRAINING[1], ENVIRONMENT.demonstrate(1)
     call = demonstration.messages[1]["tool_calls"][0]["function"]
     assert call == {"name": "calc", "arguments": {"expression": task.metadata["expression"]}}
     assert [message["content"] for message in demonstration.messages[2:]] == [task.answer, task.answer]

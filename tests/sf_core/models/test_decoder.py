@@ -2,8 +2,23 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 
-from sf_core.models.decoder import causal_forward, decoder_spec
+from sf_core.models.decoder import Decoder, DecoderSpec, causal_attention, decoder_spec, fuse, rotations
 from tests.sf_core.engines.conftest import Folders
+
+
+def causal_forward(
+    params: dict[str, torch.Tensor], spec: DecoderSpec, ids: torch.Tensor
+) -> tuple[Decoder, torch.Tensor]:
+    """The fused decoder and its final hidden states [B, T, hidden] for ids [B, T]."""
+    decoder = fuse(params, spec)
+    num_rows, length = ids.shape
+
+    def attend(_: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return causal_attention(q, k, v, num_rows)
+
+    positions = torch.arange(length, device=ids.device).repeat(num_rows)
+    hidden = decoder.hidden(ids.flatten(), rotations(spec, positions), attend)
+    return decoder, hidden.unflatten(0, (num_rows, length))
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama", "llama-yarn"])

@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 import torch
 
+from sf_core.models import scoring
 from sf_core.models.counter import uniforms
-from sf_core.models.sampling import sample, sampling_logprobs
+from sf_core.models.sampling import sample
 
 
 def draw(
@@ -26,13 +27,15 @@ def score(
     logits: torch.Tensor, tokens: np.ndarray, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0
 ) -> torch.Tensor:
     n = len(logits)
-    return sampling_logprobs(
+    logprobs, _ = scoring.score(
         logits,
+        None,
         torch.from_numpy(tokens),
         np.full(n, temperature, np.float32),
         np.full(n, top_p, np.float32),
         np.full(n, top_k),
     )
+    return logprobs
 
 
 def test_uniforms_depend_on_key_and_counter_only() -> None:
@@ -94,7 +97,7 @@ def test_rows_are_drawn_each_with_its_own_settings() -> None:
         alone = sample(logits[i : i + 1], *(s[i : i + 1] for s in settings))
         assert alone[0][0] == together[0][i]
         assert alone[1][0] == pytest.approx(together[1][i], abs=1e-6)
-    scored = sampling_logprobs(logits, torch.from_numpy(together[0]), *settings[:3])
+    scored, _ = scoring.score(logits, None, torch.from_numpy(together[0]), *settings[:3])
     np.testing.assert_allclose(scored.numpy(), together[1], atol=1e-5)
 
 

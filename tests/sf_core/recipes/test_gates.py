@@ -1,6 +1,6 @@
 from typing import get_args
 
-from sf_core.config.run_config import GateName
+from sf_core.config.rollout_config import GateName
 from sf_core.recipes.gates import GATES
 
 

@@ -14,7 +14,7 @@ import pytest
 from sf_core.config import PolicyConfig
 from sf_core.models.builtin import make_policy
 from sf_core.reports import states
-from sf_core.reports.cleanup import Keep, spares
+from sf_core.reports.cleanup import Keep, spare_checkpoints, spares
 from sf_core.reports.states import is_served
 from storage import files
 from storage.attempts import Attempt
@@ -63,6 +63,47 @@ def test_old_checkpoints_and_weights_go_and_the_newest_stay(root: Path) -> None:
     assert names(run) == old
     assert names(run, checkpoints=2, weights=3) == ["checkpoints/00001"]
     assert names(run, checkpoints=9, weights=9) == []
+
+
+def test_some_checkpoints_stay_for_good(root: Path) -> None:
+    run = make(root, "a", 4)
+    configure(run, train={"iterations": 4, "keep_every": 2})
+    assert names(run, weights=9) == ["checkpoints/00001", "checkpoints/00003"]
+    files.remove(run.checkpoint_dir(2) + "/state.json")
+    assert names(run, weights=9) == [f"checkpoints/0000{version}" for version in (1, 2, 3)]
+
+
+def test_versions_stay_that_steps_to_come_are_measured_by(root: Path) -> None:
+    run = make(root, "a", 3)
+    loss = {"kl": {"coefficient": 1.0, "renew_every": 2}}
+    configure(run, train={"iterations": 4, "loss": loss})
+    # of the steps after checkpoint 3 the first is measured by version 2
+    assert names(run) == ["checkpoints/00001", "checkpoints/00002", "weights/v00001"]
+    # and that after checkpoint 1 by version 0, which is the start folder
+    assert names(run, checkpoints=9, weights=1) == ["weights/v00001"]
+
+
+@pytest.mark.parametrize(("keep", "gone"), [(1, [1, 2]), (2, [1]), (3, []), (9, [])])
+def test_a_run_itself_removes_old_checkpoints_while_it_trains(root: Path, keep: int, gone: list[int]) -> None:
+    with served(root, "a") as (url, _):
+        run = make(root, "a", 4, url=url)
+        config = configure(run, train={"keep_checkpoints": keep}).train
+        # the one of version 4 may be written again: its step is not committed
+        spares = spare_checkpoints(run, 3, config)
+        assert [spare.uri for spare in spares] == [run.checkpoint_dir(version) for version in gone]
+
+
+def test_what_changed_in_a_version_goes_with_it(root: Path) -> None:
+    run = make(root, "a", 3)
+    for version in (1, 2, 3):
+        files.write_atomic(f"{run.weights_dir(version)}/delta.safetensors", b"d" * 10)
+    sizes = {spare.name: spare.bytes for spare in spares(run, Keep(checkpoints=9))}
+    assert sizes == {"weights/v00001": 110, "weights/v00002": 110}
+    for spare in spares(run, Keep(checkpoints=9)):
+        spare.remove()
+    assert [uri.rsplit("/", 1)[1] for uri in files.list_folders(run.path("weights"))] == ["v00003"]
+    # one whose base is gone is of no use to a newcomer, and in nobody's way
+    assert files.exists(f"{run.weights_dir(3)}/delta.safetensors") and names(run, checkpoints=9) == []
 
 
 def test_what_a_resume_needs_stays_also_behind_newer_files(root: Path) -> None:

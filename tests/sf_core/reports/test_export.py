@@ -7,12 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd  # type: ignore[import-untyped]
 import pyarrow.parquet as pq
 import pytest
 from datasets import load_dataset
 
-from sf_core.reports.export import export
+from sf_core.reports.export.export import export
 from storage import files
 from storage.run_directory import RunDirectory
 from storage.schema import Trajectory
@@ -118,6 +119,63 @@ def test_sharegpt_speakers_take_turns(run: RunDirectory, tmp_path: Path) -> None
     assert second["conversations"][-1] == {"from": "gpt", "value": "<think>\neasy\n</think>\n\n4 and 6"}
 
 
+def documents(folder: Path) -> dict[str, Any]:
+    return {path.name: json.loads(path.read_text()) for path in folder.iterdir()}
+
+
+def test_atif_has_a_document_per_session_with_calls_and_results_in_one_step(
+    run: RunDirectory, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    assert written(run.uri, "atif", str(out)) == (2, {})
+    first, second = (documents(out)[name] for name in ("s0.json", "s1.json"))
+    assert (first["schema_version"], first["session_id"], first["trajectory_id"]) == (
+        "ATIF-v1.7",
+        "s0",
+        "s0.b0",
+    )
+    assert first["agent"]["model_name"] == "policy" and first["extra"]["reward"] == 0.5
+    steps = first["steps"]
+    assert [step["step_id"] for step in steps] == [1, 2, 3, 4]
+    assert [step["source"] for step in steps] == ["system", "user", "agent", "agent"]
+    assert [step["message"] for step in steps] == [SYSTEM["content"], USER["content"], "", ANSWER["content"]]
+    made = [(call["tool_call_id"], call["arguments"]) for call in steps[2]["tool_calls"]]
+    assert made == [("call_0", {"expression": "2+2"}), ("call_1", {"places": [1, 2], "exact": True})]
+    results = steps[2]["observation"]["results"]
+    assert [(one["source_call_id"], one["content"]) for one in results] == [("call_0", "4"), ("call_1", "6")]
+    # the first answer was given
+    assert [step.get("is_copied_context") for step in second["steps"]] == [None, True, None, None]
+    assert second["steps"][3]["reasoning_content"] == "easy" and "metrics" not in second["steps"][1]
+
+
+def test_atif_has_the_tokens_of_the_rows_bit_for_bit_and_each_sampled_one_once(tmp_path: Path) -> None:
+    run = RunDirectory(str(tmp_path / "run-2"))
+    configure(run)
+    logprobs = np.random.default_rng(0).normal(size=6).astype(np.float32)
+    first = conversation([USER, ANSWER], token_ids=np.array([7, 8], np.int32))
+    longer = {"token_ids": np.array([7, 8, 9, 10], np.int32), "shared_prefix": 2, "branch_id": "s0.b1"}
+    second = conversation(FOLLOW_UP, parent_branch_id="s0.b0", **longer)
+    rows = [
+        replace(row, logprobs=np.where(row.logprobs == -1, logprobs[: len(row.token_ids)], row.logprobs))
+        for row in (first, second)
+    ]
+    sample(run, 0, rows)
+    export(run.uri, "atif", str(tmp_path / "out"))
+    [document] = documents(tmp_path / "out").values()
+    [branch] = document.pop("subagent_trajectories")
+    assert (branch["session_id"], branch["trajectory_id"]) == ("s0", "s0.b1")
+    assert branch["extra"]["parent_branch_id"] == "s0.b0"
+    trained = []
+    for one, row in zip((document, branch), rows, strict=True):
+        told = [step["metrics"] for step in one["steps"] if "metrics" in step]
+        assert told[-1]["prompt_token_ids"] + told[-1]["completion_token_ids"] == row.token_ids.tolist()
+        at = [len(metrics["prompt_token_ids"]) for metrics in told]
+        assert np.array(told[-1]["logprobs"], np.float32).tobytes() == row.logprobs[at[-1] :].tobytes()
+        assert [metrics["extra"]["policy_versions"] for metrics in told] == [[0]]
+        trained += at
+    assert trained == [1, 3]
+
+
 @pytest.mark.parametrize(("to", "ending"), [("trl", "jsonl"), ("verl", "parquet"), ("sharegpt", "jsonl")])
 def test_a_session_that_failed_is_told_from_one_that_finished(tmp_path: Path, to: str, ending: str) -> None:
     run = RunDirectory(str(tmp_path / "run-2"))
@@ -146,7 +204,7 @@ EXAMPLE = [{"role": "user", "content": "ex"}, ANSWER | {"content": "given"}]
 
 def with_one_turn(row: Trajectory, start: int, end: int) -> Trajectory:
     """Row with these turns merged into one, which has the role of the last."""
-    merged = replace(row.turns[end - 1], start=row.turns[start].start)
+    merged = row.turns[end - 1]._replace(start=row.turns[start].start)
     return replace(row, turns=[*row.turns[:start], merged, *row.turns[end:]])
 
 
@@ -212,7 +270,7 @@ def test_the_command_says_what_it_wrote(run: RunDirectory, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("to", "out", "sentence"),
     [
-        ("csv", "out.csv", "csv: no such format; there are trl, verl, sharegpt"),
+        ("csv", "out.csv", "csv: no such format; there are trl, verl, sharegpt, atif"),
         ("verl", "out.jsonl", "out.jsonl: verl reads files whose names end in .parquet; choose such a name"),
         ("trl", "taken.jsonl", "taken.jsonl: is there already; choose another name or remove it"),
         ("trl", "file/out.jsonl", "is a file"),
@@ -241,7 +299,7 @@ def test_a_run_without_trajectories_is_named(tmp_path: Path) -> None:
 def test_a_part_is_read_and_written_some_rows_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sf_core.reports.export.MAX_ROWS", 2)
+    monkeypatch.setattr("sf_core.reports.export.conversations.MAX_ROWS", 2)
     run = RunDirectory(str(tmp_path / "run-2"))
     configure(run)
     sample(run, 0, [conversation([USER, ANSWER], session_id=f"s{i}") for i in range(5)])
@@ -254,9 +312,10 @@ def test_a_part_is_read_and_written_some_rows_at_a_time(
     assert [(row["iteration"], row["session_id"]) for row in facts] == [(i // 5, f"s{i}") for i in range(6)]
 
 
-def test_a_broken_part_leaves_no_file(run: RunDirectory, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("to", "out"), [("trl", "out.jsonl"), ("atif", "out")])
+def test_a_broken_part_leaves_no_file(run: RunDirectory, tmp_path: Path, to: str, out: str) -> None:
     part = run.partition("trajectories", 1) + "/rollout-1.parquet"
     files.write_atomic(part, b"PAR1")
-    code, output = sf("export", run.uri, "--to", "trl", str(tmp_path / "out.jsonl"))
+    code, output = sf("export", run.uri, "--to", to, str(tmp_path / out))
     assert code == 2 and "not a complete Parquet file" in output
-    assert not (tmp_path / "out.jsonl").exists()
+    assert not (tmp_path / out).exists()

@@ -57,6 +57,7 @@ def trajectory(session: str, versions: list[int], **changes: Any) -> Trajectory:
 
 
 GIVEN = [NOT_SAMPLED] * 5
+SCORED = [TurnSpan("user", 0, 5), TurnSpan("assistant", 5, 6, "stop", "e-r0", 1.0, 1.0, 0, 0.25)]
 
 
 def commit(run: RunDirectory, iteration: int, stage: str, **more: Any) -> None:
@@ -70,7 +71,7 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> RunDirectory:
     run.write_config(RunConfig(run_id="run-1"))
     first = [
         trajectory("run-1.g0.0.a1", [*GIVEN, 0, 0, 0]),
-        trajectory("run-1.g1.0.a1", [*GIVEN, 0], reward=0.0),
+        trajectory("run-1.g1.0.a1", [*GIVEN, 0], reward=0.0, turns=SCORED),
         # a second branch of s0: its first eight tokens are those of the other, two new ones are sampled
         trajectory(
             "run-1.g0.0.a1",
@@ -152,6 +153,22 @@ def test_a_session_is_shown_turn_by_turn_with_sampled_tokens_marked(run: RunDire
     assert "«sampled, not trained yet»" in text
     assert "what is six times seven" in text
     assert "assistant  5-9     stop    e-r0    0-1       «calc 42 </s> thanks»" in text
+
+
+def test_what_a_command_wrote_is_shown_and_steers_no_terminal(run: RunDirectory) -> None:
+    wrote = "thinking [b]hard[/b]\n\n\x1b[2Jdone\r\n"
+    write_trajectories(run, 0, [trajectory("run-1.open.1", [*GIVEN, 0], output=wrote)], "part", "opened")
+    text = shown(inspect_session(run.uri, "run-1.open.1"))
+    _, lines = text.split("\nwhat the command wrote\n")
+    assert lines.splitlines() == ["thinking [b]hard[/b]", "", "\\x1b[2Jdone"]
+    assert "command" not in shown(inspect_session(run.uri, "run-1.g2.0.a1"))
+
+
+def test_what_turns_earned_by_themselves_is_shown(run: RunDirectory) -> None:
+    text = shown(inspect_session(run.uri, "run-1.g1.0.a1"))
+    assert "role       tokens  finish  engine  versions  reward  text" in text
+    assert "assistant  5-6     stop    e-r0    0         0.25    " in text
+    assert "reward  text" not in shown(inspect_session(run.uri, "run-1.g2.0.a1"))
 
 
 @pytest.mark.usefixtures("tokenizer")

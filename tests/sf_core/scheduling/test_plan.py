@@ -44,6 +44,16 @@ def test_agents_that_would_never_let_training_begin_are_refused() -> None:
         make_plan(workers(r0="rollout", t0="train agent", c0="cpu"), RunConfig())
 
 
+def test_a_run_whose_agents_are_all_outside_needs_no_worker_for_them() -> None:
+    without = workers(r0="rollout", t0="rollout train", c0="cpu")
+    config = RunConfig.model_validate({"rollout": {"groups_per_batch": 4, "outside_groups": 4}})
+    assert make_plan(without, config).agent == ()
+    with pytest.raises(ValueError, match="no worker carries 'agent'"):
+        make_plan(
+            without, RunConfig.model_validate({"rollout": {"groups_per_batch": 4, "outside_groups": 3}})
+        )
+
+
 @pytest.mark.parametrize(
     ("tags", "duty"),
     [
@@ -177,6 +187,13 @@ def test_a_pipeline_that_the_workers_cannot_run_is_refused_with_what_is_missing(
         (None, {}, {"r0": "rollout", "t1": "rollout train"}, ("t1",)),
         # one of two is left, and may go on alone
         (None, {"workers": 2, "min_workers": 1}, {"r0": "rollout", "t0": "rollout train"}, ("t0",)),
+        # as many as hold whole policies together
+        (
+            None,
+            {"workers": 4, "min_workers": 2, "backend": "megatron", "tensor_parallel": 2},
+            {"r0": "rollout", "t0": "train", "t1": "train", "t2": "train"},
+            ("t0", "t1"),
+        ),
         # the second one is back, under whatever name
         (
             None,
@@ -193,7 +210,7 @@ def test_a_pipeline_that_the_workers_cannot_run_is_refused_with_what_is_missing(
     ],
 )
 def test_a_run_that_is_on_goes_on_with_the_workers_that_are_there(
-    pipeline: str | None, train: dict[str, int], tags: dict[str, str], trainers: tuple[str, ...]
+    pipeline: str | None, train: dict[str, Any], tags: dict[str, str], trainers: tuple[str, ...]
 ) -> None:
     config = RunConfig.model_validate({"pipeline": pipeline, "train": train})
     plan = make_plan(workers(**tags, **OTHERS), config, trained=("t0",))

@@ -20,7 +20,7 @@ from sf_core.cli.stack.processes import Part
 from sf_core.cli.stack.supervisor import Process, StackError, Supervisor
 from sf_core.config import RunConfig, WorkerConfig
 from sf_core.config.devices import DEVICES
-from sf_core.engines.emulated_device import device_model
+from sf_core.engines.emulated.device import device_model
 from sf_core.scheduling import cluster
 from sf_core.scheduling.cluster import connected_workers, end_tasks, read_workers
 from sf_core.scheduling.plan import Worker

@@ -9,14 +9,12 @@ from math import sqrt
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pytest
 from openai import OpenAI
 
 from sf_core.dataplane.chat.renderer import Renderer
-from sf_core.recipes.advantages import group_relative
-from sf_core.stages.filter import filter, lag_histogram, session_advantages
+from sf_core.stages.filter import filter, lag_histogram
 from sf_core.stages.rollout import rollout
 from sf_core.stages.run import RunRef
 from storage.batches import read_batch
@@ -63,7 +61,7 @@ class Sampled:
         assert manifest is not None
         [file] = manifest.outputs
         table = read_batch(self.directory.path(file.uri))
-        assert table["weight"].to_pylist() == [1.0] * len(table)
+        assert all((weights == 1).all() for weights in numpy_rows(table["weights"]))
         assert table["decision"].to_pylist() == ["train"] * len(table)
         rows = []
         for session, mask, advantages in zip(
@@ -125,16 +123,16 @@ def fill(run: Sampled) -> None:
 @pytest.mark.parametrize(
     ("scale", "of_nine", "of_twelve"),
     [
-        # rewards 1, 0, 0: mean 1/3, deviation sqrt(2)/3; 2, 6, 4: mean 4, deviation sqrt(8/3)
-        (True, (sqrt(2), -sqrt(1 / 2)), sqrt(3 / 2)),
-        (False, (2 / 3, -1 / 3), 2.0),
+        # rewards 1, 0, 0: mean 1/3, deviation sqrt(1/3); 2, 6, 4: mean 4, deviation 2
+        ("group", (2 / sqrt(3), -1 / sqrt(3)), 1.0),
+        ("none", (2 / 3, -1 / 3), 2.0),
     ],
 )
 def test_every_trained_token_gets_the_advantage_of_its_session_within_its_group(
-    sampled: Sampled, scale: bool, of_nine: tuple[float, float], of_twelve: float
+    sampled: Sampled, scale: str, of_nine: tuple[float, float], of_twelve: float
 ) -> None:
     fill(sampled)
-    rows, found = sampled.batch(scale_rewards=scale)
+    rows, found = sampled.batch(advantage={"kind": "group", "scale": scale})
     best, others = of_nine
     expected = [
         ("g9.0.a0", [best] * 5),
@@ -163,11 +161,15 @@ def test_every_trained_token_gets_the_advantage_of_its_session_within_its_group(
     assert filter(sampled.ref, ITERATION) == found, "done again, it answers as before"
 
 
-def test_branches_of_a_session_neither_move_the_mean_of_their_group_nor_widen_it() -> None:
-    rewards, groups = np.array([3.0, 3.0, 3.0, 1.0, 5.0, 5.0]), np.array([7, 7, 7, 7, 2, 2])
-    sessions = np.array([4, 4, 4, 0, 9, 1])
-    found = session_advantages(group_relative, rewards, groups, sessions, scale=False)
-    assert found.tolist() == [1.0, 1.0, 1.0, -1.0, 0.0, 0.0]
+def test_what_needs_scores_is_left_to_the_train_step(sampled: Sampled) -> None:
+    fill(sampled)
+    configure(sampled.directory, train={"iterations": 5, "weights": [{"kind": "surprising"}]})
+    rollout(sampled.ref, ITERATION)
+    assert "zero_advantage_share" not in filter(sampled.ref, ITERATION)
+    manifest = sampled.directory.read_manifest(ITERATION, "filter")
+    assert manifest is not None
+    table = read_batch(sampled.directory.path(manifest.outputs[0].uri))
+    assert table["advantages"].null_count == table["weights"].null_count == len(table) == 10
 
 
 def test_the_lags_are_those_of_trained_tokens() -> None:

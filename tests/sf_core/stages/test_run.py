@@ -51,6 +51,25 @@ def test_an_attempt_that_only_evaluates_leaves_the_configuration(tmp_path: Path)
     assert directory.read_config(RunConfig) == config
 
 
+def test_deadlines_of_workers_grow_with_the_time_that_copying_the_policy_took(tmp_path: Path) -> None:
+    small, config = configured(tmp_path / "small"), configured(tmp_path / "large")
+    run = begin_attempt(small)
+    commit(RunDirectory(run.uri), None, "start", data={"copied_s": 1.9})
+    assert OpenRun(run).config == small, "what is so small takes no time"
+    run = begin_attempt(config)
+    assert OpenRun(run).config == config
+    commit(RunDirectory(run.uri), None, "start", data={"copied_s": 10.0})
+    opened = OpenRun(run).config
+    grown = {
+        "yield": opened.cluster.yield_timeout_s - config.cluster.yield_timeout_s,
+        "gang": opened.train.gang_timeout_s - config.train.gang_timeout_s,
+        "stage": opened.cluster.stage_timeout_s - config.cluster.stage_timeout_s,
+    }
+    # twice the time for a checkpoint, which is six times as large as a start folder in two bytes
+    assert grown == {"yield": 120.0, "gang": 120.0, "stage": 120.0}
+    assert RunDirectory(run.uri).read_config(RunConfig) == config
+
+
 def test_an_attempt_does_not_count_as_its_own_what_a_later_one_commits(tmp_path: Path) -> None:
     config = configured(tmp_path)
     older, newer = begin_attempt(config), begin_attempt(config)

@@ -8,21 +8,25 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import sf_core
 from sf_core.config import PolicyConfig, RunConfig, WarmstartConfig
 from sf_core.dataplane.chat.renderer import open_renderer
 from sf_core.engines.torch.cached_model import open_model
+from sf_core.engines.torch.kv_cache import KVCache
+from sf_core.environments.quickstart import Quickstart
 from sf_core.models.builtin import make_policy
 from sf_core.models.cache_size import cache_bytes
 from sf_core.scheduling.plan import Worker
 from sf_core.stages.finish import export_policy
 from sf_core.stages.run import OpenRun, RunRef
-from sf_core.stages.start import _recipe_files, check_memory, check_start, start
+from sf_core.stages.sizes import check_memory
+from sf_core.stages.start import _recipe_files, check_start, start
 from sf_core.training.warmstart import warmstart
 from storage import files
 from storage.run_directory import RunDirectory
-from storage.weights import load_weights, save_weights
+from storage.tensors.weights import load_weights, save_weights
 from tests.bad_input.refusals import check_sentence
 from tests.sf_core.cli.test_main import sf
 from tests.sf_core.runs import commit, configure
@@ -39,6 +43,42 @@ def test_an_export_that_was_cut_off_is_done_again_as_a_whole(tmp_path: Path) -> 
     names = [uri.rsplit("/", 1)[1] for uri in files.list_files(directory.policy_dir)]
     assert names == ["config.json", "model.safetensors", "tokenizer.json"]
     assert load_weights(directory.policy_dir)["w"].tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+def test_a_run_names_and_exports_the_dtype_that_is_served(tmp_path: Path, stored: str, dtype: str) -> None:
+    """What it starts from is copied as it is: trainers start from it, and engines convert it."""
+    model = tmp_path / "model"
+    make_policy(str(model), PolicyConfig(hidden_size=32, num_layers=1), seed=0)
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, stored))
+    loaded.save_pretrained(model)
+    directory = RunDirectory(str(tmp_path / "run"))
+    configure(directory, policy={"model": str(model), "dtype": dtype})
+    started(directory)
+    manifest = directory.read_manifest(None, "start")
+    assert manifest is not None
+    directory.verify(manifest)
+    assert {str(t.dtype) for t in load_weights(directory.start_dir).values()} == {f"torch.{stored}"}
+    export_policy(OpenRun(RunRef("run", directory.uri, dataplane_url="", attempt=1)))
+    assert {str(t.dtype) for t in load_weights(directory.policy_dir).values()} == {f"torch.{dtype}"}
+    for folder in (directory.start_dir, directory.policy_dir):
+        served = AutoModelForCausalLM.from_pretrained(folder)
+        assert str(served.dtype) == f"torch.{dtype}"
+
+
+def test_the_dtype_is_named_by_the_word_that_the_configuration_has_for_it(
+    tmp_path: Path, model: Path
+) -> None:
+    shape = json.loads((model / "config.json").read_text())
+    del shape["dtype"]
+    for known, named in (({}, "dtype"), ({"torch_dtype": "float32"}, "torch_dtype")):
+        (model / "config.json").write_text(json.dumps(shape | known))
+        directory = RunDirectory(str(tmp_path / f"run-{named}"))
+        configure(directory, policy={"model": str(model), "dtype": "bfloat16"})
+        started(directory)
+        copied = json.loads((Path(directory.start_dir) / "config.json").read_text())
+        assert copied == shape | {named: "bfloat16"}
 
 
 def test_an_emulated_run_exports_no_policy(tmp_path: Path) -> None:
@@ -183,6 +223,20 @@ def test_a_run_that_copied_a_broken_folder_goes_on_once_the_folder_is_mended(
     run.verify(manifest)
 
 
+def test_policies_that_the_trainers_could_not_hold_are_refused_before_the_start(
+    tmp_path: Path, model: Path
+) -> None:
+    train = {"backend": "megatron", "workers": 4, "tensor_parallel": 4}
+    with pytest.raises(ValueError, match=r"\(4\) must divide the policy.s num_key_value_heads"):
+        check_start(RunConfig.model_validate({"train": train}))
+    config = from_model(RunDirectory(str(tmp_path / "r")), model, train={"backend": "megatron"})
+    check_start(config)
+    shape = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(shape | {"model_type": "mistral"}))
+    with pytest.raises(ValueError, match=r"model_type is mistral: use train\.backend torch"):
+        check_start(config)
+
+
 def test_sequences_that_are_too_long_for_the_model_are_refused_before_the_start(
     tmp_path: Path, model: Path
 ) -> None:
@@ -199,21 +253,6 @@ def test_sequences_that_are_too_long_for_the_model_are_refused_before_the_start(
         check_start(config)
 
 
-def test_a_cache_that_a_worker_has_no_memory_for_is_refused(tmp_path: Path, model: Path) -> None:
-    engine = {"max_running": 64, "context_length": 100}
-    # one layer and the spare one, keys and values, 1 head of 32, 112 tokens in blocks of 16, float32
-    needed = (1 + 1) * 2 * 64 * 1 * 112 * 32 * 4
-    built_in = configure(RunDirectory(str(tmp_path / "b")), engine=engine)
-    own = from_model(RunDirectory(str(tmp_path / "o")), model, engine=engine)
-    for config in (built_in, own):
-        rollout, agent = frozenset({"rollout"}), frozenset({"agent"})
-        check_memory(config, [Worker("r0", rollout, memory=needed), Worker("r1", rollout)])
-        check_memory(config, [Worker("a0", agent, memory=1)])
-        with pytest.raises(ValueError) as refused:
-            check_memory(config, [Worker("r0", rollout), Worker("r1", rollout, memory=needed - 1)])
-        check_sentence(str(refused.value), "engine.max_running 64", "engine.context_length 100", "worker r1")
-
-
 @pytest.mark.parametrize("command", ["train", "plan"])
 def test_a_cache_larger_than_this_machine_is_refused_before_anything_starts(
     tmp_path: Path, command: str
@@ -222,7 +261,7 @@ def test_a_cache_larger_than_this_machine_is_refused_before_anything_starts(
     file.write_text(f"storage: {{root: {tmp_path}}}\nengine: {{max_running: 2000000000}}\n")
     code, output = sf(command, str(file))
     assert code != 0 and "worker r0 has " in output, output
-    assert "the engine's cache takes" in output and "engine.max_running 2000000000" in output
+    assert "for the cache of" in output and "engine.max_running 2000000000" in output
     assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
 
 
@@ -231,8 +270,9 @@ def test_a_device_without_the_memory_refuses_the_cache_that_was_foretold(model: 
     foretold = cache_bytes(config, 10**11, 40)
     assert foretold is not None
     device = torch.device("cpu")
+    opened = open_model(str(model), str(model), context_length=40, dtype=torch.float32, device=device)
     with pytest.raises(ValueError) as refused:
-        open_model(str(model), num_slots=10**11, context_length=40, dtype=torch.float32, device=device)
+        KVCache(opened.cache_shape, 10**11, 40, torch.float32, device)
     check_sentence(
         str(refused.value),
         f"takes {foretold / 1e9:,.1f} GB",
@@ -244,6 +284,7 @@ def test_a_device_without_the_memory_refuses_the_cache_that_was_foretold(model: 
 
 def test_the_cache_of_warm_starts_knows_all_of_our_code_that_makes_them(tmp_path: Path) -> None:
     ran: set[str] = set()
+    environment = Quickstart()
 
     def note(frame: FrameType, event: str, argument: object) -> None:
         ran.add(frame.f_code.co_filename)
@@ -252,9 +293,9 @@ def test_the_cache_of_warm_starts_knows_all_of_our_code_that_makes_them(tmp_path
     sys.settrace(note)
     try:
         make_policy(str(tmp_path), PolicyConfig(hidden_size=32, num_layers=1), seed=0)
-        warmstart(str(tmp_path), WarmstartConfig(steps=1, batch_size=4), seed=0)
+        warmstart(str(tmp_path), WarmstartConfig(steps=1, batch_size=4), environment, seed=0)
     finally:
         sys.settrace(tracer)
     ours = {file for file in map(Path, ran) if file.is_relative_to(sf_core.__path__[0])}
     assert {file.stem for file in ours} >= {"network", "decoder", "tool_loop"}
-    assert ours <= set(_recipe_files())
+    assert ours <= set(_recipe_files(environment))

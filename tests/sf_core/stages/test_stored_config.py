@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 
 from sf_core.config import RunConfig
 from sf_core.config.validation import validate_config
+from sf_core.recipes.advantages import Group
+from sf_core.recipes.losses import Cispo, Clip
 from sf_core.stages.stored_config import read_stored_config, settled, settled_to_measure
 from storage.run_directory import RunDirectory
 from tests.sf_core.runs import pretend
@@ -95,7 +98,7 @@ def test_a_form_that_sends_every_default_goes_on_with_what_is_stored(
         ({"policy": {"hidden_size": 32}}, "policy.hidden_size 64, not 32;"),
         (
             {"policy": {"warmstart": None}},
-            "policy.warmstart steps=150 batch_size=64 learning_rate=0.003, not none",
+            "policy.warmstart steps=150 batch_size=64 learning_rate=0.003 label_smoothing=0.18, not none",
         ),
         ({"environment": {"reward": "a:c"}}, "environment.reward 'a:b', not 'a:c';"),
     ],
@@ -144,3 +147,38 @@ def test_a_run_is_measured_as_it_was_configured_over_the_tasks_that_are_asked_fo
 def test_only_a_run_that_is_there_is_measured(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no run here \(config.json is missing\)"):
         settled_to_measure(configured(tmp_path))
+
+
+def test_another_formula_is_taken_as_a_whole(tmp_path: Path, stored: RunConfig) -> None:
+    changes = {
+        "dataplane": STORED["dataplane"],
+        "train": {"loss": {"policy": {"kind": "cispo", "high": 0.5}}},
+    }
+    resumed, [line] = said(configured(tmp_path, **changes))
+    assert resumed == stored.model_copy(update={"train": resumed.train})
+    assert resumed.train.loss.policy == Cispo(high=0.5)
+    assert "but for train.loss.policy kind='cispo' high=0.5 (was kind='clip' low=0.2" in line
+
+
+def test_a_critic_is_neither_added_nor_taken_away(tmp_path: Path, stored: RunConfig) -> None:
+    ppo = {"advantage": "gae", "critic": {}}
+    with pytest.raises(ValueError, match=r"^run r was started with train\.critic none, not learning_rate="):
+        settled(configured(tmp_path, train=ppo))
+    other = {"run_id": "ppo", "storage": {"root": str(tmp_path)}, "train": ppo}
+    config = validate_config(other)
+    RunDirectory(config.run_dir).write_config(config)
+    changed = validate_config(other | {"train": ppo | {"critic": {"learning_rate": 0.5}}})
+    resumed, _ = said(changed)
+    assert resumed.train.critic is not None and resumed.train.critic.learning_rate == 0.5
+
+
+def test_a_run_of_an_earlier_version_goes_on_with_its_formulas(tmp_path: Path, stored: RunConfig) -> None:
+    former = stored.model_dump(mode="json")
+    for name in ("loss", "advantage", "weights", "critic"):
+        del former["train"][name]
+    former["train"] |= {"loss": "ppo_clip", "clip_low": 0.1, "clip_high": 0.28, "importance_cap": 5.0}
+    former["train"] |= {"advantage": "group_relative", "scale_rewards": True}
+    Path(stored.run_dir, "config.json").write_text(json.dumps(former))
+    resumed, lines = said(configured(tmp_path, dataplane=STORED["dataplane"]))
+    assert lines == [] and resumed.train.advantage == Group(ddof=0)
+    assert resumed.train.loss.policy == Clip(low=0.1)

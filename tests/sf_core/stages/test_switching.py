@@ -6,39 +6,35 @@ from pathlib import Path
 
 import pytest
 
-from sf_core.engines.emulated import EmulatedEngine
+from sf_core.dataplane.bodies import EnginePace
 from sf_core.scheduling.figures import device_figures
 from sf_core.scheduling.lending import LendingGate, WorkLeft, work_left
 from sf_core.scheduling.timeline import Timeline, read_spans
 from sf_core.stages.lease import Switching, switching_of
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.training.gang import GangError
-from sf_core.types import WeightsRef
 from storage.run_directory import RunDirectory
 from tests.sf_core.runs import configure
 
 
-def engine(worker: str, tokens: int, seconds: float, version: int | None = 0) -> dict[str, object]:
-    return {"worker": worker, "tokens": tokens, "seconds": seconds, "version": version}
+def engine(worker: str, tokens: int, seconds: float, version: int | None = 0) -> EnginePace:
+    return EnginePace(worker=worker, version=version, tokens=tokens, seconds=seconds)
 
 
 def test_the_work_left_is_timed_by_the_engines_that_are_not_lent() -> None:
-    status = {
-        "tokens_left": 1000.0,
-        "engines": [engine("r0", 500, 10.0), engine("r1", 300, 6.0), engine("t0", 900, 1.0)],
-    }
-    work = work_left(status, trainers=("t0", "t1"))
+    engines = [engine("r0", 500, 10.0), engine("r1", 300, 6.0), engine("t0", 900, 1.0)]
+    work = work_left(1000.0, engines, trainers=("t0", "t1"))
     assert (work.dedicated, work.lent, work.units) == (2, 2, 1000.0)
     assert work.seconds_per_unit == pytest.approx(1 / 100)
 
 
 def test_an_engine_that_is_being_made_does_not_roll_out_yet() -> None:
-    work = work_left({"tokens_left": 10.0, "engines": [engine("r0", 0, 0.0, None)]}, ("t0",))
+    work = work_left(10.0, [engine("r0", 0, 0.0, None)], ("t0",))
     assert work.dedicated == 0
 
 
 def test_before_a_session_has_finished_the_work_is_unknown() -> None:
-    work = work_left({"tokens_left": None, "engines": [engine("r0", 10, 1.0)]}, ("t0",))
+    work = work_left(None, [engine("r0", 10, 1.0)], ("t0",))
     assert work.units > 0
     assert work.seconds_per_unit is None
 
@@ -66,12 +62,9 @@ def timeline(run: RunDirectory) -> Timeline:
 def test_both_switches_are_timed_where_they_happen(timeline: Timeline) -> None:
     now = [0.0]
     switching = Switching(LendingGate(10), now=lambda: now[0])
-
-    def make(weights: WeightsRef) -> EmulatedEngine:
-        now[0] += 2.0
-        return EmulatedEngine(0.0, version=weights.version)
-
-    switching.measured(make)(WeightsRef(3, "unused"))
+    switching.begin_rollout()
+    now[0] += 2.0
+    switching.note_serving()
     now[0] += 50.0
     switching.note_revoked()
     now[0] += 0.5
@@ -91,23 +84,27 @@ def test_a_try_that_others_did_not_join_tells_nothing_of_the_switch(timeline: Ti
     with switching.not_counting():
         pass
     switching.note_training(timeline)
-    assert switching.gate.switch_cost_s is None
+    assert switching.gate.switch_cost_s == 1.0
 
 
 def test_a_loan_that_was_not_revoked_ends_in_no_switch(timeline: Timeline) -> None:
-    switching = Switching(LendingGate(10))
+    now = [0.0]
+    switching = Switching(LendingGate(10), now=lambda: now[0])
     switching.note_revoked()
     # training failed, and the loan that follows loses its data plane
-    switching.measured(lambda weights: EmulatedEngine(0.0, version=weights.version))(WeightsRef(3, "unused"))
+    switching.begin_rollout()
+    now[0] += 5.0
+    switching.note_serving()
+    now[0] += 7.0
     switching.note_training(timeline)
-    assert switching.gate.switch_cost_s is None
+    assert switching.gate.switch_cost_s == 5.0
 
 
 def test_training_that_follows_training_is_no_switch(timeline: Timeline) -> None:
     switching = Switching(LendingGate(10))
     switching.gate.note_to_rollout(1.0)
     switching.note_training(timeline)
-    assert switching.gate.switch_cost_s is None
+    assert switching.gate.switch_cost_s == 1.0
 
 
 def test_a_refused_loan_is_a_wait_of_the_next_train_step(run: RunDirectory, timeline: Timeline) -> None:
@@ -122,3 +119,16 @@ def test_a_refused_loan_is_a_wait_of_the_next_train_step(run: RunDirectory, time
     assert [span.label for span in spans if span.kind == "wait"] == ["training, not lent: bound"] * 2
     found = device_figures(spans, (started, time.time()))
     assert (found.not_lent["bound"], found.not_lent["cost"]) == (2, 0)
+
+
+def test_the_first_start_of_an_engine_is_no_switch_and_one_that_is_interrupted_took_that_long() -> None:
+    now = [0.0]
+    switching = Switching(LendingGate(10), now=lambda: now[0])
+    switching.begin_rollout(is_first_start=True)
+    now[0] += 60.0
+    switching.note_serving()
+    assert switching.gate.switch_cost_s is None
+    switching.begin_rollout()
+    now[0] += 3.0
+    switching.note_revoked()
+    assert switching.gate.switch_cost_s == 3.0

@@ -22,7 +22,7 @@ from storage.run_directory import RunDirectory
 from tests.e2e.waiting import wait_until
 
 _SPAWN = multiprocessing.get_context("forkserver")
-_SPAWN.set_forkserver_preload(["tests.sf_core.training.gang", "sf_core.training.torch.trainer"])
+_SPAWN.set_forkserver_preload(["tests.sf_core.training.gang", "sf_core.training.torch.torch_model"])
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,8 @@ class Try:
     epoch: int = 0
     iteration: int = 0
     timeout_s: float = 30.0
+    host: str = "127.0.0.1"
+    """Address of all workers."""
 
     @property
     def files(self) -> GangFiles:
@@ -76,6 +78,11 @@ class Member:
         """Wait until the process has stopped itself during its work."""
         wait_until(lambda: psutil.Process(self._process.pid).status() == psutil.STATUS_STOPPED, "a stop", 60)
 
+    def await_death(self) -> None:
+        """Wait until the process has killed itself during its work."""
+        self._process.join(60)
+        assert self._process.exitcode == -signal.SIGKILL
+
     def end(self) -> None:
         self._process.kill()
         self._process.join()
@@ -86,7 +93,7 @@ def _serve(orders: Any, reports: Any) -> None:
     while True:
         one, rank, work = orders.get()
         try:
-            with seated(meet, one.files, one.seat(rank), "127.0.0.1", one.timeout_s) as ranks:
+            with seated(meet, one.files, one.seat(rank), one.host, one.timeout_s) as ranks:
                 result = work(ranks)
         except Exception as error:
             result = f"{type(error).__name__}: {error}"

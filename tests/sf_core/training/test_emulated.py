@@ -10,7 +10,7 @@ import pytest
 
 from sf_core.config import EmulationConfig
 from sf_core.config.devices import known_device
-from sf_core.engines.device_model import DeviceModel
+from sf_core.engines.emulated.device_model import DeviceModel
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.training import emulated
 from sf_core.training.emulated import EmulatedTrainer, meet

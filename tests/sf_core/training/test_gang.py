@@ -47,6 +47,8 @@ def test_a_try_that_is_over_replaces_no_file(tmp_path: Path, end: str) -> None:
 
 
 GANG = ("t0", "t1")
+T0 = {"t0": "tcp://0"}
+HERE = T0 | {"t1": "tcp://1"}
 DONE = RankEnd()
 BROKEN = RankEnd(ValueError("the batch is empty"))
 ALONE = RankEnd(GangError("rank 1 is missing"), "others")
@@ -88,6 +90,12 @@ def test_a_trainer_that_is_away_is_awaited_unless_fewer_suffice(
     assert gang(here=here, min_workers=min_workers).workers == begin
 
 
+def test_of_the_trainers_that_are_there_as_many_begin_as_hold_whole_policies() -> None:
+    six = tuple(f"t{number}" for number in range(6))
+    cut = {"backend": "megatron", "tensor_parallel": 2, "workers": 6, "min_workers": 2}
+    assert gang(trainers=six, here=six[:5], **cut).workers == six[:4]
+
+
 def test_a_rank_whose_device_was_lent_is_late_while_the_process_that_held_it_is_there() -> None:
     plan, addresses = gang(), {"t0": "tcp://0", "t1": "tcp://1"}
     assert plan.take_devices([("t1", "t1-0.1"), ("r0", "r0-1.1")], addresses) == {("t1", "t1-0.1")}
@@ -116,38 +124,47 @@ def test_a_later_try_takes_all_devices_and_knows_no_loans() -> None:
 
 def test_once_rank_0_has_ended_the_others_have_a_while_to_end() -> None:
     plan = gang()
-    looks = [plan.look(now, GANG, {"t0": DONE} if now else {}) for now in (0, 100, 110, 110.1)]
+    looks = [plan.look(now, HERE, {"t0": DONE} if now else {}) for now in (0, 100, 110, 110.1)]
     assert [(look.fence, look.give_up) for look in looks] == [(False, False)] * 3 + [(False, True)]
 
 
 def test_when_a_rank_has_failed_the_others_are_told_at_once_and_have_a_while_to_end() -> None:
     plan = gang()
-    looks = [plan.look(now, GANG, {"t1": BROKEN}) for now in (0, 10, 10.1)]
+    looks = [plan.look(now, HERE, {"t1": BROKEN}) for now in (0, 10, 10.1)]
     assert [(look.fence, look.give_up) for look in looks] == [(True, False), (False, False), (False, True)]
 
 
 def test_a_worker_that_comes_back_in_time_is_not_given_up() -> None:
     plan = gang()
-    looks = [
-        plan.look(now, here, {}) for now, here in ((0, ["t0"]), (10, GANG), (20, ["t0"]), (20.1, ["t0"]))
-    ]
+    looks = [plan.look(now, here, {}) for now, here in ((0, T0), (10, HERE), (20, T0), (20.1, T0))]
     assert [look.away for look in looks] == [["t1"], [], ["t1"], ["t1"]]
     assert [look.fence for look in looks] == [False, False, False, True]
 
 
 def test_ranks_that_are_all_away_for_too_long_are_awaited_no_longer() -> None:
     plan = gang()
-    assert not plan.look(0, (), {}).give_up
-    look = plan.look(10.1, (), {})
+    assert not plan.look(0, {}, {}).give_up
+    look = plan.look(10.1, {}, {})
     assert (look.fence, look.give_up) == (True, True)
+
+
+def test_a_worker_that_was_restarted_is_named_until_its_rank_has_ended() -> None:
+    plan = gang()
+    plan.begin_try()
+    plan.take_devices([], HERE)
+    assert plan.look(0, HERE, {}).restarted == []
+    assert plan.look(1, T0, {}).restarted == []
+    again = HERE | {"t1": "tcp://2"}
+    assert plan.look(2, again, {}).restarted == ["t1"]
+    assert plan.look(3, again, {"t1": DONE}).restarted == []
 
 
 def test_the_next_try_begins_with_patience() -> None:
     plan = gang()
-    plan.look(0, (), {})
-    plan.look(20, (), {})
+    plan.look(0, {}, {})
+    plan.look(20, {}, {})
     plan.begin_try()
-    assert not plan.look(21, (), {}).give_up
+    assert not plan.look(21, {}, {}).give_up
 
 
 def test_ranks_that_lost_each_other_try_again_on_the_same_workers() -> None:

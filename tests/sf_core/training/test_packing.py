@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -6,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sf_core.training.packing import pack, read_rows, split_groups
+from sf_core.training.packing import pack, read_rows, share, split_groups
 from tests.sf_core.training.batches import grouped_rows, make_batch
 
 # Few different tokens, so that rows often start alike.
@@ -17,7 +18,7 @@ batches = st.lists(row, min_size=1, max_size=12)
 
 
 def told_apart(rows: list[tuple[list[int], list[bool]]]) -> pa.Table:
-    """A batch in which all tokens have different values, and all rows different weights."""
+    """A batch in which all tokens have different values."""
     batch = make_batch(rows)
     numbers = iter(range(10_000))
     of_tokens = [[next(numbers) for _ in ids] for ids, _ in rows]
@@ -25,7 +26,7 @@ def told_apart(rows: list[tuple[list[int], list[bool]]]) -> pa.Table:
         "logprobs": [[-0.25 * number for number in row] for row in of_tokens],
         "advantages": [[0.5 * number + 1 for number in row] for row in of_tokens],
         "policy_versions": of_tokens,
-        "weight": [row + 1.0 for row in range(len(rows))],
+        "weights": [[0.125 * number + 1 for number in row] for row in of_tokens],
     }
     for name, values in columns.items():
         at = batch.schema.get_field_index(name)
@@ -46,16 +47,53 @@ def test_every_trained_token_is_packed_once_with_what_belongs_to_it(
             strict=True,
         )
     ]
-    per_token = ("token_ids", "logprobs", "advantages", "policy_versions")
+    per_token = ("token_ids", "logprobs", "advantages", "policy_versions", "weights")
     expected = [
-        (*values, weight)
-        for (_, mask), weight, *columns in zip(
-            rows, batch["weight"].to_pylist(), *(batch[name].to_pylist() for name in per_token), strict=True
-        )
+        tuple(values)
+        for (_, mask), *columns in zip(rows, *(batch[name].to_pylist() for name in per_token), strict=True)
         for sampled, *values in zip(mask, *columns, strict=True)
         if sampled
     ]
     assert sorted(packed) == sorted(expected)
+
+
+@given(batches, st.integers(1, 60))
+def test_tokens_of_a_microbatch_say_whose_they_are(
+    rows: list[tuple[list[int], list[bool]]], max_tokens: int
+) -> None:
+    found = {}
+    for m in pack(read_rows(told_apart(rows)), max_tokens):
+        for index, number in enumerate(m.numbers.tolist()):
+            found[number] = m.targets[m.row == index].tolist()
+    expected = {
+        number: [token for token, sampled in zip(ids, mask, strict=True) if sampled]
+        for number, (ids, mask) in enumerate(rows)
+        if any(mask)
+    }
+    assert found == expected
+
+
+def test_without_scores_the_ratio_is_to_the_recorded_log_probs() -> None:
+    batch = told_apart([([1, 2, 3], [False, True, True])])
+    row = read_rows(batch)[0]
+    (plain,) = pack([row], 100)
+    assert plain.old.tolist() == plain.logprobs.tolist() and plain.correction.tolist() == [1.0, 1.0]
+    assert plain.reference.isnan().all()
+    scored = replace(row, old=row.logprobs - 1, reference=row.logprobs - 2, correction=row.weights)
+    (m,) = pack([scored], 100)
+    assert (m.logprobs - m.old).tolist() == [1.0, 1.0] and (m.logprobs - m.reference).tolist() == [2.0, 2.0]
+    assert m.correction.tolist() == m.weights.tolist()
+
+
+@pytest.mark.parametrize("column", ["weights", "advantages"])
+def test_a_batch_without_weights_counts_each_token_and_one_without_advantages_teaches_nothing(
+    column: str,
+) -> None:
+    batch = make_batch([([1, 2], [False, True]), ([3, 4, 5], [False, True, True])])
+    nothing = pa.nulls(2, batch.schema.field(column).type)
+    rows = read_rows(batch.set_column(batch.schema.get_field_index(column), column, nothing))
+    expected = 1.0 if column == "weights" else 0.0
+    assert [getattr(row, column).tolist() for row in rows] == [[expected] * 2, [expected] * 3]
 
 
 @given(batches, st.integers(1, 60))
@@ -148,3 +186,15 @@ def test_groups_stay_whole_when_split(num_groups: int, num_parts: int) -> None:
     assert sum(len(part) for part in parts) == len(rows)
     groups = [{row.group for row in part} for part in parts]
     assert sum(len(part) for part in groups) == len(set().union(*groups)) == num_groups
+
+
+@given(batches, st.integers(1, 60), st.integers(1, 4))
+def test_shares_have_equally_many_microbatches_and_each_token_is_in_one(
+    rows: list[tuple[list[int], list[bool]]], max_tokens: int, num_parts: int
+) -> None:
+    own = read_rows(told_apart(rows))
+    shares = [share(own, part, num_parts, max_tokens) for part in range(num_parts)]
+    assert len({len(microbatches) for microbatches in shares}) == 1
+    shared = [x for microbatches in shares for m in microbatches for x in m.policy_versions.tolist()]
+    packed = [x for m in pack(own, max_tokens) for x in m.policy_versions.tolist()]
+    assert sorted(shared) == sorted(packed)

@@ -6,9 +6,9 @@ from typing import get_args
 import pytest
 
 from sf_core.config import RunConfig
-from sf_core.config.run_config import TrainerName
+from sf_core.config.train_config import TrainerName
 from sf_core.training.protocol import TrainerBackend
-from sf_core.training.registry import TRAINERS, trainer_backend, trainer_kind
+from sf_core.training.registry import TRAINERS, check_installed, trainer_backend, trainer_kind
 
 
 def config(kind: str, backend: str | None) -> RunConfig:
@@ -36,6 +36,7 @@ def test_a_backend_has_the_functions_of_the_protocol(name: str) -> None:
         ("emulated", None, "emulated"),
         ("scripted", "emulated", "emulated"),
         ("emulated", "torch", "torch"),
+        ("torch", "megatron", "megatron"),
     ],
 )
 def test_the_backend_is_the_setting_and_without_it_that_of_the_engine(
@@ -49,3 +50,19 @@ def test_an_engine_that_needs_weights_gets_no_trainer_without() -> None:
         ValueError, match=r"^train\.backend emulated computes no weights, which engine\.kind torch"
     ):
         trainer_kind(config("torch", "emulated"))
+
+
+def test_a_backend_whose_library_is_not_installed_says_what_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = config("torch", "megatron")
+    check_installed(run)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    check_installed(config("torch", "torch"))
+    for needs_it in (check_installed, trainer_backend):
+        with pytest.raises(FileNotFoundError) as refused:
+            needs_it(run)
+        assert str(refused.value) == (
+            "train.backend megatron needs megatron-core, which this Python does not have: "
+            "`pip install 'seamlessflow[megatron]'` installs it"
+        )

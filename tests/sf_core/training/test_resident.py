@@ -16,13 +16,18 @@ from sf_core.training.torch.ranks import SingleRank
 from sf_core.training.torch.trainer import Trainer
 from storage import files
 from storage.run_directory import RunDirectory
-from storage.weights import load_weights
+from storage.tensors.weights import load_weights
 from tests.sf_core.runs import configure, copy_run, trained_run
 from tests.sf_core.training.batches import grouped_rows, make_batch
 
 BATCHES = [make_batch(grouped_rows(2, 2), logprob=-4.0, seed=seed) for seed in range(3)]
 SETTINGS: dict[str, Any] = {"iterations": 4, "checkpoint_every": 2}
-CHANGED = SETTINGS | {"learning_rate": 1e-2, "weight_decay": 0.5, "clip_high": 0.1, "minibatches": 2}
+CHANGED = SETTINGS | {
+    "learning_rate": 1e-2,
+    "weight_decay": 0.5,
+    "loss": {"policy": {"high": 0.1}},
+    "minibatches": 2,
+}
 
 
 @pytest.fixture(scope="module")

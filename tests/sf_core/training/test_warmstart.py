@@ -5,17 +5,18 @@ import torch
 from transformers import AutoTokenizer
 
 from sf_core.config import PolicyConfig, WarmstartConfig
-from sf_core.environments.quickstart import demonstrate
+from sf_core.environments.quickstart import Quickstart
 from sf_core.models.builtin import make_policy, make_tokenizer
 from sf_core.training.packing import pack
 from sf_core.training.torch.network import Network
 from sf_core.training.warmstart import encode, learning_rate, warmstart
 
 TOKENIZER = make_tokenizer()
+ENVIRONMENT = Quickstart()
 
 
 def said(index: int) -> list[str]:
-    row = encode(TOKENIZER, demonstrate(index))
+    row = encode(TOKENIZER, ENVIRONMENT.demonstrate(index))
     text = "".join(
         TOKENIZER.decode([token]) if trained else "\0"
         for token, trained in zip(row.token_ids.tolist(), row.loss_mask.tolist(), strict=True)
@@ -24,7 +25,7 @@ def said(index: int) -> list[str]:
 
 
 def test_what_the_assistant_says_is_trained_and_nothing_else() -> None:
-    word, sum_ = demonstrate(0), demonstrate(1)
+    word, sum_ = ENVIRONMENT.demonstrate(0), ENVIRONMENT.demonstrate(1)
     expression = sum_.messages[1]["tool_calls"][0]["function"]["arguments"]["expression"]
     assert said(0) == [word.messages[1]["content"] + "<|im_end|>"]
     assert said(1) == [
@@ -35,7 +36,7 @@ def test_what_the_assistant_says_is_trained_and_nothing_else() -> None:
 
 def test_a_demonstration_has_the_ids_of_its_whole_rendering() -> None:
     for index in range(4):
-        demonstration = demonstrate(index)
+        demonstration = ENVIRONMENT.demonstrate(index)
         whole = TOKENIZER.apply_chat_template(
             demonstration.messages, tools=demonstration.tools, tokenize=False
         )
@@ -45,7 +46,7 @@ def test_a_demonstration_has_the_ids_of_its_whole_rendering() -> None:
 
 def test_the_policy_comes_to_expect_the_demonstrations(tmp_path: Path) -> None:
     make_policy(str(tmp_path), PolicyConfig(hidden_size=64, num_layers=2), seed=0)
-    rows = [encode(TOKENIZER, demonstrate(index)) for index in range(1000, 1032)]
+    rows = [encode(TOKENIZER, ENVIRONMENT.demonstrate(index)) for index in range(1000, 1032)]
     (microbatch,) = pack(rows, 1 << 20)
 
     def loss() -> float:
@@ -54,7 +55,7 @@ def test_the_policy_comes_to_expect_the_demonstrations(tmp_path: Path) -> None:
             return torch.nn.functional.cross_entropy(logits, microbatch.targets).item()
 
     before = loss()
-    warmstart(str(tmp_path), WarmstartConfig(steps=20, batch_size=16), seed=0)
+    warmstart(str(tmp_path), WarmstartConfig(steps=20, batch_size=16), ENVIRONMENT, seed=0)
     assert loss() < before - 1.0
     assert len(AutoTokenizer.from_pretrained(tmp_path)) == len(TOKENIZER)
 

@@ -21,8 +21,9 @@ from sf_core.dataplane.gateway.dialects.checks import (
     parse_arguments,
     parse_stop,
     positive,
+    template_options,
 )
-from sf_core.dataplane.gateway.dialects.protocol import named_event
+from sf_core.dataplane.gateway.dialects.protocol import Count, named_event
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.answer import Answer, MadeCall, Pieces
 from sf_core.dataplane.turns.request import ToolChoice, TurnRequest
@@ -35,11 +36,23 @@ ERROR_TYPES = {
     413: "request_too_large",
     429: "rate_limit_error",
 }
+THREAD = "thread_unsupported_request"
+"""Code by which Anthropic's packages know that a conversation must be sent whole."""
+
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class Anthropic:
     name = "messages"
+    paths: tuple[str, ...] = ("/v1/messages",)
+    count: Count | None = Count(("/v1/messages/count_tokens",), "input_tokens")
+    header: bytes | None = b"anthropic-version"
+
+    def read(self, body: Body, path: str) -> Body:
+        sentence = "thread is not supported: leave it out, and send the whole conversation in messages."
+        if body.get("thread") is not None:
+            raise ApiError(400, sentence, code=THREAD, param="thread")
+        return body
 
     def parse(self, body: Body, session: Session) -> list[TurnRequest]:
         max_tokens = positive(body, "max_tokens")
@@ -61,6 +74,7 @@ class Anthropic:
             TurnRequest(
                 messages=check_conversation(messages, "messages"),
                 tools=tools,
+                template_options=template_options(body),
                 tool_choice=check_choice(_parse_choice(body), tools),
                 stop=parse_stop(body, "stop_sequences"),
                 max_tokens=max_tokens,
@@ -76,13 +90,16 @@ class Anthropic:
 
     def error_body(self, error: ApiError) -> dict[str, Any]:
         kind = ERROR_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-        return {"type": "error", "error": {"type": kind, "message": error.message}}
+        told: dict[str, Any] = {"type": kind, "message": error.message}
+        if error.code == THREAD:
+            told["details"] = {"error_code": THREAD}
+        return {"type": "error", "error": told}
+
+    def model_entry(self, model: str) -> dict[str, Any]:
+        return {"type": "model", "id": model, "display_name": model, "created_at": "1970-01-01T00:00:00Z"}
 
     def model_list(self, models: list[str]) -> dict[str, Any]:
-        entries = [
-            {"type": "model", "id": name, "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
-            for name in models
-        ]
+        entries = [self.model_entry(name) for name in models]
         first, last = (models[0], models[-1]) if models else (None, None)
         return {"data": entries, "has_more": False, "first_id": first, "last_id": last}
 
@@ -184,9 +201,11 @@ def _parse_choice(body: Body) -> ToolChoice:
 def _parse_message(message: Any, where: str) -> list[Message]:
     """Canonical messages of one message: the tool results of a user come first, as messages of their own."""
     role = message.get("role") if isinstance(message, dict) else message
-    if role not in ("user", "assistant"):
-        raise ApiError(400, f"{where}.role must be user or assistant, got {role!r}", param=where)
+    if role not in ("user", "assistant", "system"):
+        raise ApiError(400, f"{where}.role must be user, assistant or system, got {role!r}", param=where)
     content = message.get("content")
+    if role == "system":
+        return [{"role": role, "content": join_text(content, f"{where}.content", ("text",))}]
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     if not isinstance(content, list):
@@ -220,9 +239,9 @@ def _tool_result(block: dict[str, Any], where: str) -> Message:
 
 
 def _parse_call(block: dict[str, Any], where: str) -> dict[str, Any]:
-    if not isinstance(block.get("name"), str):
-        raise ApiError(400, f"{where} must have a name", param=where)
-    return tool_call(str(block.get("id")), block["name"], parse_arguments(block.get("input") or {}, where))
+    if not isinstance(block.get("name"), str) or not isinstance(block.get("id"), str):
+        raise ApiError(400, f"{where} must have a name and an id, both strings", param=where)
+    return tool_call(block["id"], block["name"], parse_arguments(block.get("input") or {}, where))
 
 
 def _tool_use(call: MadeCall, given: dict[str, Any]) -> dict[str, Any]:

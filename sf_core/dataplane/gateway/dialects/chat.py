@@ -13,6 +13,7 @@ from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.gateway.dialects.checks import (
     Body,
+    allowed_tools,
     check_choice,
     check_conversation,
     get,
@@ -22,6 +23,7 @@ from sf_core.dataplane.gateway.dialects.checks import (
     parse_arguments,
     parse_stop,
     positive,
+    template_options,
     tool_choice,
     top_k,
 )
@@ -36,9 +38,10 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 class Chat(OpenAI):
     name = "chat"
+    paths: tuple[str, ...] = ("/v1/chat/completions",)
 
     def parse(self, body: Body, session: Session) -> list[TurnRequest]:
-        tools = parse_tools(body.get("tools"))
+        body, tools = allowed_tools(body, parse_tools(body.get("tools")))
         chosen = body["tool_choice"].get("function") if isinstance(body.get("tool_choice"), dict) else None
         named = chosen.get("name") if isinstance(chosen, dict) else None
         parallel = get(body, "parallel_tool_calls", (bool,), True)
@@ -48,6 +51,7 @@ class Chat(OpenAI):
             TurnRequest(
                 messages=check_conversation(_parse_messages(body.get("messages")), "messages"),
                 tools=tools,
+                template_options=template_options(body),
                 tool_choice=check_choice(tool_choice(body, named, parallel), tools),
                 stop=parse_stop(body),
                 max_tokens=positive(body, "max_tokens") if limit is None else limit,

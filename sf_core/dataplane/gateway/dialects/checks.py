@@ -6,10 +6,9 @@ Knows nothing of sessions, engines or sockets. Every check raises ApiError with 
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any, TypeVar
+from typing import Any
 
 import orjson
-from pydantic import BaseModel, ValidationError
 
 from sf_core.config.undone import UNDONE
 from sf_core.dataplane.chat.json_text import read_json
@@ -19,6 +18,9 @@ from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.turns.request import ToolChoice
 
 Body = dict[str, Any]
+
+TEMPLATE_INPUTS = {"messages", "tools", "add_generation_prompt", "continue_final_message"}
+"""Variables of a chat template that the request has elsewhere."""
 
 
 def parse_json(data: bytes) -> Any:
@@ -53,16 +55,16 @@ def check_conversation(messages: list[Message], where: str) -> list[Message]:
                     "before it",
                     param=where,
                 )
-        else:
+        elif message["role"] not in ("system", "developer"):  # which may come between a call and its result
             open_calls = {call["id"] for call in message.get("tool_calls", [])}
     return messages
 
 
-def check_choice(choice: ToolChoice, tools: list[Tool]) -> ToolChoice:
+def check_choice(choice: ToolChoice, tools: list[Tool], where: str = "tool_choice") -> ToolChoice:
     if choice.kind == "required" and not tools:
-        raise ApiError(400, "tool_choice asks for a call but there are no tools", param="tool_choice")
+        raise ApiError(400, f"{where} asks for a call but there are no tools", param=where)
     if choice.name is not None and choice.name not in {tool["function"]["name"] for tool in tools}:
-        raise ApiError(400, f"tool_choice names the unknown tool {choice.name!r}", param="tool_choice")
+        raise ApiError(400, f"{where} names the unknown tool {choice.name!r}", param=where)
     return choice
 
 
@@ -76,6 +78,28 @@ def tool_choice(body: Body, named: str | None, parallel: bool) -> ToolChoice:
             400, 'tool_choice must be "auto", "none", "required" or name a function', param="tool_choice"
         )
     return ToolChoice(choice, None, parallel)
+
+
+def allowed_tools(body: Body, tools: list[Tool]) -> tuple[Body, list[Tool]]:
+    """The body and its tools, of which a `tool_choice` of type allowed_tools leaves some: the model is not
+    shown the others, and the choice is the mode."""
+    choice = body.get("tool_choice")
+    if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+        return body, tools
+    allowed = get(choice, "allowed_tools", (dict,), choice)  # where Responses has its fields beside the type
+    entries = get(allowed, "tools", (list,), [])
+    functions = [entry.get("function", entry) if isinstance(entry, dict) else None for entry in entries]
+    names = [function.get("name") if isinstance(function, dict) else None for function in functions]
+    mode = {"tool_choice": get(allowed, "mode", (str,), "auto")}
+    return body | mode, named_tools(tools, names, "tool_choice")
+
+
+def named_tools(tools: list[Tool], names: Collection[Any], where: str) -> list[Tool]:
+    """The tools of these names. Raises ApiError if one names no tool."""
+    known = [tool["function"]["name"] for tool in tools]
+    if unknown := [repr(name) for name in names if name not in known]:
+        raise ApiError(400, f"{where} allows what is no function of tools: {', '.join(unknown)}", param=where)
+    return [tool for tool in tools if tool["function"]["name"] in names]
 
 
 def join_text(content: Any, where: str, types: tuple[str, ...]) -> str:
@@ -146,18 +170,55 @@ def get(body: Body, name: str, kinds: tuple[type, ...], default: Any) -> Any:
     return value
 
 
-def refuse_undone(body: Body, ignored: Collection[str] = ()) -> None:
-    """Refuse unsupported fields that would change the answer, except those that the run ignores."""
-    for name in sorted(UNDONE.keys() & body.keys() - {*ignored}):
-        neutral = UNDONE[name]
-        instead = "".join(f", or make it {orjson.dumps(value).decode()}" for value in neutral)
-        refuse(
-            body,
-            name,
+def refuse_undone(body: Body, ignored: Collection[str] = ()) -> Body:
+    """The body without the fields that the run ignores. Refuses others that are not supported and would
+    change the answer."""
+    given = ((name, _field(body, name)) for name in sorted(UNDONE.keys() - {*ignored}))
+    refused = (name for name, value in given if value is not None and value not in UNDONE[name])
+    if (name := next(refused, None)) is not None:
+        instead = "".join(f", or make it {orjson.dumps(value).decode()}" for value in UNDONE[name])
+        raise ApiError(
+            400,
             f"{name} is not supported and would change the answer: leave it out{instead}, or name it in the "
             "run's rollout.ignored_fields to have it ignored.",
-            *neutral,
+            param=name,
         )
+    for name in ignored:
+        body = _without(body, name)
+    return body
+
+
+def _field(body: Body, name: str) -> Any:
+    outer, _, inner = name.partition(".")
+    value = body.get(outer)
+    if not inner:
+        return value
+    return value.get(inner) if isinstance(value, dict) else None
+
+
+def _without(body: Body, name: str) -> Body:
+    """The body without a field, which may be inside another."""
+    outer, _, inner = name.partition(".")
+    if inner:
+        given = body.get(outer)
+        return body | {outer: _without(given, inner)} if isinstance(given, dict) else body
+    return {field: value for field, value in body.items() if field != name}
+
+
+def asks_strictness(body: Body) -> bool:
+    """Whether calls of some tool must follow its schema, which nobody here sees to."""
+    tools = [tool for tool in body.get("tools") or () if isinstance(tool, dict)]
+    functions = [tool["function"] for tool in tools if isinstance(tool.get("function"), dict)]
+    return any(tool.get("strict") for tool in [*tools, *functions])
+
+
+def template_options(body: Body) -> dict[str, Any]:
+    """Variables of the chat template (`chat_template_kwargs`)."""
+    options: dict[str, Any] = get(body, "chat_template_kwargs", (dict,), {})
+    if taken := TEMPLATE_INPUTS & options.keys():
+        named = ", ".join(sorted(taken))
+        raise ApiError(400, f"chat_template_kwargs must not hold {named}", param="chat_template_kwargs")
+    return options
 
 
 def top_k(body: Body) -> int:
@@ -186,16 +247,3 @@ _NAMES = {
 
 def kind_of(value: Any) -> str:
     return "null" if value is None else _NAMES[type(value)]
-
-
-BodyType = TypeVar("BodyType", bound=BaseModel)
-
-
-def parse_body(model: type[BodyType], data: bytes) -> BodyType:
-    """Raises ApiError with status 400 and a sentence that names the field."""
-    try:
-        return model.model_validate(parse_json(data or b"{}"))
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "body"
-        raise ApiError(400, f"{where}: {first['msg']}", param=where) from None

@@ -22,6 +22,7 @@ DEFAULT_MAX_TOKENS = 16
 
 class Completions(OpenAI):
     name = "completions"
+    paths: tuple[str, ...] = ("/v1/completions",)
 
     def parse(self, body: Body, session: Session) -> list[TurnRequest]:
         num_samples = positive(body, "n", MAX_TURNS) or 1
@@ -33,6 +34,7 @@ class Completions(OpenAI):
         if len(prompts) * num_samples > MAX_TURNS:
             raise ApiError(400, f"prompts times n must be at most {MAX_TURNS}", param="prompt")
         get(body, "stream_options", (dict,), {})
+        refuse(body, "chat_template_kwargs", "chat_template_kwargs has no use without messages", {})
         return [
             TurnRequest(
                 text_or_ids=prompt,

@@ -5,22 +5,28 @@ from __future__ import annotations
 from typing import Any
 
 from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.gateway.dialects.checks import Body
+from sf_core.dataplane.gateway.dialects.protocol import Count
 from sf_core.dataplane.turns.answer import Answer
 
 DONE = b"data: [DONE]\n\n"
 
 
 class OpenAI:
+    count: Count | None = None
+    header: bytes | None = None
+
+    def read(self, body: Body, path: str) -> Body:
+        return body
+
     def error_body(self, error: ApiError) -> dict[str, Any]:
         return error.body()
 
+    def model_entry(self, model: str) -> dict[str, Any]:
+        return {"id": model, "object": "model", "created": 0, "owned_by": "seamlessflow"}
+
     def model_list(self, models: list[str]) -> dict[str, Any]:
-        return {
-            "object": "list",
-            "data": [
-                {"id": name, "object": "model", "created": 0, "owned_by": "seamlessflow"} for name in models
-            ],
-        }
+        return {"object": "list", "data": [self.model_entry(name) for name in models]}
 
 
 def usage(answers: list[Answer], num_prompt_tokens: int) -> dict[str, int]:

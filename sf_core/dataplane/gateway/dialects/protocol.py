@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import orjson
 
@@ -37,9 +37,32 @@ class Reply(Protocol):
         ...
 
 
+class Count(NamedTuple):
+    """How the tokens of a prompt are counted."""
+
+    paths: tuple[str, ...]
+    """As in `Dialect.paths`."""
+    field: str
+    """The field of the response that holds the number."""
+
+
 class Dialect(Protocol):
     name: str
     """Its name in metrics and traces."""
+
+    paths: tuple[str, ...]
+    """The paths that answer with turns, as routes write them."""
+
+    count: Count | None
+    """None: clients of this dialect count no tokens."""
+
+    header: bytes | None
+    """A header that all its clients send, and no others; None: there is none."""
+
+    def read(self, body: Body, path: str) -> Body:
+        """The body as the other methods take it: with model and stream, which the path may tell, and with
+        the field names of `UNDONE`. Raises ApiError."""
+        ...
 
     def parse(self, body: Body, session: Session) -> list[TurnRequest]:
         """The requests of a body, one per prompt. Raises ApiError."""
@@ -50,6 +73,8 @@ class Dialect(Protocol):
         ...
 
     def error_body(self, error: ApiError) -> dict[str, Any]: ...
+
+    def model_entry(self, model: str) -> dict[str, Any]: ...
 
     def model_list(self, models: list[str]) -> dict[str, Any]: ...
 

@@ -1,27 +1,65 @@
-"""The dialect of each path."""
+"""The dialects, and what follows from their paths: which requests are agents', and in which dialect."""
 
 from __future__ import annotations
 
+import itertools
+import re
+
+from starlette.routing import compile_path
 from starlette.types import Scope
 
 from sf_core.dataplane.gateway.dialects.anthropic import Anthropic
 from sf_core.dataplane.gateway.dialects.chat import Chat
 from sf_core.dataplane.gateway.dialects.completions import Completions
+from sf_core.dataplane.gateway.dialects.google import Google
 from sf_core.dataplane.gateway.dialects.protocol import Dialect
 from sf_core.dataplane.gateway.dialects.responses import Responses
 
-CHAT, MESSAGES = Chat(), Anthropic()
+DIALECTS: tuple[Dialect, ...] = (Chat(), Completions(), Responses(), Anthropic(), Google())
+"""The first one lists models and words errors where nothing says which dialect the client speaks."""
 
-DIALECTS: dict[str, Dialect] = {
-    "/v1/chat/completions": CHAT,
-    "/v1/completions": Completions(),
-    "/v1/responses": Responses(),
-    "/v1/messages": MESSAGES,
-}
-"""Dialects by the end of the paths that answer with turns."""
+APIS = tuple(dict.fromkeys(f"/{path.split('/')[1]}/" for dialect in DIALECTS for path in dialect.paths))
+"""How the paths of the agents' APIs begin: with a version."""
+
+SESSIONS = "/sessions"
+SESSION = SESSIONS + "/{session_id}"
+GROUPS = "/runs/{run_id}/groups"
+
+AGENTS_PATH = re.compile(f"(?:{SESSIONS}/(?P<session_id>[^/]+))?(?P<below>(?:{'|'.join(APIS)}).+)", re.DOTALL)
+"""Paths of the agents' API, for the whole data plane or for one session."""
+
+
+def is_for_agents(path: str) -> bool:
+    """Whether a run's key opens the path: its agents' APIs, the commands on their sessions, and the
+    declaration of groups."""
+    return path.startswith((*APIS, SESSIONS)) or _GROUPS_PATH.match(path) is not None
+
+
+_GROUPS_PATH = compile_path(GROUPS)[0]
+_ANSWERING = [(compile_path(path)[0], dialect) for dialect in DIALECTS for path in dialect.paths]
+_COUNTING = [
+    (compile_path(path)[0], dialect) for dialect in DIALECTS if dialect.count for path in dialect.count.paths
+]
+
+
+def answering(path: str) -> Dialect | None:
+    """The dialect that answers this path with turns."""
+    below = _below(path)
+    return next((dialect for pattern, dialect in _ANSWERING if pattern.match(below)), None)
 
 
 def dialect_of(scope: Scope) -> Dialect:
-    """The dialect whose lists and errors the client understands; OpenAI's for paths that belong to none."""
-    is_anthropic = any(name == b"anthropic-version" for name, _ in scope["headers"])
-    return MESSAGES if is_anthropic or "/v1/messages" in scope["path"] else CHAT
+    """The dialect whose lists and errors the client understands: that of the path, else that of its headers,
+    else the first of the API."""
+    below, sent = _below(scope["path"]), {name for name, _ in scope["headers"]}
+    by_path = (dialect for pattern, dialect in [*_ANSWERING, *_COUNTING] if pattern.match(below))
+    by_header = (dialect for dialect in DIALECTS if dialect.header in sent)
+    apis = tuple(api for api in APIS if below.startswith(api))
+    by_api = (dialect for dialect in DIALECTS for path in dialect.paths if path.startswith(apis))
+    return next(itertools.chain(by_path, by_header, by_api), DIALECTS[0])
+
+
+def _below(path: str) -> str:
+    """The path in the agents' API; empty for other paths."""
+    asked = AGENTS_PATH.fullmatch(path)
+    return asked["below"] if asked else ""

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from sf_core.dataplane.chat.messages import Message, tool_call
@@ -12,6 +13,7 @@ from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.gateway.dialects.checks import (
     Body,
+    allowed_tools,
     check_choice,
     check_conversation,
     get,
@@ -21,6 +23,7 @@ from sf_core.dataplane.gateway.dialects.checks import (
     parse_arguments,
     positive,
     refuse,
+    template_options,
     tool_choice,
     top_k,
 )
@@ -37,25 +40,36 @@ _INSTRUCTED = "~i"
 _NOT_STORED = "~n"
 """Suffix of the id of a response that no later request may name."""
 
+_ITEM_ID = re.compile(r"(?P<kind>rs|msg|fc)_(?P<turn>.+)\.\d+")
+"""Id of an item of a response (responses_reply.py)."""
+
+LEFT_OUT = ("web_search", "web_search_preview", "namespace", "tool_search", "image_generation")
+"""Types of tools that clients send whether they are wanted or not, and that a provider would run itself: the
+model is not told of them, and they are counted."""
+
 
 class Responses(OpenAI):
     name = "responses"
+    paths: tuple[str, ...] = ("/v1/responses",)
 
     def parse(self, body: Body, session: Session) -> list[TurnRequest]:
         refuse(body, "prompt", "stored prompts are not supported; use instructions")
-        text = get(body, "text", (dict,), {})
-        refuse(text, "format", "text.format must be text", {"type": "text"})
-        tools = _parse_tools(get(body, "tools", (list,), []))
+        get(body, "text", (dict,), {})
+        given = get(body, "tools", (list,), [])
+        left_out = [tool["type"] for tool in given if _is_left_out(tool)]
+        body, tools = allowed_tools(body, _parse_tools(given))
         choice = body.get("tool_choice")
         named = choice.get("name") if isinstance(choice, dict) else None
         parallel = get(body, "parallel_tool_calls", (bool,), True)
         instructions = get(body, "instructions", (str,), "")
         messages: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
-        messages += _previous_messages(body, session) + _parse_input(body.get("input"))
+        messages += _previous_messages(body, session)
+        messages += _parse_input(body.get("input"), session, left_out)
         return [
             TurnRequest(
                 messages=check_conversation(messages, "input"),
                 tools=tools,
+                template_options=template_options(body),
                 tool_choice=check_choice(tool_choice(body, named, parallel), tools),
                 max_tokens=positive(body, "max_output_tokens"),
                 temperature=number(body, "temperature", 1.0, 0.0, 2.0),
@@ -63,6 +77,7 @@ class Responses(OpenAI):
                 top_k=top_k(body),
                 stream=get(body, "stream", (bool,), False),
                 logprobs=LOGPROBS in get(body, "include", (list,), []),
+                left_out=left_out,
             )
         ]
 
@@ -100,6 +115,8 @@ def _parse_tools(tools: list[Any]) -> list[Tool]:
     parsed = []
     for i, tool in enumerate(tools):
         where = f"tools[{i}]"
+        if _is_left_out(tool):
+            continue
         if not isinstance(tool, dict) or tool.get("type") != "function":
             kind = tool.get("type") if isinstance(tool, dict) else kind_of(tool)
             raise ApiError(400, f"{where}: only functions are supported, not {kind}", param=where)
@@ -111,7 +128,12 @@ def _parse_tools(tools: list[Any]) -> list[Tool]:
     return parsed
 
 
-def _parse_input(items: Any) -> list[Message]:
+def _is_left_out(tool: Any) -> bool:
+    return isinstance(tool, dict) and tool.get("type") in LEFT_OUT
+
+
+def _parse_input(items: Any, session: Session, left_out: list[str]) -> list[Message]:
+    """The messages of an input; types of items that are left out are added to `left_out`."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     if not isinstance(items, list):
@@ -121,8 +143,34 @@ def _parse_input(items: Any) -> list[Message]:
         where = f"input[{i}]"
         if not isinstance(item, dict):
             raise ApiError(400, f"{where} must be an object, got {kind_of(item)}", param=where)
-        _add_item(messages, item, where)
+        if item.get("type") == "item_reference":
+            _recall(messages, item.get("id"), session, where)
+        elif item.get("type") == "additional_tools":
+            left_out.append("additional_tools")
+        else:
+            _add_item(messages, item, where)
     return messages
+
+
+def _recall(messages: list[Message], item_id: Any, session: Session, where: str) -> None:
+    """Add an item of an earlier response, which is named by its id. The references to the calls of an answer
+    stand in the order of the calls, and the first to one of its texts means all of them."""
+    named = _ITEM_ID.fullmatch(item_id) if isinstance(item_id, str) else None
+    turn = session.find_turn(named["turn"]) if named else None
+    if named is None or turn is None:
+        raise ApiError(
+            404, f"{where}: item {item_id!r} is unknown in this session.", code="item_not_found", param=where
+        )
+    if named["kind"] == "msg":
+        answer = {"role": "assistant", "content": turn.message["content"]}
+        last = messages[-1] if messages else {}
+        if last.get("role") != "assistant" or not last["content"].endswith(turn.message["content"]):
+            _add_message(messages, answer, where)
+    elif named["kind"] == "fc":
+        known = {call["id"] for message in messages for call in message.get("tool_calls", ())}
+        call = next((one for one in turn.message.get("tool_calls", ()) if one["id"] not in known), None)
+        if call is not None:
+            _open_answer(messages).setdefault("tool_calls", []).append(call)
 
 
 def _add_item(messages: list[Message], item: dict[str, Any], where: str) -> None:

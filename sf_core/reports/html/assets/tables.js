@@ -46,7 +46,7 @@ function iterationTable(figures) {
     number("tokens/s", speed, whole),
     number("idle", idleShare, percent),
     number("of it loading", loadingShare, percent),
-    { name: "stages", text: true, value: (row) => row.stages.join(" ") },
+    { name: "missing", text: true, value: (row) => row.missing.join(" ") },
   ]);
 }
 

@@ -131,8 +131,13 @@ class Viewer {
       el("dl", {}, ...pairs.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, visible(value))))),
       ...(session.branches.size > 1 ? [el("nav", { class: "tree", "aria-label": "Branches" }, this.tree(null))] : []),
       el("div", { class: "toolbar" }, this.colourSwitch(), this.legend = el("ul", { class: "legend" })),
-      this.note, this.body);
+      this.note, this.body,
+      ...(session.output == null ? [] : [this.output(session.output)]));
     this.drawLegend();
+  }
+
+  output(text) {
+    return el("details", {}, el("summary", {}, "what the command wrote last"), el("pre", { class: "tokens" }, visible(text)));
   }
 
   tree(parent) {
@@ -190,10 +195,11 @@ class Viewer {
     return [details, ...blocks];
   }
 
-  turn(branch, begin, [role, , end, finish, engine, temperature, topP, topK]) {
+  turn(branch, begin, [role, , end, finish, engine, temperature, topP, topK, reward]) {
     const sampled = engine != null || finish != null;
     const facts = [`tokens ${begin}-${end}`, finish, engine && `engine ${engine}`, sampled && isNumber(temperature) && `temperature ${short(temperature)}`,
-      isNumber(topP) && topP < 1 && `top-p ${short(topP)}`, isNumber(topK) && topK > 0 && `top-k ${topK}`].filter(Boolean).join(" \u00b7 ");
+      isNumber(topP) && topP < 1 && `top-p ${short(topP)}`, isNumber(topK) && topK > 0 && `top-k ${topK}`,
+      isNumber(reward) && `reward ${short(reward)}`].filter(Boolean).join(" \u00b7 ");
     const text = el("div", { class: "tokens" });
     const section = el("section", { class: `turn ${sampled ? "sampled" : ""}` }, el("header", {}, el("b", {}, visible(role)), el("small", {}, visible(facts))), text);
     const more = (from) => {

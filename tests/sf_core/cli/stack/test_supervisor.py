@@ -115,6 +115,26 @@ def test_parts_end_with_a_supervisor_that_is_killed(stack: Supervisor) -> None:
         process.code()
 
 
+def test_a_process_whose_parent_ended_before_it_could_say_so_ends_too() -> None:
+    # the supervisor that is killed between the fork of a part and the part's first instruction
+    program = """
+import os, signal, time
+from sf_core.cli.stack.supervisord_child import end_with
+
+parent = os.getpid()
+signal.signal(signal.SIGTERM, lambda *_: None)
+if os.fork():
+    os._exit(0)
+while os.getppid() == parent:
+    time.sleep(0.01)
+print("alone", flush=True)
+end_with(parent)
+print("still there", flush=True)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("alone\n", "")
+
+
 def test_nothing_remains_of_a_command_that_is_killed(tmp_path: Path) -> None:
     command = [sys.executable, "-c", COMMAND, str(tmp_path), STUBBORN]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) as process:

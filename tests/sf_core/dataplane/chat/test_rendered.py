@@ -14,7 +14,7 @@ from datasets import load_dataset
 from transformers import PreTrainedTokenizerFast
 
 from sf_core.dataplane.chat.tool_formats import ToolCall
-from sf_core.reports.export import export
+from sf_core.reports.export.export import export
 from storage.run_directory import RunDirectory
 from storage.trajectories import read_trajectories, to_rows
 from tests.sf_core.cli.test_main import sf

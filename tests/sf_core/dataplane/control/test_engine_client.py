@@ -16,6 +16,7 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from websockets.client import ClientProtocol
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
@@ -26,40 +27,35 @@ from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.control.engine_socket import Outbox
 from sf_core.engines import client, wire
 from sf_core.engines.client import _Steps, serve_engine
+from sf_core.engines.protocol import EngineLostError, WeightsRefusedError
 from sf_core.engines.scripted import ScriptedEngine
-from sf_core.types import WeightsRef
+from sf_core.types import Chunk, WeightsRef
 from tests.examples import examples
 from tests.proxies import SilentProxy
 from tests.sf_core.dataplane.stand import Server, running_app, say
 
-HELLO = {
-    "run_id": "run",
-    "attempt": 1,
-    "lease_id": "r0",
-    "epoch": 0,
-    "engine_id": "r0",
-    "worker": "r0",
-    "max_running": 8,
-}
+HELLO = wire.Hello("run", 1, "r0", 0, "r0", "r0", 8)
 
 
-def make(weights: WeightsRef) -> ScriptedEngine:
-    return ScriptedEngine(lambda prompt, seed: [1], version=weights.version)
+def make() -> ScriptedEngine:
+    return ScriptedEngine(lambda prompt, seed: [1])
 
 
 def refusal(server: Server, **hello: Any) -> str:
-    return serve_engine(server.url, None, HELLO | hello, make, patience_s=5)
+    return serve_engine(server.url, None, replace(HELLO, **hello), make(), patience_s=5)
 
 
 def test_an_engine_is_told_the_current_weights(server: Server, renderer: Renderer) -> None:
     server.register(version=3, weights_uri="w3", iteration=3)
     seen: list[WeightsRef] = []
 
-    def make_seen(weights: WeightsRef) -> ScriptedEngine:
-        seen.append(weights)
-        return make(weights)
+    class Seeing(ScriptedEngine):
+        def take_weights(self, weights: WeightsRef) -> None:
+            seen.append(weights)
+            super().take_weights(weights)
 
-    thread = threading.Thread(target=serve_engine, args=(server.url, None, HELLO, make_seen))
+    engine = Seeing(lambda prompt, seed: [1])
+    thread = threading.Thread(target=serve_engine, args=(server.url, None, HELLO, engine))
     thread.start()
     server.wait_for(lambda: bool(server.live_engines()))
     server.post("/runs/run/release")
@@ -112,12 +108,11 @@ def test_of_all_starts_that_have_said_hello_the_latest_serves(server: Server, ep
     with ExitStack() as stack:
         for count, epoch in enumerate(epochs):
             socket = stack.enter_context(connect(server.url.replace("http", "ws", 1) + "/engines"))
-            hello = {"lease_id": lease, "epoch": epoch, "engine_id": f"{epoch}", "worker": lease}
-            socket.send(wire.pack("hello", HELLO | hello))
+            socket.send(wire.pack(wire.Hello("run", 1, lease, epoch, f"{epoch}", lease, 8)))
             answer = socket.recv()
             assert isinstance(answer, bytes)
             latest = max(epochs[: count + 1])
-            assert (wire.unpack(answer)[0] == "yield") == (epoch < latest)
+            assert isinstance(wire.read_from_data_plane(answer), wire.Yield) == (epoch < latest)
             engines = server.get("/runs/run")["engines"]
             assert [e["id"] for e in engines if e["worker"] == lease] == [f"{latest}"]
 
@@ -135,12 +130,12 @@ def test_an_engine_waits_for_its_run_to_be_registered(server: Server, renderer: 
 
 def test_an_engine_gives_up_on_a_data_plane_that_stays_away() -> None:
     with pytest.raises(ConnectionError, match="data plane at ws://127"):
-        serve_engine("http://127.0.0.1:9", None, HELLO, make, patience_s=0.3)
+        serve_engine("http://127.0.0.1:9", None, HELLO, make(), patience_s=0.3)
 
 
 def test_a_wrong_key_is_no_reason_to_try_again() -> None:
     with running_app(key="secret") as url, pytest.raises(InvalidStatus):
-        serve_engine(url, "wrong", HELLO, make)
+        serve_engine(url, "wrong", HELLO, make())
 
 
 def test_patience_begins_when_the_connection_breaks_not_with_the_last_word_before() -> None:
@@ -151,15 +146,15 @@ def test_patience_begins_when_the_connection_breaks_not_with_the_last_word_befor
         connections.append(socket)
         socket.recv()
         if len(connections) > 1:
-            return socket.send(wire.pack("yield", "found again"))
-        socket.send(wire.pack("welcome", {"version": 0, "uri": "w", "paused": False}))
+            return socket.send(wire.pack(wire.Yield("found again")))
+        socket.send(wire.pack(wire.Welcome(WeightsRef(0, "w"), False)))
         socket.recv()
         time.sleep(2 * patience_s)
 
     with serve(data_plane, "127.0.0.1", 0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.socket.getsockname()[1]}"
-        assert serve_engine(url, None, HELLO, make, patience_s=patience_s) == "found again"
+        assert serve_engine(url, None, HELLO, make(), patience_s=patience_s) == "found again"
         server.shutdown()
 
 
@@ -171,7 +166,7 @@ def test_an_engine_gives_up_on_a_data_plane_that_hangs(
 
     def serve_it() -> None:
         try:
-            serve_engine(url, None, HELLO, make, patience_s=1.0)
+            serve_engine(url, None, HELLO, make(), patience_s=1.0)
         except ConnectionError as error:
             failures.append(str(error))
 
@@ -199,8 +194,8 @@ def connect_silently(url: str) -> socket.socket:
     protocol.send_request(protocol.connect())
     connection.sendall(b"".join(protocol.data_to_send()))
     protocol.receive_data(connection.recv(65536))
-    for frame in (wire.pack("hello", HELLO | {"lease_id": "silent"}), wire.pack("updated", 0)):
-        protocol.send_binary(frame)
+    for frame in (replace(HELLO, lease_id="silent"), wire.Updated(0)):
+        protocol.send_binary(wire.pack(frame))
     connection.sendall(b"".join(protocol.data_to_send()))
     return connection
 
@@ -276,11 +271,12 @@ def test_an_update_reaches_every_engine(server: Server, renderer: Renderer) -> N
 def test_what_the_engine_raises_ends_the_lease(server: Server) -> None:
     server.register()
 
-    def broken(weights: WeightsRef) -> ScriptedEngine:
-        raise MemoryError("no room")
+    class Broken(ScriptedEngine):
+        def step(self) -> list[Chunk]:
+            raise MemoryError("no room")
 
     with pytest.raises(MemoryError, match="no room"):
-        serve_engine(server.url, None, HELLO, broken)
+        serve_engine(server.url, None, HELLO, Broken(lambda prompt, seed: [1]))
     server.wait_for(lambda: server.get("/runs/run")["engines"] == [])
 
 
@@ -341,10 +337,8 @@ def test_loading_sampling_waiting_and_yielding_are_told_apart(server: Server, re
     server.register()
     recorded = Recorded()
 
-    def make_talking(weights: WeightsRef) -> ScriptedEngine:
-        return ScriptedEngine(lambda prompt, seed: say(renderer, "x"), version=weights.version)
-
-    thread = threading.Thread(target=serve_engine, args=(server.url, None, HELLO, make_talking, recorded))
+    engine = ScriptedEngine(lambda prompt, seed: say(renderer, "x"))
+    thread = threading.Thread(target=serve_engine, args=(server.url, None, HELLO, engine, recorded))
     thread.start()
     server.wait_for(lambda: bool(server.live_engines()))
     body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
@@ -360,3 +354,100 @@ def test_loading_sampling_waiting_and_yielding_are_told_apart(server: Server, re
     assert {label for kind, label, *_ in recorded.spans if kind == "wait"} == {"requests"}
     assert recorded.num_flushes == 1
     assert all(start <= end for _, _, start, end, _, _ in recorded.spans)
+
+
+class Losing(ScriptedEngine):
+    """An engine that is lost when it has sampled two tokens, once."""
+
+    num_starts = 0
+
+    def take_weights(self, weights: WeightsRef) -> None:
+        self.num_starts += 1
+        super().take_weights(weights)
+
+    def step(self) -> list[Chunk]:
+        chunks = super().step()
+        if self.num_starts == 1 and any(chunk.token_ids for chunk in chunks):
+            self.rest()
+            raise EngineLostError("killed")
+        return chunks
+
+
+def test_a_lost_engine_is_made_again_and_its_requests_go_on(server: Server, renderer: Renderer) -> None:
+    server.register()
+    engine = Losing(lambda prompt, seed: say(renderer, "still here"))
+    thread = threading.Thread(target=serve_engine, args=(server.url, None, HELLO, engine))
+    thread.start()
+    server.wait_for(lambda: bool(server.live_engines()))
+    body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+    answer = server.post("/v1/chat/completions", body)
+    assert answer["choices"][0]["message"]["content"] == "still here"
+    assert engine.num_starts == 2
+    server.post("/runs/run/release")
+    thread.join(10)
+
+
+class Picky(ScriptedEngine):
+    """An engine that refuses version 1."""
+
+    refused = False
+
+    def take_weights(self, weights: WeightsRef) -> None:
+        self.refused = weights.version == 1
+        if not self.refused:
+            super().take_weights(weights)
+
+    def step(self) -> list[Chunk]:
+        refused, self.refused = self.refused, False
+        if refused:
+            raise WeightsRefusedError("w1/model.safetensors: cut off")
+        return super().step()
+
+
+def test_an_engine_that_refuses_weights_serves_on_and_is_not_waited_for(
+    server: Server, renderer: Renderer, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.register()
+    engine = Picky(lambda prompt, seed: say(renderer, "x"))
+    thread = threading.Thread(target=serve_engine, args=(server.url, None, HELLO, engine))
+    thread.start()
+    server.wait_for(lambda: bool(server.live_engines()))
+    published = server.post("/runs/run/weights", {"version": 1, "uri": "w1"})
+    told = "because it refuses version 1: w1/model.safetensors: cut off"
+    assert published["engines"] == {"r0": 0}
+    assert published["refusals"] == [f"engine r0 goes on with version 0, {told}"]
+    assert "engine r0 refuses version 1: w1/model.safetensors: cut off" in caplog.text
+    # a run that cannot go on without version 1 says it when it ends
+    assert told in server.get("/runs/run")["waiting_for"]
+    published = server.post("/runs/run/weights", {"version": 2, "uri": "w2"})
+    assert (published["engines"], published["refusals"]) == ({"r0": 2}, [])
+    assert "refuses" not in server.get("/runs/run")["waiting_for"]
+    server.post("/runs/run/release")
+    thread.join(10)
+
+
+class Fetching(ScriptedEngine):
+    """An engine whose weights never come."""
+
+    rested = 0
+
+    def take_weights(self, weights: WeightsRef) -> None: ...
+
+    def rest(self) -> None:
+        self.rested += 1
+        super().rest()
+
+
+def test_an_engine_yields_while_its_weights_are_on_their_way(server: Server) -> None:
+    server.register()
+    recorded, engine = Recorded(), Fetching(lambda prompt, seed: [1])
+    reasons: list[str] = []
+    thread = threading.Thread(
+        target=lambda: reasons.append(serve_engine(server.url, None, HELLO, engine, recorded))
+    )
+    thread.start()
+    server.wait_for(lambda: bool(server.get("/runs/run")["engines"]))
+    assert server.post("/runs/run/leases/r0/revoke", {"within_s": 5}) == {"engines": 1, "dropped": 0}
+    thread.join(10)
+    assert reasons == ["revoked"] and engine.rested
+    assert [label for _, label, *_ in recorded.spans] == ["load engine", "yield"]

@@ -11,7 +11,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
+from msgspec.structs import replace
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
@@ -19,7 +21,7 @@ from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.engines import wire
 from sf_core.engines.client import serve_engine
 from sf_core.engines.scripted import ScriptedEngine
-from sf_core.types import Chunk, FinishReason, GenerationRequest, WeightsRef
+from sf_core.types import Chunk, FinishReason, GenerationRequest
 from tests.sf_core.dataplane.control.test_engine_client import HELLO
 from tests.sf_core.dataplane.stand import Server, say
 
@@ -37,9 +39,9 @@ def opened(server: Server) -> dict[str, Any]:
 def engine(server: Server, lease: str = "r0") -> Iterator[ClientConnection]:
     """Socket of a serving engine, through which the test sends its tokens."""
     with connect(server.url.replace("http", "ws", 1) + "/engines") as socket:
-        socket.send(wire.pack("hello", HELLO | {"lease_id": lease, "engine_id": lease, "worker": lease}))
+        socket.send(wire.pack(replace(HELLO, lease_id=lease, engine_id=lease, worker=lease)))
         socket.recv()
-        socket.send(wire.pack("updated", VERSION))
+        socket.send(wire.pack(wire.Updated(VERSION)))
         yield socket
 
 
@@ -56,9 +58,9 @@ def given(socket: ClientConnection) -> GenerationRequest:
     while True:
         frame = socket.recv(timeout=20)
         assert isinstance(frame, bytes)
-        kind, value = wire.unpack(frame)
-        if kind == "submit":
-            return wire.unpack_requests(value)[0]
+        submit = wire.read_from_data_plane(frame)
+        if isinstance(submit, wire.Submit):
+            return submit.whole_requests()[0]
 
 
 def close_reason(socket: ClientConnection) -> tuple[int, str]:
@@ -106,7 +108,9 @@ def test_what_cannot_have_been_sampled_ends_the_engine_and_not_the_turn(
         request_id = given(faulty).request_id
         # zero, but for rounding
         whole = Chunk(request_id, begun, [-1.0, 1e-6], VERSION)
-        faulty.send(wire.pack_chunks([whole, Chunk(request_id, ids, logprobs, version, FinishReason.STOP)]))
+        faulty.send(
+            wire.pack(wire.Chunks([whole, Chunk(request_id, ids, logprobs, version, FinishReason.STOP)]))
+        )
         code, reason = close_reason(faulty)
         assert (code, reason[: len(sentence)]) == (wire.BAD_FRAME, sentence)
         server.connect(lambda prompt, seed: say(renderer, "xyz"), lease="r1")
@@ -120,23 +124,26 @@ def test_what_cannot_have_been_sampled_ends_the_engine_and_not_the_turn(
 @pytest.mark.parametrize(
     "frame",
     [
-        wire.pack("chunks", [["0", b"", b"", VERSION]]),
-        wire.pack("chunks", [["0", b"123", b"1234", VERSION, None]]),
-        wire.pack("chunks", [["0", b"", b"", VERSION, "bored"]]),
-        wire.pack("chunks", [[["0"], b"", b"", VERSION, None]]),
-        wire.pack("chunks", [["0", b"", b"", "three", None]]),
-        wire.pack("chunks", 7),
-        wire.pack("updated", VERSION - 1),
-        wire.pack("updated", VERSION + 1),
-        wire.pack("updated", "three"),
-        wire.pack("gossip"),
+        ["chunks", [["0", [], [], VERSION, "bored"]]],
+        ["chunks", [["0", [], []]]],
+        ["chunks", [["0", b"1234", b"1234", VERSION, None]]],
+        ["chunks", [[["0"], [], [], VERSION, None]]],
+        ["chunks", [["0", [], [], "three", None]]],
+        ["chunks", [["0", [0.5], [-1.0], VERSION, None]]],
+        ["chunks", 7],
+        ["updated", VERSION - 1],
+        ["updated", VERSION + 1],
+        ["updated", "three"],
+        ["gossip"],
+        ["yield", "now"],
+        7,
         b"\xff",
     ],
 )
-def test_a_frame_that_makes_no_sense_ends_its_engine_only(server: Server, opened: Any, frame: bytes) -> None:
+def test_a_frame_that_makes_no_sense_ends_its_engine_only(server: Server, opened: Any, frame: Any) -> None:
     with engine(server, "r0") as faulty, engine(server, "r1"):
         server.wait_for(lambda: len(server.live_engines()) == 2)
-        faulty.send(frame)
+        faulty.send(frame if isinstance(frame, bytes) else msgspec.msgpack.encode(frame))
         code, reason = close_reason(faulty)
         assert code == wire.BAD_FRAME and reason
         assert [link["id"] for link in server.live_engines()] == ["r1"]
@@ -149,7 +156,7 @@ def test_tokens_of_requests_that_the_engine_was_not_given_are_left_out(
         request_id, ids = given(socket).request_id, say(renderer, "x")
         logprobs = [-1.0] * len(ids)
         end = Chunk(request_id, ids, logprobs, VERSION, FinishReason.STOP)
-        socket.send(wire.pack_chunks([Chunk("unknown", ids, [], 99), end, end]))
+        socket.send(wire.pack(wire.Chunks([Chunk("unknown", ids, [], 99), end, end])))
         assert answer(asked.result()) == "x"
         assert [link["tokens"] for link in server.live_engines()] == [len(ids)]
 
@@ -162,7 +169,7 @@ def test_a_request_that_ends_without_a_token_is_refused_and_its_session_goes_on(
 
         def end(reason: FinishReason, ids: list[int]) -> None:
             chunk = Chunk(given(socket).request_id, ids, [-1.0] * len(ids), VERSION, reason)
-            socket.send(wire.pack_chunks([chunk]))
+            socket.send(wire.pack(wire.Chunks([chunk])))
 
         with asking(server, opened) as asked:
             end(FinishReason.LENGTH, [])
@@ -197,7 +204,7 @@ def test_a_request_that_no_engine_answers_rightly_does_not_end_them_all(
             for _ in range(2):
                 server.wait_for(lambda: bool(working()))
                 socket = by_id[working()]
-                socket.send(wire.pack_chunks([Chunk(given(socket).request_id, [5], [], VERSION)]))
+                socket.send(wire.pack(wire.Chunks([Chunk(given(socket).request_id, [5], [], VERSION)])))
                 assert close_reason(socket)[0] == wire.BAD_FRAME
             assert asked.result().status_code == 502
             assert "sent 1 tokens with 0 log-probs, as others did before" in asked.result().text
@@ -219,11 +226,9 @@ class Spoiled(ScriptedEngine):
 def test_the_lease_of_an_engine_that_is_dropped_ends_with_the_reason(
     server: Server, opened: dict[str, Any]
 ) -> None:
-    def make(weights: WeightsRef) -> ScriptedEngine:
-        return Spoiled(lambda prompt, seed: [5] * 8, version=weights.version)
-
+    engine = Spoiled(lambda prompt, seed: [5] * 8)
     with ThreadPoolExecutor(1) as pool:
-        lease = pool.submit(serve_engine, server.url, None, HELLO, make)
+        lease = pool.submit(serve_engine, server.url, None, HELLO, engine)
         server.wait_for(lambda: bool(server.live_engines()))
         with asking(server, opened) as asked:
             reason = "^the data plane dropped this engine: it sent a log-prob that is not the logarithm"

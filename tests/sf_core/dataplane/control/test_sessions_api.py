@@ -20,6 +20,9 @@ from tests.sf_core.dataplane.runs.test_external import stored
 from tests.sf_core.dataplane.stand import Server, answering, running_app, say
 
 HI: Any = [{"role": "user", "content": "hi"}]
+STORED: Any = ({}, {"store": False}, {"instructions": "be brief"})
+"""Options on which the form of a response's id depends."""
+GOOGLES: Any = {"contents": [{"parts": [{"text": "e"}]}], "generationConfig": {"maxOutputTokens": 4}}
 
 
 def ask(base_url: str, key: str = "none", messages: Any = HI, **options: Any) -> Any:
@@ -50,6 +53,35 @@ def test_a_session_is_opened_used_looked_at_and_finished(server: Server, rendere
     assert server.http.get(path).status_code == 404
     with pytest.raises(openai.NotFoundError, match="is unknown or over"):
         ask(opened["base_url"])
+
+
+def test_answers_of_every_api_are_rewarded_by_their_ids_and_forks_hold_the_rewards_of_whole_turns(
+    server: Server, renderer: Renderer
+) -> None:
+    server.register()
+    server.connect(answering(renderer, "one", "two"))
+    opened = server.post("/sessions", {"run_id": "run"})
+    path, ask_for = f"/sessions/{opened['session_id']}", {"model": "policy", "max_tokens": 4}
+    first = ask(opened["base_url"])
+    answer = {"role": "assistant", "content": first.choices[0].message.content}
+    for more in ("more", "else"):
+        ask(opened["base_url"], messages=[*HI, answer, {"role": "user", "content": more}])
+    ids = [
+        first.id,
+        *(server.post(f"{path}/v1/responses", {"model": "policy", "input": "b", **o})["id"] for o in STORED),
+        server.post(f"{path}/v1/completions", {**ask_for, "prompt": "c"})["id"],
+        server.post(f"{path}/v1/messages", {**ask_for, "messages": [{"role": "user", "content": "d"}]})["id"],
+        server.post(f"{path}/v1/models/policy:generateContent", GOOGLES)["responseId"],
+    ]
+    for wrong in ("chatcmpl-1", first.id.replace(".open.", ".open.0")):
+        response = server.http.post(path + "/reward", json={"reward": 1, "step_rewards": {wrong: 1.0}})
+        assert (response.status_code, "is the id of no answer" in response.text) == (400, True)
+    steps = {answer_id: float(number) for number, answer_id in enumerate(ids, 1)}
+    server.post(path + "/finish", {"status": "finished", "reward": 0.0, "step_rewards": steps})
+    server.wait_for(lambda: bool(stored(server.run_dir / "run")))
+    rows = [row for _, row in stored(server.run_dir / "run")]
+    earned = [[span.reward for span in row.turns if span.role == "assistant"] for row in rows]
+    assert sorted(earned, key=str) == [[1.0, None], [1.0, None], [2.0], [3.0], [4.0], [5.0], [6.0], [7.0]]
 
 
 def test_a_session_is_named_by_url_header_or_key(server: Server, renderer: Renderer) -> None:
@@ -222,6 +254,9 @@ def test_a_run_key_opens_the_agents_routes_of_its_run_only(locked: Server) -> No
         assert status(path, key) == 401
     assert status("/sessions", "red-run-key", "POST", json={"run_id": "red"}) == 200
     assert status("/sessions", "blue-run-key", "POST", json={"run_id": "red"}) == 401
+    # it takes no groups from outside
+    assert status("/runs/red/groups", "red-run-key", "POST", json={}) == 409
+    assert status("/runs/red/groups", "blue-run-key", "POST", json={}) == 401
     for route in ("/runs/red", "/healthz", "/runs/red/batches/0"):
         assert (status(route, "red-run-key"), status(route, "plane")) == (401, 200)
 

@@ -16,12 +16,17 @@ from agents.models.multi_provider import MultiProvider
 from agents.run import RunConfig
 from openai import AsyncOpenAI
 
+from sf_core.agents.command import agent_of
+from sf_core.config.programs import Command
 from sf_core.dataplane.chat.renderer import Renderer
+from sf_core.types import Endpoint, Task
 from tests.sf_core.dataplane.stand import Server, answering, say
 
 # its litellm imports mcp without asking for it
 MINI_SWE_AGENT = ["mini-swe-agent==2.4.6", "litellm==1.106.2", "mcp==2.3.0"]
 VENV = Path(__file__).parents[4] / ".venvs" / "mini-swe-agent"
+NODE = VENV.parent / "node"
+WRITE = "echo 42 > answer.txt"
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -124,4 +129,55 @@ def test_mini_swe_agent_solves_its_task(
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "answer.txt").read_text() == "42\n"
+    assert is_one_sequence(server, opened["session_id"])
+
+
+def from_npm(package: str) -> str:
+    """The folder with a package's programs."""
+    folder = NODE / package.replace("/", "-")
+    try:
+        install = ["npm", "install", "--prefix", str(folder), "--prefer-offline", "--no-audit", package]
+        subprocess.run(install, check=True, capture_output=True, timeout=240)
+    except (subprocess.SubprocessError, OSError) as error:
+        if os.environ.get("CI") == "true":
+            raise
+        pytest.skip(f"{package} cannot be installed into {folder}: {error}")
+    return str(folder / "node_modules" / ".bin")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("package", "command", "first"),
+    [
+        (
+            "@anthropic-ai/claude-code@2.1.197",
+            "IS_SANDBOX=1 exec claude -p --dangerously-skip-permissions",
+            call("Bash", command=WRITE, description="writes"),
+        ),
+        (
+            "@openai/codex@0.169.0",
+            "CODEX_API_KEY=$OPENAI_API_KEY exec codex exec --skip-git-repo-check -m $OPENAI_MODEL "
+            "--dangerously-bypass-approvals-and-sandbox -c openai_base_url=$OPENAI_BASE_URL -",
+            call("exec_command", cmd=WRITE),
+        ),
+        (
+            "@qwen-code/qwen-code@0.15.10",
+            'exec qwen --yolo --auth-type openai -p "$(cat)"',
+            call("run_shell_command", command=WRITE, is_background=False),
+        ),
+    ],
+    ids=["claude-code", "codex", "qwen-code"],
+)
+def test_a_harness_as_a_command_writes_a_file_in_one_row(
+    server: Server, renderer: Renderer, package: str, command: str, first: str
+) -> None:
+    programs = from_npm(package)
+    server.register(context_length=200_000, max_tokens=512)
+    server.connect(answering(renderer, "I write it. " + first, "Done."))
+    opened = server.post("/sessions", {"run_id": "run"})
+    endpoint = Endpoint(f"{server.url}/sessions/{opened['session_id']}/v1", "none", "policy")
+    path = {"PATH": f"{programs}:{os.environ['PATH']}"}
+    setting = Command(command=("bash", "-c", command), answer="file:answer.txt", variables=path)
+    end = asyncio.run(agent_of(setting)(Task("t", "e", "Write 42 into answer.txt."), endpoint))
+    assert end.answer == "42\n"
     assert is_one_sequence(server, opened["session_id"])

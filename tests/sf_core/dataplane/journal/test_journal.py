@@ -10,16 +10,23 @@ import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import msgpack
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sf_core.dataplane.errors import ApiError
-from sf_core.dataplane.journal.journal import Fsync, Journal, Record
+from sf_core.dataplane.journal.events import Event, reader
+from sf_core.dataplane.journal.journal import Fsync, Journal
 from tests.examples import examples
 from tests.sf_core.dataplane.full_disk import full_own_disk
+
+decode = msgspec.msgpack.decode
+
+Record = dict[str, Any]
+"""Stands for an event: a journal does not look into them."""
 
 
 def write(path: Path, records: list[Record]) -> None:
@@ -33,7 +40,7 @@ def write(path: Path, records: list[Record]) -> None:
 
 def read(path: Path) -> list[Record]:
     async def replay() -> list[Record]:
-        return [record async for record in Journal(path).replay()]
+        return [record async for record in Journal(path).replay(decode)]
 
     return asyncio.run(replay())
 
@@ -74,14 +81,32 @@ def test_a_corrupt_record_ends_the_replay(tmp_path: Path) -> None:
     assert read(path) == RECORDS[:-1]
 
 
+def test_a_journal_that_another_version_wrote_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
+    class Weather(Event):
+        degrees: int
+
+    async def replay() -> None:
+        async for _ in Journal(path).replay(reader(Weather)):
+            pass
+
+    path = tmp_path / "a.journal"
+    write(path, [Weather(20), {"weather": 20}])
+    before = path.read_bytes()
+    told = r"a\.journal was written by another version .* remove the file"
+    with pytest.raises(ApiError, match=told) as refused:
+        asyncio.run(replay())
+    assert refused.value.status == 409
+    assert path.read_bytes() == before
+
+
 def test_compaction_keeps_what_it_is_told_to(tmp_path: Path) -> None:
     async def compact() -> None:
         journal = Journal(tmp_path / "a.journal")
-        await journal.compact(lambda: ([], lambda record: True))
+        await journal.compact(decode, lambda: ([], lambda record: True))
         for record in RECORDS:
             journal_write = asyncio.ensure_future(journal.append(record))
         await journal_write
-        await journal.compact(lambda: ([{"n": -1}], lambda record: record["n"] % 2 == 0))
+        await journal.compact(decode, lambda: ([{"n": -1}], lambda record: record["n"] % 2 == 0))
         await journal.append({"n": 100})
         await journal.close()
 
@@ -103,7 +128,8 @@ def test_a_compaction_that_waits_for_another_one_keeps_what_is_appended_meanwhil
             return [], lambda record: record["n"] in kept
 
         await append(0)
-        await asyncio.gather(journal.compact(choose), journal.compact(choose), append(1), append(2))
+        compactions = [journal.compact(decode, choose) for _ in range(2)]
+        await asyncio.gather(*compactions, append(1), append(2))
         await journal.close()
 
     asyncio.run(compact())
@@ -130,7 +156,7 @@ def test_whatever_happens_to_the_file_its_intact_beginning_comes_back(
         survived = read(path)
         assert survived == records[: len(survived)]
         untouched = min([len(data), *(flip // 8 for flip in flips)])
-        sizes = [8 + len(msgpack.packb(record)) for record in records]
+        sizes = [8 + len(msgspec.msgpack.encode(record)) for record in records]
         assert len(survived) >= sum(end <= untouched for end in itertools.accumulate(sizes))
         # what is appended after the cut is read again
         write(path, [{"new": b""}])
@@ -154,7 +180,7 @@ def test_notes_and_chunks_keep_their_place_among_records(tmp_path: Path, fsync: 
         await asyncio.sleep(0)
         journal.note({"n": 2})
         await asyncio.gather(chunk, journal.append({"n": 3}))
-        assert [record["n"] async for record in journal.replay()] == [0, 1, 2, 3]
+        assert [record["n"] async for record in journal.replay(decode)] == [0, 1, 2, 3]
         journal.note({"n": 4})
         await journal.close()
 
@@ -185,7 +211,7 @@ def test_what_a_full_disk_does_not_take_is_written_in_its_place_once_there_is_ro
             await asyncio.wait(waiting, timeout=0.1)
             assert [task.done() for task in waiting] == [False, False]
             found_by_a_restart = shutil.copy(tmp_path / "a.journal", tmp_path / "b.journal")
-            assert [record async for record in Journal(Path(found_by_a_restart)).replay()] == [{"n": 0}]
+            assert [record async for record in Journal(Path(found_by_a_restart)).replay(decode)] == [{"n": 0}]
         await asyncio.gather(*waiting, journal.append({"n": 4}))
         assert (journal.failure, journal.num_failures) == (None, 1)
         await journal.close()
@@ -284,7 +310,7 @@ def test_a_journal_that_cannot_be_compacted_stays_as_it_was(tmp_path: Path) -> N
         journal = Journal(tmp_path / "a.journal")
         await journal.append({"n": 0, "data": bytes(600)})
         with full_own_disk(1000):
-            await journal.compact(lambda: ([{"n": -1, "data": bytes(600)}], lambda record: True))
+            await journal.compact(decode, lambda: ([{"n": -1, "data": bytes(600)}], lambda record: True))
         await journal.append({"n": 1})
         await journal.close()
 

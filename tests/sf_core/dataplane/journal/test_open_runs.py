@@ -11,7 +11,7 @@ from sf_core.dataplane.bodies import RunSpec
 from sf_core.dataplane.control.plane import DataPlane
 from sf_core.dataplane.journal.open_runs import OpenRuns
 from sf_core.dataplane.options import DataplaneOptions
-from tests.sf_core.dataplane.runs.test_replay import SPEC
+from tests.sf_core.dataplane.specs import SPEC
 
 
 def test_one_process_at_a_time_works_in_a_journal_directory(tmp_path: Path) -> None:
@@ -57,3 +57,4 @@ def test_a_run_that_cannot_be_opened_keeps_no_other_one_from_being_served(
     [line] = caplog.messages
     assert "bad.journal: the run is not served: " in line
     assert "start its flow again" in line
+    assert ("was written by another version" in line) == (damaged == "journal")

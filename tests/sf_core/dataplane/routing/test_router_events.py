@@ -10,6 +10,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sf_core.engines import wire
 from sf_core.types import WeightsRef
 from tests.examples import examples
 from tests.sf_core.dataplane.cluster import (
@@ -173,11 +174,10 @@ class Training(Events):
             assert len(engine.asked) + len(engine.told) == num_frames
             assert not engine.link.in_flight
         # a request moves when another queue is shorter, one by one, and for no other reason
-        aborts = [ids for engine in self.dedicated for kind, ids in engine.told if kind == "abort"]
+        told = [frame for engine in self.dedicated for frame in engine.told]
+        aborts = [frame.request_ids for frame in told if isinstance(frame, wire.Abort)]
         assert all(aborts) and sum(map(len, aborts)) <= self.router.moves
-        assert not [
-            kind for engine in self.dedicated for kind, _ in engine.told if kind in ("pause", "yield")
-        ]
+        assert not [frame for frame in told if isinstance(frame, wire.Pause | wire.Yield)]
         # whatever an engine sampled, lent ones too, is part of an answer
         assert all(engine.num_sampled == engine.link.num_tokens for engine in self.cluster.engines)
 

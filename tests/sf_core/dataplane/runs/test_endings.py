@@ -102,7 +102,8 @@ def test_a_session_says_that_its_last_request_did_not_fit(
         assert ask(server, claim, HI, {"role": "assistant", "content": "hello"}, HI) == 200
     end(server, claim, **report)
     if status is None:
-        assert server.get("/runs/run")["counters"]["rejected_groups.agent_error"] == 1
+        reason = f"{report.get('cause', 'agent')}_error"
+        assert server.get("/runs/run")["counters"][f"rejected_groups.{reason}"] == 1
         return
     sealed, rows = sealed_rows(server)
     assert {(row.status, row.reward) for row in rows} == {(status, reward)}
@@ -152,11 +153,12 @@ def test_an_answer_that_is_scored_too_late_is_no_fault_of_the_policy(
     server: Server, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plane, "SWEEP_S", 0.02)
-    serve(server, renderer, session_timeout_s=0.5, session_attempts=1)
+    serve(server, renderer, score_timeout_s=0.5, session_attempts=1)
     [claim] = server.claim()
     assert ask(server, claim, HI) == 200
     end(server, claim, status="answered", answer='"42"')
-    server.wait_for(lambda: "rejected_groups.agent_error" in server.get("/runs/run")["counters"])
+    server.wait_for(lambda: "rejected_groups.reward_error" in server.get("/runs/run")["counters"])
+    assert server.get("/runs/run")["last_error"] == "got no reward within 0.5 s of its answer"
 
 
 @pytest.mark.parametrize(

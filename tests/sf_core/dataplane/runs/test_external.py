@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from sf_core.dataplane.bodies import FinishBody, SessionBody
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.runs import external
+from sf_core.dataplane.runs.effects import compaction
 from sf_core.dataplane.runs.external import ExternalSessions
-from sf_core.dataplane.runs.recovery import compaction
 from sf_core.dataplane.sessions.session import Session
 from sf_core.reports.view import RunView
 from storage.run_directory import RunDirectory

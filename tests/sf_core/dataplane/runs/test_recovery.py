@@ -46,14 +46,16 @@ class Restarts:
     folder: Path
     model_dir: str
     options: tuple[str, ...] = ()
+    port: int = 0
+    """0: any free one, the same after a restart."""
     process: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     server: Server = field(init=False)
 
     def start(self) -> None:
-        port = int(self.server.url.rsplit(":", 1)[1]) if hasattr(self, "server") else 0
         options = ("--journal-dir", str(self.folder / "journal"), *self.options)
-        url = self.process.enter_context(running_process(self.folder / "port", port, *options))
+        url = self.process.enter_context(running_process(self.folder / "port", self.port, *options))
         if not hasattr(self, "server"):
+            self.port = int(url.rsplit(":", 1)[1])
             self.server = Server(url, httpx.Client(base_url=url, timeout=30), self.folder, self.model_dir)
 
     def kill(self) -> None:
@@ -194,6 +196,26 @@ def post_chat(server: Server, claim: dict[str, Any], headers: dict[str, str] | N
     return dict(response.json())
 
 
+def test_an_answer_survives_a_restart_with_what_its_agent_wrote(plane: Restarts) -> None:
+    server = plane.server
+    server.register(group_size=1, groups_per_batch=1, num_batches=1, max_tokens=8)
+    server.connect(script)
+    scorer = {"runner": "w0", "max": 1, "work": "reward"}
+    server.post("/runs/run/claim", scorer)
+    [claim] = server.claim()
+    post_chat(server, claim)
+    answered = {"session_id": claim["session_id"], "status": "answered", "answer": '"42"', "output": "log"}
+    server.post("/runs/run/finished", {"sessions": [answered]})
+    plane.restart()
+    [given] = server.post("/runs/run/claim", scorer)["sessions"]
+    assert (given["session_id"], given["answer"]) == (claim["session_id"], '"42"')
+    report = {"session_id": claim["session_id"], "status": "finished", "reward": 1.0}
+    server.post("/runs/run/finished", {"sessions": [report]})
+    [file] = server.post("/runs/run/batches/0/seal", {"attempt": 1})["files"]
+    [row] = to_rows(read_trajectories(str(plane.folder / "run" / file["uri"])))
+    assert row.output == "log"
+
+
 def test_a_session_that_an_agent_opened_survives_a_restart_until_it_is_finished(plane: Restarts) -> None:
     server = plane.server
     server.http.headers["Authorization"] = "Bearer key-of-the-run"
@@ -204,7 +226,8 @@ def test_a_session_that_an_agent_opened_survives_a_restart_until_it_is_finished(
     tools = [{"type": "function", **CALC["function"]}]
     body = {"model": "policy", "instructions": "be brief", "input": "hi", "tools": tools}
     first = server.post(f"{path}/v1/responses", body)
-    server.post(path + "/reward", {"reward": 0.5, "reward_parts": {"style": 0.5}})
+    given = {"reward": 0.5, "reward_parts": {"style": 0.5}, "step_rewards": {first["id"]: 0.25}}
+    server.post(path + "/reward", given)
     tree = server.get(path)
     plane.restart()
     assert server.get(path) == tree
@@ -219,7 +242,7 @@ def test_a_session_that_an_agent_opened_survives_a_restart_until_it_is_finished(
     server.wait_for(lambda: bool(stored(plane.folder / "run")))
     [(_, row)] = stored(plane.folder / "run")
     assert (row.task_id, row.reward, dict(row.reward_parts)) == ("t7", 0.5, {"style": 0.5})
-    assert [span.role for span in row.turns].count("assistant") == 2
+    assert [span.reward for span in row.turns if span.role == "assistant"] == [0.25, None]
     assert json.loads(row.tools or "") == [CALC]
 
 

@@ -6,13 +6,15 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import openai
 import pytest
 from openai import OpenAI
 
 from sf_core.dataplane.chat.renderer import Renderer
-from sf_core.dataplane.journal.journal import Journal, kind_of
+from sf_core.dataplane.journal.journal import Journal
+from sf_core.dataplane.runs.events import Registered, RunEvent, read_event
 from sf_core.dataplane.runs.recovery import reopen_run
 from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.sessions.export import export_session
@@ -51,11 +53,11 @@ def test_the_journal_of_a_long_run_stays_bounded(server: Server, renderer: Rende
     assert list(run.sessions) == [open_claim["session_id"]]
     assert len(run.sessions[open_claim["session_id"]].turns) == 2
     assert run.manager.done_before(6) == list(range(6))
-    assert "run" in asyncio.run(first_kinds(journal, 2))
+    assert isinstance(asyncio.run(first_event(journal)), Registered)
 
 
-async def first_kinds(journal: Path, num: int) -> list[str]:
-    return [kind_of(record) async for record in Journal(journal).replay()][:num]
+async def first_event(journal: Path) -> RunEvent:
+    return await anext(Journal(journal).replay(read_event))
 
 
 def test_a_reopened_session_is_trained_on_as_the_living_one(server: Server, renderer: Renderer) -> None:
@@ -105,9 +107,9 @@ def test_a_reopened_session_is_trained_on_as_the_living_one(server: Server, rend
 
 def reopened(journal: Path) -> ServedRun:
     async def reopen() -> ServedRun:
-        result = await reopen_run(Journal(journal), 10.0, Memory())
-        assert result is not None
-        return result[0]
+        run = await reopen_run(Journal(journal), 10.0, Memory())
+        assert run is not None
+        return run
 
     return asyncio.run(reopen())
 
@@ -133,3 +135,24 @@ def test_a_turn_nobody_waits_for_is_kept_but_never_trained(server: Server, rende
     finish(server, claim)
     sealed = server.post("/runs/run/batches/0/seal", {"attempt": 1})
     assert sealed["sampled_tokens"] == 2 * len(say(renderer, "short"))
+
+
+def test_a_run_whose_journal_another_version_wrote_is_refused_with_a_sentence(server: Server) -> None:
+    server.register()
+    journal = server.run_dir / "run" / "journal" / "run.journal"
+    other = journal.with_name("other.journal")
+
+    async def write(spec: dict[str, Any]) -> None:
+        by_then = Journal(other)
+        await by_then.append(msgspec.Raw(msgspec.msgpack.encode(["registered", spec, 1])))
+        await by_then.close()
+
+    spec = asyncio.run(first_event(journal)).spec.model_dump(mode="json")
+    asyncio.run(write(spec | {"run_id": "other", "key": "a key of another time", "group_size": "several"}))
+    response = server.http.post("/runs", json=spec | {"run_id": "other"})
+    assert response.status_code == 409
+    told = response.json()["error"]["message"]
+    assert "other.journal was written by another version of SeamlessFlow: group_size: " in told
+    assert "a key" not in told
+    other.unlink()
+    server.register(run_id="other")

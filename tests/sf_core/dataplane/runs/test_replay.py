@@ -19,32 +19,15 @@ from sf_core.dataplane.control.plane import DataPlane
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.options import DataplaneOptions
 from sf_core.dataplane.routing.connection import EngineConnection
+from sf_core.dataplane.runs.effects import compaction
 from sf_core.dataplane.runs.groups import Group
-from sf_core.dataplane.runs.recovery import compaction
 from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.sessions.session import Session
 from sf_core.types import WeightsRef
 from tests.examples import examples
 from tests.sf_core.dataplane.sessions.test_session import sample, user
+from tests.sf_core.dataplane.specs import SPEC, changed
 from tests.sf_core.dataplane.stand import say
-
-SPEC: dict[str, Any] = {
-    "run_id": "run",
-    "seed": 0,
-    "group_size": 2,
-    "groups_per_batch": 2,
-    "gate": "varied",
-    "lag_bound": 1,
-    "max_tokens": 8,
-    "context_length": 64,
-    "session_timeout_s": 10.0,
-    "num_batches": 50,
-    "iteration": 0,
-    "version": 0,
-    "weights_uri": "w",
-    "done_groups": [],
-    "attempt": 1,
-}
 
 OPERATIONS = [
     *("claim", "finish", "fail", "lose", "play", "play", "seal", "seal", "publish", "evaluate"),
@@ -56,13 +39,13 @@ class Driver:
     """Flow and agent runner of one run, without HTTP."""
 
     def __init__(self, folder: Path, model_dir: str, renderer: Renderer) -> None:
-        self.spec = SPEC | {"run_dir": str(folder / "run"), "model_dir": model_dir}
+        self.spec = changed(SPEC, run_dir=str(folder / "run"), model_dir=model_dir, gate="varied")
         self.folder, self.renderer = folder, renderer
         self.plane = DataPlane(DataplaneOptions(str(folder / "plane")))
         self.numbers = itertools.count()
 
     async def register(self, **changes: Any) -> None:
-        self.spec |= changes
+        self.spec = changed(self.spec, **changes)
         await self.plane.register(RunSpec.model_validate(self.spec))
 
     @property

@@ -1,31 +1,24 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from sf_core.config import RolloutConfig
 from sf_core.config.failures import REASONS, FailureRules, Rule
-from sf_core.dataplane.runs.rollout_manager import BatchRules, RolloutManager
+from sf_core.dataplane.runs.rollout_manager import RolloutManager
 from sf_core.dataplane.sessions.claims import Claim
 from tests.examples import examples
 
-RULES = BatchRules(
-    group_size=2,
-    groups_per_batch=2,
-    lag_bound=1,
-    on_max_lag="wait",
-    gate="all",
-    session_attempts=2,
-    num_batches=100,
-)
+RULES = RolloutConfig(group_size=2, groups_per_batch=2, session_attempts=2)
 
 
-def manager(**changes: object) -> RolloutManager:
-    return RolloutManager(replace(RULES, **changes), next_batch=0, version=0, done_groups=[])  # type: ignore[arg-type]
+def manager(lag_bound: int = 1, num_batches: int = 100, **changes: Any) -> RolloutManager:
+    return RolloutManager(RULES.model_copy(update=changes), lag_bound, num_batches)
 
 
 def finish_all(manager: RolloutManager, claims: list[Claim], version: int = 0, reward: float = 1.0) -> None:
@@ -67,7 +60,7 @@ def test_while_memory_is_full_groups_of_the_next_batch_are_begun_one_at_a_time()
 
 
 def test_groups_done_by_earlier_batches_are_not_given_out_again() -> None:
-    resumed = RolloutManager(RULES, next_batch=1, version=1, done_groups=[0, 2, 3])
+    resumed = RolloutManager(RULES, 1, 100, next_batch=1, version=1, done_groups=[0, 2, 3])
     assert [claim.place.group for claim in resumed.claim(4)] == [1, 1, 4, 4]
 
 
@@ -163,7 +156,7 @@ def test_a_group_is_as_old_as_its_oldest_session() -> None:
 
 def test_a_group_that_is_too_old_for_the_next_batch_is_rejected() -> None:
     """As a restart may find it, with other rules or versions."""
-    m = RolloutManager(RULES, next_batch=2, version=2, done_groups=[])
+    m = RolloutManager(RULES, 1, 100, next_batch=2, version=2)
     claims = m.claim(4)
     for claim, min_version in zip(claims, (0, 2, 1, 2), strict=True):
         m.finish(claim, 1.0, min_version)
@@ -332,19 +325,60 @@ def test_restored_sessions_are_not_given_out_again() -> None:
     assert restored.claim(3) == [Claim(lost.place, 1), *manager().claim(6)[4:]]
 
 
+def test_every_batch_has_places_for_groups_from_outside_and_admits_no_more() -> None:
+    m = manager(groups_per_batch=3, outside_groups=1)
+    declared = [m.declare(4), m.declare(2), m.declare(2)]
+    assert [len(claims) for claims in declared] == [4, 2, 0], "one for each batch that the lag bound admits"
+    inside = m.claim(100)
+    assert len(inside) == 2 * 2 * 2 and not any(claim.is_outside for claim in inside)
+    finish_all(m, inside)
+    assert m.readiness(0).waiting_for == "1 of 1 groups from outside; 2 are in flight"
+    finish_all(m, declared[0])
+    assert m.seal(0).groups == [0, 2, 3]
+    m.set_version(1)
+    assert len(m.declare(2)) == 2
+    assert manager().declare(2) == []
+
+
+@pytest.mark.parametrize("rule", [RETRY, EXCLUDE])
+def test_a_session_from_outside_is_not_tried_again(rule: Rule) -> None:
+    m = manager(outside_groups=2, on_failure=FailureRules(agent_error=rule), failed_reward=-1.0)
+    claim, other = m.declare(2)
+    worth = m.worth(claim, "agent_error", can_train=True)
+    assert worth == (-1.0 if rule == RETRY else None)
+    if worth is None:
+        assert m.fail(claim, "agent_error") == [claim.place.group]
+        assert m.rejected == {claim.place.group: "agent_error"}
+        assert m.group_of(other) is None
+
+
+def test_held_out_tasks_are_given_to_agents_outside_and_again_after_a_failure() -> None:
+    m = manager(groups_per_batch=2, outside_groups=2)
+    assert m.claim_held_out(5) == []
+    m.start_evaluation(0, num_tasks=3)
+    first, second, third = m.claim_held_out(5)
+    assert all(claim.is_outside for claim in (first, second, third))
+    m.fail(first, "agent_error")
+    [again] = m.claim(5)
+    assert (again.place, again.is_outside) == (first.place, False)
+
+
 class AnyRun(RuleBasedStateMachine):
     """Sessions, failures, updates and batches in any order (invariant 8)."""
 
     @initialize(
         groups_per_batch=st.integers(1, 3),
+        outside_groups=st.integers(0, 3),
         lag_bound=st.integers(0, 3),
         on_max_lag=st.sampled_from(["wait", "drop"]),
         gate=st.sampled_from(["all", "varied"]),
         is_full=st.booleans(),
     )
-    def begin(self, is_full: bool, **rules: object) -> None:
+    def begin(self, is_full: bool, outside_groups: int, groups_per_batch: int, **rules: Any) -> None:
         self.stays_full = is_full
-        self.manager = manager(**rules)
+        rules["outside_groups"] = min(outside_groups, groups_per_batch)
+        self.manager = manager(groups_per_batch=groups_per_batch, **rules)
+        self.declared: dict[int, int] = {}
         self.running: list[Claim] = []
         self.sampled: dict[Claim, int] = {}
         self.min_versions: dict[int, dict[int, int]] = {}
@@ -352,14 +386,24 @@ class AnyRun(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 4), is_full=st.booleans())
     def claim(self, count: int, is_full: bool) -> None:
-        before = [group.index for group in self.manager.groups.values() if not group.is_complete]
+        before = self.begun()
         num_open = self.manager.num_open_sessions(is_full)
         claimed = self.manager.claim(count, is_full)
         assert len(claimed) == min(count, num_open)
         if is_full:
-            begun = [group.index for group in self.manager.groups.values() if not group.is_complete]
-            assert begun == before or (not before and len(begun) == 1)
+            assert self.begun() == before or (not before and len(self.begun()) == 1)
         self.running += claimed
+
+    def begun(self) -> list[int]:
+        groups = self.manager.groups.values()
+        return [group.index for group in groups if not group.is_complete and not group.is_outside]
+
+    @rule(size=st.integers(1, 3))
+    def declare(self, size: int) -> None:
+        if claims := self.manager.declare(size):
+            assert len(claims) == size and len({claim.place.group for claim in claims}) == 1
+            self.declared[claims[0].place.group] = size
+            self.running += claims
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
@@ -377,7 +421,7 @@ class AnyRun(RuleBasedStateMachine):
     @rule(data=st.data(), failed=st.booleans())
     def fail_or_lose(self, data: st.DataObject, failed: bool) -> None:
         claim = data.draw(st.sampled_from(self.running))
-        if not failed:
+        if not failed and not claim.is_outside:
             self.running.remove(claim)
             return self.manager.lose(claim)
         reason = data.draw(st.sampled_from(REASONS))
@@ -401,9 +445,11 @@ class AnyRun(RuleBasedStateMachine):
         assert self.consumed.isdisjoint(batch.groups)
         assert self.consumed.isdisjoint(batch.rejected)
         self.consumed.update(batch.groups)
+        assert sum(group in self.declared for group in batch.groups) == rules.outside_groups
         for group in batch.groups:
-            assert sorted(self.min_versions[group]) == list(range(rules.group_size))
-            assert k - min(self.min_versions[group].values()) <= rules.lag_bound
+            size = self.declared.get(group, rules.group_size)
+            assert sorted(self.min_versions[group]) == list(range(size))
+            assert k - min(self.min_versions[group].values()) <= self.manager.lag_bound
         if rules.on_max_lag == "wait":
             assert "max_lag" not in batch.rejected.values()
 
@@ -429,6 +475,7 @@ class AnyRun(RuleBasedStateMachine):
                 self.publish()
             while not self.manager.readiness(self.manager.next_batch).ready:
                 self.running += self.manager.claim(1000, self.stays_full)
+                self.declare(size=2)
                 assert self.running, "nothing runs and the batch is not ready: a deadlock"
                 for claim in list(self.running):
                     self.end(claim, float(claim.place.member))

@@ -24,6 +24,7 @@ from sf_core.dataplane.runs.run import ServedRun
 from sf_core.engines import wire
 from sf_core.engines.scripted import scripted_logprob
 from storage.trajectories import read_trajectories
+from tests.sf_core.dataplane.specs import SPEC, changed
 from tests.sf_core.dataplane.stand import Server, running_process, say
 
 
@@ -97,9 +98,8 @@ def test_a_batch_that_nobody_works_on_is_given_up_by_a_setting_that_is_named(ser
 def test_an_engine_that_loads_is_not_absent(server: Server) -> None:
     server.register()
     server.claim(1)
-    hello = {"run_id": "run", "attempt": 1, "lease_id": "r0", "epoch": 0, "engine_id": "r0", "worker": "r0"}
     with connect(server.url.replace("http", "ws", 1) + "/engines") as engine:
-        engine.send(wire.pack("hello", hello | {"max_running": 8}))
+        engine.send(wire.pack(wire.Hello("run", 1, "r0", 0, "r0", "r0", 8)))
         engine.recv()
         with pytest.raises(TimeoutError, match=r"waited .* for batch 0: .*; no engine is loaded yet"):
             DataplaneClient(server.url, "run").wait_for_batch(0, timeout_s=0.1, absence_timeout_s=0.02)
@@ -189,7 +189,18 @@ def test_a_session_whose_reward_is_no_finite_number_counts_as_failed(serving: Se
         report = {"status": "finished", **reward}
         response = serving.http.post(f"/sessions/{claim['session_id']}/finish", json=report)
         assert (response.status_code, "finite number" in response.text) == (400, True)
-    assert serving.get("/runs/run")["counters"]["rejected_groups.agent_error"] == 1
+    assert serving.get("/runs/run")["counters"]["rejected_groups.reward_error"] == 1
+
+
+def test_rewards_of_answers_that_a_session_did_not_get_fail_it_with_the_reason(serving: Server) -> None:
+    claims = serving.claim(2)
+    for claim, other in (claims, claims[::-1]):
+        steps = {f"chatcmpl-{claim['session_id']}.0.0": 0.5, f"chatcmpl-{other['session_id']}.0.0": 0.5}
+        report = {"status": "finished", "reward": 1.0, "step_rewards": steps}
+        response = serving.http.post(f"/sessions/{claim['session_id']}/finish", json=report)
+        assert response.status_code == 400
+        assert f"{other['session_id']}.0.0', which is the id of no answer of this session" in response.text
+    assert serving.get("/runs/run")["counters"]["failures.reward_error"] == 2
 
 
 def test_evaluations_never_train(serving: Server) -> None:
@@ -344,25 +355,9 @@ def test_killed_and_started_again_it_still_has_every_finished_session(
 
 
 def make_run(tmp_path: Path, renderer: Renderer, **changes: Any) -> ServedRun:
-    spec = {
-        "run_id": "run",
-        "run_dir": str(tmp_path / "run"),
-        "model_dir": "unused",
-        "seed": 0,
-        "group_size": 2,
-        "groups_per_batch": 2,
-        "lag_bound": 0,
-        "max_tokens": 8,
-        "context_length": 64,
-        "session_timeout_s": 10.0,
-        "num_batches": 5,
-        "iteration": 0,
-        "version": 0,
-        "weights_uri": "w",
-        "done_groups": [],
-        "attempt": 1,
-    }
-    return ServedRun(RunSpec.model_validate(spec | changes), renderer, Journal(tmp_path / "journal"))
+    folders = {"run_dir": str(tmp_path / "run"), "model_dir": "unused"}
+    spec = changed(SPEC, **{"lag_bound": 0} | folders | changes)
+    return ServedRun(RunSpec.model_validate(spec), renderer, Journal(tmp_path / "journal"))
 
 
 def test_a_silent_runner_loses_its_sessions(

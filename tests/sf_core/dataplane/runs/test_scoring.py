@@ -14,9 +14,10 @@ import pytest
 from openai import AsyncOpenAI
 
 from sf_core.agents.runner import AgentRunner
+from sf_core.config import RolloutConfig
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.types import Endpoint, Task
-from tests.sf_core.dataplane.stand import Server, running_process, say
+from tests.sf_core.dataplane.stand import Server, free_ports, running_process, say
 
 
 @pytest.fixture
@@ -138,8 +139,9 @@ def test_a_killed_data_plane_still_has_what_is_to_be_scored(
     tmp_path: Path, model_dir: str, renderer: Renderer, options: list[str]
 ) -> None:
     options = [*options, "--journal-dir", str(tmp_path / "journal")]
+    port = free_ports(3)
     with (
-        running_process(tmp_path / "port", 0, *options) as url,
+        running_process(tmp_path / "port", port, *options) as url,
         httpx.Client(base_url=url, timeout=30) as http,
     ):
         before = Server(url, http, tmp_path, model_dir)
@@ -148,7 +150,6 @@ def test_a_killed_data_plane_still_has_what_is_to_be_scored(
         claim(before, "s0", 0, "reward")
         names = answer_all(before, claim(before, "a0", 4))
         given = sessions(claim(before, "s0", 1, "reward"))
-    port = int(url.rsplit(":", 1)[1])
     with (
         running_process(tmp_path / "port", port, *options) as url,
         httpx.Client(base_url=url, timeout=30) as http,
@@ -186,7 +187,7 @@ def run_runner(
         run_id="run",
         runner_id=name,
         tasks=tasks,
-        concurrency=4,
+        rules=RolloutConfig(concurrency=4),
         seed=0,
         work=work,
         **given,

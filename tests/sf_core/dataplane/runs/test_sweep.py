@@ -10,7 +10,7 @@ from sf_core.dataplane.control import plane as dataplane_module
 from sf_core.dataplane.control.plane import DataPlane
 from sf_core.dataplane.options import DataplaneOptions
 from sf_core.dataplane.runs import run as run_module
-from tests.sf_core.dataplane.runs.test_replay import SPEC
+from tests.sf_core.dataplane.specs import SPEC
 
 
 async def until_told(caplog: pytest.LogCaptureFixture, sentence: str) -> None:

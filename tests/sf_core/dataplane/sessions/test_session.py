@@ -17,7 +17,7 @@ from sf_core.dataplane.gateway.dialects.chat import Chat
 from sf_core.dataplane.routing.generation import Generation
 from sf_core.dataplane.sessions.export import export_session
 from sf_core.dataplane.sessions.session import Session, Turn
-from sf_core.dataplane.sessions.turn_records import RecordedTurn, TurnKey
+from sf_core.dataplane.sessions.turn_events import RecordedTurn, TurnKey
 from sf_core.dataplane.turns.turn import turn_seed
 from sf_core.engines.scripted import scripted_logprob
 from sf_core.types import Chunk, FinishReason, Sampling
@@ -353,19 +353,6 @@ def test_where_the_tools_change_a_branch_begins_though_the_tokens_go_on() -> Non
     assert [json.loads(row.tools or "[]") for row in rows] == [[FIND], [FIND, CALC], []]
     assert [row.shared_prefix for row in rows] == [0, len(rows[0].token_ids), len(rows[1].token_ids)]
     assert [int(row.loss_mask.sum()) for row in rows] == [2, 2, 2]
-
-
-def test_prompts_of_a_journal_that_knew_no_tools_are_read(renderer: Renderer) -> None:
-    record = Record(renderer)
-    prompt = record.session.open_prompt([user("a")], [CALC], renderer)
-    record.answer(prompt, renderer.encode("x").tolist())
-    [value] = record.journal[0]["prompts"]
-    del value[-1]
-    older = record.replayed()
-    assert [row.tools for row in export(older, renderer)] == [None]
-    assert [row.token_ids.tolist() for row in export(older, renderer)] == [
-        row.token_ids.tolist() for row in export(record.session, renderer)
-    ]
 
 
 def test_after_a_restart_a_second_conversation_is_known_as_one(renderer: Renderer) -> None:

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from sf_core.dataplane.chat.renderer import Renderer
-from tests.sf_core.dataplane.sharding.conftest import TWO
-from tests.sf_core.dataplane.stand import running_process
+from tests.sf_core.dataplane.sharding.conftest import wait_until_let_go
 from tests.sf_core.dataplane.turns.test_retries import (  # noqa: F401
     Agent,
     agent_of,
@@ -21,14 +20,9 @@ from tests.sf_core.dataplane.turns.test_retries import (  # noqa: F401
     test_an_idempotency_key_stands_for_one_sample,
 )
 
-# each starts three processes; that all requests of a session meet in one of them is shown in test_port.py
-pytestmark = pytest.mark.nightly
-
 
 @pytest.fixture
-def agent(tmp_path: Path, model_dir: str, renderer: Renderer) -> Iterator[Agent]:
-    with (
-        running_process(tmp_path / "port", 0, *TWO, "--grace-s", "30") as url,
-        agent_of(url, tmp_path, model_dir, renderer) as agent,
-    ):
+def agent(patient: str, tmp_path: Path, model_dir: str, renderer: Renderer) -> Iterator[Agent]:
+    with agent_of(patient, tmp_path, model_dir, renderer) as agent:
         yield agent
+    wait_until_let_go(patient)

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from tests.sf_core.dataplane.sharding.conftest import TWO
-from tests.sf_core.dataplane.stand import Server, running_process
+from tests.sf_core.dataplane.stand import Server
 from tests.sf_core.dataplane.turns.test_interruptions import (  # noqa: F401
     test_a_full_line_and_a_long_wait_are_refused_with_a_time_to_come_back,
     test_a_next_turn_goes_where_its_branch_is_cached,
@@ -17,10 +16,6 @@ from tests.sf_core.dataplane.turns.test_interruptions import (  # noqa: F401
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, model_dir: str) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("runs")
-    with (
-        running_process(folder / "port", 0, *TWO) as url,
-        httpx.Client(base_url=url, timeout=30) as http,
-    ):
-        yield Server(url, http, folder, model_dir)
+def server(patient: str, tmp_path_factory: pytest.TempPathFactory, model_dir: str) -> Iterator[Server]:
+    with httpx.Client(base_url=patient, timeout=30) as http:
+        yield Server(patient, http, tmp_path_factory.mktemp("runs"), model_dir)

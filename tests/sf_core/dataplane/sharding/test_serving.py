@@ -1,4 +1,4 @@
-"""Sessions, batches and metrics of two gateway processes are those of one."""
+"""Answers, sessions, batches and metrics of two gateway processes are those of one."""
 
 # ruff: noqa: F401
 from tests.sf_core.dataplane.control.test_sessions_api import (
@@ -8,6 +8,9 @@ from tests.sf_core.dataplane.control.test_sessions_api import (
 )
 from tests.sf_core.dataplane.gateway.test_endpoint import (
     test_a_client_that_goes_away_stops_its_generation,
+    test_bad_requests_get_a_sentence_in_the_shape_clients_expect,
+    test_models_are_listed,
+    test_tool_calls_and_their_results_make_one_token_sequence,
 )
 from tests.sf_core.dataplane.gateway.test_observed import (
     test_branches_are_counted_by_reason_before_and_after_a_session_ends,
@@ -23,5 +26,6 @@ from tests.sf_core.dataplane.runs.test_run import (
     test_a_batch_goes_from_claims_to_trajectories_in_the_run_directory,
     test_a_new_attempt_keeps_finished_sessions_and_fences_the_old_one,
     test_a_session_that_keeps_failing_excludes_its_group,
+    test_a_session_without_any_turn_counts_as_failed,
     test_evaluations_never_train,
 )

@@ -11,8 +11,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from sf_core.engines.testing import awake, drain
 from sf_core.engines.torch.torch_engine import TorchEngine
-from sf_core.types import FinishReason, GenerationRequest, Sampling
+from sf_core.types import FinishReason, GenerationRequest, Sampling, WeightsRef
 from tests.examples import examples
 from tests.sf_core.dataplane.cluster import Cluster, MakeEngine
 from tests.sf_core.engines.conftest import Folders
@@ -29,18 +30,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def torch_engines(folder: str) -> MakeEngine:
-    def make(version: int) -> TorchEngine:
-        return TorchEngine(folder, version=version, max_running=3, context_length=CONTEXT)
-
-    return make
+    return lambda: TorchEngine(folder, max_running=3, context_length=CONTEXT)
 
 
 def undisturbed(folder: str, request: GenerationRequest) -> tuple[list[int], list[float], FinishReason]:
-    engine = torch_engines(folder)(0)
+    engine = torch_engines(folder)()
+    awake(engine, WeightsRef(0, folder))
     engine.submit(request)
-    chunks = []
-    while engine.num_requests:
-        chunks += engine.step()
+    chunks = drain(engine)
     assert chunks[-1].finish_reason is not None
     token_ids = [token for chunk in chunks for token in chunk.token_ids]
     return token_ids, [p for chunk in chunks for p in chunk.logprobs], chunks[-1].finish_reason
@@ -71,7 +68,7 @@ def test_interrupted_generations_are_token_identical_to_undisturbed_ones(
     folder: str, asked: list[tuple[Any, ...]], events: list[tuple[str, int]]
 ) -> None:
     async def scenario() -> None:
-        cluster = Cluster()
+        cluster = Cluster(weights=folder)
         engines = [await cluster.serving(torch_engines(folder), max_running=3) for _ in range(2)]
         generations = [
             cluster.ask(
@@ -100,7 +97,7 @@ def test_interrupted_generations_are_token_identical_to_undisturbed_ones(
                 case "abort_one":
                     # an engine may give back what it cannot go on with
                     for request_id in list(engine.link.in_flight)[:1]:
-                        engine._handle("abort", [request_id])
+                        engine.abort([request_id])
         await cluster.run()
         for generation, request in zip(generations, requests, strict=True):
             token_ids, logprobs, reason = undisturbed(folder, request)

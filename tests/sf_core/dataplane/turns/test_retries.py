@@ -29,7 +29,7 @@ from sf_core.dataplane.turns.retries import RequestIdentity, join_turn
 from sf_core.dataplane.turns.turn import open_request
 from tests.sf_core.dataplane.cluster import ClusterEngine, scripted
 from tests.sf_core.dataplane.conversations import user
-from tests.sf_core.dataplane.runs.test_replay import SPEC
+from tests.sf_core.dataplane.specs import SPEC, changed
 from tests.sf_core.dataplane.stand import Server, running_app, say
 
 RETRY = {"x-stainless-retry-count": "1"}
@@ -230,9 +230,10 @@ class Asked:
 
     @classmethod
     async def begin(cls, folder: Path, model_dir: str) -> Asked:
-        changes = {"group_size": 1, "max_tokens": len(ANSWER), "run_dir": str(folder), "model_dir": model_dir}
+        folders = {"run_dir": str(folder), "model_dir": model_dir}
+        spec = RunSpec.model_validate(changed(SPEC, **folders, group_size=1, max_tokens=len(ANSWER)))
         path = folder / "run.journal"
-        run, _ = await open_run(RunSpec.model_validate(SPEC | changes), Journal(path), 10.0, Memory())
+        run = await open_run(spec, Journal(path), 10.0, Memory())
         [session], _ = await run.claim(ClaimBody(runner="a0", max=1))
         return cls(path, run, session)
 
@@ -240,7 +241,7 @@ class Asked:
         await self.run.journal.close()
         reopened = await reopen_run(Journal(self.journal), 10.0, Memory())
         assert reopened is not None
-        self.run = reopened[0]
+        self.run = reopened
         self.session = self.run.sessions[self.session.session_id]
 
     def connect(self) -> ClusterEngine:

@@ -1,6 +1,6 @@
+import itertools
 import shutil
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -8,16 +8,20 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from sf_core.config import RunConfig
-from sf_core.engines.registry import engine_factory
-from sf_core.engines.testing import EngineTests
-from sf_core.engines.torch.torch_engine import TorchEngine
+from sf_core.engines.host_weights import HostWeights
+from sf_core.engines.protocol import WeightsRefusedError
+from sf_core.engines.testing import awake, drain
+from sf_core.engines.torch import loading
+from sf_core.engines.torch.torch_engine import TorchEngine, make_engine
 from sf_core.types import Chunk, FinishReason, GenerationRequest, Sampling, WeightsRef
 from tests.examples import examples
 from tests.sf_core.engines.conftest import Folders
+from tests.sf_core.engines.model_contract import FolderEngineTests
 
 KINDS = ["qwen3", "qwen2", "llama", "llama-yarn", "gpt2", "qwen3-moe"]
 GREEDY = Sampling(temperature=0)
@@ -28,23 +32,37 @@ def engine_of(
     max_running: int = 8,
     context_length: int = 100,
     kv_on_update: Literal["recompute", "keep"] = "recompute",
+    dtype: torch.dtype = torch.float32,
 ) -> TorchEngine:
-    return TorchEngine(
-        folder, max_running=max_running, context_length=context_length, kv_on_update=kv_on_update
+    """An engine that holds the folder's weights as version 0."""
+    engine = TorchEngine(
+        folder, max_running=max_running, context_length=context_length, kv_on_update=kv_on_update, dtype=dtype
     )
+    take(engine, folder, 0)
+    return engine
+
+
+def take(engine: TorchEngine, folder: str, version: int) -> list[Chunk]:
+    """Have the engine take the folder's weights, and wait until it has, without a token sampled meanwhile."""
+    engine.pause()
+    chunks = awake(engine, WeightsRef(version, folder))
+    engine.resume()
+    return chunks
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
-class TestContract(EngineTests):
+class TestContract(FolderEngineTests):
+    num_at_once = 40
+
     @pytest.fixture(autouse=True)
     def _of(self, folders: Folders, kind: str) -> None:
         self.folders, self.kind = folders, kind
 
     def make(self) -> TorchEngine:
-        return engine_of(self.folders(self.kind))
+        return TorchEngine(self.folders(self.kind), max_running=8, context_length=100)
 
-    def weights(self, version: int) -> str:
-        return self.folders(self.kind, version)
+    def folder(self, version: int) -> str:
+        return self.folders(self.kind, version % 3)
 
 
 def request(
@@ -61,13 +79,6 @@ def request(
 def prompts(*lengths: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(sum(lengths))
     return [torch.randint(0, 60, (length,), generator=generator).tolist() for length in lengths]
-
-
-def drain(engine: TorchEngine) -> list[Chunk]:
-    chunks = []
-    while engine.num_requests:
-        chunks += engine.step()
-    return chunks
 
 
 def generate(engine: TorchEngine, requests: Iterable[GenerationRequest]) -> dict[str, list[int]]:
@@ -175,18 +186,6 @@ def test_an_aborted_request_resumed_on_another_engine_gives_the_same_tokens(
         assert sofar + alone(folders(), rest) == expected
 
 
-def test_a_stop_token_ends_a_request_and_is_part_of_it(folders: Folders) -> None:
-    (prompt,) = prompts(10)
-    free = alone(folders(), request("r", prompt, sampling=Sampling(seed=4)))
-    stop = free[12]
-    engine = engine_of(folders())
-    engine.submit(request("r", prompt, sampling=Sampling(seed=4), stop_token_ids=(59, 58, stop)))
-    chunks = drain(engine)
-    ended = min(free.index(token) for token in (59, 58, stop) if token in free)
-    assert collect(chunks)["r"] == free[: ended + 1]
-    assert chunks[-1].finish_reason is FinishReason.STOP
-
-
 def test_budget_and_context_end_a_request_with_length(folders: Folders) -> None:
     engine = engine_of(folders(), context_length=20)
     short, long, almost = prompts(5, 12, 19)
@@ -199,21 +198,6 @@ def test_budget_and_context_end_a_request_with_length(folders: Folders) -> None:
     assert generate(engine, [request("again", seventeen, 3)])["again"] == alone(
         folders(), request("r", seventeen, 3)
     )
-
-
-def test_impossible_requests_are_refused_at_once(folders: Folders) -> None:
-    engine = engine_of(folders(), context_length=20)
-    with pytest.raises(ValueError, match="20 tokens; allowed are 1 to 19"):
-        engine.submit(request("r", [1] * 20))
-    with pytest.raises(ValueError, match="0 tokens"):
-        engine.submit(request("r", []))
-    with pytest.raises(ValueError, match="vocabulary of 60"):
-        engine.submit(request("r", [1, 60]))
-    with pytest.raises(ValueError, match="max_tokens"):
-        engine.submit(request("r", [1], 0))
-    engine.submit(request("r", [1]))
-    with pytest.raises(ValueError, match="'r' is already here"):
-        engine.submit(request("r", [1]))
 
 
 def test_plain_requests_report_every_16_tokens_and_streamed_ones_each(folders: Folders) -> None:
@@ -232,8 +216,7 @@ def test_after_new_weights_tokens_are_those_the_new_model_gives(folders: Folders
     for r in requests:
         engine.submit(r)
     before = [chunk for _ in range(10) for chunk in engine.step()]
-    engine.load_weights(folders(kind, 1), 7)
-    assert engine.version == 7
+    before += take(engine, folders(kind, 1), 7)
     chunks = before + drain(engine)
     assert [(chunk.version, len(chunk.token_ids)) for chunk in chunks[:3]] == [(0, 10)] * 3
     assert {chunk.version for chunk in chunks[3:]} == {7}
@@ -250,35 +233,42 @@ def test_an_engine_of_published_weights_reads_no_others(folders: Folders, tmp_pa
     start = tmp_path / "start"
     shutil.copytree(folders(kind, 0), start)
     config = RunConfig.model_validate({"engine": {"max_running": 2, "context_length": 100}})
-    make, r = engine_factory(config, str(start)), request("r", prompts(9)[0])
-    assert generate(make(WeightsRef(0, str(start))), [r])["r"] == alone(folders(kind, 0), r)
+    engine, r = make_engine(config, str(start)), request("r", prompts(9)[0])
+    take(engine, str(start), 0)
+    assert generate(engine, [r])["r"] == alone(folders(kind, 0), r)
+    engine.rest()
     (start / "model.safetensors").unlink()
     published = tmp_path / "v00007"
     published.mkdir()
     shutil.copy(f"{folders(kind, 1)}/model.safetensors", published)
-    engine = make(WeightsRef(7, str(published)))
-    assert engine.version == 7
-    assert generate(engine, [r])["r"] == alone(folders(kind, 1), r)
-    engine.load_weights(folders(kind, 0), 8)
-    assert generate(engine, [r])["r"] == alone(folders(kind, 0), r)
+    for used in (engine, make_engine(config, str(start))):
+        assert used.version is None
+        take(used, str(published), 7)
+        assert generate(used, [r])["r"] == alone(folders(kind, 1), r)
+        take(used, folders(kind, 0), 8)
+        assert generate(used, [r])["r"] == alone(folders(kind, 0), r)
 
 
-def test_an_engine_is_not_made_of_weights_that_are_not_all_there(folders: Folders, tmp_path: Path) -> None:
+def test_an_engine_does_not_serve_weights_that_are_not_all_there(folders: Folders, tmp_path: Path) -> None:
     params = load_file(f"{folders()}/model.safetensors")
     del params["model.layers.1.mlp.up_proj.weight"]
     save_file(params, tmp_path / "model.safetensors", {"format": "pt"})
+    engine = TorchEngine(folders(), max_running=2, context_length=100)
     with pytest.raises(ValueError, match=r"the weights lack 'model.layers.1.mlp.up_proj.weight' \(1 tensors"):
-        TorchEngine(folders(), weights_dir=str(tmp_path), max_running=2, context_length=100)
+        awake(engine, WeightsRef(1, str(tmp_path)))
+    assert engine.version is None
+    take(engine, folders(), 2)
 
 
 def test_kept_kv_lets_running_requests_go_on_without_recomputation(folders: Folders) -> None:
     (prompt,) = prompts(20)
-    kept, recomputed = engine_of(folders(), kv_on_update="keep"), engine_of(folders())
-    for engine in (kept, recomputed):
+
+    def interrupted_by_weights(engine: TorchEngine) -> list[Chunk]:
         engine.submit(request("r", prompt, 40))
-        engine.step()
-        engine.load_weights(folders(seed=1), 1)
-    a, b = drain(kept), drain(recomputed)
+        return engine.step() + take(engine, folders(seed=1), 1) + drain(engine)
+
+    kept, recomputed = engine_of(folders(), kv_on_update="keep"), engine_of(folders())
+    a, b = (interrupted_by_weights(engine) for engine in (kept, recomputed))
     assert sum(len(chunk.token_ids) for chunk in a) == 40
     assert a[-1].version == b[-1].version == 1
     assert collect(a) != collect(b)
@@ -291,7 +281,7 @@ def test_kept_kv_is_that_of_its_request_and_no_other_one_starts_from_it(folders:
     generate(engine, [request("before", prompt, 2)])
     engine.submit(request("going on", prompt, 40))
     engine.step()
-    engine.load_weights(folders(seed=1), 1)
+    take(engine, folders(seed=1), 1)
     new = request("new", prompt, 10)
     expected = alone(folders(seed=1), new)
     assert generate(engine, [new])["new"] == expected
@@ -299,13 +289,16 @@ def test_kept_kv_is_that_of_its_request_and_no_other_one_starts_from_it(folders:
     assert generate(engine, [replace(new, request_id="again")])["again"] == expected
 
 
-def test_an_abort_right_after_new_weights_reports_the_version_that_sampled(folders: Folders) -> None:
+def test_tokens_sampled_before_new_weights_are_reported_with_the_version_that_sampled(
+    folders: Folders,
+) -> None:
     engine = engine_of(folders())
     engine.submit(request("r", prompts(5)[0]))
     engine.step()
-    engine.load_weights(folders(), 1)
-    (chunk,) = engine.abort()
-    assert (len(chunk.token_ids), chunk.version) == (1, 0)
+    (sampled,) = take(engine, folders(), 1)
+    (rest,) = engine.abort()
+    assert (len(sampled.token_ids), sampled.version, sampled.finish_reason) == (1, 0, None)
+    assert (rest.token_ids, rest.version) == ([], 1)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -322,14 +315,66 @@ def test_wrong_weights_are_refused_and_the_old_ones_stay(folders: Folders, tmp_p
         "lack": {k: v for k, v in good.items() if k != name},
         "unknown": good | {"extra": torch.zeros(1)},
         r"shape \[32, 48\]; expected \[48, 32\]": good | {name: good[name].t().contiguous()},
+        "not a complete safetensors file": {},
     }
     for message, params in wrong.items():
         save_file(params, tmp_path / "model.safetensors")
-        with pytest.raises(ValueError, match=message):
-            engine.load_weights(str(tmp_path), 1)
+        if not params:
+            (tmp_path / "model.safetensors").write_bytes(b"cut off")
+        with pytest.raises(WeightsRefusedError, match=message):
+            awake(engine, WeightsRef(1, str(tmp_path)))
+        assert engine.step() == []
     assert engine.version == 0
     r = request("r", prompts(9)[0])
     assert generate(engine, [r])["r"] == alone(folders(), r)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
+def test_without_memory_for_two_models_the_old_one_makes_room_first(
+    folders: Folders, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "free_memory", lambda device: 1)
+    engine = engine_of(folders(kind))
+    r = request("r", prompts(9)[0])
+    engine.submit(r)
+    chunks = engine.step() + take(engine, folders(kind, 1), 1) + drain(engine)
+    (first, *rest) = collect(chunks)["r"]
+    going_on = replace(r, prompt_ids=[*r.prompt_ids, first], max_tokens=29)
+    assert rest == alone(folders(kind, 1), going_on)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
+def test_weights_in_use_do_not_change_with_the_file_that_they_came_from(
+    folders: Folders, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HostWeights, "fetch", lambda _, weights: weights.uri)
+    file, r = tmp_path / "model.safetensors", request("r", prompts(9)[0])
+    shutil.copy(f"{folders(kind)}/model.safetensors", file)
+    engine = TorchEngine(folders(kind), max_running=2, context_length=100)
+    for version in (0, 1):
+        take(engine, str(tmp_path), version)
+        with file.open("rb+") as opened:
+            opened.seek(file.stat().st_size // 2)
+            opened.write(bytes(file.stat().st_size // 4))
+        assert generate(engine, [r])["r"] == alone(folders(kind), r)
+        shutil.copy(f"{folders(kind)}/model.safetensors", file)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
+def test_after_a_rest_an_engine_serves_again_and_what_was_coming_is_forgotten(
+    folders: Folders, kind: str
+) -> None:
+    engine, r = engine_of(folders(kind)), request("r", prompts(9)[0])
+    engine.submit(r)
+    engine.submit(replace(r, request_id="waits"))
+    engine.step()
+    engine.pause()
+    engine.take_weights(WeightsRef(1, folders(kind, 1)))
+    engine.rest()
+    assert (engine.version, engine.num_requests, engine.abort(), engine.step()) == (None, 0, [], [])
+    engine.take_weights(WeightsRef(2, folders(kind, 1)))
+    awake(engine, WeightsRef(3, folders(kind, 2)))
+    assert generate(engine, [r])["r"] == alone(folders(kind, 2), r)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
@@ -344,8 +389,12 @@ def test_any_sequence_of_calls_ends_every_request_once_with_the_tokens_of_an_und
     submitted: dict[str, GenerationRequest] = {}
     chunks: list[Chunk] = []
     actions = st.lists(
-        st.sampled_from(["submit", "submit", "step", "step", "step", "abort", "load"]), max_size=25
+        st.sampled_from(
+            ["submit", "submit", "step", "step", "step", "abort", "take", "take and wait", "pause", "rest"]
+        ),
+        max_size=25,
     )
+    versions = itertools.count(1)
     for action in data.draw(actions):
         if action == "submit":
             name = f"r{len(submitted)}"
@@ -364,8 +413,18 @@ def test_any_sequence_of_calls_ends_every_request_once_with_the_tokens_of_an_und
             engine.submit(r)
         elif action == "abort":
             chunks += engine.abort(data.draw(st.sampled_from([None, ["r0"], ["r1", "r3"]])))
-        elif action == "load":
-            engine.load_weights(folders(kind), engine.version + 1)
+        elif action == "take":
+            engine.take_weights(WeightsRef(next(versions), folders(kind)))
+        elif action == "take and wait":
+            chunks += take(engine, folders(kind), next(versions))
+        elif action == "pause":
+            engine.pause()
+            chunks += engine.step()
+            engine.resume()
+        elif action == "rest":
+            chunks += engine.abort()
+            engine.rest()
+            take(engine, folders(kind), next(versions))
         else:
             chunks += engine.step()
     chunks += drain(engine)

@@ -44,6 +44,7 @@ def hostile_run(run: RunDirectory) -> RunDirectory:
         group_id=HOSTILE,
         reward_parts={HOSTILE: 1.0},
         status=HOSTILE,
+        output=HOSTILE,
     )
     turns = [TurnSpan(HOSTILE, t.start, t.end, t.finish_reason and HOSTILE, HOSTILE) for t in row.turns]
     commit_iteration(run, 2, [replace(row, turns=turns)])

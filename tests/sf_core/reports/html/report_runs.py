@@ -85,7 +85,7 @@ def commit_iteration(run: RunDirectory, number: int, rows: list[Trajectory]) -> 
         number,
         table,
         advantages=[np.zeros(len(ids), np.float32) for ids in table["token_ids"].to_pylist()],
-        weights=[1.0] * len(table),
+        weights=[np.ones(len(ids), np.float32) for ids in table["token_ids"].to_pylist()],
         decisions=["train"] * len(table),
         part="part",
     )

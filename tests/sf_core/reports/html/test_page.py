@@ -6,6 +6,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from sf_core.config import RunConfig
+from sf_core.reports.html.blocks import LAST_OUTPUT
 from sf_core.reports.html.page import write_report
 from storage.run_directory import RunDirectory
 from tests.sf_core.cli.test_main import sf
@@ -52,6 +53,19 @@ def test_a_session_is_read_turn_by_turn(run: RunDirectory, browser: Browser) -> 
         expect(turns.nth(1).locator(".tokens")).to_have_text("apple" + "v0→v1" + " pie<|end|>")
         turns.nth(1).locator(".tok").first.hover()
         expect(page.locator(".token-note")).to_contain_text("log-prob -1.000 (p 0.368) · version 0, lag 1")
+
+
+def test_what_a_command_wrote_last_is_unfolded(run: RunDirectory, browser: Browser) -> None:
+    last = "<b>thinking</b>\nso it is"
+    wrote = "x" * LAST_OUTPUT + last
+    commit_iteration(run, 2, [talk("run-1.g2.0.a1", "hello", "hi", [2], output=wrote)])
+    with opened(browser, write_report(run.uri, None, 16)) as page:
+        open_session(page, "g2.0.a1")
+        page.get_by_text("what the command wrote last").click()
+        shown = page.locator("#session pre")
+        expect(shown).to_have_text("x" * (LAST_OUTPUT - len(last)) + last.replace("\n", "\u21b5\n"))
+        open_session(page, "g1.0.a1")
+        expect(page.get_by_text("what the command wrote last")).to_have_count(0)
 
 
 def test_branches_are_a_tree_and_what_they_share_is_folded(run: RunDirectory, browser: Browser) -> None:

@@ -120,10 +120,15 @@ def test_storing_checking_and_loading_weights_takes_what_the_bytes_say() -> None
     path = {"parameters": 1e9, "stored_bytes_per_parameter": 4.0}
     fast = simulated("disaggregated", config=config(emulation=path))
     slow = path | {"write_bandwidth": 1e9, "verify_bandwidth": 2e9, "load_bandwidth": 4e9}
-    found = simulated("disaggregated", config=config(emulation=slow))
+    found = simulated("disaggregated", config=config(emulation=slow, train={"checkpoint_every": 2}))
     more = found.iterations[-2].end - fast.iterations[-2].end
-    # five steps: 4 s to store, 12 s for the checkpoint, 2 s to check, 1 s to load; 1 s for the first engines
-    assert more == pytest.approx(5 * (4 + 12 + 2 + 1) + 1, rel=0.05)
+    # five steps: 4 s to store, 2 s to check, 1 s to load; 1 s for the first engines. The 12 s of a checkpoint
+    # pass beside two iterations
+    assert more == pytest.approx(5 * (4 + 2 + 1) + 1, rel=0.05)
+    # but not beside one, and the next checkpoint waits for it
+    found = simulated("disaggregated", config=config(emulation=slow))
+    ends = [iteration.end for iteration in found.iterations]
+    assert [b - a for a, b in pairwise(ends[1:-1])] == pytest.approx([12.0] * 3)
 
 
 def check_one_thing_at_a_time(run: Simulated) -> None:
@@ -180,7 +185,7 @@ def test_whatever_the_fleet_training_has_the_devices_it_was_given_and_no_others(
         assert all(min(a.end, b.end) - max(a.start, b.start) < 1e-9 for a in trained for b in sampled)
 
 
-def test_training_waits_for_an_engine_that_is_still_being_loaded() -> None:
+def test_an_engine_that_is_still_being_loaded_yields_to_training() -> None:
     # the next batch is there before the trainers are engines again
     slow = config(emulation={"to_rollout_s": 4.0, "to_train_s": 0.0})
     run = simulated("multiplexed", config=slow)
@@ -251,7 +256,7 @@ def test_requests_move_to_engines_that_came_too_late_for_them(monkeypatch: pytes
 
 
 def test_a_switch_that_is_never_repaid_is_not_made() -> None:
-    costly = simulated("multiplexed", config=config(emulation={"to_rollout_s": 500.0, "to_train_s": 0.0}))
+    costly = simulated("multiplexed", config=config(emulation={"to_rollout_s": 500.0, "to_train_s": 500.0}))
     free = simulated("multiplexed", config=config(emulation={"to_rollout_s": 0.0, "to_train_s": 0.0}))
     # the first loan of each of two trainers is made before its cost is known
     assert num_switches(costly) == 2

@@ -17,10 +17,16 @@ from tests.sf_core.training.batches import grouped_rows, make_batch
 class TestContract(TrainerTests):
     backend = backend
 
-    @pytest.fixture(autouse=True, params=[1, 2], ids=lambda every: f"a checkpoint every {every}")
+    @pytest.fixture(
+        autouse=True,
+        params=[(1, "float32"), (2, "float32"), (2, "bfloat16")],
+        ids=lambda param: f"a checkpoint every {param[0]}, {param[1]}",
+    )
     def _in(self, tmp_path: Path, request: pytest.FixtureRequest) -> None:
         self.directory = RunDirectory(str(tmp_path / "run"))
-        config = configure(self.directory, train={"checkpoint_every": request.param})
+        every, dtype = request.param
+        policy = {"hidden_size": 32, "num_layers": 1, "warmstart": None, "dtype": dtype}
+        config = configure(self.directory, policy=policy, train={"checkpoint_every": every})
         make_policy(self.directory.start_dir, config.policy, config.seed)
 
     def begin(self, attempt: int) -> OpenRun:

@@ -1,62 +1,19 @@
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    GraniteConfig,
-    GraniteForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import AutoModelForCausalLM
 
+from sf_core.models import scoring
 from sf_core.training.packing import pack, read_rows
 from sf_core.training.torch.network import Network
+from tests.memory import peak_bytes
 from tests.sf_core.training.batches import grouped_rows, make_batch
-
-COMMON = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+from tests.sf_core.training.torch.policies import COMMON, POLICIES, gpt2, qwen
 
 
-def qwen() -> Qwen3ForCausalLM:
-    return Qwen3ForCausalLM(Qwen3Config(**COMMON, head_dim=16, tie_word_embeddings=True))
-
-
-def llama() -> LlamaForCausalLM:
-    return LlamaForCausalLM(LlamaConfig(**COMMON, tie_word_embeddings=False))
-
-
-def gpt2() -> GPT2LMHeadModel:
-    config = GPT2Config(
-        vocab_size=64, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
-    )
-    return GPT2LMHeadModel(config)
-
-
-def granite() -> GraniteForCausalLM:
-    """Model that scales its logits after the head."""
-    return GraniteForCausalLM(GraniteConfig(**COMMON, logits_scaling=4.0))
-
-
-def mixture() -> Qwen3MoeForCausalLM:
-    """Model whose experts have other names in transformers than in the folder."""
-    return Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(**COMMON, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
-    )
-
-
-@pytest.fixture(params=[qwen, llama, gpt2, granite, mixture], ids=lambda make: make.__name__)
+@pytest.fixture(params=POLICIES, ids=lambda make: make.__name__)
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     torch.manual_seed(0)
     request.param().save_pretrained(tmp_path)
@@ -64,7 +21,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 def test_logits_and_gradients_are_those_of_every_row_by_itself(folder: str) -> None:
-    network, reference = Network(folder), Network(folder).model
+    network, reference = Network(folder), AutoModelForCausalLM.from_pretrained(folder).eval()
     rows = read_rows(make_batch(grouped_rows(num_groups=3, group_size=4)))
     for microbatch in pack(rows, max_tokens=120):
         logits = network.logits(microbatch)
@@ -81,14 +38,40 @@ def test_logits_and_gradients_are_those_of_every_row_by_itself(folder: str) -> N
         )
 
 
-def test_weights_are_copies_with_the_names_and_values_of_the_folder(folder: str) -> None:
-    from safetensors.torch import load_file
+@pytest.mark.parametrize("rows_at_a_time", [1, 5, 1000])
+def test_scores_and_their_gradients_are_those_of_the_logits(
+    folder: str, rows_at_a_time: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scoring, "CHUNK_BYTES", rows_at_a_time * 4 * COMMON["vocab_size"])
+    batch = make_batch(grouped_rows(num_groups=3, group_size=4), sampling=(0.7, 1.0, 0))
+    (microbatch,) = pack(read_rows(batch), max_tokens=1 << 20)
+    network, reference = Network(folder), Network(folder)
+    logprobs, entropies = network.scores(microbatch)
+    everything = (reference.logits(microbatch) / 0.7).log_softmax(-1)
+    expected = everything.gather(1, microbatch.targets.unsqueeze(1)).squeeze(1)
+    torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(entropies, -(everything.exp() * everything).sum(1), atol=1e-5, rtol=0)
+    for scores in (logprobs, expected):
+        (scores * microbatch.advantages).sum().backward()
+    gradients = {name: parameter.grad for name, parameter in reference.model.named_parameters()}
+    for name, parameter in network.model.named_parameters():
+        torch.testing.assert_close(
+            parameter.grad,
+            gradients[name],
+            atol=1e-5,
+            rtol=1e-5,
+            msg=lambda text, n=name: f"{n}: {text}",
+        )
 
-    network = Network(folder)
-    saved, given = load_file(f"{folder}/model.safetensors"), network.weights()
-    assert given.keys() == saved.keys()
-    assert all(torch.equal(given[name], saved[name]) and given[name].is_contiguous() for name in saved)
-    with torch.no_grad():
-        for parameter in network.model.parameters():
-            parameter.zero_()
-    assert all(torch.equal(given[name], saved[name]) for name in saved)
+
+@pytest.mark.parametrize("make", [qwen, gpt2], ids=["lean", "transformers"])
+def test_tokens_times_vocabulary_are_never_held(
+    make: Callable[..., torch.nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vocabulary = 32768
+    make(vocab_size=vocabulary).save_pretrained(tmp_path)
+    network = Network(str(tmp_path))
+    (microbatch,) = pack(read_rows(make_batch(grouped_rows(num_groups=32, group_size=8))), 1 << 20)
+    monkeypatch.setattr(scoring, "CHUNK_BYTES", 4 << 20)
+    logits = 4 * vocabulary * len(microbatch.targets)
+    assert peak_bytes(lambda: network.scores(microbatch)[0].sum().backward()) < logits / 2

@@ -1,4 +1,5 @@
 import math
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +11,12 @@ from transformers import AutoModelForCausalLM
 
 from sf_core.config import PolicyConfig, TrainConfig
 from sf_core.models.builtin import make_policy
-from sf_core.models.sampling import sampling_logprobs
-from sf_core.training.losses import ppo_clip
+from sf_core.models.scoring import score
+from sf_core.recipes.losses import Clip, Tokens
 from sf_core.training.packing import pack, read_rows
+from sf_core.training.torch.network import Network
+from sf_core.training.torch.step_metrics import MAX_PARTS
+from sf_core.training.torch.torch_model import TorchModel
 from sf_core.training.torch.trainer import Trainer
 from tests.sf_core.training.batches import grouped_rows, make_batch
 
@@ -28,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def make_trainer(folder: str, **settings: object) -> Trainer:
     config = TrainConfig.model_validate({"learning_rate": 1e-3, **settings})
-    return Trainer(folder, config, seed=0)
+    return Trainer(partial(TorchModel, folder), config, seed=0)
 
 
 def test_steps_on_a_fixed_batch_lower_its_loss(folder: str) -> None:
@@ -44,6 +48,7 @@ def test_training_goes_on_bit_for_bit_from_a_checkpoint(folder: str, tmp_path: P
     for _ in range(2):
         straight.step(BATCH)
     straight.save_checkpoint(str(tmp_path / "checkpoint"))
+    straight.await_checkpoint()
     resumed = make_trainer(folder, **settings)
     resumed.load_checkpoint(str(tmp_path / "checkpoint"))
     assert resumed.version == 2
@@ -61,6 +66,7 @@ def test_settings_that_changed_count_in_the_next_step_with_and_without_a_checkpo
     straight, resumed, unchanged = make_trainer(folder), make_trainer(folder, **changes), make_trainer(folder)
     straight.step(BATCH)
     straight.save_checkpoint(str(tmp_path / "checkpoint"))
+    straight.await_checkpoint()
     for trainer in (resumed, unchanged):
         trainer.load_checkpoint(str(tmp_path / "checkpoint"))
     straight.config = resumed.config
@@ -97,9 +103,8 @@ def test_published_weights_load_into_the_auto_class(folder: str, tmp_path: Path)
     AutoModelForCausalLM.from_pretrained(folder).config.save_pretrained(tmp_path)
     save_file(trainer.weights(), tmp_path / "model.safetensors", {"format": "pt"})
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    ids = torch.arange(8).unsqueeze(0)
-    with torch.no_grad():
-        torch.testing.assert_close(loaded(ids).logits, trainer.network.model(ids).logits)
+    found = loaded.state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in trainer.weights().items())
 
 
 def test_metrics_describe_the_batch(folder: str) -> None:
@@ -124,6 +129,20 @@ def test_the_branches_of_a_session_count_once_in_rewards_and_advantages(folder: 
     assert metrics["rows"] == 7
 
 
+def test_each_part_of_the_reward_has_its_mean_and_names_are_such_as_trackers_take(folder: str) -> None:
+    parts = [[("a b:c", 1.0), ("short", 0.5)], [("short", 0.0)], *[[]] * 14]
+    column = pa.array(parts, BATCH.schema.field("reward_parts").type)
+    index = BATCH.schema.get_field_index("reward_parts")
+    metrics = make_trainer(folder).step(BATCH.set_column(index, "reward_parts", column))
+    assert {name: value for name, value in metrics.items() if name.startswith("reward.")} == {
+        "reward.a b_c": 1.0,
+        "reward.short": 0.25,
+    }
+    many = pa.array([[(f"part {i:02}", 1.0) for i in range(20)]] * len(BATCH), column.type)
+    metrics = make_trainer(folder).step(BATCH.set_column(index, "reward_parts", many))
+    assert len([name for name in metrics if name.startswith("reward.")]) == MAX_PARTS
+
+
 def test_data_of_an_older_version_has_lag_and_says_nothing_about_the_engine(folder: str) -> None:
     trainer = make_trainer(folder)
     trainer.step(BATCH)
@@ -141,8 +160,8 @@ def test_data_sampled_by_the_policy_itself_has_ratio_one_and_no_divergence(
     drawn = make_batch(grouped_rows(num_groups=4, group_size=4), group_size=4, sampling=sampling)
     rows = read_rows(drawn)
     (microbatch,) = pack(rows, max_tokens=1 << 20)
-    logits, how = trainer.network.logits(microbatch), microbatch.sampling
-    scores = sampling_logprobs(logits, microbatch.targets, how["temperature"], how["top_p"], how["top_k"])
+    logits, how = Network(folder).logits(microbatch), microbatch.sampling
+    scores, _ = score(logits, None, microbatch.targets, how["temperature"], how["top_p"], how["top_k"])
     recorded = scores.tolist()
     in_packed_order = sorted(range(len(rows)), key=lambda i: rows[i].token_ids.tolist())
     logprobs: list[list[float | None]] = [[] for _ in rows]
@@ -177,19 +196,20 @@ def test_a_gradient_beyond_the_largest_norm_is_scaled_down_to_it(folder: str) ->
 
 def test_the_gradient_is_that_of_the_weighted_mean_over_all_trained_tokens(folder: str) -> None:
     """Each row by itself, by the definition: whatever is shared, packed or left out makes no difference."""
-    clip = {"clip_low": 0.1, "clip_high": 0.6, "importance_cap": 2.0}
-    trainer = make_trainer(folder, tokens_per_microbatch=64, **clip)
+    loss = Clip(low=0.1, high=0.6, cap=2.0)
+    trainer = make_trainer(folder, tokens_per_microbatch=64, loss={"policy": loss})
     batch = make_batch(grouped_rows(4, 4), group_size=4, equal=4, sampling=(0.7, 1.0, 0))
     random = np.random.default_rng(0)
     logprobs = [
         [float(random.uniform(-8, -3)) if sampled else None for sampled in mask]
         for mask in batch["loss_mask"].to_pylist()
     ]
-    for name, values in {"logprobs": logprobs, "weight": random.uniform(0.2, 3.0, len(batch))}.items():
+    weighed = [random.uniform(0.2, 3.0, len(ids)).tolist() for ids in batch["token_ids"].to_pylist()]
+    for name, values in {"logprobs": logprobs, "weights": weighed}.items():
         kind = batch.schema.field(name).type
         batch = batch.set_column(batch.schema.get_field_index(name), name, pa.array(values, kind))
     losses, weights = [], []
-    model = make_trainer(folder).network.model
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
     for row in read_rows(batch):
         ids, (trained,) = torch.from_numpy(row.token_ids).long(), np.nonzero(row.loss_mask)
         scores = (model(ids.unsqueeze(0)).logits[0, trained - 1] / 0.7).log_softmax(-1)
@@ -198,8 +218,10 @@ def test_the_gradient_is_that_of_the_weighted_mean_over_all_trained_tokens(folde
             torch.from_numpy(row.logprobs[trained]),
             torch.from_numpy(row.advantages[trained]),
         )
-        losses.append(row.weight * ppo_clip(new, old, advantages, trainer.config))
-        weights += [row.weight] * len(trained)
+        of_row = torch.from_numpy(row.weights[trained])
+        tokens = Tokens(new, old, advantages, torch.zeros(len(trained), dtype=torch.long), 1)
+        losses.append(of_row * loss(tokens))
+        weights += of_row.tolist()
     (torch.cat(losses).sum() / sum(weights)).backward()
     expected = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     assert trainer.step(batch)["grad_norm"] == pytest.approx(float(expected), rel=1e-4)
@@ -216,12 +238,17 @@ def test_rows_without_advantage_weigh_in_the_mean_and_the_metrics_and_have_no_gr
     folder: str,
 ) -> None:
     batch = make_batch(grouped_rows(4, 4), logprob=-4.0, group_size=4, equal=8)
-    trainer, reference = make_trainer(folder), make_trainer(folder)
+    trainer = make_trainer(folder)
     found = trainer.step(batch)
     rows = read_rows(batch)
-    loss = torch.cat([reference._loss(microbatch)[0] for microbatch in pack(rows, 8192)])
+    network, losses = Network(folder), []
+    for microbatch in pack(rows, 8192):
+        logprobs, _ = network.scores(microbatch)
+        old, advantages = microbatch.logprobs, microbatch.advantages
+        losses.append(Clip()(Tokens(logprobs, old, advantages, microbatch.row, len(microbatch.numbers))))
+    loss = torch.cat(losses)
     loss.mean().backward()
-    gradients = [p.grad for p in reference.network.model.parameters() if p.grad is not None]
+    gradients = [p.grad for p in network.model.parameters() if p.grad is not None]
     assert found["grad_norm"] == pytest.approx(float(torch.nn.utils.get_total_norm(gradients)), rel=1e-4)
     assert found["tokens"] == loss.numel()
     assert found["zero_advantage_share"] == 0.5
@@ -235,6 +262,7 @@ def test_a_step_in_which_no_row_teaches_anything_is_the_same_after_a_checkpoint(
     straight, resumed = make_trainer(folder), make_trainer(folder)
     straight.step(BATCH)
     straight.save_checkpoint(str(tmp_path / "checkpoint"))
+    straight.await_checkpoint()
     resumed.load_checkpoint(str(tmp_path / "checkpoint"))
     assert straight.step(nothing)["grad_norm"] == resumed.step(nothing)["grad_norm"] == 0.0
     expected, weights = straight.weights(), resumed.weights()

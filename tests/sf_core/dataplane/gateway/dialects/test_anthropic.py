@@ -34,20 +34,6 @@ def ask(
             return stream.get_final_message()
 
 
-@pytest.mark.parametrize("how", ["whole", "stream"])
-def test_an_answer_has_text_stop_reason_and_usage(server: Server, renderer: Renderer, how: str) -> None:
-    server.register()
-    server.connect(answering(renderer, "hello naïve 数学"))
-    answer = ask(server, how=how, system="be brief")
-    assert [(block.type, block.text) for block in answer.content] == [("text", "hello naïve 数学")]
-    assert (answer.stop_reason, answer.stop_sequence) == ("end_turn", None)
-    messages = [{"role": "system", "content": "be brief"}, *HI]
-    prompt = renderer.encode(renderer.render(messages, [])).tolist()
-    assert server.asked[0].prompt_ids == prompt
-    sampled = say(renderer, "hello naïve 数学")
-    assert (answer.usage.input_tokens, answer.usage.output_tokens) == (len(prompt), len(sampled))
-
-
 def test_text_streams_as_it_is_sampled(server: Server, renderer: Renderer) -> None:
     """In several pieces; how many tokens one carries is a matter of the machine's load (decision 021)."""
     server.register(max_tokens=400, context_length=1024)
@@ -119,6 +105,45 @@ def test_one_call_only_where_parallel_ones_are_disabled(server: Server, renderer
     assert answer.usage.output_tokens == len(renderer.encode(text))
 
 
+def test_system_messages_may_stand_among_the_others_and_before_the_result_of_a_call(
+    server: Server, renderer: Renderer
+) -> None:
+    server.register(max_tokens=128)
+    server.connect(answering(renderer, tool_call_text(expression="1+1"), "2"))
+    [claim] = server.claim()
+    reminder: Any = {"role": "system", "content": [{"type": "text", "text": "be brief"}]}
+    first = ask(server, claim["session_id"], messages=[*HI, reminder], tools=[TOOL])
+    echo = {"role": "assistant", "content": [block.model_dump() for block in first.content]}
+    result = {"type": "tool_result", "tool_use_id": first.content[0].id, "content": "2"}
+    messages = [*HI, reminder, echo, reminder, {"role": "user", "content": [result]}]
+    ask(server, claim["session_id"], messages=messages, tools=[TOOL])
+    shown = server.get(f"/sessions/{claim['session_id']}")["prompts"]
+    assert [[m["role"] for m in prompt["messages"]] for prompt in shown] == [
+        ["user", "system"],
+        ["system", "tool"],
+    ]
+    assert [prompt["branch_reason"] for prompt in shown] == [None, None]
+
+
+@pytest.mark.parametrize(("normalised", "reasons"), [(True, [None, None]), (False, [None, "edited_history"])])
+def test_a_line_that_changes_with_every_request_begins_no_branch_unless_it_is_to_stay(
+    server: Server, renderer: Renderer, normalised: bool, reasons: list[str | None]
+) -> None:
+    server.register(**({} if normalised else {"normalised": []}))
+    server.connect(answering(renderer, "yes"))
+    [claim] = server.claim()
+    messages = list(HI)
+    for number in range(2):
+        header = f"x-anthropic-billing-header: cc_version=2.1; cch={number};"
+        system: Any = [{"type": "text", "text": header}, {"type": "text", "text": "be brief"}]
+        answer = ask(server, claim["session_id"], messages=messages, system=system)
+        messages += [{"role": "assistant", "content": answer.content[0].text}, *HI]
+    prompts = server.get(f"/sessions/{claim['session_id']}")["prompts"]
+    assert [prompt["branch_reason"] for prompt in prompts] == reasons
+    held = "x-anthropic" in renderer.decode(list(server.asked[0].prompt_ids))
+    assert held == (not normalised)
+
+
 def test_tokens_are_counted_without_a_turn(server: Server, renderer: Renderer) -> None:
     server.register()
     [claim] = server.claim()
@@ -137,28 +162,14 @@ def test_models_are_listed_in_the_shape_of_the_asker(server: Server) -> None:
 BAD_REQUESTS: list[tuple[dict[str, Any], type[anthropic.APIStatusError], str]] = [
     ({"model": "gpt"}, anthropic.NotFoundError, "The model 'gpt' does not exist"),
     ({"messages": []}, anthropic.BadRequestError, "at least one message"),
-    (
-        {"messages": [{"role": "tool", "content": "x"}]},
-        anthropic.BadRequestError,
-        "must be user or",
+    *(
+        (
+            {"messages": [*HI, {"role": "assistant", "content": [call]}, *HI]},
+            anthropic.BadRequestError,
+            r"messages\[1\].content\[0\] must have a name and an id, both strings",
+        )
+        for call in ({"type": "tool_use", "name": "calc"}, {"type": "tool_use", "name": "calc", "id": 1})
     ),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x"}]}]},
-        anthropic.BadRequestError,
-        "answers no tool call",
-    ),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-        anthropic.BadRequestError,
-        "image blocks are not supported",
-    ),
-    (
-        {"messages": [*HI, {"role": "assistant", "content": "so"}]},
-        anthropic.BadRequestError,
-        "cannot be begun",
-    ),
-    ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, anthropic.BadRequestError, "are not supported"),
-    ({"tool_choice": {"type": "any"}}, anthropic.BadRequestError, "there are no tools"),
     ({"messages": [{"role": "user", "content": "the " * 3000}]}, anthropic.BadRequestError, "holds 2048"),
     (
         {"messages": [{"role": "user", "content": "a" * 9_000_000}]},
@@ -174,8 +185,6 @@ def test_bad_requests_raise_what_the_client_has_for_them(server: Server) -> None
         with pytest.raises(kind, match=sentence) as refused:
             ask(server, **change)
         assert set(refused.value.body) == {"type", "error"}
-    response = server.http.post("/v1/messages", json={"model": "policy", "messages": HI})
-    assert (response.status_code, response.json()["error"]["message"]) == (400, "max_tokens is required")
 
 
 def test_the_key_may_come_in_either_header() -> None:

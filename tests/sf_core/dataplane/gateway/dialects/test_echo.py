@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,16 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sf_core.dataplane.chat.answer_parser import Reasoning
-from sf_core.dataplane.chat.messages import Message, assistant_message, chain_keys
+from sf_core.dataplane.chat.messages import Message, assistant_message
 from sf_core.dataplane.chat.tool_formats import ToolCall
-from sf_core.dataplane.gateway.dialects.anthropic import Anthropic
-from sf_core.dataplane.gateway.dialects.chat import Chat
-from sf_core.dataplane.gateway.dialects.protocol import Dialect
 from sf_core.dataplane.gateway.dialects.responses import Responses
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.answer import Answer, Event, Pieces, TokenLogprob
+from tests.sf_core.dataplane.gateway.dialects.clients import CLIENTS, Client
 
-HI: Message = {"role": "user", "content": "hi"}
 BODY: dict[str, Any] = {"model": "policy", "max_tokens": 5, "store": False}
 
 values = st.recursive(
@@ -42,52 +38,10 @@ def answer_of(message: Message) -> Answer:
     return Answer("s.0.0", message, "stop", None, 3, 4, None)
 
 
-def chat_echo(body: dict[str, Any]) -> tuple[list[Any], list[Any]]:
-    message = body["choices"][0]["message"]
-    results = [
-        {"role": "tool", "tool_call_id": call["id"], "content": "r"} for call in message.get("tool_calls", [])
-    ]
-    return [message], results
-
-
-def messages_echo(body: dict[str, Any]) -> tuple[list[Any], list[Any]]:
-    results = [
-        {"type": "tool_result", "tool_use_id": block["id"], "content": "r"}
-        for block in body["content"]
-        if block["type"] == "tool_use"
-    ]
-    after = results or [{"type": "text", "text": "r"}]
-    return [{"role": "assistant", "content": body["content"]}], [{"role": "user", "content": after}]
-
-
-def responses_echo(body: dict[str, Any]) -> tuple[list[Any], list[Any]]:
-    results = [
-        {"type": "function_call_output", "call_id": item["call_id"], "output": "r"}
-        for item in body["output"]
-        if item["type"] == "function_call"
-    ]
-    return body["output"], results
-
-
-Echo = Callable[[dict[str, Any]], tuple[list[Any], list[Any]]]
-DIALECTS: list[tuple[Dialect, Echo, str]] = [
-    (Chat(), chat_echo, "messages"),
-    (Anthropic(), messages_echo, "messages"),
-    (Responses(), responses_echo, "input"),
-]
-
-
-@pytest.mark.parametrize(("dialect", "echo", "field"), DIALECTS)
+@pytest.mark.parametrize("client", [client for client in CLIENTS if client.has_messages])
 @given(answer=answers)
-def test_an_answer_sent_back_is_the_recorded_message(
-    dialect: Dialect, echo: Echo, field: str, answer: Answer
-) -> None:
-    session = Session("s")
-    body = orjson.loads(dialect.reply(BODY, "s.0.0", session).whole([answer]))
-    said, results = echo(body)
-    [request] = dialect.parse(BODY | {field: [HI, *said, *results]}, session)
-    assert chain_keys([], request.messages[:2]) == chain_keys([], [HI, answer.message])
-    assert all("reasoning_content" not in message for message in request.messages)
+def test_an_answer_sent_back_is_the_recorded_message(client: Client, answer: Answer) -> None:
+    client.check_sent_back(answer)
 
 
 def as_streamed(answer: Answer) -> list[Event]:

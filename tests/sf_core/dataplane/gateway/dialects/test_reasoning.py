@@ -8,6 +8,7 @@ from typing import Any
 
 import anthropic
 import pytest
+from google import genai
 from openai import OpenAI
 
 from sf_core.dataplane.chat.renderer import Renderer
@@ -112,6 +113,27 @@ def test_messages_have_a_thinking_block(
         assert (thought.thinking, text.text) == ("hm, so", "Yes.")
         blocks = [block.model_dump() for block in answer.content[0 if echoed else 1 :]]
         agent.messages.create(messages=[*HI, {"role": "assistant", "content": blocks}, MORE], **options)
+    assert extends_the_first_turn(thinking, renderer)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("echoed", [False, True])
+def test_contents_have_thought_parts(
+    thinking: Server, renderer: Renderer, streamed: bool, echoed: bool
+) -> None:
+    thinking.connect(answering(renderer, THOUGHT))
+    url = f"{thinking.url}/sessions/{thinking.post('/sessions', {'run_id': 'run'})['session_id']}"
+    asked: Any = {"role": "user", "parts": [{"text": "hi"}]}
+    with genai.Client(api_key="none", vertexai=False, http_options={"base_url": url}) as agent:
+        if streamed:
+            chunks = list(agent.models.generate_content_stream(model="policy", contents=asked))
+        else:
+            chunks = [agent.models.generate_content(model="policy", contents=asked)]
+        parts = [part for chunk in chunks for part in chunk.candidates[0].content.parts]
+        thought = "".join(part.text for part in parts if part.thought)
+        assert (thought, "".join(part.text for part in parts if not part.thought)) == ("hm, so", "Yes.")
+        answer: Any = {"role": "model", "parts": [part for part in parts if echoed or not part.thought]}
+        agent.models.generate_content(model="policy", contents=[asked, answer, asked])
     assert extends_the_first_turn(thinking, renderer)
 
 

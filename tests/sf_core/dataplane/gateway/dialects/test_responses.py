@@ -11,7 +11,6 @@ import pytest
 from openai import OpenAI
 
 from sf_core.dataplane.chat.renderer import Renderer
-from sf_core.engines.scripted import scripted_logprob
 from tests.sf_core.dataplane.stand import CALC, Server, answering, say, tool_call_text
 
 TOOL: Any = {"type": "function", "strict": False, **CALC["function"]}
@@ -30,19 +29,6 @@ def ask(
             return agent.responses.create(model="policy", input=given, **options)
         with agent.responses.stream(model="policy", input=given, **options) as stream:
             return stream.get_final_response()
-
-
-@pytest.mark.parametrize("how", ["whole", "stream"])
-def test_an_answer_has_text_and_usage(server: Server, renderer: Renderer, how: str) -> None:
-    server.register()
-    server.connect(answering(renderer, "hello naïve 数学"))
-    answer = ask(server, how=how, instructions="be brief")
-    assert (answer.output_text, answer.status) == ("hello naïve 数学", "completed")
-    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
-    prompt = renderer.encode(renderer.render(messages, [])).tolist()
-    assert server.asked[0].prompt_ids == prompt
-    sampled = say(renderer, "hello naïve 数学")
-    assert (answer.usage.input_tokens, answer.usage.output_tokens) == (len(prompt), len(sampled))
 
 
 def test_the_event_stream_is_the_one_clients_expect(server: Server, renderer: Renderer) -> None:
@@ -73,9 +59,9 @@ def test_the_event_stream_is_the_one_clients_expect(server: Server, renderer: Re
 
 
 @pytest.mark.parametrize("how", ["whole", "stream"])
-@pytest.mark.parametrize("by_id", [True, False])
+@pytest.mark.parametrize("named", ["response", "items", "copies"])
 def test_tool_calls_and_their_results_make_one_token_sequence(
-    server: Server, renderer: Renderer, how: str, by_id: bool
+    server: Server, renderer: Renderer, how: str, named: str
 ) -> None:
     server.register(max_tokens=128)
     text = "Sure. " + tool_call_text(expression="1+1") + tool_call_text(expression="2+2")
@@ -89,9 +75,12 @@ def test_tool_calls_and_their_results_make_one_token_sequence(
     results: list[Any] = [
         {"type": "function_call_output", "call_id": call.call_id, "output": "4"} for call in calls
     ]
-    if by_id:
+    if named == "response":
         options |= {"previous_response_id": first.id}
         given = results
+    elif named == "items":
+        references = [{"type": "item_reference", "id": item.id} for item in first.output]
+        given = [{"role": "user", "content": "hi"}, *references, *results]
     else:
         thought = {"type": "reasoning", "id": "rs_1", "summary": []}
         echo = [item.model_dump(exclude_none=True) for item in first.output]
@@ -134,28 +123,71 @@ def test_an_answer_cut_by_its_budget_is_incomplete(server: Server, renderer: Ren
     assert (last.type, last.response.output_text) == ("response.incomplete", whole.output_text)
 
 
-@pytest.mark.parametrize("how", ["whole", "stream"])
-@pytest.mark.parametrize("text", ["the quick 数学", "fox " + tool_call_text(expression="1+1")])
-def test_log_probs_are_those_of_the_engine(server: Server, renderer: Renderer, how: str, text: str) -> None:
-    server.register(max_tokens=128)
-    server.connect(answering(renderer, text))
-    answer = ask(server, how=how, include=["message.output_text.logprobs"], tools=[TOOL])
-    entries = answer.output[0].content[0].logprobs
-    expected = [scripted_logprob(token, i, 0) for i, token in enumerate(say(renderer, text))]
-    assert [entry.logprob for entry in entries] == expected
+def test_tools_that_a_provider_would_run_are_left_out_and_counted(server: Server, renderer: Renderer) -> None:
+    server.register()
+    server.connect(answering(renderer, "yes"))
+    [claim] = server.claim()
+    tools = [{"type": "web_search"}, TOOL, {"type": "namespace", "name": "mcp", "tools": [TOOL]}]
+    given = [{"type": "additional_tools", "tools": []}, {"role": "user", "content": "hi"}]
+    ask(server, claim["session_id"], given=given, tools=tools)
+    ask(server, claim["session_id"], given="hi", tools=[TOOL])
+    assert server.asked[0].prompt_ids == server.asked[1].prompt_ids
+    counters = server.get("/runs/run")["counters"]
+    assert {name: number for name, number in counters.items() if name.startswith("left_out")} == {
+        f"left_out.{kind}": 1 for kind in ("web_search", "namespace", "additional_tools")
+    }
+
+
+OTHER: Any = {**TOOL, "name": "other"}
+
+
+@pytest.mark.parametrize(("mode", "answer"), [("auto", "yes"), ("required", ' "calc", "arguments": {}}')])
+def test_of_allowed_tools_the_model_is_shown_no_others(
+    server: Server, renderer: Renderer, mode: str, answer: str
+) -> None:
+    server.register(max_tokens=64)
+    server.connect(answering(renderer, answer))
+    [claim] = server.claim()
+    allowed = {"mode": mode, "tools": [{"type": "function", "name": "calc"}]}
+    choice: Any = {"type": "allowed_tools", **allowed}
+    ask(server, claim["session_id"], tools=[OTHER, TOOL], tool_choice=choice)
+    ask(server, claim["session_id"], tools=[TOOL], tool_choice=mode)
+    with client(server, claim["session_id"]) as agent:
+        functions: list[Any] = [
+            {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
+            for tool in (OTHER, TOOL)
+        ]
+        in_chat = {"mode": mode, "tools": [{"type": "function", "function": {"name": "calc"}}]}
+        agent.chat.completions.create(
+            model="policy",
+            messages=[{"role": "user", "content": "hi"}],
+            tools=functions,
+            tool_choice={"type": "allowed_tools", "allowed_tools": in_chat},  # type: ignore[typeddict-item]
+        )
+    prompts = [asked.prompt_ids for asked in server.asked]
+    assert prompts[0] == prompts[1] == prompts[2]
 
 
 @pytest.mark.parametrize(
     ("change", "status", "sentence"),
     [
-        ({"input": []}, 400, "at least one message"),
-        ({"input": 5}, 400, "input must be a string or a list of items"),
-        ({"input": [{"role": "tool", "content": "x"}]}, 400, "input[0].role must be"),
-        ({"input": [{"type": "function_call_output", "call_id": "x", "output": ""}]}, 400, "answers no tool"),
-        ({"input": [{"type": "image_generation_call"}]}, 400, "are not supported"),
+        (
+            {"input": [{"type": "item_reference", "id": "msg_s.0.0.1"}]},
+            404,
+            "item 'msg_s.0.0.1' is unknown in this session",
+        ),
+        (
+            {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"name": "x"}]}},
+            400,
+            "tool_choice allows what is no function of tools: 'x'",
+        ),
+        ({"tools": [{"type": ["web_search"]}]}, 400, "tools[0]: only functions are supported"),
+        (
+            {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"name": ["x"]}, 1]}},
+            400,
+            "tool_choice allows what is no function of tools: ['x'], None",
+        ),
         ({"previous_response_id": "resp_x"}, 404, "unknown in this session"),
-        ({"tools": [{"type": "web_search"}]}, 400, "only functions are supported, not web_search"),
-        ({"text": {"format": {"type": "json_object"}}}, 400, "text.format must be text"),
         ({"background": True}, 400, "background is not supported"),
     ],
 )

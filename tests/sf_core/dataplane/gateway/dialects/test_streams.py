@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from sf_core.dataplane.bodies import RunSpec
 from sf_core.dataplane.chat.renderer import Renderer
-from sf_core.dataplane.gateway.dialects.registry import DIALECTS
+from sf_core.dataplane.gateway.dialects.registry import answering
 from sf_core.dataplane.journal.journal import Journal
 from sf_core.dataplane.routing.pace import Pace
 from sf_core.dataplane.runs.run import ServedRun
@@ -23,7 +23,7 @@ from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.turn import open_request
 from sf_core.types import Chunk, FinishReason
 from tests.examples import examples
-from tests.sf_core.dataplane.runs.test_replay import SPEC
+from tests.sf_core.dataplane.specs import SPEC
 from tests.sf_core.dataplane.stand import CALC, tool_call_text
 
 Event = dict[str, Any]
@@ -32,6 +32,7 @@ Said = dict[str, Any]
 FUNCTION = CALC["function"]
 HI = [{"role": "user", "content": "hi"}]
 STOP = "the lazy"
+GOOGLE = "/v1/models/policy:streamGenerateContent"
 
 BODIES: dict[str, Event] = {
     "/v1/chat/completions": {
@@ -50,9 +51,19 @@ BODIES: dict[str, Event] = {
         "tools": [{"type": "function", **FUNCTION}],
         "include": ["message.output_text.logprobs"],
     },
+    GOOGLE: {
+        "contents": [{"parts": [{"text": "hi"}]}],
+        "tools": [{"function_declarations": [FUNCTION]}],
+        "response_logprobs": True,
+    },
 }
-LIMIT = {"/v1/responses": "max_output_tokens"}
-STOPS = {"/v1/chat/completions": "stop", "/v1/completions": "stop", "/v1/messages": "stop_sequences"}
+LIMIT = {"/v1/responses": "max_output_tokens", GOOGLE: "max_output_tokens"}
+STOPS = {
+    "/v1/chat/completions": "stop",
+    "/v1/completions": "stop",
+    "/v1/messages": "stop_sequences",
+    GOOGLE: "stop_sequences",
+}
 
 
 def chat(events: list[Event]) -> Said:
@@ -109,11 +120,25 @@ def responses(events: list[Event]) -> Said:
     }
 
 
+def google(events: list[Event]) -> Said:
+    candidates = [candidate for event in events for candidate in event["candidates"]]
+    parts = [part for candidate in candidates for part in candidate["content"]["parts"]]
+    results = [candidate["logprobsResult"] for candidate in candidates if "logprobsResult" in candidate]
+    return {
+        "text": "".join(part.get("text", "") for part in parts),
+        "calls": [part["functionCall"] for part in parts if "functionCall" in part],
+        "logprobs": [token for result in results for token in result["chosenCandidates"]],
+        "end": [candidate["finishReason"] for candidate in candidates if "finishReason" in candidate],
+        "usage": [event["usageMetadata"] for event in events if "usageMetadata" in event],
+    }
+
+
 READERS: dict[str, Callable[[list[Event]], Said]] = {
     "/v1/chat/completions": chat,
     "/v1/completions": completions,
     "/v1/messages": messages,
     "/v1/responses": responses,
+    GOOGLE: google,
 }
 
 
@@ -126,7 +151,8 @@ def run(tmp_path_factory: pytest.TempPathFactory, model_dir: str, renderer: Rend
 
 async def say(run: ServedRun, path: str, more: Event, chunks: list[tuple[Chunk, int]]) -> Said:
     """Content of a stream in this dialect; each chunk comes with the number of event loop turns after it."""
-    session, dialect = Session("s"), DIALECTS[path]
+    session, dialect = Session("s"), answering(path)
+    assert dialect is not None
     body = {"model": "policy", "stream": True, **BODIES[path], **more}
     [request] = dialect.parse(body, session)
     turn = open_request(run, session, request).begin(0, None)

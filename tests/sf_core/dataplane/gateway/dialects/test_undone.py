@@ -4,10 +4,14 @@ fields that the run ignores."""
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from anthropic import Anthropic
+from anthropic.types.thread_unsupported_request_error import ThreadUnsupportedRequestError
 
 from sf_core.config import RunConfig
 from sf_core.config.undone import UNDONE
@@ -22,12 +26,24 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "hi"},
     "/v1/responses": {"input": "hi"},
     "/v1/messages": {"messages": HI, "max_tokens": 8},
+    "/v1/models/policy:generateContent": {"contents": [{"parts": [{"text": "hi"}]}]},
 }
+
+
+def nested(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a body; a name with a dot is that of one inside another."""
+    body: dict[str, Any] = {}
+    for name, value in fields.items():
+        outer, _, inner = name.partition(".")
+        body |= {outer: {inner: value}} if inner else {outer: value}
+    return body
+
+
 DIALECTS = pytest.mark.parametrize("path", REQUESTS)
 
 
 def ask(server: Server, path: str, fields: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    body = {"model": "policy"} | REQUESTS[path] | fields
+    body = {"model": "policy"} | REQUESTS.get(path, {}) | fields
     response = httpx.post(server.url + path, json=body)
     return response.status_code, response.json()
 
@@ -37,13 +53,16 @@ def test_a_field_that_is_not_done_is_refused_in_the_dialects_own_form(server: Se
     server.register()
     status, answer = ask(server, path, {"presence_penalty": 0.5})
     error = answer["error"]
-    assert (status, error["type"]) == (400, "invalid_request_error")
+    is_google = path.endswith("generateContent")
+    kind = error["status"] if is_google else error["type"]
+    assert (status, kind) == (400, "INVALID_ARGUMENT" if is_google else "invalid_request_error")
     assert error["message"] == (
         "presence_penalty is not supported and would change the answer: leave it out, or make it 0, or name "
         "it in the run's rollout.ignored_fields to have it ignored."
     )
     assert (answer.get("type") == "error") == (path == "/v1/messages")
-    assert error.get("param") == (None if path == "/v1/messages" else "presence_penalty")
+    has_param = path != "/v1/messages" and not is_google
+    assert error.get("param") == ("presence_penalty" if has_param else None)
 
 
 @DIALECTS
@@ -51,8 +70,8 @@ def test_values_that_change_nothing_pass(server: Server, renderer: Renderer, pat
     server.register()
     server.connect(answering(renderer, "the sum is 42."))
     neutral = {name: values[0] if values else None for name, values in UNDONE.items()}
-    assert ask(server, path, neutral)[0] == 200
-    assert ask(server, path, dict.fromkeys(UNDONE))[0] == 200
+    assert ask(server, path, nested(neutral))[0] == 200
+    assert ask(server, path, nested(dict.fromkeys(UNDONE)))[0] == 200
 
 
 @DIALECTS
@@ -69,21 +88,144 @@ def test_every_field_of_the_list_is_refused_in_one_sentence(name: str) -> None:
     with pytest.raises(
         ApiError, match=f"^{name} is not supported and would change the answer: .*\\.$"
     ) as error:
-        refuse_undone({name: "something else"})
+        refuse_undone(nested({name: "something else"}))
     assert error.value.status == 400
-    refuse_undone({name: "something else"}, [name])
+    outer, _, inner = name.partition(".")
+    assert refuse_undone(nested({name: "something else"}), [name]) == ({outer: {}} if inner else {})
+
+
+SCHEMA = {"type": "object", "properties": {"sum": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "fields"),
+    [
+        ("/v1/chat/completions", "response_format", {"response_format": {"type": "json_object"}}),
+        (
+            "/v1/chat/completions",
+            "response_format",
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}},
+        ),
+        ("/v1/completions", "structured_outputs", {"structured_outputs": {"json": SCHEMA}}),
+        (
+            "/v1/responses",
+            "text.format",
+            {"text": {"format": {"type": "json_schema", "name": "s", "schema": SCHEMA}}},
+        ),
+        ("/v1/responses", "text.format", {"text": {"format": {"type": "json_object"}}}),
+        ("/v1/messages", "output_format", {"output_format": {"type": "json_schema", "schema": SCHEMA}}),
+        (
+            "/v1/messages",
+            "output_config.format",
+            {"output_config": {"effort": "high", "format": {"type": "json_schema", "schema": SCHEMA}}},
+        ),
+        (
+            "/v1/models/policy:generateContent",
+            "response_mime_type",
+            {"generationConfig": {"responseMimeType": "application/json", "responseSchema": SCHEMA}},
+        ),
+        (
+            "/v1/models/policy:generateContent",
+            "response_schema",
+            {"generationConfig": {"responseSchema": SCHEMA}},
+        ),
+    ],
+)
+def test_a_schema_for_the_answer_is_refused_wherever_a_dialect_has_it(
+    server: Server, path: str, field: str, fields: dict[str, Any]
+) -> None:
+    server.register()
+    status, answer = ask(server, path, fields)
+    assert (status, answer["error"]["message"].split(" and ")[0]) == (400, f"{field} is not supported")
+
+
+@pytest.mark.parametrize(
+    ("path", "tools"),
+    [
+        ("/v1/chat/completions", [{"type": "function", "function": {"name": "f", "strict": True}}]),
+        ("/v1/responses", [{"type": "function", "name": "f", "strict": True}]),
+        ("/v1/messages", [{"name": "f", "strict": True}]),
+        (
+            "/v1/models/policy:generateContent",
+            [{"functionDeclarations": [{"name": "f"}]}],
+        ),
+    ],
+)
+def test_schemas_of_calls_that_nobody_sees_to_are_counted(
+    server: Server, renderer: Renderer, path: str, tools: list[dict[str, Any]]
+) -> None:
+    server.register()
+    server.connect(answering(renderer, "the sum is 42."))
+    validated = {"toolConfig": {"functionCallingConfig": {"mode": "VALIDATED"}}}
+    assert ask(server, path, {"tools": tools, **validated})[0] == 200
+    assert server.get("/runs/run")["counters"]["left_out.strict"] == 1
+
+
+def test_a_thread_is_refused_so_that_its_client_sends_the_whole_conversation(
+    server: Server, renderer: Renderer
+) -> None:
+    server.register()
+    server.connect(answering(renderer, "the sum is 42."))
+    asked = {"max_tokens": 32, "model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+    with Anthropic(base_url=server.url, api_key="none") as client:
+        with pytest.raises(ThreadUnsupportedRequestError, match="send the whole conversation in messages"):
+            client.beta.messages.create(thread={"type": "create"}, **asked)
+        thread = client.beta.messages.thread(unsupported_request_behavior="continue_unthreaded", **asked)
+        for _ in range(2):
+            assert "42" in str(thread.send({"role": "user", "content": "and now?"}).content)
+    assert len(server.asked[1].prompt_ids) > len(server.asked[0].prompt_ids)
 
 
 def test_tokens_are_counted_by_the_same_list(server: Server) -> None:
     server.register()
-    body = {"model": "policy", "messages": HI, "chat_template_kwargs": {"enable_thinking": False}}
+    body = {"model": "policy", "messages": HI, "min_p": 0.1}
     response = httpx.post(server.url + "/v1/messages/count_tokens", json=body)
-    assert response.status_code == 400 and "chat_template_kwargs" in response.json()["error"]["message"]
+    assert response.status_code == 400 and "min_p" in response.json()["error"]["message"]
 
 
 def test_only_fields_of_the_list_can_be_ignored() -> None:
-    config = RunConfig.model_validate({"rollout": {"ignored_fields": ["min_p"]}})
-    assert json.loads(config.model_dump_json())["rollout"]["ignored_fields"] == ["min_p"]
+    # of the second earlier versions could do nothing else
+    for known in ("min_p", "chat_template_kwargs"):
+        config = RunConfig.model_validate({"rollout": {"ignored_fields": [known]}})
+        assert json.loads(config.model_dump_json())["rollout"]["ignored_fields"] == [known]
     for name, near in (("messages", "presence_penalty"), ("minp", "min_p")):
         with pytest.raises(ValueError, match=f"'{name}' is none of the fields that are refused, as .*{near}"):
             RunConfig.model_validate({"rollout": {"ignored_fields": [name]}})
+
+
+@pytest.mark.parametrize("path", [path for path in REQUESTS if path != "/v1/completions"])
+def test_the_chat_template_has_the_variables_of_a_request_and_others_of_them_are_another_conversation(
+    server: Server, renderer: Renderer, tmp_path: Path, path: str
+) -> None:
+    folder = tmp_path / "policy"
+    shutil.copytree(server.model_dir, folder)
+    template = folder / "chat_template.jinja"
+    template.write_text(template.read_text() + "{{ '<think>\\n\\n</think>' if enable_thinking is false }}")
+    server.model_dir = str(folder)
+    server.register(ignored_fields=[])
+    server.connect(answering(renderer, "the sum is 42."))
+    [claim] = server.claim()
+    at = f"/sessions/{claim['session_id']}"
+
+    def prompt(**fields: Any) -> str:
+        assert ask(server, at + path, REQUESTS[path] | fields)[0] == 200
+        return renderer.decode(list(server.asked[-1].prompt_ids))
+
+    closed = {"chat_template_kwargs": {"enable_thinking": False}}
+    plain, without = prompt(), prompt(**closed)
+    assert without == plain + "<think>\n\n</think>" == prompt(**closed)
+    assert prompt(chat_template_kwargs={"enable_thinking": True}) == plain
+    prompts = server.get(at)["prompts"]
+    assert [one["branch_reason"] for one in prompts] == [None, "other_tools", "other_tools"]
+    status, answer = ask(server, at + path, REQUESTS[path] | {"chat_template_kwargs": {"tools": []}})
+    assert (status, answer["error"]["message"]) == (400, "chat_template_kwargs must not hold tools")
+
+
+def test_a_run_that_ignored_the_variables_of_the_template_goes_on_doing_so(
+    server: Server, renderer: Renderer
+) -> None:
+    server.register(ignored_fields=["chat_template_kwargs"])
+    server.connect(answering(renderer, "the sum is 42."))
+    for fields in ({}, {"chat_template_kwargs": {"tools": 1}}):
+        assert ask(server, "/v1/chat/completions", fields)[0] == 200
+    assert server.asked[0].prompt_ids == server.asked[1].prompt_ids

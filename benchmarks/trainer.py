@@ -1,0 +1,184 @@
+"""One optimiser step on a batch of completions of very different lengths: ours against TRL's GRPOTrainer.
+
+About 20M parameters; 64 completions of 16 to 512 tokens (log-uniform) in groups of 4 after prompts of 64;
+float32, two threads, each side in a process of its own. Ours is `Trainer.step` without reading the batch from
+storage; TRL's is its own loop on the same completions (benchmarks/peers/trl_step.py), with micro-batches that
+are doubled for as long as it gets faster. tokens_per_second counts completion tokens in the best warm step;
+peak_mb is resident memory above that of the loaded model: gradients, AdamW's moments and what the step needs.
+two_ranks: seconds of a warm step at the smaller vocabulary on two ranks of one thread each, sharded by FSDP2
+and split by Megatron-core into two tensor-parallel parts, and on one rank of two threads.
+
+    python -m benchmarks.trainer
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+import typer
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from benchmarks import trl_side
+from benchmarks.peers.trl_step import THREADS, Meter, resident_bytes
+from benchmarks.results import ROOT
+from sf_core.config import TrainConfig
+from sf_core.models.builtin import make_tokenizer
+from sf_core.training.torch.ranks import Ranks
+from sf_core.training.torch.torch_model import TorchModel
+from sf_core.training.torch.trainer import Trainer
+from storage.schema import TURN
+from tests.sf_core.training.gang import Member, Try
+from tests.sf_core.training.model_contract import Setup
+
+SIZES: dict[str, dict[str, Any]] = {
+    "32k": dict(vocab_size=32_000, hidden_size=384, intermediate_size=1024, num_hidden_layers=4),
+    "151k": dict(vocab_size=151_936, hidden_size=128, intermediate_size=352, num_hidden_layers=2),
+}
+PROMPT_TOKENS, GROUP_SIZE, SHORTEST = 64, 4, 16
+
+
+def main(
+    sizes: str = "32k,151k",
+    completions: int = 64,
+    longest: int = 512,
+    warm_steps: int = 2,
+    micro_batches: str = "2,4,8,16",
+) -> None:
+    line: dict[str, Any] = {}
+    for size in sizes.split(","):
+        with tempfile.TemporaryDirectory() as folder:
+            make_model(folder, size)
+            make_batch(folder, SIZES[size]["vocab_size"], completions, longest)
+            if "two_ranks" not in line:
+                line["two_ranks"] = on_two_ranks(folder, warm_steps)
+            ours = run([sys.executable, "-m", "benchmarks.trainer", "--step", folder, str(warm_steps)])
+            peer = [str(trl_side.ensure_venv()), "-m", "benchmarks.peers.trl_step", folder]
+            trl: dict[str, Any] = {"tokens_per_second": 0.0}
+            for micro in micro_batches.split(","):
+                candidate = {**run([*peer, micro, str(warm_steps)]), "micro_batch": int(micro)}
+                if candidate["tokens_per_second"] < trl["tokens_per_second"]:
+                    break  # larger ones pad more still
+                trl = candidate
+        line[size] = {
+            "ours": ours,
+            "trl": trl,
+            "speed_ratio": round(ours["tokens_per_second"] / trl["tokens_per_second"], 2),
+            "memory_ratio": round(ours["peak_mb"] / trl["peak_mb"], 3),
+        }
+    print(json.dumps(line))
+
+
+def on_two_ranks(folder: str, warm_steps: int) -> dict[str, float]:
+    layouts = {
+        "one_rank": ("torch", 1, {}),
+        "fsdp": ("torch", 2, {}),
+        "megatron_tp2": ("megatron", 2, {"tensor_parallel": 2}),
+    }
+    members = [Member("t0"), Member("t1")]
+    seconds = {}
+    for number, (name, (backend, size, train)) in enumerate(layouts.items()):
+        settings = {"policy": {"model": folder}, "train": {"backend": backend, "workers": size, **train}}
+        setup = Setup(f"sf_core.training.{backend}.backend", folder, settings)
+        one = Try(folder, tuple(member.worker for member in members[:size]), iteration=number, timeout_s=600)
+        for member in members[:size]:
+            member.sit(one, functools.partial(step_s, setup, THREADS // size, warm_steps))
+        seconds[name], *_ = [member.report(timeout_s=3600) for member in members[:size]]
+    for member in members:
+        member.end()
+    return seconds
+
+
+def step_s(setup: Setup, threads: int, warm_steps: int, ranks: Ranks) -> float:
+    """Seconds of the fastest warm step, on one of these ranks."""
+    torch.set_num_threads(threads)
+    given = json.loads((Path(setup.folder) / "batch.json").read_text())
+    batch, trainer = as_table(given["rows"], given["group_size"]), setup.trainer(ranks)
+    return round(min([trainer.step(batch)["seconds"] for _ in range(warm_steps + 1)][1:]), 2)
+
+
+def make_model(folder: str, size: str) -> None:
+    torch.manual_seed(0)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)
+    config = Qwen3Config(**SIZES[size], **heads, head_dim=SIZES[size]["hidden_size"] // 4)
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    # it has fewer tokens, which nobody decodes; TRL wants one
+    make_tokenizer().save_pretrained(folder)
+
+
+def make_batch(folder: str, vocabulary: int, completions: int, longest: int) -> None:
+    random = np.random.default_rng(0)
+    rows = []
+    for number in range(completions):
+        if number % GROUP_SIZE == 0:
+            prompt = random.integers(vocabulary, size=PROMPT_TOKENS).tolist()
+        length = round(math.exp(random.uniform(math.log(SHORTEST), math.log(longest))))
+        completion = random.integers(vocabulary, size=length).tolist()
+        rows.append({"prompt": prompt, "completion": completion, "advantage": float(random.normal())})
+    (Path(folder) / "batch.json").write_text(json.dumps({"group_size": GROUP_SIZE, "rows": rows}))
+
+
+def run(command: list[str]) -> dict[str, Any]:
+    env = {**os.environ, "OMP_NUM_THREADS": str(THREADS), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True, check=True)
+    line: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return line
+
+
+def step(folder: str, warm_steps: int) -> None:
+    """Our side."""
+    torch.set_num_threads(THREADS)
+    given = json.loads((Path(folder) / "batch.json").read_text())
+    batch = as_table(given["rows"], given["group_size"])
+    trainer = Trainer(functools.partial(TorchModel, folder), TrainConfig(), seed=0)
+    meter = Meter(sum(len(row["completion"]) for row in given["rows"]), resident_bytes())
+    for _ in range(warm_steps + 1):
+        meter.begin()
+        trainer.step(batch)
+        meter.end()
+    print(json.dumps(meter.line()))
+
+
+def as_table(rows: list[dict[str, Any]], group_size: int) -> pa.Table:
+    """The rows as a filter would have written them, sampled by the first version."""
+
+    def per_token(before: Any, sampled: Any, kind: pa.DataType) -> pa.Array:
+        lists = [[before] * len(row["prompt"]) + [sampled] * len(row["completion"]) for row in rows]
+        return pa.array(lists, pa.list_(kind))
+
+    ids = [row["prompt"] + row["completion"] for row in rows]
+    turns = [[{"start": 0, "end": len(one), "temperature": 1.0, "top_p": 1.0, "top_k": 0}] for one in ids]
+    advantages = [[row["advantage"]] * len(one) for row, one in zip(rows, ids, strict=True)]
+    return pa.table(
+        {
+            "token_ids": pa.array(ids, pa.list_(pa.int32())),
+            "loss_mask": per_token(False, True, pa.bool_()),
+            "logprobs": per_token(None, -10.0, pa.float32()),
+            "policy_versions": per_token(None, 0, pa.int32()),
+            "advantages": pa.array(advantages, pa.list_(pa.float32())),
+            "turns": pa.array(turns, pa.list_(TURN)),
+            "weights": pa.nulls(len(rows), pa.list_(pa.float32())),
+            "reward": [0.0] * len(rows),
+            "reward_parts": pa.array([[]] * len(rows), pa.map_(pa.string(), pa.float64())),
+            "session_id": [f"s{number}" for number in range(len(rows))],
+            "group_id": [f"g{number // group_size}" for number in range(len(rows))],
+            "decision": ["train"] * len(rows),
+        }
+    )
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--step"]:
+        step(sys.argv[2], int(sys.argv[3]))
+    else:
+        typer.run(main)

@@ -1,0 +1,308 @@
+"""An agent that is a command: a process for each session, in a folder and a process group of its own, or in a
+sandbox.
+
+The keeper (sf_core/keeper.py) ends all that the command has started and removes its folder, also when this
+process is killed; nothing of a sandbox survives it either.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from sf_core.agents.command_output import Ear, NoAnswerError, Written, answer_in, files_in
+from sf_core.agents.folders import is_name_below, open_folder
+from sf_core.agents.sandbox import SandboxError, open_sandbox, why_no_sandbox
+from sf_core.config.failures import Cause
+from sf_core.config.programs import Command
+from sf_core.keeper import keeper_of
+from sf_core.settings import Reference, load_object, shown
+from sf_core.surroundings import inherited_variables
+from sf_core.types import Endpoint, Task
+from storage.scratch import scratch_folder
+
+log = logging.getLogger(__name__)
+
+GRACE_S = 2.0
+"""Time from SIGTERM to SIGKILL for what a command has started."""
+
+END_S = 10.0
+"""Longest wait for the keeper beyond that, and for pipes that somebody still holds."""
+
+MODEL_VARIABLES = (
+    "OPENAI_MODEL",
+    "OPENAI_DEFAULT_MODEL",
+    "ANTHROPIC_MODEL",
+    "ANTHROPIC_SMALL_FAST_MODEL",
+    *(f"ANTHROPIC_DEFAULT_{size}_MODEL" for size in ("HAIKU", "SONNET", "OPUS")),
+    "GEMINI_MODEL",
+)
+"""Variables with the names of models that agents read, Claude Code most of them."""
+
+TASK_FILE = "task.json"
+
+_USERS = re.compile(r"(OPENAI|ANTHROPIC|GOOGLE|GEMINI|XDG)_.*")
+"""Names of variables that lead to endpoints and files of the user of the worker."""
+
+
+class CommandError(Exception):
+    """A command gave no answer; the message is one sentence, with what it wrote last."""
+
+    def __init__(self, sentence: str, output: str, cause: Cause) -> None:
+        super().__init__(sentence)
+        self.output, self.cause = output, cause
+
+
+@dataclass(frozen=True, slots=True)
+class CommandEnd:
+    answer: Any
+    output: str
+    """What it wrote, on standard output and standard error, as it came."""
+
+
+def agent_of(setting: Reference | Command) -> Callable[..., Any]:
+    """The agent that `environment.agent` names; one that is a command returns a CommandEnd or raises
+    CommandError. Raises ValueError with one sentence if there is no such function or program here."""
+    return CommandAgent(setting).run if isinstance(setting, Command) else load_object(setting)
+
+
+class CommandAgent:
+    def __init__(self, command: Command) -> None:
+        self._command = command
+        program = shutil.which(command.command[0], path=command.variables.get("PATH"))
+        if program is None:
+            raise ValueError(
+                f"there is no program {shown(command.command[0])} on this host that can be executed"
+            )
+        if command.sandbox is not None and (reason := why_no_sandbox(command.sandbox.image)):
+            raise ValueError(f"sandbox: {reason}")
+        self._words = [os.path.abspath(program), *command.command[1:]]
+
+    async def run(
+        self, task: Task, endpoint: Endpoint, prepared: Mapping[str, str | bytes] | None = None
+    ) -> CommandEnd:
+        """Run the command on a task, in a folder with the prepared files. However the call ends, it leaves no
+        process and no folder."""
+        files, written = _files(prepared), Written()
+        run = self._run_kept if self._command.sandbox is None else self._run_inside
+        try:
+            answer = await run(task, endpoint, files | {TASK_FILE: _described(task)}, written)
+            if self._command.answer == "output":
+                answer = written.answer()
+            return CommandEnd(answer, written.all.text())
+        except (NoAnswerError, SandboxError) as error:
+            raise _failure(f"gave no answer: {error}", "agent", written) from None
+        except TimeoutError:
+            told = f"ran longer than its timeout_s of {self._command.timeout_s:g} s"
+            raise _failure(told, "time", written) from None
+
+    async def _run_kept(
+        self, task: Task, endpoint: Endpoint, given: dict[str, bytes], written: Written
+    ) -> Any:
+        folder = scratch_folder()
+        try:
+            work, home, temporary = (Path(folder.name, name) for name in ("work", "home", "tmp"))
+            for inner in (work, home, temporary):
+                inner.mkdir()
+            await asyncio.to_thread(_write, work, given)
+            places = {"HOME": str(home), "TMPDIR": str(temporary), "PWD": str(work)}
+            process = _KeptProcess(
+                self._words,
+                folder.name,
+                cwd=str(work),
+                prompt=task.prompt,
+                env=_inherited() | _variables(endpoint) | places | self._command.variables,
+            )
+            try:
+                await process.start(written)
+                async with asyncio.timeout(self._command.timeout_s):
+                    status = await process.status()
+                # while the folder is there
+                number = open_folder(work)
+                try:
+                    return self._answer_in(number, given, status)
+                finally:
+                    os.close(number)
+            finally:
+                await process.end()
+        finally:
+            # the keeper has removed it, unless it was killed
+            folder.cleanup()
+
+    async def _run_inside(
+        self, task: Task, endpoint: Endpoint, given: dict[str, bytes], written: Written
+    ) -> Any:
+        limits = self._command.sandbox
+        assert limits is not None
+        async with open_sandbox(limits, given, endpoint, self._words[:1]) as box:
+            assert box.endpoint is not None
+            ended = await box.run(
+                self._words,
+                stdin=task.prompt,
+                timeout_s=self._command.timeout_s,
+                env=_variables(box.endpoint) | self._command.variables,
+                written=written,
+            )
+            match ended.ended_by:
+                case "time":
+                    raise TimeoutError
+                case "output":
+                    raise NoAnswerError(f"it wrote more than its output_mb of {limits.output_mb}")
+                case "memory":
+                    raise NoAnswerError(f"it needed more than its memory_mb of {limits.memory_mb}")
+            return self._answer_in(box.folder, given, ended.status)
+
+    def _answer_in(self, folder: int, given: dict[str, bytes], status: int) -> Any:
+        """The answer, unless it is what the command prints."""
+        if status != 0:
+            raise NoAnswerError(_in_words(status))
+        try:
+            match self._command.answer:
+                case "output":
+                    return None
+                case "folder":
+                    return files_in(folder, given)
+                case file:
+                    return answer_in(folder, file.removeprefix("file:"))
+        except NoAnswerError as error:
+            raise NoAnswerError(f"its exit status is 0, but {error}") from None
+
+
+class _KeptProcess:
+    """A command and its keeper."""
+
+    def __init__(self, words: list[str], folder: str, *, cwd: str, prompt: str, env: dict[str, str]) -> None:
+        self._channel, theirs = socket.socketpair()
+        with theirs, tempfile.TemporaryFile(dir=folder) as file:
+            file.write(prompt.encode(errors="backslashreplace"))
+            file.seek(0)
+            self._keeper = subprocess.Popen(
+                keeper_of(theirs, GRACE_S, folder, words),
+                stdin=file,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                cwd=cwd,
+                env=env,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        self._writer: asyncio.StreamWriter | None = None
+        self._ears: list[Ear] = []
+
+    async def start(self, written: Written) -> None:
+        """Return when the command runs; what it writes is heard from now on. Raises NoAnswerError if it
+        cannot run."""
+        self._reader, self._writer = await asyncio.open_connection(sock=self._channel)
+        loop = asyncio.get_running_loop()
+        pipes = (self._keeper.stdout, written.on_output), (self._keeper.stderr, written.on_error)
+        for pipe, take in pipes:
+            _, ear = await loop.connect_read_pipe(partial(Ear, take), pipe)
+            self._ears.append(ear)
+        if (error := (await self._told())["error"]) is not None:
+            raise NoAnswerError(f"it cannot be started: {error}")
+
+    async def status(self) -> int:
+        """Its exit status, or minus the signal that killed it, once all that it started has ended."""
+        return int((await self._told())["status"])
+
+    async def end(self) -> None:
+        """Return when all that the command started has ended and its folder is removed."""
+        if self._writer is None:
+            return self._channel.close()
+        self._writer.write_eof()
+        try:
+            async with asyncio.timeout(GRACE_S + END_S):
+                while await self._reader.read(4096):
+                    pass
+                if self._keeper.wait() != 0:
+                    # killed itself, and so it has ended nobody
+                    with suppress(ProcessLookupError):
+                        os.killpg(self._keeper.pid, signal.SIGKILL)
+                for ear in self._ears:
+                    await ear.has_ended.wait()
+        except TimeoutError:
+            log.warning("processes of a command still run %g s after its end", GRACE_S + END_S)
+        finally:
+            self._writer.close()
+            for ear in self._ears:
+                ear.close()
+
+    async def _told(self) -> dict[str, Any]:
+        line = await self._reader.readline()
+        if not line:
+            raise NoAnswerError("its keeper was killed")
+        facts: dict[str, Any] = json.loads(line)
+        return facts
+
+
+def _failure(told: str, cause: Cause, written: Written) -> CommandError:
+    lines = written.last_lines()
+    ended = f"; its standard error ends with: {lines}" if lines else ""
+    return CommandError(f"the command {told}{ended}", written.all.text(), cause)
+
+
+def _inherited() -> dict[str, str]:
+    return {name: value for name, value in inherited_variables().items() if not _USERS.fullmatch(name)}
+
+
+def _variables(endpoint: Endpoint) -> dict[str, str]:
+    """The variables in which SDKs look for the endpoint."""
+    # some SDKs append /v1 themselves
+    above = endpoint.base_url.removesuffix("/v1")
+    own = {
+        "OPENAI_BASE_URL": endpoint.base_url,
+        "OPENAI_API_BASE": endpoint.base_url,
+        "OPENAI_API_KEY": endpoint.api_key,
+        "ANTHROPIC_BASE_URL": above,
+        "ANTHROPIC_API_KEY": endpoint.api_key,
+        "GOOGLE_GEMINI_BASE_URL": above,
+        "GEMINI_API_KEY": endpoint.api_key,
+    }
+    return own | dict.fromkeys(MODEL_VARIABLES, endpoint.model)
+
+
+def _files(prepared: Mapping[str, str | bytes] | None) -> dict[str, bytes]:
+    expected = "environment.prepare must give a command a mapping of files in its folder to texts or bytes"
+    if not isinstance(prepared or {}, Mapping):
+        raise TypeError(f"{expected}, not {type(prepared).__name__}")
+    given: dict[str, bytes] = {}
+    for name, content in (prepared or {}).items():
+        if not is_name_below(name):
+            raise ValueError(f"{expected}: {shown(name)} is no name of a file there")
+        given[name] = content.encode() if isinstance(content, str) else bytes(content)
+    return given
+
+
+def _write(folder: Path, files: Mapping[str, bytes]) -> None:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+
+
+def _described(task: Task) -> bytes:
+    """What the command may know of the task: all but the answer, which would give the solution away."""
+    facts = {name: getattr(task, name) for name in ("task_id", "environment", "prompt", "metadata")}
+    try:
+        return orjson.dumps(facts, option=orjson.OPT_INDENT_2)
+    except TypeError as error:
+        raise NoAnswerError(f"the task cannot be written as JSON ({error})") from None
+
+
+def _in_words(status: int) -> str:
+    return f"its exit status is {status}" if status > 0 else f"it was killed by signal {-status}"

@@ -1,0 +1,155 @@
+"""What becomes of a claimed session: it is prepared, its agent runs, its answer is scored.
+
+Each phase has a pool, a longest time, and a cause under which its failure counts. What is ready belongs to
+its session: it waits for its place through pauses, updates of the weights and restarts of the data plane.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from sf_core.agents.command import CommandEnd, CommandError
+from sf_core.agents.threads import Threads
+from sf_core.config import RolloutConfig
+from sf_core.config.failures import Cause
+from sf_core.types import Endpoint, Scored, Task
+
+Prepare = Callable[[Task], AbstractAsyncContextManager[Any]]
+
+
+class LateError(Exception):
+    """A phase took longer than it may."""
+
+
+@dataclass
+class Work:
+    """A session that a runner works on."""
+
+    session_id: str
+    facts: dict[str, str] = field(default_factory=dict)
+    """Further fields of its report: id and environment of the task, what a command as agent wrote."""
+    cause: Cause = "agent"
+    """Cause of its failure, if it fails now."""
+
+
+class Phases:
+    """The pools of one runner."""
+
+    def __init__(
+        self,
+        rules: RolloutConfig,
+        agent: Callable[..., Any],
+        reward: Callable[[Task, Any], Any],
+        prepare: Prepare | None,
+    ) -> None:
+        self._rules, self._agent, self._reward, self._prepare = rules, agent, reward, prepare
+        self._max_scored = rules.score_concurrency or rules.concurrency
+        self._running = asyncio.Semaphore(rules.concurrency)
+        self._scoring = asyncio.Semaphore(self._max_scored)
+        self._threads = Threads()
+        self.begun: dict[str, dict[str, str]] = {}
+        """Tasks by session id, of sessions whose agents have begun since the data plane was told."""
+        self.answered: list[str] = []
+        """Ids of sessions whose agents have ended since then."""
+        self.ended: set[str] = set()
+        """Ids of the runner's sessions whose agents have ended."""
+
+    def note_told(self, begun: Iterable[str], answered: Sequence[str]) -> None:
+        """Forget what the data plane was told."""
+        for session_id in begun:
+            del self.begun[session_id]
+        del self.answered[: len(answered)]
+
+    def room(self, num_sessions: int) -> int:
+        """Number of sessions to claim beside these."""
+        # who scores slowly gathers no answers without end
+        num_scored = min(len(self.ended), self._max_scored)
+        taken = num_sessions - num_scored + self._threads.num_excess
+        return max(0, self._rules.concurrency + self._rules.prepare_ahead - taken)
+
+    def room_for_answers(self, num_sessions: int) -> int:
+        """Number of answers to claim for scoring beside these."""
+        return max(0, self._max_scored - num_sessions - self._threads.num_excess)
+
+    async def run(self, work: Work, task: Task, endpoint: Endpoint) -> Any:
+        """Have the agent work on its task, once that is prepared and there is a place; returns its answer."""
+        async with AsyncExitStack() as stack:
+            given: tuple[Any, ...] = ()
+            if self._rules.prepare_ahead:
+                given = await stack.enter_async_context(self._prepared(work, task))
+            async with self._running:
+                self.begun[work.session_id] = dict(work.facts)
+                if not self._rules.prepare_ahead:
+                    given = await stack.enter_async_context(self._prepared(work, task))
+                work.cause = "agent"
+                answer = await self._answer(work, task, endpoint, *given)
+                self.ended.add(work.session_id)
+                self.answered.append(work.session_id)
+                work.cause = "prepare"
+        return answer
+
+    async def score(self, work: Work, task: Task, answer: Any) -> dict[str, Any]:
+        """The fields of a report on what an answer earned."""
+        self.ended.add(work.session_id)
+        async with self._scoring:
+            work.cause = "reward"
+            async with _limit(self._rules.score_timeout_s, "scoring", "score_timeout_s"):
+                return as_reward(await self._call(self._reward, task, answer))
+
+    @asynccontextmanager
+    async def _prepared(self, work: Work, task: Task) -> AsyncIterator[tuple[Any, ...]]:
+        """What the agent gets beside task and endpoint, as long as it is needed."""
+        if self._prepare is None:
+            yield ()
+            return
+        async with AsyncExitStack() as stack:
+            work.cause = "prepare"
+            async with _limit(self._rules.prepare_timeout_s, "preparing", "prepare_timeout_s"):
+                given = await stack.enter_async_context(self._prepare(task))
+            yield (given,)
+
+    async def _answer(self, work: Work, task: Task, endpoint: Endpoint, *given: Any) -> Any:
+        try:
+            answer = await self._call(self._agent, task, endpoint, *given)
+        except CommandError as error:
+            work.cause, work.facts["output"] = error.cause, error.output
+            raise
+        if isinstance(answer, CommandEnd):
+            work.facts["output"] = answer.output
+            answer = answer.answer
+        return answer
+
+    async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a plain or an async function; plain ones must not block the other sessions."""
+        if inspect.iscoroutinefunction(function):
+            return await function(*args)
+        return await self._threads.call(function, *args)
+
+
+@asynccontextmanager
+async def _limit(seconds: float, what: str, setting: str) -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            yield
+    except TimeoutError:
+        if limit.expired():
+            raise LateError(f"{what} took longer than rollout.{setting} of {seconds:g} s") from None
+        raise
+
+
+def as_reward(value: Any) -> dict[str, Any]:
+    """The fields of a report on a reward. Raises ValueError if that is no finite number."""
+    steps: dict[str, float] = {}
+    if isinstance(value, Scored):
+        steps, value = {str(answer): float(step) for answer, step in value.steps.items()}, value.reward
+    parts = {str(name): float(part) for name, part in value.items()} if isinstance(value, Mapping) else {}
+    total = sum(parts.values()) if parts else float(value)
+    if not all(map(math.isfinite, (total, *steps.values()))):
+        raise ValueError(f"the reward must be a finite number, got {value!r}")
+    return {"reward": total, "reward_parts": parts, "step_rewards": steps}

@@ -1,0 +1,112 @@
+"""Carries requests of programs in a sandbox to the data plane: those of their own session, and no others."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, closing, suppress
+from dataclasses import replace
+from urllib.parse import SplitResult, urlsplit
+
+import httptools
+
+from sf_core.types import Endpoint
+
+CHUNK = 2**16
+
+MAX_CONNECTIONS = 32
+"""Most connections of a sandbox at once, or it could take all open files of its worker; further ones wait."""
+
+PAUSE_S = 1.0
+
+REFUSED = b"HTTP/1.1 403 Forbidden\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+
+
+@asynccontextmanager
+async def forwarded(endpoint: Endpoint, listener: socket.socket) -> AsyncIterator[Endpoint]:
+    """The endpoint as it is reached where the listener is. Requests go through whose path begins as that of
+    the endpoint: rewards and other runs are not for what runs inside."""
+    accepting = asyncio.create_task(_accept(listener, urlsplit(endpoint.base_url)))
+    try:
+        port = listener.getsockname()[1]
+        yield replace(endpoint, base_url=f"http://127.0.0.1:{port}{urlsplit(endpoint.base_url).path}")
+    finally:
+        accepting.cancel()
+        await asyncio.gather(accepting, return_exceptions=True)
+        listener.close()
+
+
+async def _accept(listener: socket.socket, url: SplitResult) -> None:
+    loop = asyncio.get_running_loop()
+    listener.setblocking(False)
+    room = asyncio.Semaphore(MAX_CONNECTIONS)
+
+    async def carry(connection: socket.socket) -> None:
+        try:
+            await _carry(connection, url)
+        finally:
+            room.release()
+
+    async with asyncio.TaskGroup() as group:
+        while True:
+            await room.acquire()
+            try:
+                connection, _ = await loop.sock_accept(listener)
+            except OSError:
+                # this process has too many files open
+                room.release()
+                await asyncio.sleep(PAUSE_S)
+            else:
+                group.create_task(carry(connection))
+
+
+async def _carry(connection: socket.socket, url: SplitResult) -> None:
+    is_secure = url.scheme == "https"
+    port = url.port or (443 if is_secure else 80)
+    reader, writer = await asyncio.open_connection(sock=connection, limit=CHUNK)
+    # either side may be gone
+    with closing(writer), suppress(OSError):
+        above, upward = await asyncio.open_connection(url.hostname, port, ssl=is_secure or None, limit=CHUNK)
+        try:
+            async with asyncio.TaskGroup() as group:
+                parser = httptools.HttpRequestParser(_Requests(url.path.encode()))
+                group.create_task(_pump(reader, upward, parser.feed_data))
+                group.create_task(_pump(above, writer))
+        except* httptools.HttpParserError:
+            writer.write(REFUSED)
+        except* OSError:
+            pass
+        finally:
+            upward.close()
+
+
+async def _pump(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, look: Callable[[bytes], None] | None = None
+) -> None:
+    while data := await reader.read(CHUNK):
+        if look is not None:
+            look(data)
+        writer.write(data)
+        await writer.drain()
+    if writer.can_write_eof():
+        writer.write_eof()
+
+
+class _Requests:
+    """What the parser tells of requests. Who reads them at the other end uses the same parser."""
+
+    def __init__(self, path: bytes) -> None:
+        self._path = path
+        self._url = b""
+
+    def on_message_begin(self) -> None:
+        self._url = b""
+
+    def on_url(self, part: bytes) -> None:
+        self._url = (self._url + part)[: len(self._path)]
+
+    def on_headers_complete(self) -> None:
+        """An error is raised again by the parser, as one of its own."""
+        if self._url != self._path:
+            raise PermissionError

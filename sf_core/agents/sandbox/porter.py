@@ -1,0 +1,305 @@
+"""The first process of a sandbox: does inside what its worker asks for.
+
+    python -I -S porter.py CHANNEL NAME=VALUE...
+
+CHANNEL is a socket whose other end only the worker holds. At its end the porter exits, and with its first
+process the kernel ends all that is inside, however the worker has ended. Nobody inside can signal the first
+process, and nobody can trace it or open its files in /proc, because it cannot be dumped.
+
+A request is a word with open files: the first holds the particulars, the others become standard input, output
+and error of a command. An answer is a few words. The folder that the porter is started in is the work folder.
+"""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+from contextlib import suppress
+from types import SimpleNamespace
+
+HOME, SHARED = "/tmp/home", "/dev/shm"
+
+NOBODY = 65534
+"""User of the host that a worker of root has its sandboxes run as."""
+
+USER = 1000
+"""The same user, as it is called inside."""
+
+PR_SET_DUMPABLE = 4
+CLONE_NEWUSER = 0x10000000
+
+LOOK_S = 0.2
+"""Seconds between looks at the memory in use."""
+
+INODE_BYTES = 1024
+"""Memory of the kernel that a file takes, however small it is."""
+
+
+class Porter:
+    def __init__(self, channel: socket.socket, limits: SimpleNamespace) -> None:
+        self._channel, self._limits = channel, limits
+        self._wake, waker = os.pipe()
+        for end in (self._wake, waker):
+            os.set_blocking(end, False)
+        signal.set_wakeup_fd(waker)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        # Python's handler would let a program inside end the sandbox
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    def serve(self) -> None:
+        """Do what is asked for until the worker is gone."""
+        while True:
+            word, files = self._asked()
+            try:
+                if word == "run":
+                    self._answer(self._run(files))
+                elif word == "write":
+                    write(files[0])
+                    self._answer("written")
+            except OSError as error:
+                self._answer(f"error {error}")
+            finally:
+                close(files)
+
+    def greet(self) -> None:
+        """Give the worker the work folder, and a socket on which programs inside reach the worker."""
+        folder = os.open(".", os.O_RDONLY | os.O_DIRECTORY)
+        with suppress(ConnectionError), socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
+            socket.send_fds(self._channel, [b"ready"], [folder, listener.fileno()])
+        os.close(folder)
+
+    def _asked(self) -> tuple[str, list[int]]:
+        message, files = received(self._channel, 64, 4)
+        if not message:
+            os._exit(0)
+        return message.decode(), files
+
+    def _answer(self, words: str) -> None:
+        with suppress(ConnectionError):
+            self._channel.sendall(words.encode(errors="replace")[:2048])
+
+    def _run(self, files: list[int]) -> str:
+        """Run a command until it ends or the worker says so; none of its processes is left."""
+        words, variables = command_of(files[0])
+        pid = start(words, variables, files[1:], self._limits)
+        # or no reader would ever see their end
+        close(files)
+        ended_by, status = "exit", None
+        while status is None:
+            status = self._reaped(pid)
+            if status is None:
+                if self._doze():
+                    word, files = self._asked()
+                    close(files)
+                    if word == "kill":
+                        kill_all()
+                elif self._limits.watched and memory_in_use() > self._limits.memory:
+                    ended_by = "memory"
+                    kill_all()
+        kill_all()
+        with suppress(ChildProcessError):
+            while True:
+                os.waitpid(-1, 0)
+        return f"ended {status} {ended_by}"
+
+    def _reaped(self, command: int) -> int | None:
+        """Take note of the children that have ended; returns the exit status of the command if it has."""
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == command:
+                return os.waitstatus_to_exitcode(status)
+            if pid == 0:
+                return None
+
+    def _doze(self) -> bool:
+        """Wait for the end of a child, the time to look, or a request; returns whether there is one."""
+        sources = select.poll()
+        for number in (self._wake, self._channel.fileno()):
+            sources.register(number, select.POLLIN)
+        ready = sources.poll(LOOK_S * 1000 if self._limits.watched else None)
+        with suppress(BlockingIOError):
+            while os.read(self._wake, 512):
+                pass
+        return any(number != self._wake for number, _ in ready)
+
+
+def become_nobody() -> None:
+    """Give up the rights of root and all ways back to them, further user namespaces among them."""
+    os.umask(0o022)
+    # of all that runs here, the kernel ends first what is inside
+    put("/proc/self/oom_score_adj", "1000")
+    libc = ctypes.CDLL(None, use_errno=True)
+    if os.getuid() == 0:
+        os.chown(".", NOBODY, NOBODY)
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+        # what has changed its user cannot write its own maps otherwise
+        libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
+        # where it is a user of its own, processes are counted for each sandbox alone
+        if libc.unshare(CLONE_NEWUSER) != 0:
+            raise OSError(ctypes.get_errno(), "user namespaces cannot be made")
+        put("/proc/self/setgroups", "deny")
+        put("/proc/self/uid_map", f"{USER} {NOBODY} 1")
+        put("/proc/self/gid_map", f"{USER} {NOBODY} 1")
+        put("/proc/sys/user/max_user_namespaces", "0")
+    libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+    os.mkdir(HOME)
+
+
+def put(path: str, content: str) -> None:
+    with open(path, "w") as file:
+        file.write(content)
+
+
+def received(channel: socket.socket, most_bytes: int, most_files: int) -> tuple[bytes, list[int]]:
+    """A message and the open files that came with it, which no program started here inherits."""
+    files = array.array("i")
+    room = socket.CMSG_LEN(most_files * files.itemsize)
+    # socket.recv_fds would ignore the flag
+    message, ancillary, _, _ = channel.recvmsg(most_bytes, room, socket.MSG_CMSG_CLOEXEC)
+    for level, kind, content in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            files.frombytes(content[: len(content) - len(content) % files.itemsize])
+    return message, list(files)
+
+
+def close(files: list[int]) -> None:
+    while files:
+        os.close(files.pop())
+
+
+def command_of(particulars: int) -> tuple[list[str], dict[str, str]]:
+    """The words of a command and its variables: their number, and then all of them, each ended by a zero."""
+    with open(particulars, "rb", closefd=False) as file:
+        number, *rest = [os.fsdecode(part) for part in file.read().split(b"\0")[:-1]]
+    named = (setting.partition("=") for setting in rest[int(number) :])
+    return rest[: int(number)], {name: value for name, _, value in named}
+
+
+def start(words: list[str], variables: dict[str, str], standard: list[int], limits: SimpleNamespace) -> int:
+    """Start a command; returns its number. Raises OSError if it cannot run."""
+    failure, telling = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            for number, file in enumerate(standard):
+                os.dup2(file, number)
+            os.setsid()
+            for number in (signal.SIGPIPE, signal.SIGXFSZ):
+                signal.signal(number, signal.SIG_DFL)
+            limit(limits)
+            os.execvpe(words[0], words, variables)
+        except OSError as error:
+            os.write(telling, (error.strerror or str(error)).encode())
+        finally:
+            os._exit(127)
+    os.close(telling)
+    with open(failure, "rb") as told:
+        reason = told.read()
+    if reason:
+        os.waitpid(pid, 0)
+        raise OSError(f"{words[0]} cannot be started: {reason.decode()}")
+    return pid
+
+
+def limit(limits: SimpleNamespace) -> None:
+    for kind, most in (
+        (resource.RLIMIT_DATA, limits.memory),
+        # the porter is one of them
+        (resource.RLIMIT_NPROC, limits.processes + 1),
+        (resource.RLIMIT_CPU, limits.cpu),
+        (resource.RLIMIT_NOFILE, limits.files),
+        (resource.RLIMIT_FSIZE, limits.disk),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        _, hard = resource.getrlimit(kind)
+        if hard != resource.RLIM_INFINITY:
+            most = min(most, hard)
+        resource.setrlimit(kind, (most, most))
+
+
+def kill_all() -> None:
+    with suppress(ProcessLookupError):
+        os.kill(-1, signal.SIGKILL)
+
+
+def memory_in_use() -> int:
+    """Memory in bytes of all processes but this one, and of files. Memory that processes share is counted for
+    each of them."""
+    total = 0
+    for name in os.listdir("/proc"):
+        if name.isdigit() and name != "1":
+            # what has ended meanwhile cannot be read
+            with suppress(OSError), open(f"/proc/{name}/status", "rb") as file:
+                for line in file:
+                    if line.startswith((b"RssAnon", b"RssShmem")):
+                        total += int(line.split()[1]) * 1024
+    for folder in (".", "/tmp", SHARED):
+        use = os.statvfs(folder)
+        total += (use.f_blocks - use.f_bfree) * use.f_frsize + (use.f_files - use.f_ffree) * INODE_BYTES
+    return total
+
+
+def write(particulars: int) -> None:
+    """Write files into the work folder: a line with the size and the name of each, then its content. What is
+    in their way is put aside."""
+    with open(particulars, "rb", closefd=False) as file:
+        while line := file.readline():
+            size, _, name = line.rstrip(b"\n").partition(b" ")
+            write_file(os.fsdecode(bytes.fromhex(name.decode())), file.read(int(size)))
+
+
+def write_file(name: str, content: bytes) -> None:
+    folder = os.open(".", os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        *parents, last = name.split("/")
+        for parent in parents:
+            inner = inner_folder(folder, parent)
+            os.close(folder)
+            folder = inner
+        with suppress(FileNotFoundError):
+            put_aside(folder, last)
+        # a script is known by its first line, as the kernel knows it
+        mode = 0o755 if content.startswith(b"#!") else 0o644
+        number = os.open(last, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode, dir_fd=folder)
+        with open(number, "wb") as file:
+            file.write(content)
+    finally:
+        os.close(folder)
+
+
+def inner_folder(folder: int, name: str) -> int:
+    """The folder of this name, opened, made if need be; links are none."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+    with suppress(OSError):
+        return os.open(name, flags, dir_fd=folder)
+    with suppress(FileNotFoundError):
+        put_aside(folder, name)
+    os.mkdir(name, dir_fd=folder)
+    return os.open(name, flags, dir_fd=folder)
+
+
+def put_aside(folder: int, name: str) -> None:
+    """Remove a file; a folder cannot always be removed, but it can get another name."""
+    os.fchmod(folder, 0o755)
+    try:
+        os.unlink(name, dir_fd=folder)
+    except IsADirectoryError:
+        os.rename(name, f"{name}.{os.urandom(8).hex()}", src_dir_fd=folder, dst_dir_fd=folder)
+
+
+if __name__ == "__main__":
+    become_nobody()
+    facts = dict(word.split("=") for word in sys.argv[2:])
+    with socket.socket(fileno=int(sys.argv[1])) as ours:
+        ours.set_inheritable(False)
+        porter = Porter(ours, SimpleNamespace(**{name: int(value) for name, value in facts.items()}))
+        porter.greet()
+        porter.serve()

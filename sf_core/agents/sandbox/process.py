@@ -1,0 +1,230 @@
+"""The processes of a sandbox, as its worker sees them: bubblewrap, and the porter at the end of a channel.
+
+The porter is ours, but it lives among what models write: what it says is bounded and looked at, and its open
+files are taken once, before anything of theirs runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from contextlib import closing, suppress
+from functools import cache
+
+from sf_core.agents.sandbox import bubblewrap, podman
+from sf_core.agents.sandbox.cgroups import ControlGroup, parent_group
+from sf_core.agents.sandbox.porter import received
+from sf_core.config.programs import SandboxLimits
+from sf_core.surroundings import inherited_variables
+
+log = logging.getLogger(__name__)
+
+START_S = 60.0
+"""Longest time for a sandbox to begin."""
+
+END_S = 10.0
+"""Longest time for a sandbox to end by itself."""
+
+MAX_ANSWER = 4096
+"""Most bytes of an answer of the porter."""
+
+
+class SandboxError(Exception):
+    """A sandbox cannot be made or does not do what it should; the message is one sentence."""
+
+
+@cache
+def why_no_sandbox(image: str | None = None) -> str | None:
+    """One sentence if no sandbox can be made on this host, of this image or of the host's own system, else
+    None. It is tried once."""
+    if sys.platform != "linux":
+        return "there is no sandbox on this system, only on Linux"
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.close()
+    try:
+        with _starting(SandboxLimits(image=image), theirs, (), None) as process:
+            _, told = process.communicate(timeout=START_S)
+    except FileNotFoundError as error:
+        return str(error)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return f"no sandbox could be made within {START_S:g} s"
+    if process.returncode == 0:
+        return None
+    return (
+        f"no sandbox can be made here ({_last_line(told)}): this user must be allowed user namespaces, by "
+        "`sysctl user.max_user_namespaces`, by AppArmor, and by the container if this is one"
+    )
+
+
+class SandboxProcess:
+    """A sandbox under way."""
+
+    def __init__(self, limits: SandboxLimits, programs: Iterable[str]) -> None:
+        parent = parent_group()
+        # podman makes groups itself
+        self.group = ControlGroup(parent, limits) if parent and limits.image is None else None
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._channel.setblocking(False)
+        try:
+            self._process = _starting(limits, theirs, programs, self.group)
+        except OSError as error:
+            self._channel.close()
+            if self.group is not None:
+                self.group.remove()
+            raise SandboxError(f"a sandbox cannot be started: {error}") from None
+        self.folder = -1
+        """Its work folder, open."""
+
+    async def begin(self) -> socket.socket:
+        """Returns a listening socket of its network."""
+        message, files = await self._told(START_S, max_files=2)
+        if message != "ready" or len(files) != 2:
+            _close(files)
+            raise SandboxError(f"the sandbox began with nonsense: {message!r:.100}")
+        self.folder, listener = files
+        return socket.socket(fileno=listener)
+
+    async def ask(self, word: str, files: Sequence[int], timeout_s: float | None = None) -> str:
+        """Have the porter do something with these files, which are closed here; returns what it answers."""
+        self.tell(word, files)
+        message, _ = await self._told(timeout_s, max_files=0)
+        if message.startswith("error "):
+            raise SandboxError(f"in the sandbox, {message.removeprefix('error ')}")
+        return message
+
+    def tell(self, word: str, files: Sequence[int] = ()) -> None:
+        try:
+            socket.send_fds(self._channel, [word.encode()], files)
+        except OSError:
+            raise self._over() from None
+        finally:
+            _close(files)
+
+    def kill(self) -> None:
+        """End all that is inside, whatever the porter does."""
+        pid = self._process.pid
+        # bubblewrap's only child is the first process
+        with suppress(OSError, ValueError), open(f"/proc/{pid}/task/{pid}/children") as file:
+            os.kill(int(file.read()), signal.SIGKILL)
+
+    async def end(self) -> None:
+        """Return when nothing of the sandbox is left."""
+        self._channel.close()
+        if self.folder >= 0:
+            os.close(self.folder)
+            self.folder = -1
+        try:
+            if not await self._has_ended(END_S):
+                self.kill()
+                if not await self._has_ended(END_S):
+                    log.warning("processes of a sandbox still run %g s after its end", 2 * END_S)
+        finally:
+            self._process.poll()
+            assert self._process.stderr is not None
+            self._process.stderr.close()
+            if self.group is not None:
+                self.group.remove()
+
+    async def _has_ended(self, timeout_s: float) -> bool:
+        # bubblewrap ends after the first process, and that after all others
+        number = os.pidfd_open(self._process.pid)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await _readable(number)
+        except TimeoutError:
+            return False
+        finally:
+            os.close(number)
+        return True
+
+    async def _told(self, timeout_s: float | None, max_files: int) -> tuple[str, list[int]]:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await _readable(self._channel.fileno())
+        except TimeoutError:
+            raise SandboxError(f"the sandbox gave no answer for {timeout_s:g} s") from None
+        try:
+            message, files = received(self._channel, MAX_ANSWER, max_files)
+        except OSError:
+            raise self._over() from None
+        if not message:
+            raise self._over()
+        return message.decode(errors="replace"), files
+
+    def _over(self) -> SandboxError:
+        assert self._process.stderr is not None
+        os.set_blocking(self._process.stderr.fileno(), False)
+        with suppress(OSError, ValueError):
+            if said := _last_line(self._process.stderr.read() or b""):
+                return SandboxError(f"the sandbox has ended: {said}")
+        return SandboxError("the sandbox has ended")
+
+
+def _starting(
+    limits: SandboxLimits, theirs: socket.socket, programs: Iterable[str], group: ControlGroup | None
+) -> subprocess.Popen[bytes]:
+    maker = bubblewrap if limits.image is None else podman
+    facts = {
+        "memory": limits.memory_mb * 2**20,
+        "disk": limits.disk_mb * 2**20,
+        "processes": limits.processes,
+        "files": limits.open_files,
+        "cpu": limits.cpu_s,
+        "watched": int(group is None),
+    }
+    words = [maker.python(), "-I", "-S", bubblewrap.PORTER, str(theirs.fileno())]
+    words += [f"{name}={value}" for name, value in facts.items()]
+    with closing(theirs):
+        command = maker.command_line(limits, words, theirs.fileno(), programs)
+        return subprocess.Popen(
+            command if group is None else group.joined(command),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env=inherited_variables(),
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+
+
+def sealed(content: bytes) -> int:
+    """An open file with this content, which nobody can change."""
+    number = os.memfd_create("sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with open(number, "wb", closefd=False) as file:
+        file.write(content)
+    os.lseek(number, 0, os.SEEK_SET)
+    seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+    fcntl.fcntl(number, fcntl.F_ADD_SEALS, seals)
+    return number
+
+
+async def _readable(number: int) -> None:
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Future[None] = loop.create_future()
+    loop.add_reader(number, _settle, ready)
+    try:
+        await ready
+    finally:
+        loop.remove_reader(number)
+
+
+def _settle(ready: asyncio.Future[None]) -> None:
+    if not ready.done():
+        ready.set_result(None)
+
+
+def _close(numbers: Iterable[int]) -> None:
+    for number in numbers:
+        os.close(number)
+
+
+def _last_line(told: bytes) -> str:
+    return (told.decode(errors="replace").strip().splitlines() or [""])[-1][:500]

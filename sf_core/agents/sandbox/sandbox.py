@@ -1,0 +1,233 @@
+"""A sandbox as its users see it: files in, commands, files out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, Literal, cast, get_args
+
+from sf_core.agents.command_output import Ear, Written
+from sf_core.agents.folders import TooManyFilesError, files_below, is_name_below
+from sf_core.agents.sandbox import bubblewrap, podman, porter
+from sf_core.agents.sandbox.forward import forwarded
+from sf_core.agents.sandbox.process import SandboxError, SandboxProcess, sealed, why_no_sandbox
+from sf_core.config.programs import SandboxLimits
+from sf_core.types import Endpoint
+
+log = logging.getLogger(__name__)
+
+KILL_S = 5.0
+"""Seconds in which a command that is told to end has ended; else its sandbox is."""
+
+WRITE_S = 60.0
+
+MAX_FILES_BYTES = 2**26
+"""Most bytes of the files that are read out."""
+
+EndedBy = Literal["exit", "time", "output", "memory"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    status: int
+    """Its exit status, or minus the signal that killed it."""
+    ended_by: EndedBy
+    """exit: it ended itself, or a limit on CPU time or file size did. Else what it had too much of."""
+    output: str
+    """What it wrote, its beginning and its end."""
+
+
+@asynccontextmanager
+async def open_sandbox(
+    limits: SandboxLimits,
+    files: Mapping[str, bytes] | None = None,
+    endpoint: Endpoint | None = None,
+    programs: Iterable[str] = (),
+) -> AsyncIterator[Sandbox]:
+    """A sandbox with these files in its work folder; nothing of it is left afterwards, however this process
+    ends. `endpoint`: the only thing that programs inside may reach. `programs`: files of the host that are
+    seen inside too, where they are. Raises SandboxError."""
+    if reason := await asyncio.to_thread(why_no_sandbox, limits.image):
+        raise SandboxError(reason)
+    process = SandboxProcess(limits, programs)
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(process.end)
+        listener = await process.begin()
+        if endpoint is None:
+            listener.close()
+        else:
+            endpoint = await stack.enter_async_context(forwarded(endpoint, listener))
+        box = Sandbox(process, limits, endpoint)
+        if files:
+            await box.write(files)
+        yield box
+
+
+class Sandbox:
+    def __init__(self, process: SandboxProcess, limits: SandboxLimits, endpoint: Endpoint | None) -> None:
+        self._process, self._limits = process, limits
+        self.endpoint = endpoint
+        """The endpoint, as programs inside reach it."""
+        self.limits_by: Literal["cgroup", "rlimits"] = "rlimits"
+        """What holds memory back: a control group, or limits on each process and five looks a second at what
+        all of them have."""
+        if process.group is not None or limits.image is not None:
+            self.limits_by = "cgroup"
+        _tell(self.limits_by)
+        self._turn = asyncio.Lock()
+
+    @property
+    def folder(self) -> int:
+        """The work folder, open for reading. What is in it is written by nobody who is trusted."""
+        return self._process.folder
+
+    async def run(
+        self,
+        words: Sequence[str],
+        *,
+        stdin: str | bytes = "",
+        timeout_s: float,
+        env: Mapping[str, str] | None = None,
+        written: Written | None = None,
+    ) -> Ended:
+        """Run a command in the work folder; none of its processes is left. Commands run one after the other.
+        `written` hears standard output and standard error apart. Raises SandboxError if it cannot be started,
+        or the sandbox has ended; a call that is cancelled ends it."""
+        async with self._turn:
+            command = _Command(self._process, self._limits, written)
+            try:
+                status, ended_by = await command.run(words, _as_bytes(stdin), dict(env or {}), timeout_s)
+            except asyncio.CancelledError:
+                # nobody would hear its answer
+                self._process.kill()
+                raise
+            finally:
+                command.close()
+            return Ended(status, ended_by, command.written.all.text())
+
+    async def write(self, files: Mapping[str, bytes]) -> None:
+        """Write files into the work folder, by their names there. What is in their way, as links are, is put
+        aside. A file that begins with #! may be executed."""
+        parts = list[bytes]()
+        for name, content in files.items():
+            if not is_name_below(name):
+                raise ValueError(f"expected the name of a file in the work folder, got {name!r:.100}")
+            parts += [f"{len(content)} {os.fsencode(name).hex()}\n".encode(), content]
+        async with self._turn:
+            await self._process.ask("write", [sealed(b"".join(parts))], WRITE_S)
+
+    async def files(self) -> dict[str, bytes]:
+        """The files in the work folder by their names. Links, pipes and devices are none."""
+        return await asyncio.to_thread(_files, self.folder)
+
+
+@cache
+def _tell(limits_by: str) -> None:
+    log.info("memory and processes in sandboxes are limited by %s", limits_by)
+
+
+class _Command:
+    """One command in a sandbox."""
+
+    def __init__(self, process: SandboxProcess, limits: SandboxLimits, written: Written | None) -> None:
+        self._process, self._limits, self._left = process, limits, limits.output_mb * 2**20
+        self.written = written or Written()
+        takers = [self.written.on_output] if written is None else [written.on_output, written.on_error]
+        self._ears = [Ear(partial(self._hear, take)) for take in takers]
+        self._ended_by: EndedBy | None = None
+        self._timers: list[asyncio.TimerHandle] = []
+
+    async def run(
+        self, words: Sequence[str], stdin: bytes, env: dict[str, str], timeout_s: float
+    ) -> tuple[int, EndedBy]:
+        settings = [
+            f"{name}={value}"
+            for name, value in ((podman if self._limits.image else bubblewrap).variables() | env).items()
+        ]
+        facts = b"".join(os.fsencode(word) + b"\0" for word in (str(len(words)), *words, *settings))
+        files = [sealed(facts), sealed(stdin), *[await _pipe_to(ear) for ear in self._ears]]
+        if len(self._ears) == 1:
+            files.append(os.dup(files[-1]))
+        self._after(timeout_s, self._stop, "time")
+        group = self._process.group
+        num_killed = group.num_killed() if group else 0
+        try:
+            status, ended_by = _understood(await self._process.ask("run", files))
+        except SandboxError:
+            if self._ended_by is None:
+                raise
+            return -signal.SIGKILL, self._ended_by
+        for ear in self._ears:
+            await ear.has_ended.wait()
+        if group and group.num_killed() > num_killed:
+            ended_by = "memory"
+        return status, self._ended_by or ended_by
+
+    def close(self) -> None:
+        for timer in self._timers:
+            timer.cancel()
+        for ear in self._ears:
+            ear.close()
+
+    def _hear(self, take: Callable[[bytes], None], data: bytes) -> None:
+        self._left -= len(data)
+        if self._left < 0:
+            self._stop("output")
+        else:
+            take(data)
+
+    def _stop(self, reason: EndedBy) -> None:
+        if self._ended_by is None:
+            self._ended_by = reason
+            # one that has ended meanwhile has ended the command too
+            with suppress(SandboxError):
+                self._process.tell("kill")
+            self._after(KILL_S, self._process.kill)
+
+    def _after(self, delay_s: float, function: Callable[..., None], *args: Any) -> None:
+        self._timers.append(asyncio.get_running_loop().call_later(delay_s, function, *args))
+
+
+async def _pipe_to(ear: Ear) -> int:
+    """The end to write into."""
+    reading, writing = os.pipe()
+    if os.getuid() == 0:
+        # or programs could not open /dev/stderr
+        os.fchown(writing, porter.NOBODY, porter.NOBODY)
+    pipe = open(reading, "rb", 0)  # noqa: SIM115, the ear closes it
+    await asyncio.get_running_loop().connect_read_pipe(lambda: ear, pipe)
+    return writing
+
+
+def _understood(told: str) -> tuple[int, EndedBy]:
+    try:
+        word, status, ended_by = told.split()
+        if word == "ended" and ended_by in get_args(EndedBy):
+            return int(status), cast(EndedBy, ended_by)
+    except ValueError:
+        pass
+    raise SandboxError(f"the sandbox answered nonsense: {told!r:.100}")
+
+
+def _files(folder: int) -> dict[str, bytes]:
+    found: dict[str, bytes] = {}
+    left = MAX_FILES_BYTES
+    try:
+        for name, file in files_below(folder):
+            found[name] = file.read(left + 1)
+            left -= len(found[name])
+            if left < 0:
+                raise SandboxError(f"the files in the sandbox are over the limit of {MAX_FILES_BYTES} bytes")
+    except TooManyFilesError as error:
+        raise SandboxError(f"the work folder of the sandbox is {error}") from None
+    return found
+
+
+def _as_bytes(text: str | bytes) -> bytes:
+    return text.encode(errors="backslashreplace") if isinstance(text, str) else text

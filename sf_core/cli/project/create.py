@@ -1,0 +1,44 @@
+"""Creates a project from the template, in which only the name of its module is filled in."""
+
+from __future__ import annotations
+
+import keyword
+from importlib import resources
+from importlib.util import find_spec
+from pathlib import Path
+from string import Template
+
+_TEMPLATE = resources.files("sf_core.cli.project") / "template"
+
+_FILES = {
+    "agent.py": "$module.py",
+    "train.yaml": "train.yaml",
+    "test_agent.py": "test_$module.py",
+    "README.md": "README.md",
+}
+"""Names of the files, by those that they have in the template."""
+
+
+def create_project(name: str) -> list[Path]:
+    """Write a project into the new folder `name`; returns its files. The module in it is named like the
+    folder. Raises ValueError, one sentence, if the folder is there or no module can be named so."""
+    folder = Path(name)
+    module = folder.name.replace("-", "_")
+    if not module.isidentifier() or keyword.iskeyword(module):
+        raise ValueError(
+            f"{name}: the module in it is named like the folder, and {folder.name!r} cannot name one: take "
+            "letters, digits and _, with a letter first"
+        )
+    if (taken := find_spec(module)) is not None:
+        raise ValueError(f"{name}: {module} is the name of {taken.origin or 'a package'}: take another one")
+    if folder.exists():
+        raise ValueError(f"{name}: is there already; choose another name or remove it")
+    folder.mkdir(parents=True)
+    return [_write(folder, source, target, module) for source, target in _FILES.items()]
+
+
+def _write(folder: Path, source: str, target: str, module: str) -> Path:
+    path = folder / Template(target).substitute(module=module)
+    text = (_TEMPLATE / f"{source}.template").read_text()
+    path.write_text(Template(text).substitute(module=module))
+    return path

@@ -1,0 +1,103 @@
+"""`sf replay`: repeats a train step of a stored run, from the checkpoint before it, on the stored batch.
+
+Samples nothing and writes nothing. A step is a function of the weights, the optimiser state, the batch and
+the settings, so the new weights are bitwise equal to the old ones, on the same machine and libraries.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass, replace
+
+import torch
+
+from sf_core.reports.view import open_run
+from sf_core.scheduling.worker import worker_threads
+from sf_core.stages.run import OpenRun, RunRef
+from sf_core.training.registry import trainer_kind
+from sf_core.training.resident import rebuild_trainer
+from sf_core.training.stored_steps import stored_batch, stored_settings
+from sf_core.training.torch.ranks import SingleRank
+from storage import files
+from storage.manifests import Manifest
+from storage.run_directory import RunDirectory
+from storage.tensors.tensor_bytes import TensorBytes
+from storage.tensors.weights import DIGEST, FILE_NAME, INDEX_NAME, first_file, load_weights, pack_weights
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    iteration: int
+    equal: bool
+    """Whether the weights are bitwise equal; if the stored ones are gone, by the checksum in the manifest."""
+    largest_difference: float | None
+    """Largest absolute difference of an element of the weights; None if the stored weights are gone."""
+    metrics: dict[str, tuple[float, float]]
+    """(New, stored) value of each metric that differs and does not measure time."""
+
+
+def replay(uri: str, iteration: int) -> Replay:
+    """Train the iteration again and compare. Raises ValueError with one sentence if there is no such run or
+    iteration, its batch is damaged, its GPU is missing, or the run is emulated."""
+    directory = open_run(uri).run
+    train = _committed(directory, iteration, "train")
+    _committed(directory, iteration, "filter")
+    run = OpenRun(RunRef(directory.run_id, directory.uri, dataplane_url="", attempt=0))
+    if not trainer_kind(run.config).computes_weights:
+        raise ValueError(f"{directory.run_id}: is emulated, so its trainers slept and computed no weights")
+    batch = stored_batch(run, iteration)
+    workers = run.config.cluster.workers.values()
+    # sums are split among threads: another number of threads rounds differently
+    torch.set_num_threads(next((worker_threads(w) for w in workers if "train" in w.tags), 1))
+    # manifests of earlier versions have no device
+    device = train.data.get("device")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"iteration {iteration} was trained on a GPU, which rounds otherwise; here is none")
+    trainer = rebuild_trainer(run, iteration, SingleRank(), device)
+    trainer.config = stored_settings(run, iteration)
+    metrics = trainer.step(batch)
+    weights = trainer.weights()
+    packed, stored = pack_weights(weights, trainer.version), _stored(directory, trainer.version)
+    if stored is None:
+        names = (FILE_NAME, INDEX_NAME)
+        written = next(ref.sha256 for ref in train.outputs if ref.uri.endswith(names))
+        equal, difference = written in _checksums(packed), None
+    else:
+        equal = packed.digest() == pack_weights(stored, trainer.version).digest()
+        difference = max(float((weights[n].float() - stored[n].float()).abs().max()) for n in stored)
+    return Replay(iteration, equal, difference, _changed(metrics, train))
+
+
+def _committed(directory: RunDirectory, iteration: int, stage: str) -> Manifest:
+    manifest = directory.read_manifest(iteration, stage)
+    if manifest is None:
+        raise ValueError(
+            f"{directory.run_id}: {stage} of iteration {iteration} is not committed; "
+            f"`sf inspect {directory.uri}` shows what is"
+        )
+    return manifest
+
+
+def _checksums(weights: TensorBytes) -> set[str]:
+    """SHA-256 of the first file of these weights, as it is written now and, without the digest, as it once
+    was."""
+    metadata = {key: value for key, value in weights.header.metadata.items() if key != DIGEST}
+    versions = (weights, TensorBytes("weights", replace(weights.header, metadata=metadata), weights.data))
+    return {hashlib.sha256(b"".join(first_file(version))).hexdigest() for version in versions}
+
+
+def _stored(directory: RunDirectory, version: int) -> dict[str, torch.Tensor] | None:
+    folder = directory.weights_dir(version)
+    there = any(files.exists(files.join(folder, name)) for name in (FILE_NAME, INDEX_NAME))
+    return load_weights(folder) if there else None
+
+
+def _changed(metrics: dict[str, float], train: Manifest) -> dict[str, tuple[float, float]]:
+    pairs = {
+        name: (value, train.data[name])
+        for name, value in metrics.items()
+        # JSON has no NaN: a mean over no tokens is null in the manifest
+        if not name.endswith("seconds") and train.data.get(name) is not None
+    }
+    return {name: pair for name, pair in pairs.items() if not math.isclose(*pair, rel_tol=0.0)}

@@ -1,0 +1,125 @@
+"""Settings of what is worked on and how it is sampled: the environment, and rollout."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field
+
+from sf_core.config.failures import FailureRules
+from sf_core.config.programs import AnyAgent
+from sf_core.config.undone import Normalisation, UndoneField
+from sf_core.settings import Reference, Settings
+
+MAX_TOGETHER = 2**16
+"""Most sessions of a group, worker or claim, groups of a batch, tasks of an evaluation: each is an object."""
+
+# the names in the registry of gates, which settings must not import
+GateName = Literal["all", "varied"]
+
+
+def _is_json(value: dict[str, Any]) -> dict[str, Any]:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"expected values that JSON has: {error}") from None
+    return value
+
+
+class EnvironmentConfig(Settings):
+    """The tasks, the agent that works on them, and the reward function that scores its answers: those of an
+    environment, or functions of your own in their place."""
+
+    name: str = "quickstart"
+    """A shipped environment by its name (docs/your-agent.md), or one of your own: a class, as
+    package.module:Class. The warm start of the built-in policy shows its demonstrations."""
+    settings: Annotated[dict[str, Any], AfterValidator(_is_json)] = Field({})
+    """Settings of that environment."""
+    tasks: Reference | None = None
+    """Function (split, index) -> Task, split "train" or "holdout". Same arguments must give the same task.
+    Empty: the environment's."""
+    agent: AnyAgent = None
+    """The agent: a function (task, endpoint) -> answer, sync or async, or a command that is run for each
+    session. It sees an ordinary LLM endpoint. Empty: the environment's."""
+    reward: Reference | None = None
+    """Function (task, answer) -> a number, or a mapping of named parts whose sum is the reward. Empty: the
+    environment's."""
+    prepare: Reference | None = None
+    """Function task -> async context manager, entered before the session runs (`rollout.prepare_ahead`) and
+    left after its agent. What it gives is the agent's third argument. Empty: the environment's, if the agent
+    is."""
+
+
+class RolloutConfig(Settings):
+    """How sessions are sampled, and when a batch is full."""
+
+    group_size: int = Field(8, ge=1, le=MAX_TOGETHER)
+    """Sessions per group, all of one task; most of `train.advantage` compares their rewards."""
+    groups_per_batch: int = Field(32, ge=1, le=MAX_TOGETHER)
+    """Groups per batch; each iteration trains on one batch."""
+    outside_groups: int = Field(0, ge=0, le=MAX_TOGETHER)
+    """Groups of each batch that agents outside declare (docs/a-product-that-learns.md); the others are of
+    `environment`. With as many as `groups_per_batch` no worker needs to carry `agent`."""
+    gate: GateName = "all"
+    """all: every complete group counts. varied: groups whose rewards are all equal are dropped and replaced
+    (dynamic sampling, DAPO)."""
+    overlap: bool | None = None
+    """Sample for the next batch while this one is trained on. Off: strictly on-policy. Empty: the default of
+    the pipeline; on without a pipeline."""
+    max_lag: int = Field(1, ge=0)
+    """Maximum number of policy versions between the weights being updated and those that sampled a token."""
+    on_max_lag: Literal["wait", "drop"] = "wait"
+    """Rule for unfinished sessions that would exceed `max_lag` in a later batch. wait: the batch waits for
+    them. drop: their groups are dropped and counted."""
+    temperature: float = Field(1.0, ge=0, le=2)
+    """Sampling temperature of the run's sessions, held-out ones included; overrides the agent's request."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus sampling; overrides the agent's request."""
+    top_k: int = Field(0, ge=0)
+    """Top-k sampling, 0 for no limit; overrides the agent's request."""
+    max_tokens: int = Field(64, ge=1)
+    """Maximum number of tokens sampled per turn."""
+    ignored_fields: tuple[UndoneField, ...] = ()
+    """Unsupported request fields, such as `presence_penalty`, that are ignored although they would change an
+    answer; for clients that always send them. Requests with other unsupported fields are refused."""
+    normalised: tuple[Normalisation, ...] = ("billing_header",)
+    """What is taken out of requests because it changes at every turn and would begin another branch each
+    time. billing_header: the line `x-anthropic-billing-header: ...` in the system prompt of Claude Code."""
+    concurrency: int = Field(128, ge=1, le=MAX_TOGETHER)
+    """Number of sessions that one agent worker runs at once."""
+    prepare_ahead: int = Field(0, ge=0, le=MAX_TOGETHER)
+    """Number of further sessions that it prepares, by `environment.prepare`, or holds ready. 0: a session is
+    prepared when it runs, in its time."""
+    score_concurrency: int | None = Field(None, ge=1, le=MAX_TOGETHER)
+    """Number of sessions that one worker scores at once, beside those that it runs. Empty: a session keeps
+    its place while it is scored."""
+    prepare_timeout_s: float = Field(600.0, gt=0)
+    """Longest time to prepare a session; beyond it the session fails with prepare_error."""
+    session_timeout_s: float = Field(120.0, gt=0)
+    """Longest time that the agent of a session runs, pauses not counted; beyond it `on_failure.timeout`
+    applies."""
+    score_timeout_s: float = Field(600.0, gt=0)
+    """Longest time to score a session; beyond it `on_failure.reward_error` applies."""
+    reward_patience_s: float = Field(600.0, gt=0)
+    """Longest time between the answer of an agent outside and its reward, pauses not counted; beyond it
+    `on_failure.reward_error` applies."""
+    request_patience_s: float = Field(600.0, gt=0)
+    """Longest wait of a request for an engine, pauses counted; then it is refused (503). Must exceed a train
+    step if no worker rolls out meanwhile."""
+    session_attempts: int = Field(3, ge=1)
+    """Maximum number of attempts at a session that is retried on failure, the first included."""
+    on_failure: FailureRules = FailureRules()
+    failed_reward: float = Field(0.0, ge=-1e9, le=1e9)
+    """Reward of a failed session that is neither retried nor excluded; held-out ones are never excluded."""
+    batch_timeout_s: float = Field(1800.0, gt=0)
+    """Longest wait for a batch or an evaluation; then the run fails and says what it waited for."""
+    absence_timeout_s: float = Field(900.0, gt=0)
+    """Longest wait for a batch or an evaluation while no engine, or no agent worker, is connected; then the
+    run fails and says which is missing. A loading engine counts as connected. Must exceed the time to replace
+    a host; has no effect unless it is below `batch_timeout_s`."""
+
+    @property
+    def is_outside(self) -> bool:
+        """Whether all training sessions are those of agents outside."""
+        return self.outside_groups >= self.groups_per_batch

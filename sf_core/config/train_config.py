@@ -1,0 +1,122 @@
+"""Settings of training, a section of the one model in run_config.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from sf_core.recipes.advantages import AnyAdvantage, Group
+from sf_core.recipes.losses import Critic, LossConfig
+from sf_core.recipes.samples import Score
+from sf_core.recipes.weights import AnyWeight
+from sf_core.settings import Settings
+
+Share = Annotated[float, Field(ge=0, lt=1)]
+
+# the names in the registry of training, which settings must not import
+TrainerName = Literal["torch", "megatron", "emulated"]
+
+
+class TrainConfig(Settings):
+    """The optimiser, and how a batch teaches: GRPO (Shao et al. 2024) with DAPO's token mean and bounds,
+    unless something else is named."""
+
+    iterations: int = Field(40, ge=1)
+    """Number of RL iterations of the run."""
+    backend: TrainerName | None = None
+    """Code that trains. torch: PyTorch. megatron: Megatron-core, for a policy of model_type llama, qwen2 or
+    qwen3; `pip install 'seamlessflow[megatron]'` installs it. emulated: trainers sleep as long as the device
+    of `emulation` would compute, and make no weights, so `engine.kind` must not be torch. Empty: emulated
+    with engines of kind emulated, torch with all others."""
+    workers: int = Field(1, ge=1)
+    """Number of workers that train together, one rank each."""
+    min_workers: int | None = Field(None, ge=1)
+    """Fewest training workers to continue with after one is lost. Empty: all of `workers`."""
+    tensor_parallel: int = Field(1, ge=1)
+    """Number of workers among which the megatron backend splits each layer of the policy."""
+    pipeline_parallel: int = Field(1, ge=1)
+    """Number of stages, each of as many workers, among which the megatron backend deals out the layers."""
+    gang_timeout_s: float = Field(180.0, gt=0)
+    """Longest that a rank waits for another one, to start or at an exchange of gradients; then the train step
+    fails, names the missing ranks, and is retried. Also the time after which a lost trainer is replaced by
+    another worker. The time to read or write a checkpoint, as measured when the run started, comes on
+    top."""
+    learning_rate: float = Field(3e-4, gt=0)
+    """Constant learning rate of AdamW, after `warmup_steps`."""
+    warmup_steps: int = Field(0, ge=0)
+    """Optimiser steps over which the learning rate rises from 0."""
+    betas: tuple[Share, Share] = (0.9, 0.95)
+    """AdamW's decay rates of the first and the second moment."""
+    weight_decay: float = Field(0.0, ge=0)
+    """AdamW's weight decay."""
+    max_grad_norm: float = Field(1.0, gt=0)
+    """Maximum gradient norm; larger gradients are scaled down to it. 1e9 leaves them as they are."""
+    advantage: AnyAdvantage = Group()
+    """Advantage of every token, from the rewards."""
+    weights: tuple[AnyWeight, ...] = ()
+    """What leaves tokens out, or shapes their advantage; one after the other."""
+    loss: LossConfig = LossConfig()
+    critic: Critic | None = None
+    """Network that learns what reward to expect, for `advantage: gae`. Empty: none."""
+    max_engine_difference: float = Field(0.1, gt=0)
+    """Bound, in nats, on the mean difference between the log-probs that engines report and those that the
+    trainer computes with the same weights; a step above it fails. Raise it if `engine.kv_on_update` is keep
+    and the difference is that of kept KV."""
+    minibatches: int = Field(1, ge=1)
+    """Optimiser steps per batch; groups are never split."""
+    tokens_per_microbatch: int = Field(8192, ge=64)
+    """Maximum number of tokens, padding included, in one forward and backward pass."""
+    recompute: bool = False
+    """Compute each block of the network again in the backward pass instead of keeping what was within it: a
+    third more work, and memory that hardly grows with the number of layers."""
+    checkpoint_every: int = Field(1, ge=1)
+    """Iterations between checkpoints; a lost trainer replays those since the last one from stored batches."""
+    keep_checkpoints: int = Field(2, ge=1)
+    """Number of newest checkpoints that stay; older ones are removed when another one is complete."""
+    keep_every: int | None = Field(None, ge=1)
+    """Checkpoints of every this many iterations stay for good. Empty: none."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_former_names(cls, data: Any) -> Any:
+        """Configurations of earlier versions named one formula, and its settings beside it."""
+        return with_present_names(data) if isinstance(data, dict) else data
+
+    @property
+    def needs(self) -> frozenset[Score]:
+        """Scores that advantages and weights take; with any, they are made in the train step."""
+        maps = self.advantage.needs.union(*(weight.needs for weight in self.weights))
+        kl = self.loss.kl
+        return maps | {"start", "reference"} if kl is not None and kl.place == "reward" else maps
+
+    @property
+    def ranks_per_policy(self) -> int:
+        """Number of ranks that hold one copy of the policy together."""
+        return self.tensor_parallel * self.pipeline_parallel
+
+    def largest_gang(self, workers: int) -> int:
+        """Number of ranks that can train where there are so many workers."""
+        ranks = min(workers, self.workers)
+        return ranks - ranks % self.ranks_per_policy
+
+
+_FORMER_CLIP = {"clip_low": "low", "clip_high": "high", "importance_cap": "cap"}
+
+
+def with_present_names(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings in which `loss` and `advantage` are names, or left out, with what stood beside them before
+    they had settings of their own."""
+    present = dict(data)
+    if not isinstance(data.get("loss"), Mapping | LossConfig):
+        clip = {name: present.pop(key) for key, name in _FORMER_CLIP.items() if key in data}
+        if clip or data.get("loss") == "ppo_clip":
+            present["loss"] = {"policy": {"kind": "clip", **clip}}
+    if data.get("advantage", "group_relative") == "group_relative" and (
+        "advantage" in data or "scale_rewards" in data
+    ):
+        scale = "group" if present.pop("scale_rewards", True) else "none"
+        # the deviation was that of n
+        present["advantage"] = {"kind": "group", "scale": scale, "ddof": 0}
+    return present

@@ -1,0 +1,94 @@
+"""A control route: a handler, what it takes from a request, and what openapi.py describes.
+
+A handler may have the parameters `plane`, `request`, those of the path, `run` and `session` if the path names
+them, `body`, parsed as the model that annotates it, and `wait_s`, the longest wait in seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, get_type_hints
+
+import orjson
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from sf_core.dataplane.bodies import MAX_INDEX
+from sf_core.dataplane.control.plane import DataPlane
+from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.gateway.dialects.checks import parse_json
+from sf_core.dataplane.gateway.endpoint import read_body
+
+Answer = Mapping[str, Any]
+Handler = Callable[..., Awaitable[Answer | Response]]
+
+JSON = "application/json"
+
+MAX_WAIT_S = 30.0
+
+
+class ControlRoute(Route):
+    def __init__(
+        self,
+        method: str,
+        path: str,
+        summary: str,
+        handler: Handler,
+        *refusals: int,
+        recorded: bool = False,
+        answers: str = JSON,
+    ) -> None:
+        """`refusals` are error statuses beside those that follow from the rest. A recorded route answers 503
+        once the journal of its run cannot be written; what the request has begun then goes on in the
+        background until it can. `answers` is a media type."""
+        super().__init__(path, self._answer, methods=[method])
+        self.method, self.summary, self.refusals = method, summary, refusals
+        self.recorded, self.answers = recorded, answers
+        self.takes: dict[str, Any] = get_type_hints(handler)
+        """Types of the handler's parameters by name."""
+        self.takes.pop("return")
+        self._handler = handler
+
+    async def _answer(self, request: Request) -> Response:
+        given = await self._read(request)
+        answering = self._handler(**{name: given[name] for name in self.takes})
+        answer = await (given["run"].journal.attend(answering) if self.recorded else answering)
+        return answer if isinstance(answer, Response) else Response(orjson.dumps(answer), media_type=JSON)
+
+    async def _read(self, request: Request) -> dict[str, Any]:
+        """All that a handler may take."""
+        plane: DataPlane = request.app.state.plane
+        given = {"plane": plane, "request": request, **request.path_params}
+        if "body" in self.takes:
+            given["body"] = _parse_body(self.takes["body"], await read_body(request.receive))
+        if "wait_s" in self.takes:
+            given["wait_s"] = _parse_wait_s(request.query_params.get("wait_s", "0"))
+        if given.get("index", 0) > MAX_INDEX:
+            raise ApiError(404, f"Numbers of batches and versions go up to {MAX_INDEX}.")
+        if "run_id" in given and ("run" in self.takes or self.recorded):
+            given["run"] = plane.run(given["run_id"])
+        if "session_id" in given:
+            given["run"], given["session"] = plane.find_session(given["session_id"], request.scope["caller"])
+        return given
+
+
+def _parse_body(model: type[BaseModel], data: bytes) -> BaseModel:
+    try:
+        return model.model_validate(parse_json(data or b"{}"))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "body"
+        raise ApiError(400, f"{where}: {first['msg']}", param=where) from None
+
+
+def _parse_wait_s(text: str) -> float:
+    try:
+        wait_s = float(text)
+    except ValueError:
+        wait_s = math.nan
+    if math.isnan(wait_s):
+        raise ApiError(400, f"wait_s must be a number, got {text!r}", param="wait_s")
+    return min(max(wait_s, 0.0), MAX_WAIT_S)

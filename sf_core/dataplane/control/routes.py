@@ -1,0 +1,266 @@
+"""The control routes, each declared once: commands of flows and runners, and of agents on their sessions.
+
+What a command does is in the modules that it calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from sf_core.dataplane import bodies
+from sf_core.dataplane.control.arrow_stream import MEDIA_TYPE, arrow_stream, batch_files
+from sf_core.dataplane.control.control_route import MAX_WAIT_S, Answer, ControlRoute, Handler
+from sf_core.dataplane.control.openapi import document
+from sf_core.dataplane.control.plane import DataPlane
+from sf_core.dataplane.control.status import batch_status, evaluation_status, run_status
+from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.gateway.dialects.registry import GROUPS, SESSION, SESSIONS
+from sf_core.dataplane.runs.run import ServedRun
+from sf_core.dataplane.sessions.session import Session
+from sf_core.types import WeightsRef
+
+RUN = "/runs/{run_id}"
+BATCH, EVALUATION = RUN + "/batches/{index:int}", RUN + "/evaluations/{index:int}"
+
+CONTROL_ROUTES: list[ControlRoute] = []
+
+
+def _declare(
+    method: str, path: str, summary: str, *refusals: int, **more: Any
+) -> Callable[[Handler], Handler]:
+    """The decorated handler answers this route; see ControlRoute."""
+
+    def declared(handler: Handler) -> Handler:
+        CONTROL_ROUTES.append(ControlRoute(method, path, summary, handler, *refusals, **more))
+        return handler
+
+    return declared
+
+
+_get, _post = partial(_declare, "GET"), partial(_declare, "POST")
+
+# --- sessions
+
+
+@_post(SESSIONS, "Open a session for an agent of one's own.", 404, 429, 503)
+async def open_session(plane: DataPlane, request: Request, body: bodies.SessionBody) -> Answer:
+    session = await plane.open_session(body, request.scope["caller"])
+    return _place_of(session, plane.run(body.run_id), request)
+
+
+@_post(GROUPS, "Declare a group that agents of one's own work on.", 404, 409, 429, 503)
+async def declare_group(plane: DataPlane, request: Request, run_id: str, body: bodies.GroupBody) -> Answer:
+    sessions = await plane.declare(run_id, body, request.scope["caller"])
+    run, places = plane.run(run_id), [session.claim.place for session in sessions if session.claim]
+    return {
+        # of a held-out one, the policy version that is evaluated
+        "group": places[0].group,
+        "sessions": [
+            {**_place_of(session, run, request), "member": place.member}
+            for session, place in zip(sessions, places, strict=True)
+        ],
+    }
+
+
+def _place_of(session: Session, run: ServedRun, request: Request) -> dict[str, Any]:
+    """Where the agent of an external session finds its endpoint."""
+    port = run.port_of(session)
+    url = request.base_url if port is None else request.base_url.replace(port=port)
+    return {"session_id": session.session_id, "base_url": f"{url}sessions/{session.session_id}/v1"}
+
+
+@_get(SESSION, "Its turn tree.", 503)
+async def tree(run: ServedRun, session: Session) -> Answer:
+    return await run.tree(session)
+
+
+@_post(SESSION + "/reward", "Give it a reward before it is over.", recorded=True)
+async def reward(run: ServedRun, session: Session, body: bodies.RewardBody) -> Answer:
+    await run.reward(session, body)
+    return {}
+
+
+@_post(SESSION + "/finish", "End it.", recorded=True)
+async def finish(run: ServedRun, session: Session, body: bodies.FinishBody) -> Answer:
+    await run.finish(session, body)
+    return {}
+
+
+@_post(RUN + "/finished", "End several sessions.", recorded=True)
+async def finish_many(run: ServedRun, body: bodies.FinishedBody) -> Answer:
+    for report in body.sessions:
+        run.closing.check(report.session_id)
+    known = [report for report in body.sessions if report.session_id in run.sessions]
+    # together, so that they share one write of the journal
+    finishing = (run.finish(run.sessions[report.session_id], report) for report in known)
+    ends = await asyncio.gather(*finishing, return_exceptions=True)
+    refused = {}
+    for report, error in zip(known, ends, strict=True):
+        if isinstance(error, ApiError) and error.retry_after_s is None:
+            refused[report.session_id] = error.message
+        elif error is not None:
+            # a retry passes over those that have finished
+            raise error
+    finished = [report.session_id for report in known if report.session_id not in refused]
+    return {"finished": finished, "refused": refused}
+
+
+# --- runs
+
+
+@_post("/runs", "Register a run, or begin another attempt on it.", 409, 503)
+async def register(plane: DataPlane, body: bodies.RunSpec) -> Answer:
+    return run_status(await plane.register(body))
+
+
+@_get(RUN, "What goes on in the run.")
+async def status(run: ServedRun) -> Answer:
+    return run_status(run)
+
+
+@_post(RUN + "/claim", "Take sessions for a runner's agents.", 503)
+async def claim(run: ServedRun, body: bodies.ClaimBody) -> Answer:
+    body = body.model_copy(update={"wait_s": min(body.wait_s, MAX_WAIT_S)})
+    sessions, released = await run.claim(body)
+    return {
+        "sessions": [
+            {
+                "session_id": session.session_id,
+                "split": claim.place.split,
+                "task_index": claim.place.member if claim.place.split == "holdout" else claim.place.group,
+                "group": claim.place.group,
+                "member": claim.place.member,
+                "attempt": claim.attempt,
+                "answer": session.answer,
+                # of the process that serves its turns, on the host that the runner knows; None: this one
+                "port": run.port_of(session),
+            }
+            for session in sessions
+            if (claim := session.claim) is not None
+        ],
+        # sessions that ran too long or whose group no longer counts, for the runner to stop
+        "ended": run.ended(body.running or []),
+        "scored_elsewhere": run.is_scored_elsewhere,
+        "released": released,
+        # the runner's own key may open more; agents get the one that opens their run and nothing else
+        "key": run.spec.agents_key,
+    }
+
+
+@_get(BATCH, "How far the batch is.")
+async def batch(run: ServedRun, index: int, wait_s: float) -> Answer:
+    await run.changed.until(lambda: run.released or run.manager.readiness(index).ready, wait_s)
+    return batch_status(run, index)
+
+
+@_get(
+    BATCH + "/stream",
+    "The batch's trajectories once it is sealed, as an Arrow stream.",
+    409,
+    503,
+    answers=MEDIA_TYPE,
+)
+async def stream_batch(plane: DataPlane, run: ServedRun, index: int, wait_s: float) -> Response:
+    files = await batch_files(run, plane.sealers[run.spec.run_id], index, wait_s)
+    return StreamingResponse(arrow_stream(files), media_type=MEDIA_TYPE)
+
+
+@_post(BATCH + "/seal", "Write the batch into the run directory.", 409, recorded=True)
+async def seal_batch(plane: DataPlane, run: ServedRun, index: int, body: bodies.SealBody) -> Answer:
+    return await plane.sealers[run.spec.run_id].seal_batch(index, body.attempt)
+
+
+@_post(EVALUATION, "Evaluate this policy version.", 409, recorded=True)
+async def start_evaluation(run: ServedRun, index: int, body: bodies.EvaluationBody) -> Answer:
+    await run.start_evaluation(index, body.num_tasks)
+    return {}
+
+
+@_get(EVALUATION, "How far the evaluation is.")
+async def evaluation(run: ServedRun, index: int, wait_s: float) -> Answer:
+    if (group := run.manager.evaluations.get(index)) is None:
+        raise ApiError(404, f"No evaluation of version {index} was started.")
+    await run.changed.until(lambda: run.released or group.is_complete, wait_s)
+    return evaluation_status(run, index, group)
+
+
+@_post(EVALUATION + "/seal", "Write it into the run directory.", 409, recorded=True)
+async def seal_evaluation(plane: DataPlane, run: ServedRun, index: int, body: bodies.SealBody) -> Answer:
+    return await plane.sealers[run.spec.run_id].seal_evaluation(index, body.attempt)
+
+
+@_post(RUN + "/weights", "Publish a policy version to every engine.", 409, recorded=True)
+async def publish(plane: DataPlane, run: ServedRun, body: bodies.WeightsBody) -> Answer:
+    return await plane.publish(run, WeightsRef(body.version, body.uri))
+
+
+@_post(RUN + "/leases/{lease_id}/revoke", "Take its engine away.", recorded=True)
+async def revoke(plane: DataPlane, run: ServedRun, lease_id: str, body: bodies.RevokeBody) -> Answer:
+    return await plane.revoke(run, lease_id, body.within_s)
+
+
+@_post(RUN + "/pause", "Keep engines from sampling.", recorded=True)
+async def pause(run: ServedRun, body: bodies.PauseBody) -> Answer:
+    started = time.monotonic()
+    num_engines = await run.pause(body.mode, body.engine)
+    return {"engines": num_engines, "seconds": time.monotonic() - started}
+
+
+@_post(RUN + "/resume", "Let them sample again.", recorded=True)
+async def resume(run: ServedRun, body: bodies.ResumeBody) -> Answer:
+    await run.resume(body.engine)
+    return {}
+
+
+@_post(RUN + "/engines/{engine_id:path}/drain", "Let an engine end its turns and go.", recorded=True)
+async def drain(run: ServedRun, engine_id: str) -> Answer:
+    link = run.router.find(engine_id)
+    # if its connection breaks meanwhile, it must not be taken back
+    await run.revoke(link.lease_id)
+    run.router.drain(link, "drained")
+    return {"running": len(link.in_flight)}
+
+
+@_post(RUN + "/runners/{runner:path}/retire", "Give a runner nothing new.")
+async def retire(run: ServedRun, runner: str) -> Answer:
+    run.retire(runner)
+    return {}
+
+
+@_post(RUN + "/runners/{runner:path}/alive", "A runner lives: its sessions stay its own.")
+async def alive(run: ServedRun, runner: str) -> Answer:
+    run.runners.hear(runner)
+    return {}
+
+
+@_post(RUN + "/release", "The flow is over: runners and engines go.", recorded=True)
+async def release(plane: DataPlane, run: ServedRun, body: bodies.ReleaseBody) -> Answer:
+    if body.attempt is None or body.attempt == run.spec.attempt:
+        await plane.release(run)
+    return {}
+
+
+@_post(RUN + "/stage", "Say what the flow does now.")
+async def stage(run: ServedRun, body: bodies.StageBody) -> Answer:
+    run.stage = body.model_dump()
+    return {}
+
+
+# --- the data plane
+
+
+@_get("/healthz", "Whether it answers.")
+async def health(plane: DataPlane) -> Answer:
+    return {"runs": len(plane.runs)}
+
+
+@_get("/openapi.json", "This document.")
+async def openapi(request: Request) -> Answer:
+    return document(request.app.routes)

@@ -1,0 +1,383 @@
+"""Google's dialect, `generateContent`.
+
+Fields are read in both spellings that Google takes, `topP` and `top_p`, and named in the second, as its own
+package google-genai does. That package sends calls back as they came, but their results without ids.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+import orjson
+
+from sf_core.dataplane.chat.answer_parser import Reasoning
+from sf_core.dataplane.chat.messages import Message, tool_call
+from sf_core.dataplane.chat.tool_formats import Tool
+from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.gateway.dialects.checks import (
+    Body,
+    check_choice,
+    check_conversation,
+    get,
+    kind_of,
+    named_tools,
+    number,
+    parse_arguments,
+    parse_stop,
+    positive,
+    refuse,
+    template_options,
+)
+from sf_core.dataplane.gateway.dialects.protocol import MAX_TURNS, Count, data_event
+from sf_core.dataplane.sessions.session import Session
+from sf_core.dataplane.turns.answer import Answer, Event, MadeCall, Pieces, TokenLogprob
+from sf_core.dataplane.turns.request import ToolChoice, TurnRequest
+
+Placed = tuple[dict[str, Any], str]
+"""A part of a content, and where it stands."""
+
+STREAMED = "streamGenerateContent"
+STATUSES = {
+    400: "INVALID_ARGUMENT",
+    401: "UNAUTHENTICATED",
+    403: "PERMISSION_DENIED",
+    404: "NOT_FOUND",
+    409: "ABORTED",
+    429: "RESOURCE_EXHAUSTED",
+    503: "UNAVAILABLE",
+}
+ROLES = {"user": "user", "model": "model", "tool": "user", "function": "user"}
+FINISH_REASONS = {"stop": "STOP", "length": "MAX_TOKENS", "tool_calls": "STOP"}
+MODES = {
+    "AUTO": ToolChoice("auto"),
+    "VALIDATED": ToolChoice("auto"),
+    "ANY": ToolChoice("required"),
+    "NONE": ToolChoice("none"),
+}
+
+LEFT_OUT = ("google_search", "google_search_retrieval", "url_context", "code_execution")
+"""Tools that a provider would run itself: the model is not told of them, and they are counted."""
+
+_FREE = {
+    "args",
+    "response",
+    "parameters",
+    "parameters_json_schema",
+    "response_schema",
+    "response_json_schema",
+    "chat_template_kwargs",
+}
+"""Fields whose values have names of the user's own."""
+
+_BESIDE_TEXT = {"model": "function_call", "user": "function_response"}
+"""What a content may have besides text, by who says it."""
+
+_ABOUT = {"thought", "thought_signature", "part_metadata"}
+"""Fields that tell something about a part."""
+
+
+def _paths(*methods: str) -> tuple[str, ...]:
+    """Paths of these methods. google-genai 3.4 asks `v1`, its earlier versions and other clients `v1beta`."""
+    return tuple(f"/{api}/models/{{model:path}}:{method}" for api in ("v1", "v1beta") for method in methods)
+
+
+class Google:
+    name = "generate_content"
+    paths: tuple[str, ...] = _paths("generateContent", STREAMED)
+    count: Count | None = Count(_paths("countTokens"), "totalTokens")
+    header: bytes | None = b"x-goog-api-key"
+
+    def read(self, body: Body, path: str) -> Body:
+        model, _, method = path.partition("/models/")[2].rpartition(":")
+        body = _spelled(body)
+        # a count may have a whole request in it
+        body = get(body, "generate_content_request", (dict,), body)
+        config = get(body, "generation_config", (dict,), {})
+        return {**body, **config, "model": model, "stream": method == STREAMED}
+
+    def parse(self, body: Body, session: Session) -> list[TurnRequest]:
+        left_out: list[str] = []
+        tools = _parse_tools(get(body, "tools", (list,), []), left_out)
+        choice, tools = _parse_choice(body, tools, left_out)
+        refuse(body, "logprobs", "logprobs must be 0; response_logprobs gives the sampled token's", 0)
+        return [
+            TurnRequest(
+                messages=_parse_messages(body),
+                tools=tools,
+                template_options=template_options(body),
+                tool_choice=choice,
+                stop=parse_stop(body, "stop_sequences"),
+                max_tokens=positive(body, "max_output_tokens"),
+                temperature=number(body, "temperature", 1.0, 0.0, 2.0),
+                top_p=number(body, "top_p", 1.0, 0.0, 1.0),
+                top_k=_top_k(body),
+                seed=get(body, "seed", (int,), None),
+                num_samples=positive(body, "candidate_count", MAX_TURNS) or 1,
+                stream=get(body, "stream", (bool,), False),
+                logprobs=get(body, "response_logprobs", (bool,), False),
+                left_out=left_out,
+            )
+        ]
+
+    def reply(self, body: Body, turn_id: str, session: Session) -> GoogleReply:
+        return GoogleReply(turn_id, body["model"], body.get("candidate_count") or 1)
+
+    def error_body(self, error: ApiError) -> dict[str, Any]:
+        status = STATUSES.get(error.status, "INTERNAL" if error.status >= 500 else "INVALID_ARGUMENT")
+        return {"error": {"code": error.status, "message": error.message, "status": status}}
+
+    def model_entry(self, model: str) -> dict[str, Any]:
+        return {"name": f"models/{model}", "displayName": model}
+
+    def model_list(self, models: list[str]) -> dict[str, Any]:
+        return {"models": [self.model_entry(name) for name in models]}
+
+
+class GoogleReply:
+    """The response; every event of a stream is one, and holds parts of candidates.
+
+    Each candidate of an event has a part: google-genai forgets an answer in which one has none."""
+
+    def __init__(self, turn_id: str, model: str, num_candidates: int) -> None:
+        self._head = {"modelVersion": model, "responseId": turn_id}
+        self._num_candidates = num_candidates
+
+    def whole(self, answers: list[Answer]) -> bytes:
+        candidates = [
+            _candidate(i, _said(answer), answer.logprobs) | _finished(answer)
+            for i, answer in enumerate(answers)
+        ]
+        return orjson.dumps(self._head | {"candidates": candidates, "usageMetadata": _usage(answers)})
+
+    def started(self, num_prompt_tokens: int) -> bytes:
+        return self._event([_candidate(i, []) for i in range(self._num_candidates)])
+
+    def piece(self, index: int, pieces: Pieces) -> bytes:
+        if not pieces.events and not pieces.logprobs:
+            return b""
+        return self._event([_candidate(index, pieces.events, pieces.logprobs)])
+
+    def turn_ended(self, index: int, answer: Answer) -> bytes:
+        return b""
+
+    def ended(self, answers: list[Answer]) -> bytes:
+        candidates = [_candidate(i, []) | _finished(answer) for i, answer in enumerate(answers)]
+        return self._event(candidates, usageMetadata=_usage(answers))
+
+    def failed(self, error: ApiError) -> bytes:
+        return data_event(Google().error_body(error))
+
+    def _event(self, candidates: list[dict[str, Any]], **more: Any) -> bytes:
+        return data_event({"candidates": candidates} | more | self._head)
+
+
+def _spelled(value: Any) -> Any:
+    """The value with names of fields in one spelling."""
+    if isinstance(value, list):
+        return [_spelled(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    named = {_underscored(name): inner for name, inner in value.items()}
+    return {name: inner if name in _FREE else _spelled(inner) for name, inner in named.items()}
+
+
+@functools.lru_cache(maxsize=1024)
+def _underscored(name: str) -> str:
+    return re.sub("[A-Z]", lambda capital: "_" + capital[0].lower(), name)
+
+
+def _top_k(body: Body) -> int:
+    """A whole number, which google-genai sends with a point."""
+    value = number(body, "top_k", 0.0, 0.0, 1e9)
+    if not value.is_integer():
+        raise ApiError(400, f"top_k must be a whole number, got {value}", param="top_k")
+    return int(value)
+
+
+def _parse_tools(tools: list[Any], left_out: list[str]) -> list[Tool]:
+    """The functions; kinds of tools that are left out are added to `left_out`."""
+    parsed = []
+    for i, tool in enumerate(tools):
+        where = f"tools[{i}]"
+        if not isinstance(tool, dict):
+            raise ApiError(400, f"{where} must be an object, got {kind_of(tool)}", param=where)
+        given = {kind for kind, value in tool.items() if value is not None} - {"function_declarations"}
+        if other := sorted(given.difference(LEFT_OUT)):
+            raise ApiError(400, f"{where}: only functions are supported, not {other[0]}", param=where)
+        left_out += sorted(given)
+        for n, declared in enumerate(get(tool, "function_declarations", (list,), [])):
+            parsed.append(_parse_function(declared, f"{where}.function_declarations[{n}]"))
+    return parsed
+
+
+def _parse_function(declared: Any, where: str) -> Tool:
+    if not isinstance(declared, dict) or not isinstance(declared.get("name"), str):
+        raise ApiError(400, f"{where} must be a function with a name", param=where)
+    function = {"name": declared["name"], "description": get(declared, "description", (str,), "")}
+    given = _json_schema(get(declared, "parameters", (dict,), {"type": "object", "properties": {}}))
+    function["parameters"] = get(declared, "parameters_json_schema", (dict,), given)
+    return {"type": "function", "function": function}
+
+
+def _json_schema(schema: Any) -> Any:
+    """A schema as Google writes it in the words of JSON Schema, whose types have no capitals."""
+    if isinstance(schema, list):
+        return [_json_schema(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    typed = {"type": schema["type"].lower()} if isinstance(schema.get("type"), str) else {}
+    return {name: _json_schema(value) for name, value in schema.items()} | typed
+
+
+def _parse_choice(body: Body, tools: list[Tool], left_out: list[str]) -> tuple[ToolChoice, list[Tool]]:
+    """The choice, and the tools that the model is shown. That calls must follow their schemas is left out."""
+    where = "function_calling_config"
+    config = get(get(body, "tool_config", (dict,), {}), where, (dict,), {})
+    mode = get(config, "mode", (str,), "AUTO")
+    left_out += ["strict"] * (mode == "VALIDATED")
+    choice = MODES.get(mode)
+    if choice is None:
+        raise ApiError(400, f"{where}.mode must be one of {', '.join(MODES)}", param=where)
+    allowed = get(config, "allowed_function_names", (list,), [])
+    shown = named_tools(tools, allowed, where) if allowed else tools
+    if choice.kind == "required" and len(allowed) == 1:
+        return ToolChoice("required", allowed[0]), tools
+    return check_choice(choice, shown, where), shown
+
+
+def _parse_messages(body: Body) -> list[Message]:
+    messages: list[Message] = []
+    instruction = body.get("system_instruction")
+    if instruction is not None:
+        text = _text(_parts(instruction, "system", "system_instruction"))
+        messages += [{"role": "system", "content": text}] if text else []
+    calls: list[dict[str, Any]] = []
+    for role, parts in _parse_contents(get(body, "contents", (list,), [])):
+        if role == "model":
+            messages.append(_answer(parts, len(messages)))
+            calls = list(messages[-1].get("tool_calls", ()))
+        else:
+            messages += [_result(part, where, calls) for part, where in parts if "function_response" in part]
+            if any("text" in part for part, _ in parts):
+                messages.append({"role": "user", "content": _text(parts)})
+    if messages and messages[-1]["role"] == "assistant":
+        raise ApiError(400, "The last content must be the user's: an answer cannot be begun for the model")
+    return check_conversation(messages, "contents")
+
+
+def _parse_contents(contents: list[Any]) -> list[tuple[str, list[Placed]]]:
+    """The parts that user and model say in turns; the pieces of a streamed answer come as contents each."""
+    turns: list[tuple[str, list[Placed]]] = []
+    for i, content in enumerate(contents):
+        where = f"contents[{i}]"
+        given = get(content, "role", (str,), "user") if isinstance(content, dict) else "user"
+        if (role := ROLES.get(given)) is None:
+            raise ApiError(400, f"{where}.role must be one of {', '.join(ROLES)}, got {given!r}", param=where)
+        parts = _parts(content, role, where)
+        if role == "user" and not parts:
+            raise ApiError(400, f"{where}.parts must hold at least one part", param=where)
+        if role == "model" and turns and turns[-1][0] == role:
+            turns[-1][1].extend(parts)
+        else:
+            turns.append((role, parts))
+    return turns
+
+
+def _parts(content: Any, role: str, where: str) -> list[Placed]:
+    """The parts of a content. What a model thinks is left out: only the record has it (messages.py)."""
+    if not isinstance(content, dict):
+        raise ApiError(400, f"{where} must be an object with parts, got {kind_of(content)}", param=where)
+    known = {"text", _BESIDE_TEXT.get(role)}
+    placed: list[Placed] = []
+    for i, part in enumerate(get(content, "parts", (list,), [])):
+        at = f"{where}.parts[{i}]"
+        if not isinstance(part, dict):
+            raise ApiError(400, f"{at} must be an object, got {kind_of(part)}", param=at)
+        given = {name: value for name, value in part.items() if value is not None and name not in _ABOUT}
+        if len(given) != 1 or not given.keys() <= known:
+            kinds = " and ".join(given) or "empty"
+            raise ApiError(400, f"{at}: {kinds} parts are not supported for {role}", param=at)
+        [(kind, value)] = given.items()
+        if not isinstance(value, str if kind == "text" else dict):
+            raise ApiError(400, f"{at}.{kind} must not be {kind_of(value)}", param=at)
+        if not (role == "model" and kind == "text" and part.get("thought")):
+            placed.append((given, at))
+    return placed
+
+
+def _text(parts: list[Placed]) -> str:
+    return "".join(part.get("text", "") for part, _ in parts)
+
+
+def _answer(parts: list[Placed], num_before: int) -> Message:
+    """The message of an answer. Calls without ids get some; which, does not matter (sessions/identity.py)."""
+    content = _text(parts)
+    calls: list[dict[str, Any]] = []
+    for part, where in parts:
+        if (made := part.get("function_call")) is not None:
+            if not isinstance(made.get("name"), str):
+                raise ApiError(400, f"{where}.function_call must have a name", param=where)
+            arguments = parse_arguments(made.get("args") or {}, where)
+            call_id = get(made, "id", (str,), "") or f"call_{num_before}.{len(calls)}"
+            calls.append(tool_call(call_id, made["name"], arguments))
+    if not calls:
+        return {"role": "assistant", "content": content}
+    return {"role": "assistant", "content": content, "tool_calls": calls}
+
+
+def _result(part: dict[str, Any], where: str, calls: list[dict[str, Any]]) -> Message:
+    """The message of a result. `calls` are those without one so far; without an id, a result is that of the
+    first of its name."""
+    given = part["function_response"]
+    name, call_id = given.get("name"), get(given, "id", (str,), "")
+    if get(given, "parts", (list,), []):
+        raise ApiError(400, f"{where}: function_response.parts are not supported", param=where)
+    found = [call for call in calls if call_id in ("", call["id"])]
+    found = [call for call in found if call_id or call["function"]["name"] == name]
+    if not found:
+        said = f"{where}: the result of {name!r} answers no open call of the model's content before it"
+        raise ApiError(400, said, param=where)
+    calls.remove(found[0])
+    response = get(given, "response", (dict,), {})
+    [output] = response.values() if response.keys() in ({"output"}, {"result"}) else [response]
+    content = output if isinstance(output, str) else orjson.dumps(output).decode()
+    return {"role": "tool", "content": content, "tool_call_id": found[0]["id"]}
+
+
+def _said(answer: Answer) -> list[Event]:
+    thought = [Reasoning(answer.reasoning)] if answer.reasoning else []
+    return [*thought, *([answer.content] if answer.content else []), *answer.calls]
+
+
+def _candidate(index: int, events: list[Event], logprobs: list[TokenLogprob] | None = None) -> dict[str, Any]:
+    content = {"role": "model", "parts": [_part(event) for event in events or [""]]}
+    candidate: dict[str, Any] = {"content": content, "index": index}
+    if logprobs is not None:
+        chosen = [{"token": text, "logProbability": logprob} for text, logprob in logprobs]
+        candidate["logprobsResult"] = {"chosenCandidates": chosen}
+    return candidate
+
+
+def _part(event: Event) -> dict[str, Any]:
+    if isinstance(event, MadeCall):
+        args = orjson.loads(event.arguments)
+        return {"functionCall": {"id": event.call_id, "name": event.name, "args": args}}
+    if isinstance(event, Reasoning):
+        return {"text": event.text, "thought": True}
+    return {"text": event}
+
+
+def _finished(answer: Answer) -> dict[str, str]:
+    return {"finishReason": FINISH_REASONS[answer.finish_reason]}
+
+
+def _usage(answers: list[Answer]) -> dict[str, int]:
+    # the candidates share one prompt
+    prompt, sampled = answers[0].num_prompt_tokens, sum(answer.num_sampled_tokens for answer in answers)
+    return {
+        "promptTokenCount": prompt,
+        "candidatesTokenCount": sampled,
+        "totalTokenCount": prompt + sampled,
+    }

@@ -1,0 +1,45 @@
+"""What clients put into each request anew and no model needs: taken out before a request is read, because it
+would begin another branch at every turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+from sf_core.config.undone import Normalisation
+from sf_core.dataplane.gateway.dialects.checks import Body
+
+BILLING_HEADER = "x-anthropic-billing-header:"
+"""Beginning of a line that Claude Code puts first into `system`, with a hash of the conversation so far."""
+
+
+def normalised(body: Body, names: Collection[Normalisation]) -> Body:
+    """The body without what these normalisations take out."""
+    for name in names:
+        body = _NORMALISATIONS[name](body)
+    return body
+
+
+def _without_billing_header(body: Body) -> Body:
+    system = body.get("system")
+    if isinstance(system, str):
+        return body | {"system": _rest(system)}
+    if isinstance(system, list):
+        parts = [part | {"text": _rest(part["text"])} if _is_text(part) else part for part in system]
+        return body | {"system": [part for part in parts if not _is_text(part) or part["text"]]}
+    return body
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and isinstance(part.get("text"), str)
+
+
+def _rest(text: str) -> str:
+    """The text without the lines of the header."""
+    if BILLING_HEADER not in text:
+        return text
+    lines = text.splitlines(keepends=True)
+    return "".join(line for line in lines if not line.startswith(BILLING_HEADER))
+
+
+_NORMALISATIONS: dict[Normalisation, Callable[[Body], Body]] = {"billing_header": _without_billing_header}

@@ -1,0 +1,245 @@
+"""The contract of dialects, as tests: a test class inherits from DialectTests and reads as clients do.
+
+Needs no pytest. The test class best uses the package that agents use, and gives it the bytes of a response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+from typing import Any
+
+import orjson
+
+from sf_core.dataplane.chat.answer_parser import Reasoning
+from sf_core.dataplane.chat.messages import Message, assistant_message, chain_keys
+from sf_core.dataplane.chat.tool_formats import ToolCall
+from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.gateway.dialects.protocol import MAX_TURNS, Dialect, Reply
+from sf_core.dataplane.sessions.session import Session
+from sf_core.dataplane.turns.answer import Answer, Event, Pieces, TokenLogprob
+from sf_core.dataplane.turns.request import TurnRequest
+
+NUM_PROMPT_TOKENS, NUM_SAMPLED_TOKENS = 3, 4
+Fields = Mapping[str, Any]
+HI: Message = {"role": "user", "content": "hi"}
+
+
+@dataclass(frozen=True)
+class Heard:
+    """An answer as a client reads it."""
+
+    text: str
+    end: str
+    """Why it ended, as the dialect says it."""
+    usage: tuple[int, int]
+    """Tokens of the prompt and sampled tokens, of all answers to the request together."""
+    calls: Sequence[tuple[str, str, Mapping[str, Any]]] = ()
+    """Id, name and arguments of its tool calls."""
+    reasoning: str = ""
+    logprobs: Sequence[float] = ()
+    more: Any = field(default=None, repr=False)
+    """What else a stream has to say as the whole answer does."""
+
+
+class DialectTests:
+    dialect: Dialect
+    request: Fields
+    """A body that asks for one answer to the text "hi", and for the usage of a stream."""
+    max_tokens = "max_tokens"
+    """Name of the field that bounds an answer."""
+    samples: str | None = None
+    """Name of the field for the number of answers; None: a request has one answer."""
+    with_logprobs: Fields | None = None
+    """Fields that ask for log-probs; None: the dialect has none."""
+    has_messages = True
+    """False: it continues texts, and has neither tool calls nor reasoning."""
+    ends: Mapping[str, str]
+    """How it says `stop`, `length` and, with messages, `tool_calls`."""
+    kind_of_error = "type"
+    """Name of the field of an error that says of what kind it is."""
+    refused: Sequence[tuple[Fields, str]] = ()
+    """Changes of the request that are refused, and what the sentence says."""
+
+    def hear(self, body: bytes) -> list[Heard]:
+        """The answers of a whole response."""
+        raise NotImplementedError
+
+    def hear_stream(self, body: bytes) -> list[Heard]:
+        """The answers of a streamed response. Raises an exception that says why if the stream failed."""
+        raise NotImplementedError
+
+    def next_request(self, body: bytes) -> dict[str, Any]:
+        """The request of a client that sends this whole response back, with the results of its calls."""
+        raise NotImplementedError
+
+    def models(self, listed: dict[str, Any]) -> list[str]:
+        """The names of a list of models."""
+        return [entry["id"] for entry in listed["data"]]
+
+    def test_a_request_says_what_is_asked(self) -> None:
+        asked = {self.max_tokens: 7, "temperature": 0.5, "top_p": 0.9, "top_k": 4, "stream": True}
+        [request] = self._parse(asked)
+        limits = (request.max_tokens, request.temperature, request.top_p, request.top_k)
+        assert limits == (7, 0.5, 0.9, 4)
+        assert request.stream and request.num_samples == 1
+        given = request.messages if self.has_messages else request.text_or_ids
+        assert given == ([HI] if self.has_messages else HI["content"])
+        [plain] = self._parse({})
+        assert not plain.stream
+
+    def test_wrong_fields_are_refused_in_one_sentence(self) -> None:
+        wrong: list[tuple[Fields, str]] = [
+            ({self.max_tokens: 0}, f"{self.max_tokens} must be at least 1"),
+            ({self.max_tokens: "many"}, f"{self.max_tokens} must be an integer, got a string"),
+            ({"temperature": 9}, "temperature must be between 0 and"),
+            ({"top_p": -1}, "top_p must be between 0 and 1"),
+            ({"stream": "yes"}, "stream must be true or false, got a string"),
+        ]
+        if self.samples is not None:
+            wrong += [({self.samples: 0}, f"{self.samples} must be at least 1")]
+            wrong += [({self.samples: MAX_TURNS + 1}, f"{self.samples} must be at most {MAX_TURNS}")]
+        for change, sentence in [*wrong, *self.refused]:
+            try:
+                self._parse(change)
+            except ApiError as error:
+                assert error.status == 400
+                assert sentence in error.message and "\n" not in error.message, (change, error.message)
+            else:
+                raise AssertionError(f"{change} was accepted")
+
+    def test_a_stream_says_what_the_whole_answer_says(self) -> None:
+        for answer in self._answers():
+            [whole] = self.hear(self._reply({}).whole([answer]))
+            assert (whole.text, whole.reasoning) == (answer.content, answer.reasoning)
+            called = [(call.call_id, call.name, orjson.loads(call.arguments)) for call in answer.calls]
+            assert [tuple(call) for call in whole.calls] == called
+            assert whole.end == self.ends[answer.finish_reason]
+            assert whole.usage == (NUM_PROMPT_TOKENS, NUM_SAMPLED_TOKENS)
+            for size in (1, 3, 1000):
+                streamed = _streamed(self._reply({"stream": True}), [answer], size)
+                assert self.hear_stream(streamed) == [whole], f"in pieces of {size} characters"
+                assert len(list(_events(streamed))) > 1
+            # of which one comes where nothing is sampled for a while (keepalive.py)
+            with_empty_lines = streamed.replace(b"\n\n", b"\n\n\n")
+            assert self.hear_stream(with_empty_lines) == [whole]
+
+    def test_samples_come_in_their_order(self) -> None:
+        if self.samples is None:
+            return
+        asked = {self.samples: 3}
+        [request] = self._parse(asked)
+        assert request.num_samples == 3
+        answers = [_answer(text) for text in ("one", "", "three and more")]
+        usage = (NUM_PROMPT_TOKENS, 3 * NUM_SAMPLED_TOKENS)
+        for heard in (
+            self.hear(self._reply(asked).whole(answers)),
+            self.hear_stream(_streamed(self._reply(asked | {"stream": True}), answers, 2)),
+        ):
+            assert [one.text for one in heard] == [answer.content for answer in answers]
+            assert {one.usage for one in heard} == {usage}
+
+    def test_log_probs_are_those_of_the_tokens(self) -> None:
+        if self.with_logprobs is None:
+            return
+        [asked], [plain] = self._parse(self.with_logprobs), self._parse({})
+        assert asked.logprobs and not plain.logprobs
+        # the last token, the end of the turn, comes without text
+        sampled = [TokenLogprob(text, -0.5 * i) for i, text in enumerate(("to", "be", ""))]
+        answer = replace(_answer("tobe"), logprobs=sampled)
+        [whole] = self.hear(self._reply(self.with_logprobs).whole([answer]))
+        assert list(whole.logprobs) == [-0.0, -0.5, -1.0]
+        reply = self._reply({**self.with_logprobs, "stream": True})
+        pieces = [reply.piece(0, Pieces([token.text] if token.text else [], [token])) for token in sampled]
+        streamed = reply.started(NUM_PROMPT_TOKENS) + b"".join(pieces)
+        [heard] = self.hear_stream(streamed + reply.turn_ended(0, answer) + reply.ended([answer]))
+        assert heard == whole
+
+    def test_an_answer_sent_back_is_the_recorded_message(self) -> None:
+        for answer in self._answers() if self.has_messages else ():
+            self.check_sent_back(answer)
+
+    def test_errors_are_told_before_a_stream_and_in_it(self) -> None:
+        for status in (400, 401, 404, 409, 413, 429, 500, 503):
+            error = ApiError(status, f"It is {status} and so.", code="some_code", param="x")
+            body = orjson.loads(orjson.dumps(self.dialect.error_body(error)))
+            assert body["error"]["message"] == error.message and body["error"][self.kind_of_error]
+            reply = self._reply({"stream": True})
+            started, failed = reply.started(NUM_PROMPT_TOKENS), reply.failed(error)
+            [event] = _events(failed)
+            assert event["error"] == body["error"]
+            try:
+                self.hear_stream(started + failed)
+            except Exception as raised:  # whatever the client has for it
+                assert error.message in str(raised)
+            else:
+                raise AssertionError("the client takes the stream for a whole one")
+
+    def test_models_are_listed(self) -> None:
+        for names in ([], ["policy"], ["a", "b/c"]):
+            listed = orjson.loads(orjson.dumps(self.dialect.model_list(names)))
+            assert self.models(listed) == names
+
+    def check_sent_back(self, answer: Answer) -> None:
+        """A client that sends this answer back sends the recorded message, without its reasoning."""
+        body = self._reply({}).whole([answer])
+        [request] = self.dialect.parse(self.next_request(body), Session("s"))
+        assert chain_keys([], request.messages[:2]) == chain_keys([], [HI, answer.message])
+        assert all("reasoning_content" not in message for message in request.messages)
+
+    def _parse(self, change: Fields) -> list[TurnRequest]:
+        return self.dialect.parse({**self.request, **change}, Session("s"))
+
+    def _reply(self, change: Fields) -> Reply:
+        return self.dialect.reply({**self.request, **change}, "s.0.0", Session("s"))
+
+    def _answers(self) -> list[Answer]:
+        texts = ["hello", "naïve 数学 \U0001f600\n\n", ""]
+        plain = [*map(_answer, texts), replace(_answer("cut"), finish_reason="length")]
+        if not self.has_messages:
+            return plain
+        calls = [ToolCall("calc", {"expression": "1+1", "deep": [{"a": None}]}), ToolCall("now", {})]
+        called = [
+            replace(_answer(text, made, thought), finish_reason="tool_calls")
+            for text, made, thought in (("", calls[:1], ""), ("Sure. ", calls, ""), ("So: ", calls, "hm, so"))
+        ]
+        return [*plain, _answer("Yes.", [], "hm, so"), *called]
+
+
+def _answer(text: str, calls: Sequence[ToolCall] = (), reasoning: str = "") -> Answer:
+    message = assistant_message(text, list(calls), "s.0.0", reasoning)
+    return Answer("s.0.0", message, "stop", None, NUM_PROMPT_TOKENS, NUM_SAMPLED_TOKENS, None)
+
+
+def _streamed(reply: Reply, answers: list[Answer], size: int) -> bytes:
+    """The bytes of a stream in which texts come in pieces of `size` characters, answers in turns."""
+    sent = [reply.started(NUM_PROMPT_TOKENS)]
+    for events in zip_longest(*(_said(answer, size) for answer in answers)):
+        pieces = [(i, Pieces([event], None)) for i, event in enumerate(events) if event is not None]
+        sent += [reply.piece(*piece) for piece in pieces]
+    sent += [reply.turn_ended(i, answer) for i, answer in enumerate(answers)]
+    return b"".join([*sent, reply.ended(answers)])
+
+
+def _said(answer: Answer, size: int) -> list[Event]:
+    thought = [Reasoning(part) for part in _cut(answer.reasoning, size)]
+    return [*thought, *_cut(answer.content, size), *answer.calls]
+
+
+def _cut(text: str, size: int) -> list[str]:
+    return [text[start : start + size] for start in range(0, len(text), size)]
+
+
+def _events(stream: bytes) -> list[dict[str, Any]]:
+    """The events of a stream, which are JSON objects; a named one has its name as type."""
+    events = []
+    assert stream.endswith(b"\n\n")
+    for block in stream.removesuffix(b"\n\n").split(b"\n\n"):
+        fields = dict(line.split(b": ", 1) for line in block.split(b"\n"))
+        assert fields.keys() <= {b"event", b"data"}
+        if fields[b"data"] != b"[DONE]":
+            event = orjson.loads(fields[b"data"])
+            assert isinstance(event, dict) and fields.get(b"event", b"").decode() in ("", event.get("type"))
+            events.append(event)
+    return events

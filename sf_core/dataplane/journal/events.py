@@ -1,0 +1,54 @@
+"""The form of events in a journal, as MessagePack: the name of the event, then its fields in order.
+
+Token ids and log-probs are the bytes of their arrays. Keys are in clear: nobody else may read a journal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, SecretStr, ValidationError
+
+from sf_core.types import Ids
+from storage.json_files import first_fault
+
+_DTYPES: dict[Any, Any] = {
+    Ids: np.int32,
+    npt.NDArray[np.float32]: np.float32,
+    npt.NDArray[np.bool_]: np.bool_,
+}
+
+
+class Event(msgspec.Struct, array_like=True, tag=str.lower):
+    """Something that happened to a run, with all that its effect needs."""
+
+
+def reader(kind: Any) -> Callable[[bytes], Any]:
+    """Function that reads a value of this type, or union of types; it raises ValueError for any other."""
+    return msgspec.msgpack.Decoder(kind, dec_hook=_read).decode
+
+
+def _read(kind: Any, data: Any) -> Any:
+    if (dtype := _DTYPES.get(kind)) is not None:
+        return np.frombuffer(data, dtype)
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        raise ValueError(first_fault(error)) from None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    if isinstance(value, BaseModel):
+        return value.model_dump()
+    if isinstance(value, SecretStr):
+        return value.get_secret_value()
+    raise TypeError(f"{value!r} cannot be recorded")
+
+
+encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder(enc_hook=_plain).encode

@@ -1,0 +1,270 @@
+"""Events of turns, as journals hold them, and what they do to a session after a restart.
+
+Deltas only: a prompt names the prompt or turn whose tokens it begins with, the end of a turn holds the tokens
+that no chunk before it held.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from sf_core.dataplane.journal.events import Event, reader
+from sf_core.dataplane.routing.generation import Generation
+from sf_core.dataplane.sessions.tree import Prompt, Seam, TextMark, Turn
+from sf_core.types import Chunk, FinishReason, Ids, Sampling
+
+if TYPE_CHECKING:
+    from sf_core.dataplane.sessions.session import Session
+
+
+class TurnKey(NamedTuple):
+    """Identifies a turn within its run, from its beginning on."""
+
+    session_id: str
+    prompt: int
+    """Index of its prompt."""
+    sample: int
+
+
+class Tokens(NamedTuple):
+    """Sampled tokens in order, with their log-probs and policy versions."""
+
+    ids: Ids
+    logprobs: npt.NDArray[np.float32]
+    versions: Ids
+
+    def since(self, start: int) -> Tokens:
+        return Tokens(self.ids[start:], self.logprobs[start:], self.versions[start:])
+
+    @classmethod
+    def joined(cls, parts: Sequence[Tokens]) -> Tokens:
+        return cls(*map(np.concatenate, zip(*parts, strict=True))) if parts else NO_TOKENS
+
+    @classmethod
+    def of(cls, ids: array[int], logprobs: array[float], versions: array[int]) -> Tokens:
+        return cls(
+            np.frombuffer(ids, dtype=np.int32),
+            np.frombuffer(logprobs, dtype=np.float32),
+            np.frombuffer(versions, dtype=np.int32),
+        )
+
+
+NO_TOKENS = Tokens.of(array("i"), array("f"), array("i"))
+
+
+class NewPrompt(msgspec.Struct, array_like=True):
+    """A prompt (tree.py) whose references to other nodes are indices."""
+
+    parent: tuple[bool, int] | None
+    """Whether it is a turn, and its index among the turns or prompts of the session."""
+    start: int
+    ids: Ids
+    continues: int | None
+    messages: bytes
+    """JSON, because MessagePack has no integers of more than 64 bits."""
+    num_messages: int
+    chain: bytes
+    index: int
+    text: TextMark
+    seam: Seam | None
+    branch_reason: str | None
+    forced: str
+    opening: list[bytes]
+    tools: bytes
+    """Empty if it continues a turn, whose tools are the same."""
+
+    @classmethod
+    def of(cls, prompt: Prompt) -> NewPrompt:
+        parent, continues = prompt.parent, prompt.continues
+        values = {name: getattr(prompt, name) for name in cls.__struct_fields__} | {
+            "parent": None if parent is None else (isinstance(parent, Turn), parent.index),
+            "continues": None if continues is None else continues.index,
+            "messages": orjson.dumps(prompt.messages),
+            "tools": prompt.tools if continues is None else b"",
+        }
+        return cls(**values)
+
+    def prompt_in(self, session: Session) -> Prompt:
+        """The prompt in its session, which has all nodes that it refers to."""
+        values = msgspec.structs.asdict(self) | {"messages": orjson.loads(self.messages)}
+        if self.parent is not None:
+            is_turn, index = self.parent
+            values["parent"] = session.turns[index] if is_turn else session.prompts[index]
+        if self.continues is not None:
+            turn = session.turns[self.continues]
+            values |= {"continues": turn, "tools": turn.prompt.tools}
+        return Prompt(**values)
+
+
+class OfTurn(Event):
+    key: TurnKey
+
+    @property
+    def session_id(self) -> str:
+        return self.key.session_id
+
+
+class Begun(OfTurn):
+    """A turn was begun."""
+
+    nth: int
+    """Its index among the samples of its request."""
+    identity: bytes
+    """Identifies its request when that is retried (RequestIdentity.identity)."""
+    prompts: list[NewPrompt]
+    """Prompts opened since the session's last such event: later ones may begin with the tokens of any."""
+
+
+class Sampled(OfTurn):
+    """Tokens of a turn were sampled, by these engines so far."""
+
+    tokens: Tokens
+    engines: str
+
+
+class Ended(OfTurn):
+    """A turn has ended."""
+
+    tokens: Tokens
+    """Tokens that no event before holds."""
+    message: bytes
+    """JSON."""
+    finish_reason: FinishReason
+    engine: str
+    sampling: Sampling
+    interruptions: int
+    num_unparsed_calls: int
+    index: int
+
+    @classmethod
+    def of(cls, key: TurnKey, turn: Turn, num_recorded: int) -> Ended:
+        """The end of a turn whose first `num_recorded` tokens are recorded already."""
+        tail = Tokens(turn.ids, turn.logprobs, turn.versions).since(num_recorded)
+        facts = (getattr(turn, name) for name in _TURN_FACTS)
+        return cls(key, tail, orjson.dumps(turn.message), *facts)
+
+    def turn_of(self, prompt: Prompt, before: Tokens) -> Turn:
+        """The turn; `before` are its tokens in earlier events."""
+        tokens = Tokens.joined([before, self.tokens])
+        facts = (getattr(self, name) for name in _TURN_FACTS)
+        return Turn(prompt, self.key.sample, *tokens, orjson.loads(self.message), *facts)
+
+
+_TURN_FACTS = Ended.__struct_fields__[3:]
+"""Fields of a turn that its end has as they are."""
+
+
+class Delivered(OfTurn):
+    """All of a turn's answer was sent to the agent."""
+
+
+class Overflowed(Event):
+    """A request of the session did not fit into the context window."""
+
+    session_id: str
+
+
+TurnEvent = Begun | Sampled | Ended | Delivered | Overflowed
+
+read_turn_event: Callable[[bytes], TurnEvent] = reader(TurnEvent)
+
+
+@dataclass(slots=True, eq=False)
+class RecordedTurn:
+    """A turn that was begun, as far as it is recorded: what a restart finds of it, and what remains of it
+    when no client waits for it."""
+
+    key: TurnKey
+    identity: bytes
+    """Identifies its request when that is retried (RequestIdentity.identity)."""
+    prompt: Prompt
+    chunks: list[Tokens] = field(default_factory=list)
+    """Tokens sampled so far; empty once it is finished."""
+    engines: str = ""
+    turn: Turn | None = None
+    """The finished turn; None until then."""
+    delivered: bool = False
+    unanswered: bool = False
+    """Its answer was not delivered; False for turns that a restart found, where this is not known."""
+
+    @property
+    def tokens(self) -> Tokens:
+        if self.turn is not None:
+            return Tokens(self.turn.ids, self.turn.logprobs, self.turn.versions)
+        if len(self.chunks) > 1:
+            self.chunks = [Tokens.joined(self.chunks)]
+        return self.chunks[0] if self.chunks else NO_TOKENS
+
+    @property
+    def is_unanswered(self) -> bool:
+        """Its answer was not delivered, and no later turn extends it."""
+        return self.unanswered and self.turn is not None and not self.turn.has_continuation
+
+    def may_be_asked_again(self, prompt: Prompt, identity: bytes) -> bool:
+        """Whether its request may be retried after a request of this identity has asked `prompt`: an agent
+        that extends an answer has received it."""
+        is_extended = prompt.continues is not None and prompt.continues is self.turn
+        return self.turn is None or not (is_extended or identity == self.identity)
+
+    def restore(self, generation: Generation) -> None:
+        """Bring a new generation of the same request to the state of this turn."""
+        ids, logprobs, versions = self.tokens
+        edges = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(ids)] if len(ids) else []
+        for start, end in pairwise(edges):
+            chunk = ids[start:end].tolist(), logprobs[start:end].tolist(), int(versions[start])
+            generation.absorb(Chunk(generation.request_id, *chunk), "")
+        generation.engines = self.engines.split(",") if self.engines else []
+        if self.turn is not None:
+            generation.interruptions = self.turn.interruptions
+            generation.finish(self.turn.finish_reason)
+        elif len(ids) and int(ids[-1]) in generation.stop_token_ids:
+            generation.finish(FinishReason.STOP)
+        elif len(ids):
+            generation.absorb(Chunk(generation.request_id, [], [], 0, FinishReason.ABORT), "")
+
+
+def replay(session: Session, event: TurnEvent) -> None:
+    """Apply an event to its session. Those of one turn come in order, those of several may interleave."""
+    if isinstance(event, Overflowed):
+        session.has_overflowed = True
+        return
+    if isinstance(event, Begun):
+        return _begin_turn(session, event)
+    recorded = next((known for known in reversed(session.recorded) if known.key == event.key), None)
+    if recorded is None:
+        return  # a later turn extended it before its delivery was written
+    match event:
+        case Sampled():
+            recorded.engines = event.engines
+            recorded.chunks.append(event.tokens)
+        case Ended():
+            _end_turn(session, event, recorded)
+        case Delivered():
+            recorded.delivered = True
+
+
+def _begin_turn(session: Session, event: Begun) -> None:
+    for new in event.prompts:
+        session.restore_prompt(new.prompt_in(session))
+        session.take_unrecorded()
+    prompt, identity = session.prompts[event.key.prompt], event.identity
+    session.begin_sample(prompt, event.nth)
+    session.recorded = [known for known in session.recorded if known.may_be_asked_again(prompt, identity)]
+    session.recorded.append(RecordedTurn(event.key, identity, prompt))
+
+
+def _end_turn(session: Session, event: Ended, recorded: RecordedTurn) -> None:
+    turn = event.turn_of(recorded.prompt, recorded.tokens)
+    session.restore_turn(turn)
+    if turn.finish_reason is FinishReason.ABORT:
+        session.recorded.remove(recorded)
+    recorded.turn, recorded.engines, recorded.chunks = turn, turn.engine, []

@@ -1,0 +1,46 @@
+"""The device that this process emulates: it has one active tag at a time, and switching takes time.
+
+Its figures are those that the worker declares, else those of the configuration.
+"""
+
+from __future__ import annotations
+
+from sf_core.config import RunConfig, devices
+from sf_core.engines.emulated.device_model import DeviceModel
+from sf_core.engines.emulated.engine import EmulatedEngine
+
+MAX_SLEEP_S = 0.01
+"""Longest sleep of an emulated engine: turns take seconds, and tens of engines share a core."""
+
+STALL_S = 2.0
+"""Steps may come this late, on a machine with more engines than cores; missed tokens are made up for."""
+
+REPORT_EVERY = 256
+
+_active: str | None = None
+
+
+def device_model(config: RunConfig) -> DeviceModel:
+    return DeviceModel(config.emulation, devices.own_device)
+
+
+def switch_s(tag: str, seconds: float) -> float:
+    """The seconds that the switch of the device to this tag takes; 0 if it holds the tag already."""
+    global _active
+    was, _active = _active, tag
+    return 0.0 if was == tag else seconds
+
+
+def make_engine(config: RunConfig, start_dir: str) -> EmulatedEngine:
+    """The engine of this process's device."""
+    model = device_model(config)
+    return EmulatedEngine(
+        model,
+        report_every=REPORT_EVERY,
+        weight_load_s=model.weight_load_s(),
+        wake_s=lambda: switch_s("rollout", model.to_rollout_s()),
+        kv_tokens=config.emulation.kv_tokens,
+        recompute=config.engine.kv_on_update == "recompute",
+        max_sleep_s=MAX_SLEEP_S,
+        stall_s=STALL_S,
+    )

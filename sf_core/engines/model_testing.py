@@ -1,0 +1,184 @@
+"""The contract of engines whose tokens come from a network, as tests: they sample what the weights give.
+
+Needs no pytest. A pytest fixture of the subclass may set what `make` needs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from msgspec.structs import replace
+
+from sf_core.engines.protocol import Engine, WeightsRefusedError
+from sf_core.engines.testing import EngineTests, awake, drain, ids_of, raised, sampled_by, until
+from sf_core.types import Chunk, FinishReason, GenerationRequest, Sampling, WeightsRef
+
+
+class ModelEngineTests(EngineTests):
+    vocab_size = 60
+    context_length = 100
+    """Longest sequence of the engine."""
+    tolerance = 1e-4
+    """Largest difference of log-probs, in nats."""
+    samplings: Sequence[Sampling] = (
+        Sampling(seed=1),
+        Sampling(seed=2, temperature=0.7),
+        Sampling(seed=3, temperature=1.3, top_p=0.9),
+        Sampling(seed=4, top_k=7),
+        Sampling(seed=5, temperature=0.8, top_k=20, top_p=0.8),
+    )
+    num_at_once = 40
+    """Seeded requests that are sent together, more than the engine prefills in a step."""
+
+    def logprobs(
+        self, version: int, ids: Sequence[int], start: int, sampling: Sampling
+    ) -> npt.NDArray[np.float32]:
+        """Log-probs of ids[start:] by a forward pass over all ids with the weights of this version, under the
+        distribution that is drawn from."""
+        raise NotImplementedError
+
+    def damaged(self) -> WeightsRef:
+        """Weights whose file is cut off."""
+        raise NotImplementedError
+
+    def test_a_stop_token_ends_a_request_and_is_part_of_it(self) -> None:
+        expected = self.alone()
+        engine = self.serving()
+        stop = expected[7]
+        # an id that never comes is no hindrance
+        engine.submit(replace(self.request("r"), stop_token_ids=(self.vocab_size - 1, stop)))
+        chunks = drain(engine)
+        ended = min(expected.index(token) for token in (self.vocab_size - 1, stop) if token in expected)
+        assert ids_of(chunks) == expected[: ended + 1]
+        assert chunks[-1].finish_reason is FinishReason.STOP
+        engine.rest()
+
+    def test_a_sequence_ends_at_the_end_of_the_context(self) -> None:
+        engine = self.serving()
+        prompt = [5 + i % 40 for i in range(self.context_length - 9)]
+        engine.submit(replace(self.request("r"), prompt_ids=prompt, max_tokens=100))
+        chunks = drain(engine)
+        assert (len(ids_of(chunks)), chunks[-1].finish_reason) == (9, FinishReason.LENGTH)
+        engine.rest()
+
+    def test_requests_that_cannot_be_done_are_refused_at_once(self) -> None:
+        engine, request, length = self.serving(), self.request("r"), self.context_length
+        wrong = {
+            f"prompt has 0 tokens; allowed are 1 to {length - 1}": replace(request, prompt_ids=[]),
+            f"prompt has {length} tokens": replace(request, prompt_ids=[5] * length),
+            f"an id outside the vocabulary of {self.vocab_size}": replace(
+                request, prompt_ids=[5, self.vocab_size]
+            ),
+            "outside the vocabulary": replace(request, prompt_ids=[-1]),
+            "max_tokens is 0": replace(request, max_tokens=0),
+        }
+        for message, refused in wrong.items():
+            assert message in str(raised(lambda: engine.submit(refused), ValueError))  # noqa: B023
+        assert engine.num_requests == 0
+        engine.rest()
+
+    def test_log_probs_are_those_of_a_full_forward_pass_under_every_sampling(self) -> None:
+        engine = self.serving()
+        requests = [
+            replace(self.request(f"{i}"), sampling=sampling) for i, sampling in enumerate(self.samplings)
+        ]
+        self.check_answers(engine, requests)
+
+    def test_more_seeded_requests_than_a_step_prefills_all_end_with_right_log_probs(self) -> None:
+        engine = self.serving()
+        requests = [
+            replace(self.request(f"{i}", seed=i), prompt_ids=[*self.prompt, *([9 + i % 20] * (i % 17))])
+            for i in range(self.num_at_once)
+        ]
+        self.check_answers(engine, requests)
+
+    def test_tokens_before_an_update_are_by_the_old_weights_and_after_it_by_the_new(self) -> None:
+        engine = self.serving()
+        request = replace(self.request("r", stream=True), max_tokens=self.context_length - len(self.prompt))
+
+        def update() -> list[Chunk]:
+            awake(engine, self.weights(0))
+            engine.submit(request)
+            chunks: list[Chunk] = []
+            until(lambda: chunks.extend(engine.step()), lambda: len(ids_of(chunks)) >= 3)
+            engine.pause()
+            chunks += awake(engine, self.weights(1))
+            engine.resume()
+            return chunks + drain(engine)
+
+        self.check_logprobs(request, sampled_by({0, 1}, update))
+        engine.rest()
+
+    def test_damaged_weights_are_refused_and_the_old_ones_serve_on(self) -> None:
+        expected = self.alone()
+        engine = self.serving()
+        engine.submit(self.request("r"))
+        chunks: list[Chunk] = []
+
+        def go_on() -> None:
+            while True:
+                chunks.extend(engine.step())
+
+        engine.take_weights(self.damaged())
+        error = raised(go_on, WeightsRefusedError)
+        assert "safetensors" in str(error)
+        assert ids_of(chunks + drain(engine)) == expected
+        awake(engine, self.weights(2))
+        engine.rest()
+        engine.take_weights(self.damaged())
+        assert "safetensors" in str(raised(go_on, ValueError))
+        engine.rest()
+
+    def test_weights_that_follow_each_other_sample_under_their_own_names(self) -> None:
+        engine = self.serving()
+        request = replace(self.request("r", stream=True), max_tokens=self.context_length - len(self.prompt))
+        engine.submit(request)
+        chunks: list[Chunk] = []
+        for i in range(12):
+            engine.pause()
+            engine.take_weights(self.weights(1 + i % 2))
+            # so that the next ones come at any moment of taking these
+            time.sleep(0.004 * i)
+            engine.take_weights(self.weights(2 - i % 2))
+            engine.resume()
+            chunks += engine.step()
+        self.check_logprobs(request, chunks + awake(engine, self.weights(0)) + drain(engine))
+        engine.rest()
+
+    def test_weights_that_took_the_place_of_others_and_are_refused_leave_an_engine_that_serves(self) -> None:
+        engine = self.serving()
+        for num_steps in range(8):
+            request = self.request("r", stream=True)
+            engine.submit(request)
+            engine.take_weights(self.weights(1 + num_steps % 2))
+            chunks = [chunk for _ in range(num_steps) for chunk in engine.step()]
+            engine.take_weights(self.damaged())
+            raised(lambda: until(lambda: chunks.extend(engine.step()), lambda: False), WeightsRefusedError)  # noqa: B023
+            self.check_logprobs(request, chunks + drain(engine))
+        engine.rest()
+
+    def check_answers(self, engine: Engine, requests: Sequence[GenerationRequest]) -> None:
+        """Check the log-probs of requests that are sampled together."""
+        for request in requests:
+            engine.submit(request)
+        chunks = drain(engine)
+        for request in requests:
+            self.check_logprobs(request, [c for c in chunks if c.request_id == request.request_id])
+        engine.rest()
+
+    def check_logprobs(self, request: GenerationRequest, chunks: Sequence[Chunk]) -> None:
+        """Check every token's log-prob against the weights of its chunk's version."""
+        start, sampled = len(request.prompt_ids), ids_of(chunks)
+        expected = {
+            version: self.logprobs(version, [*request.prompt_ids, *sampled], start, request.sampling)
+            for version in {chunk.version for chunk in chunks if chunk.token_ids}
+        }
+        place = 0
+        for chunk in chunks:
+            for logprob in chunk.logprobs:
+                wanted = expected[chunk.version][place]
+                assert abs(logprob - wanted) < self.tolerance, (place, logprob, wanted)
+                place += 1

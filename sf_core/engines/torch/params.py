@@ -1,0 +1,67 @@
+"""Parameters by Hugging Face name, read one at a time and copied to the device."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from safetensors import safe_open
+
+from storage.tensors.weights import FILE_NAME
+
+
+class CopiedParams(Mapping[str, torch.Tensor]):
+    """Each is copied when it is asked for, so that a model is made of them with room for little more than
+    itself, and no tensor shares memory with the file, which may change later."""
+
+    def __init__(
+        self,
+        shapes: dict[str, torch.Size],
+        read: Callable[[str], torch.Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+        check: Callable[[], None],
+    ) -> None:
+        """`check` is called before each of them, and raises what shall end the making of a model."""
+        self.shapes, self.dtype, self.device = shapes, dtype, device
+        self._read, self._check = read, check
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self.shapes:
+            raise KeyError(name)
+        self._check()
+        return self._read(name).to(self.device, self.dtype, copy=True)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.shapes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+
+def stored_params(
+    folder: str,
+    shapes: dict[str, torch.Size],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    check: Callable[[], None],
+) -> CopiedParams:
+    """The parameters in a local folder. Raises ValueError if their names and shapes are not these."""
+    file = safe_open(os.path.join(folder, FILE_NAME), "pt")
+    _check_shapes({name: torch.Size(file.get_slice(name).get_shape()) for name in file.keys()}, shapes)  # noqa: SIM118
+    return CopiedParams(shapes, file.get_tensor, dtype, device, check)
+
+
+def _check_shapes(got: dict[str, torch.Size], expected: dict[str, torch.Size]) -> None:
+    if missing := sorted(expected.keys() - got.keys()):
+        raise ValueError(f"weights lack {missing[0]!r} ({len(missing)} tensors missing)")
+    if unknown := sorted(got.keys() - expected.keys()):
+        raise ValueError(f"weights have {unknown[0]!r}, unknown to the model ({len(unknown)} tensors)")
+    for name, shape in got.items():
+        if shape != expected[name]:
+            raise ValueError(f"weights have {name!r} of shape {[*shape]}; expected {[*expected[name]]}")

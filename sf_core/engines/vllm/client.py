@@ -1,0 +1,194 @@
+"""vLLM's HTTP: the only module that knows its routes, checked against 0.32.0 and 0.33.0.
+
+Most of them are development routes, of which vLLM promises nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import aiohttp
+import orjson
+
+from sf_core.engines.protocol import EngineLostError
+
+_GENERATE = "/inference/v1/generate"
+
+_ANSWER_S = 60.0
+"""Longest wait for the answer to a command that does no work."""
+
+_WORK_S = 600.0
+"""Longest wait for weights to be read or for memory to be moved."""
+
+
+class RequestRefusedError(ValueError):
+    """vLLM does not take this request; it takes others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens of a stream, in the order they came."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str | None
+    """vLLM's word, on the last piece."""
+    labels: frozenset[str]
+    """Names of the weights that sampled the request so far; only on the last piece."""
+
+
+class VllmClient:
+    """A vLLM server at a URL, or behind a Unix socket. Belongs to one event loop. Every method raises
+    EngineLostError if the server does not answer or has failed."""
+
+    def __init__(
+        self, url: str = "http://vllm", *, socket: str | None = None, key: str | None = None
+    ) -> None:
+        self._url = url.rstrip("/")
+        # vLLM closes idle connections, and a request on one that it is closing fails: each gets a fresh one
+        connector = (
+            aiohttp.UnixConnector(socket, limit=0, force_close=True)
+            if socket
+            else aiohttp.TCPConnector(limit=0, force_close=True)
+        )
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._session = aiohttp.ClientSession(connector=connector, headers=headers, read_bufsize=2**20)
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def generate(self, body: dict[str, Any]) -> AsyncIterator[Piece]:
+        """Stream the tokens of a request. Raises RequestRefusedError."""
+        data, headers = orjson.dumps(body), {"Content-Type": "application/json"}
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_ANSWER_S)
+        with _answered(_GENERATE):
+            async with self._session.post(
+                self._url + _GENERATE, data=data, headers=headers, timeout=timeout
+            ) as response:
+                if response.status != 200:
+                    raise _failure(response.status, await response.text())
+                async for line in response.content:
+                    # errors come in streams of status 200 too
+                    if line.startswith(b"data: {"):
+                        yield _piece(orjson.loads(line[6:]))
+
+    async def abort(self, request_ids: Collection[str]) -> None:
+        """End these requests, whose streams then end. Ids that are not known to vLLM are ignored, also those
+        that it does not know yet."""
+        # the token endpoint gives its requests this prefix
+        ids = [f"generate-tokens-{request_id}" for request_id in request_ids]
+        await self._post("/abort_requests", {"request_ids": ids})
+
+    async def pause(self, mode: Literal["abort", "keep"]) -> None:
+        """Sample nothing until `resume`. abort: every stream ends; keep: they go on with `resume`. KV
+        stays."""
+        await self._post("/pause", mode=mode, clear_cache="false")
+
+    async def resume(self) -> None:
+        await self._post("/resume")
+
+    async def reload(self, folder: str) -> None:
+        """Take the weights of a model folder, while paused."""
+        call = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+        await self._post("/collective_rpc", call, timeout_s=_WORK_S)
+
+    async def name_weights(self, label: str) -> None:
+        """Give the weights a name, which finished requests then carry."""
+        await self._post("/update_weight_version", {"new_version": label})
+
+    async def sleep(self, level: int) -> None:
+        """Give the device's memory back. 1: weights move to the host's memory; 2: they are dropped."""
+        await self._post("/sleep", timeout_s=_WORK_S, level=str(level))
+
+    async def wake(self, what: Literal["weights", "kv_cache"]) -> None:
+        await self._post("/wake_up", timeout_s=_WORK_S, tags=what)
+
+    async def drop_prefixes(self) -> None:
+        """Forget the KV of requests that have ended."""
+        await self._post("/reset_prefix_cache")
+
+    async def check_health(self) -> None:
+        await self._call("GET", "/health")
+
+    async def settings(self) -> dict[str, Any]:
+        """The server's configuration. Raises ValueError, one sentence, if an engine cannot be made of it."""
+        needed = (
+            ("GET", "/is_paused", 200, "VLLM_SERVER_DEV_MODE=1 in its environment"),
+            # refused for what it lacks, and so it is there
+            ("POST", _GENERATE, 400, "--enable-scale-out"),
+        )
+        for method, path, expected, remedy in needed:
+            status, _ = await self._request(method, path, {} if method == "POST" else None)
+            if status == 401:
+                raise ValueError(
+                    f"the server at {self._url} refuses the key that SF_VLLM_KEY has, or wants one"
+                )
+            if status != expected:
+                raise ValueError(
+                    f"the server at {self._url} answers {path} with {status}: it must be vLLM, started with "
+                    f"{remedy}"
+                )
+        answer = await self._call("GET", "/server_info", config_format="json")
+        return dict(orjson.loads(answer)["vllm_config"])
+
+    async def _post(self, path: str, body: Any = None, timeout_s: float = _ANSWER_S, **query: str) -> None:
+        await self._call("POST", path, body, timeout_s, **query)
+
+    async def _call(
+        self, method: str, path: str, body: Any = None, timeout_s: float = _ANSWER_S, **query: str
+    ) -> bytes:
+        status, answer = await self._request(method, path, body, timeout_s, query)
+        if status != 200:
+            raise EngineLostError(f"vLLM: {path}: {status} {answer.decode(errors='replace')[:1000]}")
+        return answer
+
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        timeout_s: float = _ANSWER_S,
+        query: Mapping[str, str] | None = None,
+    ) -> tuple[int, bytes]:
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        with _answered(path):
+            async with self._session.request(
+                method, self._url + path, json=body, params=query, timeout=timeout
+            ) as response:
+                return response.status, await response.read()
+
+
+@contextmanager
+def _answered(path: str) -> Iterator[None]:
+    try:
+        yield
+    except EngineLostError:
+        raise
+    # a session that was closed meanwhile raises RuntimeError
+    except (aiohttp.ClientError, OSError, RuntimeError) as error:
+        raise EngineLostError(f"vLLM: {path}: {str(error) or type(error).__name__}") from error
+
+
+def _piece(message: dict[str, Any]) -> Piece:
+    if "choices" not in message:
+        error = message.get("error") or message
+        raise _failure(int(error.get("code") or 500), str(error.get("message") or error))
+    (choice,) = message["choices"]
+    token_ids = choice["token_ids"] or []
+    content = (choice["logprobs"] or {}).get("content") or []
+    spans = choice.get("weight_versions") or []
+    return Piece(
+        token_ids,
+        [entry["logprob"] for entry in content],
+        choice["finish_reason"],
+        frozenset(span["version"] for span in spans),
+    )
+
+
+def _failure(status: int, text: str) -> Exception:
+    if 400 <= status < 500:
+        return RequestRefusedError(f"vLLM refused a request: {text}")
+    return EngineLostError(f"vLLM: {status} {text}")

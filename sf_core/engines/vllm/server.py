@@ -1,0 +1,117 @@
+"""The vLLM server of this process: its command line and environment, its start, its last words and its end.
+
+Owns the process group and the Unix socket. Knows no HTTP.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+
+from sf_core.keeper import keeper_of
+from sf_core.surroundings import inherited_variables, vllm_python
+from storage.scratch import scratch_folder
+
+_LOG_LINES = 15
+"""Lines of the server's log that the report of its end quotes."""
+
+_LONGEST_SOCKET_PATH = 100
+"""The kernel takes some 108 bytes."""
+
+_ENVIRONMENT = {
+    # the routes for weights, pauses and sleep
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+_ENVIRONMENT_ON_CPU = {
+    # by default it takes whole cores for itself, and our workers share them
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # helpers of the sampler are compiled otherwise, which delays the first tokens by half a minute
+    "TORCH_COMPILE_DISABLE": "1",
+}
+
+
+def arguments(
+    *, dtype: str, context_length: int, max_running: int, kv_bytes: int, on_cpu: bool, more: Sequence[str]
+) -> list[str]:
+    """The server's arguments, without model and socket. What `more` repeats counts as it is there."""
+    own = {
+        # else float32 weights are served as bfloat16
+        "dtype": dtype,
+        "max-model-len": str(context_length),
+        "max-num-seqs": str(max_running),
+        "logprobs-mode": "processed_logprobs",
+        "served-model-name": "policy",
+    }
+    flags = ["enable-scale-out", "skip-tokenizer-init", "disable-uvicorn-access-log", "disable-log-stats"]
+    if on_cpu:
+        own["kv-cache-memory-bytes"] = str(kv_bytes)
+        # a seeded request whose prompt is split between two steps would end the server
+        flags += ["enforce-eager", "no-enable-chunked-prefill"]
+    else:
+        flags += ["enable-sleep-mode"]
+    return [f"--{name}={value}" for name, value in own.items()] + [f"--{flag}" for flag in flags] + [*more]
+
+
+class VllmServer:
+    """A running server, or one that is starting. It ends with this process, however that ends."""
+
+    def __init__(self, model_dir: str, arguments: Sequence[str], *, on_cpu: bool) -> None:
+        self._folder = scratch_folder(_short_folder())
+        self.socket = f"{self._folder.name}/socket"
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115
+        command = [vllm_python(), "-m", "vllm.entrypoints.openai.api_server", "--model", model_dir]
+        command += ["--uds", self.socket, *arguments]
+        self._channel, theirs = socket.socketpair()
+        with theirs:
+            self._keeper = subprocess.Popen(
+                # several processes, of which those that compute outlive the one that serves HTTP
+                keeper_of(theirs, 0.0, "", command),
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=subprocess.STDOUT,
+                cwd=self._folder.name,
+                env=_environment(self._folder.name, on_cpu),
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+
+    @property
+    def has_ended(self) -> bool:
+        return self._keeper.poll() is not None
+
+    def last_lines(self) -> str:
+        """The end of the server's log."""
+        size = self._log.seek(0, os.SEEK_END)
+        self._log.seek(max(0, size - 8192))
+        lines = self._log.read().decode(errors="replace").splitlines()
+        return "\n".join(lines[-_LOG_LINES:])
+
+    def end(self) -> None:
+        """Kill all of its processes and wait until they are gone."""
+        self._channel.close()
+        if self._keeper.wait() != 0:
+            # killed itself, and so it has ended nobody
+            with suppress(ProcessLookupError):
+                os.killpg(self._keeper.pid, signal.SIGKILL)
+        self._log.close()
+        self._folder.cleanup()
+
+
+def _short_folder() -> str:
+    """Where temporary files go, unless a socket's path there would be too long."""
+    folder = tempfile.gettempdir()
+    return folder if len(folder) + len("/sf-scratch-12345678/socket") < _LONGEST_SOCKET_PATH else "/tmp"
+
+
+def _environment(folder: str, on_cpu: bool) -> dict[str, str]:
+    own = inherited_variables() | _ENVIRONMENT | {"TMPDIR": folder}
+    return own | (_ENVIRONMENT_ON_CPU if on_cpu else {})

@@ -1,0 +1,305 @@
+"""What runs on the event loop of a VllmEngine: streams, weights on their way, the server's life.
+
+Every request to vLLM is sampled by one version: an update ends all streams, reloads, and sends what is left
+of each request again. vLLM's own name of the weights must agree at the end of each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Any
+
+from sf_core.engines.host_weights import HostWeights
+from sf_core.engines.protocol import EngineLostError, WeightsRefusedError
+from sf_core.engines.vllm.client import RequestRefusedError, VllmClient
+from sf_core.engines.vllm.places import Place
+from sf_core.engines.vllm.turn import Turn
+from sf_core.types import Chunk, FinishReason, GenerationRequest, WeightsRef
+
+log = logging.getLogger(__name__)
+
+Event = Chunk | WeightsRef | Exception
+"""Tokens; weights that sample all later ones; why weights were refused, or what ended the server."""
+
+_ENDS_S = 10.0
+"""Longest wait for the end of a stream that vLLM was told to end."""
+
+_UNANSWERED_S = 0.1
+"""The same if it has brought nothing: vLLM may have been told before it knew the request."""
+
+_HEALTH_EVERY_S = 2.0
+
+_MOST_FAILED_STARTS = 3
+"""After so many in a row the engine fails."""
+
+
+class Serving:
+    """Every method is called on one event loop. Commands raise nothing: `tell` gets what happens."""
+
+    def __init__(self, place: Place, *, keep_kv: bool, tell: Callable[[Event], None]) -> None:
+        self._place, self._keep_kv, self._tell = place, keep_kv, tell
+        self._weights = HostWeights()
+        # one thread: the copy of the weights is used by one at a time
+        self._fetching = ThreadPoolExecutor(1, "fetch-weights")
+        self._client: VllmClient | None = None
+        self._turns: dict[str, Turn] = {}
+        self._streaming: set[Turn] = set()
+        """Turns that have a stream, also those that are being aborted."""
+        self._name = uuid.uuid4().hex[:12]
+        """Part of the names of our requests and weights, so that nobody else's are taken for them."""
+        self._numbers = itertools.count()
+        self._label = ""
+        """Name of the weights that sample now."""
+        self._wanted: WeightsRef | None = None
+        self._held: WeightsRef | None = None
+        """Weights that were told of; None at rest."""
+        self._loaded: WeightsRef | None = None
+        """Weights in the server's memory, also at rest."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        """All that go on between commands."""
+        self._mover: asyncio.Task[None] | None = None
+        self._switching = asyncio.Lock()
+        """Held while the server is paused, resumed or given weights."""
+        self._paused = self._asleep = self._flows = False
+        self._is_between = False
+        """Whether the server was stopped for weights that it was not given, because newer ones came."""
+        self._failed_starts = 0
+        self._closing: asyncio.Task[None] | None = None
+
+    def want(self, weights: WeightsRef) -> None:
+        self._wanted = weights
+        if self._mover is None or self._mover.done():
+            self._mover = self._start(self._move())
+
+    def begin(self, request: GenerationRequest) -> None:
+        if self._held is None:
+            # lost meanwhile, which the next step tells
+            return
+        turn = self._turns[request.request_id] = Turn(request, self._label)
+        if self._flows:
+            self._open_stream(turn)
+
+    async def abort(self, request_ids: Collection[str]) -> None:
+        """End these requests; what they had sampled is told before this returns."""
+        turns = [self._turns.pop(name) for name in request_ids if name in self._turns]
+        ids = [turn.wire_id for turn in turns if turn.stream]
+        if self._client is not None and ids:
+            try:
+                await self._end_streams(turns, self._client.abort(ids))
+            except EngineLostError as error:
+                self._lose(error)
+
+    async def pause(self) -> None:
+        self._paused = True
+        async with self._alone():
+            if self._client is not None and self._flows:
+                self._flows = False
+                await self._client.pause("keep")
+
+    async def resume(self) -> None:
+        self._paused = False
+        async with self._alone():
+            is_given = self._held is not None and not self._is_between
+            if self._client is not None and is_given and not self._flows:
+                await self._flow(self._client)
+
+    async def rest(self) -> None:
+        self._wanted = None
+        if self._mover is not None:
+            self._mover.cancel()
+            self._mover = None
+        async with self._alone():
+            self._turns.clear()
+            self._held, self._flows = None, False
+            if self._client is None:
+                return self._place.leave_start()
+            await self._end_streams(self._streaming, self._client.pause("abort"))
+            if self._place.sleep_level and not self._asleep:
+                await self._client.sleep(self._place.sleep_level)
+                self._asleep = True
+                if self._place.sleep_level == 2:
+                    self._loaded = None
+
+    async def close(self) -> None:
+        self._reset()
+        await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()}, return_exceptions=True)
+        await asyncio.to_thread(self._fetching.shutdown, cancel_futures=True)
+        self._weights.close()
+
+    async def _move(self) -> None:
+        """Have the wanted weights fetched and given to the server."""
+        while (weights := self._wanted) is not None and (weights != self._held or self._is_between):
+            try:
+                folder = await asyncio.get_running_loop().run_in_executor(
+                    self._fetching, self._weights.fetch, weights
+                )
+                if weights != self._wanted:
+                    continue
+                source = self._place.take(weights, folder)
+                if self._client is None:
+                    await self._connect(weights)
+            except EngineLostError as error:
+                return self._lose(error)
+            except (ValueError, OSError) as error:
+                if weights != self._wanted:
+                    continue
+                self._tell(error if self._held is None else WeightsRefusedError(str(error)))
+                self._wanted = None
+                if self._held is None or self._loaded is None or not self._is_between:
+                    return
+                # those that these took the place of
+                self._wanted = weights = self._loaded
+                source = ""
+            # by a task of its own, so that rest, which cancels this one, never leaves the server half-way
+            giving = self._start(self._give(weights, source))
+            await asyncio.wait([giving])
+            if giving.exception():
+                return
+
+    async def _connect(self, weights: WeightsRef) -> None:
+        self._client, holds_them = await self._place.connect()
+        self._loaded = weights if holds_them else None
+        self._start(self._watch(self._client))
+
+    async def _give(self, weights: WeightsRef, source: str) -> None:
+        async with self._alone():
+            client = self._client
+            if client is None or weights != self._wanted:
+                return
+            self._flows, self._is_between = False, True
+            await self._end_streams(self._streaming, client.pause("abort"))
+            if self._asleep:
+                await client.wake("weights")
+            if self._loaded != weights:
+                self._loaded = None
+                await client.reload(source)
+                self._loaded = weights
+            if self._asleep:
+                await client.wake("kv_cache")
+                await client.drop_prefixes()
+                self._asleep = False
+            if weights != self._wanted:
+                # newer ones are on their way, or it rests
+                return
+            self._label = f"{self._name}.{weights.version}"
+            await client.name_weights(self._label)
+            self._held, self._is_between, self._failed_starts = weights, False, 0
+            self._tell(weights)
+            if not self._paused:
+                await self._flow(client)
+
+    async def _flow(self, client: VllmClient) -> None:
+        await client.resume()
+        self._flows = True
+        for turn in self._turns.values():
+            if turn.stream is None:
+                if not self._keep_kv:
+                    turn.salt = self._label
+                self._open_stream(turn)
+
+    def _open_stream(self, turn: Turn) -> None:
+        assert self._client is not None and self._held is not None
+        body = turn.body(f"{self._name}.{next(self._numbers)}")
+        turn.stream = self._start(self._sample(turn, body, self._client, self._held.version))
+        self._streaming.add(turn)
+
+    async def _sample(self, turn: Turn, body: dict[str, object], client: VllmClient, version: int) -> None:
+        name, label, reason = turn.request.request_id, self._label, None
+        try:
+            async for piece in client.generate(body):
+                if piece.labels - {label}:
+                    raise EngineLostError(f"weights that vLLM names {set(piece.labels)} sampled for {label}")
+                finish, reason = turn.take(piece), piece.finish_reason
+                if finish is not None:
+                    self._turns.pop(name, None)
+                for chunk in turn.chunks(piece, version, finish):
+                    self._tell(chunk)
+            if reason is None or (reason == "abort" and self._flows and name in self._turns):
+                raise EngineLostError("vLLM ended a request that nobody ended")
+        except RequestRefusedError as error:
+            log.error("%s", error)
+            self._turns.pop(name, None)
+            self._tell(Chunk(name, [], [], version, FinishReason.LENGTH))
+        except EngineLostError as error:
+            self._lose(error)
+        finally:
+            turn.stream = None
+            self._streaming.discard(turn)
+
+    async def _end_streams(self, turns: Collection[Turn], command: Awaitable[None]) -> None:
+        """Give the command that ends these streams, and wait until they have."""
+        turns = list(turns)
+        fresh = [turn.stream for turn in turns if turn.stream and not turn.has_answered]
+        await command
+        if not (streams := [turn.stream for turn in turns if turn.stream]):
+            return
+        await asyncio.wait(streams, timeout=_UNANSWERED_S)
+        for stream in fresh:
+            stream.cancel()
+        _, late = await asyncio.wait(streams, timeout=_ENDS_S)
+        if late:
+            raise EngineLostError(f"vLLM did not end {len(late)} requests within {_ENDS_S:.0f} s")
+
+    async def _watch(self, client: VllmClient) -> None:
+        while True:
+            await asyncio.sleep(_HEALTH_EVERY_S)
+            try:
+                self._place.check()
+                await client.check_health()
+            except EngineLostError as error:
+                return self._lose(error)
+
+    @asynccontextmanager
+    async def _alone(self) -> AsyncIterator[None]:
+        async with self._switching:
+            try:
+                yield
+            except EngineLostError as error:
+                self._lose(error)
+
+    def _lose(self, error: EngineLostError) -> None:
+        """Forget the server and all requests. Called again for the same loss it does nothing."""
+        is_used = self._wanted is not None or self._held is not None
+        told: Exception = error
+        if is_used and self._held is None:
+            self._failed_starts += 1
+            if self._failed_starts >= _MOST_FAILED_STARTS:
+                told = RuntimeError(
+                    f"vLLM could not be made to serve, {self._failed_starts} times in a row: {error}\n"
+                    f"{self._place.last_lines()}"
+                )
+        if is_used:
+            log.warning("vLLM is lost: %s\n%s", error, self._place.last_lines())
+        self._reset()
+        if is_used:
+            self._tell(told)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._note_end)
+        return task
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and isinstance(error := task.exception(), Exception):
+            self._tell(error)
+
+    def _reset(self) -> None:
+        # also streams whose request has ended: one whose connection is closed here waits for ever
+        for task in self._tasks - {asyncio.current_task()}:
+            task.cancel()
+        self._turns.clear()
+        self._streaming.clear()
+        self._mover = self._wanted = self._held = self._loaded = None
+        self._asleep = self._flows = self._is_between = False
+        if self._client is not None:
+            client, self._client = self._client, None
+            self._closing = asyncio.create_task(client.close())
+        self._place.leave()

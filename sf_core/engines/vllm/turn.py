@@ -1,0 +1,72 @@
+"""A request in vLLM's terms. It may take several requests there: an update ends one, and the next goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from sf_core.engines.vllm.client import Piece
+from sf_core.models.counter import bits
+from sf_core.types import Chunk, FinishReason, GenerationRequest
+
+_REPORT_EVERY = 16
+"""Steps of which the tokens come together, where nobody waits for the first of them."""
+
+
+class Turn:
+    """A request, what was sampled for it, and its stream if it has one."""
+
+    def __init__(self, request: GenerationRequest, salt: str) -> None:
+        self.request = request
+        self.salt = salt
+        """Only KV that was computed under the same salt is used."""
+        self.sampled: list[int] = []
+        self.wire_id = ""
+        """Id of its newest request to vLLM."""
+        self.stream: asyncio.Task[None] | None = None
+        self.has_answered = False
+        """Whether the stream has brought tokens. If not, vLLM may not know it yet."""
+
+    def body(self, wire_id: str) -> dict[str, Any]:
+        """The request for what is left of it."""
+        request, sampling = self.request, self.request.sampling
+        self.wire_id, self.has_answered = wire_id, False
+        # vLLM draws from (seed, its own count of tokens), and counts anew in every request; 63 bits, because
+        # torch takes signed ones
+        seed = int(bits(sampling.seed, request.position + len(self.sampled))[0]) >> 1
+        return {
+            "request_id": wire_id,
+            "token_ids": [*request.prompt_ids, *self.sampled],
+            "stream": True,
+            "cache_salt": self.salt,
+            "sampling_params": {
+                "max_tokens": request.max_tokens - len(self.sampled),
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k,
+                "seed": seed,
+                "stop_token_ids": request.stop_token_ids,
+                "ignore_eos": True,
+                "detokenize": False,
+                "logprobs": 0,
+                "stream_interval": 1 if request.stream else _REPORT_EVERY,
+            },
+        }
+
+    def take(self, piece: Piece) -> FinishReason | None:
+        """Add what the stream brought; returns why the request has ended, None if it has not."""
+        self.has_answered = True
+        self.sampled += piece.token_ids
+        if piece.finish_reason in ("stop", "length"):
+            return FinishReason(piece.finish_reason)
+        return FinishReason.LENGTH if len(self.sampled) >= self.request.max_tokens else None
+
+    def chunks(self, piece: Piece, version: int, finish: FinishReason | None) -> list[Chunk]:
+        """The piece as it is reported. vLLM joins tokens that its stream could not take in time; where
+        somebody waits for each, each is reported."""
+        name, ids, logprobs = self.request.request_id, piece.token_ids, piece.logprobs
+        if not ids and finish is None:
+            return []
+        early = range(len(ids) - 1 if self.request.stream else 0)
+        chunks = [Chunk(name, [ids[i]], [logprobs[i]], version) for i in early]
+        return [*chunks, Chunk(name, ids[len(early) :], logprobs[len(early) :], version, finish)]

@@ -1,0 +1,104 @@
+"""Environments by their names, and the functions of a run: those that its configuration names, else those of
+its environment."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from sf_core.agents import command
+from sf_core.config import EnvironmentConfig
+from sf_core.config.programs import Command
+from sf_core.config.validation import faults
+from sf_core.environments.environment import Environment
+from sf_core.settings import load_object, shown
+from sf_core.types import Task
+
+SHIPPED = {
+    "quickstart": "sf_core.environments.quickstart:Quickstart",
+    "repositories": "sf_core.environments.repositories.environment:Repositories",
+    "reasoning_gym": "sf_core.environments.reasoning_gym:ReasoningGym",
+    "verifiers": "sf_core.environments.verifiers:Verifiers",
+    "programs": "sf_core.environments.programs:Programs",
+    "repair": "sf_core.environments.repair:Repair",
+}
+"""Classes by the short names of their environments. Each is imported when it is needed."""
+
+
+def environment_of(config: EnvironmentConfig) -> Environment:
+    """The environment that the settings name; one object for equal settings, because making held-out tasks
+    takes time. Raises ValueError with one sentence if there is none or its settings are wrong."""
+    return _opened(config.name, TypeAdapter(dict).dump_json(config.settings))
+
+
+def tasks_of(config: EnvironmentConfig) -> Callable[..., Any]:
+    """Raises ValueError like `environment_of`, also if there is no such function; so do the next two."""
+    return environment_of(config).tasks if config.tasks is None else _loaded("tasks", config.tasks)
+
+
+def agent_of(config: EnvironmentConfig) -> Callable[..., Any]:
+    if config.agent is None:
+        environment = environment_of(config)
+        if reason := environment.why_not_here():
+            raise ValueError(f"environment.name: {config.name}: {reason}")
+        return environment.agent
+    return _loaded("agent", config.agent, command.agent_of)
+
+
+def reward_of(config: EnvironmentConfig) -> Callable[..., Any]:
+    return environment_of(config).reward if config.reward is None else _loaded("reward", config.reward)
+
+
+def prepare_of(config: EnvironmentConfig) -> Callable[[Task], AbstractAsyncContextManager[Any]] | None:
+    """What prepares sessions for their agent; None if nothing does."""
+    if config.prepare is not None:
+        return _loaded("prepare", config.prepare)
+    if config.agent is None:
+        environment = environment_of(config)
+        return environment.prepare if environment.prepares else None
+    if isinstance(config.agent, Command) and config.tasks is None:
+        return functools.partial(_files, environment_of(config))
+    return None
+
+
+@asynccontextmanager
+async def _files(environment: Environment, task: Task) -> AsyncIterator[Mapping[str, bytes]]:
+    yield await asyncio.to_thread(environment.files, task)
+
+
+@functools.lru_cache(maxsize=8)
+def _opened(name: str, settings: bytes) -> Environment:
+    found = _class_of(name)
+    try:
+        return found.model_validate_json(settings)
+    except ValidationError as error:
+        raise ValueError(faults(error, found, "environment.settings")) from None
+
+
+def _class_of(name: str) -> type[Environment]:
+    reference = SHIPPED.get(name, name)
+    if ":" not in reference:
+        raise ValueError(
+            f"environment.name: there is no environment {shown(name)}; there are {', '.join(SHIPPED)}, and "
+            "your own as package.module:Class"
+        )
+    found = _loaded("name", reference)
+    if not (isinstance(found, type) and issubclass(found, Environment)):
+        raise ValueError(
+            f"environment.name: {reference} is no class that inherits {Environment.__module__}.Environment"
+        )
+    if missing := ", ".join(sorted(found.__abstractmethods__)):
+        raise ValueError(f"environment.name: {reference} lacks {missing}")
+    return found
+
+
+def _loaded(setting: str, value: Any, load: Callable[[Any], Any] = load_object) -> Any:
+    try:
+        return load(value)
+    except ValueError as error:
+        raise ValueError(f"environment.{setting}: {error}") from error

@@ -1,0 +1,127 @@
+"""Repositories with faults: an agent repairs them by shell in a sandbox, hidden tests say how well."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any, Literal
+
+from pydantic import Field
+
+from sf_core.agents.sandbox import Sandbox, SandboxError, open_sandbox
+from sf_core.agents.tool_loop import LostToolError, Tool, run_tool_loop
+from sf_core.config.programs import SandboxLimits
+from sf_core.environments.environment import Environment
+from sf_core.environments.repositories.dataset import Instance, read_instances
+from sf_core.environments.repositories.scoring import passed_tests
+from sf_core.environments.repositories.sources import check_sources, files_at
+from sf_core.environments.repositories.workspace import changes_of, commit_all, run_shell, without_originals
+from sf_core.environments.splits import Split
+from sf_core.types import Endpoint, Task
+
+MAX_TURNS = 100
+"""Most requests of one session. Its context is full before, with most models."""
+
+INSTRUCTIONS = """\
+The current folder holds the repository {repo}. Its users report:
+
+<report>
+{problem}
+</report>
+
+Find the fault and repair it in the source files, by calls of `bash`. Tests that you do not see will be run
+afterwards; changes of tests and of their configuration do not count. When you have repaired it, answer in a
+sentence without a call."""
+
+
+class Repositories(Environment):
+    dataset: str = Field(min_length=1)
+    """URI of JSON lines or Parquet with the columns of SWE-bench."""
+    repositories: str = Field(min_length=1)
+    """Folder of git repositories owner__name or owner/name, bare or not; or folder or URI of archives
+    owner__name-COMMIT.tar.gz."""
+    reward_for: Literal["share", "all"] = Field("share", alias="reward")
+    """share: the part of the named tests that pass. all: 1 if all of them do, else 0."""
+    held_out: float = Field(0.2, gt=0, lt=1)
+    """Part of the instances that is held out, chosen by their ids."""
+    timeout_s: float = Field(300.0, gt=0)
+    """Longest time of the hidden tests, and of each command of the agent."""
+    sandbox: SandboxLimits = SandboxLimits()
+
+    def tasks(self, split: Split, index: int) -> Task:
+        """The instances of the split in turn."""
+        instances = self._splits[split]
+        instance = instances[index % len(instances)]
+        return Task(
+            task_id=instance.instance_id,
+            environment="repositories",
+            prompt=INSTRUCTIONS.format(repo=instance.repo, problem=instance.problem_statement.strip()),
+            answer=instance.patch,
+            metadata={"repo": instance.repo, "base_commit": instance.base_commit},
+        )
+
+    def files(self, task: Task) -> Mapping[str, bytes]:
+        """The repository, without its history."""
+        return self._base(self._instances[task.task_id])
+
+    async def agent(self, task: Task, endpoint: Endpoint) -> str:
+        """Returns what the agent has changed, as a patch."""
+        base = await asyncio.to_thread(self.files, task)
+        async with open_sandbox(without_originals(self.sandbox, base), base) as box:
+            commit = await commit_all(box)
+            await run_tool_loop(endpoint, task.prompt, [self._bash(box)], MAX_TURNS)
+            return await changes_of(box, commit)
+
+    async def reward(self, task: Task, answer: Any) -> dict[str, float]:
+        return {"tests": await self.score(task.task_id, answer)}
+
+    async def score(self, instance_id: str, answer: Any) -> float:
+        """What a patch earns, or a mapping of changed files to their texts."""
+        instance = self._instances[instance_id]
+        base = await asyncio.to_thread(self._base, instance)
+        async with open_sandbox(without_originals(self.sandbox, base), base) as box:
+            passed = await passed_tests(box, instance, base, answer, self.timeout_s)
+        share = len(passed) / len(instance.tests)
+        return share if self.reward_for == "share" else float(share == 1)
+
+    def _bash(self, box: Sandbox) -> Tool:
+        async def bash(command: str) -> str:
+            try:
+                return await run_shell(box, command, self.timeout_s)
+            except SandboxError as error:
+                raise LostToolError(str(error)) from error
+
+        return Tool(
+            name="bash",
+            description="Run a command in the repository, by bash; returns what it prints.",
+            parameters={
+                "type": "object",
+                "properties": {"command": {"type": "string"}},
+                "required": ["command"],
+            },
+            function=bash,
+        )
+
+    def _base(self, instance: Instance) -> dict[str, bytes]:
+        return files_at(self.repositories, instance.repo, instance.base_commit)
+
+    @cached_property
+    def _instances(self) -> dict[str, Instance]:
+        """The instances by their ids. Raises ValueError with one sentence."""
+        found = read_instances(self.dataset)
+        check_sources(self.repositories, ((instance.repo, instance.base_commit) for instance in found))
+        return {instance.instance_id: instance for instance in found}
+
+    @cached_property
+    def _splits(self) -> dict[Split, list[Instance]]:
+        splits: dict[Split, list[Instance]] = {"train": [], "holdout": []}
+        for instance in self._instances.values():
+            splits["holdout" if instance.is_held_out(self.held_out) else "train"].append(instance)
+        for split, instances in splits.items():
+            if not instances:
+                raise ValueError(
+                    f"of the {len(self._instances)} instances of {self.dataset} none falls to {split} with "
+                    f"held_out {self.held_out:g}"
+                )
+        return splits

@@ -1,0 +1,61 @@
+"""Runs named tests and says on standard output which have passed. It runs inside the sandbox, in one process
+with the code under test: what it says begins with a word that only it and the worker know."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any, TextIO
+
+import pytest
+
+MAX_WHY, MOST_WHYS = 2000, 20
+"""Characters of a reason why a test failed, and how many are given."""
+
+
+class Reporter:
+    def __init__(self, word: str, tests: set[str] | None, out: TextIO) -> None:
+        """`tests`: ids of those to run; None: all."""
+        self._word, self._tests, self._out = word, tests, out
+        self._expected: set[str] = set()
+        self._passed: set[str] = set()
+        self._whys: dict[str, str] = {}
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        if self._tests is not None:
+            items[:] = [item for item in items if item.nodeid in self._tests]
+        # known before the code under test runs, which might call pytest.xfail
+        self._expected = {item.nodeid for item in items if item.get_closest_marker("xfail")}
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        test = report.nodeid
+        is_expected = hasattr(report, "wasxfail") and test in self._expected
+        if report.when == "call" and (report.passed or is_expected):
+            self._passed.add(test)
+        if report.failed:
+            self._passed.discard(test)
+            if len(self._whys) < MOST_WHYS:
+                self._whys.setdefault(test, report.longreprtext[:MAX_WHY])
+        if report.when == "teardown":
+            facts = {"test": test, "passed": test in self._passed, "why": self._whys.get(test, "")}
+            self._out.write(f"{self._word} {json.dumps(facts)}\n")
+            self._out.flush()
+
+
+def main() -> None:
+    asked = json.load(sys.stdin)
+    out = open(os.dup(1), "w")  # noqa: SIM115, to the end
+    os.dup2(2, 1)
+    here = os.getcwd()
+    # only now, so that no file of the repository stands in for one of pytest
+    sys.path[:0] = [here, os.path.join(here, "src")]
+    options = ["-q", "--no-header", "--tb=short", "--continue-on-collection-errors", f"--rootdir={here}"]
+    options += ["-p", "no:cacheprovider", f"--maxfail={asked['max_failing']}"]
+    tests = None if asked["tests"] is None else set(asked["tests"])
+    pytest.main([*options, *asked["files"]], [Reporter(asked["word"], tests, out)])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""What a change of a repository is worth: hidden tests, run in a sandbox that the agent has never seen."""
+
+from __future__ import annotations
+
+import glob
+import json
+import secrets
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from sf_core.agents.command_output import NoAnswerError, Written
+from sf_core.agents.folders import is_name_below
+from sf_core.agents.sandbox import Sandbox
+from sf_core.environments.repositories.dataset import Instance, paths_in
+from sf_core.environments.repositories.workspace import apply_patch
+
+INSIDE = Path(__file__).with_name("inside.py").read_text()
+
+STEERING = (
+    *("conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg"),
+    *("pyproject.toml", "sitecustomize.py", "usercustomize.py", "*.pth", "*.pyc"),
+    *("*.egg-info/*", "*.dist-info/*"),
+)
+"""Files that say how tests run, wherever they are. Only the data set's count."""
+
+# plugins would be those of the worker's Python
+VARIABLES = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0"}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    passed: bool
+    why: str
+    """What pytest tells of a test that failed."""
+
+
+async def passed_tests(
+    box: Sandbox, instance: Instance, base: Mapping[str, bytes], answer: Any, timeout_s: float
+) -> set[str]:
+    """Named tests that pass when the answer and then the hidden tests are put over the base, which is in the
+    sandbox. The answer is a patch, or a mapping of changed files to their texts."""
+    theirs = list(_data_sets(instance))
+    if isinstance(answer, Mapping):
+        await box.write({name: content for name, content in _files(answer) if not _is_one(name, theirs)})
+    elif not isinstance(answer, str) or not await apply_patch(box, answer, theirs):
+        return set()
+    # a patch may have moved them away
+    await box.write({name: content for name, content in base.items() if _is_one(name, theirs)})
+    if not await apply_patch(box, instance.test_patch):
+        raise ValueError(f"{instance.instance_id}: its test_patch does not fit its base_commit")
+    outcomes = await run_tests(box, instance.test_files, timeout_s, instance.tests)
+    return {test for test, outcome in outcomes.items() if outcome.passed}
+
+
+async def run_tests(
+    box: Sandbox,
+    files: Iterable[str],
+    timeout_s: float,
+    tests: Iterable[str] | None = None,
+    max_failing: int = 0,
+) -> dict[str, Outcome]:
+    """Outcomes of these tests, or of all in the files, as far as they were run to their end. `max_failing`:
+    no test is run after so many have failed; 0: all are."""
+    word = secrets.token_hex(16)
+    asked = {
+        "word": word,
+        "files": list(files),
+        "tests": None if tests is None else list(tests),
+        "max_failing": max_failing,
+    }
+    written = Written()
+    words = ["python3", "-s", "-P", "-c", INSIDE]
+    await box.run(words, stdin=json.dumps(asked), timeout_s=timeout_s, env=VARIABLES, written=written)
+    try:
+        # what follows the last newline was cut off
+        lines = written.answer().split("\n")[:-1]
+    except NoAnswerError:
+        # the code under test has found a way to write there
+        return {}
+    told = (json.loads(line.removeprefix(word)) for line in lines if line.startswith(word))
+    return {facts["test"]: Outcome(facts["passed"], facts["why"]) for facts in told}
+
+
+def _data_sets(instance: Instance) -> Iterator[str]:
+    """Patterns of names that the data set decides and no agent: what says how tests run, their files, and
+    what is beside them, unless the right repair is there."""
+    for pattern in STEERING:
+        yield from (pattern, f"*/{pattern}")
+    repaired = paths_in(instance.patch)
+    for name in {*instance.test_files, *paths_in(instance.test_patch)} - repaired:
+        yield glob.escape(name)
+        folder = str(PurePosixPath(name).parent)
+        if folder != "." and not any(path.startswith(f"{folder}/") for path in repaired):
+            yield f"{glob.escape(folder)}/*"
+
+
+def _is_one(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _files(answer: Mapping[Any, Any]) -> Iterator[tuple[str, bytes]]:
+    for name, text in answer.items():
+        path = str(PurePosixPath(name))
+        if isinstance(text, str) and is_name_below(path):
+            yield path, text.encode()

@@ -1,0 +1,107 @@
+"""Files of a repository at a commit, from a git folder or an archive."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import tarfile
+from collections.abc import Iterable
+from functools import lru_cache
+from pathlib import Path
+
+from storage.files import exists, join, read_bytes
+
+CACHED = 8
+"""Commits kept in memory: the sessions of a group ask for the same one."""
+
+
+def check_sources(place: str, commits: Iterable[tuple[str, str]]) -> None:
+    """Raises ValueError with one sentence unless the place has these commits, as (repository, id)."""
+    by_repo: dict[str, list[str]] = {}
+    for repo, commit in commits:
+        by_repo.setdefault(repo, []).append(commit)
+    for repo, wanted in by_repo.items():
+        folder = _git_folder(place, repo)
+        if folder is not None:
+            if missing := _missing(folder, wanted):
+                raise ValueError(f"{folder} has no commit {missing[0]}")
+            continue
+        for commit in wanted:
+            if _archive(place, repo, commit) is None:
+                names = f"{_slug(repo)} or {repo}", f"{_slug(repo)}-{commit}.tar.gz"
+                raise ValueError(f"{place} has no git folder {names[0]}, and no archive {names[1]}")
+
+
+@lru_cache(maxsize=CACHED)
+def files_at(place: str, repo: str, commit: str) -> dict[str, bytes]:
+    """Its files by their names, without links. Nobody may change what is returned."""
+    folder = _git_folder(place, repo)
+    if folder is not None:
+        return _from_git(folder, commit)
+    archive = _archive(place, repo, commit)
+    if archive is None:
+        raise ValueError(f"{place} has no longer {repo} at {commit}")
+    return _unpacked(read_bytes(archive), repo.partition("/")[2])
+
+
+def _slug(repo: str) -> str:
+    return repo.replace("/", "__")
+
+
+def _archive(place: str, repo: str, commit: str) -> str | None:
+    names = (join(place, f"{name}-{commit}.tar.gz") for name in (_slug(repo), repo.partition("/")[2]))
+    return next(filter(exists, names), None)
+
+
+def _git_folder(place: str, repo: str) -> Path | None:
+    for name in (_slug(repo), repo):
+        for folder in (Path(place, name), Path(place, f"{name}.git")):
+            if (folder / ".git").exists():
+                return folder / ".git"
+            if (folder / "HEAD").is_file():
+                return folder
+    return None
+
+
+def _missing(folder: Path, commits: list[str]) -> list[str]:
+    asked = "".join(f"{commit}^{{commit}}\n" for commit in commits)
+    told = _git(folder, "cat-file", "--batch-check", stdin=asked.encode()).decode().splitlines()
+    return [commit for commit, line in zip(commits, told, strict=True) if line.split()[1] != "commit"]
+
+
+def _from_git(folder: Path, commit: str) -> dict[str, bytes]:
+    # not `git archive`, which leaves out what .gitattributes says, tests most of all
+    ids: dict[str, bytes] = {}
+    for entry in _git(folder, "ls-tree", "-r", "-z", "--full-tree", commit).split(b"\0")[:-1]:
+        facts, _, name = entry.partition(b"\t")
+        mode, _, number = facts.split()
+        if mode in (b"100644", b"100755"):
+            ids[name.decode(errors="surrogateescape")] = number
+    asked = b"".join(number + b"\n" for number in ids.values())
+    told = io.BytesIO(_git(folder, "cat-file", "--batch", stdin=asked))
+    files: dict[str, bytes] = {}
+    for path in ids:
+        files[path] = told.read(int(told.readline().split()[2]))
+        told.read(1)
+    return files
+
+
+def _unpacked(archive: bytes, name: str) -> dict[str, bytes]:
+    files = {}
+    with tarfile.open(fileobj=io.BytesIO(archive)) as members:
+        for member in members:
+            content = members.extractfile(member) if member.isreg() else None
+            if content is not None:
+                files[member.name.removeprefix("./")] = content.read()
+    # those of GitHub have all in one folder NAME-COMMIT
+    outer = f"{next(iter(files), '').partition('/')[0]}/"
+    if outer.startswith(f"{name}-") and all(inner.startswith(outer) for inner in files):
+        return {inner.removeprefix(outer): content for inner, content in files.items()}
+    return files
+
+
+def _git(folder: Path, *words: str, stdin: bytes = b"") -> bytes:
+    ended = subprocess.run(["git", f"--git-dir={folder}", *words], input=stdin, capture_output=True)
+    if ended.returncode:
+        raise ValueError(f"{folder} cannot be read by git: {ended.stderr.decode(errors='replace').strip()}")
+    return ended.stdout

@@ -1,0 +1,165 @@
+"""Runs a command, and ends it with everything that it started: when it ends, or when the worker does.
+
+    python -I -S keeper.py CHANNEL GRACE_S FOLDER COMMAND...
+
+CHANNEL is a socket whose other end only the worker holds: the kernel closes it however the worker ends. Whose
+parent dies becomes a child of the keeper, also in a session of its own, so nothing leaves the family. On the
+channel the keeper writes a line of JSON when the command has started and one when the family is gone. Then,
+unless FOLDER is empty, it waits for the end of the channel and removes the folder.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+PR_SET_CHILD_SUBREAPER = 36
+
+LOOK_S = 0.05
+"""Seconds between looks at a family that is to end; a child that ends is noticed at once."""
+
+TRACKERS_S = 2.0
+"""Python's resource trackers end when all others have, after removing what these left in shared memory; they
+get so long for it."""
+
+
+def keeper_of(channel: socket.socket, grace_s: float, folder: str, command: Sequence[str]) -> list[str]:
+    """The command line of a keeper, to be started in a session of its own with the channel passed on.
+    `grace_s`: time between SIGTERM and SIGKILL; 0: no SIGTERM."""
+    facts = [str(channel.fileno()), str(grace_s), folder]
+    return [sys.executable, "-I", "-S", __file__, *facts, *command]
+
+
+def is_keeper(command_line: Sequence[str]) -> bool:
+    return __file__ in command_line
+
+
+class Keeper:
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._wake, waker = os.pipe()
+        for end in (self._wake, waker):
+            os.set_blocking(end, False)
+        signal.set_wakeup_fd(waker)
+        # sent to a whole control group or session, they reach the worker too, whose end is what counts. A
+        # handler does not pass on to the command, as ignoring them would
+        for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, lambda *_: None)
+        self._command: subprocess.Popen[bytes] | None = None
+        self._status: int | None = None
+        self._told: set[int] = set()
+
+    def run(self, grace_s: float, folder: str, words: Sequence[str]) -> None:
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        try:
+            self._command = subprocess.Popen(words)
+        except OSError as error:
+            self._tell(error=str(error))
+        else:
+            self._tell(error=None)
+            # of the folder that will be removed
+            os.chdir("/")
+            is_attended = True
+            while self._reap() and self._status is None and is_attended:
+                is_attended = not self._doze(None, self._channel)
+            self._end(grace_s)
+            self._tell(status=self._status)
+        if folder:
+            with suppress(OSError):
+                while self._channel.recv(64):
+                    pass
+            remove(folder)
+
+    def _end(self, grace_s: float) -> None:
+        """Return when no process of the family is left."""
+        began = time.monotonic()
+        last_other = began
+        while self._reap():
+            now = time.monotonic()
+            trackers, others = family()
+            if others:
+                last_other = now
+            if now < began + grace_s:
+                self._signal([pid for pid in others if pid not in self._told], signal.SIGTERM)
+                self._told.update(others)
+            else:
+                self._signal(others, signal.SIGKILL)
+            if now > last_other + TRACKERS_S:
+                self._signal(trackers, signal.SIGKILL)
+            self._doze(LOOK_S)
+
+    def _signal(self, pids: Sequence[int], number: int) -> None:
+        for pid in pids:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, number)
+
+    def _reap(self) -> bool:
+        """Take note of the children that have ended; returns whether there are others."""
+        assert self._command is not None
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return False
+            if pid == 0:
+                return True
+            if pid == self._command.pid:
+                self._status = self._command.returncode = os.waitstatus_to_exitcode(status)
+
+    def _doze(self, timeout_s: float | None, channel: socket.socket | None = None) -> bool:
+        """Wait for a signal, the end of the channel or the time; returns whether the channel has ended."""
+        sources = select.poll()
+        for number in (self._wake, *([channel.fileno()] if channel else [])):
+            sources.register(number, select.POLLIN)
+        ready = sources.poll(None if timeout_s is None else timeout_s * 1000)
+        with suppress(BlockingIOError):
+            while os.read(self._wake, 512):
+                pass
+        return any(number != self._wake for number, _ in ready)
+
+    def _tell(self, **facts: str | int | None) -> None:
+        with suppress(OSError):
+            self._channel.sendall(json.dumps(facts).encode() + b"\n")
+
+
+def family() -> tuple[list[int], list[int]]:
+    """Descendants of this process: Python's resource trackers, and the others."""
+    children: dict[int, list[int]] = {}
+    for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
+        # what has ended meanwhile cannot be read
+        with suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
+            parent = file.read().rpartition(b")")[2].split()[1]
+            children.setdefault(int(parent), []).append(pid)
+    found, trackers, others = [os.getpid()], list[int](), list[int]()
+    for pid in found:
+        for child in children.get(pid, ()):
+            found.append(child)
+            with suppress(OSError), open(f"/proc/{child}/cmdline", "rb") as file:
+                (trackers if b"resource_tracker" in file.read() else others).append(child)
+    return trackers, others
+
+
+def remove(folder: str) -> None:
+    """Remove a folder as far as it can be, its unreadable parts too."""
+    for path, names, _ in os.walk(folder):
+        for name in names:
+            inner = os.path.join(path, name)
+            if not os.path.islink(inner):
+                with suppress(OSError):
+                    os.chmod(inner, 0o700)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    with socket.socket(fileno=int(sys.argv[1])) as channel:
+        Keeper(channel).run(float(sys.argv[2]), sys.argv[3], sys.argv[4:])

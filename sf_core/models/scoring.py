@@ -1,0 +1,158 @@
+"""Scores given tokens under the distributions that `sampling.sample` draws from, with gradients.
+
+Logits of many tokens over a large vocabulary would take most of a trainer's memory. So they exist for some
+tokens at a time, and the backward pass makes them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.autograd.function import once_differentiable
+
+from sf_core.models.sampling import cutoff
+
+CHUNK_BYTES = 64 << 20
+"""Memory of the float32 logits that exist at a time, beside a copy. With less, the gradient of the whole head
+is read and written too often."""
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A head of which each of several processes has some rows; all of them score the same outputs at once."""
+
+    vocabulary: int
+    own: slice
+    """The rows of this process."""
+    gather: Callable[[torch.Tensor], torch.Tensor]
+    """Logits [N, own rows] of each process -> logits [N, vocabulary] on all of them."""
+
+
+def score(
+    outputs: torch.Tensor,
+    head: torch.Tensor | None,
+    token_ids: torch.Tensor,
+    temperature: npt.NDArray[np.float32],
+    top_p: npt.NDArray[np.float32],
+    top_k: npt.NDArray[np.int64],
+    split: Split | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs [N] of token_ids [N], and the entropies [N] in nats of the distributions before top-k and
+    top-p cut them; both differentiable, in float32.
+
+    The logits are `outputs` [N, width] times the weight `head` [V, width]; without a head, `outputs` are the
+    logits. A token outside the support, as other weights may have sampled it, widens the support down to
+    itself, so that its log-prob stays finite and has a gradient. Of a split head, the gradient of the outputs
+    is this process's part of a sum.
+    """
+    greedy = temperature == 0
+    top_p, top_k = np.where(greedy, 1, top_p), np.where(greedy, 0, top_k)
+    scale = torch.from_numpy(np.where(greedy, 1, temperature)).to(outputs.device, torch.float32)
+    logprobs, entropies = _Score.apply(outputs, head, token_ids, scale, top_p, top_k, split)
+    return logprobs, entropies
+
+
+class _Score(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        outputs: torch.Tensor,
+        head: torch.Tensor | None,
+        token_ids: torch.Tensor,
+        scale: torch.Tensor,
+        top_p: npt.NDArray[np.float32],
+        top_k: npt.NDArray[np.int64],
+        split: Split | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logprobs, entropies = torch.empty_like(scale), torch.empty_like(scale)
+        # what the backward pass needs beside the logits: which of them count, and their log-sum-exp
+        lowest, normalizers = torch.full_like(scale, -torch.inf), torch.empty_like(scale)
+        cut = (top_p < 1) | (top_k > 0)
+        spare: torch.Tensor | None = None
+        for part, logits in _chunks(outputs, head, scale, split):
+            chosen = logits.gather(1, token_ids[part].unsqueeze(1))
+            spare = torch.empty_like(logits) if spare is None else spare
+            all_logprobs = torch.log_softmax(logits, 1, out=spare[: len(logits)])
+            normalizer = chosen - all_logprobs.gather(1, token_ids[part].unsqueeze(1))
+            if cut[part].any():
+                lowest_logit = torch.minimum(cutoff(logits, top_p[part], top_k[part]), chosen)
+                lowest[part] = lowest_logit.squeeze(1)
+                normalizer = logits.masked_fill(logits < lowest_logit, -torch.inf).logsumexp(1, keepdim=True)
+            logprobs[part], normalizers[part] = (chosen - normalizer).squeeze(1), normalizer.squeeze(1)
+            entropies[part] = -torch.exp(all_logprobs, out=logits).mul_(all_logprobs).sum(1)
+        ctx.save_for_backward(outputs, head, token_ids, scale, lowest, normalizers)
+        ctx.set_materialize_grads(False)
+        ctx.split = split
+        return logprobs, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, gradient: torch.Tensor | None, of_entropies: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        outputs, head, token_ids, scale, lowest, normalizers = ctx.saved_tensors
+        cut = lowest > -torch.inf
+        gradient = torch.zeros_like(scale) if gradient is None else gradient
+        # with a gradient of the entropies each part has its own factor
+        slope = ((gradient if of_entropies is None else 1.0) / scale).unsqueeze(1)
+        to_outputs = torch.empty_like(outputs)
+        # summed in float32, because there are many chunks
+        to_head = None if head is None else torch.zeros_like(head, dtype=torch.float32)
+        for part, logits in _chunks(outputs, head, scale, ctx.split):
+            certainty = None
+            if of_entropies is not None:
+                certainty = _certainty(logits).mul_(of_entropies[part].unsqueeze(1))
+            if cut[part].any():
+                logits.masked_fill_(logits < lowest[part].unsqueeze(1), -torch.inf)
+            # of minus the log-prob, by its logits: the probabilities, less one at the token
+            surprise = logits.sub_(normalizers[part].unsqueeze(1)).exp_()
+            surprise.scatter_add_(
+                1, token_ids[part].unsqueeze(1), surprise.new_full((len(surprise), 1), -1.0)
+            )
+            if certainty is not None:
+                surprise.mul_(gradient[part].unsqueeze(1)).add_(certainty)
+            if ctx.split is not None:
+                surprise = surprise[:, ctx.split.own]
+            if head is None or to_head is None:
+                to_outputs[part] = surprise.mul_(-slope[part])
+            else:
+                to_outputs[part] = (surprise.to(head.dtype) @ head).mul_(-slope[part])
+                to_head.addmm_(surprise.t(), outputs[part].float() * -slope[part])
+        of_head = None if to_head is None else to_head.to(head.dtype)
+        return to_outputs, of_head, None, None, None, None, None
+
+
+def _certainty(logits: torch.Tensor) -> torch.Tensor:
+    """The gradient of minus the entropy of each row, by its logits."""
+    logprobs = torch.log_softmax(logits, 1)
+    probabilities = logprobs.exp()
+    entropies = -(probabilities * logprobs).sum(1, keepdim=True)
+    return probabilities.mul_(logprobs.add_(entropies))
+
+
+def _chunks(
+    outputs: torch.Tensor, head: torch.Tensor | None, scale: torch.Tensor, split: Split | None
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Logits over temperature, in float32, for some tokens at a time. All are given in the same memory, since
+    taking 64 MiB from the system and returning it costs half as much as computing them."""
+    vocabulary = outputs.shape[1] if head is None else split.vocabulary if split else head.shape[0]
+    rows = max(1, CHUNK_BYTES // (4 * vocabulary))
+    buffer = scale.new_empty((min(rows, len(outputs)), vocabulary))
+    scaled = bool((scale != 1).any())
+    for start in range(0, len(outputs), rows):
+        part = slice(start, start + rows)
+        logits = buffer[: len(outputs[part])]
+        if head is None:
+            logits.copy_(outputs[part])
+        elif split is not None:
+            logits.copy_(split.gather(outputs[part] @ head.t()))
+        elif head.dtype == logits.dtype:
+            torch.mm(outputs[part], head.t(), out=logits)
+        else:
+            logits.copy_(outputs[part] @ head.t())
+        yield part, logits.div_(scale[part].unsqueeze(1)) if scaled else logits

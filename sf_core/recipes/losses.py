@@ -1,0 +1,342 @@
+"""Losses: what `train.loss` names. Functions of tensors, by their methods alone, so that settings load
+without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field, model_validator
+
+from sf_core.recipes.samples import Component, Score
+from sf_core.settings import Reference, Settings, load_object, or_kind
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MAX_LOG_RATIO = 20.0
+
+MAX_LOG_SEQUENCE_RATIO = 10.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tokens:
+    """M trained tokens of some rows, all of each row's."""
+
+    logprobs: Tensor
+    """[M] under the policy; the gradient flows through them."""
+    old: Tensor
+    """[M] under the policy that the ratio is to."""
+    advantages: Tensor
+    """[M]"""
+    row: Tensor
+    """[M] int64, number of each token's row, from 0."""
+    num_rows: int
+
+    @property
+    def ratio(self) -> Tensor:
+        """[M] probability under the policy over that under the old one, clamped to stay finite."""
+        return (self.logprobs - self.old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+class PolicyLoss(Component):
+    """The part of the loss that raises the probability of tokens with a positive advantage."""
+
+    def __call__(self, tokens: Tokens) -> Tensor:
+        """[M] loss of every token."""
+        raise NotImplementedError
+
+    def bounded(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        """[M], [M] bool: the tokens that the lower and the upper bound keep from going further."""
+        none = tokens.row != tokens.row
+        return none, none
+
+    def fitted(self, log_ratios: npt.NDArray[np.float64], advantages: npt.NDArray[np.float64]) -> PolicyLoss:
+        """The loss of a step, from the log-ratios [M] and advantages [M] of all its tokens at its start."""
+        return self
+
+
+class Clip(PolicyLoss):
+    """PPO's clipped surrogate (Schulman et al. 2017, eq. 7) with bounds of their own above and below (DAPO,
+    Yu et al. 2025, eq. 8):
+
+        -min(ratio * A, clip(ratio, 1 - low, 1 + high) * A)
+    """
+
+    kind: Literal["clip"] = "clip"
+    low: float = Field(0.2, gt=0, le=1)
+    """The ratio is clipped below at 1 - low."""
+    high: float = Field(0.28, gt=0)
+    """The ratio is clipped above at 1 + high."""
+    cap: float | None = Field(5.0, ge=1)
+    """Bound where the surrogate does not clip: a negative advantage and a ratio that grows. Empty: none."""
+    beyond: Literal["truncate", "dual"] = "truncate"
+    """Beyond the cap. truncate: the token keeps its gradient, with the cap as its weight (Espeholt et al.
+    2018). dual: the token has no gradient (dual clip; Ye et al. 2020, eq. 5)."""
+
+    def __call__(self, tokens: Tokens) -> Tensor:
+        ratio, advantages = tokens.ratio, tokens.advantages
+        clipped = ratio.clamp(1.0 - self.low, 1.0 + self.high)
+        # tested on the untruncated ratio: a cap below 1 + high would be taken for a clip
+        is_clipped = ratio * advantages > clipped * advantages
+        if self.cap is None:
+            return -clipped.where(is_clipped, ratio) * advantages
+        if self.beyond == "truncate":
+            truncated = ratio * (self.cap / ratio.detach()).clamp(max=1.0)
+            return -clipped.where(is_clipped, truncated) * advantages
+        return -clipped.where(is_clipped, ratio.clamp(max=self.cap)) * advantages
+
+    def bounded(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        return _beyond(tokens.ratio, tokens.advantages, 1.0 - self.low, 1.0 + self.high)
+
+
+class SequenceClip(PolicyLoss):
+    """The clipped surrogate with one ratio per row: the geometric mean of its tokens' (GSPO, Zheng et al.
+    2025, eq. 14, in which each token has its own gradient)."""
+
+    kind: Literal["sequence_clip"] = "sequence_clip"
+    low: float = Field(3e-4, gt=0, le=1)
+    """The ratio is clipped below at 1 - low."""
+    high: float = Field(4e-4, gt=0)
+    """The ratio is clipped above at 1 + high."""
+
+    def __call__(self, tokens: Tokens) -> Tensor:
+        mean = _row_mean(tokens.logprobs.detach() - tokens.old, tokens)
+        ratio = (mean + tokens.logprobs - tokens.logprobs.detach()).clamp(max=MAX_LOG_SEQUENCE_RATIO).exp()
+        clipped = ratio.clamp(1.0 - self.low, 1.0 + self.high)
+        return -(ratio * tokens.advantages).minimum(clipped * tokens.advantages)
+
+    def bounded(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        ratio = _row_mean(tokens.logprobs - tokens.old, tokens).exp()
+        return _beyond(ratio, tokens.advantages, 1.0 - self.low, 1.0 + self.high)
+
+
+class Cispo(PolicyLoss):
+    """Log-prob times advantage, weighted by the clipped ratio, so that every token keeps its gradient (CISPO;
+    MiniMax-M1, Chen et al. 2025, eq. 4)."""
+
+    kind: Literal["cispo"] = "cispo"
+    high: float = Field(0.28, gt=0)
+    """The weight is at most 1 + high."""
+
+    def __call__(self, tokens: Tokens) -> Tensor:
+        weight = tokens.ratio.detach().clamp(max=1.0 + self.high)
+        return -weight * tokens.advantages * tokens.logprobs
+
+    def bounded(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        low, _ = super().bounded(tokens)
+        return low, tokens.ratio > 1.0 + self.high
+
+
+class M2po(PolicyLoss):
+    """The clipped surrogate with the bounds of each step as wide as a budget allows (M2PO, Zheng et al.
+    2025): among the tokens that clipping could bind, those with the largest squared log-ratio are clipped,
+    until its mean over the others is within the budget."""
+
+    kind: Literal["m2po"] = "m2po"
+    budget: float = Field(0.04, gt=0)
+    """Largest mean of the squared log-ratio."""
+
+    @property
+    def needs(self) -> frozenset[Score]:
+        return frozenset({"start"})
+
+    def fitted(self, log_ratios: npt.NDArray[np.float64], advantages: npt.NDArray[np.float64]) -> PolicyLoss:
+        squares = np.sort(log_ratios[log_ratios * advantages > 0] ** 2)
+        means = np.cumsum(squares) / np.arange(1, squares.size + 1)
+        kept = int(np.searchsorted(means, self.budget, side="right"))
+        if kept == squares.size:
+            return Clip(low=1.0, high=np.exp(MAX_LOG_RATIO), cap=None)
+        # the first that is beyond the bound is clipped to it, and so are equal ones
+        bound = float(np.sqrt(squares[kept - 1])) if kept else 0.0
+        return Clip.model_construct(low=1.0 - np.exp(-bound), high=np.exp(bound) - 1.0, cap=None)
+
+    def __call__(self, tokens: Tokens) -> Tensor:
+        raise TypeError("a loss of kind m2po must be fitted to the tokens of a step first")
+
+
+class Plain(PolicyLoss):
+    """Minus log-prob times advantage (REINFORCE, Williams 1992); the ratio plays no part in it."""
+
+    kind: Literal["plain"] = "plain"
+
+    def __call__(self, tokens: Tokens) -> Tensor:
+        return -tokens.advantages * tokens.logprobs
+
+
+class CustomLoss(PolicyLoss):
+    """A function of your own."""
+
+    kind: Literal["custom"] = "custom"
+    function: Reference
+    """Function (Tokens of sf_core.recipes.losses) -> the loss of each token; it runs on the workers."""
+
+    def __call__(self, tokens: Tokens) -> Tensor:
+        loss: Tensor = load_object(self.function)(tokens)
+        if loss.shape != tokens.logprobs.shape:
+            raise ValueError(
+                f"train.loss.policy {self.function}: expected one number for each of {len(tokens.logprobs)} "
+                f"tokens, got shape {tuple(loss.shape)}"
+            )
+        return loss
+
+
+# the form takes a value for one of the first kind that has all of its fields: those with few come first
+AnyPolicyLoss = Annotated[
+    Plain | Cispo | M2po | SequenceClip | CustomLoss | Clip, Field(discriminator="kind"), or_kind("clip")
+]
+
+
+class Correction(Settings):
+    """A factor of each token's loss for what sampled it being another policy than that at the start of the
+    train step: for lag, and for what engines compute differently (truncated and masked importance
+    sampling)."""
+
+    cap: float = Field(2.0, ge=1)
+    """Bound on the factor."""
+    beyond: Literal["truncate", "mask"] = "truncate"
+    """Beyond the cap. truncate: the factor is the cap. mask: it is 0."""
+    level: Literal["token", "row"] = "token"
+    """token: the ratio of each token's probabilities. row: that of all of its row's together."""
+
+    def __call__(
+        self, start: npt.NDArray[np.float32], behaviour: npt.NDArray[np.float32]
+    ) -> npt.NDArray[np.float32]:
+        """[M] factor of each trained token of a row, from its log-probs [M] under the weights at the start of
+        the step, and those recorded at sampling."""
+        log_ratio = start.astype(np.float64) - behaviour
+        if self.level == "row":
+            log_ratio = np.full_like(log_ratio, log_ratio.sum())
+        ratio = np.exp(log_ratio.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+        beyond = self.cap if self.beyond == "truncate" else 0.0
+        return np.where(ratio > self.cap, beyond, ratio).astype(np.float32)
+
+
+class Kl(Settings):
+    """A penalty on the divergence from a reference policy (estimators: Schulman 2020)."""
+
+    coefficient: float = Field(gt=0)
+    """Weight of the penalty."""
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimate of each token, where d is its log-ratio to the reference. k1: d. k2: d * d / 2. k3:
+    exp(-d) - 1 + d, which is never negative."""
+    place: Literal["loss", "reward"] = "loss"
+    """loss: it is added to each token's loss. reward: its sum over a session is subtracted from the
+    reward."""
+    renew_every: int | None = Field(None, ge=1)
+    """The reference is the newest version that is a multiple of this. Empty: the policy at the start of the
+    run."""
+
+    def __call__(self, logprobs: Tensor, reference: Tensor) -> Tensor:
+        """[M] estimate for each token."""
+        difference = logprobs - reference
+        if self.estimator == "k1":
+            return difference
+        if self.estimator == "k2":
+            return difference * difference / 2
+        return (-difference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() - 1 + difference
+
+    def version(self, now: int) -> int:
+        """Version that is the reference of the step from this version."""
+        return 0 if self.renew_every is None else now - now % self.renew_every
+
+
+class LossConfig(Settings):
+    """The loss: a mean over tokens of the policy's part, and of what is added to it."""
+
+    policy: AnyPolicyLoss = Clip()
+    """Loss of every token, by which the policy is moved along the advantages."""
+    mean_over: Literal["token", "session", "group", "constant"] = "token"
+    """What counts the same in the mean. token: every token of the batch (DAPO). session, group: every session
+    or group, whatever its number of tokens (GRPO). constant: the sum of every session's tokens, over
+    `session_tokens` (Dr. GRPO)."""
+    session_tokens: int | None = Field(None, ge=1)
+    """Number of tokens by which a session's sum is divided, with `mean_over: constant`."""
+    ratio_to: Literal["behaviour", "step_start"] = "behaviour"
+    """Denominator of the ratio. behaviour: the probability recorded when the token was sampled. step_start:
+    that under the weights at the beginning of the train step (decoupled PPO, Hilton et al. 2022), which takes
+    another forward pass."""
+    correction: Correction | None = None
+    """Factor for tokens that another policy sampled than the one at the start of the step. Empty: none."""
+    kl: Kl | None = None
+    """Penalty on the divergence from a reference policy. Empty: none, and no reference."""
+    entropy: float = Field(0.0, ge=0)
+    """Weight of the entropy of the distributions that tokens are drawn from, which is subtracted."""
+
+    @model_validator(mode="after")
+    def _check(self) -> LossConfig:
+        if (self.mean_over == "constant") != (self.session_tokens is not None):
+            raise ValueError(
+                "mean_over constant and session_tokens go together: give both, or neither of the two"
+            )
+        return self
+
+    @property
+    def needs(self) -> frozenset[Score]:
+        """Scores that the loss itself takes, beside those of advantages and weights."""
+        found = set(self.policy.needs)
+        if self.ratio_to == "step_start" or self.correction is not None:
+            found.add("start")
+        if self.kl is not None:
+            found |= {"reference"} if self.kl.place == "loss" else {"reference", "start"}
+        return frozenset(found)
+
+    def reference_of(self, now: int) -> int:
+        """Version that is the reference of the step from this version: that of `kl`, else the start."""
+        return 0 if self.kl is None else self.kl.version(now)
+
+    @property
+    def teaches_all(self) -> bool:
+        """Whether tokens of advantage 0 have a gradient too."""
+        return self.entropy > 0 or (self.kl is not None and self.kl.place == "loss")
+
+
+class Critic(Settings):
+    """A second network, which learns what reward to expect before each token, and is never published (actor
+    and critic; Schulman et al. 2017)."""
+
+    learning_rate: float = Field(1e-3, gt=0)
+    """Constant learning rate of its AdamW."""
+    clip: float | None = Field(0.2, gt=0)
+    """Bound on the change of a token's value within a step: beyond it there is no gradient. Empty: none."""
+
+    def __call__(self, values: Tensor, before: Tensor, returns: Tensor) -> Tensor:
+        """[M] loss of each token, from its value now and at the start of the step, and its return."""
+        error = (values - returns).square()
+        if self.clip is not None:
+            near = before + (values - before).clamp(-self.clip, self.clip)
+            error = error.maximum((near - returns).square())
+        return error / 2
+
+
+def mean_over(
+    lengths: npt.NDArray[np.float64], units: Sequence[str] | None, constant: int | None = None
+) -> tuple[npt.NDArray[np.float64], float]:
+    """A factor [R] for the tokens of each row, and what divides their sum, over the rows of one optimiser
+    step, so that the quotient is the mean over units. Exact however rows are packed and dealt.
+
+    `lengths` [R] are sums of the weights of a row's tokens, `units` [R] name what counts once; None: each
+    token. With a constant, the sum over a unit is divided by it in the place of the unit's length."""
+    if units is None:
+        return np.ones(len(lengths)), float(lengths.sum())
+    _, unit = np.unique(units, return_inverse=True)
+    of_units = np.bincount(unit, weights=lengths)
+    if constant is not None:
+        return np.ones(len(lengths)), float(constant * len(of_units))
+    counts = of_units > 0
+    return np.divide(1.0, of_units, where=counts, out=np.zeros_like(of_units))[unit], float(counts.sum())
+
+
+def _row_mean(values: Tensor, tokens: Tokens) -> Tensor:
+    """[M] mean over each token's row."""
+    zeros = values.new_zeros(tokens.num_rows)
+    sums = zeros.index_add(0, tokens.row, values)
+    counts = zeros.index_add(0, tokens.row, values.new_ones(values.shape))
+    return (sums / counts.clamp(min=1.0))[tokens.row]
+
+
+def _beyond(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    return (ratio < low) & (advantages < 0), (ratio > high) & (advantages > 0)

@@ -1,0 +1,181 @@
+"""Weights of tokens, which `train.weights` lists: the parts that take or shape a token's share in the update.
+
+A token of weight 0 is left out, of the mean too. One of advantage 0 stays in the mean and teaches nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Literal
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field
+
+from sf_core.recipes.advantages import Advantage, checked
+from sf_core.recipes.samples import Component, Samples, Score, Values
+from sf_core.settings import Reference, load_object, or_kind
+
+
+class Weight(Component):
+    def __call__(self, samples: Samples, advantages: Values) -> tuple[Values, Values]:
+        """Factors of the weights of every token, and the advantages from now on."""
+        raise NotImplementedError
+
+
+class Overlong(Weight):
+    """Sessions that the token budget or the context cut off teach nothing (overlong filtering; DAPO, Yu et
+    al. 2025, section 3.4; SRPO, Zhang et al. 2025)."""
+
+    kind: Literal["overlong"] = "overlong"
+    effect: Literal["advantage", "weight"] = "weight"
+    """weight: their tokens leave the mean of the loss. advantage: they stay in it, with advantage 0."""
+
+    def __call__(self, samples: Samples, advantages: Values) -> tuple[Values, Values]:
+        return _without(samples.truncated, self.effect, samples, advantages)
+
+
+class Unparsed(Weight):
+    """Sessions that failed because an answer had a tool call that could not be parsed teach nothing."""
+
+    kind: Literal["unparsed"] = "unparsed"
+    effect: Literal["advantage", "weight"] = "weight"
+    """weight: their tokens leave the mean of the loss. advantage: they stay in it, with advantage 0."""
+
+    def __call__(self, samples: Samples, advantages: Values) -> tuple[Values, Values]:
+        failed = np.array([status == "unparsed_call" for status in samples.statuses])
+        return _without(failed, self.effect, samples, advantages)
+
+
+class Fresh(Weight):
+    """Tokens of weights that are too old are left out, others of the same session are not: after a long
+    interruption, what was sampled before it."""
+
+    kind: Literal["fresh"] = "fresh"
+    max_lag: int = Field(1, ge=0)
+    """Largest lag, in policy versions, of a token that counts."""
+
+    def __call__(self, samples: Samples, advantages: Values) -> tuple[Values, Values]:
+        fresh = [samples.iteration - versions <= self.max_lag for versions in samples.versions]
+        return [f.astype(np.float32) for f in fresh], advantages
+
+
+class Surprising(Weight):
+    """Only the tokens of highest entropy count (Wang et al. 2025, "Beyond the 80/20 rule")."""
+
+    kind: Literal["surprising"] = "surprising"
+    share: float = Field(0.2, gt=0, le=1)
+    """Share of the batch's trained tokens that counts."""
+
+    @property
+    def needs(self) -> frozenset[Score]:
+        return frozenset({"entropy"})
+
+    def __call__(self, samples: Samples, advantages: Values) -> tuple[Values, Values]:
+        entropies = samples.scores["entropy"]
+        tokens = samples.trained(entropies)
+        least = np.quantile(tokens, 1 - self.share) if tokens.size else 0.0
+        return [(row >= least).astype(np.float32) for row in entropies], advantages
+
+
+class EntropyConfidence(Weight):
+    """Advantages times 1 + strength z, where z says how uncertain the policy was: the standard score of the
+    token's entropy plus that of its surprise, within 2 of 0 (the update of ECHO, arXiv 2602.02150, with the
+    sampled token's probability as confidence)."""
+
+    kind: Literal["entropy_confidence"] = "entropy_confidence"
+    strength: float = Field(0.1, gt=0, lt=0.5)
+    """Largest change of an advantage, as a share of it, is twice this."""
+
+    @property
+    def needs(self) -> frozenset[Score]:
+        return frozenset({"entropy", "start"})
+
+    def __call__(self, samples: Samples, advantages: Values) -> tuple[Values, Values]:
+        surprise = [1 - np.exp(row) for row in samples.scores["start"]]
+        scores = zip(_standard(samples, samples.scores["entropy"]), _standard(samples, surprise), strict=True)
+        factors = [1 + self.strength * np.clip(a + b, -2, 2) for a, b in scores]
+        return ones(samples), [
+            (advantage * factor).astype(np.float32)
+            for advantage, factor in zip(advantages, factors, strict=True)
+        ]
+
+
+class Gated(Weight):
+    """Advantages times 1 + tanh(strength * d), within 0 and 2, where d is how much more reward the critic
+    expects after the token than before it (the gate of HABC, arXiv 2606.17043, whose sign stays the
+    advantage's): of what ended well, the tokens after which that was more likely. It needs
+    `train.advantage: gae`."""
+
+    kind: Literal["gated"] = "gated"
+    strength: float = Field(1.0, gt=0)
+    """Factor of the difference of two values."""
+
+    @property
+    def needs(self) -> frozenset[Score]:
+        return frozenset({"values"})
+
+    def __call__(self, samples: Samples, advantages: Values) -> tuple[Values, Values]:
+        found = []
+        for values, mask, own in zip(samples.scores["values"], samples.masks, advantages, strict=True):
+            rises = np.zeros(len(mask), np.float32)
+            rises[np.flatnonzero(mask)[:-1]] = np.diff(values[mask])
+            found.append((own * (1 + np.tanh(self.strength * rises))).astype(np.float32))
+        return ones(samples), found
+
+
+class CustomWeight(Weight):
+    """A function of your own."""
+
+    kind: Literal["custom"] = "custom"
+    function: Reference
+    """Function (Samples of sf_core.recipes.samples, advantages) -> for each row an array with a factor, not
+    negative, of each token's weight; it runs on the workers."""
+
+    def __call__(self, samples: Samples, advantages: Values) -> tuple[Values, Values]:
+        source = f"train.weights {self.function}"
+        factors = checked(load_object(self.function)(samples, advantages), samples, source)
+        if any((row < 0).any() for row in factors):
+            raise ValueError(f"{source}: a weight is negative")
+        return factors, advantages
+
+
+AnyWeight = Annotated[
+    Overlong | Unparsed | Fresh | Surprising | EntropyConfidence | Gated | CustomWeight,
+    Field(discriminator="kind"),
+    or_kind("overlong"),
+]
+
+
+def taught(samples: Samples, advantage: Advantage, weights: Iterable[Weight]) -> tuple[Values, Values]:
+    """The advantage and the weight of every token; 0 and 1 where none is trained."""
+    advantages, factors = advantage(samples), ones(samples)
+    for weight in weights:
+        more, advantages = weight(samples, advantages)
+        factors = [a * b for a, b in zip(factors, more, strict=True)]
+    trained = zip(advantages, factors, samples.masks, strict=True)
+    kept = [(np.where(mask, a, 0), np.where(mask, w, 1)) for a, w, mask in trained]
+    return [a.astype(np.float32) for a, _ in kept], [w.astype(np.float32) for _, w in kept]
+
+
+def ones(samples: Samples) -> Values:
+    """A factor of 1 for every token."""
+    return [np.ones(len(mask), np.float32) for mask in samples.masks]
+
+
+def _without(
+    sessions: npt.NDArray[np.bool_], effect: str, samples: Samples, advantages: Values
+) -> tuple[Values, Values]:
+    """Leave out these sessions [S]: their tokens, or only what these teach."""
+    kept = samples.spread(np.where(sessions, 0.0, 1.0))
+    if effect == "weight":
+        return kept, advantages
+    return ones(samples), [a * keep for a, keep in zip(advantages, kept, strict=True)]
+
+
+def _standard(samples: Samples, values: Values) -> Values:
+    """Standard scores of the values among those of all trained tokens; 0 if all of these are equal."""
+    tokens = samples.trained(values)
+    if not tokens.size or not (scale := tokens.std()):
+        return [np.zeros_like(row) for row in values]
+    return [(row - tokens.mean()) / scale for row in values]

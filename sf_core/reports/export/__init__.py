@@ -1,0 +1,1 @@
+"""Committed trajectories as files that other training tools read."""

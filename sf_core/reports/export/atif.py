@@ -1,0 +1,113 @@
+"""Harbor's trajectory format."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Sequence
+from importlib.metadata import version
+from typing import Any
+
+import orjson
+
+from sf_core.dataplane.chat.messages import Message
+from sf_core.reports.export.conversations import UNTOLD, Conversation, Rendered, Row, Turn, as_stored
+from storage import files
+
+SOURCES = {"assistant": "agent", "user": "user"}
+"""Sources of steps by role; all other messages are the system's."""
+
+
+class Atif:
+    """ATIF 1.7 (harbor/models/trajectories of harbor 0.25): a folder with a document per session. It is that
+    of the session's first branch, and embeds those of the others, which share its `session_id`.
+
+    A step of the agent that is trained here has the ids that the engine got and returned, and their
+    log-probs. Other steps of the agent are `is_copied_context`, which Harbor keeps out of training: answers
+    that an earlier branch has, that were given, or that the template rewrote."""
+
+    ending = ""
+
+    def __init__(self, parts: Sequence[str]) -> None:
+        """`parts` is ignored: JSON needs no schema before writing."""
+
+    def rendered(self, conversation: Conversation) -> Rendered:
+        return as_stored(conversation)
+
+    def convert(self, conversation: Conversation) -> Row | str:
+        if conversation.sampled is None:
+            return UNTOLD
+        facts = conversation.facts | {"parent_branch_id": conversation.parent_branch_id}
+        agent = {
+            "name": "seamlessflow",
+            "version": version("seamlessflow"),
+            "model_name": conversation.policy,
+        }
+        if conversation.tools is not None:
+            agent["tool_definitions"] = json.loads(conversation.tools)
+        return {
+            "schema_version": "ATIF-v1.7",
+            "session_id": facts.pop("session_id"),
+            "trajectory_id": facts.pop("branch_id"),
+            "agent": agent,
+            "steps": _steps(conversation, conversation.sampled),
+            "extra": facts,
+        }
+
+    def write(self, uri: str, parts: Iterable[list[Row]]) -> None:
+        branches = itertools.chain.from_iterable(parts)
+        try:
+            for session_id, (first, *others) in itertools.groupby(branches, lambda row: row["session_id"]):
+                document = first | ({"subagent_trajectories": others} if others else {})
+                files.write_atomic(files.join(uri, f"{session_id}.json"), orjson.dumps(document))
+        except BaseException:
+            files.remove_folder(uri)
+            raise
+
+
+def _steps(conversation: Conversation, sampled: Sequence[Turn | None]) -> list[dict[str, Any]]:
+    steps: list[dict[str, Any]] = []
+    for message, turn in zip(conversation.messages, sampled, strict=True):
+        if message["role"] == "tool":
+            # it answers a call of the last answer, which a system message may have followed
+            last = next(step for step in reversed(steps) if step["source"] == "agent")
+            result = {"source_call_id": message["tool_call_id"], "content": message["content"]}
+            last.setdefault("observation", {"results": []})["results"].append(result)
+            continue
+        source = SOURCES.get(message["role"], "system")
+        step = {"step_id": len(steps) + 1, "source": source, "message": message["content"]}
+        if source == "agent":
+            step |= _said(message)
+            step |= _metrics(conversation, turn) if turn else {"is_copied_context": True}
+        steps.append(step)
+    return steps
+
+
+def _said(message: Message) -> dict[str, Any]:
+    """What an answer has beside its text."""
+    said: dict[str, Any] = {}
+    if thought := message.get("reasoning_content"):
+        said["reasoning_content"] = thought
+    if calls := message.get("tool_calls"):
+        said["tool_calls"] = [{"tool_call_id": call["id"], **_called(call["function"])} for call in calls]
+    if unparsed := message.get("unparsed_calls"):
+        said["extra"] = {"unparsed_calls": unparsed}
+    return said
+
+
+def _called(function: dict[str, Any]) -> dict[str, Any]:
+    return {"function_name": function["name"], "arguments": function["arguments"]}
+
+
+def _metrics(conversation: Conversation, turn: Turn) -> dict[str, Any]:
+    start, end = turn["start"], turn["end"]
+    told = {name: value for name, value in turn.items() if name not in ("role", "start", "end")}
+    metrics = {
+        "prompt_tokens": start,
+        "completion_tokens": end - start,
+        "prompt_token_ids": conversation.token_ids[:start].tolist(),
+        "completion_token_ids": conversation.token_ids[start:end].tolist(),
+        "logprobs": conversation.logprobs[start:end].tolist(),
+        "extra": {"policy_versions": conversation.policy_versions[start:end].tolist(), **told},
+    }
+    return {"llm_call_count": 1, "metrics": metrics}

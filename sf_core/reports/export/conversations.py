@@ -1,0 +1,133 @@
+"""Stored branches as conversations, of which each format makes what it can hold."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+
+from sf_core.dataplane.chat.messages import Message
+from sf_core.dataplane.chat.tool_formats import Tool
+from storage.parquet import numpy_rows
+from storage.schema import NOT_SAMPLED
+from storage.trajectories import iter_trajectories, iteration_of
+
+FACTS = ("iteration", "session_id", "branch_id", "group_id", "task_id", "environment", "reward", "status")
+"""Columns of every format beside the conversation."""
+
+MAX_ROWS = 256
+"""Number of rows held at once."""
+
+UNTOLD = "which answers were sampled cannot be told"
+
+Turn = dict[str, Any]
+"""An element of the column `turns`."""
+
+_PER_TOKEN = {"token_ids": None, "logprobs": np.nan, "policy_versions": NOT_SAMPLED}
+"""Columns with one value per token, and what stands for null."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    messages: list[Message]
+    sampled: list[Turn | None] | None
+    """For each message the turn that sampled it, unless an earlier branch has it; None if that cannot be
+    told."""
+    tools: str | None
+    """Tools as JSON text; None if there are none."""
+    turns: list[Turn]
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    policy_versions: np.ndarray
+    policy: str
+    parent_branch_id: str | None
+    facts: dict[str, Any]
+
+    @property
+    def trained(self) -> list[bool] | None:
+        """Whether each message is trained; None if that cannot be told."""
+        return None if self.sampled is None else [turn is not None for turn in self.sampled]
+
+    @property
+    def seen(self) -> np.ndarray:
+        """Token ids before the last answer, with which a branch ends."""
+        return self.token_ids[: self.turns[-1]["start"]] if self.turns else self.token_ids
+
+
+Row = dict[str, Any]
+Rendered = tuple[list[Message], list[Tool]]
+"""Messages and tools as a reader of the format passes them to a chat template."""
+
+
+class Format(Protocol):
+    ending: str
+
+    def rendered(self, conversation: Conversation) -> Rendered: ...
+
+    def convert(self, conversation: Conversation) -> Row | str:
+        """A row, or the reason why the format cannot hold it."""
+
+    def write(self, uri: str, parts: Iterable[list[Row]]) -> None:
+        """Write lists of rows one after the other."""
+
+
+def as_stored(conversation: Conversation) -> Rendered:
+    """Messages and tools with all that templates read."""
+    messages = [
+        {name: value for name, value in message.items() if name != "unparsed_calls"}
+        for message in conversation.messages
+    ]
+    return messages, json.loads(conversation.tools or "[]")
+
+
+def read_conversations(uri: str) -> Iterator[list[Conversation]]:
+    iteration = iteration_of(uri)
+    # `iteration` is in the URI, not in the file
+    columns = [name for name in FACTS if name != "iteration"]
+    columns += ["policy", "parent_branch_id", "shared_prefix", "messages", "tools", "turns", *_PER_TOKEN]
+    for batch in iter_trajectories(uri, MAX_ROWS, columns):
+        tokens = [numpy_rows(pa.chunked_array([batch[name]]), null) for name, null in _PER_TOKEN.items()]
+        rows = batch.drop_columns([*_PER_TOKEN]).to_pylist()
+        yield [
+            _conversation(row | {"iteration": iteration}, *of_row)
+            for row, *of_row in zip(rows, *tokens, strict=True)
+        ]
+
+
+def _conversation(
+    row: dict[str, Any], token_ids: np.ndarray, logprobs: np.ndarray, policy_versions: np.ndarray
+) -> Conversation:
+    messages, turns = json.loads(row["messages"]), row["turns"]
+    return Conversation(
+        messages,
+        _sampled(messages, turns, row["shared_prefix"]),
+        row["tools"],
+        turns,
+        token_ids,
+        logprobs,
+        policy_versions,
+        row["policy"],
+        row["parent_branch_id"],
+        {name: row[name] for name in FACTS} | {"as_seen": None},
+    )
+
+
+def _sampled(
+    messages: Sequence[Message], turns: Sequence[Turn], shared_prefix: int
+) -> list[Turn | None] | None:
+    """See `Conversation.sampled`. A turn may cover several messages (tool results with one end, a prompt
+    shared in part); a given answer, or one rewritten by the template, has no turn of its own."""
+    places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    written = [turn for turn in turns if turn["role"] == "assistant"]
+    own = [turn if turn["engine"] is not None and turn["end"] > shared_prefix else None for turn in written]
+    if len(places) != len(written):
+        if own[-1:] == [None] or sum(turn is not None for turn in own) != 1:
+            return None
+        # a branch ends with what was sampled last
+        places, own = places[-1:], own[-1:]
+    by_place = dict(zip(places, own, strict=True))
+    return [by_place.get(i) for i in range(len(messages))]

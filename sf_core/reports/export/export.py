@@ -1,0 +1,90 @@
+"""`sf export`: the branches of a run, one after the other, in the format that is asked for.
+
+Branches that a format cannot hold are left out. Every row says whether it renders to what the policy saw
+(sf_core/dataplane/chat/rendered.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from sf_core.dataplane.chat.rendered import Reader
+from sf_core.reports.export.atif import Atif
+from sf_core.reports.export.conversations import Format, Row, read_conversations
+from sf_core.reports.export.sharegpt import ShareGpt
+from sf_core.reports.export.trl import Trl
+from sf_core.reports.export.verl import Verl
+from sf_core.reports.view import open_run
+from storage import files
+from storage.run_directory import RunDirectory
+
+FORMATS: dict[str, type[Atif | Trl | Verl | ShareGpt]] = {
+    "trl": Trl,
+    "verl": Verl,
+    "sharegpt": ShareGpt,
+    "atif": Atif,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    rows: int
+    left_out: Counter[str]
+    """Numbers of branches left out, by the reason."""
+    unlike: int = 0
+    """Number of rows that render to something else than the policy saw."""
+    unchecked: str | None = None
+    """Why rendering was not checked; None if it was."""
+
+
+def export(run_uri: str, format_name: str, out: str, *, opened: bool = False) -> Exported:
+    """Export the trajectories of iterations, or the sessions that agents opened. Raises ValueError with one
+    sentence: no run, nothing to export, unknown format, wrong or taken name."""
+    make = FORMATS.get(format_name)
+    if make is None:
+        raise ValueError(f"{format_name}: no such format; there are {', '.join(FORMATS)}")
+    if not out.endswith(make.ending):
+        raise ValueError(
+            f"{out}: {format_name} reads files whose names end in {make.ending}; choose such a name"
+        )
+    view = open_run(run_uri)
+    run = view.run
+    if files.exists(out):
+        raise ValueError(f"{out}: is there already; choose another name or remove it")
+    parts = view.parts("opened at version" if opened else "trains iteration")
+    if not parts:
+        what = "opened sessions have finished" if opened else "trajectories are committed"
+        raise ValueError(f"{run.run_id}: no {what} yet")
+    num_rows, left_out, unlike = 0, Counter[str](), 0
+    kind: Format = make(parts)
+    reader, unchecked = _open_reader(run)
+
+    def rows() -> Iterator[list[Row]]:
+        nonlocal num_rows, unlike
+        for conversations in itertools.chain.from_iterable(map(read_conversations, parts)):
+            kept = []
+            for conversation in conversations:
+                if reader is not None:
+                    as_seen = reader.is_as_seen(*kind.rendered(conversation), conversation.seen.tolist())
+                    conversation.facts["as_seen"] = as_seen
+                row = kind.convert(conversation)
+                if isinstance(row, str):
+                    left_out[row] += 1
+                else:
+                    unlike += conversation.facts["as_seen"] is False
+                    kept.append(row)
+            num_rows += len(kept)
+            yield kept
+
+    kind.write(out, rows())
+    return Exported(num_rows, left_out, unlike, unchecked)
+
+
+def _open_reader(run: RunDirectory) -> tuple[Reader | None, str | None]:
+    try:
+        return Reader(run), None
+    except ValueError as error:
+        return None, str(error)

@@ -1,0 +1,22 @@
+"""The format of TRL."""
+
+from __future__ import annotations
+
+from sf_core.reports.export.conversations import UNTOLD, Conversation, Row
+from sf_core.reports.export.json_lines import JsonLines
+
+
+class Trl(JsonLines):
+    """TRL's conversational prompt-completion type: messages before the first trained one, and the rest;
+    huggingface.co/docs/trl/dataset_formats (docs/source/dataset_formats.md of huggingface/trl). Its trainers
+    take `tools` as JSON text too, which `datasets` leaves as it is."""
+
+    def convert(self, conversation: Conversation) -> Row | str:
+        if conversation.trained is None:
+            return UNTOLD
+        first = conversation.trained.index(True) if True in conversation.trained else 0
+        if not first:
+            return "no prompt before a sampled answer"
+        messages, _ = self.rendered(conversation)
+        facts = {"tools": conversation.tools, **conversation.facts}
+        return {"prompt": messages[:first], "completion": messages[first:], **facts}

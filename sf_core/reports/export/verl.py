@@ -1,0 +1,115 @@
+"""The format of verl."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from io import BytesIO
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from sf_core.dataplane.chat.messages import Message
+from sf_core.dataplane.chat.tool_formats import Tool
+from sf_core.reports.export.conversations import FACTS, MAX_ROWS, UNTOLD, Conversation, Rendered, Row
+from storage import files
+from storage.trajectories import iter_trajectories
+
+
+class Verl:
+    """verl's MultiTurnSFTDataset (verl/utils/dataset/multiturn_sft_dataset.py of verl-project/verl): Parquet
+    with a list of messages; `trainable` false keeps an assistant message out of the loss. Parquet has one
+    type per field: arguments of tool calls are JSON strings, as in OpenAI's API, and a field that one tool
+    has is null in all others."""
+
+    ending = ".parquet"
+
+    def __init__(self, parts: Sequence[str]) -> None:
+        distinct = {text for uri in parts for text in _distinct_tools(uri)}
+        self._tools, self._type = _in_parquet({text: json.loads(text) for text in sorted(distinct)})
+
+    def rendered(self, conversation: Conversation) -> Rendered:
+        tools = None if conversation.tools is None else self._tools.get(conversation.tools)
+        return self._messages(conversation), tools or []
+
+    def convert(self, conversation: Conversation) -> Row | str:
+        if conversation.trained is None:
+            return UNTOLD
+        if True not in conversation.trained:
+            return "no sampled answer"
+        tools = conversation.tools
+        if tools is not None and tools not in self._tools:
+            return "its tools have no type in Parquet"
+        messages, facts = self._messages(conversation), conversation.facts
+        columns = {"data_source": facts["environment"], "extra_info": facts}
+        return {"messages": messages, "tools": self._tools[tools] if tools else None, **columns}
+
+    def write(self, uri: str, parts: Iterable[list[Row]]) -> None:
+        schema = _VERL_SCHEMA.append(pa.field("tools", self._type)) if self._tools else _VERL_SCHEMA
+        with files.writer(uri) as file, pq.ParquetWriter(file, schema, compression="zstd") as writer:
+            for rows in parts:
+                writer.write_table(pa.Table.from_pylist(rows, schema))
+
+    def _messages(self, conversation: Conversation) -> list[Message]:
+        trained = conversation.trained or [False] * len(conversation.messages)
+        return [
+            {
+                **{name: message.get(name) for name in _MESSAGE_TEXTS},
+                "tool_calls": [_call_with_text(call) for call in message.get("tool_calls", [])] or None,
+                "trainable": is_trained if message["role"] == "assistant" else None,
+            }
+            for message, is_trained in zip(conversation.messages, trained, strict=True)
+        ]
+
+
+def _distinct_tools(uri: str) -> Iterator[str]:
+    for batch in iter_trajectories(uri, MAX_ROWS, ["tools"]):
+        yield from pc.unique(batch["tools"]).drop_null().to_pylist()
+
+
+def _in_parquet(tools: dict[str, list[Tool]]) -> tuple[dict[str, list[Tool]], pa.DataType]:
+    """Every list of tools as read back from a Parquet column that holds them all, and the column's type; no
+    tools if there is no such type."""
+    held = BytesIO()
+    try:
+        pq.write_table(pa.table({"tools": pa.array(tools.values())}), held)
+        column = pq.read_table(held)["tools"]
+    except pa.ArrowException:  # one field of two types, or a mapping that is always empty
+        return {}, pa.null()
+    return dict(zip(tools, column.to_pylist(), strict=True)), column.type
+
+
+def _call_with_text(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    arguments = json.dumps(function["arguments"], ensure_ascii=False)
+    return {**call, "function": {"name": function["name"], "arguments": arguments}}
+
+
+_CALL = pa.struct(
+    [
+        ("id", pa.string()),
+        ("type", pa.string()),
+        ("function", pa.struct([("name", pa.string()), ("arguments", pa.string())])),
+    ]
+)
+_MESSAGE_TEXTS = ("role", "content", "reasoning_content", "tool_call_id", "name")
+_MESSAGE = pa.struct(
+    [
+        *((name, pa.string()) for name in _MESSAGE_TEXTS),
+        ("tool_calls", pa.list_(_CALL)),
+        ("trainable", pa.bool_()),
+    ]
+)
+_TYPES = {"iteration": pa.int32(), "reward": pa.float64(), "as_seen": pa.bool_()}
+_VERL_SCHEMA = pa.schema(
+    [
+        ("messages", pa.list_(_MESSAGE)),
+        ("data_source", pa.string()),
+        (
+            "extra_info",
+            pa.struct([(name, _TYPES.get(name, pa.string())) for name in (*FACTS, "as_seen")]),
+        ),
+    ]
+)

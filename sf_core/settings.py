@@ -1,0 +1,125 @@
+"""What settings are made of: their base class, words, references to code, and how a wrong value is shown."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import traceback
+from collections.abc import Callable
+from reprlib import Repr
+from typing import Annotated, Any, cast
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
+
+
+def _key(name: str, _: Any) -> str:
+    """Label a field of the UI form with the name that it has in the YAML file and in messages."""
+    return name
+
+
+def _as_form(schema: dict[str, Any]) -> None:
+    """Keep the UI form in the order written here, because Prefect sorts fields alphabetically otherwise,
+    offer a name as a choice also while there is only one, and say that a setting is of one of several kinds
+    in the word that the form knows."""
+    properties = schema.get("properties", {})
+    if "const" in properties.get("kind", ()):
+        # as the form offers it
+        schema["title"] = properties["kind"]["const"]
+    for position, field in enumerate(properties.values()):
+        field.setdefault("position", position)
+        if "const" in field:
+            field["enum"] = [field.pop("const")]
+        for place in (field, field.get("items", {})):
+            if "oneOf" in place:
+                place["anyOf"] = place.pop("oneOf")
+                place.pop("discriminator", None)
+
+
+class Settings(BaseModel):
+    """Base class of all models of settings."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        # config.json, Prefect's API and its forms are JSON, which has no infinity and no NaN
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        field_title_generator=_key,
+        json_schema_extra=_as_form,
+    )
+
+
+def or_kind(default: str) -> BeforeValidator:
+    """Has a union told apart by `kind` take a mapping that names none for one of this kind, and a name alone
+    for that kind with its defaults."""
+
+    def named(value: Any) -> Any:
+        if isinstance(value, str):
+            return {"kind": value}
+        return {"kind": default, **value} if isinstance(value, dict) and "kind" not in value else value
+
+    return BeforeValidator(named)
+
+
+class _Shown(Repr):
+    def repr_instance(self, x: Any, level: int) -> str:
+        # the repr of a date, which YAML can hold, is a Python call
+        return str(x)[: self.maxother]
+
+
+_SHOWN = _Shown()
+_SHOWN.maxlevel, _SHOWN.maxstring, _SHOWN.maxother = 3, 60, 80
+
+
+def shown(value: Any) -> str:
+    """The value on one line, with long strings and lists cut: a message about megabytes stays short.
+
+    >>> shown("x" * 1000)
+    "'xxxxxxxxxxxxxxxxxxxxxxxxxxx...xxxxxxxxxxxxxxxxxxxxxxxxxxxx'"
+    """
+    return _SHOWN.repr(value)
+
+
+def is_word(value: str) -> str:
+    """Returns a tag or a worker's name unchanged. Raises ValueError if Dask's `--resources` cannot hold it.
+
+    >>> is_word("h20")
+    'h20'
+    """
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value):
+        raise ValueError(f"{value!r} is no tag or name: use letters, digits, '.', '_' and '-'")
+    return value
+
+
+def _is_reference(value: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", value):
+        raise ValueError(f"expected package.module:name, got {shown(value)}")
+    return value
+
+
+Reference = Annotated[str, AfterValidator(_is_reference)]
+"""Names Python code as package.module:name; it must be importable on the agent workers."""
+
+
+def load_object(reference: str) -> Callable[..., Any]:
+    """Import package.module:name. Raises ValueError with one sentence if that fails or the object is not
+    callable."""
+    module, _, name = reference.partition(":")
+    try:
+        imported = importlib.import_module(module)
+    except Exception as error:  # whatever the user's own lines raise
+        raise ValueError(f"{reference}: cannot import {module}: {described(error)}") from error
+    try:
+        found = getattr(imported, name)
+    except AttributeError:
+        raise ValueError(f"{reference}: module {module} has no {name}") from None
+    if not callable(found):
+        raise ValueError(f"{reference}: expected a function, got {type(found).__name__}")
+    return cast(Callable[..., Any], found)
+
+
+def described(error: Exception) -> str:
+    """An error with the innermost line of module-level code that it passed through."""
+    told = " ".join(f"{type(error).__name__}: {error}".split())
+    lines = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.name == "<module>"]
+    return f"{told}, {lines[-1].filename} line {lines[-1].lineno}" if lines else told

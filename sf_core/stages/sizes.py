@@ -1,0 +1,111 @@
+"""What a policy takes of the memory of devices and of the storage, and whether it fits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from sf_core.config import RunConfig
+from sf_core.engines.registry import engine_kind
+from sf_core.models.cache_size import DTYPE_BYTES, built_in_parameters, built_in_shape, cache_bytes
+from sf_core.scheduling.plan import Worker
+from sf_core.stages.start import folder_to_start_from, read_model_config
+from storage.tensors.weights import open_weights
+
+_TRAINED_BYTES, _STORED_BYTES = 16, 12
+"""For each parameter, in float32: weight, gradient and Adam's two moments; the same without the gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How many bytes a policy takes; activations, and what libraries take for themselves, come on top."""
+
+    weights: int
+    """A version as it is published and served."""
+    cache: int
+    """What an engine reserves for KV; 0 if it reserves nothing, or the model's shape is unknown."""
+    rank: int
+    """What each rank trains: its part of the weights, the gradient and the moments."""
+    checkpoint: int
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Sizes | None:
+        """None if the policy is only on a worker, or nothing is computed. Raises ValueError if it cannot be
+        used."""
+        if not engine_kind(config).runs_policy:
+            return None
+        policy, engine = config.policy, config.engine
+        if policy.model is None:
+            parameters = built_in_parameters(policy.hidden_size, policy.num_layers)
+            shape = dict(built_in_shape(policy.hidden_size, policy.num_layers))
+        elif (folder := folder_to_start_from(config, by_a_worker=True)) is not None:
+            header, _ = open_weights(folder)
+            parameters = sum(math.prod(entry.shape) for entry in header.entries.values())
+            shape = read_model_config(folder)
+        else:
+            return None
+        networks = 1 if config.train.critic is None else 2
+        cache = None
+        if engine_kind(config).reserves_cache:
+            cache = cache_bytes(shape, engine.max_running, engine.context_length, policy.dtype)
+        return cls(
+            weights=parameters * DTYPE_BYTES[policy.dtype],
+            cache=cache or 0,
+            rank=_rank_bytes(parameters, config) * networks,
+            checkpoint=parameters * _STORED_BYTES * networks,
+        )
+
+
+def _rank_bytes(parameters: int, config: RunConfig) -> int:
+    train = config.train
+    if train.backend != "megatron":
+        return -(-parameters * _TRAINED_BYTES // train.workers)
+    # ranks of different data have the same weights and a whole gradient, and share the rest
+    weights, gradient = DTYPE_BYTES[config.policy.dtype], 4
+    shared = _STORED_BYTES - (4 if weights == 4 else 0)
+    return parameters * (weights + gradient) // train.ranks_per_policy + parameters * shared // train.workers
+
+
+def check_memory(config: RunConfig, workers: Iterable[Worker]) -> None:
+    """Raises ValueError if one of these workers has less memory than its engine, or its part of the training,
+    would take."""
+    if (sizes := Sizes.of(config)) is None:
+        return
+    engine, train = config.engine, config.train
+    for worker in workers:
+        if worker.memory is None:
+            continue
+        has = f"worker {worker.name} has {_gb(worker.memory)} of memory"
+        if "rollout" in worker.tags and sizes.weights + sizes.cache > worker.memory:
+            raise ValueError(
+                f"{has}, and its engine takes {_gb(sizes.weights)} for the policy's weights and "
+                f"{_gb(sizes.cache)} for the cache of engine.max_running {engine.max_running} requests of "
+                f"engine.context_length {engine.context_length} tokens: lower one of the two"
+            )
+        if "train" in worker.tags and sizes.rank > worker.memory:
+            raise ValueError(
+                f"{has}, and a rank of {train.workers} takes {_gb(sizes.rank)} for weights, gradient and "
+                "Adam's moments: raise train.workers, or give the tag train to larger workers"
+            )
+
+
+def explain_sizes(config: RunConfig) -> dict[str, str]:
+    """What `sf plan` says of memory and storage, by subject; nothing if it is unknown."""
+    if (sizes := Sizes.of(config)) is None:
+        return {}
+    train = config.train
+    ranks = "the trainer" if train.workers == 1 else f"each of {train.workers} trainers"
+    cache = f" and {_gb(sizes.cache)} of KV cache" if sizes.cache else ""
+    often = "each iteration" if train.checkpoint_every == 1 else f"every {train.checkpoint_every} iterations"
+    for_good = f", and those of every {train.keep_every} iterations" if train.keep_every else ""
+    return {
+        "memory": f"engines: {_gb(sizes.weights)} of weights{cache}; {ranks}: {_gb(sizes.rank)} of weights, "
+        "gradient and moments; both without activations",
+        "storage": f"each iteration writes {_gb(sizes.weights)} of weights; a checkpoint, {often}, "
+        f"{_gb(sizes.checkpoint)}, of which the newest {train.keep_checkpoints} stay{for_good}",
+    }
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.0f} MB"

@@ -1,0 +1,196 @@
+"""Surroundings of this process: variables (other modules are passed their values), import path, limits."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import tempfile
+import urllib.request
+from collections.abc import Iterable
+from importlib.machinery import PathFinder
+from pathlib import Path
+from urllib.parse import urlsplit
+
+
+def dataplane_key() -> str | None:
+    """Key of the data plane (SF_DATAPLANE_KEY); it is in the environment, never in parameters or files."""
+    return os.environ.get("SF_DATAPLANE_KEY") or None
+
+
+def run_key() -> str | None:
+    """Key of the run that this process starts (SF_RUN_KEY). Only the flow needs it: the data plane passes it
+    to the agent runners of the run."""
+    return os.environ.get("SF_RUN_KEY") or None
+
+
+def cache_dir() -> Path:
+    """Folder of warm-started policies, kept between runs (SF_CACHE_DIR, else the user's cache folder)."""
+    if path := os.environ.get("SF_CACHE_DIR"):
+        return Path(path)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "seamlessflow"
+
+
+def dataplane_url() -> str | None:
+    """URL of the data plane (SF_DATAPLANE_URL), for configurations that name none."""
+    return os.environ.get("SF_DATAPLANE_URL") or None
+
+
+def scheduler_address() -> str | None:
+    """Address of the Dask scheduler (SF_SCHEDULER), for configurations that name none."""
+    return os.environ.get("SF_SCHEDULER") or None
+
+
+def prefect_api_url() -> str | None:
+    """URL of the Prefect API that the user chose (PREFECT_API_URL), if any."""
+    return os.environ.get("PREFECT_API_URL") or None
+
+
+def prefect_password() -> str | None:
+    """USER:PASSWORD that a Prefect server requires (PREFECT_SERVER_API_AUTH_STRING), if any. Its clients send
+    PREFECT_API_AUTH_STRING."""
+    return os.environ.get("PREFECT_SERVER_API_AUTH_STRING") or None
+
+
+def command_started_at() -> float | None:
+    """Unix time at which the command that started this flow was called (SF_STARTED_AT), so that its start-up
+    is counted; None for a deployment."""
+    value = os.environ.get("SF_STARTED_AT")
+    return float(value) if value else None
+
+
+def computes_nothing() -> bool:
+    """Whether workers start without the compute libraries (SF_EMULATED=1), as those of emulated runs do."""
+    return os.environ.get("SF_EMULATED") == "1"
+
+
+def vllm_python() -> str:
+    """Python of the environment that has vLLM (SF_VLLM_PYTHON, else that of `make vllm`). Raises
+    FileNotFoundError, one sentence, if it is not there."""
+    python = os.environ.get("SF_VLLM_PYTHON") or str(ROOT / ".venvs" / "vllm" / "bin" / "python")
+    if not os.access(python, os.X_OK):
+        raise FileNotFoundError(
+            f"engine.kind: vllm needs a Python that has vLLM, and there is no {python}: `make vllm` makes "
+            "it, or SF_VLLM_PYTHON names another"
+        )
+    return python
+
+
+def vllm_key() -> str | None:
+    """Key of the server that `engine.vllm.url` names (SF_VLLM_KEY)."""
+    return os.environ.get("SF_VLLM_KEY") or None
+
+
+_NOT_INHERITED = re.compile(
+    # another Python: our import path is not for it
+    r"PYTHON(PATH|HOME)"
+    # ours, but for the mark by which a stack finds and ends its processes
+    r"|(?!SF_STACK$)(SF|PREFECT|DASK|AWS)_.*"
+    # keys of whatever else; with VLLM_API_KEY a vLLM server would refuse us
+    r"|.*(KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL)S?(_.*)?|SSH_AUTH_SOCK",
+    re.IGNORECASE,
+)
+
+
+def inherited_variables() -> dict[str, str]:
+    """The variables for programs of others that this process starts: neither our settings nor keys."""
+    return {name: value for name, value in os.environ.items() if not _NOT_INHERITED.fullmatch(name)}
+
+
+def prefect_home() -> Path:
+    """Folder of Prefect's database (PREFECT_HOME, else ~/.prefect)."""
+    return Path(os.environ.get("PREFECT_HOME") or Path.home() / ".prefect")
+
+
+def reach_directly(*urls: str | None) -> None:
+    """Exempt this machine and these servers from the proxies of the environment, for this process and its
+    children (NO_PROXY): no proxy reaches them, and most proxies take long to report that."""
+    if not urllib.request.getproxies():
+        return
+    hosts = ["127.0.0.1", "localhost", "::1", *(urlsplit(url).hostname or "" for url in urls if url)]
+    named = f"{os.environ.get('NO_PROXY', '')},{os.environ.get('no_proxy', '')}"
+    excepted = ",".join(filter(None, dict.fromkeys([*map(str.strip, named.split(",")), *hosts])))
+    # some libraries read only one of the two
+    os.environ["NO_PROXY"] = os.environ["no_proxy"] = excepted
+
+
+def visible_cuda_devices() -> list[str] | None:
+    """The CUDA devices given to this process, by a batch system for example; None if all of them."""
+    value = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return None if value is None else [part.strip() for part in value.split(",") if part.strip()]
+
+
+NAMES = ("flows", "tasks", "storage", "sf_core")
+"""Our top-level packages. Their names are common, and the first match on the path is imported."""
+
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+OPEN_FILES = 4096
+"""Requested limit: sockets count, and a data plane has one for each request that waits."""
+
+
+FEWEST_OPEN_FILES = 1024
+"""Limit below which supervisord refuses to start."""
+
+
+PREFECT_HOME = ("PREFECT_HOME", "where Prefect keeps its database")
+
+
+CACHE_DIR = ("SF_CACHE_DIR", "where policies that were warm-started are kept")
+
+
+def check_names(path: Iterable[str]) -> None:
+    """Raises ImportError, one sentence, if a process with these entries of `sys.path` would import other
+    packages under our names."""
+    places = list(path)
+    for name in NAMES:
+        spec = PathFinder.find_spec(name, places)
+        # None: an editable install, whose finder is asked after all entries of the path
+        if spec is None:
+            continue
+        # a folder without __init__.py, such as one with data, has no origin
+        found = Path(spec.origin or next(iter(spec.submodule_search_locations or [name]))).resolve()
+        if not found.is_relative_to(ROOT):
+            raise ImportError(
+                f"{found} has the name of a package of SeamlessFlow, {name} ({ROOT / name}), and would be "
+                "imported in its place: rename it, or call the command in another folder and keep this one "
+                "out of PYTHONPATH"
+            )
+
+
+def raise_open_files() -> None:
+    """Raise the limit on open files of this process and its children to OPEN_FILES, if the system allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def check_open_files() -> None:
+    """Raises OSError, one sentence, if the limit on open files is too low for a stack."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < FEWEST_OPEN_FILES:
+        raise OSError(
+            f"this process may have {soft} files open, and a stack needs {FEWEST_OPEN_FILES}: "
+            f"`ulimit -n {OPEN_FILES}`, or raise the hard limit (`nofile` in /etc/security/limits.conf, "
+            "LimitNOFILE of systemd)"
+        )
+
+
+def check_place(folder: Path, variable: str, purpose: str) -> None:
+    """Raises OSError, one sentence, if files cannot be written into the folder that this environment variable
+    sets."""
+    if reason := why_not_writable(folder):
+        raise OSError(f"{folder}, {purpose}, cannot be written ({reason}): set {variable} to another folder")
+
+
+def why_not_writable(folder: Path) -> str | None:
+    """Reason of the system why files cannot be created in the folder, else None. Creates the folder."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        return str(error.strerror)
+    return None

@@ -1,0 +1,40 @@
+"""What rank 0 stores of a version for engines: the weights, and what changed since the version before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from sf_core.config.run_config import DtypeName
+from storage.files import FileRef, is_local
+from storage.tensors.shared_memory import shared
+from storage.tensors.tensor_bytes import TensorBytes
+from storage.tensors.weight_delta import save_delta, stored_base
+from storage.tensors.weights import DIGEST, pack_weights, save_tensors, save_weights
+
+
+class Publisher:
+    """Keeps the version stored last in memory, to compare the next one with. Where storage is remote, engines
+    on this host read it there."""
+
+    def __init__(self, dtype: DtypeName) -> None:
+        self.dtype = dtype
+        self._last: tuple[int, TensorBytes] | None = None
+
+    def save(
+        self, folder: str, weights: Mapping[str, torch.Tensor], version: int, before: str
+    ) -> list[FileRef]:
+        """Store the weights in this dtype; returns their files, and that of the delta if there is one."""
+        # a step changes nearly every element of float32
+        if self.dtype == "float32":
+            return save_weights(folder, weights, version)
+        packed = pack_weights(weights, version, self.dtype)
+        refs = save_tensors(folder, packed)
+        delta = save_delta(folder, self._kept(version - 1) or stored_base(before, packed), packed, version)
+        self._last = None  # before another copy is made
+        self._last = version, packed if is_local(folder) else shared(packed, packed.header.metadata[DIGEST])
+        return [*refs, delta] if delta else refs
+
+    def _kept(self, version: int) -> TensorBytes | None:
+        return self._last[1] if self._last is not None and self._last[0] == version else None

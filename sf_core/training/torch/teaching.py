@@ -1,0 +1,138 @@
+"""What a train step teaches, made at its beginning: scores of the rows by forward passes, and from them what
+advantages, weights and losses need. Not in the engines, so that a stored step can be made again bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import torch
+
+from sf_core.config import TrainConfig
+from sf_core.recipes.advantages import Gae
+from sf_core.recipes.losses import LossConfig, PolicyLoss, mean_over
+from sf_core.recipes.samples import Samples, Score, Values
+from sf_core.recipes.tables import samples_of
+from sf_core.recipes.weights import taught
+from sf_core.training.packing import Microbatch, Row, share, training_rows
+from sf_core.training.torch.ranks import Ranks
+from sf_core.training.torch.trained_model import TrainedModel
+
+References = Callable[[int], AbstractContextManager[TrainedModel]]
+"""The policy of a version, held by the same ranks, for as long as the block runs."""
+
+
+def scores_of(
+    rows: Sequence[Row],
+    config: TrainConfig,
+    model: TrainedModel,
+    ranks: Ranks,
+    version: int,
+    references: References,
+    critic: TrainedModel | None,
+) -> dict[Score, Values]:
+    """The scores of all rows that the configuration needs, the same on every rank; 0 where nothing is
+    trained. `version` is the one that the model holds."""
+    needs = config.needs | config.loss.needs
+    found: dict[Score, Values] = {}
+    if needs & {"start", "entropy"}:
+        found["start"], found["entropy"] = _scored(rows, config, model, ranks)
+    if "reference" in needs:
+        with references(config.loss.reference_of(version)) as reference:
+            found["reference"], _ = _scored(rows, config, reference, ranks)
+    if "values" in needs and critic is not None:
+        found["values"], _ = _scored(rows, config, critic, ranks)
+    return found
+
+
+def _scored(
+    rows: Sequence[Row], config: TrainConfig, model: TrainedModel, ranks: Ranks
+) -> tuple[Values, Values]:
+    """Log-probs and entropies of all rows."""
+    own: dict[int, tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]] = {}
+
+    def note(microbatch: Microbatch, logprobs: torch.Tensor, entropies: torch.Tensor) -> torch.Tensor:
+        row, first, second = (tensor.cpu().numpy() for tensor in (microbatch.row, logprobs, entropies))
+        for index, number in enumerate(microbatch.numbers):
+            own[int(number)] = first[row == index], second[row == index]
+        return logprobs.sum()
+
+    model.forward(share(rows, model.share, model.num_shares, config.tokens_per_microbatch), note)
+    whole = {
+        number: pair for part in ranks.gather(own if model.measures else {}) for number, pair in part.items()
+    }
+    found: tuple[list[npt.NDArray[np.float32]], list[npt.NDArray[np.float32]]] = ([], [])
+    for row in rows:
+        for values, into in zip(whole.get(row.number, (0.0, 0.0)), found, strict=True):
+            filled = np.zeros(row.token_ids.size, np.float32)
+            filled[row.loss_mask] = values
+            into.append(filled)
+    return found
+
+
+def prepared(
+    rows: Sequence[Row], batch: pa.Table, scores: Mapping[Score, Values], config: TrainConfig, version: int
+) -> list[Row]:
+    """The rows with the advantages, weights and log-probs that follow from their scores. They are the
+    training rows of the batch, from which the step makes the version after this one."""
+    loss, start = config.loss, scores.get("start")
+    found = list(rows)
+    if config.needs:
+        samples = replace(samples_of(training_rows(batch), version), scores=scores)
+        samples = replace(samples, rewards=samples.rewards - _penalties(samples, loss))
+        advantages, weights = taught(samples, config.advantage, config.weights)
+        maps = zip(found, advantages, weights, strict=True)
+        found = [replace(row, advantages=a, weights=w) for row, a, w in maps]
+        if isinstance(config.advantage, Gae):
+            taught_values = zip(found, scores["values"], config.advantage.returns(samples), strict=True)
+            found = [replace(row, values=v, returns=r) for row, v, r in taught_values]
+    if start is not None and loss.correction is not None:
+        for i, (row, values) in enumerate(zip(found, start, strict=True)):
+            factors, mask = np.ones(row.token_ids.size, np.float32), row.loss_mask
+            factors[mask] = loss.correction(values[mask], row.logprobs[mask])
+            found[i] = replace(row, correction=factors)
+    if start is not None and loss.ratio_to == "step_start":
+        found = [replace(row, old=values) for row, values in zip(found, start, strict=True)]
+    if "reference" in scores:
+        pairs = zip(found, scores["reference"], strict=True)
+        found = [replace(row, reference=values) for row, values in pairs]
+    return found
+
+
+def _penalties(samples: Samples, loss: LossConfig) -> npt.NDArray[np.float64]:
+    """[S] what each session's reward loses to the divergence from the reference."""
+    kl = loss.kl
+    if kl is None or kl.place != "reward":
+        return np.zeros(len(samples.rewards))
+    pairs = zip(samples.scores["start"], samples.scores["reference"], strict=True)
+    of_tokens = [
+        kl(torch.from_numpy(start), torch.from_numpy(reference)).numpy() for start, reference in pairs
+    ]
+    return np.multiply(kl.coefficient, samples.session_sum(of_tokens), dtype=np.float64)
+
+
+def fitted(rows: Sequence[Row], scores: Mapping[Score, Values], loss: LossConfig) -> PolicyLoss:
+    """The policy's part of the loss of a step of these rows, which are prepared."""
+    if "start" not in loss.policy.needs:
+        return loss.policy
+    log_ratios, advantages = [], []
+    for row, start in zip(rows, scores["start"], strict=True):
+        mask, old = row.loss_mask, row.logprobs if row.old is None else row.old
+        log_ratios.append((start[mask] - old[mask]).astype(np.float64))
+        advantages.append(row.advantages[mask].astype(np.float64))
+    return loss.policy.fitted(np.concatenate(log_ratios), np.concatenate(advantages))
+
+
+def weighed(rows: Sequence[Row], loss: LossConfig) -> tuple[list[Row], float]:
+    """The rows of an optimiser step with weights such that their sum over tokens, divided by the number that
+    is returned, is the mean that the loss is."""
+    lengths = np.array([row.weights[row.loss_mask].sum(dtype=np.float64) for row in rows])
+    units = [row.group if loss.mean_over == "group" else row.session for row in rows]
+    factors, total = mean_over(lengths, None if loss.mean_over == "token" else units, loss.session_tokens)
+    pairs = zip(rows, factors, strict=True)
+    return [replace(row, weights=(row.weights * f).astype(np.float32)) for row, f in pairs], total or 1.0

@@ -1,0 +1,95 @@
+"""What a trainer has of a policy, whatever holds its parameters: the interface of model backends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from sf_core.config import RunConfig
+from sf_core.training.packing import Microbatch
+from sf_core.training.torch.ranks import Ranks
+from storage.tensors.shards import Place, Slices
+
+TokenLoss = Callable[[Microbatch, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(microbatch, log-probs [M], entropies [M]) -> the loss [], whose gradient flows through both."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdamSettings:
+    """AdamW (Loshchilov & Hutter 2019) and the clipping before it, as one step needs them."""
+
+    learning_rate: float
+    betas: tuple[float, float]
+    weight_decay: float
+    max_grad_norm: float
+
+
+class TrainedModel(Protocol):
+    """A policy in float32, its gradient and Adam's moments, which the ranks of a gang hold together. Every
+    rank makes the same calls in the same order; they raise ExchangeError if another rank is gone."""
+
+    device: torch.device
+    num_shares: int
+    """Number of parts into which the rows of an optimiser step are dealt."""
+    share: int
+    """The part that this rank works on."""
+    measures: bool
+    """Whether this rank's scores of its share count: of the ranks that work on a share, one does."""
+
+    def forward_backward(self, microbatches: Sequence[Microbatch], loss: TokenLoss) -> None:
+        """Add the gradient of the sum of the losses of all microbatches of all shares. Every share has as
+        many of them; some may train no token."""
+        ...
+
+    def forward(self, microbatches: Sequence[Microbatch], loss: TokenLoss) -> None:
+        """Call the loss as `forward_backward` does, without a gradient."""
+        ...
+
+    def update(self, settings: AdamSettings) -> float:
+        """Make an optimiser step and set the gradient to zero. Returns the norm that the gradient had; if it
+        is not finite, the weights stay."""
+        ...
+
+    def is_finite(self) -> bool:
+        """Whether all weights that this rank holds are finite."""
+        ...
+
+    @property
+    def places(self) -> Mapping[str, Place]:
+        """What this rank wants of each parameter of a checkpoint, by name."""
+        ...
+
+    def slices(self, parts: Sequence[str]) -> Slices:
+        """What this rank stores of these PARTS of a checkpoint (storage.tensors.checkpoints), by PART/NAME:
+        together the ranks store all of it. Moments exist after the first step."""
+        ...
+
+    def load(self, tensors: Mapping[str, torch.Tensor], optimizer_steps: int) -> None:
+        """Take the `places` of each parameter and its moments, by PART/NAME, after so many steps."""
+        ...
+
+    def rest(self) -> None:
+        """Give the device's memory back; everything waits in the host's."""
+        ...
+
+    def wake(self) -> None:
+        """Take what waits in the host's memory to the device."""
+        ...
+
+    def as_stored(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The state dict that transformers would save, made of whole parameters."""
+        ...
+
+
+class ModelBackend(Protocol):
+    """A TrainerBackend whose trainers hold a TrainedModel: a module with this function too."""
+
+    def make_model(
+        self, config: RunConfig, model_dir: str, ranks: Ranks, device: str, *, values: bool = False
+    ) -> TrainedModel:
+        """The model that these ranks train from the weights of a Hugging Face folder. `values`: a critic,
+        which gives the value of each trained token in the place of its log-prob."""
+        ...

@@ -1,0 +1,1 @@
+"""Tensors as files: published weights and their deltas, and the shards of checkpoints. Knows no training."""

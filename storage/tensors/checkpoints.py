@@ -1,0 +1,169 @@
+"""Checkpoints: what a trainer needs to continue as if it had never stopped.
+
+Owns a folder of shards and state.json, which is written last and names each shard with its checksum; a folder
+without it is no checkpoint. Tensors are float32 under a part and the name of the parameter, as in
+`exp_avg/model.norm.weight`. Checkpoints of earlier versions, in other files, are read too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import BaseModel, Field, ValidationError
+
+from storage import files
+from storage.files import FileRef
+from storage.json_files import first_fault
+from storage.tensors import weights
+from storage.tensors.shards import Place, Slices, read_shards, write_shard
+
+if TYPE_CHECKING:
+    import torch
+
+STATE = "state.json"
+
+MASTER, EXP_AVG, EXP_AVG_SQ = PARTS = ("master", "exp_avg", "exp_avg_sq")
+"""The weights that are trained, and Adam's two moments of them."""
+
+_LOOK_S = (0.02, 1.0)
+"""First and longest time between looks for the shards of others."""
+
+
+class Written(BaseModel):
+    """A file of a checkpoint."""
+
+    bytes: int
+    sha256: str
+
+
+class Progress(BaseModel):
+    """State of a trainer beside its tensors."""
+
+    version: int = Field(ge=0)
+    optimizer_steps: int = Field(ge=0)
+
+
+class _State(Progress):
+    """Content of state.json."""
+
+    shards: dict[Annotated[str, Field(pattern=r"^shard-\d+-of-\d+\.safetensors$")], Written] = Field(
+        min_length=1
+    )
+
+
+def save_shard(
+    folder: str, slices: Slices, rank: int, ranks: int, progress: Progress, patience_s: float
+) -> None:
+    """Store the slices of one rank, by PART/NAME. Rank 0 then waits for those of the others, for at most
+    `patience_s`, and completes the checkpoint.
+
+    No rank may call it before an earlier try to store this checkpoint is over on all ranks. Raises
+    TimeoutError, which names a shard that did not come."""
+    shard = write_shard(files.join(folder, _shard(rank, ranks)), slices)
+    written = Written(bytes=shard.bytes, sha256=shard.sha256)
+    if rank:
+        files.write_atomic(files.join(folder, _note(rank, ranks)), written.model_dump_json().encode())
+        return
+    shards = {_shard(0, ranks): written}
+    deadline = time.monotonic() + patience_s
+    for other in range(1, ranks):
+        note = files.join(folder, _note(other, ranks))
+        shards[_shard(other, ranks)] = Written.model_validate_json(_await(note, deadline))
+    state = _State(**progress.model_dump(), shards=shards)
+    files.write_atomic(files.join(folder, STATE), state.model_dump_json(indent=2).encode())
+
+
+def _shard(rank: int, ranks: int) -> str:
+    return f"shard-{rank + 1}-of-{ranks}.safetensors"
+
+
+def _note(rank: int, ranks: int) -> str:
+    """Name of the file by which a rank says that its shard is written."""
+    return f"shard-{rank + 1}-of-{ranks}.json"
+
+
+def _await(uri: str, deadline: float) -> bytes:
+    pause_s, longest_s = _LOOK_S
+    while True:
+        try:
+            return files.read_bytes(uri)
+        except FileNotFoundError:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{uri}: was not written in time, so there is no checkpoint") from None
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, longest_s)
+
+
+def has_checkpoint(uri: str) -> bool:
+    """Whether the folder holds a complete checkpoint; its content is checked only when it is loaded."""
+    return files.exists(files.join(uri, STATE))
+
+
+def remove_checkpoint(uri: str) -> None:
+    # state.json first: a checkpoint that is removed in part is none
+    files.remove(files.join(uri, STATE))
+    files.remove_folder(uri)
+
+
+def load_checkpoint(uri: str, wanted: Mapping[str, Place]) -> tuple[dict[str, torch.Tensor], Progress]:
+    """Slices of the parameters with these names, each in its PARTS, by PART/NAME, and the rest of the state.
+    In checkpoints of earlier versions parameters are numbered: `wanted` has them in the optimizer's order.
+
+    Raises ValueError with one sentence if the checkpoint is missing, incomplete or corrupt."""
+    state_uri = files.join(uri, STATE)
+    try:
+        text = files.read_bytes(state_uri)
+    except FileNotFoundError:
+        raise ValueError(f"{uri}: no complete checkpoint here (state.json is missing)") from None
+    try:
+        if b'"shards"' not in text:
+            return _load_earlier(uri, _EarlierState.model_validate_json(text), wanted)
+        state = _State.model_validate_json(text)
+    except ValidationError as error:
+        raise ValueError(f"{state_uri}: no state of a checkpoint: {first_fault(error)}") from None
+    shards = [FileRef(files.join(uri, name), one.bytes, one.sha256) for name, one in state.shards.items()]
+    places = {f"{part}/{name}": place for part in PARTS for name, place in wanted.items()}
+    return read_shards(uri, shards, places), Progress(**state.model_dump(exclude={"shards"}))
+
+
+# --- checkpoints of earlier versions
+
+
+class _EarlierProgress(BaseModel):
+    version: int
+    optimizer_steps: int
+
+
+class _EarlierState(BaseModel):
+    state: _EarlierProgress
+    files: dict[str, Written]
+
+
+def _load_earlier(
+    uri: str, state: _EarlierState, wanted: Mapping[str, Place]
+) -> tuple[dict[str, torch.Tensor], Progress]:
+    """Content of model.safetensors, by name, and of optimizer.safetensors, by number of the parameter."""
+    model, optimizer = (_read(uri, f"{kind}.safetensors", state.files) for kind in ("model", "optimizer"))
+    found = {}
+    for number, (name, place) in enumerate(wanted.items()):
+        moments = {part: optimizer.get(f"{number}/{part}") for part in (EXP_AVG, EXP_AVG_SQ)}
+        for part, tensor in {MASTER: model.get(name), **moments}.items():
+            if tensor is None or tuple(tensor.shape) != place.shape:
+                raise ValueError(f"{uri}: has no {part} of {name!r} with shape {[*place.shape]}")
+            found[f"{part}/{name}"] = tensor[place.box]
+    return found, Progress(**state.state.model_dump())
+
+
+def _read(uri: str, name: str, written: Mapping[str, Written]) -> dict[str, torch.Tensor]:
+    """The tensors of a whole file."""
+    uri = files.join(uri, name)
+    try:
+        found = files.describe(uri)
+    except FileNotFoundError:
+        raise ValueError(f"{uri}: missing from the checkpoint") from None
+    expected = written.get(name)
+    if expected is None or (found.bytes, found.sha256) != (expected.bytes, expected.sha256):
+        raise ValueError(f"{uri}: differs from what was written for the checkpoint")
+    return weights.read_tensors(uri)

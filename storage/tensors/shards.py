@@ -1,0 +1,214 @@
+"""Shards: safetensors files with slices of tensors. Whoever reads them may cut the tensors otherwise than
+those who wrote them.
+
+Owns where a slice lies in its tensor, and how that stands in a file: in the metadata, as
+torch.distributed.checkpoint writes and reads it. Knows nothing of what the tensors mean.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from os import SEEK_END
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from storage import files
+from storage.files import FileRef
+from storage.tensors.tensor_bytes import Entry, Header, read_header
+
+if TYPE_CHECKING:
+    import torch
+
+PLACES = "DCP_SHARDING_INFO"
+"""Key of the metadata, which torch.distributed.checkpoint has chosen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a slice lies in its tensor."""
+
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    """Shape of the slice."""
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Place:
+        return cls(shape, (0,) * len(shape), shape)
+
+    @classmethod
+    def rows(cls, shape: tuple[int, ...], part: int, parts: int) -> Place:
+        """One of several parts of the first dimension, the last of which may be smaller or empty. A scalar is
+        not cut."""
+        if not shape:
+            return cls.whole(shape)
+        step = -(-shape[0] // parts)
+        begin, end = min(shape[0], part * step), min(shape[0], (part + 1) * step)
+        return cls(shape, (begin, *[0] * (len(shape) - 1)), (end - begin, *shape[1:]))
+
+    @property
+    def box(self) -> tuple[slice, ...]:
+        """Index of the slice in its tensor."""
+        return tuple(slice(begin, begin + n) for begin, n in zip(self.offset, self.size, strict=True))
+
+    def shared_with(self, other: Place) -> tuple[slice, ...] | None:
+        """Index, in this slice, of what it has in common with another of the same tensor; None if nothing."""
+        dimensions = zip(self.offset, self.size, other.offset, other.size, strict=True)
+        ranges = [(max(a, b) - a, min(a + n, b + m) - a) for a, n, b, m in dimensions]
+        if any(begin >= end for begin, end in ranges):
+            return None
+        return tuple(slice(begin, end) for begin, end in ranges)
+
+
+Slices = Mapping[str, tuple[Place, "torch.Tensor"]]
+"""Slices by the names of their tensors."""
+
+
+class _Described(BaseModel):
+    saved_offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+_PLACES = TypeAdapter(dict[str, _Described])
+
+
+def write_shard(uri: str, slices: Slices) -> FileRef:
+    """Write slices, one after the other."""
+    from storage.tensors.torch_bytes import bytes_of, entry_of
+
+    entries: dict[str, Entry] = {}
+    end = 0
+    for name, (_, tensor) in slices.items():
+        entries[name] = entry_of(tensor, end)
+        end = entries[name].data_offsets[1]
+    places = {name: {"saved_offsets": p.offset, "shape": p.shape} for name, (p, _) in slices.items()}
+    header = Header({"format": "pt", PLACES: json.dumps(places)}, entries)
+    with files.writer(uri) as file:
+        file.write(header.encoded())
+        for _, tensor in slices.values():
+            file.write(bytes_of(tensor).data)
+    return file.ref(uri)
+
+
+def read_shards(
+    folder: str, shards: Iterable[FileRef], wanted: Mapping[str, Place]
+) -> dict[str, torch.Tensor]:
+    """The wanted slices, from those shards of the folder that have a part of them. Each of these is read
+    once, and what it holds is used only if it is what was written.
+
+    Raises ValueError, which names a file or the folder, if something is missing or damaged."""
+    import torch
+
+    from storage.tensors.torch_bytes import tensor_of
+
+    found: dict[str, _Filled] = {}
+    for shard in shards:
+        _read_shard(shard, wanted, found)
+    for name, place in wanted.items():
+        if 0 not in place.size and (name not in found or found[name].missing):
+            raise ValueError(f"{folder}: its shards do not hold {name!r} or not all of it")
+    full = {name: tensor_of(one.data, one.dtype, wanted[name].size) for name, one in found.items()}
+    return {name: full[name] if name in full else torch.empty(place.size) for name, place in wanted.items()}
+
+
+@dataclass(slots=True)
+class _Filled:
+    """A wanted slice on its way."""
+
+    dtype: str
+    data: npt.NDArray[np.uint8]
+    """Its bytes; the last dimension is that of an element's."""
+    missing: int
+    """Number of elements that no shard had yet."""
+
+
+class _Hashed:
+    """A file that is read from its beginning to its end, with the checksum of what was read."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self.checksum = file, hashlib.sha256()
+        self.seek, self.tell = file.seek, file.tell
+
+    def read(self, size: int) -> bytes:
+        data = self._file.read(size)
+        self.checksum.update(data)
+        return data
+
+
+def _read_shard(shard: FileRef, wanted: Mapping[str, Place], found: dict[str, _Filled]) -> None:
+    try:
+        with files.open_read(shard.uri) as opened:
+            if (size := opened.seek(0, SEEK_END)) != shard.bytes:
+                raise ValueError(f"{shard.uri}: has {size} bytes, {shard.bytes} were written")
+            opened.seek(0)
+            file: Any = _Hashed(opened)
+            header = read_header(shard.uri, file)
+            places = _places(shard.uri, header)
+            if not any(
+                [
+                    _has_part(shard.uri, name, places[name], wanted[name])
+                    for name in places.keys() & wanted.keys()
+                ]
+            ):
+                return
+            for name, entry in header.entries.items():
+                data = file.read(entry.data_offsets[1] - entry.data_offsets[0])
+                if name in wanted:
+                    _fill(shard.uri, name, entry, places[name], wanted[name], data, found)
+    except FileNotFoundError:
+        raise ValueError(f"{shard.uri}: is missing") from None
+    if file.checksum.hexdigest() != shard.sha256:
+        raise ValueError(f"{shard.uri}: its content differs from what was written")
+
+
+def _places(uri: str, header: Header) -> dict[str, Place]:
+    """Where the slices in a file lie. Raises ValueError if it does not say so of each."""
+    try:
+        described = _PLACES.validate_json(header.metadata.get(PLACES, ""))
+        places = {
+            name: Place(described[name].shape, described[name].saved_offsets, entry.shape)
+            for name, entry in header.entries.items()
+        }
+    except (ValidationError, KeyError):
+        raise ValueError(f"{uri}: no shard: it does not say where its slices lie") from None
+    end = 0
+    for name, entry in header.entries.items():
+        place = places[name]
+        if entry.data_offsets[0] != end or len({len(place.shape), len(place.offset), len(place.size)}) != 1:
+            raise ValueError(f"{uri}: no shard: {name!r} lies nowhere")
+        end = entry.data_offsets[1]
+    return places
+
+
+def _has_part(uri: str, name: str, place: Place, target: Place) -> bool:
+    if place.shape != target.shape:
+        raise ValueError(
+            f"{uri}: {name!r} is of a tensor of shape {[*place.shape]}; expected {[*target.shape]}"
+        )
+    return place.shared_with(target) is not None
+
+
+def _fill(
+    uri: str, name: str, entry: Entry, place: Place, target: Place, data: bytes, found: dict[str, _Filled]
+) -> None:
+    """Copy what a slice in a file shares with the wanted one."""
+    width, rest = divmod(len(data), max(1, math.prod(place.size)))
+    if name not in found:
+        room = np.empty((*target.size, width), np.uint8)
+        found[name] = _Filled(entry.dtype, room, math.prod(target.size))
+    filled = found[name]
+    if rest or entry.dtype != filled.dtype or (data and width != filled.data.shape[-1]):
+        raise ValueError(f"{uri}: {name!r} has another dtype than the rest of its tensor")
+    source, there = place.shared_with(target), target.shared_with(place)
+    if source is not None and there is not None:
+        stored = np.frombuffer(data, np.uint8).reshape(*place.size, width)
+        filled.data[there] = stored[source]
+        filled.missing -= math.prod(index.stop - index.start for index in there)

@@ -1,0 +1,58 @@
+"""Prefect's tasks for the stages of a run, in the order in which they run. See sf_core/stages."""
+
+from typing import Any
+
+from prefect import task
+
+import sf_core.stages.evaluate
+import sf_core.stages.filter
+import sf_core.stages.finish
+import sf_core.stages.publish
+import sf_core.stages.rollout
+import sf_core.stages.start
+import sf_core.stages.train
+from sf_core.stages.run import RunRef
+from sf_core.training.gang import RankAssignment
+
+
+@task(name="warmstart")
+def warmstart(run: RunRef) -> dict[str, Any]:
+    """Put the policy that the run starts from into its directory. Runs on a `train` worker."""
+    return sf_core.stages.start.start(run)
+
+
+@task(name="rollout", task_run_name="rollout-{iteration}")
+def rollout(run: RunRef, iteration: int) -> dict[str, Any]:
+    """Wait until the batch of this iteration is full and seal its trajectories. Runs on a `cpu` worker."""
+    return sf_core.stages.rollout.rollout(run, iteration)
+
+
+@task(name="filter", task_run_name="filter-{iteration}")
+def filter_(run: RunRef, iteration: int) -> dict[str, Any]:
+    """Turn sealed trajectories into a batch with advantages. Runs on a `cpu` worker."""
+    return sf_core.stages.filter.filter(run, iteration)
+
+
+@task(name="train", task_run_name="train-{iteration}.{seat.rank}")
+def train(run: RunRef, iteration: int, seat: RankAssignment) -> dict[str, Any]:
+    """One rank of the optimiser steps on the batch; rank 0 writes the next weights and a checkpoint. Runs on
+    the seat's `train` worker."""
+    return sf_core.stages.train.train(run, iteration, seat)
+
+
+@task(name="publish", task_run_name="publish-{iteration}")
+def publish(run: RunRef, iteration: int) -> dict[str, Any]:
+    """Hand the new weights to every engine. Runs on a `cpu` worker."""
+    return sf_core.stages.publish.publish(run, iteration)
+
+
+@task(name="evaluate", task_run_name="evaluate-{version}")
+def evaluate(run: RunRef, version: int, num_tasks: int | None = None) -> dict[str, Any]:
+    """Mean reward of a policy version on the held-out tasks. Runs on a `cpu` worker."""
+    return sf_core.stages.evaluate.evaluate(run, version, num_tasks)
+
+
+@task(name="finish")
+def finish(run: RunRef) -> dict[str, Any]:
+    """Write the trained policy, the summary and the pictures. Runs on a `cpu` worker."""
+    return sf_core.stages.finish.finish(run)

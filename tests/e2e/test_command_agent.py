@@ -1,0 +1,48 @@
+"""A run whose agent is a command: a script without any SDK, started for each session by the agent worker."""
+
+from __future__ import annotations
+
+import sys
+
+import psutil
+import pytest
+
+from sf_core.config.failures import REASONS
+from tests.e2e.conftest import Cluster
+from tests.e2e.echo_package import ASK
+from tests.e2e.invariants import check_result, trajectories
+from tests.e2e.quickstart import read
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_script_trains_the_built_in_policy_and_what_it_wrote_is_shown(cluster: Cluster) -> None:
+    script = cluster.folder / "ask.py"
+    script.write_text(ASK)
+    config = cluster.config(
+        "command-agent",
+        environment={"agent": {"command": [sys.executable, str(script)], "timeout_s": 100}},
+        engine={"kind": "torch", "script": None},
+        train={"iterations": 2},
+        evaluate={"every": 2, "num_tasks": 2},
+    )
+    cluster.finish(config, cluster.start(config))
+    check_result(config)
+    rows = trajectories(config, 1).to_pylist()
+    assert len(rows) == 6 and not {row["status"] for row in rows} & {*REASONS}
+    # the answer on one line, or more if the policy says so, and what went to standard error
+    assert all("asked\n" in row["output"] for row in rows)
+    shown = read("inspect", config.run_dir, "--session", rows[0]["session_id"])
+    _, wrote = shown.split("what the command wrote\n")
+    assert "asked" in wrote.splitlines()
+    left = [p for p in psutil.process_iter(["cmdline"]) if str(script) in (p.info["cmdline"] or ())]
+    assert left == []
+
+
+def test_a_run_ends_with_the_name_of_the_program_that_its_workers_lack(cluster: Cluster) -> None:
+    config = cluster.config("no-such-command", environment={"agent": {"command": ["no-such-agent"]}})
+    assert cluster.start(config).wait(90) != 0
+    reason = (
+        "ValueError: environment.agent: there is no program 'no-such-agent' on this host that can be executed"
+    )
+    assert reason in cluster.log(config).splitlines()

@@ -1,0 +1,66 @@
+"""Bits of a new version that flip after they were written: engines serve on, and the run says what it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from subprocess import Popen
+
+import pytest
+
+from sf_core.config import RunConfig
+from storage.run_directory import RunDirectory
+from tests.e2e.conftest import Cluster, is_committed
+from tests.e2e.invariants import check_result, manifests
+from tests.e2e.waiting import wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
+
+
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-9] ^= 1
+    file.write_bytes(content)
+
+
+def damage_before_it_is_published(
+    cluster: Cluster, config: RunConfig, flow: Popen[bytes], iteration: int, name: str
+) -> Path:
+    """Flip a bit of this file of the version that an iteration makes; returns the file."""
+    seat = Path(config.run_dir, "gangs", f"{iteration:05d}", "1.0", "rank-0")
+    wait_until(lambda: seat.exists() or flow.poll() is not None, f"training of iteration {iteration}", 180)
+    publisher = cluster.worker_process("c0")
+    publisher.suspend()
+    try:
+        what = f"weights of iteration {iteration}"
+        wait_until(lambda: is_committed(config, iteration, "train") or flow.poll() is not None, what, 180)
+        assert not is_committed(config, iteration, "publish"), cluster.log(config)[-2000:]
+        file = Path(RunDirectory(config.run_dir).weights_dir(iteration + 1), name)
+        flip_a_bit(file)
+    finally:
+        publisher.resume()
+    return file
+
+
+def test_weights_that_were_damaged_are_refused_and_a_damaged_delta_is_not_needed(cluster: Cluster) -> None:
+    config = cluster.config(
+        "damaged-weights",
+        "async",
+        policy={"hidden_size": 32, "num_layers": 1, "warmstart": None, "dtype": "bfloat16"},
+        engine={"kind": "torch", "script": None, "context_length": 128},
+        evaluate={"every": 1000},
+    )
+    process = cluster.start(config)
+    full = damage_before_it_is_published(cluster, config, process, 0, "model.safetensors")
+    # version 2 is whole, and its delta is of no use to an engine that has version 0
+    delta = damage_before_it_is_published(cluster, config, process, 2, "delta.safetensors")
+    cluster.finish(config, process)
+    published = [manifests(config)[k, "publish"]["data"]["engines"] for k in range(3)]
+    assert [set(engines.values()) for engines in published] == [{0}, {2}, {3}]
+    logs = {path.name: path.read_text() for path in (cluster.folder / "logs").glob("*.log")}
+    refused = f"goes on with version 0, because it refuses version 1: {full}: its tensors differ from those"
+    assert [name for name, text in logs.items() if refused in text] == ["worker-c0.log"]
+    assert f"{delta}: its content differs from what was written; all of the weights" in logs["worker-r0.log"]
+    # the stored files are checked too
+    for file in (full, delta):
+        flip_a_bit(file)
+    check_result(config)

@@ -1,0 +1,82 @@
+"""The product of docs/a-product-that-learns.md, before, during and after a run that learns from it."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from sf_core.config import RunConfig
+from storage.run_directory import RunDirectory
+from storage.trajectories import read_trajectories
+from tests.e2e.conftest import Cluster, is_committed
+from tests.e2e.desk import PAGE, Desk
+from tests.e2e.invariants import check_result, manifests
+from tests.e2e.waiting import wait_until
+
+pytestmark = pytest.mark.slow
+
+ITERATIONS = 10
+
+
+@pytest.fixture
+def desk(cluster: Cluster, tmp_path: Path) -> Iterator[Desk]:
+    desk = Desk(tmp_path, PLANE=cluster.services.dataplane, RUN="product", NO_PROXY="127.0.0.1")
+    yield desk
+    desk.close()
+
+
+def documented() -> dict[str, Any]:
+    """The settings that the page shows."""
+    settings = re.search(r"```yaml\n(.*?)```", PAGE, re.S)
+    assert settings is not None
+    return dict(yaml.safe_load(settings[1])["rollout"])
+
+
+def files_of_sessions(config: RunConfig) -> Counter[str]:
+    """Number of files that have rows of a session, of those that agents outside worked on."""
+    found: Counter[str] = Counter()
+    for kind in ("trajectories", "opened"):
+        for uris in RunDirectory(config.run_dir).list_partitions(kind).values():
+            found.update(name for uri in uris for name in {*read_trajectories(uri)["session_id"].to_pylist()})
+    return found
+
+
+def test_a_product_teaches_the_policy_whatever_is_killed(cluster: Cluster, desk: Desk) -> None:
+    config = cluster.config(
+        "product",
+        policy={"hidden_size": 64, "num_layers": 1, "warmstart": None},
+        environment={part: f"tests.e2e.desk_package:{part}" for part in ("tasks", "agent", "reward")},
+        # what nobody could rate, because somebody was killed, says nothing of the policy
+        rollout=documented()
+        | {"max_tokens": 8, "session_timeout_s": 15.0, "reward_patience_s": 15.0}
+        | {"on_failure": {"timeout": "retry_then_exclude"}},
+        engine={"kind": "torch", "context_length": 64},
+        train={"iterations": ITERATIONS, "learning_rate": 0.04},
+        evaluate={"every": ITERATIONS, "num_tasks": 16},
+    )
+    assert desk.ask("Anybody there?").status_code == 503
+    desk.open()
+    flow = cluster.start(config)
+    wait_until(lambda: is_committed(config, 1, "publish"), "two iterations", 120, every_s=0.05)
+    cluster.restart_dataplane()
+    wait_until(lambda: is_committed(config, 3, "publish"), "four iterations", 120, every_s=0.05)
+    desk.kill()
+    desk.start()
+    wait_until(lambda: is_committed(config, 5, "publish"), "six iterations", 120, every_s=0.05)
+    flow.kill()
+    flow.wait()
+    cluster.finish(config, cluster.start(config))
+    assert desk.ask("Anybody there?").status_code == 503
+    check_result(config)
+    rewards = [manifests(config)[number, "rollout"]["data"]["reward_mean"] for number in range(ITERATIONS)]
+    assert sum(rewards[-3:]) > sum(rewards[:3]) + 3 * 0.15, rewards
+    stored = files_of_sessions(config)
+    assert set(stored.values()) == {1}
+    assert desk.rated.keys() <= stored.keys()
+    assert desk.num_untrained, "training paces the traffic"

@@ -1,0 +1,148 @@
+"""A command as agent in a sandbox."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sf_core.agents.command import CommandEnd, CommandError, agent_of
+from sf_core.agents.command_output import MAX_ANSWER
+from sf_core.config.programs import Command
+from sf_core.dataplane.chat.renderer import Renderer
+from tests.e2e.echo_package import ASK
+from tests.sf_core.agents.sandbox.inside import WAIT_S
+from tests.sf_core.agents.test_command import ENDPOINT, TASK
+from tests.sf_core.agents.test_command_sessions import rows_of
+from tests.sf_core.agents.test_runner import make_runner, run_until_ready, server
+from tests.sf_core.dataplane.conftest import model_dir, renderer
+from tests.sf_core.dataplane.stand import Server, say
+
+__all__ = ["model_dir", "renderer", "server"]
+
+
+def agent(*words: str, **settings: Any) -> Any:
+    return agent_of(Command.model_validate({"command": words, "sandbox": {}} | settings))
+
+
+def shell(script: str, **settings: Any) -> CommandEnd:
+    working = agent("sh", "-c", script, **settings)(TASK, ENDPOINT)
+    ended: CommandEnd = asyncio.run(asyncio.wait_for(working, WAIT_S))
+    return ended
+
+
+def failure(script: str, **settings: Any) -> CommandError:
+    with pytest.raises(CommandError) as failed:
+        shell(script, **settings)
+    return failed.value
+
+
+def test_it_is_given_its_task_as_outside() -> None:
+    ended = shell(
+        'cat; echo; cat task.json; echo; ls -A . ~; echo "$PWD $MINE"; echo x >&2', variables={"MINE": "1"}
+    )
+    prompt, _, rest = ended.answer.partition("\n{")
+    facts, _, places = rest.partition("\n}\n")
+    assert prompt == TASK.prompt
+    assert json.loads("{" + facts + "}")["task_id"] == TASK.task_id
+    assert places == ".:\ntask.json\n\n/tmp/home:\n/sandbox 1\n"
+    assert ended.output.replace("x\n", "") == ended.answer
+
+
+def test_neither_variables_nor_files_of_the_worker_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLANTED", "1")
+    assert "PLANTED" not in shell("env").answer
+    assert str(failure(f"cat {__file__}")).endswith(f"cat: {__file__}: No such file or directory")
+
+
+def test_its_answer_is_a_file_or_the_folder() -> None:
+    script = "mkdir out; echo 42 > out/a; ln -s /etc/passwd link; mkfifo pipe; echo x > ~/state"
+    assert shell(script, answer="file:out/a").answer == "42\n"
+    assert shell(script, answer="folder").answer == {"out/a": "42\n"}
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("exit 3", "its exit status is 3"),
+        ("kill -9 $$", "it was killed by signal 9"),
+        ("true", "its exit status is 0, but there is no file a in its folder"),
+        ("mkfifo a", "its exit status is 0, but there is no file a in its folder"),
+        ("ln -s /etc/passwd a", "its exit status is 0, but a leads out of its folder"),
+        ("ln -s ../proc/1/environ a", "its exit status is 0, but a leads out of its folder"),
+        (f"head -c {MAX_ANSWER + 1} /dev/zero > a", "a is over the limit of 1048576 bytes"),
+        ("yes", "it wrote more than its output_mb of 1"),
+        ("head -c 90000000 /dev/zero > a; sleep 1000", "it needed more than its memory_mb of 64"),
+    ],
+)
+def test_a_failure_is_told_as_outside(script: str, reason: str) -> None:
+    limits = {"memory_mb": 64, "output_mb": 1}
+    failed = failure(f"echo so it is >&2; {script}", answer="file:a", sandbox=limits)
+    assert str(failed).startswith("the command gave no answer: ") and reason in str(failed)
+    assert str(failed).endswith("; its standard error ends with: so it is")
+    assert failed.cause == "agent" and failed.output.startswith("so it is\n")
+
+
+def test_the_time_ends_it() -> None:
+    failed = failure("echo started; sleep 1000", timeout_s=1.0)
+    assert str(failed) == "the command ran longer than its timeout_s of 1 s"
+    assert (failed.cause, failed.output) == ("time", "started\n")
+
+
+def test_a_program_of_the_host_is_seen_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, beside = tmp_path / "my-agent", tmp_path / "beside"
+    program.write_text(f"#!/bin/sh\ncat {beside}\n")
+    program.chmod(0o755)
+    beside.write_text("seen\n")
+    monkeypatch.chdir(tmp_path)
+    working = agent("./my-agent", sandbox={"paths": [str(beside)]})(TASK, ENDPOINT)
+    assert asyncio.run(working).answer == "seen\n"
+    with pytest.raises(CommandError, match="No such file or directory"):
+        asyncio.run(agent("./my-agent")(TASK, ENDPOINT))
+
+
+def test_a_program_that_is_gone_fails_its_session(tmp_path: Path) -> None:
+    program = tmp_path / "agent"
+    program.write_text("#!/no/such/interpreter\n")
+    program.chmod(0o755)
+    with pytest.raises(
+        CommandError, match=r"gave no answer: in the sandbox, .* cannot be started: No such file"
+    ):
+        asyncio.run(agent(str(program))(TASK, ENDPOINT))
+
+
+def test_it_reaches_the_endpoint(server: Server, renderer: Renderer) -> None:
+    server.register(key="key-of-the-run", group_size=1, groups_per_batch=1, num_batches=1)
+    server.connect(lambda prompt, seed: say(renderer, "42"))
+    command = agent(sys.executable, "-c", ASK)
+    run_until_ready(server, make_runner(server.url, agent=command, reward=lambda task, answer: len(answer)))
+    [row] = rows_of(server)
+    assert (row.reward, sorted(row.output.splitlines())) == (3.0, ["42", "asked"])
+
+
+EARN = """
+import os, urllib.error, urllib.request
+from urllib.parse import urlsplit
+url = urlsplit(os.environ["OPENAI_BASE_URL"])
+key = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+session = url.path.removesuffix("/v1")
+for path in (session + "/reward", session + "/finish", session, "/runs/run", "/v1/models", "/sessions", "/"):
+    try:
+        urllib.request.urlopen(urllib.request.Request(f"http://{url.netloc}{path}", b'{"reward": 9}', key))
+    except urllib.error.HTTPError as error:
+        print(error.code)
+print(urllib.request.urlopen(urllib.request.Request(f"{url.geturl()}/models", headers=key)).status)
+"""
+
+
+def test_of_the_data_plane_it_reaches_its_own_turns_only(server: Server, renderer: Renderer) -> None:
+    server.register(key="key-of-the-run", group_size=1, groups_per_batch=1, num_batches=1)
+    [claim] = server.claim()
+    url = f"{server.url}/sessions/{claim['session_id']}/v1"
+    endpoint = type(ENDPOINT)(url, "key-of-the-run", "policy")
+    ended = asyncio.run(agent(sys.executable, "-c", EARN)(TASK, endpoint))
+    assert ended.answer.split() == ["403"] * 7 + ["200"]

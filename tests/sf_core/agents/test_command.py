@@ -1,0 +1,378 @@
+"""A command as agent: real processes, what they are given, what becomes of what they leave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from sf_core.agents.command import CommandEnd, CommandError, agent_of
+from sf_core.agents.command_output import MAX_ANSWER, MAX_OUTPUT, Transcript
+from sf_core.cli.stack.supervisord_child import MARK, end_marked
+from sf_core.config.programs import Command
+from sf_core.types import Endpoint, Task
+from tests.e2e import echo_package
+from tests.e2e.waiting import wait_until
+
+TASK = Task("t-1", "sums", "What is 6*7?\n\N{GREEK SMALL LETTER PI}", "forty-two", {"level": 3})
+ENDPOINT = Endpoint("http://127.0.0.1:9/sessions/s-1/v1", "key-of-the-run", "policy")
+WAIT_S = 60
+
+
+@pytest.fixture(autouse=True)
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where folders of commands are; none is left after a test."""
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    yield folder
+    assert list(folder.iterdir()) == []
+
+
+def run(*words: str, task: Task = TASK, **settings: Any) -> CommandEnd:
+    agent = agent_of(Command(command=words, **settings))
+    return asyncio.run(asyncio.wait_for(agent(task, ENDPOINT), WAIT_S))
+
+
+def shell(script: str, **settings: Any) -> CommandEnd:
+    return run("sh", "-c", script, **settings)
+
+
+def failure(script: str, **settings: Any) -> CommandError:
+    with pytest.raises(CommandError) as failed:
+        shell(script, **settings)
+    return failed.value
+
+
+def test_a_function_is_named_as_before() -> None:
+    assert agent_of("tests.e2e.echo_package:agent") is echo_package.agent
+
+
+def test_the_task_comes_on_standard_input_and_as_a_file_without_its_answer() -> None:
+    assert shell("cat").answer == TASK.prompt
+    told = shell("cat task.json").answer
+    facts = {"task_id": "t-1", "environment": "sums", "prompt": TASK.prompt, "metadata": {"level": 3}}
+    assert json.loads(told) == facts
+    assert "forty-two" not in told
+
+
+def test_what_was_prepared_is_in_its_folder_and_in_its_answer_if_it_was_changed() -> None:
+    agent = agent_of(Command(command=("sh", "-c", "cat a; echo more >> b/c"), answer="folder"))
+    end = asyncio.run(agent(TASK, ENDPOINT, {"a": "one\n", "b/c": b"two\n"}))
+    assert (end.output, end.answer) == ("one\n", {"b/c": "two\nmore\n"})
+
+
+@pytest.mark.parametrize(
+    ("prepared", "reason"),
+    [
+        (["a"], "to texts or bytes, not list"),
+        ({"../a": "x"}, "to texts or bytes: '../a' is no name of a file there"),
+        ({"/a": "x"}, "to texts or bytes: '/a' is no name of a file there"),
+    ],
+)
+def test_what_is_no_files_is_not_prepared_for_a_command(prepared: Any, reason: str) -> None:
+    agent = agent_of(Command(command=("true",)))
+    sentence = "environment.prepare must give a command a mapping of files in its folder " + reason
+    with pytest.raises((TypeError, ValueError), match=re.escape(sentence)):
+        asyncio.run(agent(TASK, ENDPOINT, prepared))
+
+
+def test_a_task_that_is_no_json_fails_its_session() -> None:
+    strange = Task("t", "e", "p", metadata={"at": object()})
+    with pytest.raises(CommandError, match=r"gave no answer: the task cannot be written as JSON \(Type is"):
+        run("cat", task=strange)
+
+
+PRINT_VARIABLES = "import json, os; print(json.dumps(dict(os.environ)))"
+
+
+def test_home_temporary_files_and_the_working_folder_are_its_own(scratch: Path) -> None:
+    variables = json.loads(run(sys.executable, "-c", PRINT_VARIABLES).answer)
+    places = [Path(variables[name]) for name in ("HOME", "TMPDIR", "PWD")]
+    assert len({*places}) == 3
+    assert len({place.parent for place in places}) == 1 and places[0].parent.parent == scratch
+    assert shell('cd "$HOME" && pwd -P && cd "$TMPDIR" && ls').answer.startswith(str(scratch.resolve()))
+    assert shell("pwd -P; ls").answer.split()[1:] == ["task.json"]
+
+
+def test_neither_our_settings_nor_keys_nor_the_users_endpoints_are_inherited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    withheld = (
+        *("SF_DATAPLANE_KEY", "SF_RUN_KEY", "PREFECT_API_AUTH_STRING", "AWS_PROFILE", "GITHUB_TOKEN"),
+        *("SSH_AUTH_SOCK", "SERVICE_ACCESS_KEY_ID", "db_password", "PYTHONPATH", "OPENAI_ORG_ID"),
+        *("ANTHROPIC_AUTH_TOKEN", "ANTHROPIC_CUSTOM_HEADERS", "XDG_CONFIG_HOME"),
+    )
+    given = {"SF_STACK": "/planted", "TOKENIZERS_PARALLELISM": "true", "PLANTED": "1"}
+    users = {"OPENAI_API_KEY": "the user's", "ANTHROPIC_MODEL": "another"}
+    for name, value in (dict.fromkeys(withheld, "/planted") | given | users).items():
+        monkeypatch.setenv(name, value)
+    found = json.loads(run(sys.executable, "-c", PRINT_VARIABLES, variables={"MINE": "2"}).answer)
+    assert [name for name in withheld if name in found] == []
+    assert {name: found.get(name) for name in given} == given
+    assert (found["MINE"], found["PATH"]) == ("2", os.environ["PATH"])
+    assert (found["OPENAI_API_KEY"], found["ANTHROPIC_MODEL"]) == ("key-of-the-run", "policy")
+
+
+def test_a_program_is_found_on_the_path_or_from_the_folder_of_the_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "bin" / "my-agent"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\necho found $1\n")
+    program.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    assert run("bin/my-agent", "a b").answer == "found a b\n"
+    assert run("my-agent", "x", variables={"PATH": f"{program.parent}:{os.environ['PATH']}"}).answer
+    program.chmod(0o644)
+    for name in ("bin/my-agent", "no-such-agent"):
+        with pytest.raises(ValueError, match=f"^there is no program '{name}' on this host that can"):
+            agent_of(Command(command=(name,)))
+
+
+def test_a_program_that_is_gone_fails_its_session(tmp_path: Path) -> None:
+    program = tmp_path / "agent"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    agent = agent_of(Command(command=(str(program),)))
+    program.unlink()
+    with pytest.raises(CommandError, match=r"gave no answer: it cannot be started: .* No such file"):
+        asyncio.run(asyncio.wait_for(agent(TASK, ENDPOINT), WAIT_S))
+
+
+def test_the_answer_is_what_it_prints_and_the_output_what_it_wrote() -> None:
+    ended = shell("echo thinking >&2; echo 42")
+    assert ended.answer == "42\n"
+    assert sorted(ended.output.splitlines()) == ["42", "thinking"]
+
+
+def test_the_answer_is_a_file() -> None:
+    ended = shell("mkdir out; echo 42 > out/answer.txt; echo log", answer="file:out/answer.txt")
+    assert ended == CommandEnd("42\n", "log\n")
+
+
+def test_the_answer_is_what_is_new_in_the_folder() -> None:
+    script = (
+        "mkdir -p a/b; echo one > a/b/one; echo > empty; printf '\\377' > raw; ln -s /etc/passwd link; "
+        'ln -s /etc folder; mkfifo pipe; echo home > "$HOME/state"; echo "$TMPDIR" > "$TMPDIR/other"'
+    )
+    files = {"a/b/one": "one\n", "empty": "\n", "raw": {"base64": "/w=="}}
+    assert shell(script, answer="folder").answer == files
+    assert shell("echo 1 >> task.json", answer="folder").answer.keys() == {"task.json"}
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("true", "there is no file a in its folder"),
+        ("mkdir a", "there is no file a in its folder"),
+        ("mkfifo a", "there is no file a in its folder"),
+        ("ln -s /etc/passwd a", "a leads out of its folder"),
+        ("ln -s ../home/x a", "a leads out of its folder"),
+        ("ln -s a a", "there is no file a in its folder"),
+        ("printf 'ab\\377' > a", "a is no UTF-8: invalid start byte at byte 2"),
+        (f"head -c {MAX_ANSWER + 1} /dev/zero > a", f"a is over the limit of {MAX_ANSWER} bytes"),
+    ],
+)
+def test_a_file_that_is_no_answer_fails_the_session(script: str, reason: str) -> None:
+    failed = failure(f"{script}; echo so it is >&2", answer="file:a")
+    told = f"its exit status is 0, but {reason}; its standard error ends with: so it is"
+    assert str(failed) == f"the command gave no answer: {told}"
+    assert (failed.cause, failed.output) == ("agent", "so it is\n")
+
+
+def test_an_answer_in_a_folder_that_leads_elsewhere_is_refused() -> None:
+    assert "d/passwd leads out" in str(failure("ln -s /etc d", answer="file:d/passwd"))
+
+
+@pytest.mark.parametrize(
+    ("script", "answer", "reason"),
+    [
+        ("printf '\\377'", "output", "what it printed is no UTF-8: invalid start byte at byte 0"),
+        (f"head -c {MAX_ANSWER + 1} /dev/zero", "output", "what it printed is over the limit of 1048576"),
+        (f"head -c {MAX_ANSWER} /dev/zero > a", "folder", "its folder is over the limit of 1048576 bytes"),
+    ],
+)
+def test_other_answers_are_text_of_bounded_size(script: str, answer: str, reason: str) -> None:
+    assert reason in str(failure(script, answer=answer))
+
+
+@pytest.mark.parametrize(
+    ("script", "told"),
+    [
+        ("exit 3", "its exit status is 3"),
+        ("kill -9 $$", "it was killed by signal 9"),
+        ("for n in 1 2 3 4 5 6 7; do echo $n >&2; done; exit 1", "3\n4\n5\n6\n7"),
+    ],
+)
+def test_an_exit_status_fails_the_session_and_is_told_with_the_last_lines(script: str, told: str) -> None:
+    failed = failure(script)
+    assert str(failed).endswith(told) and failed.cause == "agent"
+
+
+def test_what_it_wrote_is_bounded_and_its_beginning_and_end_are_kept() -> None:
+    ended = shell(f"echo first; head -c {4 * MAX_OUTPUT} /dev/zero | tr '\\0' x; echo last", answer="folder")
+    assert ended.output.startswith("first\nxxx") and ended.output.endswith("xxxlast\n")
+    assert f"\n... {3 * MAX_OUTPUT + len('first last ')} bytes left out ...\n" in ended.output
+    assert len(ended.output) < MAX_OUTPUT + 100
+
+
+def test_a_transcript_keeps_everything_up_to_its_limit() -> None:
+    whole, cut = Transcript(8), Transcript(8)
+    for letter in "abcdefg\N{LATIN SMALL LETTER E WITH ACUTE}".encode():
+        cut.add(bytes([letter]))
+    whole.add("abc\N{LATIN SMALL LETTER E WITH ACUTE}fgh".encode())
+    assert whole.text() == "abc\N{LATIN SMALL LETTER E WITH ACUTE}fgh"
+    assert cut.text() == "abcd\n... 1 bytes left out ...\nfg\N{LATIN SMALL LETTER E WITH ACUTE}"
+
+
+def test_the_time_begins_when_it_runs_and_ends_it(tmp_path: Path) -> None:
+    failed = failure(f"echo started; echo $$ > {tmp_path}/pid; sleep 1000", timeout_s=2.0)
+    assert str(failed) == "the command ran longer than its timeout_s of 2 s"
+    assert (failed.cause, failed.output) == ("time", "started\n")
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+
+
+# tells its number when neither SIGTERM, nor its group, nor its variables lead to it any more
+DAEMON = (
+    'env -i PATH="$PATH" setsid -f sh -c \'trap "" TERM; echo $$ > daemon; exec sleep 1000\' 2>&1 >/dev/null'
+)
+AWAIT_DAEMON = "while [ ! -s daemon ]; do sleep 0.01; done"
+
+
+def test_what_it_leaves_running_ends_with_it() -> None:
+    ended = shell(f"{DAEMON}; {AWAIT_DAEMON}; cat daemon")
+    assert not psutil.pid_exists(int(ended.answer))
+
+
+def family_of(pid_file: Path) -> list[psutil.Process]:
+    """The command that wrote its number into this file, its keeper, and their children."""
+    wait_until(lambda: pid_file.exists() and pid_file.read_text().endswith("\n"), "the command", every_s=0.01)
+    command = psutil.Process(int(pid_file.read_text()))
+    keeper = command.parent()
+    return [keeper, *keeper.children(recursive=True)]
+
+
+def check_gone(processes: list[psutil.Process], scratch: Path) -> None:
+    assert len(processes) >= 3
+    _, alive = psutil.wait_procs(processes, timeout=WAIT_S)
+    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+    wait_until(lambda: not any(scratch.iterdir()), "the folder to be removed", every_s=0.01)
+
+
+def lasting(pid_file: Path) -> tuple[str, ...]:
+    """A command that lasts, with a child and somebody who left it."""
+    return "sh", "-c", f"{DAEMON}; {AWAIT_DAEMON}; {with_a_child(pid_file)}"
+
+
+def with_a_child(pid_file: Path) -> str:
+    """A script that lasts and, once its child is there, writes its number into this file."""
+    return f"sleep 1000 & echo $$ > {pid_file}.new; mv {pid_file}.new {pid_file}; wait"
+
+
+def test_a_session_that_is_taken_back_leaves_nothing(tmp_path: Path, scratch: Path) -> None:
+    pid_file = tmp_path / "pid"
+
+    async def take_back() -> list[psutil.Process]:
+        agent = agent_of(Command(command=lasting(pid_file)))
+        working = asyncio.ensure_future(agent(TASK, ENDPOINT))
+        processes = await asyncio.to_thread(family_of, pid_file)
+        working.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await working
+        # nothing is left to wait for
+        assert not any(process.is_running() for process in processes)
+        assert list(scratch.iterdir()) == []
+        return processes
+
+    check_gone(asyncio.run(asyncio.wait_for(take_back(), WAIT_S)), scratch)
+
+
+STACK = "/stacks/test-command"
+
+WORKER = """
+import asyncio, sys, tempfile
+from sf_core.agents.command import agent_of
+from sf_core.config.programs import Command
+from tests.sf_core.agents.test_command import ENDPOINT, TASK
+tempfile.tempdir = sys.argv[1]
+asyncio.run(agent_of(Command(command=tuple(sys.argv[2:])))(TASK, ENDPOINT))
+"""
+
+
+def end_its_stack(worker: subprocess.Popen[bytes]) -> None:
+    assert end_marked(STACK)
+
+
+@pytest.mark.parametrize("end", [subprocess.Popen.kill, subprocess.Popen.terminate, end_its_stack])
+def test_a_worker_that_is_killed_leaves_nothing(
+    tmp_path: Path, scratch: Path, end: Callable[[subprocess.Popen[bytes]], None]
+) -> None:
+    pid_file = tmp_path / "pid"
+    command = [sys.executable, "-c", WORKER, str(scratch), *lasting(pid_file)]
+    worker = subprocess.Popen(command, env=os.environ | {MARK: STACK})
+    try:
+        processes = family_of(pid_file)
+        end(worker)
+        worker.wait(WAIT_S)
+        check_gone(processes, scratch)
+    finally:
+        worker.kill()
+
+
+def test_without_its_keeper_a_command_and_its_group_are_ended(tmp_path: Path, scratch: Path) -> None:
+    pid_file = tmp_path / "pid"
+
+    async def work() -> None:
+        agent = agent_of(Command(command=("sh", "-c", with_a_child(pid_file))))
+        working = asyncio.ensure_future(agent(TASK, ENDPOINT))
+        keeper, *others = await asyncio.to_thread(family_of, pid_file)
+        keeper.kill()
+        with pytest.raises(CommandError, match=r"gave no answer: its keeper was killed$"):
+            await working
+        check_gone([keeper, *others], scratch)
+
+    asyncio.run(asyncio.wait_for(work(), WAIT_S))
+
+
+def test_commands_run_side_by_side(tmp_path: Path) -> None:
+    """Each waits for all of them to have begun."""
+    script = (
+        f"echo > {tmp_path}/$(cat); while [ $(ls {tmp_path} | grep -c begun) -lt 8 ]; do sleep 0.01; done"
+    )
+    agent = agent_of(Command(command=("sh", "-c", script)))
+
+    async def work() -> None:
+        tasks = [Task(f"t{n}", "e", f"begun-{n}") for n in range(8)]
+        await asyncio.wait_for(asyncio.gather(*(agent(task, ENDPOINT) for task in tasks)), WAIT_S)
+
+    asyncio.run(work())
+
+
+def test_a_command_may_close_its_output_and_go_on() -> None:
+    assert shell("echo 42; exec >&- 2>&-; read line; exit 0").answer == "42\n"
+
+
+def test_a_pipe_full_of_errors_holds_nobody_up() -> None:
+    assert shell("head -c 1000000 /dev/zero >&2; echo 42").answer == "42\n"
+
+
+def test_it_works_outside_the_main_thread() -> None:
+    """As workers of Dask run it."""
+    code = (
+        "import asyncio, threading\n"
+        "from tests.sf_core.agents.test_command import shell\n"
+        "thread = threading.Thread(target=lambda: print(shell('echo 42').answer, end=''))\n"
+        "thread.start()\nthread.join()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S)
+    assert (done.stdout, done.stderr) == ("42\n", "")

@@ -1,0 +1,154 @@
+"""Sessions of a data plane whose agent is a command, from the claim to the rows."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from sf_core.agents.command import agent_of
+from sf_core.config.programs import Command
+from sf_core.dataplane.chat.renderer import Renderer
+from sf_core.types import Task
+from storage.schema import Trajectory
+from storage.trajectories import read_trajectories, to_rows
+from tests.e2e.echo_package import ASK
+from tests.sf_core.agents.test_runner import make_runner, run_until_ready, server
+from tests.sf_core.dataplane.conftest import model_dir, renderer
+from tests.sf_core.dataplane.stand import Server, say
+
+__all__ = ["model_dir", "renderer", "server"]
+
+ROOT = Path(__file__).parents[3]
+
+ASK_BY_ALL = """
+import os, sys, anthropic, openai
+from google import genai
+question = [{"role": "user", "content": sys.stdin.read()}]
+with openai.OpenAI() as client:
+    reply = client.chat.completions.create(model=os.environ["OPENAI_MODEL"], messages=question)
+with anthropic.Anthropic() as client:
+    message = client.messages.create(model=os.environ["ANTHROPIC_MODEL"], messages=question, max_tokens=20)
+with genai.Client() as client:
+    words = question[0]["content"]
+    content = client.models.generate_content(model=os.environ["GEMINI_MODEL"], contents=words)
+print(reply.choices[0].message.content, message.content[0].text, content.text)
+"""
+
+
+def rows_of(server: Server) -> list[Trajectory]:
+    sealed = server.post("/runs/run/batches/0/seal", {"attempt": 1})
+    return [
+        row
+        for file in sealed["files"]
+        for row in to_rows(read_trajectories(str(Path(server.run_dir, "run", file["uri"]))))
+    ]
+
+
+def python(script: str, **settings: Any) -> Any:
+    return agent_of(Command(command=(sys.executable, "-c", script), **settings))
+
+
+def test_the_public_clients_find_the_endpoint_in_the_variables(
+    server: Server,
+    renderer: Renderer,
+) -> None:
+    server.register(key="key-of-the-run", group_size=1, groups_per_batch=1, num_batches=1)
+    server.connect(lambda prompt, seed: say(renderer, "42"))
+    answers: list[str] = []
+
+    def reward(task: Task, answer: str) -> float:
+        answers.append(answer)
+        return 1.0
+
+    run_until_ready(server, make_runner(server.url, agent=python(ASK_BY_ALL), reward=reward))
+    assert answers == ["42 42 42\n"]
+    # what it wrote is in the first branch
+    assert [row.output for row in rows_of(server)] == ["42 42 42\n", None, None]
+
+
+def test_the_documented_script_is_an_agent(
+    server: Server,
+    renderer: Renderer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    page = (ROOT / "docs" / "your-agent.md").read_text().partition("## A command as agent")[2]
+    setting = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)[0]
+    script = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
+    command = Command.model_validate(yaml.safe_load(setting)["environment"]["agent"])
+    program = tmp_path / command.command[0]
+    program.write_text(script)
+    program.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    server.register(group_size=1, groups_per_batch=1, num_batches=1)
+    server.connect(lambda prompt, seed: say(renderer, "42"))
+
+    def reward(task: Task, answer: str) -> float:
+        return float(answer == "42\n")
+
+    run_until_ready(server, make_runner(server.url, agent=agent_of(command), reward=reward))
+    [row] = rows_of(server)
+    assert row.reward == 1.0
+    assert row.output is not None and re.fullmatch(r"tokens: \d+", row.output.replace("42\n", "").strip())
+
+
+def test_a_command_that_fails_after_an_answer_keeps_what_it_wrote(
+    server: Server,
+    renderer: Renderer,
+) -> None:
+    rules = {"on_failure": {"agent_error": "zero"}, "failed_reward": -1.0}
+    server.register(group_size=1, groups_per_batch=1, num_batches=1, **rules)
+    server.connect(lambda prompt, seed: say(renderer, "42"))
+    run_until_ready(server, make_runner(server.url, agent=python(ASK + "sys.exit(3)")))
+    [row] = rows_of(server)
+    assert (row.status, row.reward) == ("agent_error", -1.0)
+    assert row.output is not None and sorted(row.output.splitlines()) == ["42", "asked"]
+
+
+def test_a_command_that_runs_too_long_fails_for_that_reason(
+    server: Server,
+    renderer: Renderer,
+) -> None:
+    server.register(group_size=1, groups_per_batch=1, num_batches=1, session_attempts=2)
+    server.connect(lambda prompt, seed: say(renderer, "42"))
+    slow, asking = python("import time; time.sleep(1000)", timeout_s=0.2), python(ASK)
+    agents = iter([slow, asking])
+
+    async def agent(task: Any, endpoint: Any) -> Any:
+        return await next(agents)(task, endpoint)
+
+    run_until_ready(server, make_runner(server.url, agent=agent))
+    counters = server.get("/runs/run")["counters"]
+    assert {name: number for name, number in counters.items() if name.startswith("failures.")} == {
+        "failures.timeout": 1
+    }
+    [row] = rows_of(server)
+    assert row.status == "finished"
+
+
+def test_the_output_of_an_answer_that_is_scored_elsewhere_waits_for_its_reward(
+    server: Server,
+    renderer: Renderer,
+) -> None:
+    server.register(group_size=1, groups_per_batch=1, num_batches=1)
+    server.connect(lambda prompt, seed: say(renderer, "42"))
+    # a runner that scores is there
+    server.post("/runs/run/claim", {"runner": "w0", "max": 0, "work": "reward"})
+    [claim] = server.claim()
+    base = f"{server.url}/sessions/{claim['session_id']}/v1"
+    body = {"model": "policy", "messages": [{"role": "user", "content": "6 * 7?"}]}
+    server.http.post(f"{base}/chat/completions", json=body).raise_for_status()
+    told = {"session_id": claim["session_id"], "status": "answered", "answer": '"42"'}
+    server.post("/runs/run/finished", {"sessions": [{**told, "output": "what it wrote"}]})
+    [given] = server.post("/runs/run/claim", {"runner": "w0", "max": 1, "work": "reward"})["sessions"]
+    report = {"session_id": given["session_id"], "status": "finished", "reward": 1.0}
+    server.post("/runs/run/finished", {"sessions": [report]})
+    [row] = rows_of(server)
+    assert row.output == "what it wrote"

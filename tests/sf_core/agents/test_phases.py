@@ -1,0 +1,236 @@
+"""Sessions that are prepared ahead, run and scored, each phase with a pool and a time of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from sf_core.dataplane.bodies import ClaimBody, TaskName
+from sf_core.dataplane.chat.renderer import Renderer
+from sf_core.types import Endpoint, Task
+from tests.e2e.echo_package import agent as ask
+from tests.sf_core.agents.test_runner import make_runner, run_until_ready, server
+from tests.sf_core.dataplane.conftest import model_dir, renderer  # noqa: F401
+from tests.sf_core.dataplane.runs.test_replay import Driver
+from tests.sf_core.dataplane.stand import Server, attended, running_process, say
+
+__all__ = ["server"]
+
+
+class Rooms:
+    """Rooms that are prepared for agents, and how many are in which phase."""
+
+    def __init__(self) -> None:
+        self.now: Counter[str] = Counter()
+        self.most: Counter[str] = Counter()
+        self.prepared: Counter[str] = Counter()
+        self.changed = asyncio.Condition()
+
+    async def enter(self, phase: str) -> None:
+        async with self.changed:
+            self.now[phase] += 1
+            self.most[phase] = max(self.most[phase], self.now[phase])
+            self.changed.notify_all()
+
+    async def leave(self, phase: str) -> None:
+        async with self.changed:
+            self.now[phase] -= 1
+            self.changed.notify_all()
+
+    async def until(self, what: Callable[[], bool]) -> None:
+        async with self.changed:
+            await asyncio.wait_for(self.changed.wait_for(what), 30)
+
+    @asynccontextmanager
+    async def prepare(self, task: Task) -> AsyncIterator[str]:
+        self.prepared[task.task_id] += 1
+        await self.enter("prepared")
+        yield f"room of {task.task_id}"
+        await self.leave("prepared")
+
+
+def serve(server: Server, renderer: Renderer, **changes: Any) -> None:  # noqa: F811
+    usual = {"group_size": 1, "groups_per_batch": 4, "num_batches": 1, "session_attempts": 1}
+    server.register(**usual | changes)
+    server.connect(lambda prompt, seed: say(renderer, "42"))
+
+
+def test_sessions_are_prepared_while_another_runs_and_what_was_prepared_ends_with_its_agent(
+    server: Server,
+    renderer: Renderer,  # noqa: F811
+) -> None:
+    rooms = Rooms()
+
+    async def agent(task: Task, endpoint: Endpoint, room: str) -> str:
+        assert room == f"room of {task.task_id}"
+        await rooms.enter("running")
+        if len(rooms.prepared) < 4:
+            # one that runs, two that are ready
+            await rooms.until(lambda: rooms.now["prepared"] == 3)
+        answer = await ask(task, endpoint)
+        await rooms.leave("running")
+        return answer
+
+    async def reward(task: Task, answer: str) -> float:
+        await rooms.enter("scored")
+        await rooms.until(lambda: rooms.now["prepared"] < 3 or rooms.now["scored"] > 1)
+        await rooms.leave("scored")
+        return 1.0
+
+    serve(server, renderer, prepare_ahead=2)
+    changes = {"agent": agent, "reward": reward, "prepare": rooms.prepare}
+    run_until_ready(server, make_runner(server.url, concurrency=1, prepare_ahead=2, **changes))
+    assert rooms.most["running"] == 1
+    assert rooms.most["prepared"] == 3
+    assert rooms.now["prepared"] == 0
+    assert server.get("/runs/run")["counters"]["finished_sessions"] >= 4
+
+
+@asynccontextmanager
+async def unprepared(task: Task) -> AsyncIterator[None]:
+    raise OSError("there is no disk")
+    yield
+
+
+@asynccontextmanager
+async def slowly(task: Task) -> AsyncIterator[None]:
+    await asyncio.sleep(60)
+    yield
+
+
+@asynccontextmanager
+async def not_put_away(task: Task) -> AsyncIterator[None]:
+    yield
+    raise OSError("it is stuck")
+
+
+async def agent_with_a_room(task: Task, endpoint: Endpoint, room: None) -> str:
+    return await ask(task, endpoint)
+
+
+async def score_slowly(task: Task, answer: str) -> float:
+    await asyncio.sleep(60)
+    return 1.0
+
+
+async def time_out(task: Task, answer: str) -> float:
+    raise TimeoutError("by itself")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason", "sentence"),
+    [
+        ({"prepare": unprepared, "prepare_ahead": 0}, "prepare_error", "OSError: there is no disk"),
+        ({"prepare": unprepared}, "prepare_error", "OSError: there is no disk"),
+        ({"prepare": not_put_away}, "prepare_error", "OSError: it is stuck"),
+        (
+            {"prepare": slowly, "prepare_timeout_s": 0.1},
+            *("prepare_error", "LateError: preparing took longer than rollout.prepare_timeout_s of 0.1 s"),
+        ),
+        (
+            {"agent": ask, "reward": score_slowly, "score_timeout_s": 0.1},
+            *("reward_error", "LateError: scoring took longer than rollout.score_timeout_s of 0.1 s"),
+        ),
+        ({"agent": ask, "reward": time_out}, "reward_error", "TimeoutError: by itself"),
+    ],
+)
+def test_a_phase_that_fails_costs_its_session_with_a_reason_of_its_own(
+    server: Server,
+    renderer: Renderer,  # noqa: F811
+    changes: dict[str, Any],
+    reason: str,
+    sentence: str,
+) -> None:
+    changes = {"agent": agent_with_a_room, "prepare_ahead": 1} | changes
+    serve(server, renderer, groups_per_batch=1, prepare_ahead=changes["prepare_ahead"])
+
+    async def work() -> None:
+        working = asyncio.ensure_future(make_runner(server.url, **changes).run())
+        counted = f"rejected_groups.{reason}"
+        async with httpx.AsyncClient(base_url=server.url) as http:
+            while counted not in (status := (await http.get("/runs/run")).json())["counters"]:
+                assert not working.done()
+                await asyncio.sleep(0.02)
+            await http.post("/runs/run/release")
+        await working
+        assert status["last_error"] == sentence
+
+    asyncio.run(asyncio.wait_for(work(), 60))
+
+
+def test_what_is_ready_outlives_a_restart_of_the_data_plane(
+    tmp_path: Path,
+    model_dir: str,  # noqa: F811
+    renderer: Renderer,  # noqa: F811
+) -> None:
+    rooms = Rooms()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    folder = ["--journal-dir", str(tmp_path / "plane")]
+
+    async def agent(task: Task, endpoint: Endpoint, room: str) -> str:
+        await rooms.enter("running")
+        await rooms.until(lambda: rooms.now["restarted"] > 0)
+        return await ask(task, endpoint)
+
+    async def work(plane: ExitStack, url: str) -> None:
+        runner = make_runner(url, concurrency=1, prepare_ahead=2, agent=agent, prepare=rooms.prepare)
+        working = asyncio.ensure_future(runner.run())
+        await rooms.until(lambda: rooms.now["prepared"] == 3 and rooms.now["running"] == 1)
+        before = dict(rooms.prepared)
+        await asyncio.to_thread(plane.close)
+        await asyncio.to_thread(plane.enter_context, running_process(tmp_path / "port", port, *folder))
+        await rooms.enter("restarted")
+        with attended(url, tmp_path, model_dir) as server:
+            await asyncio.to_thread(server.connect, lambda prompt, seed: say(renderer, "42"))
+            while not (await asyncio.to_thread(server.get, "/runs/run/batches/0?wait_s=10"))["ready"]:
+                assert not working.done()
+            await asyncio.to_thread(server.post, "/runs/run/release")
+            await working
+        assert {task: rooms.prepared[task] for task in before} == dict.fromkeys(before, 1)
+
+    with ExitStack() as plane:
+        url = plane.enter_context(running_process(tmp_path / "port", port, *folder))
+        with httpx.Client(base_url=url) as http:
+            server = Server(url, http, tmp_path, model_dir)
+            usual = {"group_size": 1, "groups_per_batch": 3, "num_batches": 1}
+            server.register(prepare_ahead=2, **usual)
+        asyncio.run(asyncio.wait_for(work(plane, url), 60))
+
+
+def test_the_time_of_a_session_begins_with_its_agent_and_ends_with_it(
+    tmp_path: Path,
+    model_dir: str,  # noqa: F811
+    renderer: Renderer,  # noqa: F811
+) -> None:
+    async def wait(driver: Driver, seconds: float) -> list[str]:
+        """Ids of the sessions that are left when the run has served for so long."""
+        driver.run.serving_s += seconds
+        await driver.run.sweep(0.0)
+        return sorted(driver.run.sessions)
+
+    async def scenario() -> None:
+        driver = Driver(tmp_path, model_dir, renderer)
+        await driver.register(prepare_ahead=2, session_timeout_s=10.0)
+        await driver.claim()
+        waiting, running, answered = await wait(driver, 20.0)
+        named = {name: TaskName(task_id="t") for name in (running, answered)}
+        await driver.run.claim(ClaimBody(runner=driver.runner, max=0, tasks=named))
+        await driver.run.claim(ClaimBody(runner=driver.runner, max=0, answered=[answered]))
+        assert await wait(driver, 9.0) == [waiting, running, answered]
+        await driver.restart()
+        assert await wait(driver, 9.0) == [waiting, running, answered]
+        await driver.run.claim(ClaimBody(runner=driver.runner, max=0, answered=[answered]))
+        assert await wait(driver, 2.0) == [waiting, answered]
+        assert driver.run.counters["failures.timeout"] == 1
+        await driver.plane.close()
+
+    asyncio.run(scenario())

@@ -1,0 +1,138 @@
+"""A stored step is repeated without sampling and writing, with an equal result."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from safetensors.torch import save
+
+from sf_core.cli.replay import replay
+from storage import files
+from storage.run_directory import RunDirectory
+from storage.tensors.tensor_bytes import parse
+from storage.tensors.weights import load_weights, save_packed, save_weights
+from tests.sf_core.cli.test_main import sf
+from tests.sf_core.runs import configure, copy_run, train, trained_run
+from tests.sf_core.training.batches import grouped_rows, make_batch
+
+BATCHES = [
+    make_batch(grouped_rows(num_groups=16, group_size=4), logprob=-4.0, group_size=4, seed=seed)
+    for seed in range(4)
+]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    settings = {"iterations": 4, "checkpoint_every": 2, "minibatches": 2, "warmup_steps": 3}
+    return trained_run(tmp_path_factory.mktemp("runs"), settings, BATCHES)
+
+
+@pytest.fixture
+def copy(trained: RunDirectory, tmp_path: Path) -> RunDirectory:
+    return copy_run(trained, tmp_path)
+
+
+@pytest.mark.parametrize("iteration", range(4))
+def test_a_step_comes_out_equal_with_and_without_a_checkpoint_just_before_it(
+    trained: RunDirectory, iteration: int
+) -> None:
+    result = replay(trained.uri, iteration)
+    assert (result.equal, result.largest_difference, result.metrics) == (True, 0.0, {})
+
+
+def test_a_step_has_the_settings_that_it_was_made_with(copy: RunDirectory) -> None:
+    configure(copy, train={"checkpoint_every": 2, "learning_rate": 1e-2, "betas": (0.5, 0.5)})
+    result = replay(copy.uri, 3)
+    assert (result.equal, result.metrics) == (True, {})
+
+
+def test_a_step_of_a_gpu_is_not_done_again_where_none_is(
+    copy: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = copy.read_manifest(0, "train")
+    assert manifest is not None
+    changed = manifest.model_copy(update={"data": manifest.data | {"device": "cuda"}})
+    files.write_atomic(copy.manifest_file(0, "train"), changed.model_dump_json().encode())
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    code, output = sf("replay", copy.uri, "--iteration", "0")
+    assert (code, "was trained on a GPU, which rounds otherwise; here is none" in output) == (2, True)
+
+
+def test_nothing_is_written_into_the_run(trained: RunDirectory) -> None:
+    def content() -> dict[str, tuple[int, bytes]]:
+        paths = [path for path in Path(trained.uri).rglob("*") if path.is_file()]
+        return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in paths}
+
+    before = content()
+    code, output = sf("replay", trained.uri, "--iteration", "1")
+    assert code == 0 and output.endswith("iteration 1: the weights came out equal, bit for bit")
+    assert content() == before
+
+
+def test_other_weights_are_told_by_how_much(copy: RunDirectory) -> None:
+    manifest = copy.read_manifest(0, "train")
+    assert manifest is not None
+    weights = load_weights(copy.weights_dir(1))
+    name = next(iter(weights))
+    weights[name].view(-1)[0] += 0.5
+    ref = copy.relative(save_weights(copy.weights_dir(1), weights, 1)[0])
+    changed = manifest.model_copy(update={"outputs": [ref]})
+    files.write_atomic(copy.manifest_file(0, "train"), changed.model_dump_json().encode())
+    code, output = sf("replay", copy.uri, "--iteration", "0")
+    assert code == 1 and output.endswith("the weights came out different, by at most 0.5")
+    files.remove_folder(copy.weights_dir(1))
+    code, output = sf("replay", copy.uri, "--iteration", "0")
+    assert code == 1 and output.endswith("the weights came out different, the stored weights are gone")
+
+
+def test_weights_that_are_gone_are_compared_by_their_checksum(copy: RunDirectory) -> None:
+    files.remove_folder(copy.weights_dir(1))
+    result = replay(copy.uri, 0)
+    assert (result.equal, result.largest_difference) == (True, None)
+
+
+def test_weights_of_earlier_versions_are_compared_too_whose_file_had_no_digest(copy: RunDirectory) -> None:
+    manifest = copy.read_manifest(0, "train")
+    assert manifest is not None
+    uri = f"{copy.weights_dir(1)}/model.safetensors"
+    content = save(load_weights(copy.weights_dir(1)), {"format": "pt", "version": "1"})
+    ref = copy.relative(save_packed(uri, parse(uri, content)))
+    changed = manifest.model_copy(update={"outputs": [ref]})
+    files.write_atomic(copy.manifest_file(0, "train"), changed.model_dump_json().encode())
+    assert replay(copy.uri, 0).equal
+    files.remove_folder(copy.weights_dir(1))
+    assert replay(copy.uri, 0).equal
+
+
+def test_steps_whose_weights_are_bfloat16_come_out_equal(tmp_path: Path) -> None:
+    run = RunDirectory(str(tmp_path / "rounded"))
+    policy = {"hidden_size": 32, "num_layers": 1, "warmstart": None, "dtype": "bfloat16"}
+    train(run, configure(run, policy=policy, train={"iterations": 2}), BATCHES[:2])
+    result = replay(run.uri, 1)
+    assert (result.equal, result.largest_difference) == (True, 0.0)
+    files.remove_folder(run.weights_dir(2))
+    result = replay(run.uri, 1)
+    assert (result.equal, result.largest_difference) == (True, None)
+
+
+def test_a_run_or_an_iteration_that_is_not_there_is_named(trained: RunDirectory, tmp_path: Path) -> None:
+    code, output = sf("replay", trained.uri, "--iteration", "4")
+    assert code == 2
+    assert "trained: train of iteration 4 is not committed; `sf inspect " in output
+    assert sf("replay", trained.uri, "--iteration", "-1")[0] == 2
+    code, output = sf("replay", str(tmp_path / "none"), "--iteration", "0")
+    assert (code, "no run here" in output) == (2, True)
+
+
+def test_a_damaged_batch_is_named(copy: RunDirectory) -> None:
+    batch = f"{copy.partition('batches', 0)}/batch-1.parquet"
+    files.write_atomic(batch, files.read_bytes(batch)[:-1])
+    code, output = sf("replay", copy.uri, "--iteration", "0")
+    assert code == 2 and "filter of iteration 0 wrote" in output
+
+
+def test_an_emulated_step_is_not_done_again(copy: RunDirectory) -> None:
+    configure(copy, engine={"kind": "emulated"})
+    code, output = sf("replay", copy.uri, "--iteration", "0")
+    assert (code, "trained: is emulated, so its trainers slept" in output) == (2, True), output

@@ -1,0 +1,216 @@
+"""Formulas that a configuration names: their kinds, contradictions, and what earlier versions wrote."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from sf_core.config import RunConfig, TrainConfig
+from sf_core.config.validation import kinds_of
+from sf_core.config.yaml_file import differences, differing, load_config, settings_page
+from sf_core.recipes.advantages import AnyAdvantage, Group, LeaveOneOut
+from sf_core.recipes.losses import AnyPolicyLoss, Cispo, Clip
+from sf_core.recipes.weights import AnyWeight, Fresh, Overlong
+
+ROOT = Path(__file__).parents[3]
+RECIPES = sorted((ROOT / "configs" / "recipes").glob("*.yaml"))
+
+FORMER = {
+    "loss": "ppo_clip",
+    "clip_low": 0.1,
+    "clip_high": 0.3,
+    "importance_cap": 4.0,
+    "advantage": "group_relative",
+    "scale_rewards": True,
+}
+"""As in configurations and manifests of earlier versions, which hold every setting."""
+
+
+def config(**sections: Any) -> RunConfig:
+    return RunConfig.model_validate(sections)
+
+
+def test_a_kind_is_chosen_by_its_name_alone_or_with_its_settings() -> None:
+    train = TrainConfig.model_validate(
+        {"advantage": "leave_one_out", "weights": ["overlong", {"kind": "fresh", "max_lag": 3}]}
+    )
+    assert train.advantage == LeaveOneOut() and train.weights == (Overlong(), Fresh(max_lag=3))
+    assert TrainConfig.model_validate({"loss": {"policy": {"high": 0.4}}}).loss.policy == Clip(high=0.4)
+    assert TrainConfig.model_validate(train.model_dump(mode="json")) == train
+
+
+def test_settings_of_earlier_versions_mean_what_they_meant() -> None:
+    train = TrainConfig.model_validate(FORMER)
+    assert train.loss.policy == Clip(low=0.1, high=0.3, cap=4.0)
+    assert train.advantage == Group(ddof=0)
+    assert TrainConfig.model_validate(FORMER | {"scale_rewards": False}).advantage == Group(
+        scale="none", ddof=0
+    )
+    assert TrainConfig.model_validate({"clip_high": 0.3}).loss.policy == Clip(high=0.3)
+    assert TrainConfig.model_validate({}) == TrainConfig()
+
+
+def test_a_former_name_beside_what_took_its_place_is_an_unknown_key() -> None:
+    with pytest.raises(ValidationError) as refused:
+        TrainConfig.model_validate({"clip_high": 0.3, "loss": {"policy": "cispo"}})
+    assert [error["loc"] for error in refused.value.errors()] == [("clip_high",)]
+
+
+def test_a_formula_is_changed_as_a_whole(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("train:\n  loss:\n    policy: {kind: clip, low: 0.1}\n")
+    changed = load_config(path, ["train.loss.policy={kind: cispo, high: 0.5}"])
+    assert changed.train.loss.policy == Cispo(high=0.5)
+    assert load_config(path, ["train.loss.policy.high=0.5"]).train.loss.policy == Clip(low=0.1, high=0.5)
+    default, cispo = RunConfig(), Cispo(high=0.5)
+    assert list(differing(default, changed)) == [("train.loss.policy", Clip(), cispo)]
+    assert differences({}, {"train": {"loss": {"policy": cispo.model_dump()}}}) == [
+        "train.loss.policy {'high': 0.5, 'kind': 'cispo'} (deployed: {'beyond': 'truncate', "
+        "'cap': 5.0, 'high': 0.28, 'kind': 'clip', ...})"
+    ]
+
+
+def test_the_form_is_offered_every_kind_in_the_words_that_it_knows() -> None:
+    schema = RunConfig.model_json_schema()
+    sections = [schema, *schema["$defs"].values()]
+    assert not any(
+        "oneOf" in field or "discriminator" in field for s in sections for field in s["properties"].values()
+    )
+    policy = schema["$defs"]["LossConfig"]["properties"]["policy"]
+    named = [schema["$defs"][one["$ref"].rsplit("/", 1)[1]] for one in policy["anyOf"]]
+    assert [one["properties"]["kind"]["enum"] for one in named][:3] == [
+        ["plain"],
+        ["cispo"],
+        ["m2po"],
+    ]
+    assert "oneOf" not in schema["$defs"]["TrainConfig"]["properties"]["weights"]["items"]
+
+
+def test_the_page_of_settings_shows_the_other_kinds_and_loads_as_the_default() -> None:
+    page = settings_page()
+    for shown in (
+        "# kind leave_one_out: Reward of a session",
+        "# kind surprising: Only the tokens",
+        "# kind m2po: ",
+    ):
+        assert shown in page
+    assert "#   budget: Largest mean of the squared log-ratio. By default 0.04." in page
+    assert "#   coefficient: Weight of the penalty." in page
+    assert RunConfig.model_validate(yaml.safe_load(page)) == RunConfig()
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_is_valid_and_has_a_page(path: Path) -> None:
+    found = load_config(path)
+    assert found.train != TrainConfig()
+    assert 10 <= len(path.read_text().splitlines()) <= 25
+    page = ROOT / "docs" / "recipes" / f"{path.stem}.md"
+    for heading in ("**When.**", "**Metrics.**", "**Known failures.**", "https://arxiv.org/abs/"):
+        assert heading in page.read_text()
+
+
+def test_the_page_of_recipes_names_every_recipe_and_every_kind() -> None:
+    page = (ROOT / "docs" / "recipes" / "README.md").read_text()
+    assert {f"{path.stem}.md" for path in RECIPES} == set(re.findall(r"^\| \[.*\]\((.*)\)", page, re.M))
+    tables = page.split("| `train.")[1:]
+    for table, union in zip(tables, (AnyAdvantage, AnyWeight, AnyPolicyLoss), strict=True):
+        assert set(re.findall(r"^\| `(\w+)`", table, re.M)) == set(kinds_of(union))
+
+
+def loss(**settings: Any) -> dict[str, Any]:
+    return {"train": {"loss": settings}}
+
+
+CONTRADICTIONS: dict[str, dict[str, Any]] = {
+    "train.advantage group compares the sessions of a group, and rollout.group_size is 1": {
+        "rollout": {"group_size": 1}
+    },
+    "train.advantage whitened compares the sessions of a group": {
+        "rollout": {"group_size": 1},
+        "train": {"advantage": {"kind": "whitened", "baseline": True}},
+    },
+    "rollout.gate varied drops groups of equal rewards, which all are": {
+        "rollout": {"group_size": 1, "gate": "varied"},
+        "train": {"advantage": "whitened"},
+    },
+    "rollout.outside_groups (5) are some of the rollout.groups_per_batch (4) groups of a batch": {
+        "rollout": {"outside_groups": 5, "groups_per_batch": 4}
+    },
+    "relative takes no negative rewards, and rollout.failed_reward is -1": {
+        "rollout": {"failed_reward": -1},
+        "train": {"advantage": "relative"},
+    },
+    "rollout.temperature 0 draws no token by chance, so train.weights cannot": {
+        "rollout": {"temperature": 0},
+        "train": {"weights": ["surprising"]},
+    },
+    "train.loss.entropy has no use with rollout.temperature 0": {
+        "rollout": {"temperature": 0},
+        **loss(entropy=0.1),
+    },
+    "sequence_clip has one ratio for each row": loss(policy="sequence_clip"),
+    "train.loss.policy plain has no ratio": loss(policy="plain", ratio_to="step_start"),
+    "m2po fits its bounds to the ratio to the policy that sampled": loss(
+        policy="m2po", ratio_to="step_start"
+    ),
+    "train.loss.correction repeats what the ratio to behaviour corrects already": loss(correction={}),
+    "train.loss.policy.beyond dual needs a cap": loss(policy={"beyond": "dual", "cap": None}),
+    "train.loss.policy.cap (1.2) must exceed 1 + high (0.28) with beyond dual": loss(
+        policy={"beyond": "dual", "cap": 1.2}
+    ),
+    "train.weights fresh leaves nothing out: no token of this run lags by more than 1": {
+        "train": {"weights": ["fresh"]}
+    },
+    "train.weights has the same kind twice": {"train": {"weights": ["overlong", "overlong"]}},
+    "train.loss.kl.renew_every is not reached within train.iterations (40)": loss(
+        kl={"coefficient": 1.0, "renew_every": 40}
+    ),
+    "train.advantage gae needs the values of a critic: add train.critic, as `critic: {}`": {
+        "train": {"advantage": "gae"}
+    },
+    "train.critic has no use with train.advantage group": {"train": {"critic": {}}},
+    "train.weights gated needs the values of a critic": {"train": {"weights": ["gated"]}},
+    "train.advantage pair is the gradient of its loss with train.loss.policy plain": {
+        "train": {"advantage": "pair"}
+    },
+    "train.advantage pair is made before the first optimiser step": {
+        "train": {"advantage": "pair", "loss": {"policy": "plain"}, "minibatches": 2}
+    },
+    "mean_over constant and session_tokens go together": loss(mean_over="constant"),
+    "session_tokens go together": loss(session_tokens=10),
+}
+
+
+@pytest.mark.parametrize("sentence", CONTRADICTIONS)
+def test_what_does_not_go_together_is_refused_in_one_sentence(sentence: str) -> None:
+    with pytest.raises(ValidationError) as refused:
+        config(**CONTRADICTIONS[sentence])
+    (error,) = refused.value.errors()
+    assert sentence in error["msg"] and "\n" not in error["msg"]
+
+
+def test_everything_that_is_wrong_is_said_at_once() -> None:
+    with pytest.raises(ValidationError, match="has the same kind twice") as refused:
+        config(rollout={"group_size": 1}, train={"weights": ["overlong", "overlong"]})
+    assert "rollout.group_size is 1" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"rollout": {"group_size": 1}, "train": {"advantage": "whitened"}},
+        {"rollout": {"group_size": 1}, "train": {"advantage": "gae", "critic": {}}},
+        loss(policy="plain", correction={}),
+        loss(ratio_to="step_start", correction={}),
+        loss(policy="sequence_clip", mean_over="session"),
+        {"rollout": {"max_lag": 3}, "train": {"weights": [{"kind": "fresh", "max_lag": 2}]}},
+        loss(kl={"coefficient": 1.0, "renew_every": 39}),
+    ],
+)
+def test_what_goes_together_is_taken(sections: dict[str, Any]) -> None:
+    config(**sections)

@@ -1,0 +1,9 @@
+"""Every dialect is what its clients expect of it."""
+
+from tests.sf_core.dataplane.gateway.dialects import clients
+
+TestChat = clients.ChatClient
+TestCompletions = clients.CompletionsClient
+TestResponses = clients.ResponsesClient
+TestAnthropic = clients.AnthropicClient
+TestGoogle = clients.GoogleClient

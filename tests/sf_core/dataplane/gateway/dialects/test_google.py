@@ -1,0 +1,322 @@
+"""Google's generateContent with the `google-genai` client against a served data plane."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+from google import genai
+from google.genai import errors, types
+
+from sf_core.dataplane.chat.renderer import Renderer
+from tests.sf_core.dataplane.stand import Server, answering, running_app, say, tool_call_text
+
+HI: Any = {"role": "user", "parts": [{"text": "hi"}]}
+EXPRESSION = {"type": "OBJECT", "properties": {"expression": {"type": "STRING"}}}
+CALC: Any = {"name": "calc", "description": "Evaluates.", "parameters": EXPRESSION}
+CALC_TOOL: Any = {"function_declarations": [CALC]}
+TWO_CALLS = "Sure. " + tool_call_text(expression="1+1") + "\n" + tool_call_text(expression="2+2")
+HOW = pytest.mark.parametrize("how", ["whole", "stream"])
+
+
+def client(url: str, key: str = "none", **options: Any) -> genai.Client:
+    http = types.HttpOptions(base_url=url, timeout=20_000, **options)
+    return genai.Client(api_key=key, vertexai=False, http_options=http)
+
+
+def opened(server: Server) -> str:
+    """URL of a new session, as its agent gives it to the client."""
+    return str(server.post("/sessions", {"run_id": "run"})["base_url"]).removesuffix("/v1")
+
+
+def tree(server: Server, url: str) -> dict[str, Any]:
+    return server.get(f"/sessions/{url.rpartition('/')[2]}")
+
+
+def is_one_row(server: Server, url: str) -> bool:
+    shown = tree(server, url)
+    parents = [prompt["parent_turn"] for prompt in shown["prompts"]]
+    return parents == [None, *range(len(shown["turns"]) - 1)] and not shown["branch_reasons"]
+
+
+def ask(url: str, how: str = "whole", contents: Any = "hi", **config: Any) -> list[Any]:
+    """The responses: one, or the chunks of a stream."""
+    asked = {"model": "policy", "contents": contents, "config": config}
+    with client(url) as agent:
+        if how == "whole":
+            return [agent.models.generate_content(**asked)]
+        return list(agent.models.generate_content_stream(**asked))
+
+
+def contents_of(chunks: list[Any]) -> list[Any]:
+    return [chunk.candidates[0].content for chunk in chunks]
+
+
+def calls_of(chunks: list[Any]) -> list[Any]:
+    return [call for chunk in chunks for call in chunk.function_calls or ()]
+
+
+def text_of(chunks: list[Any]) -> str:
+    return "".join(part.text or "" for content in contents_of(chunks) for part in content.parts)
+
+
+def test_text_streams_as_it_is_sampled(server: Server, renderer: Renderer) -> None:
+    """In several pieces; how many tokens one carries is a matter of the machine's load (decision 021)."""
+    server.register(max_tokens=400, context_length=1024)
+    text = "hello naïve 数学 " * 12 + "end"
+    server.connect(answering(renderer, text))
+    chunks = ask(server.url, "stream")
+    assert len(chunks) > 4 and text_of(chunks) == text
+    assert chunks[-1].candidates[0].finish_reason == types.FinishReason.STOP
+    assert chunks[-1].usage_metadata.candidates_token_count == len(say(renderer, text))
+
+
+@HOW
+@pytest.mark.parametrize("with_ids", [True, False])
+def test_tool_calls_and_their_results_make_one_token_sequence(
+    server: Server, renderer: Renderer, how: str, with_ids: bool
+) -> None:
+    """`with_ids`: whether the client sends ids of calls and results; some do not."""
+    server.register(max_tokens=128)
+    server.connect(answering(renderer, TWO_CALLS, "2 and 4"))
+    url = opened(server)
+    first = ask(url, how, HI, tools=[CALC_TOOL])
+    calls = calls_of(first)
+    assert [call.args for call in calls] == [{"expression": "1+1"}, {"expression": "2+2"}]
+    echo = contents_of(first)
+    results = [
+        types.FunctionResponse(id=call.id if with_ids else None, name="calc", response={"output": str(at)})
+        for at, call in enumerate(calls)
+    ]
+    for call in calls if not with_ids else ():
+        call.id = None
+    result = types.Content(role="tool", parts=[types.Part(function_response=one) for one in results])
+    second = ask(url, how, [HI, *echo, result], tools=[CALC_TOOL])
+    assert text_of(second) == "2 and 4"
+    recorded = server.asked[0].prompt_ids + say(renderer, TWO_CALLS)
+    assert server.asked[1].prompt_ids[: len(recorded)] == recorded
+    assert is_one_row(server, url)
+    said = [message["content"] for message in tree(server, url)["prompts"][1]["messages"]]
+    assert said == ["0", "1"]
+
+
+def calc(expression: str) -> int:
+    """Evaluates."""
+    return {"1+1": 2, "2+2": 4}[expression]
+
+
+@HOW
+def test_a_chat_that_calls_functions_by_itself_is_one_token_sequence(
+    server: Server, renderer: Renderer, how: str
+) -> None:
+    server.register(max_tokens=128)
+    server.connect(answering(renderer, TWO_CALLS, "", "2 and 4", "You are welcome."))
+    url = opened(server)
+    with client(url) as agent:
+        chat = agent.chats.create(model="policy", config={"tools": [calc], "system_instruction": "be brief"})
+        for message in ("1+1 and 2+2?", "well?", "thanks"):
+            said = [chat.send_message(message)] if how == "whole" else [*chat.send_message_stream(message)]
+    assert text_of(said) == "You are welcome."
+    assert len(server.asked) == 4 and is_one_row(server, url)
+    shown = tree(server, url)["prompts"]
+    assert [message["content"] for message in shown[0]["messages"]] == ["be brief", "1+1 and 2+2?"]
+    assert [message["content"] for message in shown[1]["messages"]] == ["2", "4"]
+
+
+@HOW
+@pytest.mark.parametrize("allowed", [{"allowed_function_names": ["calc"]}, {}])
+def test_a_forced_call_begins_in_the_prompt(
+    server: Server, renderer: Renderer, how: str, allowed: dict[str, Any]
+) -> None:
+    server.register(max_tokens=128)
+    server.connect(
+        answering(
+            renderer, ("" if allowed else ' "calc", "arguments":') + ' {"expression": "1+1"}}\n</tool_call>'
+        )
+    )
+    config = {"function_calling_config": {"mode": "ANY", **allowed}}
+    answer = ask(server.url, how, tools=[CALC_TOOL], tool_config=config)
+    [call] = calls_of(answer)
+    assert (call.name, call.args) == ("calc", {"expression": "1+1"})
+    assert "<tool_call>" in renderer.decode(list(server.asked[0].prompt_ids))[-60:]
+
+
+def test_of_the_allowed_functions_the_model_is_shown_those_alone(server: Server, renderer: Renderer) -> None:
+    server.register()
+    server.connect(answering(renderer, "yes"))
+    tools = [{"function_declarations": [CALC | {"name": name} for name in ("add", "sub", "mul")]}]
+    for mode in ("VALIDATED", "AUTO"):
+        config = {"function_calling_config": {"mode": mode, "allowed_function_names": ["add", "mul"]}}
+        ask(server.url, tools=tools, tool_config=config)
+        shown = renderer.decode(list(server.asked[-1].prompt_ids))
+        assert [f'"{name}"' in shown for name in ("add", "sub", "mul")] == [True, False, True]
+
+
+def test_types_of_a_google_schema_are_told_as_those_of_a_json_schema(
+    server: Server, renderer: Renderer
+) -> None:
+    server.register()
+    server.connect(answering(renderer, "yes"))
+    ask(server.url, tools=[CALC_TOOL])
+    shown = renderer.decode(list(server.asked[0].prompt_ids))
+    assert '"object"' in shown and '"string"' in shown and "OBJECT" not in shown
+
+
+def test_tools_of_the_provider_are_left_out_and_counted(server: Server, renderer: Renderer) -> None:
+    server.register()
+    server.connect(answering(renderer, "yes"))
+    ask(server.url, tools=[{"google_search": {}}, {"url_context": {}, "code_execution": {}}])
+    ask(server.url)
+    assert server.asked[0].prompt_ids == server.asked[1].prompt_ids
+    counters = server.get("/runs/run")["counters"]
+    left_out = {name: count for name, count in counters.items() if name.startswith("left_out.")}
+    assert left_out == {f"left_out.{kind}": 1 for kind in ("code_execution", "google_search", "url_context")}
+
+
+@HOW
+def test_a_stop_sequence_ends_the_answer_before_it(server: Server, renderer: Renderer, how: str) -> None:
+    server.register()
+    server.connect(answering(renderer, "one two three four"))
+    answer = ask(server.url, how, stop_sequences=["zzz", "three"])
+    assert text_of(answer) == "one two "
+    assert answer[-1].candidates[0].finish_reason == types.FinishReason.STOP
+
+
+@HOW
+def test_candidates_are_turns_of_one_prompt(server: Server, renderer: Renderer, how: str) -> None:
+    server.register()
+    server.connect(answering(renderer, "one", "two"))
+    url = opened(server)
+    said = {0: "", 1: ""}
+    for chunk in ask(url, how, candidate_count=2):
+        for candidate in chunk.candidates:
+            said[candidate.index] += candidate.content.parts[0].text
+    assert sorted(said.values()) == ["one", "two"]
+    shown = tree(server, url)
+    assert (len(shown["prompts"]), len(shown["turns"])) == (1, 2)
+
+
+def test_an_answer_is_rewarded_by_its_response_id(server: Server, renderer: Renderer) -> None:
+    server.register()
+    server.connect(answering(renderer, "yes"))
+    url = opened(server)
+    [answer] = ask(url)
+    path = f"/sessions/{url.rpartition('/')[2]}"
+    server.post(f"{path}/reward", {"reward": 1.0, "step_rewards": {answer.response_id: 0.5}})
+    assert server.get(path)["step_rewards"] == {answer.response_id: 0.5}
+
+
+def test_tokens_are_counted_without_a_turn(server: Server, renderer: Renderer) -> None:
+    server.register()
+    url = opened(server)
+    expected = len(renderer.encode(renderer.render([{"role": "user", "content": "hi"}], [])))
+    with client(url) as agent:
+        assert agent.models.count_tokens(model="policy", contents="hi").total_tokens == expected
+    request = {"model": "models/policy", "contents": [HI]}
+    path = "/v1beta/models/policy:countTokens"
+    assert server.post(path, {"generateContentRequest": request}) == {"totalTokens": expected}
+    assert tree(server, url)["prompts"] == []
+
+
+@pytest.mark.parametrize("version", ["v1", "v1beta"])
+def test_a_session_is_named_by_url_header_or_key(server: Server, renderer: Renderer, version: str) -> None:
+    server.register()
+    server.connect(answering(renderer, "yes"))
+    url = opened(server)
+    session_id = url.rpartition("/")[2]
+    for agent in (
+        client(url, api_version=version),
+        client(server.url, api_version=version, headers={"X-Session-Id": session_id}),
+        client(server.url, f"session:{session_id}", api_version=version),
+    ):
+        with agent:
+            assert agent.models.generate_content(model="policy", contents="hi").text == "yes"
+    path = f"/{version}/models/policy:generateContent?key=session:{session_id}"
+    assert server.post(path, {"contents": [HI]})["candidates"][0]["content"]["parts"] == [{"text": "yes"}]
+    assert len(tree(server, url)["turns"]) == 4
+
+
+def test_models_are_listed_in_the_shape_of_the_asker(server: Server) -> None:
+    server.register()
+    for url in (server.url, opened(server)):
+        with client(url) as agent:
+            assert [model.name for model in agent.models.list()] == ["models/policy"]
+            assert agent.models.get(model="policy").name == "models/policy"
+            with pytest.raises(errors.ClientError, match="The model 'gpt' does not exist here"):
+                agent.models.get(model="gpt")
+    assert set(server.get("/v1beta/models")) == {"models"}
+    assert server.get("/v1/models")["object"] == "list"
+
+
+BAD_REQUESTS: list[tuple[dict[str, Any], int, str, str]] = [
+    ({"model": "gpt"}, 404, "NOT_FOUND", "The model 'gpt' does not exist here"),
+    ({"contents": "the " * 3000}, 400, "INVALID_ARGUMENT", "the context window holds 2048"),
+    ({"contents": "a" * 9_000_000}, 413, "INVALID_ARGUMENT", "over the limit"),
+    ({"config": {"temperature": 3}}, 400, "INVALID_ARGUMENT", "temperature must be between 0 and 2"),
+    ({"config": {"presence_penalty": 1.0}}, 400, "INVALID_ARGUMENT", "presence_penalty is not supported"),
+    (
+        {"config": {"response_mime_type": "application/json", "response_schema": {"type": "STRING"}}},
+        400,
+        "INVALID_ARGUMENT",
+        "response_mime_type is not supported",
+    ),
+    (
+        {"contents": types.Part.from_bytes(data=b"x", mime_type="image/png")},
+        400,
+        "INVALID_ARGUMENT",
+        "inline_data parts are not supported",
+    ),
+]
+
+
+@HOW
+def test_bad_requests_raise_what_the_client_has_for_them(server: Server, how: str) -> None:
+    server.register()
+    with client(server.url) as agent:
+        for change, code, status, sentence in BAD_REQUESTS:
+            asked: dict[str, Any] = {"model": "policy", "contents": "hi"} | change
+            with pytest.raises(errors.ClientError, match=sentence) as refused:
+                if how == "whole":
+                    agent.models.generate_content(**asked)
+                else:
+                    list(agent.models.generate_content_stream(**asked))
+            assert (refused.value.code, refused.value.status) == (code, status)
+            assert set(refused.value.details["error"]) == {"code", "message", "status"}
+
+
+@pytest.mark.parametrize("version", ["v1", "v1beta"])
+def test_what_is_no_request_is_refused_in_googles_shape_whatever_the_headers(
+    server: Server, version: str
+) -> None:
+    server.register()
+    for content, sentence in [("{", "not valid JSON"), ("[]", "must be a JSON object, got a list")]:
+        for method in ("generateContent", "streamGenerateContent", "countTokens"):
+            response = server.http.post(f"/{version}/models/policy:{method}", content=content)
+            assert (response.status_code, sentence in response.text) == (400, True)
+            assert set(response.json()["error"]) == {"code", "message", "status"}
+
+
+def test_a_session_that_is_over_is_told(server: Server) -> None:
+    server.register()
+    with pytest.raises(errors.ClientError, match="Session nobody is unknown or over") as refused:
+        ask(f"{server.url}/sessions/nobody")
+    assert (refused.value.code, refused.value.status) == (404, "NOT_FOUND")
+
+
+def test_the_key_may_come_in_the_header_or_the_query() -> None:
+    with running_app(key="secret") as url:
+        with client(url, "secret") as agent:
+            assert list(agent.models.list()) == []
+        for key in ("wrong", "secret-but-longer"):
+            with (
+                client(url, key) as agent,
+                pytest.raises(errors.ClientError, match="missing or wrong") as refused,
+            ):
+                agent.models.generate_content(model="policy", contents="hi")
+            assert (refused.value.code, refused.value.status) == (401, "UNAUTHENTICATED")
+        assert httpx.get(f"{url}/v1beta/models?key=secret").json() == {"models": []}
+        refusal = httpx.get(f"{url}/v1beta/models?key=wrong")
+        assert (refusal.status_code, refusal.json()["error"]["status"]) == (401, "UNAUTHENTICATED")
+        # what is in a query may be logged: it opens no more than it must
+        assert httpx.get(f"{url}/metrics?key=secret").status_code == 401

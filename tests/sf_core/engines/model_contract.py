@@ -1,0 +1,82 @@
+"""The contract of engines whose tokens come from a network, compared with transformers' own forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from sf_core.engines.model_testing import ModelEngineTests
+from sf_core.engines.protocol import WeightsRefusedError
+from sf_core.engines.testing import awake, drain, ids_of, raised
+from sf_core.models.scoring import score
+from sf_core.types import Sampling, WeightsRef
+
+
+@lru_cache(maxsize=8)
+def loaded(folder: str) -> Any:
+    """The model of a folder in float32."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+class FolderEngineTests(ModelEngineTests):
+    damaged_folder: Path
+
+    @pytest.fixture(autouse=True)
+    def _damaged(self, tmp_path: Path) -> None:
+        self.damaged_folder = tmp_path / "damaged"
+
+    def folder(self, version: int) -> str:
+        """The model folder with the weights of this version."""
+        raise NotImplementedError
+
+    def weights(self, version: int) -> WeightsRef:
+        return WeightsRef(version, self.folder(version))
+
+    def logprobs(
+        self, version: int, ids: Sequence[int], start: int, sampling: Sampling
+    ) -> npt.NDArray[np.float32]:
+        with torch.inference_mode():
+            logits = loaded(self.folder(version))(torch.tensor([[*ids]])).logits[0, start - 1 : -1]
+        each = np.full(len(ids) - start, 1)
+        scores, _ = score(
+            logits,
+            None,
+            torch.tensor(ids[start:]),
+            (each * sampling.temperature).astype(np.float32),
+            (each * sampling.top_p).astype(np.float32),
+            each * sampling.top_k,
+        )
+        return scores.numpy()
+
+    def test_weights_of_other_names_or_shapes_are_refused_and_the_old_ones_serve_on(self) -> None:
+        expected = self.alone()
+        engine = self.serving()
+        good = load_file(f"{self.folder(1)}/model.safetensors")
+        name = next(name for name, tensor in good.items() if tensor.dim() == 2 and ".1." in name)
+        wrong = (
+            {key: tensor for key, tensor in good.items() if key != name},
+            good | {name: good[name][:-1].contiguous()},
+        )
+        self.damaged_folder.mkdir(exist_ok=True)
+        for tensors in wrong:
+            save_file(tensors, self.damaged_folder / "model.safetensors")
+            refused = WeightsRef(1, str(self.damaged_folder))
+            assert name in str(raised(lambda: awake(engine, refused), WeightsRefusedError))  # noqa: B023
+        engine.submit(self.request("r"))
+        assert ids_of(drain(engine)) == expected
+        engine.rest()
+
+    def damaged(self) -> WeightsRef:
+        self.damaged_folder.mkdir(exist_ok=True)
+        whole = Path(self.folder(1), "model.safetensors").read_bytes()
+        (self.damaged_folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+        return WeightsRef(1, str(self.damaged_folder))

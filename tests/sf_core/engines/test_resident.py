@@ -1,0 +1,36 @@
+"""The engine of a worker: kept at rest between leases of the same settings."""
+
+from __future__ import annotations
+
+import pytest
+
+from sf_core.config import RunConfig
+from sf_core.engines.resident import engine_of
+from sf_core.engines.testing import awake
+from sf_core.types import WeightsRef
+
+
+def config(max_running: int = 8) -> RunConfig:
+    script = "tests.e2e.echo_package:script"
+    return RunConfig.model_validate(
+        {"engine": {"kind": "scripted", "script": script, "max_running": max_running}}
+    )
+
+
+def test_an_engine_stays_until_a_run_with_other_settings_wants_one() -> None:
+    with engine_of(config(), "start") as (first, is_new):
+        assert is_new
+        awake(first, WeightsRef(3, ""))
+        first.rest()
+    with engine_of(config(), "start") as (kept, is_new):
+        assert (kept is first, is_new) == (True, False)
+    for other in ((config(max_running=4), "start"), (config(max_running=4), "another")):
+        with engine_of(*other) as (engine, is_new):
+            assert is_new and engine is not first
+
+
+def test_an_engine_that_failed_is_not_kept() -> None:
+    with pytest.raises(MemoryError), engine_of(config(), "start") as (broken, _):
+        raise MemoryError
+    with engine_of(config(), "start") as (engine, is_new):
+        assert is_new and engine is not broken

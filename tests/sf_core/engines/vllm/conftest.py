@@ -1,0 +1,148 @@
+"""Policies that vLLM's CPU build can run, an engine of one server for the whole session, and a way to reach
+its server by TCP."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from sf_core.config import RunConfig
+from sf_core.engines.protocol import Engine
+from sf_core.engines.registry import make_engine
+from sf_core.engines.testing import awake
+from sf_core.surroundings import vllm_python
+from sf_core.types import WeightsRef
+from tests.sf_core.engines.conftest import SIZE
+
+CONTEXT = 320
+
+
+class Policies:
+    """Weights by version; the folder of version 0 is the start folder."""
+
+    def __init__(self, root: Path, *, tied: bool) -> None:
+        self._root, self._tied = root, tied
+
+    def folder(self, version: int) -> str:
+        folder = self._root / f"{'tied' if self._tied else 'untied'}-{version}"
+        if not folder.exists():
+            torch.manual_seed(version)
+            size = SIZE | {"max_position_embeddings": CONTEXT}
+            shape = Qwen3Config(**size, head_dim=32, tie_word_embeddings=self._tied)
+            AutoModelForCausalLM.from_config(shape).save_pretrained(folder)
+        return str(folder)
+
+    def ref(self, version: int) -> WeightsRef:
+        return WeightsRef(version, self.folder(version))
+
+    def logits(self, version: int, ids: list[int]) -> torch.Tensor:
+        model = AutoModelForCausalLM.from_pretrained(self.folder(version), dtype=torch.float32)
+        with torch.inference_mode():
+            return model(torch.tensor([ids])).logits[0]
+
+
+def config(**engine: object) -> RunConfig:
+    settings = {"kind": "vllm", "context_length": CONTEXT, "max_running": 64}
+    return RunConfig.model_validate({"engine": settings | engine})
+
+
+def refusal(
+    url: str, policy: Policies, weights: WeightsRef | None = None, context_length: int = CONTEXT
+) -> str:
+    """The sentence with which the server at the URL is refused."""
+    engine = make_engine(config(vllm={"url": url}, context_length=context_length), policy.folder(0))
+    with pytest.raises(ValueError) as refused:
+        awake(engine, weights or policy.ref(0))
+    engine.close()
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+@pytest.fixture(scope="session")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> Policies:
+    return Policies(tmp_path_factory.mktemp("policies"), tied=True)
+
+
+@pytest.fixture(scope="session")
+def untied(tmp_path_factory: pytest.TempPathFactory) -> Policies:
+    return Policies(tmp_path_factory.mktemp("policies"), tied=False)
+
+
+@pytest.fixture(scope="session")
+def vllm() -> Iterator[None]:
+    """Has every server compute with one thread: with more they wait for each other on all cores."""
+    try:
+        vllm_python()
+    except FileNotFoundError as error:
+        if os.environ.get("CI") == "true":
+            raise
+        pytest.skip(str(error))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
+
+
+@pytest.fixture(scope="session")
+def engine(vllm: None, tied: Policies) -> Iterator[Engine]:
+    """Its server is started by the first test."""
+    engine = make_engine(config(), tied.folder(0))
+    yield engine
+    engine.close()
+
+
+def servers() -> set[psutil.Process]:
+    """The processes of vLLM that this process has started."""
+    return {
+        process
+        for process in psutil.Process().children(recursive=True)
+        if process.status() != psutil.STATUS_ZOMBIE
+        and any(word in " ".join(process.cmdline()) for word in ("vllm", "VLLM"))
+    }
+
+
+def socket_of(process: psutil.Process) -> str:
+    command = process.cmdline()
+    return command[command.index("--uds") + 1]
+
+
+@pytest.fixture
+def as_tcp() -> Iterator[Callable[[str], str]]:
+    """A function (path of a Unix socket) -> URL at which it can be reached, until the test ends."""
+    with ExitStack() as listening:
+
+        def forward(path: str) -> str:
+            listener = listening.enter_context(socket.create_server(("127.0.0.1", 0)))
+            threading.Thread(target=_accept, args=(listener, path), daemon=True).start()
+            return f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+        yield forward
+
+
+def _accept(listener: socket.socket, path: str) -> None:
+    while True:
+        try:
+            near, _ = listener.accept()
+        except OSError:
+            return
+        threading.Thread(target=_carry, args=(near, path), daemon=True).start()
+
+
+def _carry(near: socket.socket, path: str) -> None:
+    with near, socket.socket(socket.AF_UNIX) as far:
+        far.connect(path)
+        while True:
+            for source in select.select([near, far], [], [])[0]:
+                data = source.recv(65536)
+                if not data:
+                    return
+                (far if source is near else near).sendall(data)

@@ -1,0 +1,169 @@
+"""vLLM's routes without vLLM: its next token is a function of the ids so far and of its weights."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from aiohttp import web
+
+VOCABULARY = 60
+
+CONTEXT = 320
+
+_TOKEN_S = 0.0003
+
+_COMMAND_S = 0.005
+
+
+def next_token(ids: Sequence[int], folder: str) -> int:
+    """The token after these ids by the weights of this folder."""
+    return (31 * sum(ids) + 7 * len(ids) + 13 * int(folder.rsplit("-", 1)[-1])) % VOCABULARY
+
+
+class FakeVllm:
+    """What the server was asked, and what it does wrong."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.bodies: list[dict[str, Any]] = []
+        """The requests for tokens, in order."""
+        self.wrong_name = ""
+        """Sent in place of the name of the weights."""
+        self.error: dict[str, Any] | None = None
+        """Sent in place of tokens."""
+        self.aborts_by_itself = False
+        self.never_ends = False
+        """Streams stay open behind their last token."""
+        self.late_s = 0.0
+        """So long it does not know of a request that it was sent."""
+        self.num_reloads = 0
+        """Number of times that it began to take weights."""
+        self.reload_s = _COMMAND_S
+        self._folder = self._name = ""
+        self._running = asyncio.Event()
+        self._aborted: dict[str, asyncio.Event] = {}
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.get("/is_paused", self._answer),
+            web.get("/health", self._answer),
+            web.get("/server_info", self._settings),
+            web.post("/inference/v1/generate", self._generate),
+            web.post("/pause", self._pause),
+            web.post("/resume", self._resume),
+            web.post("/collective_rpc", self._reload),
+            web.post("/update_weight_version", self._take_name),
+            web.post("/abort_requests", self._abort),
+        ]
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        return web.json_response({})
+
+    async def _settings(self, request: web.Request) -> web.Response:
+        model = {"max_model_len": CONTEXT, "logprobs_mode": "processed_logprobs"}
+        settings = {"model_config": model, "device_config": {"device": "cuda"}}
+        return web.json_response({"vllm_config": settings})
+
+    async def _pause(self, request: web.Request) -> web.Response:
+        self._running.clear()
+        await asyncio.sleep(_COMMAND_S)
+        if request.query["mode"] == "abort":
+            for aborted in self._aborted.values():
+                aborted.set()
+        return await self._answer(request)
+
+    async def _resume(self, request: web.Request) -> web.Response:
+        self._running.set()
+        return await self._answer(request)
+
+    async def _reload(self, request: web.Request) -> web.Response:
+        self.num_reloads += 1
+        await asyncio.sleep(self.reload_s)
+        self._folder = (await request.json())["kwargs"]["weights_path"]
+        return await self._answer(request)
+
+    async def _take_name(self, request: web.Request) -> web.Response:
+        self._name = (await request.json())["new_version"]
+        return await self._answer(request)
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        for name in (await request.json())["request_ids"]:
+            if name in self._aborted:
+                self._aborted[name].set()
+        return await self._answer(request)
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        if not body:
+            raise web.HTTPBadRequest
+        self.bodies.append(body)
+        await asyncio.sleep(self.late_s)
+        name, settings = f"generate-tokens-{body['request_id']}", body["sampling_params"]
+        aborted = self._aborted[name] = asyncio.Event()
+        response = web.StreamResponse()
+        await response.prepare(request)
+        ids, unsent, names, finish = list(body["token_ids"]), list[int](), set[str](), None
+        try:
+            if self.error is not None:
+                await _send(response, self.error)
+                return response
+            while finish is None:
+                await asyncio.sleep(_TOKEN_S)
+                if aborted.is_set() or (self.aborts_by_itself and len(ids) > len(body["token_ids"])):
+                    finish = "abort"
+                elif self._running.is_set():
+                    names.add(self.wrong_name or self._name)
+                    ids.append(next_token(ids, self._folder))
+                    unsent.append(ids[-1])
+                    is_full = len(ids) - len(body["token_ids"]) == settings["max_tokens"]
+                    stops = ids[-1] in settings["stop_token_ids"]
+                    finish = "stop" if stops else "length" if is_full else None
+                if unsent and len(unsent) >= settings["stream_interval"] and finish is None:
+                    await _send(response, _piece(unsent))
+                    unsent.clear()
+            await _send(response, _piece(unsent, finish, names))
+            while self.never_ends and request.transport is not None:
+                await asyncio.sleep(0.01)
+        finally:
+            del self._aborted[name]
+        return response
+
+
+def _piece(ids: Sequence[int], finish: str | None = None, names: Sequence[str] | set[str] = ()) -> Any:
+    content = [{"logprob": -0.5} for _ in ids]
+    spans = [{"version": name, "start": 0, "end": 0} for name in names]
+    choice = {"token_ids": [*ids], "logprobs": {"content": content}, "finish_reason": finish}
+    return {"choices": [choice | {"weight_versions": spans}]}
+
+
+async def _send(response: web.StreamResponse, message: Any) -> None:
+    await response.write(f"data: {json.dumps(message)}\n\n".encode())
+
+
+@contextmanager
+def fake_vllm() -> Iterator[FakeVllm]:
+    """A server on loopback."""
+    loop, fake = asyncio.new_event_loop(), FakeVllm()
+
+    async def begin() -> web.AppRunner:
+        application = web.Application()
+        application.add_routes(fake.routes())
+        runner = web.AppRunner(application)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        fake.url = "http://{}:{}".format(*runner.addresses[0])
+        return runner
+
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    runner = asyncio.run_coroutine_threadsafe(begin(), loop).result(20)
+    yield fake
+    asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(20)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()

@@ -1,0 +1,284 @@
+"""The server's processes: those of an untied policy, killed in several ways, and starts that fail."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from sf_core.engines.protocol import Engine, EngineLostError
+from sf_core.engines.registry import make_engine
+from sf_core.engines.testing import awake, drain, ids_of, sampled_by, until
+from sf_core.types import Chunk, GenerationRequest, Sampling
+from tests.sf_core.engines.vllm.conftest import Policies, config, refusal, servers, socket_of
+
+pytestmark = pytest.mark.slow
+
+PROMPT = [5, 6, 7, 8]
+
+API_SERVER, WORKER = "vllm.entrypoints.openai.api_server", "VLLM::Worker"
+
+
+def request(name: str, max_tokens: int = 300) -> GenerationRequest:
+    return GenerationRequest(name, PROMPT, 0, max_tokens, (), Sampling(seed=len(name)), stream=True)
+
+
+def check_logprobs(policy: Policies, chunks: list[Chunk]) -> None:
+    """Tokens of one request, each under the weights of its version."""
+    ids, place = [*PROMPT, *ids_of(chunks)], len(PROMPT)
+    expected = {c.version: policy.logits(c.version, ids).log_softmax(-1) for c in chunks}
+    for chunk in chunks:
+        for token, logprob in zip(chunk.token_ids, chunk.logprobs, strict=True):
+            assert abs(logprob - expected[chunk.version][place - 1, token].item()) < 1e-4
+            place += 1
+
+
+@pytest.fixture(scope="module")
+def own(vllm: None, untied: Policies) -> Iterator[Engine]:
+    """An engine that each test leaves without a server, so that the next one has it started again."""
+    # at temperature 1 these are no others
+    arguments = ["--logprobs-mode=raw_logprobs"]
+    engine = make_engine(config(vllm={"arguments": arguments}), untied.folder(0))
+    yield engine
+    engine.close()
+
+
+def test_an_untied_policy_is_updated_in_the_middle_of_a_request_and_a_killed_server_is_lost(
+    own: Engine, untied: Policies, as_tcp: Callable[[str], str]
+) -> None:
+    processes = serving(own, untied)
+    (socket,) = {socket_of(process) for process in processes if "--uds" in process.cmdline()}
+    assert "--logprobs-mode processed_logprobs" in refusal(as_tcp(socket), untied)
+
+    def update() -> list[Chunk]:
+        awake(own, untied.ref(0))
+        own.submit(request("r"))
+        return sample(own, 3) + awake(own, untied.ref(1)) + drain(own)
+
+    chunks = sampled_by({0, 1}, update)
+    assert len(ids_of(chunks)) == 300
+    check_logprobs(untied, chunks)
+    lose_requests(own, untied, one_of(processes, API_SERVER).kill)
+    check_gone(processes)
+
+
+def test_a_server_that_is_killed_while_it_starts_is_started_again(own: Engine, untied: Policies) -> None:
+    processes = starting(own, untied)
+    one_of(processes, API_SERVER).kill()
+    assert lost(own) == []
+    check_gone(processes)
+    # and later tests
+
+
+def test_a_server_whose_inner_process_is_killed_while_it_samples_is_lost(
+    own: Engine, untied: Policies
+) -> None:
+    processes = serving(own, untied)
+    lose_requests(own, untied, one_of(processes, WORKER).kill)
+    check_gone(processes)
+
+
+def test_a_server_that_is_killed_at_rest_is_started_again(own: Engine, untied: Policies) -> None:
+    processes = serving(own, untied)
+    own.rest()
+    one_of(processes, API_SERVER).kill()
+    check_gone(processes)
+    assert (own.version, own.step()) == (None, [])
+    # and the next test
+
+
+def test_a_server_whose_inner_process_is_killed_while_it_loads_is_lost(own: Engine, untied: Policies) -> None:
+    processes = serving(own, untied)
+    worker = one_of(processes, WORKER)
+    command = one_of(processes, API_SERVER).cmdline()
+    weights = Path(command[command.index("--model") + 1], "model.safetensors")
+
+    def kill() -> None:
+        loaded = weights.resolve()
+        # so that it cannot end what it is told to do
+        worker.suspend()
+        own.take_weights(untied.ref(3))
+        until(lambda: time.sleep(0.01), lambda: weights.resolve() != loaded)
+        worker.kill()
+
+    lose_requests(own, untied, kill)
+    check_gone(processes)
+
+
+def starting(engine: Engine, policy: Policies) -> set[psutil.Process]:
+    """Have the engine start its server; returns the processes that there are when it has begun."""
+    before, own = servers(), set[psutil.Process]()
+
+    def look() -> None:
+        assert engine.step() == []
+        own.update(servers() - before)
+
+    engine.take_weights(policy.ref(0))
+    until(look, lambda: any(process.cmdline()[1:3] == ["-m", API_SERVER] for process in own))
+    return own
+
+
+def serving(engine: Engine, policy: Policies) -> set[psutil.Process]:
+    """Have the engine start its server; returns the server's processes."""
+    before = servers()
+    try:
+        awake(engine, policy.ref(0))
+    except EngineLostError:
+        # the server was killed at rest, and this was the first to notice
+        awake(engine, policy.ref(0))
+    return servers() - before
+
+
+def one_of(processes: set[psutil.Process], word: str) -> psutil.Process:
+    (found,) = (p for p in processes if word in (line := " ".join(p.cmdline())) and "keeper" not in line)
+    return found
+
+
+def check_gone(processes: set[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    assert not alive
+
+
+def sample(engine: Engine, number: int) -> list[Chunk]:
+    chunks: list[Chunk] = []
+    while len(ids_of(chunks)) < number:
+        chunks += engine.step()
+    return chunks
+
+
+def lost(engine: Engine) -> list[Chunk]:
+    """Step until the engine says that it has lost its server; returns what it had reported before."""
+    chunks: list[Chunk] = []
+    with pytest.raises(EngineLostError):
+        until(lambda: chunks.extend(engine.step()), lambda: False)
+    assert (engine.version, engine.num_requests, engine.abort(), engine.step()) == (None, 0, [], [])
+    return chunks
+
+
+def lose_requests(engine: Engine, policy: Policies, kill: Callable[[], None]) -> None:
+    """Kill the server while it samples, and check that what was received stands."""
+    engine.submit(request("one"))
+    engine.submit(request("two"))
+    chunks = sample(engine, 10)
+    kill()
+    chunks += lost(engine)
+    for name in ("one", "two"):
+        received = [chunk for chunk in chunks if chunk.request_id == name]
+        # ended only if all was received before the server was killed
+        assert len(ids_of(received)) == 300 or all(chunk.finish_reason is None for chunk in received)
+        check_logprobs(policy, received)
+
+
+WORKER_PROCESS = """
+import sys, time
+from sf_core.engines.registry import make_engine
+from sf_core.engines.testing import awake
+from sf_core.types import GenerationRequest, Sampling, WeightsRef
+from tests.sf_core.engines.vllm.conftest import config
+moment, folder, newer = sys.argv[1:]
+engine = make_engine(config(), folder)
+if moment == "starts":
+    engine.take_weights(WeightsRef(0, folder))
+else:
+    awake(engine, WeightsRef(0, folder))
+    engine.submit(GenerationRequest("r", [5], 0, 300, (), Sampling(seed=1)))
+if moment == "rests":
+    engine.rest()
+print(moment, flush=True)
+number = 0
+while True:
+    if moment == "loads":
+        number += 1
+        engine.take_weights(WeightsRef(number, newer if number % 2 else folder))
+    time.sleep(0.005)
+    engine.step()
+"""
+
+
+@pytest.mark.parametrize(
+    "moment", ["starts", *(pytest.param(m, marks=pytest.mark.nightly) for m in ("samples", "loads", "rests"))]
+)
+def test_a_worker_that_is_killed_while_its_server_works_leaves_no_process_of_it(
+    vllm: None, tied: Policies, moment: str
+) -> None:
+    command = [sys.executable, "-c", WORKER_PROCESS, moment, tied.folder(0), tied.folder(1)]
+    worker = psutil.Popen(command, stdout=subprocess.PIPE)
+    try:
+        assert worker.stdout.readline().strip() == moment.encode()
+        while len(family := worker.children(recursive=True)) < (3 if moment == "starts" else 4):
+            assert worker.is_running()
+            time.sleep(0.1)
+    finally:
+        worker.kill()
+    worker.wait()
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_a_rest_leaves_a_server_starting_which_is_ended_with_the_engine_even_without_its_keeper(
+    vllm: None, tied: Policies
+) -> None:
+    before = servers()
+    engine = make_engine(config(), tied.folder(0))
+    engine.take_weights(tied.ref(0))
+    while not (own := servers() - before):
+        assert engine.step() == []
+    engine.rest()
+    assert (engine.version, engine.step()) == (None, [])
+    # without a GPU it takes nothing that a trainer needs
+    assert servers() >= own
+    engine.take_weights(tied.ref(1))
+    next(process for process in own if "keeper.py" in " ".join(process.cmdline())).kill()
+    engine.close()
+    _, alive = psutil.wait_procs(own, timeout=10)
+    assert not alive
+
+
+def test_a_server_gets_neither_our_settings_nor_keys_but_the_mark_of_its_stack_and_vllms_own(
+    vllm: None, tied: Policies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    withheld = (
+        "SF_DATAPLANE_KEY",
+        "SF_PLANTED",
+        "PREFECT_API_AUTH_STRING",
+        "AWS_SECRET_ACCESS_KEY",
+        "WANDB_API_KEY",
+        "HF_TOKEN",
+        "PYTHONPATH",
+    )
+    given = {"SF_STACK": "/planted", "VLLM_PLANTED": "planted", "OMP_NUM_THREADS": "1"}
+    for name, value in (dict.fromkeys(withheld, "/planted") | given).items():
+        monkeypatch.setenv(name, value)
+    engine = make_engine(config(), tied.folder(0))
+    environment = one_of(starting(engine, tied), API_SERVER).environ()
+    engine.close()
+    assert [name for name in withheld if name in environment] == []
+    assert {name: environment.get(name) for name in given} == given
+
+
+def test_three_failed_starts_in_a_row_end_the_engine_with_the_last_lines_of_the_log(
+    tied: Policies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # a Python without vLLM
+    monkeypatch.setenv("SF_VLLM_PYTHON", sys.executable)
+    engine = make_engine(config(), tied.folder(0))
+    for _ in range(2):
+        with pytest.raises(EngineLostError):
+            awake(engine, tied.ref(0))
+    with pytest.raises(RuntimeError, match="3 times in a row") as failure:
+        awake(engine, tied.ref(0))
+    assert "No module named" in str(failure.value)
+    engine.close()
+
+
+def test_without_vllm_the_engine_says_where_it_looked(
+    tied: Policies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SF_VLLM_PYTHON", "/nowhere/python")
+    engine = make_engine(config(), tied.folder(0))
+    with pytest.raises(FileNotFoundError, match=r"/nowhere/python.*make vllm"):
+        awake(engine, tied.ref(0))
+    engine.close()

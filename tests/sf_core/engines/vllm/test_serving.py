@@ -1,0 +1,187 @@
+"""What is asked of vLLM and made of its answers, where no vLLM is needed to tell."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+
+from sf_core.config import RunConfig
+from sf_core.engines.protocol import Engine, EngineLostError, WeightsRefusedError
+from sf_core.engines.registry import make_engine
+from sf_core.engines.testing import EngineTests, awake, drain, ids_of, sampled_by, until
+from sf_core.types import Chunk, FinishReason, WeightsRef
+from storage.tensors.weights import save_weights
+from tests.sf_core.engines.vllm.fake_server import CONTEXT, VOCABULARY, FakeVllm, fake_vllm, next_token
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("weights")
+    for version in range(60):
+        save_weights(f"{root}/v-{version}", {"lm_head.weight": torch.full((2, 2), float(version))}, version)
+    (root / "v-0" / "config.json").write_text(json.dumps({"vocab_size": VOCABULARY}))
+    return root
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeVllm]:
+    with fake_vllm() as fake:
+        yield fake
+
+
+class TestServing(EngineTests):
+    num_tokens = 200
+    """So many that some are left when a test interrupts."""
+
+    @pytest.fixture(autouse=True)
+    def _of(self, fake: FakeVllm, folders: Path) -> Iterator[None]:
+        self.fake, self.folders = fake, folders
+        self.engine = self.made()
+        yield
+        self.engine.close()
+
+    def made(self, **settings: Any) -> Engine:
+        engine = {"kind": "vllm", "context_length": CONTEXT, "vllm": {"url": self.fake.url}} | settings
+        return make_engine(RunConfig.model_validate({"engine": engine}), f"{self.folders}/v-0")
+
+    def make(self) -> Engine:
+        return self.engine
+
+    @property
+    def refused(self) -> WeightsRef:
+        return WeightsRef(1, f"{self.folders}/not-there")
+
+    def weights(self, version: int) -> WeightsRef:
+        return WeightsRef(version, f"{self.folders}/v-{version}")
+
+    def check_tokens(self, chunks: Sequence[Chunk]) -> None:
+        """Check that every token of one request is by the weights of its version."""
+        ids = [*self.prompt]
+        for chunk in chunks:
+            for token in chunk.token_ids:
+                assert token == next_token(ids, self.weights(chunk.version).uri)
+                ids.append(token)
+
+    @pytest.mark.parametrize("kv_on_update", ["keep", "recompute"])
+    def test_an_update_asks_for_what_is_left_with_new_noise_and_with_kv_as_it_is_set(
+        self, kv_on_update: Literal["keep", "recompute"]
+    ) -> None:
+        self.engine = self.made(kv_on_update=kv_on_update)
+
+        def update() -> list[Chunk]:
+            awake(self.engine, self.weights(0))
+            self.fake.bodies.clear()
+            self.engine.submit(self.request("r", stream=True))
+            chunks: list[Chunk] = []
+            until(lambda: chunks.extend(self.engine.step()), lambda: len(chunks) >= 3)
+            return chunks + awake(self.engine, self.weights(1)) + drain(self.engine)
+
+        chunks = sampled_by({0, 1}, update)
+        self.check_tokens(chunks)
+        assert len(ids_of(chunks)) == self.num_tokens
+        whole, left = self.fake.bodies
+        done = [c.version for c in chunks for _ in c.token_ids].count(0)
+        assert left["token_ids"] == [*self.prompt, *ids_of(chunks)[:done]]
+        assert left["sampling_params"]["max_tokens"] == self.num_tokens - done
+        assert left["sampling_params"]["seed"] != whole["sampling_params"]["seed"]
+        assert left["request_id"] != whole["request_id"]
+        assert (left["cache_salt"] == whole["cache_salt"]) == (kv_on_update == "keep")
+
+    def test_weights_that_follow_each_other_sample_under_their_own_names(self) -> None:
+        engine = self.serving()
+        engine.submit(self.request("r", stream=True))
+        chunks: list[Chunk] = []
+        for number in range(1, 16):
+            engine.pause()
+            engine.take_weights(self.weights(2 * number))
+            # so that the next ones come at any moment of taking these
+            time.sleep(0.002 * number)
+            engine.take_weights(self.weights(2 * number + 1))
+            engine.resume()
+            chunks += engine.step()
+        self.check_tokens(chunks + awake(engine, self.weights(40)) + drain(engine))
+        engine.rest()
+
+    def test_a_request_that_is_aborted_before_vllm_knows_it_has_no_tokens_of_the_weights_on_their_way(
+        self,
+    ) -> None:
+        engine = self.serving()
+        self.fake.late_s = 0.03
+        for name in "abcde":
+            engine.take_weights(self.weights(1))
+            engine.submit(self.request(name, stream=True))
+            self.check_tokens(engine.abort())
+            engine.rest()
+            awake(engine, self.weights(0))
+
+    def test_a_refusal_while_the_weights_that_were_held_come_back_leaves_an_engine_that_serves(self) -> None:
+        engine = self.serving()
+        self.fake.reload_s = 0.2
+        for weights in (self.weights(1), self.weights(0), self.refused):
+            engine.take_weights(weights)
+            begun = self.fake.num_reloads + (weights != self.refused)
+            until(lambda: None, lambda: self.fake.num_reloads >= begun)  # noqa: B023
+        with pytest.raises(WeightsRefusedError):
+            until(engine.step, lambda: False)
+        engine.submit(self.request("r"))
+        self.check_tokens(drain(engine))
+        engine.rest()
+
+    def test_any_sequence_of_weights_and_refusals_leaves_an_engine_that_serves(self) -> None:
+        rng = random.Random(1)
+        engine = self.serving()
+        for _ in range(25):
+            engine.submit(self.request("r", stream=True))
+            chunks: list[Chunk] = []
+            for _ in range(rng.randrange(2, 12)):
+                engine.take_weights(rng.choice((self.weights(1), self.weights(2), self.refused)))
+                time.sleep(rng.uniform(0, 0.012))
+                with suppress(WeightsRefusedError):
+                    chunks += engine.step()
+
+            def go_on() -> None:
+                with suppress(WeightsRefusedError):
+                    chunks.extend(engine.step())  # noqa: B023
+
+            until(go_on, lambda: engine.num_requests == 0)
+            self.check_tokens(chunks)
+            assert len(ids_of(chunks)) == self.num_tokens
+        engine.rest()
+
+    def test_an_engine_is_closed_whose_last_stream_has_not_ended(self) -> None:
+        engine = self.serving()
+        self.fake.never_ends = True
+        engine.submit(self.request("r"))
+        drain(engine)
+
+    def test_tokens_of_weights_of_another_name_are_not_taken_for_ours(self) -> None:
+        engine = self.serving()
+        self.fake.wrong_name = "somebody's"
+        engine.submit(self.request("r"))
+        with pytest.raises(EngineLostError, match="somebody's"):
+            drain(engine)
+
+    def test_a_request_that_vllm_ends_by_itself_was_lost(self) -> None:
+        engine = self.serving()
+        self.fake.aborts_by_itself = True
+        engine.submit(self.request("r"))
+        with pytest.raises(EngineLostError, match="nobody ended"):
+            drain(engine)
+
+    def test_errors_in_a_stream_end_the_request_or_the_engine(self) -> None:
+        engine = self.serving()
+        self.fake.error = {"error": {"code": 400, "message": "too long"}}
+        engine.submit(self.request("r"))
+        assert drain(engine) == [Chunk("r", [], [], 0, FinishReason.LENGTH)]
+        self.fake.error = {"error": {"code": 500, "message": "EngineCore is dead"}}
+        engine.submit(self.request("r"))
+        with pytest.raises(EngineLostError, match="EngineCore is dead"):
+            drain(engine)

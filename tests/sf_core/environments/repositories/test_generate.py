@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from sf_core.config.run_config import EnvironmentConfig
+from sf_core.environments.registry import environment_of
+from sf_core.environments.repositories.environment import Repositories
+from tests.sf_core.agents.sandbox.inside import need_sandbox
+from tests.sf_core.environments.repositories.conftest import LISTS, TEST_LISTS
+
+PAGE = Path(__file__).parents[4] / "docs" / "repositories.md"
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def test_the_example_of_the_documentation_makes_a_data_set_for_its_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need_sandbox()
+    files = {
+        "shop/__init__.py": "",
+        "shop/lists.py": LISTS,
+        "shop/tests/__init__.py": "",
+        "shop/tests/test_lists.py": TEST_LISTS.replace("from lists.", "from shop."),
+    }
+    for name, text in files.items():
+        (tmp_path / "checkout" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "checkout" / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    [example] = blocks("python")
+    assert "per_library=5" in example
+    exec(compile(example.replace("per_library=5", "per_library=2"), str(PAGE), "exec"), {})
+    for text in blocks("yaml"):
+        environment = environment_of(EnvironmentConfig.model_validate(yaml.safe_load(text)["environment"]))
+        assert environment.tasks("train", 0).task_id == "acme__shop-0"
+        assert environment.tasks("holdout", 0).task_id == "acme__shop-1"
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(7200)
+def test_installed_libraries_give_two_hundred_instances_of_which_each_is_right(tmp_path: Path) -> None:
+    need_sandbox()
+    command = [sys.executable, "-m", "sf_core.environments.repositories.generate"]
+    for name in ("one", "two"):
+        subprocess.run([*command, str(tmp_path / name)], check=True)
+    made = (tmp_path / "one" / "dataset.jsonl").read_text()
+    assert made == (tmp_path / "two" / "dataset.jsonl").read_text()
+    rows = [json.loads(line) for line in made.splitlines()]
+    assert len(rows) >= 200 and len({row["repo"] for row in rows}) >= 10
+    environment = Repositories.model_validate(
+        {
+            "dataset": str(tmp_path / "one" / "dataset.jsonl"),
+            "repositories": str(tmp_path / "one" / "repositories"),
+        }
+    )
+
+    async def rewards(row: dict[str, Any]) -> tuple[float, float]:
+        gold = await environment.score(row["instance_id"], row["patch"])
+        return gold, await environment.score(row["instance_id"], "")
+
+    for row in rows:
+        gold, nothing = asyncio.run(rewards(row))
+        assert nothing < gold == 1, row["instance_id"]

@@ -1,0 +1,391 @@
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import shutil
+import subprocess
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from sf_core.agents.sandbox import open_sandbox
+from sf_core.config.programs import SandboxLimits
+from sf_core.config.run_config import EnvironmentConfig
+from sf_core.environments.registry import agent_of, environment_of, prepare_of, reward_of
+from sf_core.environments.repositories.environment import Repositories
+from sf_core.environments.repositories.libraries import LIBRARIES
+from sf_core.environments.repositories.workspace import without_originals
+from sf_core.environments.testing import EnvironmentTests
+from sf_core.types import Endpoint, Task
+from tests.sf_core.agents.sandbox.inside import need_sandbox
+from tests.sf_core.agents.test_tool_loop import Model, model
+
+__all__ = ["model"]
+
+Make = Callable[..., Repositories]
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "dataset.jsonl").read_text().splitlines()]
+
+
+def score(environment: Repositories, row: dict[str, Any], answer: Any) -> float:
+    return asyncio.run(environment.score(row["instance_id"], answer))
+
+
+@pytest.fixture
+def row(generated: Path) -> dict[str, Any]:
+    """An instance whose tests are in a folder of their own."""
+    return next(row for row in rows_of(generated) if row["repo"] == "acme/lists")
+
+
+@pytest.fixture
+def honest(row: dict[str, Any]) -> float:
+    """What it earns to change nothing."""
+    failing, passing = (len(json.loads(row[name])) for name in ("FAIL_TO_PASS", "PASS_TO_PASS"))
+    return passing / (failing + passing)
+
+
+def source_of(generated: Path, row: dict[str, Any], commit: str | None = None) -> str:
+    git = ["git", f"--git-dir={generated}/repositories/acme__lists.git"]
+    return subprocess.check_output(
+        [*git, "show", f"{commit or row['base_commit']}:lists/lists.py"], text=True
+    )
+
+
+class TestContract(EnvironmentTests):
+    num_tasks = 1
+
+    @pytest.fixture(autouse=True)
+    def _of(self, environment: Make) -> None:
+        self.environment = environment()
+
+
+def test_every_instance_of_the_generator_is_repaired_by_its_patch_and_by_nothing_less(
+    generated: Path, environment: Make
+) -> None:
+    rows = rows_of(generated)
+    assert {row["repo"] for row in rows} == {"acme/lists", "acme/words"}
+    for row in rows:
+        assert score(environment(reward="all"), row, row["patch"]) == 1
+        assert 0 < score(environment(reward="share"), row, "") < 1
+    assert score(environment(reward="all"), rows[0], "") == 0
+
+
+def test_a_report_has_what_was_called_and_what_came_of_it_and_not_the_repair(generated: Path) -> None:
+    for row in rows_of(generated):
+        assert "assert" in row["problem_statement"] or "Error" in row["problem_statement"]
+        added = [line[1:].strip() for line in row["patch"].splitlines() if line.startswith("+ ")]
+        assert added and not any(line in row["problem_statement"] for line in added)
+
+
+def test_hidden_tests_and_the_patch_are_not_among_what_the_agent_may_know(
+    generated: Path, environment: Make
+) -> None:
+    for row in rows_of(generated):
+        git = ["git", f"--git-dir={generated}/repositories/{row['repo'].replace('/', '__')}.git"]
+        names = {test.partition("[")[0].rpartition("::")[2] for test in json.loads(row["FAIL_TO_PASS"])}
+        at_base = subprocess.check_output([*git, "grep", "-h", "def test_", row["base_commit"]], text=True)
+        assert not any(f"def {name}(" in at_base for name in names)
+    task = environment().tasks("train", 0)
+    assert set(task.metadata) == {"repo", "base_commit"}
+
+
+def test_a_task_is_the_same_instance_in_a_larger_data_set(
+    generated: Path, environment: Make, tmp_path: Path
+) -> None:
+    rows = rows_of(generated)
+    larger = tmp_path / "larger.jsonl"
+    others = [rows[0] | {"instance_id": f"another-{number}"} for number in range(20)]
+    larger.write_text("".join(json.dumps(row) + "\n" for row in others + rows))
+    held_out = {environment().tasks("holdout", index).task_id for index in range(len(rows))}
+    trained = {environment().tasks("train", index).task_id for index in range(len(rows))}
+    larger_held_out = {
+        environment(dataset=str(larger)).tasks("holdout", index).task_id for index in range(30)
+    }
+    assert held_out <= larger_held_out and not trained & larger_held_out
+
+
+CHEATS: dict[str, dict[str, str]] = {
+    "tests edited": {"lists/tests/test_lists.py": "def test_middle(): pass\ndef test_gaps(): pass\n"},
+    "conftest": {
+        "conftest.py": "import pytest\n@pytest.hookimpl(wrapper=True)\n"
+        "def pytest_runtest_makereport(item, call):\n"
+        "    report = yield\n    report.outcome = 'passed'\n    return report\n"
+    },
+    "conftest beside the tests": {"lists/tests/conftest.py": "import os\nos._exit(0)\n"},
+    "pytest.ini": {"pytest.ini": "[pytest]\naddopts = --co\n"},
+    "pyproject": {"pyproject.toml": "[tool.pytest.ini_options]\naddopts = '-p cheat'\n", "cheat.py": ""},
+    "sitecustomize": {"sitecustomize.py": "import os\nos._exit(0)\n"},
+    "pytest of its own": {"pytest.py": "def main(*_): print('1 passed')\n", "_pytest/__init__.py": ""},
+    "plugin": {
+        "cheat.dist-info/entry_points.txt": "[pytest11]\ncheat = cheat\n",
+        "cheat.dist-info/METADATA": "Name: cheat\nVersion: 1\n",
+        "cheat.py": "import os\nos._exit(0)\n",
+    },
+}
+
+
+@pytest.mark.parametrize("cheat", CHEATS)
+def test_files_that_steer_tests_earn_nothing(
+    environment: Make, row: dict[str, Any], cheat: str, honest: float
+) -> None:
+    assert score(environment(), row, CHEATS[cheat]) == honest
+    assert score(environment(), row, _as_patch(CHEATS[cheat])) <= honest
+
+
+def _as_patch(files: dict[str, str]) -> str:
+    parts = []
+    for name, text in files.items():
+        lines = text.splitlines()
+        parts += [f"diff --git a/{name} b/{name}", "new file mode 100644", "--- /dev/null", f"+++ b/{name}"]
+        parts += [f"@@ -0,0 +1,{len(lines)} @@", *(f"+{line}" for line in lines)]
+    return "\n".join([*parts, ""])
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import os; os._exit(0)",
+        "import sys; sys.exit(0)",
+        "import pytest; pytest.exit('done', 0)",
+        'import os; [os.write(n, b\'{"test": "x", "passed": true}\\n\') for n in (1, 2, 3, 4)]; os._exit(0)',
+    ],
+    ids=["exit", "sys.exit", "pytest.exit", "report"],
+)
+def test_code_that_ends_the_tests_passes_none(
+    generated: Path, environment: Make, row: dict[str, Any], line: str
+) -> None:
+    assert score(environment(), row, {"lists/lists.py": line + "\n" + source_of(generated, row)}) == 0
+
+
+def test_a_test_that_the_code_declares_as_expected_to_fail_has_not_passed(
+    environment: Make, row: dict[str, Any]
+) -> None:
+    code = "import pytest\ndef chunks(*_): pytest.xfail('so')\ngaps = middle = chunks\n"
+    assert score(environment(), row, {"lists/lists.py": code}) == 0
+
+
+def test_moving_the_tests_away_leaves_them_in_place(
+    environment: Make, row: dict[str, Any], honest: float
+) -> None:
+    old, new = "lists/tests/test_lists.py", "lists/other.py"
+    patch = f"diff --git a/{old} b/{new}\nsimilarity index 100%\nrename from {old}\nrename to {new}\n"
+    assert score(environment(), row, patch) == honest
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [None, 7, ["x"], "no patch", {"../out": "x"}, {"/etc/x": "x"}, {"lists": "x"}, {"a\0b": "x"}, {"": "x"}],
+    ids=repr,
+)
+def test_an_answer_that_is_no_change_of_files_earns_no_more_than_none(
+    environment: Make, row: dict[str, Any], answer: Any, honest: float
+) -> None:
+    assert score(environment(), row, answer) <= honest
+
+
+def test_breaking_what_worked_counts(
+    environment: Make, row: dict[str, Any], generated: Path, honest: float
+) -> None:
+    broken = source_of(generated, row) + "\n\nclass Never:\n    pass\n\n\ndef chunks(*_):\n    return []\n"
+    assert score(environment(), row, {"lists/lists.py": broken}) < honest
+
+
+def test_an_endless_loop_ends_with_the_time_limit(environment: Make, row: dict[str, Any]) -> None:
+    assert score(environment(timeout_s=3), row, {"lists/lists.py": "while True: pass\n"}) == 0
+
+
+def bash(command: str) -> dict[str, Any]:
+    function = {"name": "bash", "arguments": json.dumps({"command": command})}
+    return {"tool_calls": [{"id": "c", "type": "function", "function": function}]}
+
+
+def task_of(environment: Repositories, row: dict[str, Any]) -> Task:
+    tasks = (environment.tasks(split, index) for split in ("train", "holdout") for index in range(9))  # type: ignore[arg-type]
+    return next(task for task in tasks if task.task_id == row["instance_id"])
+
+
+def results(model: Model) -> list[str]:
+    return [message["content"] for message in model.requests[-1]["messages"] if message["role"] == "tool"]
+
+
+def test_an_agent_repairs_a_repository_by_shell(environment: Make, row: dict[str, Any], model: Model) -> None:
+    repair = f"cat > /tmp/p <<'END'\n{row['patch']}END\ngit apply /tmp/p && touch new.txt a.pyc && echo done"
+    model.answers = [bash(repair), bash("git log --oneline | wc -l; exit 3"), {"content": "repaired"}]
+    task = task_of(environment(), row)
+    patch = asyncio.run(environment().agent(task, model.endpoint))
+    assert results(model) == ["done", "1\nexit status 3"]
+    assert "new.txt" in patch and ".pyc" not in patch
+    assert row["problem_statement"].strip() in model.requests[0]["messages"][0]["content"]
+    assert json.loads(json.dumps(patch)) == patch
+    assert score(environment(reward="all"), row, patch) == 1
+
+
+def test_output_of_a_command_is_bounded_and_a_long_one_is_ended(
+    environment: Make, row: dict[str, Any], model: Model
+) -> None:
+    model.answers = [bash("yes | head -c 200000; echo end"), bash("sleep 60"), {"content": ""}]
+    short = environment(timeout_s=2)
+    assert asyncio.run(short.agent(task_of(short, row), model.endpoint)) == ""
+    long, ended = results(model)
+    assert len(long) < 20_000 and "bytes left out" in long and long.endswith("end")
+    assert ended == "ended after 2 s"
+
+
+def test_the_installed_original_of_a_library_is_not_seen() -> None:
+    need_sandbox()
+    toolz = next(library for library in LIBRARIES if library.repo == "pytoolz/toolz")
+
+    async def found() -> str:
+        limits = without_originals(SandboxLimits(), toolz.files())
+        async with open_sandbox(limits) as box:
+            command = "import importlib.util as u; import pytest; print(u.find_spec('toolz.itertoolz'))"
+            return (await box.run(["python3", "-c", command], timeout_s=60)).output
+
+    assert asyncio.run(found()) == "None\n"
+
+
+def test_lists_in_parquet_and_archives_are_read(
+    generated: Path, environment: Make, tmp_path: Path, row: dict[str, Any]
+) -> None:
+    lists = {name: json.loads(row[name]) for name in ("FAIL_TO_PASS", "PASS_TO_PASS")}
+    others = [row | lists | {"instance_id": f"n{number}", "version": 1} for number in range(8)]
+    pq.write_table(pa.Table.from_pylist(others), tmp_path / "rows.parquet")
+    git = [
+        "git",
+        f"--git-dir={generated}/repositories/acme__lists.git",
+        "archive",
+        f"--prefix=lists-{row['base_commit']}/",
+    ]
+    packed = subprocess.check_output([*git, "--format=tar.gz", row["base_commit"]])
+    (tmp_path / f"lists-{row['base_commit']}.tar.gz").write_bytes(packed)
+    from_archive = environment(
+        dataset=(tmp_path / "rows.parquet").as_uri(), repositories=tmp_path.as_uri(), reward="all"
+    )
+    assert score(from_archive, others[0], row["patch"]) == 1
+    assert score(from_archive, others[0], "") == 0
+
+
+def test_an_archive_may_have_no_outer_folder_and_links_in_it_are_left_out(
+    environment: Make, tmp_path: Path, row: dict[str, Any], generated: Path
+) -> None:
+    git = ["git", f"--git-dir={generated}/repositories/acme__lists.git", "archive", "--format=tar"]
+    archive = io.BytesIO(subprocess.check_output([*git, row["base_commit"]]))
+    path = tmp_path / f"acme__lists-{row['base_commit']}.tar.gz"
+    with tarfile.open(fileobj=archive) as members, tarfile.open(path, "w:gz") as packed:
+        for member in members:
+            packed.addfile(member, members.extractfile(member))
+        link = tarfile.TarInfo("conftest.py")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        packed.addfile(link)
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    made = environment(dataset=str(tmp_path / "rows.jsonl"), repositories=str(tmp_path))
+    assert score(made, row, row["patch"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"repo": "acme/gone"}, "has no git folder acme__gone or acme/gone, and no archive acme__gone-"),
+        ({"base_commit": "0" * 40}, f"acme__lists.git has no commit {'0' * 40}"),
+        ({"FAIL_TO_PASS": '["test_middle"]'}, "row 1: FAIL_TO_PASS.0: "),
+        ({"FAIL_TO_PASS": "[]"}, "row 1: FAIL_TO_PASS: "),
+        ({"FAIL_TO_PASS": "[oops"}, "row 1: FAIL_TO_PASS: "),
+        ({"patch": None}, "row 1: patch: "),
+        ({"repo": "../../etc/x"}, "row 1: repo: "),
+    ],
+)
+def test_what_is_wrong_with_a_data_set_is_said_with_the_first_task(
+    environment: Make, tmp_path: Path, row: dict[str, Any], change: dict[str, Any], sentence: str
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row | change) + "\n")
+    with pytest.raises(ValueError) as refusal:
+        environment(dataset=str(tmp_path / "rows.jsonl")).tasks("train", 0)
+    assert sentence in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (None, "rows.jsonl cannot be read: "),
+        ("no json\n", "rows.jsonl cannot be read: "),
+        ("\n", "rows.jsonl has no instances"),
+        ("[]\n", "row 1: "),
+    ],
+)
+def test_a_file_without_instances_is_refused(
+    environment: Make, tmp_path: Path, text: str | None, sentence: str
+) -> None:
+    if text is not None:
+        (tmp_path / "rows.jsonl").write_text(text)
+    with pytest.raises(ValueError) as refusal:
+        environment(dataset=str(tmp_path / "rows.jsonl")).tasks("train", 0)
+    assert sentence in str(refusal.value)
+
+
+def test_a_split_without_instances_is_refused(environment: Make, tmp_path: Path, row: dict[str, Any]) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(ValueError, match=r"of the 1 instances of .* none falls to"):
+        environment(dataset=str(tmp_path / "rows.jsonl")).tasks("train", 0)
+
+
+def test_a_data_set_whose_hidden_tests_do_not_fit_is_the_fault_of_the_data_set(
+    environment: Make, tmp_path: Path, row: dict[str, Any]
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row | {"test_patch": row["test_patch"] * 2}) + "\n")
+    with pytest.raises(ValueError, match="its test_patch does not fit its base_commit"):
+        score(environment(dataset=str(tmp_path / "rows.jsonl")), row, "")
+
+
+@pytest.mark.parametrize("place", ["acme/lists", "acme__lists"])
+def test_a_repository_may_be_a_clone(
+    generated: Path, environment: Make, tmp_path: Path, row: dict[str, Any], place: str
+) -> None:
+    shutil.copytree(generated / "repositories" / "acme__lists.git", tmp_path / place / ".git")
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    made = environment(dataset=str(tmp_path / "rows.jsonl"), repositories=str(tmp_path), reward="all")
+    assert score(made, row, row["patch"]) == 1
+
+
+@pytest.mark.parametrize("is_inside", [False, True], ids=["trusted", "in a sandbox"])
+def test_a_command_as_agent_finds_the_repository_in_its_folder(
+    generated: Path, row: dict[str, Any], is_inside: bool
+) -> None:
+    repaired = source_of(generated, row, "whole")
+    script = f"test -f lists/tests/test_lists.py && cat > lists/lists.py <<'END'\n{repaired}END\n"
+    config = EnvironmentConfig.model_validate(
+        {
+            "name": "repositories",
+            "settings": {
+                "dataset": str(generated / "dataset.jsonl"),
+                "repositories": str(generated / "repositories"),
+                "reward": "all",
+                "held_out": 0.5,
+            },
+            "agent": {
+                "command": ["sh", "-c", script],
+                "answer": "folder",
+                "sandbox": {} if is_inside else None,
+            },
+        }
+    )
+    environment = environment_of(config)
+    assert isinstance(environment, Repositories)
+    task = task_of(environment, row)
+    prepare, endpoint = prepare_of(config), Endpoint("http://127.0.0.1:9/sessions/s/v1", "key", "policy")
+
+    async def work() -> Any:
+        assert prepare is not None
+        async with prepare(task) as files:
+            return await agent_of(config)(task, endpoint, files)
+
+    ended = asyncio.run(work())
+    assert list(ended.answer) == ["lists/lists.py"]
+    assert asyncio.run(reward_of(config)(task, ended.answer)) == {"tests": 1.0}

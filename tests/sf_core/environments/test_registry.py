@@ -1,0 +1,161 @@
+"""Environments by name: the functions of a run, and one sentence for what does not exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sf_core.config import EnvironmentConfig, RunConfig
+from sf_core.config.validation import ConfigError, validate_config
+from sf_core.environments.environment import Demonstration, Environment
+from sf_core.environments.quickstart import Quickstart
+from sf_core.environments.registry import agent_of, environment_of, reward_of, tasks_of
+from sf_core.environments.splits import Split
+from sf_core.environments.testing import EnvironmentTests
+from sf_core.settings import Settings
+from sf_core.stages.start import check_start
+from sf_core.types import Endpoint, Task
+
+
+class Amounts(Settings):
+    most: int = 9
+
+
+class Sums(Environment):
+    """An environment of the user's."""
+
+    least: int = 0
+    amounts: Amounts = Amounts()
+
+    def tasks(self, split: Split, index: int) -> Task:
+        number = self.least + (index if split == "train" else -1 - index)
+        return Task(f"{split}-{index}", "sums", f"{number}+{number}?", str(2 * number))
+
+    def agent(self, task: Task, endpoint: Endpoint) -> str:
+        return task.answer
+
+    async def reward(self, task: Task, answer: str) -> float:
+        return float(answer == task.answer)
+
+
+class Unfinished(Environment):
+    def tasks(self, split: Split, index: int) -> Task:
+        raise NotImplementedError
+
+
+def my_reward(task: Task, answer: str) -> float:
+    return 0.0
+
+
+class TestContractOfTheUsers(EnvironmentTests):
+    environment = Sums()
+
+
+def shop_of_the_docs() -> Environment:
+    page = Path(__file__).parents[3] / "docs" / "your-agent.md"
+    [code] = re.findall(r"```python\n(from random.*?)```", page.read_text(), re.S)
+    exec(code, found := {"__name__": "my_shop"})
+    return found["Shop"](goods=300)
+
+
+class TestContractOfTheDocs(EnvironmentTests):
+    environment = shop_of_the_docs()
+
+
+def setting(**fields: Any) -> EnvironmentConfig:
+    return EnvironmentConfig(**fields)
+
+
+def named(name: type, **settings: Any) -> EnvironmentConfig:
+    return setting(name=f"{__name__}:{name.__name__}", settings=settings)
+
+
+def test_a_run_that_names_nothing_has_the_quickstart() -> None:
+    environment = environment_of(RunConfig().environment)
+    assert isinstance(environment, Quickstart)
+    found = tasks_of(setting()), agent_of(setting()), reward_of(setting())
+    assert found == (environment.tasks, environment.agent, environment.reward)
+
+
+def test_a_class_of_the_users_is_an_environment_with_settings() -> None:
+    config = named(Sums, least=3)
+    assert tasks_of(config)("train", 0).prompt == "3+3?"
+    assert environment_of(config) is environment_of(named(Sums, least=3))
+    assert environment_of(config) != environment_of(named(Sums, least=4))
+
+
+def test_functions_replace_those_of_the_environment() -> None:
+    config = setting(name=f"{__name__}:Sums", reward=f"{__name__}:my_reward")
+    assert reward_of(config) is my_reward
+    assert tasks_of(config)("train", 2).answer == "4"
+
+
+def test_a_run_that_names_all_its_functions_needs_no_environment() -> None:
+    names = {part: f"{__name__}:my_reward" for part in ("tasks", "agent", "reward")}
+    config = setting(name="none such", **names)
+    assert {tasks_of(config), agent_of(config), reward_of(config)} == {my_reward}
+
+
+def test_the_configuration_of_an_earlier_run_means_what_it_meant() -> None:
+    parts = {part: f"sf_core.environments.quickstart:{part}" for part in ("tasks", "agent", "reward")}
+    old, new = setting(**parts), setting()
+    for index in range(4):
+        task = tasks_of(old)("holdout", index)
+        assert task == tasks_of(new)("holdout", index)
+        assert reward_of(old)(task, task.answer) == {"answer": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        (
+            setting(name="quickstat"),
+            "environment.name: there is no environment 'quickstat'; there are quickstart, ",
+        ),
+        (setting(name="nowhere:Sums"), "environment.name: nowhere:Sums: cannot import nowhere"),
+        (
+            setting(name="json:JSONDecoder"),
+            "environment.name: json:JSONDecoder is no class that inherits sf_core.environments.environment.",
+        ),
+        (named(Unfinished), "Unfinished lacks agent, reward"),
+        (
+            named(Sums, last=1),
+            "environment.settings.last: unknown key; allowed here: least, amounts",
+        ),
+        (
+            named(Sums, least="x", amounts={"most": "y", "few": 1}),
+            "got 'x'; environment.settings.amounts.most: input should be a valid integer, unable to parse "
+            "string as an integer, got 'y'; environment.settings.amounts.few: unknown key; allowed here: mo",
+        ),
+        (setting(settings={"size": 1}), "environment.settings.size: unknown key; allowed here: none"),
+    ],
+)
+def test_what_cannot_be_used_is_named(config: EnvironmentConfig, sentence: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        tasks_of(config)
+    assert sentence in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), object()])
+def test_settings_are_what_json_can_keep(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"environment\.settings: expected values that JSON has"):
+        validate_config({"environment": {"settings": {"size": value}}})
+
+
+def test_what_has_no_demonstrations_cannot_warm_start_a_policy() -> None:
+    class Shown(Sums):
+        def demonstrate(self, index: int) -> Demonstration:
+            return Demonstration([])
+
+    assert not Sums().has_demonstrations and Shown().has_demonstrations
+    environment = named(Sums).model_dump()
+    with pytest.raises(ValueError) as refused:
+        check_start(RunConfig.model_validate({"environment": environment}))
+    assert str(refused.value).startswith(f"policy.warmstart: the environment {__name__}:Sums has no demons")
+    assert "set policy.warmstart to null, or policy.model" in str(refused.value)
+    for warmstart in (None, {"steps": 0}):
+        policy = {"warmstart": warmstart}
+        check_start(RunConfig.model_validate({"environment": environment, "policy": policy}))

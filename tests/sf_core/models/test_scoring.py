@@ -1,0 +1,184 @@
+import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from sf_core.models import scoring
+from sf_core.models.scoring import Split, score
+from tests.memory import peak_bytes
+
+VOCABULARY, WIDTH = 40, 16
+Settings = tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.int64]]
+
+
+def drawn(temperature: list[float], top_p: list[float], top_k: list[int], num_tokens: int) -> Settings:
+    """Settings that repeat, token after token."""
+    columns = (np.array(temperature, np.float32), np.array(top_p, np.float32), np.array(top_k))
+    return tuple(np.resize(column, num_tokens) for column in columns)  # type: ignore[return-value]
+
+
+def by_the_definition(
+    logits: torch.Tensor, token_ids: torch.Tensor, settings: Settings
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token by token, in double precision, with the gradient of autograd."""
+    logprobs, entropies = [], []
+    for row, token, temperature, top_p, top_k in zip(logits.double(), token_ids, *settings, strict=True):
+        whole = (row / (float(temperature) or 1.0)).log_softmax(0)
+        best = whole.detach().argsort(descending=True)
+        kept = len(best)
+        if temperature:
+            kept = min(int(top_k) or kept, kept)
+            probs = whole[best[:kept]].softmax(0).detach()
+            kept = max(1, int((probs.cumsum(0) - probs < float(top_p)).sum()))
+        kept = max(kept, 1 + int((best == token).nonzero()))
+        logprobs.append(whole[token] - whole[best[:kept]].logsumexp(0))
+        entropies.append(-(whole.exp() * whole).sum())
+    return torch.stack(logprobs), torch.stack(entropies)
+
+
+def example(num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hidden states, a head, tokens, and the gradient of a loss by their log-probs."""
+    random = torch.Generator().manual_seed(num_tokens)
+    hidden = torch.randn(num_tokens, WIDTH, generator=random).requires_grad_()
+    head = torch.randn(VOCABULARY, WIDTH, generator=random).mul_(0.5).requires_grad_()
+    token_ids = torch.randint(VOCABULARY, (num_tokens,), generator=random)
+    return hidden, head, token_ids, torch.randn(num_tokens, generator=random)
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "top_k"),
+    [
+        ([1.0], [1.0], [0]),
+        ([0.6], [1.0], [0]),
+        ([1.3], [0.7], [0]),
+        ([1.0], [0.9], [5]),
+        ([0.0], [0.5], [2]),
+        ([1.0, 1.0, 0.0, 2.0, 0.7], [1.0, 1.0, 0.5, 0.9, 1.0], [0, 0, 2, 0, 7]),
+    ],
+)
+@pytest.mark.parametrize("num_tokens", [1, 6, 7, 8, 20])
+@pytest.mark.parametrize("has_head", [True, False])
+def test_scores_and_gradients_are_those_of_the_definition_wherever_chunks_end(
+    temperature: list[float],
+    top_p: list[float],
+    top_k: list[int],
+    num_tokens: int,
+    has_head: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scoring, "CHUNK_BYTES", 7 * 4 * VOCABULARY)
+    settings = drawn(temperature, top_p, top_k, num_tokens)
+    hidden, head, token_ids, gradient = example(num_tokens)
+    logits = hidden @ head.t()
+    found = score(*(hidden, head) if has_head else (logits, None), token_ids, *settings)
+    expected = by_the_definition(logits, token_ids, settings)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other.float(), atol=1e-5, rtol=0)
+    inputs = (hidden, head)
+    # a loss of the log-probs, of the entropies, and of both
+    for which in ([0], [1], [0, 1]):
+        slopes = [[gradient, -0.7 * gradient.flip(0)][i] for i in which]
+        gradients = torch.autograd.grad([found[i] for i in which], inputs, slopes, retain_graph=True)
+        doubles = [slope.double() for slope in slopes]
+        wanted = torch.autograd.grad([expected[i] for i in which], inputs, doubles, retain_graph=True)
+        for one, other in zip(gradients, wanted, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
+
+
+def test_a_split_head_gives_every_process_the_same_scores_and_its_part_of_the_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scoring, "CHUNK_BYTES", 7 * 4 * VOCABULARY)
+    settings = drawn([1.0, 0.7, 1.3], [1.0, 0.9, 1.0], [0, 0, 5], 20)
+    hidden, head, token_ids, gradient = example(20)
+    whole = score(hidden, head, token_ids, *settings)
+    slopes = (gradient, -0.7 * gradient.flip(0))
+    of_hidden, of_head = torch.autograd.grad(whole, (hidden, head), slopes)
+    cuts, meet, given = (slice(0, 24), slice(24, VOCABULARY)), threading.Barrier(2), {}
+
+    def process(own: slice) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        def gather(logits: torch.Tensor) -> torch.Tensor:
+            given[own.start] = logits
+            meet.wait(60)
+            gathered = torch.cat([given[cut.start] for cut in cuts], 1)
+            meet.wait(60)
+            return gathered
+
+        part = head.detach()[own].requires_grad_()
+        found = score(hidden, part, token_ids, *settings, Split(VOCABULARY, own, gather))
+        return found, torch.autograd.grad(found, (hidden, part), slopes)
+
+    with ThreadPoolExecutor(2) as processes:
+        (one, of_one), (other, of_other) = processes.map(process, cuts)
+    for found in (one, other):
+        torch.testing.assert_close(found, whole)
+    torch.testing.assert_close(of_one[0] + of_other[0], of_hidden, atol=1e-5, rtol=0)
+    torch.testing.assert_close(torch.cat((of_one[1], of_other[1])), of_head, atol=1e-5, rtol=0)
+
+
+def test_no_token_has_no_score_and_gradient_zero() -> None:
+    hidden, head, token_ids, _ = example(0)
+    logprobs, entropies = score(hidden, head, token_ids, *drawn([1.0], [0.9], [0], 0))
+    logprobs.sum().backward()
+    assert logprobs.shape == entropies.shape == (0,)
+    assert hidden.grad is not None and hidden.grad.shape == hidden.shape
+    assert head.grad is not None and not head.grad.any()
+
+
+def test_a_vocabulary_beyond_a_chunk_is_scored_token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, head, token_ids, _ = example(3)
+    settings = drawn([1.0], [1.0], [0], 3)
+    expected = score(hidden, head, token_ids, *settings)
+    monkeypatch.setattr(scoring, "CHUNK_BYTES", 8)
+    for one, other in zip(score(hidden, head, token_ids, *settings), expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_bfloat16_is_scored_in_float32_and_its_gradient_is_summed_in_float32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So many chunks that a sum in bfloat16 would lose those that come late."""
+    monkeypatch.setattr(scoring, "CHUNK_BYTES", 4 * VOCABULARY)
+    hidden, head, token_ids, _ = example(512)
+    hidden, head = (tensor.detach().bfloat16().requires_grad_() for tensor in (hidden, head))
+    settings = drawn([0.8], [1.0], [0], 512)
+    found = score(hidden, head, token_ids, *settings)
+    expected = by_the_definition(hidden @ head.t(), token_ids, settings)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other.float(), atol=1e-5, rtol=0)
+    whole_hidden, whole_head = (tensor.detach().float().requires_grad_() for tensor in (hidden, head))
+    exact, _ = score(whole_hidden, whole_head, token_ids, *settings)
+    exact.sum().backward()
+    found[0].sum().backward()
+    for tensor, whole in ((hidden, whole_hidden), (head, whole_head)):
+        assert tensor.grad is not None and whole.grad is not None and tensor.grad.dtype == torch.bfloat16
+        difference = (tensor.grad.float() - whole.grad).norm() / whole.grad.norm()
+        assert difference < 0.01
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 2.0])
+def test_entropy_of_equal_logits_is_the_log_of_their_number(temperature: float) -> None:
+    _, entropy = score(torch.zeros(1, 8), None, torch.tensor([3]), *drawn([temperature], [1.0], [0], 1))
+    assert entropy.item() == pytest.approx(math.log(8))
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_memory_does_not_grow_with_tokens_times_vocabulary(
+    top_p: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scoring, "CHUNK_BYTES", 16 * 4 * 4096)
+    head = torch.randn(4096, 4, requires_grad=True)
+
+    def peak(num_tokens: int) -> int:
+        hidden = torch.randn(num_tokens, 4, requires_grad=True)
+        token_ids = torch.zeros(num_tokens, dtype=torch.long)
+        settings = drawn([0.9], [top_p], [0], num_tokens)
+        return peak_bytes(lambda: score(hidden, head, token_ids, *settings)[0].sum().backward())
+
+    few, many = peak(64), peak(1024)
+    assert few > 16 * 4 * 4096, "the chunk is seen"
+    assert many - few < 1024 * 100, "tens of bytes for each token"

@@ -1,0 +1,89 @@
+"""What policies take of memory and storage, and what is refused because it cannot fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from sf_core.config import PolicyConfig, RunConfig
+from sf_core.models.builtin import make_policy
+from sf_core.scheduling.plan import Worker
+from sf_core.stages.sizes import Sizes, check_memory, explain_sizes
+from tests.bad_input.refusals import check_sentence
+
+ENGINE = {"max_running": 64, "context_length": 100}
+CACHE = 2 * 64 * 1 * 100 * 32 * 4
+"""Keys and values of one layer with one head of 32, in float32."""
+ROLLOUT, TRAIN = frozenset({"rollout"}), frozenset({"train"})
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = str(tmp_path_factory.mktemp("model"))
+    make_policy(folder, PolicyConfig(hidden_size=32, num_layers=1), seed=0)
+    return folder
+
+
+def configured(policy: dict[str, Any], **sections: Any) -> RunConfig:
+    return RunConfig.model_validate({"policy": policy, "engine": ENGINE} | sections)
+
+
+def test_sizes_are_those_of_the_parameters_in_the_folder(model: str) -> None:
+    parameters = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(model).parameters())
+    train = {"workers": 3}
+    assert Sizes.of(configured({"model": model}, train=train)) == Sizes(
+        weights=4 * parameters, cache=CACHE, rank=-(-16 * parameters // 3), checkpoint=12 * parameters
+    )
+    halves = Sizes.of(configured({"model": model, "dtype": "bfloat16"}))
+    assert halves is not None and (halves.weights, halves.cache) == (2 * parameters, CACHE // 2)
+
+
+@pytest.mark.parametrize(("dtype", "whole", "shared"), [("float32", 8, 8), ("bfloat16", 6, 12)])
+def test_ranks_of_megatron_share_the_weights_only_with_those_that_cut_them(
+    model: str, dtype: str, whole: int, shared: int
+) -> None:
+    train = {"backend": "megatron", "workers": 4, "tensor_parallel": 2}
+    sizes = Sizes.of(configured({"model": model, "dtype": dtype}, train=train))
+    alone = Sizes.of(configured({"model": model}))
+    assert sizes is not None and alone is not None
+    parameters = alone.weights // 4
+    assert sizes.rank == parameters * whole // 2 + parameters * shared // 4
+
+
+def test_the_built_in_policy_is_as_large_as_its_settings_make_it(tmp_path: Path) -> None:
+    make_policy(str(tmp_path), PolicyConfig(hidden_size=256, num_layers=6), seed=0)
+    built_in = Sizes.of(configured({"hidden_size": 256, "num_layers": 6}))
+    exact = Sizes.of(configured({"model": str(tmp_path)}))
+    assert built_in is not None and exact is not None and built_in.cache == exact.cache
+    assert built_in.weights == pytest.approx(exact.weights, rel=0.02)
+
+
+def test_engines_and_ranks_that_a_worker_has_no_memory_for_are_refused(model: str) -> None:
+    config = configured({"model": model})
+    sizes = Sizes.of(config)
+    assert sizes is not None
+    needed = sizes.weights + sizes.cache
+    check_memory(config, [Worker("r0", ROLLOUT, memory=needed), Worker("r1", ROLLOUT)])
+    check_memory(
+        config, [Worker("t0", TRAIN, memory=sizes.rank), Worker("a0", frozenset({"agent"}), memory=1)]
+    )
+    with pytest.raises(ValueError) as refused:
+        check_memory(config, [Worker("r0", ROLLOUT), Worker("r1", ROLLOUT, memory=needed - 1)])
+    check_sentence(str(refused.value), "engine.max_running 64", "engine.context_length 100", "worker r1")
+    with pytest.raises(ValueError) as refused:
+        check_memory(config, [Worker("t0", TRAIN, memory=sizes.rank - 1)])
+    check_sentence(str(refused.value), "worker t0", "a rank of 1", "raise train.workers")
+    shared = configured({"model": model}, train={"workers": 2})
+    check_memory(shared, [Worker("t0", TRAIN, memory=sizes.rank - 1)])
+
+
+def test_what_is_written_and_kept_is_said(model: str) -> None:
+    train = {"checkpoint_every": 5, "keep_checkpoints": 3, "keep_every": 20}
+    said = explain_sizes(configured({"model": model}, train=train))
+    assert "every 5 iterations" in said["storage"] and "newest 3 stay" in said["storage"]
+    assert said["storage"].endswith("and those of every 20 iterations")
+    assert "of KV cache; the trainer: " in said["memory"]
+    assert explain_sizes(configured({}, engine={"kind": "emulated"})) == {}

@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from sf_core.config import RunConfig
+from sf_core.stages.train import check_engines
+
+
+@pytest.mark.parametrize("difference", [0.0, 0.09, math.nan])
+def test_engines_that_agree_with_the_trainer_pass(difference: float) -> None:
+    check_engines(RunConfig(), 3, {"engine_difference_mean": difference})
+
+
+def test_engines_that_serve_other_weights_end_the_step() -> None:
+    reason = (
+        r"^engines and trainer disagree on version 3: the log-probs of its tokens differ by 4\.3 on average, "
+        r"train\.max_engine_difference is 0\.1; look for engines that serve other weights, another dtype"
+    )
+    with pytest.raises(ValueError, match=reason):
+        check_engines(RunConfig(), 3, {"engine_difference_mean": 4.3})
+
+
+def test_log_probs_that_no_policy_gave_are_not_compared() -> None:
+    scripted = {"kind": "scripted", "script": "tests.e2e.echo_package:script"}
+    check_engines(RunConfig.model_validate({"engine": scripted}), 3, {"engine_difference_mean": 4.3})

@@ -1,0 +1,135 @@
+"""What a command requires of its environment, with real processes."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from sf_core.surroundings import ROOT, check_names, reach_directly
+from tests.bad_input.refusals import check_sentence
+from tests.proxies import VARIABLES, SilentProxy
+
+SF = str(Path(sys.executable).with_name("sf"))
+
+
+def call(
+    folder: Path, *command: str, files: int | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a command in the folder; `files` is the hard limit on open files."""
+
+    def limit() -> None:
+        if files is not None:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
+
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env=os.environ | environment,
+        preexec_fn=limit,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def check_refused(done: subprocess.CompletedProcess[str], *names: str) -> None:
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stderr.startswith("error: ")
+    check_sentence(done.stderr.removeprefix("error: ").strip(), *names)
+
+
+@pytest.mark.parametrize("name", ["tasks.py", "flows.py", "storage/__init__.py", "sf_core.py"])
+def test_a_file_that_would_be_imported_instead_of_ours_is_named(tmp_path: Path, name: str) -> None:
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("")
+    package = file.relative_to(tmp_path).parts[0].removesuffix(".py")
+    check_refused(call(tmp_path, SF, "settings"), str(file), f"{package} ({ROOT / package})", "rename it")
+
+
+def test_a_file_first_on_the_path_is_named_wherever_the_command_is_called(tmp_path: Path) -> None:
+    (tmp_path / "code").mkdir()
+    file = tmp_path / "code" / "storage.py"
+    file.write_text("")
+    refused = call(tmp_path, SF, "settings", PYTHONPATH=str(file.parent))
+    check_refused(refused, str(file), "keep this one out of PYTHONPATH")
+
+
+def test_a_folder_that_is_gone_is_no_place_for_a_command(tmp_path: Path) -> None:
+    script = f"mkdir gone; cd gone; rmdir ../gone; exec {SF} settings"
+    check_refused(call(tmp_path, "sh", "-c", script), "the current folder is not there any more")
+
+
+def test_a_process_that_somebody_else_started_refuses_too(tmp_path: Path) -> None:
+    (tmp_path / "storage.py").write_text("")
+    for module in ("flows.train", "flows.evaluate"):
+        refused = call(tmp_path, sys.executable, "-m", module, "run.json")
+        [last] = refused.stderr.strip().splitlines()[-1:]
+        assert last.startswith(f"ImportError: {tmp_path / 'storage.py'} has the name of a package of "), last
+
+
+def test_where_ours_are_first_a_file_of_the_same_name_hides_nothing(tmp_path: Path) -> None:
+    (tmp_path / "tasks.py").write_text("")
+    check_names([str(ROOT), str(tmp_path)])
+    # a folder that is no package is passed over for one that is
+    (tmp_path / "data" / "storage").mkdir(parents=True)
+    check_names([str(tmp_path / "data"), str(ROOT)])
+
+
+def test_what_is_elsewhere_is_still_asked_through_the_proxy(proxy: SilentProxy) -> None:
+    os.environ["no_proxy"] = "example.org, 127.0.0.1"
+    reach_directly("http://plane.internal:8700/x", None)
+    assert os.environ["NO_PROXY"] == "example.org,127.0.0.1,localhost,::1,plane.internal"
+    assert os.environ["no_proxy"] == os.environ["NO_PROXY"]
+    with pytest.raises(httpx.ConnectError):
+        httpx.get("http://127.0.0.1:9")
+    assert not proxy.was_asked()
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.get("http://elsewhere.example", timeout=0.1)
+    assert proxy.was_asked()
+
+
+def test_where_no_proxy_is_named_nothing_is_excepted(proxy: SilentProxy) -> None:
+    for name in VARIABLES:
+        del os.environ[name]
+    reach_directly("http://plane.internal:8700")
+    assert os.environ["NO_PROXY"] == ""
+
+
+def test_too_few_open_files_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    sentence = ("this process may have 256 files open, and a stack needs 1024", "`ulimit -n 4096`")
+    check_refused(call(tmp_path, SF, "up", files=256), *sentence)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_command_takes_as_many_open_files_as_it_may(tmp_path: Path) -> None:
+    program = (
+        "from sf_core.surroundings import check_open_files, raise_open_files\n"
+        "import resource\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (256, 2048))\n"
+        "raise_open_files()\n"
+        "check_open_files()\n"
+        "print(resource.getrlimit(resource.RLIMIT_NOFILE))\n"
+    )
+    done = call(tmp_path, sys.executable, "-c", program, files=4096)
+    assert done.stdout.strip() == "(2048, 2048)", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("variable", "environment"),
+    [("PREFECT_HOME", {}), ("SF_CACHE_DIR", {"PREFECT_HOME": "prefect"})],
+)
+def test_a_home_that_cannot_be_written_is_refused_before_anything_starts(
+    tmp_path: Path, variable: str, environment: dict[str, str]
+) -> None:
+    inherited = ("PREFECT_HOME", "SF_CACHE_DIR", "XDG_CACHE_HOME", "PREFECT_API_URL")
+    environment = dict.fromkeys(inherited, "") | {"HOME": "/dev/null"} | environment
+    refused = call(tmp_path, SF, "up", **environment)
+    check_refused(refused, "/dev/null/.", "cannot be written (Not a directory)", f"set {variable} to")
+    assert not (tmp_path / ".stack").exists()

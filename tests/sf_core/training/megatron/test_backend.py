@@ -1,0 +1,31 @@
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from sf_core.models.builtin import make_policy
+from sf_core.stages.run import OpenRun, RunRef
+from sf_core.training.megatron import backend
+from sf_core.training.testing import TrainerTests
+from storage.run_directory import RunDirectory
+from tests.sf_core.runs import configure
+from tests.sf_core.training.batches import grouped_rows, make_batch
+
+
+class TestContract(TrainerTests):
+    backend = backend
+
+    @pytest.fixture(autouse=True, params=["float32", "bfloat16"])
+    def _in(self, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+        self.directory = RunDirectory(str(tmp_path / "run"))
+        policy = {"hidden_size": 32, "num_layers": 1, "warmstart": None, "dtype": request.param}
+        config = configure(
+            self.directory, policy=policy, train={"checkpoint_every": 2, "backend": "megatron"}
+        )
+        make_policy(self.directory.start_dir, config.policy, config.seed)
+
+    def begin(self, attempt: int) -> OpenRun:
+        return OpenRun(RunRef("run", self.directory.uri, dataplane_url="", attempt=attempt))
+
+    def batch(self, iteration: int) -> pa.Table:
+        return make_batch(grouped_rows(4, 4), logprob=-4.0, group_size=4, version=iteration, seed=iteration)

@@ -1,0 +1,201 @@
+"""Checkpoints as trainers store them: beside the next step, by one rank or several, killed at any moment."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+
+from sf_core.stages.run import OpenRun, RunRef
+from sf_core.training.resident import rebuild_trainer
+from sf_core.training.torch.ranks import Ranks, SingleRank
+from sf_core.training.torch.torch_model import TorchModel
+from sf_core.training.torch.trainer import Trainer
+from storage import files
+from storage.run_directory import RunDirectory
+from storage.tensors.checkpoints import has_checkpoint
+from storage.tensors.weights import load_weights
+from tests.sf_core.runs import copy_run, trained_run
+from tests.sf_core.training.batches import grouped_rows, make_batch
+from tests.sf_core.training.gang import Member, Try
+
+BATCHES = [make_batch(grouped_rows(2, 2), logprob=-4.0, seed=seed) for seed in range(3)]
+SETTINGS: dict[str, Any] = {"iterations": 4, "checkpoint_every": 2}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    """A run at version 3 with a checkpoint of version 2."""
+    return trained_run(tmp_path_factory.mktemp("runs"), SETTINGS, BATCHES)
+
+
+@pytest.fixture
+def run(trained: RunDirectory, tmp_path: Path) -> RunDirectory:
+    return copy_run(trained, tmp_path)
+
+
+@pytest.fixture
+def members() -> Iterator[Callable[[int], list[Member]]]:
+    made: list[Member] = []
+
+    def make(num: int) -> list[Member]:
+        made.extend(Member(f"t{len(made) + number}") for number in range(num))
+        return made[-num:]
+
+    yield make
+    for member in made:
+        member.end()
+
+
+def opened(uri: str) -> OpenRun:
+    return OpenRun(RunRef(uri.rsplit("/", 1)[-1], uri, dataplane_url="", attempt=1))
+
+
+def rebuilt(uri: str, ranks: Ranks) -> Trainer:
+    return rebuild_trainer(opened(uri), 3, ranks)
+
+
+def holds(trainer: Trainer, run: RunDirectory) -> bool:
+    stored, weights = load_weights(run.weights_dir(3)), trainer.weights()
+    return all(torch.equal(stored[name], weights[name]) for name in stored)
+
+
+Moment = tuple[Literal["write", "file"], int]
+"""The n-th piece of data that is written, or the n-th file that is to appear, counted from 0."""
+
+
+def save(uri: str, ranks: Ranks, *, dies: int | None = None, at: Moment = ("write", 0)) -> Any:
+    """Store a checkpoint of version 3; one of the ranks kills its process on the way."""
+    trainer = rebuilt(uri, ranks)
+    if dies is not None:
+        trainer.config = trainer.config.model_copy(update={"gang_timeout_s": 2.0})
+    left = {"write": -1, "file": -1} | ({at[0]: at[1]} if ranks.rank == dies else {})
+
+    def count(what: str) -> None:
+        if left[what] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left[what] -= 1
+
+    write = files.HashedFile.write
+
+    def counted(file: files.HashedFile, data: bytes | memoryview) -> int:
+        count("write")
+        return write(file, data)
+
+    files.HashedFile.write = counted  # type: ignore[method-assign]
+    with files.fenced(partial(count, "file")):
+        trainer.save_checkpoint(RunDirectory(uri).checkpoint_dir(3))
+    trainer.await_checkpoint()
+    return arrays(trainer)
+
+
+def load(uri: str, ranks: Ranks) -> Any:
+    run = opened(uri)
+    trainer = Trainer(partial(TorchModel, run.start_dir), run.config.train, seed=0, ranks=ranks)
+    trainer.load_checkpoint(RunDirectory(uri).checkpoint_dir(3))
+    return arrays(trainer)
+
+
+def arrays(trainer: Trainer) -> dict[str, Any]:
+    return {name: tensor.numpy() for name, tensor in trainer.weights().items()}
+
+
+@pytest.mark.parametrize("at", [("write", 0), ("write", 1), ("write", 20), ("file", 0), ("file", 1)])
+def test_a_kill_at_every_step_of_a_save_leaves_the_checkpoint_before(
+    run: RunDirectory, members: Callable[[int], list[Member]], at: Moment
+) -> None:
+    (member,) = members(1)
+    member.sit(Try(run.uri, (member.worker,)), partial(save, run.uri, dies=0, at=at))
+    member.await_death()
+    assert not has_checkpoint(run.checkpoint_dir(3)) and files.list_unfinished(run.uri)
+    assert holds(rebuilt(run.uri, SingleRank()), run)
+
+
+@pytest.mark.parametrize("dies", [0, 1])
+@pytest.mark.parametrize("at", [("write", 0), ("write", 5), ("file", 0), ("file", 1)])
+def test_a_kill_of_one_rank_at_every_step_of_a_save_leaves_the_checkpoint_before(
+    run: RunDirectory, members: Callable[[int], list[Member]], dies: int, at: Moment
+) -> None:
+    gang = members(2)
+    one = Try(run.uri, tuple(member.worker for member in gang))
+    for member in gang:
+        member.sit(one, partial(save, run.uri, dies=dies, at=at))
+    gang[dies].await_death()
+    said = gang[1 - dies].report()
+    assert ("was not written in time" if dies else "is gone") in said
+    assert not has_checkpoint(run.checkpoint_dir(3))
+    assert holds(rebuilt(run.uri, SingleRank()), run)
+
+
+@pytest.mark.parametrize(("written_by", "read_by"), [(1, 2), (2, 1), (2, 2), (3, 2)])
+def test_other_ranks_go_on_from_what_some_have_stored(
+    run: RunDirectory, members: Callable[[int], list[Member]], written_by: int, read_by: int
+) -> None:
+    gang = members(max(written_by, read_by))
+    found = []
+    for iteration, (size, work) in enumerate(((written_by, save), (read_by, load))):
+        one = Try(run.uri, tuple(member.worker for member in gang[:size]), iteration=iteration)
+        for member in gang[:size]:
+            member.sit(one, partial(work, run.uri))
+        found += [member.report() for member in gang[:size]]
+    first, *others = filter(None, found)
+    for weights in others:
+        assert all((weights[name] == array).all() for name, array in first.items())
+
+
+def test_a_checkpoint_is_of_the_version_that_was_held_when_it_was_begun(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, may_write, write = rebuilt(run.uri, SingleRank()), threading.Event(), files.HashedFile.write
+
+    def late(file: files.HashedFile, data: bytes | memoryview) -> int:
+        may_write.wait(60)
+        return write(file, data)
+
+    monkeypatch.setattr(files.HashedFile, "write", late)
+    trainer.save_checkpoint(run.checkpoint_dir(3))
+    trainer.step(BATCHES[0])
+    assert not has_checkpoint(run.checkpoint_dir(3))
+    may_write.set()
+    trainer.await_checkpoint()
+    # with nothing to replay from
+    files.remove_folder(run.path("batches"))
+    assert holds(rebuilt(run.uri, SingleRank()), run)
+
+
+def test_the_error_of_a_save_is_raised_by_the_next_one_and_then_forgotten(run: RunDirectory) -> None:
+    def refuse() -> None:
+        raise ValueError("superseded")
+
+    trainer = rebuilt(run.uri, SingleRank())
+    with files.fenced(refuse):
+        trainer.save_checkpoint(run.checkpoint_dir(3))
+    with pytest.raises(ValueError, match="superseded"):
+        trainer.save_checkpoint(run.checkpoint_dir(3))
+    trainer.save_checkpoint(run.checkpoint_dir(3))
+    trainer.await_checkpoint()
+    assert has_checkpoint(run.checkpoint_dir(3))
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "missing"])
+def test_a_damaged_checkpoint_is_none_and_the_one_before_is_taken(
+    run: RunDirectory, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = rebuilt(run.uri, SingleRank())
+    trainer.save_checkpoint(run.checkpoint_dir(3))
+    trainer.await_checkpoint()
+    shard = f"{run.checkpoint_dir(3)}/shard-1-of-1.safetensors"
+    content = files.read_bytes(shard)
+    if damage == "missing":
+        files.remove(shard)
+    else:
+        files.write_atomic(shard, content[:-1] + (b"" if damage == "cut" else bytes([content[-1] ^ 1])))
+    assert holds(rebuilt(run.uri, SingleRank()), run)
+    assert f"{shard}: " in caplog.text and "the checkpoint before it is taken" in caplog.text

@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from safetensors.torch import save
+
+from storage import files
+from storage.run_directory import RunDirectory
+from storage.tensors.checkpoints import (
+    PARTS,
+    Progress,
+    has_checkpoint,
+    load_checkpoint,
+    remove_checkpoint,
+    save_shard,
+)
+from storage.tensors.shards import Place
+
+SHAPES = {"embed": (5, 3), "norm": (3,)}
+WHOLE = {name: Place.whole(shape) for name, shape in SHAPES.items()}
+PROGRESS = Progress(version=3, optimizer_steps=6)
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(0)
+    return {
+        f"{part}/{name}": torch.randn(shape, generator=random)
+        for part in PARTS
+        for name, shape in SHAPES.items()
+    }
+
+
+def save_part(folder: str, rank: int, ranks: int, patience_s: float = 20.0) -> None:
+    whole = tensors()
+    places = {name: Place.rows(tuple(tensor.shape), rank, ranks) for name, tensor in whole.items()}
+    slices = {name: (place, whole[name][place.box]) for name, place in places.items()}
+    save_shard(folder, slices, rank, ranks, PROGRESS, patience_s)
+
+
+def save_whole(folder: str, ranks: int) -> None:
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda rank: save_part(folder, rank, ranks), range(ranks)))
+
+
+def check_loads(folder: str) -> None:
+    found, progress = load_checkpoint(folder, WHOLE)
+    expected = tensors()
+    assert progress == PROGRESS and found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+def test_what_all_ranks_have_stored_is_loaded_whole(run: RunDirectory, ranks: int) -> None:
+    folder = run.checkpoint_dir(3)
+    save_whole(folder, ranks)
+    check_loads(folder)
+
+
+def test_state_json_names_every_shard_and_is_written_last(run: RunDirectory) -> None:
+    folder = run.checkpoint_dir(1)
+    for rank in (2, 1):
+        save_part(folder, rank, 3)
+        assert not has_checkpoint(folder)
+    save_part(folder, 0, 3)
+    assert has_checkpoint(folder)
+    shards = json.loads(files.read_bytes(f"{folder}/state.json"))["shards"]
+    assert list(shards) == [f"shard-{number}-of-3.safetensors" for number in (1, 2, 3)]
+    for name, written in shards.items():
+        found = files.describe(f"{folder}/{name}")
+        assert written == {"bytes": found.bytes, "sha256": found.sha256}
+    files.remove(f"{folder}/state.json")
+    with pytest.raises(ValueError, match="no complete checkpoint here"):
+        load_checkpoint(folder, WHOLE)
+
+
+def test_a_shard_that_does_not_come_leaves_no_checkpoint(run: RunDirectory) -> None:
+    folder = run.checkpoint_dir(1)
+    save_part(folder, 2, 3)
+    with pytest.raises(TimeoutError, match=r"shard-2-of-3\.json: was not written in time"):
+        save_part(folder, 0, 3, patience_s=0.0)
+    assert not has_checkpoint(folder)
+
+
+def test_shards_that_are_not_named_are_not_read(run: RunDirectory) -> None:
+    folder = run.checkpoint_dir(1)
+    # left by a try with other ranks, and by nobody knows whom
+    save_part(folder, 1, 4)
+    files.write_atomic(f"{folder}/shard-9-of-9.safetensors", b"no tensors")
+    save_whole(folder, 2)
+    check_loads(folder)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_damaged_and_missing_shards_are_named(run: RunDirectory, number: int) -> None:
+    folder = run.checkpoint_dir(1)
+    save_whole(folder, 2)
+    uri = f"{folder}/shard-{number}-of-2.safetensors"
+    content = files.read_bytes(uri)
+    for damaged, reason in (
+        (content[:-1], "has .* bytes, .* were written"),
+        (content[:-1] + bytes([content[-1] ^ 1]), "content differs"),
+    ):
+        files.write_atomic(uri, damaged)
+        with pytest.raises(ValueError, match=rf"shard-{number}-of-2\.safetensors: .*{reason}"):
+            load_checkpoint(folder, WHOLE)
+    files.remove(uri)
+    with pytest.raises(ValueError, match=rf"shard-{number}-of-2\.safetensors: is missing"):
+        load_checkpoint(folder, WHOLE)
+
+
+def test_a_damaged_state_file_is_named(run: RunDirectory) -> None:
+    folder = run.checkpoint_dir(1)
+    save_whole(folder, 1)
+    state = json.loads(files.read_bytes(f"{folder}/state.json"))
+    elsewhere = {"../00002/shard-1-of-1.safetensors": state["shards"]["shard-1-of-1.safetensors"]}
+    for text in ('{"state"', '{"shards": {}}', json.dumps(state | {"shards": elsewhere})):
+        files.write_atomic(f"{folder}/state.json", text.encode())
+        with pytest.raises(ValueError, match=r"state\.json: no state of a checkpoint: "):
+            load_checkpoint(folder, WHOLE)
+
+
+def test_a_checkpoint_that_is_removed_is_none_from_the_beginning(run: RunDirectory) -> None:
+    folder = run.checkpoint_dir(1)
+    save_whole(folder, 2)
+    remove_checkpoint(folder)
+    assert not has_checkpoint(folder) and files.list_files(folder) == []
+
+
+# --- checkpoints of earlier versions
+
+
+def write_earlier(folder: str) -> None:
+    given = tensors()
+    model = {name: given[f"master/{name}"] for name in SHAPES} | {"buffer": torch.ones(2)}
+    optimizer = {
+        f"{number}/{part}": given[f"{part}/{name}"]
+        for number, name in enumerate(SHAPES)
+        for part in ("exp_avg", "exp_avg_sq")
+    }
+    optimizer |= {f"{number}/step": torch.tensor(6.0) for number in range(len(SHAPES))}
+    refs = [
+        files.write_atomic(f"{folder}/{kind}.safetensors", save(content))
+        for kind, content in (("model", model), ("optimizer", optimizer))
+    ]
+    state = {
+        "state": {"version": 3, "optimizer_steps": 6},
+        "optimizer": {"param_groups": [{"lr": 0.1, "params": [0, 1]}], "scalars": {}},
+        "files": {ref.uri.rsplit("/", 1)[1]: {"bytes": ref.bytes, "sha256": ref.sha256} for ref in refs},
+    }
+    files.write_atomic(f"{folder}/state.json", json.dumps(state).encode())
+
+
+def test_checkpoints_of_earlier_versions_still_load(run: RunDirectory) -> None:
+    folder = run.checkpoint_dir(3)
+    write_earlier(folder)
+    found, progress = load_checkpoint(folder, WHOLE)
+    expected = tensors()
+    assert (progress.version, progress.optimizer_steps) == (3, 6)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    part = {"embed": Place(SHAPES["embed"], (2, 0), (3, 3))}
+    found, _ = load_checkpoint(folder, part)
+    assert torch.equal(found["exp_avg/embed"], expected["exp_avg/embed"][2:])
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])
+def test_damaged_files_of_earlier_versions_are_named(run: RunDirectory, name: str) -> None:
+    folder = run.checkpoint_dir(1)
+    write_earlier(folder)
+    uri = f"{folder}/{name}"
+    files.write_atomic(uri, files.read_bytes(uri)[:-1])
+    with pytest.raises(ValueError, match=f"{name}: differs from"):
+        load_checkpoint(folder, WHOLE)
+    files.remove(uri)
+    with pytest.raises(ValueError, match=f"{name}: missing from the checkpoint"):
+        load_checkpoint(folder, WHOLE)
