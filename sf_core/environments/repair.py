@@ -4,7 +4,8 @@ whether it is right. Small enough for the built-in policy."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from random import Random
@@ -63,12 +64,16 @@ class Repair(Environment):
             metadata=asdict(fault),
         )
 
-    async def agent(self, task: Task, endpoint: Endpoint) -> str:
+    @asynccontextmanager
+    async def prepare(self, task: Task) -> AsyncIterator[Bench]:
         async with open_sandbox(LIMITS) as box:
             fault = Fault(**task.metadata)
-            bench = Bench(fault.wrong, fault, box)
-            tools = [replace(tool, function=partial(tool.function, bench)) for tool in TOOLS]
-            await run_tool_loop(endpoint, task.prompt, tools, self.max_turns)
+            yield Bench(fault.wrong, fault, box)
+
+    async def agent(self, task: Task, endpoint: Endpoint, bench: Bench) -> str:
+        """Returns the source of the function as the agent left it."""
+        tools = [replace(tool, function=partial(tool.function, bench)) for tool in TOOLS]
+        await run_tool_loop(endpoint, task.prompt, tools, self.max_turns)
         return _source(bench.expression)
 
     async def reward(self, task: Task, answer: str) -> float:

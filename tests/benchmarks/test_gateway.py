@@ -27,6 +27,9 @@ from sf_core.models.builtin import make_tokenizer
 from sf_core.types import GenerationRequest, Sampling, WeightsRef
 from tests.sf_core.dataplane.stand import Server
 
+WINDOW_S = 3.0
+"""Seconds of each load; sessions begin in its first quarter of a second, and a busy machine holds them up."""
+
 
 @pytest.fixture(autouse=True)
 def _no_warmup(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +49,7 @@ def serving(app: Any) -> Iterator[tuple[str, int]]:
 
 def load_floor(path: str, load: Load, app: Any = gateway_floor.app) -> Measured:
     with serving(app) as address:
-        return asyncio.run(measure([Target(address, "m", [path])], load, 0.4))
+        return asyncio.run(measure([Target(address, "m", [path])], load, WINDOW_S / 3))
 
 
 def test_the_text_the_client_expects_is_that_of_the_emulated_tokens() -> None:
@@ -113,7 +116,7 @@ def test_a_peer_that_does_not_start_is_left_out_with_the_reason(
 
     monkeypatch.setitem(gateway_peers.PEERS, "broken", broken)
     with local_stack(tmp_path / "logs") as stack:
-        sizes = Sizes(4, 0.2, 2, 0, 0, 0, 0.0, 0, 0)
+        sizes = Sizes(4, WINDOW_S, 2, 0, 0, 0, 0.0, 0, 0)
         line = compare(stack, tmp_path, sizes, ["throughput"], ["broken"])
     assert line["broken_left_out"] == "no such package"
     assert line["floor_requests_per_second"] > 0
@@ -126,7 +129,7 @@ def test_the_journal_section_reads_back_what_it_wrote(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_gateways_section_compares_one_process_with_two(tmp_path: Path) -> None:
     with local_stack(tmp_path / "logs") as stack:
-        line = gateways_section(stack, tmp_path, Sizes(4, 0.2, 2, 0, 0, 0, 0.0, 0, 0))
+        line = gateways_section(stack, tmp_path, Sizes(4, WINDOW_S, 2, 0, 0, 0, 0.0, 0, 0))
     assert [name for name in line if "error" in name] == []
     for number in (1, 2):
         assert line[f"gateways_{number}_requests_per_second"] > 0

@@ -126,7 +126,6 @@ def test_ctrl_c_leaves_no_process_and_the_run_is_resumed_as_it_was_configured(
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(600)
 def test_a_run_goes_on_when_its_parts_are_killed_and_nothing_outlives_its_command(tmp_path: Path) -> None:
     config = small_run("killed", tmp_path / "runs", train={"iterations": 1000})
     file = tmp_path / "run.yaml"

@@ -17,7 +17,7 @@ from tests.e2e.invariants import manifests
 from tests.e2e.quickstart import CONFIG, ROOT, options, read, sf
 
 # the first of them trains the quickstart, which takes two minutes on a quiet machine
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 PAGE = (ROOT / "docs" / "data.md").read_text()
 SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)

@@ -22,7 +22,7 @@ from tests.e2e.quickstart import CONFIG, options, sf
 from tests.e2e.recomputed import Policies
 
 # the first of them trains the quickstart, which takes two minutes on a quiet machine
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 ROWS_RECOMPUTED = 32
 """Number of rows recomputed in every batch."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
@@ -33,6 +35,13 @@ The current folder holds the repository {repo}. Its users report:
 Find the fault and repair it in the source files, by calls of `bash`. Tests that you do not see will be run
 afterwards; changes of tests and of their configuration do not count. When you have repaired it, answer in a
 sentence without a call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkout:
+    box: Sandbox
+    commit: str
+    """Id of the only commit, the repository as it was given."""
 
 
 class Repositories(Environment):
@@ -65,13 +74,17 @@ class Repositories(Environment):
         """The repository, without its history."""
         return self._base(self._instances[task.task_id])
 
-    async def agent(self, task: Task, endpoint: Endpoint) -> str:
-        """Returns what the agent has changed, as a patch."""
+    @asynccontextmanager
+    async def prepare(self, task: Task) -> AsyncIterator[Checkout]:
+        """The repository in a sandbox of its own."""
         base = await asyncio.to_thread(self.files, task)
         async with open_sandbox(without_originals(self.sandbox, base), base) as box:
-            commit = await commit_all(box)
-            await run_tool_loop(endpoint, task.prompt, [self._bash(box)], MAX_TURNS)
-            return await changes_of(box, commit)
+            yield Checkout(box, await commit_all(box))
+
+    async def agent(self, task: Task, endpoint: Endpoint, checkout: Checkout) -> str:
+        """Returns what the agent has changed, as a patch."""
+        await run_tool_loop(endpoint, task.prompt, [self._bash(checkout.box)], MAX_TURNS)
+        return await changes_of(checkout.box, checkout.commit)
 
     async def reward(self, task: Task, answer: Any) -> dict[str, float]:
         return {"tests": await self.score(task.task_id, answer)}

@@ -100,7 +100,8 @@ def test_a_session_edits_checks_and_is_scored_for_what_it_leaves(
     ]
     server.register(group_size=1, groups_per_batch=1, num_batches=1)
     server.connect(answering(renderer, *answers))
-    runner = make_runner(server.url, tasks=REPAIR.tasks, agent=REPAIR.agent, reward=REPAIR.reward)
+    functions = {"prepare": REPAIR.prepare, "agent": REPAIR.agent, "reward": REPAIR.reward}
+    runner = make_runner(server.url, tasks=REPAIR.tasks, **functions)
     run_until_ready(server, runner)
     [row] = rows_of(server)
     said = [message["content"] for message in json.loads(row.messages) if message["role"] == "tool"]

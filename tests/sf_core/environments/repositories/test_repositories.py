@@ -212,6 +212,14 @@ def task_of(environment: Repositories, row: dict[str, Any]) -> Task:
     return next(task for task in tasks if task.task_id == row["instance_id"])
 
 
+def change_by(environment: Repositories, task: Task, model: Model) -> str:
+    async def work() -> str:
+        async with environment.prepare(task) as checkout:
+            return await environment.agent(task, model.endpoint, checkout)
+
+    return asyncio.run(work())
+
+
 def results(model: Model) -> list[str]:
     return [message["content"] for message in model.requests[-1]["messages"] if message["role"] == "tool"]
 
@@ -220,7 +228,7 @@ def test_an_agent_repairs_a_repository_by_shell(environment: Make, row: dict[str
     repair = f"cat > /tmp/p <<'END'\n{row['patch']}END\ngit apply /tmp/p && touch new.txt a.pyc && echo done"
     model.answers = [bash(repair), bash("git log --oneline | wc -l; exit 3"), {"content": "repaired"}]
     task = task_of(environment(), row)
-    patch = asyncio.run(environment().agent(task, model.endpoint))
+    patch = change_by(environment(), task, model)
     assert results(model) == ["done", "1\nexit status 3"]
     assert "new.txt" in patch and ".pyc" not in patch
     assert row["problem_statement"].strip() in model.requests[0]["messages"][0]["content"]
@@ -233,7 +241,7 @@ def test_output_of_a_command_is_bounded_and_a_long_one_is_ended(
 ) -> None:
     model.answers = [bash("yes | head -c 200000; echo end"), bash("sleep 60"), {"content": ""}]
     short = environment(timeout_s=2)
-    assert asyncio.run(short.agent(task_of(short, row), model.endpoint)) == ""
+    assert change_by(short, task_of(short, row), model) == ""
     long, ended = results(model)
     assert len(long) < 20_000 and "bytes left out" in long and long.endswith("end")
     assert ended == "ended after 2 s"
