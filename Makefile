@@ -69,7 +69,9 @@ test: setup ## set up, check, and pass the tests
 
 # for one file, or a debugger: .venv/bin/pytest FILE
 pytest: setup ## the tests without the check
-	$(BIN)/pytest --numprocesses 3 --dist loadgroup --no-loadscope-reorder
+	@$(BIN)/pytest --numprocesses 3 --dist loadgroup --no-loadscope-reorder || { \
+	  test $$? -eq 1 && echo "what has failed beside others is run once more, alone (docs/decisions/039)" && \
+	  $(BIN)/pytest --last-failed --last-failed-no-failures none; }
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
 	  then $(BIN)/pytest -m gpu; else echo "no GPU that torch can use: its tests (pytest -m gpu) are skipped"; fi
 
