@@ -18,6 +18,7 @@ from sf_core.cli.terminal import console, say_error
 from sf_core.cli.terminal import fail as _fail
 from sf_core.config import RunConfig
 from sf_core.config.addresses import MAX_PORT
+from sf_core.config.programs import Command
 from sf_core.config.validation import ConfigError
 from sf_core.config.yaml_file import load_config, override_config
 
@@ -252,7 +253,14 @@ def _stored_config(run: str, overrides: list[str] | None = None) -> RunConfig:
 
 def _runnable(config: RunConfig, source: str) -> RunConfig:
     """The configuration, after its environment, Python references, command and model folder were checked."""
-    from sf_core.environments.registry import agent_of, environment_of, prepare_of, reward_of, tasks_of
+    from sf_core.environments.registry import (
+        agent_of,
+        check_host,
+        environment_of,
+        prepare_of,
+        reward_of,
+        tasks_of,
+    )
     from sf_core.scheduling.cluster import scheduler_of
     from sf_core.stages.start import check_start
 
@@ -261,8 +269,11 @@ def _runnable(config: RunConfig, source: str) -> RunConfig:
         for checked in (environment_of, tasks_of, reward_of, prepare_of):
             checked(config.environment)
         # a program and a sandbox need not be here if the workers are elsewhere
-        if isinstance(config.environment.agent, str) or scheduler_of(config) is None:
+        workers_are_here = scheduler_of(config) is None
+        if workers_are_here or not isinstance(config.environment.agent, Command):
             agent_of(config.environment)
+        if workers_are_here:
+            check_host(config.environment)
         check_start(config)
     except (ValueError, OSError) as error:
         _fail(f"{source}: {error}")

@@ -60,7 +60,7 @@ class Environment(Settings):
         return None
 
     def why_not_here(self) -> str | None:
-        """One sentence if agents cannot work on this host, else None."""
+        """One sentence if agent or reward cannot run on this host, else None."""
         return None
 
     @property

@@ -43,15 +43,20 @@ def tasks_of(config: EnvironmentConfig) -> Callable[..., Any]:
 
 def agent_of(config: EnvironmentConfig) -> Callable[..., Any]:
     if config.agent is None:
-        environment = environment_of(config)
-        if reason := environment.why_not_here():
-            raise ValueError(f"environment.name: {config.name}: {reason}")
-        return environment.agent
+        return environment_of(config).agent
     return _loaded("agent", config.agent, command.agent_of)
 
 
 def reward_of(config: EnvironmentConfig) -> Callable[..., Any]:
     return environment_of(config).reward if config.reward is None else _loaded("reward", config.reward)
+
+
+def check_host(config: EnvironmentConfig) -> None:
+    """Raises ValueError with one sentence if what the environment itself does cannot be done on this host."""
+    if config.agent is not None and config.reward is not None:
+        return
+    if reason := environment_of(config).why_not_here():
+        raise ValueError(f"environment.name: {config.name}: {reason}")
 
 
 def prepare_of(config: EnvironmentConfig) -> Callable[[Task], AbstractAsyncContextManager[Any]] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import zlib
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,14 +16,12 @@ HOLDOUT_SIZE = 1024
 STRIDE = 1 << 40
 MAX_ATTEMPTS = 1000
 
-HELD_OUT_OF = 5
-"""`split_of` holds out one key in so many."""
 
-
-def split_of(key: str) -> Split:
-    """The one split in which tasks may have this key, for generators that draw until they have one of the
-    split they want. Unlike Splits it makes no task ahead, and a key may be more than the prompt."""
-    return "holdout" if zlib.crc32(key.encode()) % HELD_OUT_OF == 0 else "train"
+def split_of(key: str, held_out: float = 0.2) -> Split:
+    """The one split in which tasks may have this key; of all keys a share of `held_out` is held out. Unlike
+    Splits it makes no task ahead, and a key keeps its split when others join."""
+    number = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8])
+    return "holdout" if number < held_out * 2**64 else "train"
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from sf_core.dataplane.bodies import Work
 from sf_core.engines.client import serve_engine
 from sf_core.engines.resident import engine_of
 from sf_core.engines.wire import Hello
-from sf_core.environments.registry import agent_of, prepare_of, reward_of, tasks_of
+from sf_core.environments.registry import agent_of, check_host, prepare_of, reward_of, tasks_of
 from sf_core.scheduling.cluster import current_epoch
 from sf_core.scheduling.leases import Lease
 from sf_core.scheduling.lending import LendingGate, Refusal, Verdict, WorkLeft, not_lent, work_left
@@ -72,6 +72,7 @@ def run_sessions(ref: RunRef, lease: Lease, work: Work) -> int:
     number of sessions. Raises ConnectionError as `AgentRunner.run` does."""
     run = OpenRun(ref)
     environment = run.config.environment
+    check_host(environment)
     runner = AgentRunner(
         url=ref.dataplane_url,
         key=dataplane_key(),

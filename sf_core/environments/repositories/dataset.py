@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import re
@@ -50,11 +49,6 @@ class Instance(BaseModel):
     @property
     def test_files(self) -> list[str]:
         return sorted({test.partition("::")[0] for test in self.tests})
-
-    def is_held_out(self, share: float) -> bool:
-        """Whether it is among this share of all instances. Only the id counts, so an instance keeps its split
-        when others join."""
-        return int.from_bytes(hashlib.sha256(self.instance_id.encode()).digest()[:8]) < share * 2**64
 
 
 def paths_in(patch: str) -> set[str]:

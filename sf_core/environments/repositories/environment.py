@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from sf_core.agents.sandbox import Sandbox, SandboxError, open_sandbox
+from sf_core.agents.sandbox import Sandbox, SandboxError, open_sandbox, why_no_sandbox
 from sf_core.agents.tool_loop import LostToolError, Tool, run_tool_loop
 from sf_core.config.programs import SandboxLimits
 from sf_core.environments.environment import Environment
@@ -19,7 +19,7 @@ from sf_core.environments.repositories.dataset import Instance, read_instances
 from sf_core.environments.repositories.scoring import passed_tests
 from sf_core.environments.repositories.sources import check_sources, files_at
 from sf_core.environments.repositories.workspace import changes_of, commit_all, run_shell, without_originals
-from sf_core.environments.splits import Split
+from sf_core.environments.splits import Split, split_of
 from sf_core.types import Endpoint, Task
 
 MAX_TURNS = 100
@@ -98,6 +98,9 @@ class Repositories(Environment):
         share = len(passed) / len(instance.tests)
         return share if self.reward_for == "share" else float(share == 1)
 
+    def why_not_here(self) -> str | None:
+        return why_no_sandbox(self.sandbox.image)
+
     def _bash(self, box: Sandbox) -> Tool:
         async def bash(command: str) -> str:
             try:
@@ -130,7 +133,7 @@ class Repositories(Environment):
     def _splits(self) -> dict[Split, list[Instance]]:
         splits: dict[Split, list[Instance]] = {"train": [], "holdout": []}
         for instance in self._instances.values():
-            splits["holdout" if instance.is_held_out(self.held_out) else "train"].append(instance)
+            splits[split_of(instance.instance_id, self.held_out)].append(instance)
         for split, instances in splits.items():
             if not instances:
                 raise ValueError(

@@ -10,7 +10,7 @@ from sf_core.config.run_config import EnvironmentConfig
 from sf_core.environments.functions.judge import HiddenTests
 from sf_core.environments.functions.operations import KINDS, OPERATIONS, Chain, draw_chain, draw_values
 from sf_core.environments.programs import Programs, program_in
-from sf_core.environments.registry import agent_of
+from sf_core.environments.registry import check_host
 from sf_core.environments.splits import split_of
 from sf_core.environments.testing import EnvironmentTests
 from tests.sf_core.agents.sandbox.inside import need_sandbox
@@ -27,12 +27,16 @@ class TestContract(EnvironmentTests):
 
 
 def test_a_host_without_a_sandbox_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("programs", "repair"):
-        config = EnvironmentConfig(name=name)
-        assert agent_of(config)
-        monkeypatch.setattr(f"sf_core.environments.{name}.why_no_sandbox", lambda: "there is no bubblewrap")
+    places = {"programs": "programs", "repair": "repair", "repositories": "repositories.environment"}
+    for name, module in places.items():
+        paths = {"dataset": "d.jsonl", "repositories": "r"} if name == "repositories" else {}
+        config = EnvironmentConfig(name=name, settings=paths)
+        check_host(config)
+        monkeypatch.setattr(
+            f"sf_core.environments.{module}.why_no_sandbox", lambda *image: "there is no bubblewrap"
+        )
         with pytest.raises(ValueError, match=f"^environment.name: {name}: there is no bubblewrap$"):
-            agent_of(config)
+            check_host(config)
 
 
 @pytest.mark.parametrize("difficulty", range(1, 6))

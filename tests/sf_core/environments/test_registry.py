@@ -12,7 +12,7 @@ from sf_core.config import EnvironmentConfig, RunConfig
 from sf_core.config.validation import ConfigError, validate_config
 from sf_core.environments.environment import Demonstration, Environment
 from sf_core.environments.quickstart import Quickstart
-from sf_core.environments.registry import agent_of, environment_of, reward_of, tasks_of
+from sf_core.environments.registry import agent_of, check_host, environment_of, reward_of, tasks_of
 from sf_core.environments.splits import Split
 from sf_core.environments.testing import EnvironmentTests
 from sf_core.settings import Settings
@@ -39,6 +39,11 @@ class Sums(Environment):
 
     async def reward(self, task: Task, answer: str) -> float:
         return float(answer == task.answer)
+
+
+class Elsewhere(Sums):
+    def why_not_here(self) -> str:
+        return "no browser is installed"
 
 
 class Unfinished(Environment):
@@ -97,6 +102,15 @@ def test_a_run_that_names_all_its_functions_needs_no_environment() -> None:
     names = {part: f"{__name__}:my_reward" for part in ("tasks", "agent", "reward")}
     config = setting(name="none such", **names)
     assert {tasks_of(config), agent_of(config), reward_of(config)} == {my_reward}
+
+
+@pytest.mark.parametrize("replaced", ["agent", "reward"])
+def test_a_host_must_do_what_the_environment_does_itself(replaced: str) -> None:
+    config = named(Elsewhere).model_copy(update={replaced: f"{__name__}:my_reward"})
+    with pytest.raises(ValueError, match=r"^environment\.name: .*:Elsewhere: no browser is installed$"):
+        check_host(config)
+    check_host(setting(name=config.name, agent=f"{__name__}:my_reward", reward=f"{__name__}:my_reward"))
+    check_host(named(Sums))
 
 
 def test_the_configuration_of_an_earlier_run_means_what_it_meant() -> None:
