@@ -46,8 +46,10 @@ def init_project(
 
     try:
         files = create_project(name)
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         _fail(str(error))
+    except OSError as error:
+        _fail(f"{name}: cannot be written: {error.strerror}")
     for file in files:
         print(file)
     print(f"cd {files[0].parent} && sf train train.yaml")

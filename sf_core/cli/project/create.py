@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import keyword
+import tempfile
 from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,12 +34,14 @@ def create_project(name: str) -> list[Path]:
         raise ValueError(f"{name}: {module} is the name of {taken.origin or 'a package'}: take another one")
     if folder.exists():
         raise ValueError(f"{name}: is there already; choose another name or remove it")
-    folder.mkdir(parents=True)
-    return [_write(folder, source, target, module) for source, target in _FILES.items()]
-
-
-def _write(folder: Path, source: str, target: str, module: str) -> Path:
-    path = folder / Template(target).substitute(module=module)
-    text = (_TEMPLATE / f"{source}.template").read_text()
-    path.write_text(Template(text).substitute(module=module))
-    return path
+    names = {source: Template(target).substitute(module=module) for source, target in _FILES.items()}
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # a disk that is full leaves nothing half written
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".") as begun:
+        whole = Path(begun, folder.name)
+        whole.mkdir()
+        for source, name_there in names.items():
+            text = (_TEMPLATE / f"{source}.template").read_text()
+            (whole / name_there).write_text(Template(text).substitute(module=module))
+        whole.rename(folder)
+    return [folder / name_there for name_there in names.values()]

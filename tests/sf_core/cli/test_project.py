@@ -57,3 +57,15 @@ def test_a_name_that_cannot_be_taken_leaves_nothing(tmp_path: Path, name: str, s
     assert done.exit_code == 2
     assert sentence in " ".join(done.output.split())
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_disk_that_takes_no_more_leaves_nothing_half_written(tmp_path: Path) -> None:
+    # no file may grow: what a full disk does, for one process
+    script = 'ulimit -f 0; exec "$@"'
+    command = ["bash", "-c", script, "bash", sys.executable, "-m", "sf_core", "init", "shop"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert done.stderr.strip() == "error: shop: cannot be written: File too large"
+    assert list(tmp_path.iterdir()) == []
