@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -134,6 +135,7 @@ class Record:
         ids: list[int],
         *,
         call: ToolCall | None = None,
+        calls: Sequence[ToolCall] = (),
         forced: str = "",
         reasoning: str = "",
         version: int = 0,
@@ -154,8 +156,8 @@ class Record:
         generation.absorb(Chunk("r", ids, logprobs, version, reason), "engine")
         text = forced + self.renderer.decode(ids)
         turn_id = f"{prompt.index}.{number}"
-        content = "" if call else text
-        message = assistant_message(content, [call] if call else [], turn_id)
+        made = [call] if call else list(calls)
+        message = assistant_message("" if made else text, made, turn_id)
         if reasoning:
             message["reasoning_content"] = reasoning
         self.session.commit(generation, prompt, number, message, unparsed)

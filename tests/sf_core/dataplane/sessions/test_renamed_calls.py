@@ -17,6 +17,7 @@ from sf_core.dataplane.gateway.dialects.chat import Chat
 from sf_core.dataplane.gateway.dialects.google import Google
 from sf_core.dataplane.gateway.dialects.protocol import Dialect
 from sf_core.dataplane.gateway.dialects.responses import Responses
+from sf_core.dataplane.sessions.tree import Prompt
 from storage.schema import Trajectory
 from tests.sf_core.dataplane.conversations import Record, call_text, family, odd_ids
 
@@ -126,3 +127,31 @@ def test_ids_that_every_answer_counts_anew_are_not_mixed_up(
     as_given = rows(dialect, body, [1, 1, 2], lambda number, call: None)
     renamed = rows(dialect, body, [1, 1, 2], lambda number, call: "call_0")
     assert [told(row) for row in renamed] == [told(row) for row in as_given]
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_calls_of_one_answer_are_renamed_each_by_its_place(order: tuple[int, int]) -> None:
+    def told_of(names: Sequence[str | None]) -> list[Any]:
+        renderer = family("qwen3")
+        record = Record(renderer)
+        tools = chat([])["tools"]
+        opening = {"role": "user", "content": "start"}
+
+        def asked(*messages: dict[str, Any]) -> Prompt:
+            [request] = Chat().parse({"messages": [opening, *messages], "tools": tools}, record.session)
+            return record.session.open_prompt(request.messages, request.tools, renderer)
+
+        text = "\n".join(call_text("qwen3", x) for x in (1, 2))
+        calls = [ToolCall("find", {"x": x}) for x in (1, 2)]
+        ids = odd_ids(renderer, text, random.Random(0))
+        given = record.answer(asked(), ids, calls=calls).message["tool_calls"]
+        sent = [name or call["id"] for name, call in zip(names, given, strict=True)]
+        said = [{**call, "id": name} for name, call in zip(sent, given, strict=True)]
+        results = [{"role": "tool", "tool_call_id": sent[i], "content": f"found {i}"} for i in order]
+        answer = {"role": "assistant", "content": None, "tool_calls": said}
+        record.answer(asked(answer, *results), renderer.encode("done").tolist())
+        return [told(row) for row in record.export()]
+
+    as_given = told_of([None, None])
+    assert len(as_given) == 1
+    assert told_of(["b", "a"]) == told_of(["7", None]) == as_given
