@@ -14,8 +14,10 @@ from playwright.sync_api import Browser, expect
 from prefect.client.schemas.actions import DeploymentUpdate
 from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterId
 from prefect.client.schemas.objects import FlowRun
+from prefect.states import Cancelled
 
 from sf_core.config import RunConfig
+from sf_core.config.programs import Command
 from storage.run_directory import RunDirectory
 from tests.e2e.conftest import Cluster, is_committed
 from tests.e2e.invariants import manifests
@@ -135,6 +137,25 @@ def test_a_run_is_started_watched_retried_and_cancelled_in_the_browser(
             every_s=0.5,
         )
         server.await_state(run, "Cancelled", 60)
+
+
+def test_a_command_is_chosen_as_agent_in_the_form(server: Server, browser: Browser) -> None:
+    deployment = deployment_id(server, "train")
+    offer(server, deployment, RunConfig())
+    with prefect_ui(browser, server.api) as ui:
+        ui.open_form(deployment)
+        ui.choose("agent", "Command")
+        words = ui.field("command").last
+        for word in ("claude", "-p"):
+            words.get_by_role("button", name="Add item").click()
+            words.locator("input, textarea").last.fill(word)
+        picture(ui, "prefect-agent")
+        run = submit(server, deployment, ui)
+    # no worker takes it
+    with server.client() as client:
+        client.set_flow_run_state(run.id, Cancelled(), force=True)
+    given = RunConfig.model_validate(run.parameters["config"]).environment.agent
+    assert given == Command(command=("claude", "-p"))
 
 
 @pytest.mark.nightly
