@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import socket
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -187,7 +188,8 @@ def start_dataplane(
 ) -> Callable[[], str]:
     """Start a data plane on loopback; the returned function waits for it and returns its URL. Restarted in
     the same directory, on the same port, it continues where it was killed."""
-    port = port or free_port()
+    # each gateway process has one of the ports that follow
+    port = port or (free_port() if num_gateways == 1 else free_ports(1 + num_gateways))
     url = f"http://{processes.LOOPBACK}:{port}"
     part = processes.dataplane(directory, port, memory_mb=memory_mb, num_gateways=num_gateways)
     [process] = stack.start(part)
@@ -203,6 +205,16 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind((processes.LOOPBACK, 0))
         return int(probe.getsockname()[1])
+
+
+def free_ports(count: int) -> int:
+    """First of so many successive ports that are free; none of those that the system gives out by itself."""
+    while True:
+        first = random.randrange(10_000, 30_000)
+        with contextlib.suppress(OSError), contextlib.ExitStack() as held:
+            for port in range(first, first + count):
+                held.enter_context(socket.create_server((processes.LOOPBACK, port)))
+            return first
 
 
 def _worker(name: str, worker: WorkerConfig, scheduler: str, directory: Path) -> Part:

@@ -16,11 +16,12 @@ import pytest
 
 from sf_core.agents.mcp_tools import mcp_tools
 from sf_core.agents.tool_loop import LostToolError, Tool, run_tool_loop
+from sf_core.cli.stack.local import free_ports
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.types import Endpoint, Task
 from tests.sf_core.agents.test_runner import make_runner, run_until_ready, server
 from tests.sf_core.dataplane.conftest import model_dir, renderer
-from tests.sf_core.dataplane.stand import Server, answering, free_ports
+from tests.sf_core.dataplane.stand import Server, answering
 
 __all__ = ["model_dir", "renderer", "server"]
 

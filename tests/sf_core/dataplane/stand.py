@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import random
-import socket
 import subprocess
 import sys
 import threading
@@ -193,16 +191,6 @@ def running_process(port_file: Path, port: int, *options: str, module: str = "sf
             yield f"http://127.0.0.1:{port_file.read_text()}"
         finally:
             process.kill()
-
-
-def free_ports(count: int) -> int:
-    """First of so many successive ports that are free; none of those that the system gives out by itself."""
-    while True:
-        first = random.randrange(10_000, 30_000)
-        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
-            for port in range(first, first + count):
-                stack.enter_context(socket.create_server(("127.0.0.1", port)))
-            return first
 
 
 def base_url(server: Server, claim: dict[str, Any]) -> str:

@@ -14,10 +14,11 @@ import pytest
 from openai import AsyncOpenAI
 
 from sf_core.agents.runner import AgentRunner
+from sf_core.cli.stack.local import free_ports
 from sf_core.config import RolloutConfig
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.types import Endpoint, Task
-from tests.sf_core.dataplane.stand import Server, free_ports, running_process, say
+from tests.sf_core.dataplane.stand import Server, running_process, say
 
 
 @pytest.fixture

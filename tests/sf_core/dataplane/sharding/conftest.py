@@ -13,8 +13,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from sf_core.cli.stack.local import free_ports
 from tests.sf_core.dataplane.runs.test_recovery import Restarts, serving
-from tests.sf_core.dataplane.stand import Server, attended, free_ports, running_process
+from tests.sf_core.dataplane.stand import Server, attended, running_process
 
 TWO = ("--gateways", "2")
 

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from sf_core.cli.stack.local import free_ports
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.options import DataplaneOptions
 from sf_core.dataplane.server import serve
@@ -27,7 +28,6 @@ from tests.sf_core.dataplane.stand import (
     answering,
     attended,
     base_url,
-    free_ports,
     running_process,
     say,
 )
