@@ -40,9 +40,9 @@ class Fault:
     function: str
     """Its name, with those of its classes."""
     start: int
-    """Offset in bytes of what is replaced in the source."""
+    """Offset of the first byte of the source that is replaced."""
     end: int
-    """Offset in bytes of what follows it."""
+    """Offset of the first byte after those."""
     replacement: bytes
 
     def planted_in(self, source: bytes) -> bytes:

@@ -134,7 +134,6 @@ class Record:
         prompt: Prompt,
         ids: list[int],
         *,
-        call: ToolCall | None = None,
         calls: Sequence[ToolCall] = (),
         forced: str = "",
         reasoning: str = "",
@@ -156,8 +155,7 @@ class Record:
         generation.absorb(Chunk("r", ids, logprobs, version, reason), "engine")
         text = forced + self.renderer.decode(ids)
         turn_id = f"{prompt.index}.{number}"
-        made = [call] if call else list(calls)
-        message = assistant_message("" if made else text, made, turn_id)
+        message = assistant_message("" if calls else text, list(calls), turn_id)
         if reasoning:
             message["reasoning_content"] = reasoning
         self.session.commit(generation, prompt, number, message, unparsed)

@@ -54,10 +54,10 @@ class Talk:
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]],
         text: str,
-        call: ToolCall | None = None,
+        *calls: ToolCall,
     ) -> dict[str, Any]:
         prompt = self.record.session.open_prompt(messages, tools, self.renderer)
-        return self.record.answer(prompt, odd_ids(self.renderer, text, self.rng), call=call).message
+        return self.record.answer(prompt, odd_ids(self.renderer, text, self.rng), calls=calls).message
 
     def store(self, folder: Path) -> RunDirectory:
         run = RunDirectory(str(folder / "run-1"))
@@ -172,7 +172,7 @@ def test_a_forced_beginning_was_seen(tmp_path: Path) -> None:
     talk.record.answer(
         prompt,
         talk.renderer.encode(whole[cut:]).tolist(),
-        call=ToolCall("find", {"x": 1}),
+        calls=[ToolCall("find", {"x": 1})],
         forced=whole[:cut],
     )
     assert export(talk.store(tmp_path).uri, "trl", str(tmp_path / "out.jsonl")).unlike == 0

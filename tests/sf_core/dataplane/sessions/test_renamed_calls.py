@@ -81,7 +81,7 @@ def rows(
         [request] = dialect.parse(body(sent), record.session)
         prompt = record.session.open_prompt(request.messages, request.tools, renderer)
         turn = record.answer(
-            prompt, odd_ids(renderer, call_text("qwen3", x), rng), call=ToolCall("find", {"x": x})
+            prompt, odd_ids(renderer, call_text("qwen3", x), rng), calls=[ToolCall("find", {"x": x})]
         )
         made.append((turn.message["tool_calls"][0]["id"], x, f"found {x}"))
     return record.export()
@@ -113,7 +113,7 @@ def test_a_renamed_call_gives_the_same_rows(
     names: list[str | None],
     shift: int,
 ) -> None:
-    """With `shift` the agent writes other ids into every request."""
+    """If `shift` is not 0, each request of the agent has other ids."""
     as_given = rows(dialect, body, args, lambda number, call: None)
     renamed = rows(dialect, body, args, lambda number, call: names[(number * shift + call) % len(names)])
     assert len(as_given) == 1

@@ -195,7 +195,7 @@ def test_a_template_is_given_answers_with_what_the_agent_left_out() -> None:
         prompt = session.open_prompt(messages, [FIND], renderer)
         text = f"<think>\nwhy\n</think>\n\n{call_text('qwen3', x)}"
         call = ToolCall("find", {"x": x})
-        turn = record.answer(prompt, renderer.encode(text).tolist(), call=call, reasoning="why")
+        turn = record.answer(prompt, renderer.encode(text).tolist(), calls=[call], reasoning="why")
         assert turn.prompt.branch_reason is None
         call_id = turn.message["tool_calls"][0]["id"]
         sent = {name: value for name, value in turn.message.items() if name != "reasoning_content"}
@@ -215,7 +215,7 @@ def test_a_forced_beginning_is_part_of_the_prompt_and_of_the_answer() -> None:
     assert prompt is not plain
     assert prompt is session.open_prompt([user("a")], [FIND], renderer, forced)
     assert prompt.full_ids().tolist() == plain.full_ids().tolist() + renderer.encode(forced).tolist()
-    turn = record.answer(prompt, renderer.encode(rest).tolist(), call=ToolCall("find", {"x": 1}))
+    turn = record.answer(prompt, renderer.encode(rest).tolist(), calls=[ToolCall("find", {"x": 1})])
     result = {"role": "tool", "content": "4", "tool_call_id": turn.message["tool_calls"][0]["id"]}
     following = session.open_prompt([user("a"), turn.message, result], [FIND], renderer)
     assert following.parent is turn
@@ -247,7 +247,7 @@ def test_numbers_that_python_calls_equal_are_different_calls() -> None:
     turn = record.answer(
         session.open_prompt([user("a")], [FIND], renderer),
         renderer.encode(call_text("qwen3", 1)).tolist(),
-        call=ToolCall("find", {"x": 1}),
+        calls=[ToolCall("find", {"x": 1})],
     )
     result = {"role": "tool", "content": "4", "tool_call_id": turn.message["tool_calls"][0]["id"]}
     assert session.open_prompt([user("a"), turn.message, result], [FIND], renderer).parent is turn

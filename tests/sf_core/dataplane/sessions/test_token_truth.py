@@ -140,7 +140,7 @@ class Conversations(RuleBasedStateMachine):
         )
         ids = odd_ids(self.renderer, whole[cut:], self.rng)
         call = ToolCall("find", {"x": x})
-        turn = self._answer(prompt, ids, call=call)
+        turn = self._answer(prompt, ids, calls=[call])
         result = {"role": "tool", "content": "ok", "tool_call_id": turn.message["tool_calls"][0]["id"]}
         self.open.append(conversation.grown(turn.message, result))
 
@@ -189,21 +189,21 @@ class Conversations(RuleBasedStateMachine):
 
     def _turn(self, conversation: Conversation, kind: str, said: str, end: bool) -> None:
         prompt = self._ask(conversation)
-        text, call = said, None
+        text, calls = said, []
         if "think" in kind and self.name == "qwen3":
             text = f"<think>\nwhy {said}\n</think>\n\n{said}"
         if "call" in kind and conversation.tools and end:
             # reasoning beside a call is kept in the answer's text by the gateway: not shown here
             x = self.rng.randrange(4)
-            text, call = call_text(self.name, x), ToolCall("find", {"x": x})
+            text, calls = call_text(self.name, x), [ToolCall("find", {"x": x})]
         ids = odd_ids(self.renderer, text, self.rng)
         if not end:
             ids = ids[: self.rng.randrange(len(ids) + 1)]
-        unparsed = int(kind == "call" and not call)
-        turn = self._answer(prompt, ids, call=call, unparsed=unparsed, end=end)
+        unparsed = int(kind == "call" and not calls)
+        turn = self._answer(prompt, ids, calls=calls, unparsed=unparsed, end=end)
         content = turn.message["content"]
         verbatim = content == content.strip() and "\N{REPLACEMENT CHARACTER}" not in content
-        if call:
+        if calls:
             call_id = turn.message["tool_calls"][0]["id"]
             following = {"role": "tool", "content": f"found {said}", "tool_call_id": call_id}
         else:
