@@ -20,6 +20,7 @@ import select
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from types import SimpleNamespace
 
@@ -40,6 +41,9 @@ LOOK_S = 0.2
 INODE_BYTES = 1024
 """Memory of the kernel that a file takes, however small it is."""
 
+Become = Callable[[list[str], dict[str, str]], None]
+"""Makes a process that of a command, which has these words and variables; does not return."""
+
 
 class Porter:
     def __init__(self, channel: socket.socket, limits: SimpleNamespace) -> None:
@@ -57,8 +61,8 @@ class Porter:
         while True:
             word, files = self._asked()
             try:
-                if word == "run":
-                    self._answer(self._run(files))
+                if word in RUNS:
+                    self._answer(self._run(files, RUNS[word]))
                 elif word == "write":
                     write(files[0])
                     self._answer("written")
@@ -84,10 +88,10 @@ class Porter:
         with suppress(ConnectionError):
             self._channel.sendall(words.encode(errors="replace")[:2048])
 
-    def _run(self, files: list[int]) -> str:
+    def _run(self, files: list[int], become: Become) -> str:
         """Run a command until it ends or the worker says so; none of its processes is left."""
         words, variables = command_of(files[0])
-        pid = start(words, variables, files[1:], self._limits)
+        pid = start(become, words, variables, files[1:], self._limits)
         # or no reader would ever see their end
         close(files)
         ended_by, status = "exit", None
@@ -183,8 +187,10 @@ def command_of(particulars: int) -> tuple[list[str], dict[str, str]]:
     return rest[: int(number)], {name: value for name, _, value in named}
 
 
-def start(words: list[str], variables: dict[str, str], standard: list[int], limits: SimpleNamespace) -> int:
-    """Start a command; returns its number. Raises OSError if it cannot run."""
+def start(
+    become: Become, words: list[str], variables: dict[str, str], standard: list[int], limits: SimpleNamespace
+) -> int:
+    """Start a process that becomes this command; returns its number. Raises OSError if it cannot run."""
     failure, telling = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -195,7 +201,7 @@ def start(words: list[str], variables: dict[str, str], standard: list[int], limi
             for number in (signal.SIGPIPE, signal.SIGXFSZ):
                 signal.signal(number, signal.SIG_DFL)
             limit(limits)
-            os.execvpe(words[0], words, variables)
+            become(words, variables)
         except OSError as error:
             os.write(telling, (error.strerror or str(error)).encode())
         finally:
@@ -207,6 +213,31 @@ def start(words: list[str], variables: dict[str, str], standard: list[int], limi
         os.waitpid(pid, 0)
         raise OSError(f"{words[0]} cannot be started: {reason.decode()}")
     return pid
+
+
+def execute(words: list[str], variables: dict[str, str]) -> None:
+    os.execvpe(words[0], words, variables)
+
+
+def interpret(words: list[str], variables: dict[str, str]) -> None:
+    """Run a source of the worker's in this copy of the porter: a new Python would take long to begin."""
+    # nothing of the porter is open in it; the last of these tells the porter that it has begun
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.environ.update(variables)
+    status = 0
+    try:
+        exec(words[0], {"__name__": "__main__"})
+        sys.stdout.flush()
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    os._exit(status)
+
+
+RUNS = {"run": execute, "interpret": interpret}
+"""Requests that run something, and how its process becomes it."""
 
 
 def limit(limits: SimpleNamespace) -> None:

@@ -99,10 +99,26 @@ class Sandbox:
         """Run a command in the work folder; none of its processes is left. Commands run one after the other.
         `written` hears standard output and standard error apart. Raises SandboxError if it cannot be started,
         or the sandbox has ended; a call that is cancelled ends it."""
+        return await self._run("run", words, stdin, timeout_s, env, written)
+
+    async def run_python(self, source: str, *, stdin: str | bytes = "", timeout_s: float) -> Ended:
+        """Like `run`, for a source of Python that needs the standard library alone. The Python that is inside
+        already runs it, which saves most of the time that a new one takes to begin."""
+        return await self._run("interpret", [source], stdin, timeout_s)
+
+    async def _run(
+        self,
+        how: Literal["run", "interpret"],
+        words: Sequence[str],
+        stdin: str | bytes,
+        timeout_s: float,
+        env: Mapping[str, str] | None = None,
+        written: Written | None = None,
+    ) -> Ended:
         async with self._turn:
             command = _Command(self._process, self._limits, written)
             try:
-                status, ended_by = await command.run(words, _as_bytes(stdin), dict(env or {}), timeout_s)
+                status, ended_by = await command.run(how, words, _as_bytes(stdin), dict(env or {}), timeout_s)
             except asyncio.CancelledError:
                 # nobody would hear its answer
                 self._process.kill()
@@ -144,7 +160,7 @@ class _Command:
         self._timers: list[asyncio.TimerHandle] = []
 
     async def run(
-        self, words: Sequence[str], stdin: bytes, env: dict[str, str], timeout_s: float
+        self, how: str, words: Sequence[str], stdin: bytes, env: dict[str, str], timeout_s: float
     ) -> tuple[int, EndedBy]:
         settings = [
             f"{name}={value}"
@@ -158,7 +174,7 @@ class _Command:
         group = self._process.group
         num_killed = group.num_killed() if group else 0
         try:
-            status, ended_by = _understood(await self._process.ask("run", files))
+            status, ended_by = _understood(await self._process.ask(how, files))
         except SandboxError:
             if self._ended_by is None:
                 raise

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import operator
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -70,8 +69,7 @@ async def returns_of(box: Sandbox, source: str, function: str, calls: list[list[
     """What the function returns for each list of arguments, as JSON; None for a call that does not return, or
     returns what JSON has no form for."""
     given = {"source": source, "function": function, "calls": calls, "cpu_s": CPU_S, "wait_s": WAIT_S}
-    words = [sys.executable, "-I", "-S", "-c", DRIVER]
-    ended = await box.run(words, stdin=json.dumps(given), timeout_s=RUN_S)
+    ended = await box.run_python(DRIVER, stdin=json.dumps(given), timeout_s=RUN_S)
     returned: list[str | None] = [None] * len(calls)
     for line in ended.output.splitlines():
         try:
