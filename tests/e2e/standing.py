@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from sf_core.cli.stack.local import Ports, Services, free_port
+from sf_core.cli.stack.local import Ports, Services
 from sf_core.cli.stack.supervisor import call
 from sf_core.cli.stack.supervisord_child import MARK
 from tests.e2e.prefect_home import make_prefect_home
@@ -19,14 +19,10 @@ from tests.e2e.prefect_server import LOOKS_OFTEN
 from tests.e2e.quickstart import ROOT
 
 
-def free_ports() -> Ports:
-    return Ports(free_port(), free_port(), free_port())
-
-
 @dataclass
 class Stack:
     folder: Path
-    ports: Ports = field(default_factory=free_ports)
+    ports: Ports = field(default_factory=Ports.free)
     env: dict[str, str] = field(default_factory=dict)
     """Environment of all its processes, added to what they inherit."""
 

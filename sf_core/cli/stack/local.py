@@ -54,6 +54,11 @@ class Ports:
     scheduler: int
     dataplane: int
 
+    @classmethod
+    def free(cls) -> Ports:
+        first = free_port(3)
+        return cls(first, first + 1, first + 2)
+
     @property
     def services(self) -> Services:
         return Services(
@@ -102,7 +107,7 @@ def begin_services(
 ) -> Callable[[], Services]:
     """Start the services without an address, concurrently. The returned function waits until they answer and
     all workers have joined; it can be called again after restarts."""
-    ports = ports or Ports(free_port(), free_port(), free_port())
+    ports = ports or Ports.free()
     if api is None and scheduler is None:
         stack.env |= processes.client_settings(directory / "authority.pem")
     prefect = dask = gateway = None
@@ -189,7 +194,7 @@ def start_dataplane(
     """Start a data plane on loopback; the returned function waits for it and returns its URL. Restarted in
     the same directory, on the same port, it continues where it was killed."""
     # each gateway process has one of the ports that follow
-    port = port or (free_port() if num_gateways == 1 else free_ports(1 + num_gateways))
+    port = port or free_port(1 if num_gateways == 1 else 1 + num_gateways)
     url = f"http://{processes.LOOPBACK}:{port}"
     part = processes.dataplane(directory, port, memory_mb=memory_mb, num_gateways=num_gateways)
     [process] = stack.start(part)
@@ -201,18 +206,13 @@ def start_dataplane(
     return ready
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((processes.LOOPBACK, 0))
-        return int(probe.getsockname()[1])
-
-
-def free_ports(count: int) -> int:
+def free_port(successive: int = 1) -> int:
     """First of so many successive ports that are free; none of those that the system gives out by itself."""
     while True:
-        first = random.randrange(10_000, 30_000)
+        # tests seed the common generator
+        first = random.SystemRandom().randrange(10_000, 30_000)
         with contextlib.suppress(OSError), contextlib.ExitStack() as held:
-            for port in range(first, first + count):
+            for port in range(first, first + successive):
                 held.enter_context(socket.create_server((processes.LOOPBACK, port)))
             return first
 

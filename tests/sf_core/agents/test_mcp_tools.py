@@ -16,7 +16,7 @@ import pytest
 
 from sf_core.agents.mcp_tools import mcp_tools
 from sf_core.agents.tool_loop import LostToolError, Tool, run_tool_loop
-from sf_core.cli.stack.local import free_ports
+from sf_core.cli.stack.local import free_port
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.types import Endpoint, Task
 from tests.sf_core.agents.test_runner import make_runner, run_until_ready, server
@@ -33,7 +33,7 @@ STDIO = [*PAD, "stdio"]
 
 @pytest.fixture
 def over_http() -> Iterator[str]:
-    port = free_ports(1)
+    port = free_port()
     process = subprocess.Popen([*PAD, "streamable-http", str(port)], stderr=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{port}/mcp"
     while True:

@@ -1,11 +1,12 @@
 import socket
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from sf_core.cli.stack import standing
-from sf_core.cli.stack.local import Ports, free_port
+from sf_core.cli.stack.local import Ports
 from sf_core.cli.stack.standing import down, up
 from sf_core.cli.stack.supervisor import StackError
 from sf_core.config import RunConfig
@@ -13,7 +14,7 @@ from sf_core.config import RunConfig
 
 def test_a_port_that_is_taken_is_named_and_nothing_starts(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        ports = Ports(free_port(), free_port(), taken.getsockname()[1])
+        ports = replace(Ports.free(), dataplane=taken.getsockname()[1])
         with pytest.raises(StackError, match=f"port {ports.dataplane} is in use"):
             up(tmp_path, RunConfig().cluster.workers, ports, print)
     assert list(tmp_path.iterdir()) == []
@@ -24,12 +25,12 @@ def test_without_the_deployments_of_a_clone_nothing_starts(
 ) -> None:
     monkeypatch.setattr(standing, "DEPLOYMENTS", tmp_path / "prefect.yaml")
     with pytest.raises(StackError, match=r"prefect\.yaml is not there: install from a clone"):
-        up(tmp_path, RunConfig().cluster.workers, Ports(free_port(), free_port(), free_port()), print)
+        up(tmp_path, RunConfig().cluster.workers, Ports.free(), print)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_one_is_named() -> None:
-    ports = Ports(free_port(), free_port(), free_port())
+    ports = Ports.free()
     sentence = r": nothing can be written there \(File exists\); choose another --folder"
     # of a short name, as a socket's has to be
     with tempfile.NamedTemporaryFile() as file, pytest.raises(StackError, match=f"^{file.name}{sentence}"):

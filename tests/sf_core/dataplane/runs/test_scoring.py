@@ -14,7 +14,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from sf_core.agents.runner import AgentRunner
-from sf_core.cli.stack.local import free_ports
+from sf_core.cli.stack.local import free_port
 from sf_core.config import RolloutConfig
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.types import Endpoint, Task
@@ -140,7 +140,7 @@ def test_a_killed_data_plane_still_has_what_is_to_be_scored(
     tmp_path: Path, model_dir: str, renderer: Renderer, options: list[str]
 ) -> None:
     options = [*options, "--journal-dir", str(tmp_path / "journal")]
-    port = free_ports(3)
+    port = free_port(3)
     with (
         running_process(tmp_path / "port", port, *options) as url,
         httpx.Client(base_url=url, timeout=30) as http,

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from sf_core.cli.stack.local import free_ports
+from sf_core.cli.stack.local import free_port
 from tests.sf_core.dataplane.runs.test_recovery import Restarts, serving
 from tests.sf_core.dataplane.stand import Server, attended, running_process
 
@@ -60,5 +60,5 @@ def server(hasty: str, tmp_path: Path, model_dir: str) -> Iterator[Server]:
 
 @pytest.fixture
 def plane(tmp_path: Path, model_dir: str) -> Iterator[Restarts]:
-    with serving(Restarts(tmp_path, model_dir, TWO, free_ports(3))) as plane:
+    with serving(Restarts(tmp_path, model_dir, TWO, free_port(3))) as plane:
         yield plane

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from sf_core.cli.stack.local import free_ports
+from sf_core.cli.stack.local import free_port
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.options import DataplaneOptions
 from sf_core.dataplane.server import serve
@@ -47,7 +47,7 @@ def paths_of_both(server: Server) -> list[str]:
 
 
 def test_the_ports_of_the_processes_follow_the_hubs(tmp_path: Path, model_dir: str) -> None:
-    first = free_ports(3)
+    first = free_port(3)
     with (
         running_process(tmp_path / "port", first, *TWO) as url,
         attended(url, tmp_path, model_dir) as server,
@@ -61,7 +61,7 @@ def test_the_ports_of_the_processes_follow_the_hubs(tmp_path: Path, model_dir: s
 
 def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "TAKEN_S", 0.0)
-    first = free_ports(3)
+    first = free_port(3)
     with (
         socket.create_server(("127.0.0.1", first + 2)),
         pytest.raises(OSError, match=f"^port {first + 2}, of its gateway process 1: Address already in use$"),
