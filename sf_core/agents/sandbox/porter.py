@@ -34,6 +34,7 @@ USER = 1000
 
 PR_SET_DUMPABLE = 4
 CLONE_NEWUSER = 0x10000000
+CAPABILITY_VERSION = 0x20080522
 
 LOOK_S = 0.2
 """Seconds between looks at the memory in use."""
@@ -153,6 +154,10 @@ def become_nobody() -> None:
         put("/proc/self/uid_map", f"{USER} {NOBODY} 1")
         put("/proc/self/gid_map", f"{USER} {NOBODY} 1")
         put("/proc/sys/user/max_user_namespaces", "0")
+        # who makes a user namespace has all rights in it until he executes another program
+        nothing = (ctypes.c_uint32 * 6)()
+        if libc.capset((ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0), nothing) != 0:
+            raise OSError(ctypes.get_errno(), "capabilities cannot be given up")
     libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     os.mkdir(HOME)
 

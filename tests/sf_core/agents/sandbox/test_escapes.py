@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -27,6 +28,13 @@ SMALL = SandboxLimits(memory_mb=256, disk_mb=32, processes=32, output_mb=1)
 def python(script: str, *words: str, **settings: object) -> str:
     """What a Python script prints inside."""
     ended = run("python3", "-c", script, *words, **settings)
+    assert ended.status == 0, ended.output
+    return ended.output
+
+
+def source(script: str) -> str:
+    """What it prints if the Python that is inside already runs it."""
+    ended = inside(lambda box: box.run_python(script, timeout_s=WAIT_S))
     assert ended.status == 0, ended.output
     return ended.output
 
@@ -148,8 +156,9 @@ print({libc.syscall(getfd, os.pidfd_open(1), number, 0) for number in range(32)}
 """
 
 
-def test_the_first_process_can_be_neither_read_nor_traced() -> None:
-    assert python(LOOK_AT_PROC) == "[]\n[-1, -1]\n-1\n{-1}\n"
+@pytest.mark.parametrize("way", [python, source])
+def test_the_first_process_can_be_neither_read_nor_traced(way: Callable[[str], str]) -> None:
+    assert way(LOOK_AT_PROC) == "[]\n[-1, -1]\n-1\n{-1}\n"
 
 
 def test_no_file_of_ours_is_left_open() -> None:
@@ -190,6 +199,32 @@ def test_no_program_gives_more_rights() -> None:
     )
     rights = "CapPrm: 0000000000000000 CapEff: 0000000000000000 NoNewPrivs: 1 "
     assert shell(script).output == f"1000\n{rights}none\n"
+
+
+LOOK_AT_RIGHTS = """
+import ctypes, os
+with open("/proc/self/status") as file:
+    print([line.split()[1] for line in file if line.startswith(("CapPrm", "CapEff", "NoNewPrivs"))])
+libc = ctypes.CDLL(None)
+user, mounts, network = 0x10000000, 0x20000, 0x40000000
+print([libc.unshare(kind) for kind in (user, mounts, network)])
+try:
+    open("/proc/sys/user/max_user_namespaces", "w").write("100")
+except PermissionError:
+    print("none")
+for number in range(4096):
+    try:
+        os.fstat(number)
+        print(number)
+    except OSError:
+        pass
+"""
+
+
+@pytest.mark.parametrize("way", [python, source])
+def test_a_program_has_no_rights_and_nothing_of_the_porter_open(way: Callable[[str], str]) -> None:
+    none = "0000000000000000"
+    assert way(LOOK_AT_RIGHTS) == f"['{none}', '{none}', '1']\n[-1, -1, -1]\nnone\n0\n1\n2\n"
 
 
 LINKS = (
