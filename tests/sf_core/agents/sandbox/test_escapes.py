@@ -357,7 +357,7 @@ asyncio.run(work())
 
 
 def mounts() -> list[str]:
-    """Without the network namespaces that tests beside this one have made."""
+    """Lines of /proc/mounts, but for network namespaces, which tests beside this one make."""
     return [line for line in Path("/proc/mounts").read_text().splitlines() if "/run/netns" not in line]
 
 
