@@ -54,6 +54,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, array_like=True):
     sampling: Sampling
     stream: bool = False
     """True: report each token as it is sampled. False: the engine may gather several steps into one chunk."""
+    grammar: str = ""
+    """What the tokens of the whole turn must follow, in llguidance's Lark; empty: nothing. Log-probs are then
+    those of the distribution over the tokens that it allows."""
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):

@@ -77,6 +77,11 @@ class VllmConfig(Settings):
     """What a server on a GPU does with its weights between leases. 1: keeps them in the host's memory. 2:
     drops them, and reads them again. On the CPU a server keeps all of its memory."""
 
+    @property
+    def follows_grammars(self) -> bool:
+        """Whether answers can be held to a grammar: by servers that are started, unless they speculate."""
+        return self.url is None and not any(argument.startswith("--spec") for argument in self.arguments)
+
 
 class EngineConfig(Settings):
     """The inference engine of a rollout worker."""

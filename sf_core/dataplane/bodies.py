@@ -42,6 +42,8 @@ class RunSpec(Body):
     rollout: RunRollout = RunRollout()
     lag_bound: int = Field(ge=0)
     context_length: int = Field(ge=2)
+    follows_grammars: bool = False
+    """Its engines hold answers to JSON Schemas."""
     max_waiting: int = Field(20_000, ge=1)
     """Requests that may wait for an engine; further ones are refused (429)."""
     engine_silence_s: float = Field(600.0, gt=0)

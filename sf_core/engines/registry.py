@@ -23,6 +23,8 @@ class EngineKind:
     """The engine reserves a KV cache for `max_running` sequences of `context_length` tokens."""
     needs_torch: bool
     """Rollout workers import torch before they are ready, so that no lease waits for it."""
+    follows_grammars: bool
+    """Answers can be held to a grammar."""
     trainer: str = "torch"
     """The trainer backend where `train.backend` is empty."""
 
@@ -33,6 +35,7 @@ ENGINES = {
         runs_policy=True,
         reserves_cache=True,
         needs_torch=True,
+        follows_grammars=True,
     ),
     "vllm": EngineKind(
         "sf_core.engines.vllm.vllm_engine:make_engine",
@@ -40,18 +43,21 @@ ENGINES = {
         # of what it is given; requests for which there is no room wait
         reserves_cache=False,
         needs_torch=False,
+        follows_grammars=True,
     ),
     "scripted": EngineKind(
         "sf_core.engines.scripted:make_engine",
         runs_policy=False,
         reserves_cache=False,
         needs_torch=False,
+        follows_grammars=False,
     ),
     "emulated": EngineKind(
         "sf_core.engines.emulated.device:make_engine",
         runs_policy=False,
         reserves_cache=False,
         needs_torch=False,
+        follows_grammars=False,
         trainer="emulated",
     ),
 }
@@ -59,6 +65,11 @@ ENGINES = {
 
 def engine_kind(config: RunConfig) -> EngineKind:
     return ENGINES[config.engine.kind]
+
+
+def follows_grammars(config: RunConfig) -> bool:
+    """Whether the engines of a run hold answers to grammars."""
+    return engine_kind(config).follows_grammars and config.engine.vllm.follows_grammars
 
 
 def make_engine(config: RunConfig, start_dir: str) -> Engine:

@@ -81,7 +81,7 @@ def inspect_session(uri: str, session_id: str) -> RenderableType:
         f"{row.status}  reward {_reward(row)}  {row.finished_at - row.started_at:.2f} s\n",
         (f"«sampled, {fate}»", TRAINED),
         "  ",
-        ("«sampled, counted in another branch»", CARRIED),
+        ("«sampled, not trained here»", CARRIED),
     )
     branches = [_branch(row, decode, fate) for row in session.branches]
     return Group(head, *branches, *([] if row.output is None else [_output(row.output)]))

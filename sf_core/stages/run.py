@@ -14,6 +14,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from sf_core.config import RunConfig
 from sf_core.dataplane.control.client import DataplaneClient
+from sf_core.engines.registry import follows_grammars
 from sf_core.environments.registry import tasks_of
 from sf_core.reports.view import RunView
 from sf_core.settings import described
@@ -128,6 +129,7 @@ class OpenRun:
             rollout=config.rollout.model_dump(),
             lag_bound=config.lag_bound,
             context_length=config.engine.context_length,
+            follows_grammars=follows_grammars(config),
             num_batches=0 if evaluate_only else config.train.iterations,
             iteration=point.next_batch,
             version=point.version,

@@ -49,6 +49,8 @@ class ToolFormat(NamedTuple):
     opening: Callable[[Tool | None], str]
     """The beginning of an answer that must call this tool (None: any). No JSON opening ends with a space,
     because the tokens of trained models begin with theirs."""
+    schema: Callable[[Tool], dict[str, Any]] | None = None
+    """The JSON Schema of a call that is the whole answer; None: calls begin with a mark."""
 
 
 class MarkedCalls:
@@ -189,6 +191,12 @@ FORMATS = {
         lambda tools: LeadingCalls(lambda text: _json_call(text, tools, "parameters", "arguments")),
         lambda call: _render_json(call, "parameters"),
         lambda tool: _open_json(tool, "parameters"),
+        lambda tool: {
+            "type": "object",
+            "properties": {"name": {"const": _name(tool)}, "parameters": {"type": "object"}},
+            "required": ["name", "parameters"],
+            "additionalProperties": False,
+        },
     ),
     "plain": ToolFormat(_split_plain, _render_plain, _open_plain),
 }

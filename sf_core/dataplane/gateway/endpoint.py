@@ -40,7 +40,7 @@ class Turns:
         data = await read_body(receive)
         body = self._dialect.read(parse_object(data), scope["path"])
         run, session = self._find_session(scope, get(body, "model", (str,), ""))
-        body = _as_served(body, run)
+        body = _as_served(body, self._dialect, run)
         requests = self._dialect.parse(body, session)
         for kind in (*requests[0].left_out, *["strict"] * asks_strictness(body)):
             run.count(f"left_out.{kind}")
@@ -77,15 +77,16 @@ class TokenCount:
         # a dialect may require max_tokens, which a count does not have
         body = {"max_tokens": 1} | body
         run, session = self._find_session(scope, get(body, "model", (str,), ""))
-        body = _as_served(body, run)
+        body = _as_served(body, self._dialect, run)
         [request] = self._dialect.parse(body, session)
         await send_body(send, 200, orjson.dumps({self._field: count_tokens(run, request)}))
 
 
-def _as_served(body: Body, run: TurnHost) -> Body:
+def _as_served(body: Body, dialect: Dialect, run: TurnHost) -> Body:
     """The body as the run has it read. Raises ApiError for fields that are not done."""
     rules = run.spec.rollout
-    return normalised(refuse_undone(body, rules.ignored_fields), rules.normalised)
+    done = dialect.schema_fields if run.spec.follows_grammars else ()
+    return normalised(refuse_undone(body, rules.ignored_fields, done), rules.normalised)
 
 
 async def read_body(receive: Receive) -> bytes:

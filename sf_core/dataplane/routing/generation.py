@@ -48,6 +48,7 @@ class Generation:
         *,
         stream: bool,
         floor: int,
+        grammar: str = "",
     ) -> None:
         self.request_id, self.prompt_ids, self.sampling = request_id, prompt_ids, sampling
         self.max_tokens, self.stop_token_ids, self.stream = max_tokens, stop_token_ids, stream
@@ -55,6 +56,8 @@ class Generation:
         """Called with the policy version of the first engine that gets it."""
         self.pace: Pace | None = None
         """Limits how often the reader of a stream is woken after its first tokens; None: it always is."""
+        self.grammar = grammar
+        """What its tokens follow, as in GenerationRequest."""
         self.floor = floor
         """Oldest policy version that may continue it: versions never decrease within a turn."""
         self.token_ids: array[int] = array("i")
@@ -117,6 +120,7 @@ class Generation:
             self.stop_token_ids,
             self.sampling,
             self.stream,
+            self.grammar,
         )
 
     def fault_of(self, chunk: Chunk, newest: int, num_ids: int) -> str | None:

@@ -1,7 +1,8 @@
 """A finished session's turn tree as trajectories, one per root-to-leaf path.
 
 Every sampled token is trained in exactly one branch, the first that contains it; later branches repeat it
-with mask False. Iterative, because trees may be thousands of turns deep.
+with mask False, as all do tokens that followed a grammar. Iterative, because trees may be thousands of turns
+deep.
 """
 
 from __future__ import annotations
@@ -52,6 +53,9 @@ def export_session(
         covered.take(path, branch)
         token_ids, logprobs, versions = _columns(path, leaf.end)
         mask = versions != NOT_SAMPLED
+        for node, _ in path:
+            if isinstance(node, Turn) and node.constrained:
+                mask[node.start : node.end] = False
         # tokens that an earlier branch holds are trained there
         mask[:shared_prefix] = False
         trajectories.append(

@@ -360,4 +360,5 @@ def _turn(
         generation.interruptions,
         num_unparsed_calls,
         index,
+        bool(generation.grammar),
     )

@@ -124,6 +124,8 @@ class Turn:
     num_unparsed_calls: int
     index: int
     """Position among the session's turns, or among its abandoned turns."""
+    constrained: bool = False
+    """It followed a grammar, so that its log-probs are not those of the policy alone: it does not train."""
     has_continuation: bool = False
 
     @property

@@ -144,6 +144,7 @@ class Ended(OfTurn):
     interruptions: int
     num_unparsed_calls: int
     index: int
+    constrained: bool = False
 
     @classmethod
     def of(cls, key: TurnKey, turn: Turn, num_recorded: int) -> Ended:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from sf_core.dataplane.chat.answer_grammar import Schema
 from sf_core.dataplane.chat.messages import Message
 from sf_core.dataplane.chat.tool_formats import Tool
 
@@ -31,6 +32,8 @@ class TurnRequest:
     template_options: dict[str, Any] = field(default_factory=dict)
     """Further variables of the chat template."""
     tool_choice: ToolChoice = ToolChoice()
+    schema: Schema | None = None
+    """What the content of the answer follows; None: nothing."""
     stop: list[str] = field(default_factory=list)
     max_tokens: int | None = None
     temperature: float = 1.0

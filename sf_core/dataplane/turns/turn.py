@@ -14,6 +14,7 @@ from hashlib import blake2b
 
 import jinja2
 
+from sf_core.dataplane.chat.answer_grammar import answer_grammar
 from sf_core.dataplane.chat.answer_parser import (
     THINK_END,
     AnswerParts,
@@ -48,6 +49,8 @@ class OpenRequest:
     request: TurnRequest
     prompt: Prompt
     prompt_ids: array[int]
+    grammar: str
+    """What its answers follow; empty: nothing."""
 
     def begin(self, nth: int, recorded: RecordedTurn | None) -> TurnService:
         """Begin the request's `nth` sample, or continue the recorded one."""
@@ -55,11 +58,14 @@ class OpenRequest:
             prompt, prompt_ids = self.prompt, self.prompt_ids
         else:  # the client's key says that it is the same request
             prompt, prompt_ids = recorded.prompt, recorded.prompt.full_ids()
-        return TurnService(self.run, self.session, self.request, prompt, prompt_ids, nth, recorded)
+        return TurnService(
+            self.run, self.session, self.request, prompt, prompt_ids, self.grammar, nth, recorded
+        )
 
 
 def open_request(run: TurnHost, session: Session, request: TurnRequest) -> OpenRequest:
     """Put a request's prompt into the session. Raises ApiError if it cannot become a turn."""
+    grammar = _grammar(run, request)
     prompt = _open_prompt(run, session, request)
     prompt_ids = prompt.full_ids()
     if len(prompt_ids) >= run.spec.context_length:
@@ -70,7 +76,7 @@ def open_request(run: TurnHost, session: Session, request: TurnRequest) -> OpenR
             code=CONTEXT_OVERFLOW,
             param="messages" if request.text_or_ids is None else "prompt",
         )
-    return OpenRequest(run, session, request, prompt, prompt_ids)
+    return OpenRequest(run, session, request, prompt, prompt_ids, grammar)
 
 
 def count_tokens(run: TurnHost, request: TurnRequest) -> int:
@@ -88,6 +94,7 @@ class TurnService:
         request: TurnRequest,
         prompt: Prompt,
         prompt_ids: array[int],
+        grammar: str,
         nth: int,
         recorded: RecordedTurn | None = None,
     ) -> None:
@@ -120,6 +127,7 @@ class TurnService:
             run.renderer.stop_token_ids,
             stream=request.stream or self._ends_early,
             floor=max(prompt.version, session.floor),
+            grammar=grammar,
         )
         self._generation.session_id = session.session_id
         self._generation.pace = run.pace
@@ -185,6 +193,8 @@ class TurnService:
                 generation, self.prompt, self.key.sample, self._message(), unparsed
             )
             self._run.count("unparsed_calls", unparsed)
+            if self.turn.constrained:
+                self._run.count("constrained_turns")
 
     def answer(self) -> Answer:
         """The whole answer, once there are no more pieces."""
@@ -286,6 +296,13 @@ class TurnService:
             return Sampling(request.temperature, request.top_p, request.top_k, seed)
         seed = turn_seed(spec.seed, claim.place, self.prompt.index, sample, claim.draw)
         return Sampling(spec.rollout.temperature, spec.rollout.top_p, spec.rollout.top_k, seed)
+
+
+def _grammar(run: TurnHost, request: TurnRequest) -> str:
+    if request.schema is None or request.tool_choice.kind == "required":
+        return ""
+    renderer = run.renderer.with_options(request.template_options)
+    return answer_grammar(request.schema, request.tools if request.calls_tools else [], renderer)
 
 
 def _open_prompt(run: TurnHost, session: Session, request: TurnRequest) -> Prompt:

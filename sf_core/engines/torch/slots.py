@@ -64,6 +64,12 @@ class SlotTable:
     def request_ids(self) -> list[str]:
         return list(self._slots)
 
+    def request_in(self, slot: int) -> str:
+        """Id of the request that runs in a slot."""
+        request = self._requests[slot]
+        assert request is not None
+        return request.request_id
+
     def idle_slot(self, source: int, shared: int) -> int:
         """The slot for a prompt that shares so many tokens with `source`: the source, if it is idle and the
         prompt extends all of it, else the slot that has been idle for longest."""

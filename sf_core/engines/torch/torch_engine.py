@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from sf_core.config import RunConfig
+from sf_core.engines.grammar import Following, Vocabularies
 from sf_core.engines.protocol import EngineLostError, WeightsRefusedError
 from sf_core.engines.torch.cached_model import CachedModel
 from sf_core.engines.torch.filling import fill, to_device
@@ -24,6 +26,7 @@ from sf_core.engines.torch.slots import SlotTable
 from sf_core.models.counter import uniforms
 from sf_core.models.sampling import sample
 from sf_core.types import Chunk, FinishReason, GenerationRequest, WeightsRef
+from storage.files import join, read_bytes
 
 _MIN_SHARED = 8
 """Shorter common prefixes are recomputed: copying them would cost as much."""
@@ -73,6 +76,7 @@ class TorchEngine:
         self._device, self._dtype = torch.device(device), dtype
         self._max_running, self._context_length = max_running, context_length
         self._keep_kv = kv_on_update == "keep"
+        self._vocabularies = Vocabularies(lambda: read_bytes(join(model_dir, "tokenizer.json")))
         self._loader = Loader(model_dir, context_length=context_length, dtype=dtype, device=self._device)
         self._held: _Held | None = None
         self._forget_requests()
@@ -99,6 +103,10 @@ class TorchEngine:
             raise ValueError(f"max_tokens is {request.max_tokens}; expected at least 1")
         if request.request_id in self._waiting or request.request_id in self._table:
             raise ValueError(f"request {request.request_id!r} is already here")
+        if request.grammar:
+            vocabulary = self._vocabularies.of(request.stop_token_ids)
+            sampled = ids[len(ids) - request.position :]
+            self._following[request.request_id] = Following(vocabulary, request.grammar, sampled)
         self._waiting[request.request_id] = request
 
     def abort(self, request_ids: Collection[str] | None = None) -> list[Chunk]:
@@ -111,6 +119,7 @@ class TorchEngine:
                 chunks.append(self._table.abort(request_id, self._held.version))
             elif self._waiting.pop(request_id, None) is not None:
                 chunks.append(Chunk(request_id, [], [], self._held.version, FinishReason.ABORT))
+            self._following.pop(request_id, None)
         return chunks
 
     @torch.inference_mode()
@@ -138,10 +147,20 @@ class TorchEngine:
         rows["cached"] += 1
         if len(ready) < len(rows):
             logits, rows = logits[to_device(ready, self._device)], rows[ready]
+        following = self._following_of(ready)
+        for at, one in following:
+            forbidden = torch.from_numpy(~one.allowed(logits.shape[1])).to(self._device)
+            logits[at].masked_fill_(forbidden, -torch.inf)
         draws = uniforms(rows["seed"], rows["position"])
         token_ids, logprobs = sample(logits, rows["temperature"], rows["top_p"], rows["top_k"], draws)
+        for at, one in following:
+            one.take([int(token_ids[at])])
         table.append(ready, token_ids, logprobs, self._held.version)
-        return table.report_due(ready)
+        chunks = table.report_due(ready)
+        for chunk in chunks if following else ():
+            if chunk.finish_reason is not None:
+                self._following.pop(chunk.request_id, None)
+        return chunks
 
     def pause(self) -> None:
         self._paused = True
@@ -163,7 +182,16 @@ class TorchEngine:
     def _forget_requests(self) -> None:
         self._table = SlotTable(self._max_running, self._context_length)
         self._waiting: dict[str, GenerationRequest] = {}
+        self._following: dict[str, Following] = {}
+        """Where requests that follow a grammar are in it."""
         self._paused = False
+
+    def _following_of(self, slots: npt.NDArray[np.intp]) -> list[tuple[int, Following]]:
+        """Those of these slots whose requests follow a grammar, by their index."""
+        if not self._following:
+            return []
+        named = [self._following.get(self._table.request_in(slot)) for slot in slots.tolist()]
+        return [(at, one) for at, one in enumerate(named) if one is not None]
 
     def _arrival(self) -> Arrival | None:
         try:

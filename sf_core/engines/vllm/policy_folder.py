@@ -1,4 +1,5 @@
-"""The model folder that vLLM reads: the policy's configuration, and links to the weights taken last.
+"""The model folder that vLLM reads: the policy's configuration and tokenizer, and links to the weights taken
+last.
 
 Reads headers of safetensors files only; imports no tensor library.
 """
@@ -13,10 +14,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from sf_core.models.cache_size import cache_bytes
-from storage.files import join, read_bytes
+from storage.files import exists, join, read_bytes
 from storage.scratch import scratch_folder
 from storage.tensors.tensor_bytes import Entry, Header, read_header
 from storage.tensors.weights import FILE_NAME, INDEX_NAME
+
+TOKENIZER = "tokenizer.json"
+"""Read where an answer must follow a grammar, here and by the server (grammar_processor.py)."""
 
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Names that vLLM knows, by those in files."""
@@ -42,8 +46,15 @@ class PolicyFolder:
         self.path = self._place.name
         self.config: dict[str, Any] = json.loads(read_bytes(join(start_dir, "config.json")))
         self._untied = untied
+        tokenizer = join(start_dir, TOKENIZER)
+        if exists(tokenizer):
+            Path(self.path, TOKENIZER).write_bytes(read_bytes(tokenizer))
         self._entries: dict[str, Entry] = {}
         """Tensors of the weights taken last."""
+
+    def read_tokenizer(self) -> bytes:
+        """Raises FileNotFoundError if the policy has none."""
+        return Path(self.path, TOKENIZER).read_bytes()
 
     @property
     def vocab_size(self) -> int:

@@ -12,7 +12,9 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 
+import sf_core
 from sf_core.keeper import keeper_of
 from sf_core.surroundings import inherited_variables, vllm_python
 from storage.scratch import scratch_folder
@@ -37,6 +39,10 @@ _ENVIRONMENT_ON_CPU = {
     # helpers of the sampler are compiled otherwise, which delays the first tokens by half a minute
     "TORCH_COMPILE_DISABLE": "1",
 }
+
+
+FOLLOWS_GRAMMARS = "--logits-processors=sf_core.engines.vllm.grammar_processor:GrammarProcessor"
+"""The argument with which a server that does not speculate holds answers to grammars."""
 
 
 def arguments(
@@ -66,6 +72,10 @@ class VllmServer:
 
     def __init__(self, model_dir: str, arguments: Sequence[str], *, on_cpu: bool) -> None:
         self._folder = scratch_folder(_short_folder())
+        # this package alone: others beside it may be in vLLM's environment too, in other versions
+        modules = Path(self._folder.name, "modules")
+        modules.mkdir()
+        (modules / "sf_core").symlink_to(Path(sf_core.__file__).parent)
         self.socket = f"{self._folder.name}/socket"
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         command = [vllm_python(), "-m", "vllm.entrypoints.openai.api_server", "--model", model_dir]
@@ -79,7 +89,7 @@ class VllmServer:
                 stdout=self._log,
                 stderr=subprocess.STDOUT,
                 cwd=self._folder.name,
-                env=_environment(self._folder.name, on_cpu),
+                env=_environment(self._folder.name, on_cpu) | {"PYTHONPATH": str(modules)},
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )

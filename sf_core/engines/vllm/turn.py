@@ -34,6 +34,10 @@ class Turn:
         # vLLM draws from (seed, its own count of tokens), and counts anew in every request; 63 bits, because
         # torch takes signed ones
         seed = int(bits(sampling.seed, request.position + len(self.sampled))[0]) >> 1
+        more = {}
+        if request.grammar:
+            num_sampled = request.position + len(self.sampled)
+            more = {"extra_args": {"grammar": request.grammar, "num_sampled": num_sampled}}
         return {
             "request_id": wire_id,
             "token_ids": [*request.prompt_ids, *self.sampled],
@@ -50,6 +54,7 @@ class Turn:
                 "detokenize": False,
                 "logprobs": 0,
                 "stream_interval": 1 if request.stream else _REPORT_EVERY,
+                **more,
             },
         }
 

@@ -14,9 +14,11 @@ from typing import Any, Literal
 import msgspec
 
 from sf_core.config import RunConfig
+from sf_core.engines.grammar import Vocabularies
 from sf_core.engines.protocol import WeightsRefusedError
 from sf_core.engines.vllm.places import AdoptedServer, OwnServer, Place
 from sf_core.engines.vllm.policy_folder import PolicyFolder
+from sf_core.engines.vllm.server import FOLLOWS_GRAMMARS
 from sf_core.engines.vllm.serving import Event, Serving
 from sf_core.surroundings import visible_cuda_devices, vllm_key
 from sf_core.types import Chunk, FinishReason, GenerationRequest, WeightsRef
@@ -39,13 +41,14 @@ def make_engine(config: RunConfig, start_dir: str) -> VllmEngine:
             max_running=engine.max_running,
             context_length=engine.context_length,
             sleep_level=0 if on_cpu else settings.sleep_level,
-            more=settings.arguments,
+            more=[*[FOLLOWS_GRAMMARS] * settings.follows_grammars, *settings.arguments],
         )
     return VllmEngine(
         place,
         vocab_size=policy.vocab_size,
         context_length=engine.context_length,
         kv_on_update=engine.kv_on_update,
+        vocabularies=Vocabularies(policy.read_tokenizer) if settings.follows_grammars else None,
     )
 
 
@@ -59,7 +62,10 @@ class VllmEngine:
         vocab_size: int,
         context_length: int,
         kv_on_update: Literal["recompute", "keep"] = "recompute",
+        vocabularies: Vocabularies | None = None,
     ) -> None:
+        """`vocabularies` are what answers with grammars are made of; None: the server follows no grammars."""
+        self._vocabularies = vocabularies
         self._vocab_size, self._context_length = vocab_size, context_length
         self._version: int | None = None
         self._names: set[str] = set()
@@ -95,6 +101,8 @@ class VllmEngine:
             raise ValueError(f"max_tokens is {request.max_tokens}; expected at least 1")
         if request.request_id in self._names:
             raise ValueError(f"request {request.request_id!r} is already here")
+        if request.grammar:
+            self._check_grammar(request)
         self._names.add(request.request_id)
         self._loop.call_soon_threadsafe(self._serving.begin, request)
 
@@ -155,6 +163,12 @@ class VllmEngine:
         self._thread.join()
         self._loop.close()
         self._forget()
+
+    def _check_grammar(self, request: GenerationRequest) -> None:
+        """Raises ValueError for what would end the server."""
+        if self._vocabularies is None:
+            raise ValueError("a grammar was given, and this server follows none")
+        self._vocabularies.of(request.stop_token_ids).begin(request.grammar)
 
     def _collect(self, wait_s: float = 0) -> None:
         with suppress(Empty):

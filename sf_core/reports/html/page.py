@@ -16,7 +16,8 @@ from importlib.resources import files as package_files
 import orjson
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from sf_core.models.tokenizer import open_tokenizer, token_bytes
+from sf_core.models.token_bytes import token_bytes
+from sf_core.models.tokenizer import open_tokenizer
 from sf_core.reports.html.blocks import Embedded, compress, embed_sessions
 from sf_core.reports.html.figures import run_figures
 from sf_core.reports.view import RunView, open_run

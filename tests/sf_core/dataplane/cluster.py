@@ -122,6 +122,7 @@ class Cluster:
         floor: int = 0,
         stream: bool = False,
         sampling: Sampling | None = None,
+        grammar: str = "",
     ) -> Generation:
         generation = Generation(
             f"g{len(self.generations)}",
@@ -131,6 +132,7 @@ class Cluster:
             stop,
             stream=stream,
             floor=floor,
+            grammar=grammar,
         )
         self.generations.append(generation)
         self.router.submit(generation)

@@ -23,6 +23,7 @@ from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.control.app import make_app
 from sf_core.dataplane.options import DataplaneOptions
 from sf_core.engines.client import HEARTBEAT_S, serve_engine
+from sf_core.engines.protocol import Engine
 from sf_core.engines.scripted import ScriptedEngine
 from sf_core.engines.wire import Hello
 from sf_core.types import Chunk, GenerationRequest
@@ -109,6 +110,11 @@ class Server:
 
         engine = RecordingEngine(script, self.asked, tokens_per_step=tokens_per_step)
         self.engines[lease] = engine
+        self.lend(engine, greeting)
+
+    def lend(self, engine: Engine, greeting: Hello) -> None:
+        """Have an engine at rest serve; returns when it does."""
+        lease = greeting.engine_id
 
         def serve() -> None:
             try:

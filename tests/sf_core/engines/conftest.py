@@ -1,4 +1,4 @@
-"""Tiny randomly initialised models as Hugging Face folders, without tokenizer, which engines do not need."""
+"""Tiny randomly initialised models as Hugging Face folders, with a tokenizer, which grammars need."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from tests.sf_core.dataplane.conftest import model_dir, renderer, server  # noqa: F401
+from tests.sf_core.engines.grammar_contract import write_tokenizer
 
 SIZE: dict[str, Any] = dict(
     vocab_size=60,
@@ -68,6 +69,7 @@ class Folders:
                 if parameter.dim() == 1:
                     torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.3)
             model.save_pretrained(folder)
+            write_tokenizer(folder)
         return str(folder)
 
 

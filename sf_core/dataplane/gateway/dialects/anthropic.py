@@ -12,6 +12,7 @@ from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.gateway.dialects.checks import (
     Body,
+    answer_schema,
     check_choice,
     check_conversation,
     get,
@@ -46,6 +47,7 @@ class Anthropic:
     name = "messages"
     paths: tuple[str, ...] = ("/v1/messages",)
     count: Count | None = Count(("/v1/messages/count_tokens",), "input_tokens")
+    schema_fields = frozenset({"output_config.format", "output_format"})
     header: bytes | None = b"anthropic-version"
 
     def read(self, body: Body, path: str) -> Body:
@@ -76,6 +78,7 @@ class Anthropic:
                 tools=tools,
                 template_options=template_options(body),
                 tool_choice=check_choice(_parse_choice(body), tools),
+                schema=answer_schema(body, "output_config.format", "output_format"),
                 stop=parse_stop(body, "stop_sequences"),
                 max_tokens=max_tokens,
                 temperature=number(body, "temperature", 1.0, 0.0, 1.0),

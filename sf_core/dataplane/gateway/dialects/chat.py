@@ -14,6 +14,7 @@ from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.gateway.dialects.checks import (
     Body,
     allowed_tools,
+    answer_schema,
     check_choice,
     check_conversation,
     get,
@@ -39,6 +40,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 class Chat(OpenAI):
     name = "chat"
     paths: tuple[str, ...] = ("/v1/chat/completions",)
+    schema_fields = frozenset({"response_format"})
 
     def parse(self, body: Body, session: Session) -> list[TurnRequest]:
         body, tools = allowed_tools(body, parse_tools(body.get("tools")))
@@ -53,6 +55,7 @@ class Chat(OpenAI):
                 tools=tools,
                 template_options=template_options(body),
                 tool_choice=check_choice(tool_choice(body, named, parallel), tools),
+                schema=answer_schema(body, "response_format"),
                 stop=parse_stop(body),
                 max_tokens=positive(body, "max_tokens") if limit is None else limit,
                 temperature=number(body, "temperature", 1.0, 0.0, 2.0),

@@ -11,11 +11,13 @@ from typing import Any
 import orjson
 
 from sf_core.config.undone import UNDONE
+from sf_core.dataplane.chat.answer_grammar import Schema
 from sf_core.dataplane.chat.json_text import read_json
 from sf_core.dataplane.chat.messages import Message
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.turns.request import ToolChoice
+from sf_core.settings import shown
 
 Body = dict[str, Any]
 
@@ -170,10 +172,10 @@ def get(body: Body, name: str, kinds: tuple[type, ...], default: Any) -> Any:
     return value
 
 
-def refuse_undone(body: Body, ignored: Collection[str] = ()) -> Body:
+def refuse_undone(body: Body, ignored: Collection[str] = (), done: Collection[str] = ()) -> Body:
     """The body without the fields that the run ignores. Refuses others that are not supported and would
-    change the answer."""
-    given = ((name, _field(body, name)) for name in sorted(UNDONE.keys() - {*ignored}))
+    change the answer; `done` are those that are."""
+    given = ((name, _field(body, name)) for name in sorted(UNDONE.keys() - {*ignored, *done}))
     refused = (name for name, value in given if value is not None and value not in UNDONE[name])
     if (name := next(refused, None)) is not None:
         instead = "".join(f", or make it {orjson.dumps(value).decode()}" for value in UNDONE[name])
@@ -203,6 +205,35 @@ def _without(body: Body, name: str) -> Body:
         given = body.get(outer)
         return body | {outer: _without(given, inner)} if isinstance(given, dict) else body
     return {field: value for field, value in body.items() if field != name}
+
+
+def answer_schema(body: Body, *names: str) -> Schema | None:
+    """The schema of the answer in one of these fields, in the form that OpenAI and Anthropic gave it."""
+    for name in names:
+        given = _field(body, name)
+        if given is None:
+            continue
+        if not isinstance(given, dict):
+            raise ApiError(400, f"{name} must be an object, got {kind_of(given)}", param=name)
+        match given.get("type"):
+            case "text":
+                continue
+            case "json_object":
+                return {"type": "object"}
+            case "json_schema":
+                return _inner_schema(given, name)
+        kind = shown(given.get("type"))
+        raise ApiError(400, f"{name}.type must be text, json_object or json_schema, got {kind}", param=name)
+    return None
+
+
+def _inner_schema(given: Body, name: str) -> Schema:
+    # Chat has it one level deeper than the others
+    inner = given.get("json_schema", given)
+    schema = inner.get("schema") if isinstance(inner, dict) else None
+    if not isinstance(schema, dict | bool):
+        raise ApiError(400, f"{name} must hold a JSON Schema, got {kind_of(schema)}", param=name)
+    return schema
 
 
 def asks_strictness(body: Body) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 
 import orjson
 
+from sf_core.dataplane.chat.answer_grammar import Schema
 from sf_core.dataplane.chat.answer_parser import Reasoning
 from sf_core.dataplane.chat.messages import Message, tool_call
 from sf_core.dataplane.chat.tool_formats import Tool
@@ -60,6 +61,12 @@ MODES = {
 LEFT_OUT = ("google_search", "google_search_retrieval", "url_context", "code_execution")
 """Tools that a provider would run itself: the model is not told of them, and they are counted."""
 
+FORMATS = ("enum", "int32", "int64", "float", "double")
+"""Formats of Google's schemas that say nothing in JSON."""
+
+COUNTS = {"minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"}
+"""Keys of schemas whose numbers Google writes as strings."""
+
 _FREE = {
     "args",
     "response",
@@ -87,6 +94,7 @@ class Google:
     name = "generate_content"
     paths: tuple[str, ...] = _paths("generateContent", STREAMED)
     count: Count | None = Count(_paths("countTokens"), "totalTokens")
+    schema_fields = frozenset({"response_mime_type", "response_schema", "response_json_schema"})
     header: bytes | None = b"x-goog-api-key"
 
     def read(self, body: Body, path: str) -> Body:
@@ -108,6 +116,7 @@ class Google:
                 tools=tools,
                 template_options=template_options(body),
                 tool_choice=choice,
+                schema=_answer_schema(body),
                 stop=parse_stop(body, "stop_sequences"),
                 max_tokens=positive(body, "max_output_tokens"),
                 temperature=number(body, "temperature", 1.0, 0.0, 2.0),
@@ -229,6 +238,37 @@ def _json_schema(schema: Any) -> Any:
         return schema
     typed = {"type": schema["type"].lower()} if isinstance(schema.get("type"), str) else {}
     return {name: _json_schema(value) for name, value in schema.items()} | typed
+
+
+def _exact(schema: Any) -> Any:
+    """What such a schema says to Google besides: counts may be strings, null is a flag, formats of numbers
+    say nothing, and an object has no more properties than are named."""
+    if isinstance(schema, list):
+        return [_exact(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    said = {name: _exact(value) for name, value in schema.items()}
+    said |= {name: int(said[name]) for name in COUNTS & said.keys() if str(said[name]).isdecimal()}
+    if said.get("format") in FORMATS:
+        del said["format"]
+    if said.get("type") == "object" and "properties" in said:
+        said = {"additionalProperties": False} | said
+    nullable = said.get("nullable") is True
+    return {"anyOf": [said, {"type": "null"}]} if nullable else said
+
+
+def _answer_schema(body: Body) -> Schema | None:
+    mime = get(body, "response_mime_type", (str,), "text/plain")
+    schema = get(body, "response_json_schema", (dict, bool), None)
+    if schema is None:
+        schema = _exact(_json_schema(get(body, "response_schema", (dict,), None)))
+    if mime == "application/json":
+        return {} if schema is None else schema
+    if mime != "text/plain" or schema is not None:
+        where = "response_mime_type"
+        expected = "application/json, where there is a schema, or text/plain"
+        raise ApiError(400, f"{where} must be {expected}, got {mime!r}", param=where)
+    return None
 
 
 def _parse_choice(body: Body, tools: list[Tool], left_out: list[str]) -> tuple[ToolChoice, list[Tool]]:

@@ -14,6 +14,7 @@ DONE = b"data: [DONE]\n\n"
 
 class OpenAI:
     count: Count | None = None
+    schema_fields: frozenset[str] = frozenset()
     header: bytes | None = None
 
     def read(self, body: Body, path: str) -> Body:

@@ -56,6 +56,9 @@ class Dialect(Protocol):
     count: Count | None
     """None: clients of this dialect count no tokens."""
 
+    schema_fields: frozenset[str]
+    """Fields of `UNDONE` that hold answers to a schema, which it reads for runs whose engines can do so."""
+
     header: bytes | None
     """A header that all its clients send, and no others; None: there is none."""
 

@@ -14,6 +14,7 @@ from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.gateway.dialects.checks import (
     Body,
     allowed_tools,
+    answer_schema,
     check_choice,
     check_conversation,
     get,
@@ -51,6 +52,7 @@ model is not told of them, and they are counted."""
 class Responses(OpenAI):
     name = "responses"
     paths: tuple[str, ...] = ("/v1/responses",)
+    schema_fields = frozenset({"text.format"})
 
     def parse(self, body: Body, session: Session) -> list[TurnRequest]:
         refuse(body, "prompt", "stored prompts are not supported; use instructions")
@@ -71,6 +73,7 @@ class Responses(OpenAI):
                 tools=tools,
                 template_options=template_options(body),
                 tool_choice=check_choice(tool_choice(body, named, parallel), tools),
+                schema=answer_schema(body, "text.format"),
                 max_tokens=positive(body, "max_output_tokens"),
                 temperature=number(body, "temperature", 1.0, 0.0, 2.0),
                 top_p=number(body, "top_p", 1.0, 0.0, 1.0),

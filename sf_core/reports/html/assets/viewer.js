@@ -179,7 +179,7 @@ class Viewer {
       none: [],
     }[this.colouring];
     this.legend.className = `legend by-${this.colouring}`;
-    this.legend.replaceChildren(...entries, el("li", { class: "tok trained" }, this.countedHere()), el("li", { class: "tok carried" }, "counted in another branch"), el("li", { class: "given" }, "not sampled"));
+    this.legend.replaceChildren(...entries, el("li", { class: "tok trained" }, this.countedHere()), el("li", { class: "tok carried" }, "sampled, not trained here"), el("li", { class: "given" }, "not sampled"));
   }
 
   /* The turns of a branch; what it shares with its parent is folded. */
@@ -249,7 +249,7 @@ class Viewer {
       `token ${i}`, `id ${id}`, branch.texts[i] == null ? `bytes ${this.sessions.hex(id)}, part of a character` : JSON.stringify(branch.texts[i]),
       branch.logprobs[i] > 0 ? "no log-prob" : `log-prob ${logprob.toFixed(3)} (p ${Math.exp(logprob).toFixed(3)})`,
       `version ${branch.versions[i]}` + (this.isTraining() ? `, lag ${facts.number - branch.versions[i]}` : ""),
-      branch.states[i] === TRAINED ? this.countedHere() : "counted in another branch",
+      branch.states[i] === TRAINED ? this.countedHere() : "sampled, not trained here",
     ].join(" \u00b7 ");
   }
 }

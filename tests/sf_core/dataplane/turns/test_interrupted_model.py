@@ -17,6 +17,7 @@ from sf_core.types import FinishReason, GenerationRequest, Sampling, WeightsRef
 from tests.examples import examples
 from tests.sf_core.dataplane.cluster import Cluster, MakeEngine
 from tests.sf_core.engines.conftest import Folders
+from tests.sf_core.engines.grammar_contract import STOP
 
 CONTEXT = 64
 
@@ -47,7 +48,7 @@ turns = st.tuples(
     st.lists(st.integers(0, 59), min_size=1, max_size=12),
     st.integers(1, 24),
     st.sampled_from([0.0, 0.0, 1.0]),
-    st.sampled_from([(), (7, 11)]),
+    st.sampled_from([((), ""), ((7, 11), ""), ((STOP,), "start: /[a-z]{3,30}/")]),
     st.booleans(),
 )
 
@@ -72,9 +73,14 @@ def test_interrupted_generations_are_token_identical_to_undisturbed_ones(
         engines = [await cluster.serving(torch_engines(folder), max_running=3) for _ in range(2)]
         generations = [
             cluster.ask(
-                prompt, budget, stop=stop, stream=stream, sampling=Sampling(temperature=temperature, seed=i)
+                prompt,
+                budget,
+                stop=stop,
+                stream=stream,
+                sampling=Sampling(temperature=temperature, seed=i),
+                grammar=grammar,
             )
-            for i, (prompt, budget, temperature, stop, stream) in enumerate(asked)
+            for i, (prompt, budget, temperature, (stop, grammar), stream) in enumerate(asked)
         ]
         requests = [generation.remaining_request(0) for generation in generations]
         for event, index in events:

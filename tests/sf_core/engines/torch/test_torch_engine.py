@@ -21,7 +21,7 @@ from sf_core.engines.torch.torch_engine import TorchEngine, make_engine
 from sf_core.types import Chunk, FinishReason, GenerationRequest, Sampling, WeightsRef
 from tests.examples import examples
 from tests.sf_core.engines.conftest import Folders
-from tests.sf_core.engines.model_contract import FolderEngineTests
+from tests.sf_core.engines.grammar_contract import GrammarEngineTests
 
 KINDS = ["qwen3", "qwen2", "llama", "llama-yarn", "gpt2", "qwen3-moe"]
 GREEDY = Sampling(temperature=0)
@@ -51,7 +51,7 @@ def take(engine: TorchEngine, folder: str, version: int) -> list[Chunk]:
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
-class TestContract(FolderEngineTests):
+class TestContract(GrammarEngineTests):
     num_at_once = 40
 
     @pytest.fixture(autouse=True)

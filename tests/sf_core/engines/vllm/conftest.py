@@ -23,6 +23,7 @@ from sf_core.engines.testing import awake
 from sf_core.surroundings import vllm_python
 from sf_core.types import WeightsRef
 from tests.sf_core.engines.conftest import SIZE
+from tests.sf_core.engines.grammar_contract import write_tokenizer
 
 CONTEXT = 320
 
@@ -40,6 +41,7 @@ class Policies:
             size = SIZE | {"max_position_embeddings": CONTEXT}
             shape = Qwen3Config(**size, head_dim=32, tie_word_embeddings=self._tied)
             AutoModelForCausalLM.from_config(shape).save_pretrained(folder)
+            write_tokenizer(folder)
         return str(folder)
 
     def ref(self, version: int) -> WeightsRef:

@@ -6,7 +6,7 @@ from sf_core.engines.protocol import Engine
 from sf_core.engines.registry import make_engine
 from sf_core.engines.testing import awake, drain, ids_of, until
 from sf_core.types import GenerationRequest, Sampling
-from tests.sf_core.engines.model_contract import FolderEngineTests
+from tests.sf_core.engines.grammar_contract import GrammarEngineTests
 from tests.sf_core.engines.vllm.conftest import CONTEXT, Policies, config
 
 pytestmark = pytest.mark.slow
@@ -14,12 +14,13 @@ pytestmark = pytest.mark.slow
 GREEDY = Sampling(temperature=0)
 
 
-class TestContract(FolderEngineTests):
+class TestContract(GrammarEngineTests):
     """The contract with a tied policy, whose head vLLM's CPU build has as a tensor of its own."""
 
     num_tokens = 120
     """More than any engine samples in the few steps of a test that interrupts."""
     num_sequences = 5
+    num_examples = 5
     context_length = CONTEXT
 
     @pytest.fixture(autouse=True)

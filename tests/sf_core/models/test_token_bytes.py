@@ -1,10 +1,11 @@
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from sf_core.models.tokenizer import open_tokenizer, token_bytes
+from sf_core.models.token_bytes import control_tokens, token_bytes
+from sf_core.models.tokenizer import open_tokenizer
 from storage.run_directory import RunDirectory
 
 
@@ -42,3 +43,10 @@ def test_every_byte_of_a_byte_level_vocabulary_is_known() -> None:
     characters = bytes_to_unicode()
     pieces = tokenizer([*characters.values()], decoders.ByteLevel())
     assert token_bytes(pieces, range(256)) == [bytes([byte]) for byte in characters]
+
+
+def test_special_tokens_and_added_tags_are_no_text_and_other_added_tokens_are() -> None:
+    backend = tokenizer(["hi"], decoders.Fuse())
+    backend.add_special_tokens(["[END]"])
+    backend.add_tokens([AddedToken("<think>", special=False), AddedToken("What is ", special=False)])
+    assert control_tokens(backend) == {"[END]": 1, "<think>": 2}

@@ -1,0 +1,80 @@
+"""The grammar of answers whose content follows a JSON Schema, in llguidance's Lark.
+
+An answer may think first, as without a schema, and may call tools instead. JSON is on one line: a policy that
+may write white space anywhere can write it for ever.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import orjson
+from llguidance import LLMatcher
+
+from sf_core.dataplane.chat.answer_parser import THINK_END, THINK_START
+from sf_core.dataplane.chat.renderer import Renderer
+from sf_core.dataplane.chat.tool_formats import FORMATS, Tool
+from sf_core.dataplane.errors import ApiError
+
+Schema = dict[str, Any] | bool
+
+MAX_SCHEMA_BYTES = 65536
+
+_ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+
+
+def answer_grammar(schema: Schema, tools: list[Tool], renderer: Renderer) -> str:
+    """`tools` are those that may be called. Raises ApiError if the schema cannot be followed."""
+    text = orjson.dumps(schema)
+    if len(text) > MAX_SCHEMA_BYTES:
+        raise ApiError(400, f"The schema of the answer has {len(text)} bytes; at most {MAX_SCHEMA_BYTES}.")
+    if fault := _fault_of(text):
+        raise ApiError(400, f"The schema of the answer cannot be followed: {fault}")
+    return "\n".join(_rules(schema, tools, renderer))
+
+
+def _rules(schema: Schema, tools: list[Tool], renderer: Renderer) -> Iterator[str]:
+    marks, thinking = renderer.control_tokens, ""
+    if renderer.thinks:
+        start = _literal(THINK_START, marks)
+        thinking = "thought BLANK?" if renderer.opens_thinking else f"({start} thought BLANK?)?"
+        yield (
+            f"thought: TEXT {THINK_END}"
+            if THINK_END in marks
+            else f"thought[suffix={json.dumps(THINK_END)}]: TEXT"
+        )
+        yield "TEXT: /(?s:.*)/"
+        yield r"BLANK: /[ \n]{1,2}/"
+    form = FORMATS[renderer.tool_format]
+    calls = [
+        _json(form.schema(tool)) if form.schema else f"{_literal(form.opening(tool), marks)} anything"
+        for tool in tools
+    ]
+    yield f"start: {thinking} (content{''.join(f' | call_{n}' for n in range(len(calls)))})"
+    yield from (f"call_{n}: {call}" for n, call in enumerate(calls))
+    if calls:
+        yield "anything: <[*]>*"
+    yield f"content: {_json(schema)}"
+
+
+def _json(schema: Schema) -> str:
+    rules = schema if isinstance(schema, dict) else {}
+    return f"%json {json.dumps(rules | {'x-guidance': _ONE_LINE})}"
+
+
+def _literal(text: str, marks: frozenset[str]) -> str:
+    """A text, of which marks that are tokens of their own stand for those."""
+    parts = re.split(f"({'|'.join(map(re.escape, sorted(marks)))})", text) if marks else [text]
+    return " ".join(part if part in marks else json.dumps(part) for part in parts if part)
+
+
+@functools.lru_cache(maxsize=256)
+def _fault_of(schema: bytes) -> str:
+    """Why a schema cannot be followed, in the words of llguidance; empty if it can."""
+    fault = str(LLMatcher.validate_grammar(f"start: %json {schema.decode()}"))
+    told = fault.partition("\n   1 | ")[0].rpartition("failed to compile JSON schema: ")[2]
+    return " ".join(told.split())

@@ -1,0 +1,96 @@
+"""Answers that follow a grammar: which tokens may come next, by llguidance.
+
+Imports no tensor library and nothing of storage: vLLM's processes load it (vllm/grammar_processor.py).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from tokenizers import Tokenizer
+
+from sf_core.models.token_bytes import control_tokens, token_bytes
+
+Allowed = npt.NDArray[np.bool_]
+"""Whether each token may come next, [num_ids]."""
+
+
+class Vocabulary:
+    """The tokens of a tokenizer.json as grammars see them. `stop_ids` end an answer."""
+
+    def __init__(self, tokenizer_json: str, stop_ids: Sequence[int]) -> None:
+        tokenizer = Tokenizer.from_str(tokenizer_json)
+        self._tokens = LLTokenizer(TokenizerWrapper(_Tokens(tokenizer, stop_ids[0])), eos_token=[*stop_ids])
+        self._beginning = functools.lru_cache(maxsize=64)(self._compile)
+
+    def begin(self, grammar: str) -> LLMatcher:
+        """The beginning of an answer. Raises ValueError if the grammar cannot be followed."""
+        # copied in 0.01 ms, compiled in milliseconds
+        return self._beginning(grammar).deep_copy()
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        if fault := LLMatcher.validate_grammar(grammar, self._tokens):
+            raise ValueError(f"the grammar cannot be followed: {fault.splitlines()[0]}")
+        return LLMatcher(self._tokens, grammar, log_level=0)
+
+
+class Vocabularies:
+    """The vocabularies of one tokenizer by the stop tokens of requests, made when the first grammar comes."""
+
+    def __init__(self, read_tokenizer: Callable[[], bytes]) -> None:
+        """`read_tokenizer` returns a tokenizer.json or raises OSError."""
+        self._read = read_tokenizer
+        self._made: dict[tuple[int, ...], Vocabulary] = {}
+
+    def of(self, stop_ids: Sequence[int]) -> Vocabulary:
+        """Raises ValueError if no answer with these stop tokens can follow a grammar."""
+        key = tuple(stop_ids)
+        if key not in self._made:
+            if not key:
+                raise ValueError("a grammar was given without a stop token, with which its answer would end")
+            try:
+                self._made[key] = Vocabulary(self._read().decode(), key)
+            except OSError as error:
+                raise ValueError(f"a grammar was given, and the tokenizer cannot be read: {error}") from None
+        return self._made[key]
+
+
+class Following:
+    """A turn on its way through a grammar. A grammar that becomes too complex to follow ends the answer."""
+
+    def __init__(self, vocabulary: Vocabulary, grammar: str, sampled: Sequence[int]) -> None:
+        """`sampled` are the ids of the turn so far. Raises ValueError if the grammar cannot be followed."""
+        self._matcher = vocabulary.begin(grammar)
+        self.take(sampled)
+
+    def allowed(self, num_ids: int) -> Allowed:
+        """Of ids that the tokenizer does not know none is."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        allowed = np.zeros(num_ids, dtype=np.bool_)
+        known = np.unpackbits(bits, count=min(num_ids, 8 * len(bits)), bitorder="little")
+        allowed[: len(known)] = known
+        return allowed
+
+    def take(self, ids: Sequence[int]) -> None:
+        """Go on by sampled tokens. The stop token that ends the answer need not be among them."""
+        if not self._matcher.is_stopped():
+            self._matcher.consume_tokens([*ids])
+
+
+class _Tokens:
+    """The protocol of llguidance's TokenizerWrapper."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, stop_id: int) -> None:
+        self._tokenizer = tokenizer
+        self.eos_token_id = stop_id
+        self.tokens = token_bytes(tokenizer, range(tokenizer.get_vocab_size()))
+        self.special_token_ids = [*control_tokens(tokenizer).values()]
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(self._tokenizer.encode(text.decode(errors="replace"), add_special_tokens=False).ids)
