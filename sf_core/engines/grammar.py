@@ -10,13 +10,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 from tokenizers import Tokenizer
 
 from sf_core.models.token_bytes import control_tokens, token_bytes
-
-Allowed = npt.NDArray[np.bool_]
-"""Whether each token may come next, [num_ids]."""
 
 
 class Vocabulary:
@@ -25,6 +23,7 @@ class Vocabulary:
     def __init__(self, tokenizer_json: str, stop_ids: Sequence[int]) -> None:
         tokenizer = Tokenizer.from_str(tokenizer_json)
         self._tokens = LLTokenizer(TokenizerWrapper(_Tokens(tokenizer, stop_ids[0])), eos_token=[*stop_ids])
+        self.num_tokens = self._tokens.vocab_size
         self._beginning = functools.lru_cache(maxsize=64)(self._compile)
 
     def begin(self, grammar: str) -> LLMatcher:
@@ -64,21 +63,29 @@ class Following:
 
     def __init__(self, vocabulary: Vocabulary, grammar: str, sampled: Sequence[int]) -> None:
         """`sampled` are the ids of the turn so far. Raises ValueError if the grammar cannot be followed."""
-        self._matcher = vocabulary.begin(grammar)
+        self.num_tokens = vocabulary.num_tokens
+        self.matcher = vocabulary.begin(grammar)
         self.take(sampled)
-
-    def allowed(self, num_ids: int) -> Allowed:
-        """Of ids that the tokenizer does not know none is."""
-        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        allowed = np.zeros(num_ids, dtype=np.bool_)
-        known = np.unpackbits(bits, count=min(num_ids, 8 * len(bits)), bitorder="little")
-        allowed[: len(known)] = known
-        return allowed
 
     def take(self, ids: Sequence[int]) -> None:
         """Go on by sampled tokens. The stop token that ends the answer need not be among them."""
-        if not self._matcher.is_stopped():
-            self._matcher.consume_tokens([*ids])
+        if not self.matcher.is_stopped():
+            self.matcher.consume_tokens([*ids])
+
+
+def forbidden(answers: Sequence[Following], num_ids: int) -> npt.NDArray[np.bool_]:
+    """Whether each of `num_ids` tokens must not come next in each of these answers of one vocabulary,
+    [len(answers), num_ids]. Those that no tokenizer knows must not."""
+    num_tokens = answers[0].num_tokens
+    words = allocate_token_bitmask(len(answers), num_tokens)
+    fill_next_token_bitmask_par(_executor(), [(one.matcher, i) for i, one in enumerate(answers)], words)
+    known = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")[:, : min(num_tokens, num_ids)]
+    found = np.ones((len(answers), num_ids), dtype=np.bool_)
+    found[:, : known.shape[1]] = known == 0
+    return found
+
+
+_executor = functools.cache(LLExecutor)
 
 
 class _Tokens:

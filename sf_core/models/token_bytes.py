@@ -5,6 +5,7 @@ Imports nothing but tokenizers: vLLM's processes load it (engines/vllm/grammar_p
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Iterable
@@ -63,6 +64,7 @@ def _piece_bytes(piece: str, kinds: set[str]) -> bytes:
     return piece.replace("\u2581", " ").encode()  # SentencePiece's mark of a space
 
 
+@functools.cache
 def _byte_of_character() -> dict[str, int]:
     """Byte-level vocabularies write every byte as one printable character (Radford et al. 2019): itself, or
     one that is counted up from 256."""

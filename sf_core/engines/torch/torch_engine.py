@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from sf_core.config import RunConfig
-from sf_core.engines.grammar import Following, Vocabularies
+from sf_core.engines.grammar import Following, Vocabularies, forbidden
 from sf_core.engines.protocol import EngineLostError, WeightsRefusedError
 from sf_core.engines.torch.cached_model import CachedModel
 from sf_core.engines.torch.filling import fill, to_device
@@ -148,9 +148,10 @@ class TorchEngine:
         if len(ready) < len(rows):
             logits, rows = logits[to_device(ready, self._device)], rows[ready]
         following = self._following_of(ready)
-        for at, one in following:
-            forbidden = torch.from_numpy(~one.allowed(logits.shape[1])).to(self._device)
-            logits[at].masked_fill_(forbidden, -torch.inf)
+        if following:
+            held = [at for at, _ in following]
+            mask = torch.from_numpy(forbidden([one for _, one in following], logits.shape[1]))
+            logits[held] = logits[held].masked_fill(mask.to(self._device), -torch.inf)
         draws = uniforms(rows["seed"], rows["position"])
         token_ids, logprobs = sample(logits, rows["temperature"], rows["top_p"], rows["top_k"], draws)
         for at, one in following:

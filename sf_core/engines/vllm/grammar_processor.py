@@ -14,7 +14,7 @@ from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
-from sf_core.engines.grammar import Following, Vocabularies
+from sf_core.engines.grammar import Following, Vocabularies, forbidden
 
 
 class GrammarProcessor(LogitsProcessor):
@@ -33,9 +33,11 @@ class GrammarProcessor(LogitsProcessor):
         process_dict_updates(self._rows, batch_update, self._row)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        for index, row in self._rows.items():
-            forbidden = torch.from_numpy(~row.allowed(logits.shape[1])).to(self._device)
-            logits[index].masked_fill_(forbidden, -torch.inf)
+        if self._rows:
+            rows = list(self._rows)
+            answers = [row.caught_up() for row in self._rows.values()]
+            mask = torch.from_numpy(forbidden(answers, logits.shape[1])).to(self._device)
+            logits[rows] = logits[rows].masked_fill(mask, -torch.inf)
         return logits
 
     def _row(self, params: SamplingParams, prompt: list[int] | None, sampled: list[int]) -> _Row | None:
@@ -54,7 +56,7 @@ class _Row:
         self._following, self._sampled = following, sampled
         self._num_taken = 0
 
-    def allowed(self, num_ids: int) -> Any:
+    def caught_up(self) -> Following:
         self._following.take(self._sampled[self._num_taken :])
         self._num_taken = len(self._sampled)
-        return self._following.allowed(num_ids)
+        return self._following
