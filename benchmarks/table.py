@@ -61,6 +61,12 @@ ROWS = (
         for load, lengths in (("varied_lengths", "different lengths"), ("equal_lengths", "one length"))
     ),
     Row(
+        "schemas",
+        "{at_once} answers at once that follow a JSON Schema, 10M parameters: the built-in engine; vLLM",
+        "{torch[schema_tokens_per_second]:,}; {vllm[schema_tokens_per_second]:,} tokens/s",
+        "{torch[free_tokens_per_second]:,}; {vllm[free_tokens_per_second]:,}, without a schema",
+    ),
+    Row(
         "quickstart_vs_trl",
         "generation and training together, 1M parameters, tokens/s",
         "{1m[ours][tokens_per_second]:,.0f}; {1m[ratio]:.2f} times the baseline, {1m[ratio_min]:.2f} to "

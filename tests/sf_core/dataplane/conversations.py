@@ -140,6 +140,7 @@ class Record:
         version: int = 0,
         unparsed: int = 0,
         end: bool = True,
+        grammar: str = "",
     ) -> Turn:
         """One turn as the gateway records it; `end` appends the end-of-turn token."""
         number = self.session.begin_sample(prompt, 0)
@@ -149,7 +150,9 @@ class Record:
         asked = prompt.full_ids().tolist()
         ids = ids + [self.renderer.stop_token_ids[-1]] * end
         version = max(version, prompt.version)
-        generation = Generation("r", array("i", asked), Sampling(), 2**20, (), stream=False, floor=0)
+        generation = Generation(
+            "r", array("i", asked), Sampling(), 2**20, (), stream=False, floor=0, grammar=grammar
+        )
         logprobs = [scripted_logprob(token, i, version) for i, token in enumerate(ids)]
         reason = FinishReason.STOP if end else FinishReason.LENGTH
         generation.absorb(Chunk("r", ids, logprobs, version, reason), "engine")
@@ -191,8 +194,8 @@ class Record:
             reward_parts={},
         )
 
-    def num_sampled(self) -> int:
-        return sum(len(turn.ids) for _, turn in self.turns)
+    def num_trained(self) -> int:
+        return sum(len(turn.ids) for _, turn in self.turns if not turn.constrained)
 
 
 def state_of(session: Session) -> dict[str, Any]:
@@ -230,6 +233,7 @@ def _facts(turn: Turn) -> tuple[Any, ...]:
     return (
         *(turn.prompt.index, turn.sample, arrays, turn.message, turn.finish_reason, turn.engine),
         *(turn.sampling, turn.interruptions, turn.num_unparsed_calls, turn.index, turn.has_continuation),
+        turn.constrained,
     )
 
 
@@ -239,24 +243,26 @@ def shown(renderer: Renderer, ids: list[int]) -> str:
 
 
 def check(record: Record) -> list[Trajectory]:
-    """Invariants 1 to 3: rows hold the engines' input and output bit for bit; every sampled token is trained
-    once, with its log-prob, version and tools; nothing else is trained."""
+    """Invariants 1 to 3: rows hold the engines' input and output bit for bit; every sampled token that
+    followed no grammar is trained once, with its log-prob, version and tools; nothing else is trained."""
     rows = record.export()
     by_id = {row.branch_id: row for row in rows}
     assert len(by_id) == len(rows)
-    assert sum(int(row.loss_mask.sum()) for row in rows) == record.num_sampled()
+    assert sum(int(row.loss_mask.sum()) for row in rows) == record.num_trained()
     for asked, turn in record.turns:
         start, end = len(asked), len(asked) + len(turn.ids)
         holding = [row for row in rows if _holds(row, asked, turn)]
         assert holding
         num_training = sum(bool(row.loss_mask[start:end].any()) for row in holding)
-        assert num_training == bool(len(turn.ids)) or _has_equal(record, asked, turn)
-        assert not len(turn.ids) or any(row.loss_mask[start:end].all() for row in holding)
+        trains = bool(len(turn.ids)) and not turn.constrained
+        assert num_training == trains or _has_equal(record, asked, turn)
+        assert not trains or any(row.loss_mask[start:end].all() for row in holding)
         training = [row for row in holding if row.loss_mask[start:end].any()]
         tools = turn.prompt.tools.decode() or None
         assert {row.tools for row in training} <= {tools} or _has_equal(record, asked, turn)
     for row in rows:
         _check_row(row, by_id)
+        _check_mask(row, record)
     return rows
 
 
@@ -281,13 +287,22 @@ def _has_equal(record: Record, asked: list[int], turn: Turn) -> bool:
     return len(alike) > 1 or not len(first)
 
 
+def _check_mask(row: Trajectory, record: Record) -> None:
+    held = [(asked, turn) for asked, turn in record.turns if _holds(row, asked, turn)]
+    expected = row.policy_versions != NOT_SAMPLED
+    expected[: row.shared_prefix] = False
+    for asked, turn in held:
+        if turn.constrained:
+            expected[len(asked) : len(asked) + len(turn.ids)] = False
+    assert np.array_equal(row.loss_mask, expected) or any(_has_equal(record, *one) for one in held)
+
+
 def _check_row(row: Trajectory, by_id: dict[str, Trajectory]) -> None:
     sampled = row.policy_versions != NOT_SAMPLED
     assert np.array_equal(sampled, ~np.isnan(row.logprobs))
     assert not (row.loss_mask & ~sampled).any()
     assert (np.diff(row.policy_versions[sampled]) >= 0).all()
     assert not row.loss_mask[: row.shared_prefix].any()
-    assert row.loss_mask[row.shared_prefix :].sum() == sampled[row.shared_prefix :].sum()
     assert [span.start for span in row.turns] == [0, *(span.end for span in row.turns[:-1])]
     assert row.turns[-1].end == len(row.token_ids)
     messages: list[dict[str, Any]] = json.loads(row.messages)

@@ -76,7 +76,11 @@ class Conversations(RuleBasedStateMachine):
         self.record.restart()
         assert state_of(self.record.session) == before
 
-    @rule(kind=st.sampled_from(["plain", "think", "call", "think_call"]), end=st.booleans(), text=st.data())
+    @rule(
+        kind=st.sampled_from(["plain", "think", "call", "think_call", "schema"]),
+        end=st.booleans(),
+        text=st.data(),
+    )
     def take_a_turn(self, kind: str, end: bool, text: Any) -> None:
         """Answer an open conversation and go on with a tool's result or a user's message."""
         conversation = self._pick()
@@ -200,7 +204,9 @@ class Conversations(RuleBasedStateMachine):
         if not end:
             ids = ids[: self.rng.randrange(len(ids) + 1)]
         unparsed = int(kind == "call" and not calls)
-        turn = self._answer(prompt, ids, calls=calls, unparsed=unparsed, end=end)
+        turn = self._answer(
+            prompt, ids, calls=calls, unparsed=unparsed, end=end, grammar="g" * (kind == "schema")
+        )
         content = turn.message["content"]
         verbatim = content == content.strip() and "\N{REPLACEMENT CHARACTER}" not in content
         if calls:
