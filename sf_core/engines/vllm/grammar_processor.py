@@ -6,57 +6,105 @@ new weights interrupted. Imports what vLLM's environment has, and of this projec
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from vllm import SamplingParams
-from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
+from vllm.v1.sample.logits_processor import BatchUpdate
+from vllm.v1.sample.logits_processor import LogitsProcessor as RowProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as SlotProcessor
 
 from sf_core.engines.grammar import Following, Vocabularies, forbidden
 
 
-class GrammarProcessor(LogitsProcessor):
+class GrammarProcessor(RowProcessor, SlotProcessor):
     """Of requests whose `extra_args` have a `grammar`, only tokens that it allows are sampled. The last
-    `num_sampled` ids of the prompt belong to the answer."""
+    `num_sampled` ids of the prompt belong to the answer.
 
-    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+    One class for both of vLLM's model runners, of which the server chooses one: the first, on the CPU, tells
+    what changes in the rows of the batch; the second, on CUDA, gives every request a slot.
+    """
+
+    def __init__(self, vllm_config: Any, *of_runner: Any) -> None:
         self._vocabularies = Vocabularies(Path(vllm_config.model_config.model, "tokenizer.json").read_bytes)
-        self._device = device
-        self._rows: dict[int, _Row] = {}
+        self._states = of_runner[0]
+        """Tokens of all slots; of the first runner it is the device."""
+        self._rows: dict[int, _Answer] = {}
+        self._slots: dict[int, _Answer] = {}
+        """Slots keep what their last request was: nobody says when it ends."""
 
     def is_argmax_invariant(self) -> bool:
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        process_dict_updates(self._rows, batch_update, self._row)
+        process_dict_updates(self._rows, batch_update, self._answer_of_row)
 
-    def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        if self._rows:
-            rows = list(self._rows)
-            answers = [row.caught_up() for row in self._rows.values()]
-            mask = torch.from_numpy(forbidden(answers, logits.shape[1])).to(self._device)
-            logits[rows] = logits[rows].masked_fill(mask, -torch.inf)
-        return logits
+    def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
+        self._slots.pop(req_idx, None)
+        if (following := self._following(sampling_params)) is None:
+            return False
+        start = int(self._states.prompt_len.np[req_idx]) - sampling_params.extra_args["num_sampled"]
+        self._slots[req_idx] = _Answer(following, start, [])
+        return True
 
-    def _row(self, params: SamplingParams, prompt: list[int] | None, sampled: list[int]) -> _Row | None:
-        given = params.extra_args or {}
-        if not (grammar := given.get("grammar")):
+    def apply(self, logits: torch.Tensor, ctx: LogitsContext | None = None) -> torch.Tensor:
+        if ctx is None:
+            for answer in self._rows.values():
+                answer.read()
+            return _held(logits, self._rows)
+        if self._slots.keys().isdisjoint(ctx.idx_mapping_np.tolist()):
+            return logits
+        slots, positions = ctx.expanded_idx_mapping.tolist(), ctx.pos.tolist()
+        rows = {}
+        for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
+            if slot in self._slots and position + 1 >= self._states.prompt_len.np[slot]:
+                rows[row] = answer = self._slots[slot]
+                answer.ids += self._states.all_token_ids.gpu[slot, answer.end : position + 1].tolist()
+                answer.read()
+        return _held(logits, rows)
+
+    def _answer_of_row(
+        self, params: SamplingParams, prompt: list[int] | None, sampled: list[int]
+    ) -> _Answer | None:
+        if (following := self._following(params)) is None:
             return None
-        # the prompt has what was sampled of the answer before
-        before = prompt[len(prompt) - given["num_sampled"] :] if prompt else []
-        return _Row(Following(self._vocabularies.of(params.stop_token_ids or ()), grammar, before), sampled)
+        # `sampled` is vLLM's own list, which grows
+        ids, num_before = prompt or [], params.extra_args["num_sampled"]
+        following.take(ids[len(ids) - num_before :])
+        return _Answer(following, 0, sampled)
+
+    def _following(self, params: SamplingParams) -> Following | None:
+        if not (grammar := (params.extra_args or {}).get("grammar")):
+            return None
+        return Following(self._vocabularies.of(params.stop_token_ids or ()), grammar, ())
 
 
-class _Row:
-    """A request of the batch. `sampled` is vLLM's own list, which grows."""
+@dataclass(slots=True)
+class _Answer:
+    following: Following
+    start: int
+    """Where `ids` begin among all tokens of its request."""
+    ids: list[int]
+    """What is known of it, of which the beginning is read."""
+    num_read: int = 0
 
-    def __init__(self, following: Following, sampled: list[int]) -> None:
-        self._following, self._sampled = following, sampled
-        self._num_taken = 0
+    @property
+    def end(self) -> int:
+        return self.start + len(self.ids)
 
-    def caught_up(self) -> Following:
-        self._following.take(self._sampled[self._num_taken :])
-        self._num_taken = len(self._sampled)
-        return self._following
+    def read(self) -> None:
+        self.following.take(self.ids[self.num_read :])
+        self.num_read = len(self.ids)
+
+
+def _held(logits: torch.Tensor, answers: dict[int, _Answer]) -> torch.Tensor:
+    """The logits, in which these rows are held to their grammars."""
+    if answers:
+        rows = list(answers)
+        mask = torch.from_numpy(forbidden([one.following for one in answers.values()], logits.shape[1]))
+        logits[rows] = logits[rows].masked_fill(mask.to(logits.device), -torch.inf)
+    return logits
