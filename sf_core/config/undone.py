@@ -1,7 +1,8 @@
 """The request fields that would change an answer but are not supported, in one list for all API dialects.
 
-A request with one of them is refused, unless its value changes nothing or the run ignores the field
-(`rollout.ignored_fields`). Fields that depend on others are refused by each dialect.
+A request with one of them is refused, unless its value changes nothing, the run ignores the field
+(`rollout.ignored_fields`), or it is the dialect's own for a schema (`Dialect.schema_fields`) and the run's
+engines follow schemas. Fields that depend on others are refused by each dialect.
 """
 
 from __future__ import annotations

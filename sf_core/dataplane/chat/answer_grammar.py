@@ -38,7 +38,9 @@ def answer_grammar(schema: Schema, tools: list[Tool], renderer: Renderer) -> str
 
 
 def _rules(schema: Schema, tools: list[Tool], renderer: Renderer) -> Iterator[str]:
-    marks, thinking = renderer.control_tokens, ""
+    # as Lark writes tokens by name
+    marks = frozenset(token for token in renderer.control_tokens if re.fullmatch(r"<[^<>\s]+>", token))
+    thinking = ""
     if renderer.thinks:
         start = _literal(THINK_START, marks)
         thinking = "thought BLANK?" if renderer.opens_thinking else f"({start} thought BLANK?)?"

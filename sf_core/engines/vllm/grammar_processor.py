@@ -6,6 +6,7 @@ new weights interrupted. Imports what vLLM's environment has, and of this projec
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as SlotProcessor
 
 from sf_core.engines.grammar import Following, Vocabularies, forbidden
+
+log = logging.getLogger(__name__)
 
 
 class GrammarProcessor(RowProcessor, SlotProcessor):
@@ -80,7 +83,13 @@ class GrammarProcessor(RowProcessor, SlotProcessor):
     def _following(self, params: SamplingParams) -> Following | None:
         if not (grammar := (params.extra_args or {}).get("grammar")):
             return None
-        return Following(self._vocabularies.of(params.stop_token_ids or ()), grammar, ())
+        vocabulary = self._vocabularies.of(params.stop_token_ids or ())
+        try:
+            return Following(vocabulary, grammar, ())
+        except ValueError as error:
+            # our engine has followed it, so this is another llguidance; raised here it would end the server
+            log.error("%s", error)
+            return Following(vocabulary, 'start: ""', ())
 
 
 @dataclass(slots=True)

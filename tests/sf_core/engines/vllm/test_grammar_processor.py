@@ -47,8 +47,8 @@ def allowed(**lengths):
     slots = [int(name[1:]) for name in lengths]
     ctx = LogitsContext(
         expanded_idx_mapping=torch.tensor(slots), idx_mapping=torch.tensor(slots),
-        idx_mapping_np=np.array(slots), expanded_local_pos=None, input_ids=None, pos=torch.tensor([*lengths.values()]) - 1,
-        seq_lens_upper_bound_np=None,
+        idx_mapping_np=np.array(slots), expanded_local_pos=None, input_ids=None, seq_lens_upper_bound_np=None,
+        pos=torch.tensor([*lengths.values()]) - 1,
     )
     logits = processor.apply(torch.zeros(len(slots), num_ids), ctx)
     return [torch.isfinite(row).nonzero().flatten().tolist() for row in logits]
@@ -71,6 +71,8 @@ assert allowed(s1=5, s3=3) == [digits, digits]
 tokens[1, 5] = tokens[3, 3] = zero
 assert allowed(s3=4, s1=6) == [[stop], [stop]]
 assert not begin(1, [9], "") and allowed(s1=1) == [everything]
+# one that only this process cannot follow ends its answer, not the server
+assert begin(0, [9], "start: <none>") and allowed(s0=1) == [[stop]]
 print("held")
 """
 
