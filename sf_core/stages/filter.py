@@ -16,10 +16,18 @@ from storage.trajectories import read_trajectories
 
 @commits_once
 def filter(run: OpenRun, iteration: int) -> Outcome:
-    """Write the batch: the advantage and the weight of every token, unless the train step must make them."""
+    """Write the batch: the advantage and the weight of every token, unless the train step must make them.
+    Raises ValueError if nothing of what was sampled trains, which no iteration would change."""
     source = committed(run, iteration, "rollout")
     rows = pa.concat_tables(read_trajectories(run.directory.path(ref.uri)) for ref in source.outputs)
     settings, samples = run.config.train, samples_of(rows, iteration)
+    if pc.any(pc.list_flatten(rows["loss_mask"])).as_py() is False and rows["min_version"].null_count < len(
+        rows
+    ):
+        raise ValueError(
+            f"no token of iteration {iteration} trains: every answer followed a schema. Have the agent ask "
+            "without one, or name the field (response_format, ...) in rollout.ignored_fields"
+        )
     advantages = weights = None
     figures = {}
     if not settings.needs:

@@ -83,7 +83,12 @@ def sampled(tmp_path: Path, model_dir: str, renderer: Renderer) -> Iterator[Samp
         run = Sampled(server, directory, RunRef("run", directory.uri, url, attempt=1))
         # names of groups of one and of two digits sort otherwise than their numbers
         server.register(
-            iteration=ITERATION, groups_per_batch=3, group_size=3, done_groups=list(range(9)), top_p=1.0
+            iteration=ITERATION,
+            groups_per_batch=3,
+            group_size=3,
+            done_groups=list(range(9)),
+            top_p=1.0,
+            follows_grammars=True,
         )
         server.connect(lambda prompt, seed: say(renderer, "x" * (run.lengths.pop(0) - 1)))
         yield run
@@ -159,6 +164,17 @@ def test_every_trained_token_gets_the_advantage_of_its_session_within_its_group(
     assert rollout is not None
     assert (rollout.data["groups"], [*rollout.data["rejected"]]) == ([9, 11, 12], ["10"])
     assert filter(sampled.ref, ITERATION) == found, "done again, it answers as before"
+
+
+def test_a_batch_of_which_nothing_trains_is_refused_with_the_reason(sampled: Sampled) -> None:
+    for claim in sampled.server.claim(9):
+        sampled.lengths.append(3)
+        path = f"/sessions/{claim['session_id']}/v1/chat/completions"
+        body = {"model": "policy", "messages": [user("a")], "response_format": {"type": "json_object"}}
+        sampled.server.post(path, body)
+        sampled.finish(claim, 1.0)
+    with pytest.raises(ValueError, match="no token of iteration 1 trains: every answer followed a schema"):
+        sampled.batch()
 
 
 def test_what_needs_scores_is_left_to_the_train_step(sampled: Sampled) -> None:
