@@ -57,7 +57,7 @@ def main(
     samples: int = 16,
     max_tokens: int = 64,
     threads: int = 2,
-    repeats: int = 3,
+    repeats: int = 6,
 ) -> None:
     torch.set_num_threads(threads)
     # the server's

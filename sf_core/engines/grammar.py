@@ -79,9 +79,9 @@ def forbidden(answers: Sequence[Following], num_ids: int) -> npt.NDArray[np.bool
     num_tokens = answers[0].num_tokens
     words = allocate_token_bitmask(len(answers), num_tokens)
     fill_next_token_bitmask_par(_executor(), [(one.matcher, i) for i, one in enumerate(answers)], words)
-    known = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")[:, : min(num_tokens, num_ids)]
-    found = np.ones((len(answers), num_ids), dtype=np.bool_)
-    found[:, : known.shape[1]] = known == 0
+    bits = np.unpackbits(np.invert(words).view(np.uint8), axis=1, count=num_ids, bitorder="little")
+    found = bits.view(np.bool_)
+    found[:, num_tokens:] = True
     return found
 
 
