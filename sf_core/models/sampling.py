@@ -31,8 +31,8 @@ def sample(
         lowest = cutoff(logits, np.where(greedy, 1, top_p), np.where(greedy, 0, top_k))
         logits = logits.masked_fill(logits < lowest, -torch.inf)
     logprobs = torch.log_softmax(logits, dim=-1)
-    # Double: with u < 1 the target stays below the total, and a token of probability 0 is never drawn. Not the
-    # exponentials of the log-probs: those of -inf take three times as long.
+    # Double: with u < 1 the target stays below the total, and a token of probability 0 is never drawn.
+    # Not the exponentials of the log-probs: those of -inf take three times as long.
     cdf = logits.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
     target = torch.from_numpy(uniforms).to(cdf.device).unsqueeze(1) * cdf[:, -1:]
     tokens = torch.searchsorted(cdf, target, right=True)

@@ -14,6 +14,9 @@ from sf_core.config.programs import WORK, SandboxLimits
 PORTER = "/porter.py"
 """Where the porter's source is, inside."""
 
+CHANNEL = 0
+"""Number of the porter's channel, which is standard input."""
+
 SHARED_MEMORY_MB = 64
 
 SYSTEM = ("/bin", "/sbin", "/lib", "/lib32", "/lib64")
@@ -29,14 +32,9 @@ MADE_UP = Path(__file__).with_name("etc")
 """Further files of /etc that programs look for, with nothing of the host in them."""
 
 
-def command_line(
-    limits: SandboxLimits,
-    words: Sequence[str],
-    channel: int,
-    programs: Iterable[str] = (),
-) -> list[str]:
-    """The command line of a sandbox that runs these words as its first process, with this open file.
-    `programs`: files of the host that are seen too, where they are."""
+def command_line(limits: SandboxLimits, words: Sequence[str], programs: Iterable[str] = ()) -> list[str]:
+    """The command line of a sandbox that runs these words as its first process, with what is its own standard
+    input as CHANNEL. `programs`: files of the host that are seen too, where they are."""
     # not the parent's death as a signal: it is sent when the thread ends that has started the sandbox
     options = ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     options += ["--as-pid-1", "--hostname", "sandbox", "--clearenv"]

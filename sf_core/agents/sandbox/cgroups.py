@@ -19,6 +19,10 @@ MOUNT = Path("/sys/fs/cgroup")
 OWN = Path("/proc/self/cgroup")
 """Tells the group of this process."""
 
+SPARE_MB = 32
+"""Memory of a sandbox's group above its limit: the porter ends what goes beyond the limit, and the kernel
+what is faster than the porter looks."""
+
 _PREFIX = "sf-sandbox-"
 
 _numbers = count()
@@ -39,7 +43,7 @@ class ControlGroup:
         _remove_left(parent)
         self._folder = parent / f"{_PREFIX}{os.getpid()}-{next(_numbers)}"
         self._folder.mkdir()
-        memory = str(limits.memory_mb * 2**20)
+        memory = str((limits.memory_mb + SPARE_MB) * 2**20)
         # bubblewrap and the porter are in it too
         for name, most in (
             ("memory.max", memory),

@@ -42,6 +42,12 @@ LOOK_S = 0.2
 INODE_BYTES = 1024
 """Memory of the kernel that a file takes, however small it is."""
 
+KILLS = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control")
+"""Files of a container, by the version of control groups, that tell how many of its processes the kernel has
+killed because there was no memory left."""
+
+LIBC = ctypes.CDLL(None, use_errno=True)
+
 Become = Callable[[list[str], dict[str, str]], None]
 """Makes a process that of a command, which has these words and variables; does not return."""
 
@@ -73,11 +79,12 @@ class Porter:
                 close(files)
 
     def greet(self) -> None:
-        """Give the worker the work folder, and a socket on which programs inside reach the worker."""
-        folder = os.open(".", os.O_RDONLY | os.O_DIRECTORY)
+        """Give the worker the work folder, a socket on which programs inside reach the worker, and this
+        process, with which all inside ends."""
+        files = [os.open(".", os.O_RDONLY | os.O_DIRECTORY), os.pidfd_open(os.getpid())]
         with suppress(ConnectionError), socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
-            socket.send_fds(self._channel, [b"ready"], [folder, listener.fileno()])
-        os.close(folder)
+            socket.send_fds(self._channel, [b"ready"], [files[0], listener.fileno(), files[1]])
+        close(files)
 
     def _asked(self) -> tuple[str, list[int]]:
         message, files = received(self._channel, 64, 4)
@@ -95,7 +102,7 @@ class Porter:
         pid = start(become, words, variables, files[1:], self._limits)
         # or no reader would ever see their end
         close(files)
-        ended_by, status = "exit", None
+        ended_by, status, killed = "exit", None, num_killed()
         while status is None:
             status = self._reaped(pid)
             if status is None:
@@ -104,13 +111,15 @@ class Porter:
                     close(files)
                     if word == "kill":
                         kill_all()
-                elif self._limits.watched and memory_in_use() > self._limits.memory:
+                elif memory_in_use() > self._limits.memory:
                     ended_by = "memory"
                     kill_all()
         kill_all()
         with suppress(ChildProcessError):
             while True:
                 os.waitpid(-1, 0)
+        if num_killed() > killed:
+            ended_by = "memory"
         return f"ended {status} {ended_by}"
 
     def _reaped(self, command: int) -> int | None:
@@ -127,7 +136,7 @@ class Porter:
         sources = select.poll()
         for number in (self._wake, self._channel.fileno()):
             sources.register(number, select.POLLIN)
-        ready = sources.poll(LOOK_S * 1000 if self._limits.watched else None)
+        ready = sources.poll(LOOK_S * 1000)
         with suppress(BlockingIOError):
             while os.read(self._wake, 512):
                 pass
@@ -137,28 +146,30 @@ class Porter:
 def become_nobody() -> None:
     """Give up the rights of root and all ways back to them, further user namespaces among them."""
     os.umask(0o022)
-    # of all that runs here, the kernel ends first what is inside
-    put("/proc/self/oom_score_adj", "1000")
-    libc = ctypes.CDLL(None, use_errno=True)
-    if os.getuid() == 0:
+    # of all that runs here, the kernel ends first what is inside, and there commands before their porter
+    put("/proc/self/oom_score_adj", "500")
+    is_root = os.getuid() == 0
+    if is_root:
         os.chown(".", NOBODY, NOBODY)
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
         # what has changed its user cannot write its own maps otherwise
-        libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
-        # where it is a user of its own, processes are counted for each sandbox alone
-        if libc.unshare(CLONE_NEWUSER) != 0:
-            raise OSError(ctypes.get_errno(), "user namespaces cannot be made")
+        LIBC.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
+    user, group = os.getuid(), os.getgid()
+    # where it is a user of its own, processes are counted for each sandbox alone
+    if LIBC.unshare(CLONE_NEWUSER) == 0:
         put("/proc/self/setgroups", "deny")
-        put("/proc/self/uid_map", f"{USER} {NOBODY} 1")
-        put("/proc/self/gid_map", f"{USER} {NOBODY} 1")
+        put("/proc/self/uid_map", f"{USER} {user} 1")
+        put("/proc/self/gid_map", f"{USER} {group} 1")
         put("/proc/sys/user/max_user_namespaces", "0")
         # who makes a user namespace has all rights in it until he executes another program
         nothing = (ctypes.c_uint32 * 6)()
-        if libc.capset((ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0), nothing) != 0:
+        if LIBC.capset((ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0), nothing) != 0:
             raise OSError(ctypes.get_errno(), "capabilities cannot be given up")
-    libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+    elif is_root:
+        raise OSError(ctypes.get_errno(), "user namespaces cannot be made")
+    LIBC.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     os.mkdir(HOME)
 
 
@@ -205,6 +216,7 @@ def start(
             os.setsid()
             for number in (signal.SIGPIPE, signal.SIGXFSZ):
                 signal.signal(number, signal.SIG_DFL)
+            be_ended_first()
             limit(limits)
             become(words, variables)
         except OSError as error:
@@ -245,6 +257,13 @@ RUNS = {"run": execute, "interpret": interpret}
 """Requests that run something, and how its process becomes it."""
 
 
+def be_ended_first() -> None:
+    """Have the kernel end this copy of the porter before the porter itself when there is no memory left."""
+    LIBC.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
+    put("/proc/self/oom_score_adj", "1000")
+    LIBC.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+
+
 def limit(limits: SimpleNamespace) -> None:
     for kind, most in (
         (resource.RLIMIT_DATA, limits.memory),
@@ -264,6 +283,13 @@ def limit(limits: SimpleNamespace) -> None:
 def kill_all() -> None:
     with suppress(ProcessLookupError):
         os.kill(-1, signal.SIGKILL)
+
+
+def num_killed() -> int:
+    for path in KILLS:
+        with suppress(OSError), open(path) as file:
+            return sum(int(line.split()[1]) for line in file if line.startswith("oom_kill "))
+    return 0
 
 
 def memory_in_use() -> int:

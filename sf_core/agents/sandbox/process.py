@@ -58,6 +58,11 @@ def why_no_sandbox(image: str | None = None) -> str | None:
         return f"no sandbox could be made within {START_S:g} s"
     if process.returncode == 0:
         return None
+    if image is not None:
+        return (
+            f"no sandbox can be made here of the image {image} ({_last_line(told)}): `podman pull` it first, "
+            "and look whether `podman run` can run its python3"
+        )
     return (
         f"no sandbox can be made here ({_last_line(told)}): this user must be allowed user namespaces, by "
         "`sysctl user.max_user_namespaces`, by AppArmor, and by the container if this is one"
@@ -82,14 +87,16 @@ class SandboxProcess:
             raise SandboxError(f"a sandbox cannot be started: {error}") from None
         self.folder = -1
         """Its work folder, open."""
+        self._first = -1
+        """Its first process, as an open file."""
 
     async def begin(self) -> socket.socket:
         """Returns a listening socket of its network."""
-        message, files = await self._told(START_S, max_files=2)
-        if message != "ready" or len(files) != 2:
+        message, files = await self._told(START_S, max_files=3)
+        if message != "ready" or len(files) != 3:
             _close(files)
             raise SandboxError(f"the sandbox began with nonsense: {message!r:.100}")
-        self.folder, listener = files
+        self.folder, listener, self._first = files
         return socket.socket(fileno=listener)
 
     async def ask(self, word: str, files: Sequence[int], timeout_s: float | None = None) -> str:
@@ -110,10 +117,11 @@ class SandboxProcess:
 
     def kill(self) -> None:
         """End all that is inside, whatever the porter does."""
-        pid = self._process.pid
-        # bubblewrap's only child is the first process
-        with suppress(OSError, ValueError), open(f"/proc/{pid}/task/{pid}/children") as file:
-            os.kill(int(file.read()), signal.SIGKILL)
+        with suppress(OSError):
+            if self._first >= 0:
+                signal.pidfd_send_signal(self._first, signal.SIGKILL)
+            else:
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     async def end(self) -> None:
         """Return when nothing of the sandbox is left."""
@@ -130,6 +138,9 @@ class SandboxProcess:
             self._process.poll()
             assert self._process.stderr is not None
             self._process.stderr.close()
+            if self._first >= 0:
+                os.close(self._first)
+                self._first = -1
             if self.group is not None:
                 self.group.remove()
 
@@ -178,19 +189,17 @@ def _starting(
         "processes": limits.processes,
         "files": limits.open_files,
         "cpu": limits.cpu_s,
-        "watched": int(group is None),
     }
-    words = [maker.python(), "-I", "-S", bubblewrap.PORTER, str(theirs.fileno())]
+    words = [maker.python(), "-I", "-S", bubblewrap.PORTER, str(maker.CHANNEL)]
     words += [f"{name}={value}" for name, value in facts.items()]
     with closing(theirs):
-        command = maker.command_line(limits, words, theirs.fileno(), programs)
+        command = maker.command_line(limits, words, programs)
         return subprocess.Popen(
             command if group is None else group.joined(command),
-            stdin=subprocess.DEVNULL,
+            stdin=theirs.fileno(),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             env=inherited_variables(),
-            pass_fds=[theirs.fileno()],
             start_new_session=True,
         )
 

@@ -1,4 +1,4 @@
-"""Runs in sandboxes for tests."""
+"""Runs in sandboxes for tests, by the maker that a test is given (conftest.py)."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from sf_core.agents.sandbox import Ended, Sandbox, open_sandbox, why_no_sandbox
 from sf_core.config.programs import SandboxLimits
 
 WAIT_S = 60
+
+image: str | None = None
+"""Of which podman makes the sandboxes; None: bubblewrap makes them."""
 
 Result = TypeVar("Result")
 
@@ -36,8 +39,13 @@ def inside(
 async def opened(
     work: Callable[[Sandbox], Awaitable[Result]], limits: SandboxLimits | None = None, **settings: Any
 ) -> Result:
-    async with open_sandbox(limits or SandboxLimits(), **settings) as box:
+    async with open_sandbox(made(limits or SandboxLimits()), **settings) as box:
         return await work(box)
+
+
+def made(limits: SandboxLimits) -> SandboxLimits:
+    """The limits of a sandbox by the maker of this test."""
+    return limits.model_copy(update={"image": image}) if image else limits
 
 
 def run(

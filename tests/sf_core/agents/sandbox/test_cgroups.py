@@ -36,7 +36,7 @@ def test_a_sandbox_begins_in_its_group(groups: Path) -> None:
 
     async def work(box: Sandbox) -> Ended:
         [group] = groups.glob(f"sf-sandbox-{os.getpid()}-*")
-        assert (group / "memory.max").read_text() == str(100 * 2**20)
+        assert (group / "memory.max").read_text() == str(132 * 2**20)
         assert (group / "pids.max").read_text() == "9"
         assert box.limits_by == "cgroup"
         assert (group / "cgroup.procs").read_text().strip().isdigit()

@@ -14,15 +14,14 @@ from sf_core.agents.command import agent_of
 from sf_core.agents.command_output import Written
 from sf_core.agents.sandbox import Ended, Sandbox, SandboxError, open_sandbox, why_no_sandbox
 from sf_core.agents.sandbox import porter as porter_module
-from sf_core.agents.sandbox.bubblewrap import PORTER
-from sf_core.agents.sandbox.podman import command_line
 from sf_core.config.programs import Command, SandboxLimits
 from sf_core.types import Task
-from tests.sf_core.agents.sandbox.inside import WAIT_S, inside, run, shell
+from tests.sf_core.agents.sandbox.inside import WAIT_S, inside, made, run, shell
 
 ROOT = Path(__file__).parents[4]
 
 
+@pytest.mark.usefixtures("maker")
 def test_files_go_in_and_come_out_and_last_from_command_to_command() -> None:
     async def work(box: Sandbox) -> dict[str, bytes]:
         ended = await box.run(["python3", "deep/a.py"], timeout_s=WAIT_S)
@@ -59,10 +58,12 @@ def test_a_command_is_given_standard_input_variables_and_the_workers_python() ->
     assert inside(work) == f"\N{GREEK SMALL LETTER PI}1 C.UTF-8 /tmp/home\npytest {pytest.__version__}\n"
 
 
+@pytest.mark.usefixtures("maker")
 def test_a_script_may_be_executed() -> None:
     assert run("./a", files={"a": b"#!/bin/sh\necho 42\n"}).output == "42\n"
 
 
+@pytest.mark.usefixtures("maker")
 def test_standard_output_and_errors_are_heard_apart_where_that_is_wanted() -> None:
     written = Written()
 
@@ -73,6 +74,7 @@ def test_standard_output_and_errors_are_heard_apart_where_that_is_wanted() -> No
     assert (written.answer(), written.last_lines()) == ("42\n", "thinking")
 
 
+@pytest.mark.usefixtures("maker")
 def test_a_command_that_cannot_be_started_is_an_error_and_the_next_one_runs() -> None:
     async def work(box: Sandbox) -> str:
         with pytest.raises(
@@ -87,6 +89,7 @@ def test_a_command_that_cannot_be_started_is_an_error_and_the_next_one_runs() ->
 NUM_PROCESSES = "import os; print(sum(name.isdigit() for name in os.listdir('/proc')))"
 
 
+@pytest.mark.usefixtures("maker")
 def test_a_source_of_python_runs_like_a_command() -> None:
     source = """
 import os, sys
@@ -106,6 +109,7 @@ raise ValueError("as in any Python")
     assert left == Ended(0, "exit", "2\n")
 
 
+@pytest.mark.usefixtures("maker")
 @pytest.mark.parametrize(
     "source, ended_by",
     [
@@ -128,12 +132,13 @@ def test_commands_of_one_sandbox_run_one_after_the_other() -> None:
     assert [ended.status for ended in inside(work)] == [0, 0, 0]
 
 
+@pytest.mark.usefixtures("maker")
 def test_sandboxes_run_side_by_side_and_know_nothing_of_each_other() -> None:
     async def work() -> list[str]:
         begun = asyncio.Barrier(8)
 
         async def one(number: int) -> str:
-            async with open_sandbox(SandboxLimits()) as box:
+            async with open_sandbox(made(SandboxLimits())) as box:
                 script = f"touch mine-{number} /tmp/mine-{number}"
                 await box.run(["sh", "-c", script], timeout_s=WAIT_S)
                 await begun.wait()
@@ -145,6 +150,7 @@ def test_sandboxes_run_side_by_side_and_know_nothing_of_each_other() -> None:
     assert asyncio.run(asyncio.wait_for(work(), WAIT_S)) == expected
 
 
+@pytest.mark.usefixtures("maker")
 def test_a_sandbox_ends_with_a_cancelled_command() -> None:
     async def work(box: Sandbox) -> None:
         with pytest.raises(TimeoutError):
@@ -165,9 +171,10 @@ channel.recv(64)
 {answer}
 channel.recv(64)
 """
-BEGIN = "socket.send_fds(channel, [b'ready'], [folder, listener.fileno()])"
+BEGIN = "socket.send_fds(channel, [b'ready'], [folder, listener.fileno(), os.pidfd_open(1)])"
 
 
+@pytest.mark.usefixtures("maker")
 @pytest.mark.parametrize(
     ("begin", "answer", "told"),
     [
@@ -196,6 +203,7 @@ def test_what_the_porter_says_is_not_believed(
         assert told is None
 
 
+@pytest.mark.usefixtures("maker")
 def test_a_porter_that_does_not_answer_is_ended_with_its_sandbox(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,28 +243,6 @@ def test_where_namespaces_cannot_be_made_a_sandbox_is_refused(no_programs: Path)
     )
 
 
-def test_an_image_needs_podman(no_programs: Path) -> None:
-    with pytest.raises(SandboxError, match=r"^there is no podman on this host, and sandbox\.image needs it$"):
-        run("true", limits=SandboxLimits(image="docker.io/library/python:3.12"))
-
-
-def test_podman_is_told_the_same_limits(no_programs: Path) -> None:
-    (no_programs / "podman").write_text("")
-    (no_programs / "podman").chmod(0o755)
-    limits = SandboxLimits(image="an-image", memory_mb=100, disk_mb=7, processes=9, paths=("/opt/tool",))
-    words = command_line(limits, ["python3", PORTER], 5, ["/home/me/agent"])
-    assert words == [
-        *(f"{no_programs}/podman", "run", "--rm", "--network=none", "--read-only", "--read-only-tmpfs=false"),
-        *("--hostname=sandbox", "--cap-drop=all", "--security-opt=no-new-privileges", "--user=1000:1000"),
-        *("--workdir=/sandbox", "--memory=100m", "--memory-swap=100m", "--pids-limit=10", "--shm-size=64m"),
-        *("--tmpfs", "/sandbox:rw,exec,nosuid,nodev,size=7m,mode=0755,uid=1000,gid=1000"),
-        *("--tmpfs", "/tmp:rw,exec,nosuid,nodev,size=7m,mode=1777,uid=1000,gid=1000"),
-        *("--volume", f"{porter_module.__file__}:{PORTER}:ro", "--volume", "/opt/tool:/opt/tool:ro"),
-        *("--volume", "/home/me/agent:/home/me/agent:ro", "--preserve-fd=5", "--entrypoint=", "an-image"),
-        *("python3", PORTER),
-    ]
-
-
 def test_the_documented_reward_runs_the_tests_of_an_answer() -> None:
     page = (ROOT / "docs" / "your-agent.md").read_text().partition("## In a sandbox")[2]
     names: dict[str, Any] = {"Task": Task}
@@ -267,6 +253,7 @@ def test_the_documented_reward_runs_the_tests_of_an_answer() -> None:
     assert [asyncio.run(names["reward"](task, answer)) for answer in answers] == [1.0, 0.0]
 
 
+@pytest.mark.usefixtures("maker")
 def test_paths_of_the_host_are_seen_read_only(tmp_path: Path) -> None:
     (tmp_path / "data").write_text("seen\n")
     # only its owner may read it, and inside is somebody else where that is root

@@ -1,0 +1,105 @@
+"""What is podman's own of a sandbox; what both makers owe is in test_escapes.py and test_sandbox.py."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sf_core.agents.sandbox import Sandbox, SandboxError, podman, why_no_sandbox
+from sf_core.agents.sandbox import porter as porter_module
+from sf_core.agents.sandbox.bubblewrap import PORTER
+from sf_core.config.programs import SandboxLimits
+from tests.e2e.waiting import wait_until
+from tests.sf_core.agents.sandbox.inside import WAIT_S, opened, run
+
+
+def containers(image: str) -> list[str]:
+    words = ("podman", "ps", "--all", "--quiet", "--filter", f"ancestor={image}")
+    return subprocess.run(words, check=True, capture_output=True, text=True).stdout.split()
+
+
+def test_it_is_told_the_limits_of_a_sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "podman").write_text("")
+    (tmp_path / "podman").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    limits = SandboxLimits(image="an-image", memory_mb=100, disk_mb=7, processes=9, paths=("/opt/tool",))
+    words = podman.command_line(limits, ["python3", PORTER], ["/home/me/agent"])
+    assert words[-3:] == ["an-image", "python3", PORTER] and f"{tmp_path}/podman" in words
+    tmpfs = "rw,exec,nosuid,nodev,size=7m"
+    assert {
+        *("--network=none", "--read-only", "--cap-drop=all", "--security-opt=no-new-privileges"),
+        *("--user=1000:1000", "--memory=132m", "--memory-swap=132m", "--pids-limit=10", "--preserve-fds=1"),
+        *(f"/sandbox:{tmpfs},mode=0755,U", f"/tmp:{tmpfs},mode=1777,U", "/opt/tool:/opt/tool:ro"),
+        *(f"{porter_module.__file__}:{PORTER}:ro", "/home/me/agent:/home/me/agent:ro"),
+    } <= {*words}
+
+
+def test_an_image_needs_podman(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    why_no_sandbox.cache_clear()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SandboxError, match=r"^there is no podman on this host, and sandbox\.image needs it$"):
+        run("true", limits=SandboxLimits(image="docker.io/library/python:3.12"))
+    why_no_sandbox.cache_clear()
+
+
+@pytest.mark.usefixtures("podman")
+def test_an_image_that_is_not_there_is_refused_and_not_pulled() -> None:
+    told = r"^no sandbox can be made here of the image localhost/nowhere \(.*not known\): `podman pull` it"
+    with pytest.raises(SandboxError, match=told):
+        run("true", limits=SandboxLimits(image="localhost/nowhere"))
+
+
+def test_memory_is_held_by_its_control_group(
+    podman: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = "import os\nfd = os.memfd_create('a')\nfor _ in range(300):\n    os.write(fd, bytes(1 << 20))"
+    ended = run("python3", "-c", script, limits=SandboxLimits(image=podman, memory_mb=128))
+    assert (ended.status, ended.ended_by) == (-9, "memory")
+    assert list(tmp_path.iterdir()) == []
+
+
+WORKER = """
+import asyncio, sys
+from sf_core.agents.sandbox import open_sandbox
+from sf_core.config.programs import SandboxLimits
+async def work():
+    async with open_sandbox(SandboxLimits(image=sys.argv[1])) as box:
+        print("begun", flush=True)
+        await box.run(["sh", "-c", "setsid -f sleep 1000; sleep 1000 & wait"], timeout_s=1000)
+asyncio.run(work())
+"""
+
+
+def test_a_worker_that_is_killed_leaves_no_container(podman: str) -> None:
+    worker = subprocess.Popen([sys.executable, "-c", WORKER, podman], stdout=subprocess.PIPE)
+    try:
+        assert worker.stdout is not None and worker.stdout.readline() == b"begun\n"
+        assert len(containers(podman)) == 1
+    finally:
+        worker.kill()
+        worker.wait(WAIT_S)
+        worker.stdout.close()
+    wait_until(lambda: not containers(podman), "the end of the container")
+
+
+def test_a_cancelled_command_leaves_no_container(podman: str) -> None:
+    async def use() -> None:
+        begun = asyncio.Event()
+
+        async def work(box: Sandbox) -> None:
+            begun.set()
+            await box.run(["sleep", "1000"], timeout_s=WAIT_S)
+
+        working = asyncio.create_task(opened(work, SandboxLimits(image=podman)))
+        await begun.wait()
+        working.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await working
+
+    asyncio.run(use())
+    wait_until(lambda: not containers(podman), "the end of the container")
