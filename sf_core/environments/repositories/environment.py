@@ -16,7 +16,7 @@ from sf_core.agents.tool_loop import LostToolError, Tool, run_tool_loop
 from sf_core.config.programs import SandboxLimits
 from sf_core.environments.environment import Environment
 from sf_core.environments.repositories.dataset import Instance, read_instances
-from sf_core.environments.repositories.scoring import passed_tests
+from sf_core.environments.repositories.scoring import failing_tests
 from sf_core.environments.repositories.sources import check_sources, files_at
 from sf_core.environments.repositories.workspace import changes_of, commit_all, run_shell, without_originals
 from sf_core.environments.splits import Split, split_of
@@ -72,7 +72,7 @@ class Repositories(Environment):
 
     def files(self, task: Task) -> Mapping[str, bytes]:
         """The repository, without its history."""
-        return self._base(self._instances[task.task_id])
+        return self._base(self.instances[task.task_id])
 
     @asynccontextmanager
     async def prepare(self, task: Task) -> AsyncIterator[Checkout]:
@@ -91,12 +91,16 @@ class Repositories(Environment):
 
     async def score(self, instance_id: str, answer: Any) -> float:
         """What a patch earns, or a mapping of changed files to their texts."""
-        instance = self._instances[instance_id]
+        num_tests = len(self.instances[instance_id].tests)
+        share = (num_tests - len(await self.failing(instance_id, answer))) / num_tests
+        return share if self.reward_for == "share" else float(share == 1)
+
+    async def failing(self, instance_id: str, answer: Any) -> dict[str, str]:
+        """The named tests that do not pass with such an answer, and why."""
+        instance = self.instances[instance_id]
         base = await asyncio.to_thread(self._base, instance)
         async with open_sandbox(without_originals(self.sandbox, base), base) as box:
-            passed = await passed_tests(box, instance, base, answer, self.timeout_s)
-        share = len(passed) / len(instance.tests)
-        return share if self.reward_for == "share" else float(share == 1)
+            return await failing_tests(box, instance, base, answer, self.timeout_s)
 
     def why_not_here(self) -> str | None:
         return why_no_sandbox(self.sandbox.image)
@@ -123,7 +127,7 @@ class Repositories(Environment):
         return files_at(self.repositories, instance.repo, instance.base_commit)
 
     @cached_property
-    def _instances(self) -> dict[str, Instance]:
+    def instances(self) -> dict[str, Instance]:
         """The instances by their ids. Raises ValueError with one sentence."""
         found = read_instances(self.dataset)
         check_sources(self.repositories, ((instance.repo, instance.base_commit) for instance in found))
@@ -132,12 +136,12 @@ class Repositories(Environment):
     @cached_property
     def _splits(self) -> dict[Split, list[Instance]]:
         splits: dict[Split, list[Instance]] = {"train": [], "holdout": []}
-        for instance in self._instances.values():
+        for instance in self.instances.values():
             splits[split_of(instance.instance_id, self.held_out)].append(instance)
         for split, instances in splits.items():
             if not instances:
                 raise ValueError(
-                    f"of the {len(self._instances)} instances of {self.dataset} none falls to {split} with "
+                    f"of the {len(self.instances)} instances of {self.dataset} none falls to {split} with "
                     f"held_out {self.held_out:g}"
                 )
         return splits

@@ -3,7 +3,7 @@
 python -m sf_core.environments.repositories.generate FOLDER
 
 Each fault makes some of the library's tests fail and leaves others alone. Its instance is a commit with the
-fault and without the tests that fail, which are hidden; it is kept if the right patch earns 1 and no patch 0.
+fault and without the tests that fail, which are hidden; it is kept if it is right (check.py).
 """
 
 from __future__ import annotations
@@ -22,14 +22,12 @@ from typing import Any
 
 from sf_core.agents.sandbox import SandboxError, open_sandbox, why_no_sandbox
 from sf_core.config.programs import SandboxLimits
+from sf_core.environments.repositories.check import AT_ONCE, faults_of
 from sf_core.environments.repositories.environment import Repositories
 from sf_core.environments.repositories.faults import faults_in, without_functions
 from sf_core.environments.repositories.libraries import LIBRARIES, Library
 from sf_core.environments.repositories.scoring import Outcome, run_tests
 from sf_core.environments.repositories.workspace import without_originals
-
-AT_ONCE = 2
-"""Sandboxes at once."""
 
 MAX_FAILING = 8
 """Most tests that a fault may fail: more of them tell little of where it is."""
@@ -214,16 +212,9 @@ def _as_commit(branch: str, files: Mapping[str, bytes]) -> bytes:
 async def _checked(
     dataset: Path, repositories: Path, rows: list[dict[str, Any]], gate: asyncio.Semaphore
 ) -> list[dict[str, Any]]:
-    """The rows whose right patch earns 1, and whose empty patch earns 0."""
-    environment = Repositories(dataset=str(dataset), repositories=str(repositories), reward="all")
-
-    async def is_sound(row: dict[str, Any]) -> bool:
-        async with gate:
-            rewards = [await environment.score(row["instance_id"], answer) for answer in (row["patch"], "")]
-        return rewards == [1.0, 0.0]
-
-    sound = await asyncio.gather(*map(is_sound, rows))
-    return [row for row, is_kept in zip(rows, sound, strict=True) if is_kept]
+    """The rows without a fault."""
+    faults = await faults_of(Repositories(dataset=str(dataset), repositories=str(repositories)), gate)
+    return [row for row in rows if faults[row["instance_id"]] is None]
 
 
 def _write(path: Path, rows: list[dict[str, Any]]) -> None:

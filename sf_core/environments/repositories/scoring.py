@@ -37,22 +37,27 @@ class Outcome:
     """What pytest tells of a test that failed."""
 
 
-async def passed_tests(
+NOT_RUN = Outcome(False, "it is not there, was skipped, or the tests ended before it")
+
+
+async def failing_tests(
     box: Sandbox, instance: Instance, base: Mapping[str, bytes], answer: Any, timeout_s: float
-) -> set[str]:
-    """Named tests that pass when the answer and then the hidden tests are put over the base, which is in the
-    sandbox. The answer is a patch, or a mapping of changed files to their texts."""
+) -> dict[str, str]:
+    """Named tests that do not pass when the answer and then the hidden tests are put over the base, which is
+    in the sandbox, and why. The answer is a patch, or a mapping of changed files to their texts."""
     theirs = list(_data_sets(instance))
     if isinstance(answer, Mapping):
         await box.write({name: content for name, content in _files(answer) if not _is_one(name, theirs)})
     elif not isinstance(answer, str) or not await apply_patch(box, answer, theirs):
-        return set()
+        return dict.fromkeys(instance.tests, "the answer is no patch that fits")
     # a patch may have moved them away
     await box.write({name: content for name, content in base.items() if _is_one(name, theirs)})
     if not await apply_patch(box, instance.test_patch):
         raise ValueError(f"{instance.instance_id}: its test_patch does not fit its base_commit")
     outcomes = await run_tests(box, instance.test_files, timeout_s, instance.tests)
-    return {test for test, outcome in outcomes.items() if outcome.passed}
+    return {
+        test: outcome.why for test in instance.tests if not (outcome := outcomes.get(test, NOT_RUN)).passed
+    }
 
 
 async def run_tests(
