@@ -25,7 +25,7 @@ TOGETHER = {
     "vllm": ("sf_core/engines/vllm/test_adopted", "sf_core/engines/vllm/test_contract"),
     # they read one data set, which takes a while to generate
     "repositories": tuple(
-        f"sf_core/environments/repositories/test_{name}" for name in ("check", "repositories")
+        f"sf_core/environments/repositories/test_{name}" for name in ("check", "generate", "repositories")
     ),
     # they read one run, which takes a minute or two to train
     "the quickstart": ("e2e/test_data", "e2e/test_object_store", "e2e/test_quickstart"),
