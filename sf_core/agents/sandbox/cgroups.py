@@ -2,8 +2,8 @@
 one: its own group, or the one above, has `memory` and `pids` for groups below it and is this user's. Those of
 systemd's user sessions are; in most containers there is none.
 
-Written by the kernel's documentation (cgroup-v2.rst) and tried on plain folders only: the host where this was
-made has groups of version 1.
+By the kernel's documentation, cgroup-v2.rst. The tests have plain folders in its place: their hosts may have
+none of version 2.
 """
 
 from __future__ import annotations

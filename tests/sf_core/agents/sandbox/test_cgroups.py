@@ -1,4 +1,4 @@
-"""Control groups, on plain folders: there are none of version 2 where this was made."""
+"""Control groups, on plain folders: a host of the tests may have none of version 2."""
 
 from __future__ import annotations
 
