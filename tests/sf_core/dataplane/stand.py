@@ -114,7 +114,7 @@ class Server:
 
     def lend(self, engine: Engine, greeting: Hello) -> None:
         """Have an engine at rest serve; returns when it does."""
-        lease = greeting.engine_id
+        lease = greeting.lease_id
 
         def serve() -> None:
             try:

@@ -1,5 +1,6 @@
 """The server's processes: those of an untied policy, killed in several ways, and starts that fail."""
 
+import os
 import subprocess
 import sys
 import time
@@ -247,15 +248,16 @@ def test_a_server_gets_neither_our_settings_nor_keys_but_the_mark_of_its_stack_a
         "AWS_SECRET_ACCESS_KEY",
         "WANDB_API_KEY",
         "HF_TOKEN",
-        "PYTHONPATH",
     )
     given = {"SF_STACK": "/planted", "VLLM_PLANTED": "planted", "OMP_NUM_THREADS": "1"}
-    for name, value in (dict.fromkeys(withheld, "/planted") | given).items():
+    for name, value in (dict.fromkeys((*withheld, "PYTHONPATH"), "/planted") | given).items():
         monkeypatch.setenv(name, value)
     engine = make_engine(config(), tied.folder(0))
     environment = one_of(starting(engine, tied), API_SERVER).environ()
     engine.close()
     assert [name for name in withheld if name in environment] == []
+    # a folder that shows it this package alone, and nothing of ours
+    assert "/planted" not in environment["PYTHONPATH"].split(os.pathsep)
     assert {name: environment.get(name) for name in given} == given
 
 
