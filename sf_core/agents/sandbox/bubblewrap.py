@@ -33,8 +33,8 @@ MADE_UP = Path(__file__).with_name("etc")
 
 
 def command_line(limits: SandboxLimits, words: Sequence[str], programs: Iterable[str] = ()) -> list[str]:
-    """The command line of a sandbox that runs these words as its first process, with what is its own standard
-    input as CHANNEL. `programs`: files of the host that are seen too, where they are."""
+    """The command line of a sandbox that runs these words as its first process. Its standard input becomes
+    the open file CHANNEL inside. `programs`: files of the host that are seen too, where they are."""
     # not the parent's death as a signal: it is sent when the thread ends that has started the sandbox
     options = ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     options += ["--as-pid-1", "--hostname", "sandbox", "--clearenv"]

@@ -75,8 +75,8 @@ class Sandbox:
         self.endpoint = endpoint
         """The endpoint, as programs inside reach it."""
         self.limits_by: Literal["cgroup", "rlimits"] = "rlimits"
-        """What holds memory back: a control group, or limits on each process and five looks a second at what
-        all of them have."""
+        """What holds memory back beside looks at what all processes have: a control group around them, or
+        only the limits on each."""
         if process.group is not None or limits.image is not None:
             self.limits_by = "cgroup"
         _tell(self.limits_by)

@@ -16,7 +16,8 @@ import numpy.typing as npt
 import torch
 
 from sf_core.config import RunConfig
-from sf_core.engines.grammar import Following, Vocabularies, forbidden
+from sf_core.engines.grammar import Following, Vocabularies
+from sf_core.engines.masking import hold
 from sf_core.engines.protocol import EngineLostError, WeightsRefusedError
 from sf_core.engines.torch.cached_model import CachedModel
 from sf_core.engines.torch.filling import fill, to_device
@@ -149,8 +150,7 @@ class TorchEngine:
             logits, rows = logits[to_device(ready, self._device)], rows[ready]
         following = self._following_of(ready)
         if following:
-            mask = torch.from_numpy(forbidden([one for _, one in following], logits.shape[1]))
-            _hold(logits, [at for at, _ in following], mask.to(self._device))
+            hold(logits, [at for at, _ in following], [one for _, one in following])
         draws = uniforms(rows["seed"], rows["position"])
         token_ids, logprobs = sample(logits, rows["temperature"], rows["top_p"], rows["top_k"], draws)
         for at, one in following:
@@ -240,12 +240,3 @@ class TorchEngine:
         if holes:
             cache.swap(holes, movers, int(self._table.rows["length"].max()))
             self._table.swap(holes, movers)
-
-
-def _hold(logits: torch.Tensor, rows: list[int], mask: torch.Tensor) -> None:
-    """Forbid in these rows, which ascend, what the mask says of each."""
-    if len(rows) == len(logits):
-        logits.masked_fill_(mask, -torch.inf)
-    else:
-        # gathered and scattered, which is three times as dear for all of them
-        logits[rows] = logits[rows].masked_fill(mask, -torch.inf)

@@ -19,7 +19,8 @@ from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as SlotProcessor
 
-from sf_core.engines.grammar import Following, Vocabularies, forbidden
+from sf_core.engines.grammar import Following, Vocabularies
+from sf_core.engines.masking import hold
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +114,6 @@ class _Answer:
 def _held(logits: torch.Tensor, answers: dict[int, _Answer]) -> torch.Tensor:
     """The logits, in which these rows are held to their grammars."""
     if answers:
-        rows = list(answers)
-        mask = torch.from_numpy(forbidden([one.following for one in answers.values()], logits.shape[1]))
-        logits[rows] = logits[rows].masked_fill(mask.to(logits.device), -torch.inf)
+        rows = sorted(answers)
+        hold(logits, rows, [answers[row].following for row in rows])
     return logits

@@ -14,6 +14,7 @@ import asyncio
 import sys
 from typing import cast
 
+from sf_core.agents.sandbox import SandboxError
 from sf_core.config.validation import ConfigError
 from sf_core.config.yaml_file import load_config
 from sf_core.environments.registry import environment_of
@@ -23,21 +24,9 @@ AT_ONCE = 2
 """Sandboxes at once."""
 
 
-async def faults_of(environment: Repositories, gate: asyncio.Semaphore) -> dict[str, str | None]:
-    """What is wrong with each instance, a line by its id; None: nothing. Raises ValueError like `tasks`."""
-
-    async def fault_of(instance_id: str) -> str | None:
-        async with gate:
-            try:
-                return await _fault_of(environment, instance_id)
-            except ValueError as error:
-                return f"{error}"
-
-    ids = list(environment.instances)
-    return dict(zip(ids, await asyncio.gather(*map(fault_of, ids)), strict=True))
-
-
-async def _fault_of(environment: Repositories, instance_id: str) -> str | None:
+async def fault_of(environment: Repositories, instance_id: str) -> str | None:
+    """What is wrong with an instance, in a line; None: nothing. Raises ValueError or SandboxError if that
+    cannot be told."""
     failing = await environment.failing(instance_id, environment.instances[instance_id].patch)
     if failing:
         test, why = next(iter(failing.items()))
@@ -47,6 +36,21 @@ async def _fault_of(environment: Repositories, instance_id: str) -> str | None:
     if not await environment.failing(instance_id, ""):
         return "its tests pass without its patch"
     return None
+
+
+async def _faults(environment: Repositories) -> dict[str, str]:
+    """What is wrong, by the ids of the instances that are not right."""
+    gate = asyncio.Semaphore(AT_ONCE)
+
+    async def told(instance_id: str) -> str | None:
+        async with gate:
+            try:
+                return await fault_of(environment, instance_id)
+            except (ValueError, SandboxError) as error:
+                return f"{error}".removeprefix(f"{instance_id}: ")
+
+    faults = await asyncio.gather(*map(told, environment.instances))
+    return {name: fault for name, fault in zip(environment.instances, faults, strict=True) if fault}
 
 
 def main() -> None:
@@ -59,14 +63,14 @@ def main() -> None:
         environment = cast(Repositories, environment_of(config))
         if reason := environment.why_not_here():
             raise ValueError(reason)
-        faults = asyncio.run(faults_of(environment, asyncio.Semaphore(AT_ONCE)))
+        faults = asyncio.run(_faults(environment))
     except (ConfigError, ValueError) as error:
         sys.exit(f"{error}")
-    wrong = {instance_id: fault for instance_id, fault in faults.items() if fault is not None}
-    for instance_id, fault in wrong.items():
+    for instance_id, fault in faults.items():
         print(f"{instance_id}: {fault}")
-    print(f"{len(faults) - len(wrong)} of {len(faults)} instances are right on this host")
-    sys.exit(1 if wrong else 0)
+    num = len(environment.instances)
+    print(f"{num - len(faults)} of {num} instances are right on this host")
+    sys.exit(1 if faults else 0)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from typing import Any
 
 from sf_core.agents.sandbox import SandboxError, open_sandbox, why_no_sandbox
 from sf_core.config.programs import SandboxLimits
-from sf_core.environments.repositories.check import AT_ONCE, faults_of
+from sf_core.environments.repositories.check import AT_ONCE, fault_of
 from sf_core.environments.repositories.environment import Repositories
 from sf_core.environments.repositories.faults import faults_in, without_functions
 from sf_core.environments.repositories.libraries import LIBRARIES, Library
@@ -212,9 +212,15 @@ def _as_commit(branch: str, files: Mapping[str, bytes]) -> bytes:
 async def _checked(
     dataset: Path, repositories: Path, rows: list[dict[str, Any]], gate: asyncio.Semaphore
 ) -> list[dict[str, Any]]:
-    """The rows without a fault."""
-    faults = await faults_of(Repositories(dataset=str(dataset), repositories=str(repositories)), gate)
-    return [row for row in rows if faults[row["instance_id"]] is None]
+    """The rows that are right."""
+    environment = Repositories(dataset=str(dataset), repositories=str(repositories))
+
+    async def is_right(row: dict[str, Any]) -> bool:
+        async with gate:
+            return await fault_of(environment, row["instance_id"]) is None
+
+    right = await asyncio.gather(*map(is_right, rows))
+    return [row for row, is_kept in zip(rows, right, strict=True) if is_kept]
 
 
 def _write(path: Path, rows: list[dict[str, Any]]) -> None:

@@ -14,6 +14,7 @@ import orjson
 
 from sf_core.dataplane.chat.answer_grammar import Schema
 from sf_core.dataplane.chat.answer_parser import Reasoning
+from sf_core.dataplane.chat.google_schemas import exact, json_schema
 from sf_core.dataplane.chat.messages import Message, tool_call
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.errors import ApiError
@@ -60,12 +61,6 @@ MODES = {
 
 LEFT_OUT = ("google_search", "google_search_retrieval", "url_context", "code_execution")
 """Tools that a provider would run itself: the model is not told of them, and they are counted."""
-
-FORMATS = ("enum", "int32", "int64", "float", "double")
-"""Formats of Google's schemas that say nothing in JSON."""
-
-COUNTS = {"minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"}
-"""Keys of schemas whose numbers Google writes as strings."""
 
 _FREE = {
     "args",
@@ -225,43 +220,16 @@ def _parse_function(declared: Any, where: str) -> Tool:
     if not isinstance(declared, dict) or not isinstance(declared.get("name"), str):
         raise ApiError(400, f"{where} must be a function with a name", param=where)
     function = {"name": declared["name"], "description": get(declared, "description", (str,), "")}
-    given = _json_schema(get(declared, "parameters", (dict,), {"type": "object", "properties": {}}))
+    given = json_schema(get(declared, "parameters", (dict,), {"type": "object", "properties": {}}))
     function["parameters"] = get(declared, "parameters_json_schema", (dict,), given)
     return {"type": "function", "function": function}
-
-
-def _json_schema(schema: Any) -> Any:
-    """A schema as Google writes it in the words of JSON Schema, whose types have no capitals."""
-    if isinstance(schema, list):
-        return [_json_schema(one) for one in schema]
-    if not isinstance(schema, dict):
-        return schema
-    typed = {"type": schema["type"].lower()} if isinstance(schema.get("type"), str) else {}
-    return {name: _json_schema(value) for name, value in schema.items()} | typed
-
-
-def _exact(schema: Any) -> Any:
-    """What such a schema says to Google besides: counts may be strings, null is a flag, formats of numbers
-    say nothing, and an object has no more properties than are named."""
-    if isinstance(schema, list):
-        return [_exact(one) for one in schema]
-    if not isinstance(schema, dict):
-        return schema
-    said = {name: _exact(value) for name, value in schema.items()}
-    said |= {name: int(said[name]) for name in COUNTS & said.keys() if str(said[name]).isdecimal()}
-    if said.get("format") in FORMATS:
-        del said["format"]
-    if said.get("type") == "object" and "properties" in said:
-        said = {"additionalProperties": False} | said
-    nullable = said.get("nullable") is True
-    return {"anyOf": [said, {"type": "null"}]} if nullable else said
 
 
 def _answer_schema(body: Body) -> Schema | None:
     mime = get(body, "response_mime_type", (str,), "text/plain")
     schema = get(body, "response_json_schema", (dict, bool), None)
     if schema is None:
-        schema = _exact(_json_schema(get(body, "response_schema", (dict,), None)))
+        schema = exact(json_schema(get(body, "response_schema", (dict,), None)))
     if mime == "application/json":
         return {} if schema is None else schema
     if mime != "text/plain" or schema is not None:

@@ -15,7 +15,7 @@ from sf_core.config.programs import SandboxLimits
 WAIT_S = 60
 
 image: str | None = None
-"""Of which podman makes the sandboxes; None: bubblewrap makes them."""
+"""The image of the sandboxes, which podman makes then; None: bubblewrap makes them."""
 
 Result = TypeVar("Result")
 

@@ -25,7 +25,7 @@ from tests.sf_core.agents.sandbox.inside import WAIT_S, inside, opened, run, she
 pytestmark = pytest.mark.usefixtures("maker")
 
 only_bubblewrap = pytest.mark.parametrize("maker", ["bubblewrap"], indirect=True)
-"""Of podman the same is asked in test_podman.py."""
+"""Marks a test whose twin for podman is in test_podman.py."""
 
 SMALL = SandboxLimits(memory_mb=256, disk_mb=32, processes=32, output_mb=1)
 

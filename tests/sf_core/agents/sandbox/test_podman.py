@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -27,15 +28,33 @@ def test_it_is_told_the_limits_of_a_sandbox(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "podman").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     limits = SandboxLimits(image="an-image", memory_mb=100, disk_mb=7, processes=9, paths=("/opt/tool",))
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (1, 5000))
     words = podman.command_line(limits, ["python3", PORTER], ["/home/me/agent"])
-    assert words[-3:] == ["an-image", "python3", PORTER] and f"{tmp_path}/podman" in words
     tmpfs = "rw,exec,nosuid,nodev,size=7m"
-    assert {
-        *("--network=none", "--read-only", "--cap-drop=all", "--security-opt=no-new-privileges"),
-        *("--user=1000:1000", "--memory=132m", "--memory-swap=132m", "--pids-limit=10", "--preserve-fds=1"),
-        *(f"/sandbox:{tmpfs},mode=0755,U", f"/tmp:{tmpfs},mode=1777,U", "/opt/tool:/opt/tool:ro"),
-        *(f"{porter_module.__file__}:{PORTER}:ro", "/home/me/agent:/home/me/agent:ro"),
-    } <= {*words}
+    assert words == [
+        *(
+            "/bin/sh",
+            "-c",
+            'cd /proc && exec "$@" 3<&0 </dev/null',
+            "sh",
+            f"{tmp_path}/podman",
+            "run",
+            "--rm",
+        ),
+        *("--pull=never", "--log-driver=none", "--network=none", "--hostname=sandbox", "--read-only"),
+        *(
+            "--read-only-tmpfs=false",
+            "--user=1000:1000",
+            "--cap-drop=all",
+            "--security-opt=no-new-privileges",
+        ),
+        *("--workdir=/sandbox", "--security-opt=unmask=/proc/sys", "--memory=132m", "--memory-swap=132m"),
+        *("--pids-limit=10", "--shm-size=64m", "--ulimit=nofile=5000:5000", "--ulimit=nproc=5000:5000"),
+        *("--tmpfs", f"/sandbox:{tmpfs},mode=0755,U", "--tmpfs", f"/tmp:{tmpfs},mode=1777,U"),
+        *("--volume", f"{porter_module.__file__}:{PORTER}:ro", "--volume", "/opt/tool:/opt/tool:ro"),
+        *("--volume", "/home/me/agent:/home/me/agent:ro", "--preserve-fds=1", "--entrypoint=", "an-image"),
+        *("python3", PORTER),
+    ]
 
 
 def test_an_image_needs_podman(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,20 @@
+"""Logits of answers that follow a grammar. Loaded by vLLM's processes too (vllm/grammar_processor.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from sf_core.engines.grammar import Following, forbidden
+
+
+def hold(logits: torch.Tensor, rows: Sequence[int], answers: Sequence[Following]) -> None:
+    """Make what must not come next in these answers impossible, in these rows of logits [B, V]. All answers
+    are of one vocabulary."""
+    mask = torch.from_numpy(forbidden(answers, logits.shape[1])).to(logits.device)
+    if [*rows] == [*range(len(logits))]:
+        logits.masked_fill_(mask, -torch.inf)
+    else:
+        # gathered and scattered, which is three times as dear for all of them
+        logits[rows] = logits[rows].masked_fill(mask, -torch.inf)
