@@ -6,10 +6,10 @@ STAMP := .venv/.ready
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup vllm run up down test pytest nightly mutations chaos check audit clean
+.PHONY: help setup vllm run up down test test-system nightly mutations chaos check audit clean
 
 help: ## this list
-	@awk -F ':[^#]*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':[^#]*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## .venv with everything
 
@@ -56,24 +56,22 @@ up: setup ## start Prefect, Dask and the data plane to stay, with our deployment
 down: setup ## end them
 	$(BIN)/sf down
 
-check: setup ## ruff, mypy and the import contracts
+check: setup ## ruff, mypy, the import contracts, and the budgets of lines and of flaky tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	nice -n 19 $(BIN)/mypy
 	$(BIN)/lint-imports
-
-# side by side: types are checked in the time that the tests leave, whose workers give way too
-test: setup ## set up, check, and pass the tests
-	$(MAKE) vllm || echo "vLLM cannot be installed here: its tests are skipped"
-	$(MAKE) --jobs 2 check pytest
+	$(BIN)/python -m tests.budgets
 
 # for one file, or a debugger: .venv/bin/pytest FILE
-pytest: setup ## the tests without the check
-	@$(BIN)/pytest --numprocesses 3 --dist loadgroup --no-loadscope-reorder || { \
-	  test $$? -eq 1 && echo "what has failed beside others is run once more, alone (docs/decisions/039)" && \
-	  $(BIN)/pytest --last-failed --last-failed-no-failures none; }
+test: setup ## check, and pass the fast tests; five minutes on two quiet cores
+	@$(BIN)/python -m tests.tiers fast
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
 	  then $(BIN)/pytest -m gpu; else echo "no GPU that torch can use: its tests (pytest -m gpu) are skipped"; fi
+
+test-system: setup ## pass the tests of real stacks, vLLM, a browser, podman and kills; twelve minutes
+	$(MAKE) vllm || echo "vLLM cannot be installed here: its tests are skipped"
+	@$(BIN)/python -m tests.tiers system
 
 # minutes of kills, retries and emulated fleets, then the mutations; on a machine with nothing else
 nightly: check ## what takes longer: sizes, kills, emulated fleets, then the mutations; on a machine with nothing else

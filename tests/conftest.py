@@ -1,14 +1,17 @@
 from __future__ import annotations
 
+import gc
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
 from playwright.sync_api import Browser, expect, sync_playwright
 
+from tests.patience import patience
 from tests.proxies import SilentProxy, silent_proxy
 from tests.s3_server import BUCKET, make_bucket, s3_server
 
@@ -40,14 +43,35 @@ cluster, and what the comments say."""
 GROUPS = {f"tests/{name}.py": group for group, names in TOGETHER.items() for name in names}
 
 
+E2E = Path(__file__).parent / "e2e"
+STACKS = {"browser", "cluster", "podman", "vllm"}
+"""Fixtures whose tests are system tests; `maker` has podman by a parameter."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Collect tests without collecting garbage, which would visit 1.4 million objects that stay."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put the tests on the cluster first, because they take longest."""
+    """Mark the system tests, and put those on the cluster first, because they take longest."""
+    for item in items:
+        if _needs_a_stack(item):
+            item.add_marker(pytest.mark.system)
     if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: not _is_on_cluster(item))
+        items.sort(key=lambda item: "cluster" not in item.fixturenames)
 
 
-def _is_on_cluster(item: pytest.Item) -> bool:
-    return "cluster" in getattr(item, "fixturenames", ())
+def _needs_a_stack(item: pytest.Item) -> bool:
+    makers = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    return E2E in item.path.parents or not STACKS.isdisjoint(item.fixturenames) or "podman" in makers
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -92,7 +116,7 @@ def browser() -> Iterator[Browser]:
         if os.environ.get("CI") == "true":
             raise FileNotFoundError("chromium is not installed; .ci/run installs Debian's")
         pytest.skip("chromium is not installed; Debian's package chromium has it")
-    expect.set_options(timeout=30_000)
+    expect.set_options(timeout=patience() * 1000)
     with sync_playwright() as playwright:
         # no sandbox: tests may run as root; no WebGL: a run's page in Prefect would draw all the time
         arguments = ["--no-sandbox", "--disable-3d-apis"]

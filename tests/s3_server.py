@@ -12,6 +12,8 @@ from contextlib import contextmanager
 
 import httpx
 
+from tests.patience import patience
+
 BUCKET = "bucket"
 
 
@@ -48,7 +50,7 @@ def _await(url: str, process: subprocess.Popen[bytes], timeout_s: float) -> None
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline and process.poll() is None:
         try:
-            httpx.get(url, timeout=5.0)
+            httpx.get(url, timeout=patience())
             return
         except httpx.TransportError:
             time.sleep(0.1)

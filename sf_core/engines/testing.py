@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from sf_core.engines.protocol import Engine
 from sf_core.types import Chunk, FinishReason, GenerationRequest, Sampling, WeightsRef
 
-PATIENCE_S = 120.0
+PATIENCE_S = 600.0
 """Longest wait for weights or for the end of requests."""
 
 

@@ -23,6 +23,7 @@ from sf_core.dataplane.control.app import make_app
 from sf_core.dataplane.control.openapi import document
 from sf_core.dataplane.gateway.dialects.registry import AGENTS_PATH
 from tests.bad_input.refusals import check_sentence
+from tests.patience import patience
 from tests.sf_core.dataplane.stand import Server, answering, attended, running_app
 
 CHECKS = [
@@ -87,7 +88,7 @@ def test_answers_are_as_described_for_many_more_requests(
 def check(case: schemathesis.Case, server: Server, session_id: str) -> None:
     """Check one case; half of them name existing things, or all would be refused for the same reason."""
     name_what_is_there(case, server.run_dir, server.model_dir, session_id)
-    response = case.call(base_url=server.url, timeout=30)
+    response = case.call(base_url=server.url, timeout=patience())
     checks = CHECKS
     if response.status_code == 503 and response.json()["error"].get("code") == "run_not_served":
         # no failure: a run of that name may be starting

@@ -25,7 +25,7 @@ from sf_core.engines.emulated.engine import EmulatedEngine
 from sf_core.engines.testing import awake
 from sf_core.models.builtin import make_tokenizer
 from sf_core.types import GenerationRequest, Sampling, WeightsRef
-from tests.sf_core.dataplane.stand import Server
+from tests.patience import join, wait_until
 
 WINDOW_S = 3.0
 """Seconds of each load; sessions begin in its first quarter of a second, and a busy machine holds them up."""
@@ -41,10 +41,10 @@ def serving(app: Any) -> Iterator[tuple[str, int]]:
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="off"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    Server.wait_for(lambda: server.started)
+    wait_until(lambda: server.started)
     yield server.servers[0].sockets[0].getsockname()
     server.should_exit = True
-    thread.join(10)
+    join(thread)
 
 
 def load_floor(path: str, load: Load, app: Any = gateway_floor.app) -> Measured:
@@ -126,7 +126,7 @@ def test_the_journal_section_reads_back_what_it_wrote(tmp_path: Path) -> None:
     assert asyncio.run(journal(tmp_path, turns=70))["recovery_tokens_read"] == 70 * 200
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_the_gateways_section_compares_one_process_with_two(tmp_path: Path) -> None:
     with local_stack(tmp_path / "logs") as stack:
         line = gateways_section(stack, tmp_path, Sizes(4, WINDOW_S, 2, 0, 0, 0, 0.0, 0, 0))
@@ -138,14 +138,14 @@ def test_the_gateways_section_compares_one_process_with_two(tmp_path: Path) -> N
     assert line["gateways_2_gateways_cpu_ms_per_request"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_interrupted_streams_lose_and_repeat_nothing(tmp_path: Path) -> None:
     with local_stack(tmp_path / "logs") as stack, gateway(stack, tmp_path) as ours:
         line = asyncio.run(interruptions(ours, num_streams=4))
     assert (line["tokens_lost"], line["tokens_repeated"], line["answers_wrong"]) == (0, 0, 0)
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_streams_of_every_dialect_are_read_whole(tmp_path: Path) -> None:
     with local_stack(tmp_path / "logs") as stack, gateway(stack, tmp_path) as ours:
         line = asyncio.run(stream_all(ours, count=4, num_tokens=30, step_ms=10.0))

@@ -16,7 +16,7 @@ from tests.chaos.clock import Clock
 from tests.chaos.proxy import Mode, Proxy
 from tests.chaos.training import RECOVERY_S, ServedTraining, Training
 from tests.e2e.phased_package import SCRIPT, working_on
-from tests.e2e.waiting import wait_until
+from tests.patience import patience, wait_until
 
 
 class Fault(Protocol):
@@ -81,7 +81,7 @@ class KillVllm:
             servers = [p for p in vllm_processes(run, self.worker) if self.word in " ".join(p.cmdline())]
             return [p for p in servers if "keeper" in self.word or "keeper" not in " ".join(p.cmdline())]
 
-        for process in wait_until(found, f"{self.word} to run", RECOVERY_S, every_s=0.2):
+        for process in wait_until(found, f"{self.word} to run", quiet_s=RECOVERY_S, every_s=0.2):
             with suppress(psutil.NoSuchProcess):
                 process.kill()
 
@@ -115,7 +115,7 @@ class KillInPhase:
             alive = [pid for pid in working_on(self.phase, self.folder) if psutil.pid_exists(pid)]
             return psutil.Process(alive[0]) if alive else None
 
-        wait_until(found, f"a session that is in phase {self.phase}", RECOVERY_S, every_s=0.02).kill()
+        wait_until(found, f"a session that is in phase {self.phase}", quiet_s=RECOVERY_S, every_s=0.02).kill()
 
 
 @dataclass(frozen=True)
@@ -137,13 +137,13 @@ class KillHarness:
             children = run.worker_process(worker).children(recursive=True)
             return [child for child in children if SCRIPT in _words(child)]
 
-        harness = wait_until(found, "a harness to run", RECOVERY_S, every_s=0.05)
+        harness = wait_until(found, "a harness to run", quiet_s=RECOVERY_S, every_s=0.05)
         if self.kills_worker:
             run.worker_process(worker).kill()
         else:
             harness[-1].kill()
             harness = harness[-1:]
-        _, left = psutil.wait_procs(harness, timeout=30)
+        _, left = psutil.wait_procs(harness, timeout=patience())
         assert not left, f"harnesses that outlive {self.name}: {left}"
 
 

@@ -6,6 +6,8 @@ import asyncio
 import threading
 from typing import Literal
 
+from tests.patience import patience
+
 Mode = Literal["through", "fails", "stalls", "late"]
 MODES: tuple[Mode, ...] = ("fails", "stalls", "late")
 """Modes that are faults."""
@@ -22,7 +24,7 @@ class Proxy:
         self._target_port = target_port
         is_up = threading.Event()
         threading.Thread(target=lambda: asyncio.run(self._serve(is_up)), daemon=True).start()
-        assert is_up.wait(10)
+        assert is_up.wait(patience())
 
     async def _serve(self, is_up: threading.Event) -> None:
         server = await asyncio.start_server(self._connected, "127.0.0.1", 0)

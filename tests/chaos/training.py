@@ -21,7 +21,7 @@ from tests.e2e.desk import Desk
 from tests.e2e.invariants import Snapshot, manifests
 from tests.e2e.quickstart import ROOT
 from tests.e2e.standing import Stack
-from tests.e2e.waiting import wait_until
+from tests.patience import wait_until
 
 RECOVERY_S = 240.0
 """How long stages are awaited after a fault."""
@@ -88,7 +88,7 @@ class Training:
     def log(self) -> Path:
         return self.stack.folder / "logs" / f"{self.config.run_id}.log"
 
-    def await_stages(self, number: int, timeout_s: float = RECOVERY_S) -> None:
+    def await_stages(self, number: int, quiet_s: float = RECOVERY_S) -> None:
         """Return when so many stages are committed, or the run has ended."""
         starts = self.starts
 
@@ -98,12 +98,12 @@ class Training:
             return self.has_ended or len(manifests(self.config)) >= number
 
         try:
-            wait_until(reached, f"{number} stages of {self.config.run_id}", timeout_s, every_s=0.1)
+            wait_until(reached, f"{number} stages of {self.config.run_id}", quiet_s=quiet_s, every_s=0.1)
         except AssertionError as error:
             raise AssertionError(f"{error}; {self.tail()}") from None
 
-    def await_end(self, timeout_s: float = 600.0) -> None:
-        self.await_stages(10**9, timeout_s)
+    def await_end(self, quiet_s: float = 600.0) -> None:
+        self.await_stages(10**9, quiet_s)
 
     def snapshot(self) -> Snapshot:
         return Snapshot.take(self.config, self.journal)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.deploy.commands import DEPLOY, check_command, check_variables
+from tests.patience import patience
 
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
 WORKERS = sorted((DEPLOY / "systemd").glob("worker-*.env"))
@@ -58,6 +59,6 @@ def test_systemd_finds_nothing_to_complain_about(tmp_path: Path) -> None:
         ["systemd-analyze", "verify", *map(str, tmp_path.iterdir())],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patience(),
     )
     assert (said.returncode, said.stderr) == (0, "")

@@ -26,7 +26,7 @@ from tests.e2e.postgresql import postgresql
 from tests.e2e.prefect_home import make_prefect_home
 from tests.e2e.prefect_server import Server, prefect_server
 from tests.e2e.quickstart import CONFIG, options, sf
-from tests.e2e.waiting import wait_until
+from tests.patience import patience, wait_until
 
 ROOT = Path(__file__).parents[2]
 SMALL_RUN: dict[str, Any] = {
@@ -84,9 +84,9 @@ class Cluster:
     def log(self, config: RunConfig) -> str:
         return (self.folder / f"{config.run_id}.log").read_text()
 
-    def finish(self, config: RunConfig, process: subprocess.Popen[bytes], timeout_s: float = 180) -> None:
+    def finish(self, config: RunConfig, process: subprocess.Popen[bytes]) -> None:
         try:
-            assert process.wait(timeout_s) == 0, self.log(config)[-3000:]
+            assert process.wait(patience()) == 0, self.log(config)[-3000:]
         except subprocess.TimeoutExpired:
             process.kill()
             raise AssertionError(self.log(config)[-3000:]) from None
@@ -182,6 +182,6 @@ def quickstart(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Ru
     a run that learned; they only read it."""
     folder = tmp_path_factory.mktemp("quickstart")
     settings = options(run_id="quickstart", train__iterations=12, evaluate__every=12)
-    done = sf(folder, "train", CONFIG, *settings, on=cluster.services, timeout_s=540)
+    done = sf(folder, "train", CONFIG, *settings, on=cluster.services, quiet_s=540)
     assert done.returncode == 0, done.stdout + done.stderr
     return read_stored_config(str(folder / "runs" / "quickstart"))

@@ -16,7 +16,7 @@ import httpx
 
 from tests.e2e.desk_package import QUESTIONS, stars
 from tests.e2e.quickstart import ROOT
-from tests.e2e.waiting import wait_until
+from tests.patience import patience, wait_until
 
 PAGE = (ROOT / "docs" / "a-product-that-learns.md").read_text()
 
@@ -66,7 +66,7 @@ class Desk:
         return self._post("/ask", {"question": question})
 
     def _post(self, path: str, body: Any) -> httpx.Response:
-        return httpx.post(f"http://127.0.0.1:{self.port}{path}", json=body, timeout=60)
+        return httpx.post(f"http://127.0.0.1:{self.port}{path}", json=body, timeout=patience())
 
     def _listens(self) -> bool:
         with socket.socket() as probe:

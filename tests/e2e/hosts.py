@@ -15,6 +15,8 @@ from typing import TypeVar
 
 import pytest
 
+from tests.patience import patience
+
 R = TypeVar("R")
 CLONE_NEWNET = 0x40000000
 
@@ -80,7 +82,7 @@ def _make_first(namespace: str) -> None:
 
 
 def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, timeout=10)
+    subprocess.run(["ip", *arguments], check=True, timeout=patience())
 
 
 def _enter(namespace: str) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from sf_core.cli.stack.local import free_port
+from tests.patience import patience
 
 INSTALLED = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
 
@@ -34,7 +35,9 @@ def postgresql() -> Iterator[str]:
 
     def call(tool: str, *arguments: str) -> None:
         command = [str(tools / tool), "-D", str(folder / "data"), *arguments]
-        subprocess.run(command, user=user, check=True, stdout=subprocess.DEVNULL, timeout=60, cwd=folder)
+        subprocess.run(
+            command, user=user, check=True, stdout=subprocess.DEVNULL, timeout=patience(), cwd=folder
+        )
 
     try:
         call("initdb", "--username", "sf", "--auth", "trust", "--no-sync")

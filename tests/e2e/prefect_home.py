@@ -12,6 +12,8 @@ from pathlib import Path
 
 import prefect
 
+from tests.patience import patience
+
 
 def make_prefect_home(folder: Path) -> str:
     """Make a PREFECT_HOME in the folder, with a database of empty tables."""
@@ -29,6 +31,6 @@ def _database() -> Path:
             with tempfile.TemporaryDirectory(dir=made.parent) as home:
                 command = [sys.executable, "-m", "prefect", "server", "database", "upgrade", "--yes"]
                 env = os.environ | {"PREFECT_HOME": home}
-                subprocess.run(command, env=env, check=True, stdout=subprocess.DEVNULL, timeout=120)
+                subprocess.run(command, env=env, check=True, stdout=subprocess.DEVNULL, timeout=patience())
                 os.replace(Path(home, "prefect.db"), made)
     return made

@@ -23,7 +23,7 @@ from sf_core.cli.stack.processes import prefect_worker
 from sf_core.cli.stack.supervisor import Process, Supervisor
 from sf_core.config import RunConfig
 from tests.e2e.quickstart import ROOT
-from tests.e2e.waiting import wait_until
+from tests.patience import patience, wait_until
 
 DEPLOYMENTS = {
     "quickstart": "train/quickstart",
@@ -82,7 +82,7 @@ class PrefectApi:
                 client.set_flow_run_state(run.id, state, force=True)
 
     def await_state(
-        self, run: FlowRun, name: str, timeout_s: float = 60, worker: Process | None = None
+        self, run: FlowRun, name: str, quiet_s: float = 180, worker: Process | None = None
     ) -> FlowRun:
         def now() -> FlowRun | None:
             with self.client() as client:
@@ -92,7 +92,7 @@ class PrefectApi:
                 raise AssertionError(f"{seen.state} {worker.tail(30) if worker else ''}")
             return seen if seen.state.name == name else None
 
-        found: FlowRun = wait_until(now, f"{run.name} to be {name}", timeout_s, every_s=0.5)
+        found: FlowRun = wait_until(now, f"{run.name} to be {name}", quiet_s=quiet_s, every_s=0.5)
         return found
 
 
@@ -115,7 +115,7 @@ class Server(PrefectApi):
             env=self.env,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=patience(),
         )
 
     def deploy(self) -> None:

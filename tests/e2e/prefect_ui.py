@@ -11,9 +11,7 @@ from uuid import UUID
 from playwright.sync_api import Browser, Locator, Page, expect
 
 from tasks.page import RENEW_EVERY_S
-from tests.e2e.waiting import wait_until
-
-PATIENCE_MS = 60_000
+from tests.patience import patience, wait_until
 
 
 class PrefectUi:
@@ -68,7 +66,7 @@ class PrefectUi:
         """Rows of a table, headings first."""
         return self.page.get_by_role("table").get_by_role("row")
 
-    def await_rows(self, count: int, timeout_s: float) -> None:
+    def await_rows(self, count: int, quiet_s: float) -> None:
         """Reload the page of an artifact until it has more than `count` rows; it does not update itself."""
 
         def are_there() -> bool:
@@ -76,7 +74,7 @@ class PrefectUi:
             expect(self.rows.nth(1)).to_be_visible()
             return self.rows.count() > count
 
-        wait_until(are_there, f"{count} rows", timeout_s, every_s=RENEW_EVERY_S)
+        wait_until(are_there, f"{count} rows", quiet_s=quiet_s, every_s=RENEW_EVERY_S)
 
     def picture(self, file: Path) -> None:
         self.page.wait_for_timeout(500)
@@ -87,7 +85,7 @@ class PrefectUi:
 def prefect_ui(browser: Browser, api: str) -> Iterator[PrefectUi]:
     """The Prefect UI in light colours."""
     page = browser.new_page(viewport={"width": 1280, "height": 860})
-    page.set_default_timeout(PATIENCE_MS)
+    page.set_default_timeout(patience() * 1000)
     page.add_init_script("""localStorage.setItem("color-scheme", '"light"')""")
     yield PrefectUi(page, api.removesuffix("/api"))
     page.close()

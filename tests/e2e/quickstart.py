@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from sf_core.cli.main import app
 from sf_core.cli.stack.local import Services
+from tests.patience import patience
 
 ROOT = Path(__file__).parents[2]
 CONFIG = str(ROOT / "configs" / "quickstart.yaml")
@@ -24,7 +25,7 @@ def options(**settings: Any) -> list[str]:
 
 
 def sf(
-    folder: Path, *arguments: str, on: Services | None = None, timeout_s: float = 240
+    folder: Path, *arguments: str, on: Services | None = None, quiet_s: float = 240
 ) -> subprocess.CompletedProcess[str]:
     """Run `sf` in a folder, on these services; without them, training starts its own."""
     env = os.environ | {
@@ -41,7 +42,7 @@ def sf(
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=timeout_s,
+        timeout=patience(quiet_s),
     )
 
 

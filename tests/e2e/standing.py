@@ -17,6 +17,7 @@ from sf_core.cli.stack.supervisord_child import MARK
 from tests.e2e.prefect_home import make_prefect_home
 from tests.e2e.prefect_server import LOOKS_OFTEN
 from tests.e2e.quickstart import ROOT
+from tests.patience import patience
 
 
 @dataclass
@@ -50,7 +51,7 @@ class Stack:
             cwd=self.user_code,
             capture_output=True,
             text=True,
-            timeout=280,
+            timeout=patience(280),
         )
 
     def up(self, *options: str) -> subprocess.CompletedProcess[str]:

@@ -23,9 +23,7 @@ from tests.e2e.conftest import Cluster, is_committed
 from tests.e2e.invariants import manifests
 from tests.e2e.prefect_server import DEPLOYMENTS, Server, without_addresses
 from tests.e2e.prefect_ui import PrefectUi, prefect_ui
-from tests.e2e.waiting import wait_until
-
-pytestmark = pytest.mark.slow
+from tests.patience import wait_until
 
 PICTURES = os.environ.get("SF_TEST_PICTURES")
 """A folder for screenshots; those in docs/ are made with it."""
@@ -119,7 +117,7 @@ def test_a_run_is_started_watched_retried_and_cancelled_in_the_browser(
         ui.press("Retry")
         server.await_state(run, "Running")
         ui.leave()
-        wait_until(lambda: is_committed(config, 3, "publish"), "iteration 3", 180, every_s=0.1)
+        wait_until(lambda: is_committed(config, 3, "publish"), "iteration 3", every_s=0.1)
         ui.open_run(run.id)
         ui.open_artifact("iterations")
         ui.await_rows(4, 60)
@@ -133,7 +131,7 @@ def test_a_run_is_started_watched_retried_and_cancelled_in_the_browser(
         wait_until(
             lambda: not engines(cluster, config) and not cluster.running_tasks(),
             "all device work to stop",
-            STOPPED_S,
+            quiet_s=STOPPED_S,
             every_s=0.5,
         )
         server.await_state(run, "Cancelled", 60)

@@ -7,9 +7,7 @@ from prefect.states import Cancelling
 
 from tests.e2e.conftest import Cluster
 from tests.e2e.prefect_server import DEPLOYMENTS, Server, without_addresses
-from tests.e2e.waiting import wait_until
-
-pytestmark = pytest.mark.slow
+from tests.patience import wait_until
 
 
 @pytest.mark.nightly
@@ -19,11 +17,11 @@ def test_a_worker_that_goes_on_computing_is_ended_by_force(server: Server, clust
     with server.worker() as worker:
         before = cluster.worker_process("t0")
         run = server.create_run(DEPLOYMENTS["train"], config.model_dump(mode="json"))
-        wait_until(lambda: len(cluster.running_tasks()) == 1, "the warm start", 120, every_s=0.5)
+        wait_until(lambda: len(cluster.running_tasks()) == 1, "the warm start", every_s=0.5)
         server.await_state(run, "Running", worker=worker)
         with server.client() as client:
             client.set_flow_run_state(run.id, Cancelling())
-        wait_until(lambda: not before.is_running(), "the process of t0 to end", 15, every_s=0.2)
+        wait_until(lambda: not before.is_running(), "the process of t0 to end", every_s=0.2)
         server.await_state(run, "Cancelled")
         assert not cluster.running_tasks()
         assert "interrupted; still busy after 5 s, and ended: t0" in server.logs(run)

@@ -28,10 +28,8 @@ from tests.e2e.conftest import ROOT, SMALL_RUN, is_committed, small_run
 from tests.e2e.invariants import manifests
 from tests.e2e.prefect_home import make_prefect_home
 from tests.e2e.secrets import PLANTED, leaks
-from tests.e2e.waiting import wait_until
+from tests.patience import patience, wait_until
 from tests.proxies import SilentProxy, silent_proxy
-
-pytestmark = pytest.mark.slow
 
 
 def await_part(command: int, module: str) -> psutil.Process:
@@ -45,7 +43,7 @@ def await_part(command: int, module: str) -> psutil.Process:
                     return child
         return None
 
-    process: psutil.Process = wait_until(found, module, 120, every_s=0.1)
+    process: psutil.Process = wait_until(found, module, every_s=0.1)
     return process
 
 
@@ -77,13 +75,13 @@ def test_ctrl_c_leaves_no_process_and_the_run_is_resumed_as_it_was_configured(
     command = [sys.executable, "-m", "sf_core", "train", str(file)]
 
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    wait_until(lambda: is_committed(config, 0, "publish") or process.poll() is not None, "an iteration", 120)
+    wait_until(lambda: is_committed(config, 0, "publish") or process.poll() is not None, "an iteration")
     children = psutil.Process(process.pid).children(recursive=True)
     assert len(children) >= 8
     with pytest.raises(HeldError, match=f"process {process.pid} on "):
         hold(Path(config.run_dir))
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=patience())
     assert process.returncode == 130, output.decode()
     assert "--set run_id=interrupted" in output.decode()
     # there is no terminal: each thing that is done is a line
@@ -99,7 +97,7 @@ def test_ctrl_c_leaves_no_process_and_the_run_is_resumed_as_it_was_configured(
     ) as process:
         await_part(process.pid, "flows.train")
         await_part(process.pid, "dataplane").kill()
-        resumed, _ = process.communicate(timeout=180)
+        resumed, _ = process.communicate(timeout=patience(180))
     assert process.returncode == 0, resumed
     assert "held-out reward" in resumed
     last = r"iteration 5, 6 of 6: reward \d\.\d{3}, (held-out .*, )?[\d,]+ tokens/s, [\d.]+ s\n"
@@ -115,7 +113,7 @@ def test_ctrl_c_leaves_no_process_and_the_run_is_resumed_as_it_was_configured(
     AutoTokenizer.from_pretrained(f"{config.run_dir}/policy")
     AutoModelForCausalLM.from_pretrained(f"{config.run_dir}/policy")
 
-    again = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    again = subprocess.run(command, env=env, capture_output=True, text=True, timeout=patience())
     assert again.returncode == 0
     assert "run interrupted is already finished" in again.stdout
 
@@ -140,7 +138,9 @@ def test_a_run_goes_on_when_its_parts_are_killed_and_nothing_outlives_its_comman
         def await_another_iteration() -> None:
             wanted = len(manifests(config)) + 8
             wait_until(
-                lambda: len(manifests(config)) >= wanted or process.poll() is not None, "stages", 180, 0.1
+                lambda: len(manifests(config)) >= wanted or process.poll() is not None,
+                "stages",
+                every_s=0.1,
             )
             assert process.poll() is None
 

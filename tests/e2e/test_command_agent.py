@@ -5,15 +5,13 @@ from __future__ import annotations
 import sys
 
 import psutil
-import pytest
 
 from sf_core.config.failures import REASONS
 from tests.e2e.conftest import Cluster
 from tests.e2e.echo_package import ASK
 from tests.e2e.invariants import check_result, trajectories
 from tests.e2e.quickstart import read
-
-pytestmark = pytest.mark.slow
+from tests.patience import patience
 
 
 def test_a_script_trains_the_built_in_policy_and_what_it_wrote_is_shown(cluster: Cluster) -> None:
@@ -41,7 +39,7 @@ def test_a_script_trains_the_built_in_policy_and_what_it_wrote_is_shown(cluster:
 
 def test_a_run_ends_with_the_name_of_the_program_that_its_workers_lack(cluster: Cluster) -> None:
     config = cluster.config("no-such-command", environment={"agent": {"command": ["no-such-agent"]}})
-    assert cluster.start(config).wait(90) != 0
+    assert cluster.start(config).wait(patience()) != 0
     reason = (
         "ValueError: environment.agent: there is no program 'no-such-agent' on this host that can be executed"
     )

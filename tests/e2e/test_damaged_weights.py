@@ -11,9 +11,9 @@ from sf_core.config import RunConfig
 from storage.run_directory import RunDirectory
 from tests.e2e.conftest import Cluster, is_committed
 from tests.e2e.invariants import check_result, manifests
-from tests.e2e.waiting import wait_until
+from tests.patience import wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.nightly]
+pytestmark = pytest.mark.nightly
 
 
 def flip_a_bit(file: Path) -> None:
@@ -27,12 +27,12 @@ def damage_before_it_is_published(
 ) -> Path:
     """Flip a bit of this file of the version that an iteration makes; returns the file."""
     seat = Path(config.run_dir, "gangs", f"{iteration:05d}", "1.0", "rank-0")
-    wait_until(lambda: seat.exists() or flow.poll() is not None, f"training of iteration {iteration}", 180)
+    wait_until(lambda: seat.exists() or flow.poll() is not None, f"training of iteration {iteration}")
     publisher = cluster.worker_process("c0")
     publisher.suspend()
     try:
         what = f"weights of iteration {iteration}"
-        wait_until(lambda: is_committed(config, iteration, "train") or flow.poll() is not None, what, 180)
+        wait_until(lambda: is_committed(config, iteration, "train") or flow.poll() is not None, what)
         assert not is_committed(config, iteration, "publish"), cluster.log(config)[-2000:]
         file = Path(RunDirectory(config.run_dir).weights_dir(iteration + 1), name)
         flip_a_bit(file)

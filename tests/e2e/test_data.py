@@ -17,7 +17,6 @@ from tests.e2e.invariants import manifests
 from tests.e2e.quickstart import CONFIG, ROOT, options, read, sf
 
 # the first of them trains the quickstart, which takes two minutes on a quiet machine
-pytestmark = pytest.mark.slow
 
 PAGE = (ROOT / "docs" / "data.md").read_text()
 SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)

@@ -20,9 +20,7 @@ from sf_core.scheduling.cluster import read_workers
 from tests.e2e.conftest import Cluster
 from tests.e2e.prefect_server import DEPLOYMENTS, Server
 from tests.e2e.quickstart import CONFIG, ROOT
-from tests.e2e.waiting import wait_until
-
-pytestmark = pytest.mark.slow
+from tests.patience import patience, wait_until
 
 
 def test_every_deployment_is_there_with_its_form_in_a_pool_for_one_run(server: Server) -> None:
@@ -120,6 +118,6 @@ def test_a_server_that_does_not_answer_is_said(server: Server) -> None:
     api = f"http://127.0.0.1:{free_port()}/api"
     command = [sys.executable, "-m", "sf_core", "setup-server"]
     env = {**server.env, "PREFECT_API_URL": api, "COLUMNS": "200"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=patience())
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert f"no Prefect server answers at {api}" in done.stderr

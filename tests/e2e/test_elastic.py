@@ -21,9 +21,7 @@ from sf_core.scheduling.cluster import held_by_others, read_workers
 from storage.run_directory import RunDirectory
 from tests.e2e.conftest import Cluster, holders, is_committed, spans
 from tests.e2e.invariants import check_result, manifests
-from tests.e2e.waiting import wait_until
-
-pytestmark = pytest.mark.slow
+from tests.patience import patience, wait_until
 
 
 def start_worker(cluster: Cluster, name: str, *tags: str) -> None:
@@ -52,7 +50,7 @@ def restored(cluster: Cluster) -> Iterator[None]:
             end_worker(cluster, name)
         for name in wanted.keys() - running:
             start_worker(cluster, name, *wanted[name].tags)
-        wait_until(lambda: connected(cluster) == wanted.keys(), "the usual workers", 120, 0.2)
+        wait_until(lambda: connected(cluster) == wanted.keys(), "the usual workers", every_s=0.2)
 
 
 def connected(cluster: Cluster) -> set[str]:
@@ -64,7 +62,7 @@ def test_a_rollout_worker_joins_is_caught_up_and_carries_on_when_the_first_is_lo
     url = f"{cluster.services.dataplane}/runs/elastic"
     with restored(cluster):
         process = cluster.start(config)
-        wait_until(lambda: is_committed(config, 1, "publish") or process.poll() is not None, "2", 180)
+        wait_until(lambda: is_committed(config, 1, "publish") or process.poll() is not None, "2")
         # nothing ends while nothing is sampled: there is time to join
         httpx.post(f"{url}/pause", json={"mode": "freeze"}).raise_for_status()
         start_worker(cluster, "r1", "rollout")
@@ -72,7 +70,11 @@ def test_a_rollout_worker_joins_is_caught_up_and_carries_on_when_the_first_is_lo
         def versions() -> dict[str, int | None]:
             return {engine["worker"]: engine["version"] for engine in httpx.get(url).json()["engines"]}
 
-        wait_until(lambda: versions().get("r1") is not None or process.poll() is not None, "r1", 180, 0.1)
+        wait_until(
+            lambda: versions().get("r1") is not None or process.poll() is not None,
+            "r1",
+            every_s=0.1,
+        )
         newest = httpx.get(url).json()["version"]
         assert versions() == {"r0": newest, "r1": newest}, cluster.log(config)[-2000:]
         held = held_by_others(cluster.services.scheduler, "another")
@@ -112,10 +114,14 @@ def test_rewards_are_scored_on_reward_workers_and_agents_follow_the_queue(cluste
     with restored(cluster):
         start_worker(cluster, "a1", "agent")
         start_worker(cluster, "s0", "reward")
-        wait_until(lambda: {"a1", "s0"} <= connected(cluster), "workers", 180, 0.2)
+        wait_until(lambda: {"a1", "s0"} <= connected(cluster), "workers", every_s=0.2)
         process = cluster.start(config)
         for wanted in ({"a0", "a1", "s0"}, {"a0", "s0"}):
-            wait_until(lambda w=wanted: holders() == w or process.poll() is not None, f"{wanted}", 180, 0.1)
+            wait_until(
+                lambda w=wanted: holders() == w or process.poll() is not None,
+                f"{wanted}",
+                every_s=0.1,
+            )
             assert process.poll() is None, cluster.log(config)[-2000:]
         cluster.finish(config, process)
     check_result(config)
@@ -133,11 +139,11 @@ def test_a_trainer_that_is_lost_for_good_is_replaced_by_one_that_joins(cluster: 
     config = cluster.config("trainer-lost", train={"iterations": 4, "gang_timeout_s": 5})
     with restored(cluster):
         process = cluster.start(config)
-        wait_until(lambda: is_committed(config, 0, "publish") or process.poll() is not None, "0", 180)
+        wait_until(lambda: is_committed(config, 0, "publish") or process.poll() is not None, "0")
         end_worker(cluster, "t0")
         before = manifests(config)
         lost = "failed (t0 left and did not come back within 5 s)"
-        wait_until(lambda: lost in cluster.log(config) or process.poll() is not None, lost, 60, 0.1)
+        wait_until(lambda: lost in cluster.log(config) or process.poll() is not None, lost, every_s=0.1)
         start_worker(cluster, "t1", "rollout", "train")
         cluster.finish(config, process)
     check_result(config)
@@ -159,7 +165,7 @@ def test_a_trainer_whose_loan_was_lost_while_it_was_away_rolls_out_again_when_it
         patience_s = client.run_on_scheduler(give_up_after, 3.0)
         try:
             process = cluster.start(config)
-            wait_until(lambda: is_committed(config, 0, "publish") or process.poll() is not None, "0", 180)
+            wait_until(lambda: is_committed(config, 0, "publish") or process.poll() is not None, "0")
             httpx.post(f"{url}/pause", json={"mode": "freeze"}).raise_for_status()
             wait_until(lambda: httpx.get(url).json().get("iteration") == 1, "iteration 1", every_s=0.1)
             assert not is_committed(config, 1, "rollout")
@@ -175,7 +181,7 @@ def test_a_trainer_whose_loan_was_lost_while_it_was_away_rolls_out_again_when_it
             engines = httpx.get(url).json()["engines"]
             return {engine["worker"] for engine in engines if engine["version"] is not None}
 
-        wait_until(lambda: serving() == {"r0", "t0"} or process.poll() is not None, "t0", 120, 0.2)
+        wait_until(lambda: serving() == {"r0", "t0"} or process.poll() is not None, "t0", every_s=0.2)
         httpx.post(f"{url}/resume", json={}).raise_for_status()
         cluster.finish(config, process)
     check_result(config)
@@ -202,9 +208,9 @@ def test_a_run_without_a_trainer_fails_when_none_has_joined_by_its_deadline(clus
     config = cluster.config("no-trainer", train={"iterations": 4, "gang_timeout_s": 5}, cluster=deadline)
     with restored(cluster):
         process = cluster.start(config)
-        wait_until(lambda: is_committed(config, 0, "publish") or process.poll() is not None, "0", 180)
+        wait_until(lambda: is_committed(config, 0, "publish") or process.poll() is not None, "0")
         end_worker(cluster, "t0")
-        assert process.wait(180) != 0
+        assert process.wait(patience(180)) != 0
     assert "for workers to train iteration 1: no worker carries train; workers: " in cluster.log(config)
 
 

@@ -14,9 +14,7 @@ from sf_core.config import RunConfig
 from tests.e2e.conftest import Cluster, holders, is_committed, overlap_s, spans
 from tests.e2e.invariants import check_result, manifests
 from tests.e2e.test_elastic import connected, end_worker, restored, start_worker
-from tests.e2e.waiting import wait_until
-
-pytestmark = pytest.mark.slow
+from tests.patience import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +23,7 @@ def colocated(cluster: Cluster) -> Iterator[Cluster]:
     with restored(cluster):
         end_worker(cluster, "r0")
         start_worker(cluster, "t1", "rollout", "train")
-        wait_until(lambda: connected(cluster) == {"t0", "t1", "a0", "c0"}, "the workers", 120, 0.2)
+        wait_until(lambda: connected(cluster) == {"t0", "t1", "a0", "c0"}, "the workers", every_s=0.2)
         yield cluster
 
 

@@ -23,9 +23,7 @@ from tests.e2e.conftest import ROOT, Cluster, is_committed, spans
 from tests.e2e.hosts import Host, hosts
 from tests.e2e.invariants import check_result
 from tests.e2e.prefect_home import make_prefect_home
-from tests.e2e.waiting import wait_until
-
-pytestmark = pytest.mark.slow
+from tests.patience import patience, wait_until
 
 SECRETS = {
     "SF_DATAPLANE_KEY": "planted-key",
@@ -36,7 +34,9 @@ SECRETS = {
 
 def certificates(folder: Path) -> dict[str, str]:
     """Dask's settings for TLS, with files that the documented script makes."""
-    subprocess.run([str(ROOT / "deploy" / "certificates"), str(folder), "host"], check=True, timeout=30)
+    subprocess.run(
+        [str(ROOT / "deploy" / "certificates"), str(folder), "host"], check=True, timeout=patience()
+    )
     files = {"ca-file": "ca.pem"}
     for role in ("scheduler", "worker", "client"):
         files |= {f"{role}.cert": "host.pem", f"{role}.key": "host.key"}
@@ -101,9 +101,9 @@ def start_worker(stack: Supervisor, host: Host, name: str, tags: str, scheduler:
 
 
 def await_all(services: Services, names: set[str]) -> None:
-    wait_until(lambda: answers(f"{services.api}/health"), "the Prefect server", 120, every_s=0.5)
-    wait_until(lambda: answers(f"{services.dataplane}/metrics"), "the data plane", 60, every_s=0.5)
-    wait_until(lambda: names <= joined(services.scheduler), "the workers", 120, every_s=0.5)
+    wait_until(lambda: answers(f"{services.api}/health"), "the Prefect server", every_s=0.5)
+    wait_until(lambda: answers(f"{services.dataplane}/metrics"), "the data plane", every_s=0.5)
+    wait_until(lambda: names <= joined(services.scheduler), "the workers", every_s=0.5)
 
 
 def answers(url: str) -> bool:
@@ -123,7 +123,7 @@ def joined(scheduler: str) -> set[str]:
 def listening(host: Host) -> list[str]:
     """Addresses on which others can reach the host."""
     command = [*host.exec, "ss", "--listening", "--tcp", "--numeric", "--no-header"]
-    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=patience()).stdout
     addresses = [line.split()[3] for line in said.splitlines()]
     return [address for address in addresses if not address.startswith("127.0.0.1:")]
 
@@ -139,11 +139,11 @@ def test_a_worker_of_another_host_needs_a_certificate_and_joins_again_after_it_w
         names = lambda: main.call(lambda: joined(scheduler))  # noqa: E731
         start(stack, main, "scheduler", "scheduler")
         start_worker(stack, other, "r0", "rollout", scheduler)
-        wait_until(lambda: names() == {"r0"}, "the worker", 60, every_s=0.5)
+        wait_until(lambda: names() == {"r0"}, "the worker", every_s=0.5)
         other.cut()
-        wait_until(lambda: names() == set(), "its loss", 60, every_s=0.5)
+        wait_until(lambda: names() == set(), "its loss", every_s=0.5)
         other.mend()
-        wait_until(lambda: names() == {"r0"}, "its return", 60, every_s=0.5)
+        wait_until(lambda: names() == {"r0"}, "its return", every_s=0.5)
 
         strange = certificates(tmp_path / "strange")
         with dask.config.set(strange | {"distributed.comm.tls.ca-file": str(tmp_path / "tls" / "ca.pem")}):
@@ -171,7 +171,7 @@ def test_a_host_that_is_cut_off_costs_nothing_and_is_used_again_when_it_is_back(
     gates, hold = cluster.folder / "gates", cluster.folder / f"{worker}-hold"
     (gates / "0").touch()
     process = cluster.start(config)
-    wait_until(lambda: is_committed(config, 0, "publish") or process.poll() is not None, "iteration 0", 120)
+    wait_until(lambda: is_committed(config, 0, "publish") or process.poll() is not None, "iteration 0")
 
     hold.touch()
     (gates / "1").touch()
@@ -179,12 +179,12 @@ def test_a_host_that_is_cut_off_costs_nothing_and_is_used_again_when_it_is_back(
     lost.cut()
     hold.unlink()
     # as far as the others get
-    wait_until(lambda: is_committed(config, 1, without) or process.poll() is not None, "iteration 1", 120)
+    wait_until(lambda: is_committed(config, 1, without) or process.poll() is not None, "iteration 1")
 
     mended = time.time()
     lost.mend()
     status = DataplaneClient(cluster.services.dataplane, "cut-off", dataplane_key()).status
-    wait_until(lambda: worker in serving(main.call(status)), "its engine", 120, every_s=0.5)
+    wait_until(lambda: worker in serving(main.call(status)), "its engine", every_s=0.5)
     for gate in ("2", "3"):
         (gates / gate).touch()
     cluster.finish(config, process)

@@ -15,9 +15,7 @@ from sf_core.cli.stack.standing import FLOW_RUN
 from tests.e2e.conftest import Cluster, is_committed
 from tests.e2e.invariants import manifests
 from tests.e2e.prefect_server import DEPLOYMENTS, Server, without_addresses
-from tests.e2e.waiting import wait_until
-
-pytestmark = pytest.mark.slow
+from tests.patience import wait_until
 
 
 @pytest.mark.nightly
@@ -25,7 +23,7 @@ def test_a_killed_run_is_started_again_where_it_stopped(server: Server, cluster:
     config = without_addresses(cluster.config("killed"))
     with server.worker() as worker:
         run = server.create_run(DEPLOYMENTS["quickstart"], config.model_dump(mode="json"))
-        wait_until(lambda: is_committed(config, 0, "publish"), "an iteration", 120, every_s=0.1)
+        wait_until(lambda: is_committed(config, 0, "publish"), "an iteration", every_s=0.1)
         for process in psutil.Process(worker.pid()).children(recursive=True):
             process.kill()
         before = manifests(config)

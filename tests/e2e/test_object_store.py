@@ -5,14 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from storage import files
 from storage.run_directory import STAGES, RunDirectory
 from tests.e2e.conftest import Cluster
 from tests.e2e.quickstart import CONFIG, options, read, sf
-
-pytestmark = pytest.mark.slow
 
 
 def test_the_quickstart_runs_in_a_bucket_and_is_read_back_from_it(

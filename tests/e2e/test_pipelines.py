@@ -9,8 +9,6 @@ from tests.e2e.conftest import Cluster, holders, overlap_s, spans
 from tests.e2e.invariants import check_nothing_lost, check_result, trajectories
 from tests.e2e.paced_package import GROUPS_PER_BATCH
 
-pytestmark = pytest.mark.slow
-
 PACED = {
     "environment": {part: f"tests.e2e.paced_package:{part}" for part in ("tasks", "agent", "reward")},
     "rollout": {"groups_per_batch": GROUPS_PER_BATCH},

@@ -17,9 +17,7 @@ from storage.trajectories import read_trajectories
 from tests.e2e.conftest import Cluster, is_committed
 from tests.e2e.desk import PAGE, Desk
 from tests.e2e.invariants import check_result, manifests
-from tests.e2e.waiting import wait_until
-
-pytestmark = pytest.mark.slow
+from tests.patience import wait_until
 
 ITERATIONS = 10
 
@@ -63,12 +61,12 @@ def test_a_product_teaches_the_policy_whatever_is_killed(cluster: Cluster, desk:
     assert desk.ask("Anybody there?").status_code == 503
     desk.open()
     flow = cluster.start(config)
-    wait_until(lambda: is_committed(config, 1, "publish"), "two iterations", 120, every_s=0.05)
+    wait_until(lambda: is_committed(config, 1, "publish"), "two iterations", every_s=0.05)
     cluster.restart_dataplane()
-    wait_until(lambda: is_committed(config, 3, "publish"), "four iterations", 120, every_s=0.05)
+    wait_until(lambda: is_committed(config, 3, "publish"), "four iterations", every_s=0.05)
     desk.kill()
     desk.start()
-    wait_until(lambda: is_committed(config, 5, "publish"), "six iterations", 120, every_s=0.05)
+    wait_until(lambda: is_committed(config, 5, "publish"), "six iterations", every_s=0.05)
     flow.kill()
     flow.wait()
     cluster.finish(config, cluster.start(config))

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from sf_core.stages.stored_config import read_stored_config
 from tests.e2e.invariants import check_result
 from tests.e2e.quickstart import options, sf
-
-pytestmark = pytest.mark.slow
 
 
 def test_a_new_project_is_trained_as_its_page_says(tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ from tests.e2e.quickstart import CONFIG, options, sf
 from tests.e2e.recomputed import Policies
 
 # the first of them trains the quickstart, which takes two minutes on a quiet machine
-pytestmark = pytest.mark.slow
 
 ROWS_RECOMPUTED = 32
 """Number of rows recomputed in every batch."""
@@ -108,7 +107,7 @@ def test_devices_sample_while_others_train(quickstart: RunConfig) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_the_whole_of_it_learns_with_any_seed(cluster: Cluster, tmp_path: Path, seed: int) -> None:
     settings = options(run_id=f"seed-{seed}", seed=seed)
-    done = sf(tmp_path, "train", CONFIG, *settings, on=cluster.services, timeout_s=840)
+    done = sf(tmp_path, "train", CONFIG, *settings, on=cluster.services, quiet_s=840)
     assert done.returncode == 0, done.stdout + done.stderr
     config = read_stored_config(str(tmp_path / "runs" / f"seed-{seed}"))
     before, after = held_out(config)

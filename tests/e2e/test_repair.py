@@ -24,7 +24,7 @@ def test_it_learns_with_any_seed(cluster: Cluster, tmp_path: Path, seed: int) ->
     """The standard error of a difference of means over 128 tasks is at most 0.06."""
     need_sandbox()
     settings = options(run_id=f"repair-{seed}", seed=seed)
-    done = sf(tmp_path, "train", CONFIG, *settings, on=cluster.services, timeout_s=1400)
+    done = sf(tmp_path, "train", CONFIG, *settings, on=cluster.services, quiet_s=1400)
     assert done.returncode == 0, done.stdout + done.stderr
     config = read_stored_config(str(tmp_path / "runs" / f"repair-{seed}"))
     before, after = held_out(config)

@@ -18,9 +18,7 @@ from sf_core.config import RunConfig
 from storage.run_directory import STAGES
 from tests.e2e.conftest import Cluster, is_committed
 from tests.e2e.invariants import check_result, manifests
-from tests.e2e.waiting import wait_until
-
-pytestmark = pytest.mark.slow
+from tests.patience import patience, wait_until
 
 
 def await_stage(cluster: Cluster, config: RunConfig, flow: Popen[bytes], iteration: int, stage: str) -> None:
@@ -28,7 +26,7 @@ def await_stage(cluster: Cluster, config: RunConfig, flow: Popen[bytes], iterati
     before = STAGES.index(stage) - 1
     committed = (iteration if before >= 0 else iteration - 1, STAGES[before])
     what = f"start of {stage} of iteration {iteration}"
-    wait_until(lambda: is_committed(config, *committed) or flow.poll() is not None, what, 180)
+    wait_until(lambda: is_committed(config, *committed) or flow.poll() is not None, what)
     assert flow.poll() is None, cluster.log(config)[-2000:]
 
 
@@ -105,7 +103,7 @@ def test_a_run_goes_on_after_its_leases_were_lost_with_a_data_plane_that_was_lon
         cluster.stack.remove(cluster.stack.processes["dataplane"])
         for lease in ("r0-[0-9]", "a0-[0-9]"):
             lost = re.compile(rf"lease {lease}+\.1 was lost \(ConnectionError: data plane at .*another one")
-            wait_until(lambda lost=lost: lost.search(cluster.log(config)), lost.pattern, 120)
+            wait_until(lambda lost=lost: lost.search(cluster.log(config)), lost.pattern)
         start_dataplane(cluster.stack, cluster.folder, urlsplit(cluster.services.dataplane).port)()
     finally:
         trainer.resume()
@@ -120,9 +118,9 @@ def test_of_two_flows_on_one_run_the_older_is_refused_and_the_newer_finishes(clu
     older.send_signal(signal.SIGSTOP)
     before = manifests(config)
     newer = cluster.start(config)
-    wait_until(lambda: Path(config.run_dir, "attempts", "00002").exists(), "another attempt", 90)
+    wait_until(lambda: Path(config.run_dir, "attempts", "00002").exists(), "another attempt")
     older.send_signal(signal.SIGCONT)
-    assert older.wait(90) != 0
+    assert older.wait(patience()) != 0
     assert re.search("[Aa]ttempt 1 .*was superseded by a later one", cluster.log(config))
     cluster.finish(config, newer)
     after = manifests(config)

@@ -23,9 +23,7 @@ from tests.e2e.conftest import is_committed, small_run
 from tests.e2e.invariants import manifests
 from tests.e2e.prefect_server import DEPLOYMENTS, PrefectApi
 from tests.e2e.standing import Stack
-from tests.e2e.waiting import wait_until
-
-pytestmark = pytest.mark.slow
+from tests.patience import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +61,7 @@ def test_a_deployed_run_of_the_users_package_goes_on_when_the_stack_was_down(
     open_gates(gates, 0, 1)
     config = small_run("deployed", tmp_path, environment=environment)
     run = prefect.create_run(DEPLOYMENTS["quickstart"], config.model_dump(mode="json"))
-    wait_until(lambda: is_committed(config, 0, "publish"), "an iteration", 120, every_s=0.1)
+    wait_until(lambda: is_committed(config, 0, "publish"), "an iteration", every_s=0.1)
     down = stack.sf("down")
     ended = "run deployed: AwaitingRetry, sf down ended it; the next sf up starts it again where it stopped"
     assert (down.returncode, ended in down.stdout) == (0, True), down.stdout + down.stderr
@@ -91,7 +89,7 @@ def test_a_run_goes_on_when_the_machine_of_its_stack_was_reset(stack: Stack, tmp
     prefect = PrefectApi(stack.services.api)
     config = small_run("reset", tmp_path, train={"iterations": 30})
     run = prefect.create_run(DEPLOYMENTS["train"], config.model_dump(mode="json"))
-    wait_until(lambda: is_committed(config, 0, "publish"), "an iteration", 120, every_s=0.1)
+    wait_until(lambda: is_committed(config, 0, "publish"), "an iteration", every_s=0.1)
     while left := stack.processes():
         for process in left:
             with suppress(psutil.NoSuchProcess):

@@ -5,15 +5,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tests.e2e.conftest import ROOT, Cluster
 from tests.e2e.invariants import check_result, manifests
 from tests.e2e.secrets import leaks
-
-pytestmark = pytest.mark.slow
+from tests.patience import patience
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -76,7 +74,7 @@ def test_an_agent_that_always_fails_ends_the_run_with_its_own_error(cluster: Clu
         },
         evaluate={"every": 1000, "num_tasks": 200},
     )
-    assert cluster.start(config).wait(90) != 0
+    assert cluster.start(config).wait(patience()) != 0
     assert "every session fails" in cluster.log(config)
     assert "RuntimeError: no such tool: hammer" in cluster.log(config)
 
@@ -84,7 +82,7 @@ def test_an_agent_that_always_fails_ends_the_run_with_its_own_error(cluster: Clu
 def test_a_run_ends_with_the_reason_for_which_nobody_can_run_its_agent(cluster: Cluster) -> None:
     environment = {"agent": "tests.e2e.echo_package:nobody"}
     config = cluster.config("nobodys-agent", environment=environment)
-    assert cluster.start(config).wait(90) != 0
+    assert cluster.start(config).wait(patience()) != 0
     reason = "ValueError: tests.e2e.echo_package:nobody: module tests.e2e.echo_package has no nobody"
     assert reason in cluster.log(config).splitlines()
     assert "nobody is left for `agent`, and the run ends" in cluster.log(config)

@@ -16,9 +16,9 @@ from tests.chaos.runner import run_through
 from tests.chaos.training import RECOVERY_S, Training, runs
 from tests.e2e.invariants import manifests
 from tests.e2e.standing import Stack
-from tests.e2e.waiting import wait_until
+from tests.patience import wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
 ON_VLLM: dict[str, dict[str, Any]] = {
     "engine": {"kind": "vllm", "script": None, "context_length": 256},
@@ -65,7 +65,7 @@ class WhileTraining:
             done = manifests(run.config)
             return run.has_ended or any((k, "train") not in done for k, stage in done if stage == "filter")
 
-        wait_until(trains, "a train step", RECOVERY_S, every_s=0.02)
+        wait_until(trains, "a train step", quiet_s=RECOVERY_S, every_s=0.02)
         self.fault.inject(run, rng)
 
 
@@ -84,7 +84,7 @@ def survive(stack: Stack, pipeline: str, worker: str, faults: list[Fault], *opti
         stack.sf("down")
     assert [(injection.fault.name, injection.lost) for injection in done] == [(f.name, []) for f in faults]
     assert len(seen) > len(faults)
-    wait_until(lambda: not [p for p in seen if p.is_running()], "vLLM's processes to end", 30, every_s=0.2)
+    wait_until(lambda: not [p for p in seen if p.is_running()], "vLLM's processes to end", every_s=0.2)
 
 
 def test_a_run_on_vllm_loses_nothing_to_what_befalls_its_server(tmp_path: Path) -> None:

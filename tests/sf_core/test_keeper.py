@@ -15,9 +15,7 @@ import psutil
 import pytest
 
 from sf_core.keeper import keeper_of, remove
-from tests.e2e.waiting import wait_until
-
-WAIT_S = 60
+from tests.patience import patience, wait_until
 
 
 @contextmanager
@@ -26,7 +24,7 @@ def kept(
 ) -> Iterator[tuple[subprocess.Popen[str], socket.socket]]:
     """A keeper with its command, and our end of its channel. What the command prints can be read."""
     ours, theirs = socket.socketpair()
-    ours.settimeout(WAIT_S)
+    ours.settimeout(patience())
     with theirs:
         keeper = subprocess.Popen(
             keeper_of(theirs, grace_s, folder, words),
@@ -38,7 +36,7 @@ def kept(
     with keeper, ours:
         yield keeper, ours
         ours.close()
-        assert keeper.wait(WAIT_S) == 0
+        assert keeper.wait(patience()) == 0
 
 
 def told(channel: socket.socket) -> list[dict[str, object]]:
@@ -96,7 +94,7 @@ def test_signals_reach_the_command_and_not_its_keeper() -> None:
 
 def test_within_the_grace_a_command_may_end_by_itself() -> None:
     words = ["sh", "-c", "trap 'echo bye; exit 4' TERM; echo $$; while :; do sleep 0.01; done"]
-    with kept(words, grace_s=WAIT_S) as (keeper, channel):
+    with kept(words, grace_s=patience()) as (keeper, channel):
         command = process(keeper)
         channel.shutdown(socket.SHUT_WR)
         assert told(channel)[-1] == {"status": 4}

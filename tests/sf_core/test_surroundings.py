@@ -13,6 +13,7 @@ import pytest
 
 from sf_core.surroundings import ROOT, check_names, reach_directly
 from tests.bad_input.refusals import check_sentence
+from tests.patience import patience
 from tests.proxies import VARIABLES, SilentProxy
 
 SF = str(Path(sys.executable).with_name("sf"))
@@ -34,7 +35,7 @@ def call(
         preexec_fn=limit,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patience(),
     )
 
 

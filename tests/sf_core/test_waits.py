@@ -6,6 +6,7 @@ import pytest
 
 from sf_core import waits
 from sf_core.waits import Wait, collect_waits, long_waits, waiting_for
+from tests.patience import patience
 
 
 def test_a_long_wait_says_what_it_waits_for_and_says_it_again(
@@ -26,7 +27,7 @@ def test_a_long_wait_says_what_it_waits_for_and_says_it_again(
         waiting_for("batch 3", 60, tell=tell) as wait,
     ):
         wait.reason = "2 of 8 groups"
-        assert twice.wait(10)
+        assert twice.wait(patience())
     assert told[1] == "batch 3: 2 of 8 groups"
     assert "for batch 3: 2 of 8 groups" in caplog.text
     assert "waiting since" in caplog.text and "until" in caplog.text

@@ -18,6 +18,7 @@ from storage.gangs import GangFiles
 from storage.run_directory import RunDirectory
 from tasks.cluster import TaggedTaskRunner, TaskFuture
 from tasks.gang import Gang
+from tests.patience import wait_until
 from tests.sf_core.dataplane.conftest import model_dir  # noqa: F401
 from tests.sf_core.dataplane.stand import Server
 from tests.sf_core.runs import commit, configure
@@ -69,7 +70,7 @@ def test_training_takes_a_device_that_was_lent_again_since_the_iteration_began(
     server.connect(lambda ids, seed: [1], loan.lease_id, engine_id=loan.holder, worker="t0")
 
     def begin() -> None:
-        server.wait_for(lambda: loan.lease_id in server.reasons)
+        wait_until(lambda: loan.lease_id in server.reasons)
         GangFiles(RunDirectory(run.uri), 0, 1, 0).take_seat(0, once=True)
 
     rank = threading.Thread(target=begin)

@@ -24,7 +24,7 @@ from sf_core.stages.run import RunRef
 from storage.run_directory import RunDirectory
 from tasks.cluster import TaskFuture, end_of
 from tasks.lease import Leases
-from tests.e2e.waiting import wait_until
+from tests.patience import wait_until
 from tests.sf_core.dataplane.conftest import model_dir  # noqa: F401
 from tests.sf_core.dataplane.stand import Server, attended, converse, finish, running_app
 from tests.sf_core.runs import configure

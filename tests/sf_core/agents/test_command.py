@@ -21,11 +21,10 @@ from sf_core.cli.stack.supervisord_child import MARK, end_marked
 from sf_core.config.programs import Command
 from sf_core.types import Endpoint, Task
 from tests.e2e import echo_package
-from tests.e2e.waiting import wait_until
+from tests.patience import patience, wait_until
 
 TASK = Task("t-1", "sums", "What is 6*7?\n\N{GREEK SMALL LETTER PI}", "forty-two", {"level": 3})
 ENDPOINT = Endpoint("http://127.0.0.1:9/sessions/s-1/v1", "key-of-the-run", "policy")
-WAIT_S = 60
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +39,7 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def run(*words: str, task: Task = TASK, **settings: Any) -> CommandEnd:
     agent = agent_of(Command(command=words, **settings))
-    return asyncio.run(asyncio.wait_for(agent(task, ENDPOINT), WAIT_S))
+    return asyncio.run(asyncio.wait_for(agent(task, ENDPOINT), patience()))
 
 
 def shell(script: str, **settings: Any) -> CommandEnd:
@@ -146,7 +145,7 @@ def test_a_program_that_is_gone_fails_its_session(tmp_path: Path) -> None:
     agent = agent_of(Command(command=(str(program),)))
     program.unlink()
     with pytest.raises(CommandError, match=r"gave no answer: it cannot be started: .* No such file"):
-        asyncio.run(asyncio.wait_for(agent(TASK, ENDPOINT), WAIT_S))
+        asyncio.run(asyncio.wait_for(agent(TASK, ENDPOINT), patience()))
 
 
 def test_the_answer_is_what_it_prints_and_the_output_what_it_wrote() -> None:
@@ -264,7 +263,7 @@ def family_of(pid_file: Path) -> list[psutil.Process]:
 
 def check_gone(processes: list[psutil.Process], scratch: Path) -> None:
     assert len(processes) >= 3
-    _, alive = psutil.wait_procs(processes, timeout=WAIT_S)
+    _, alive = psutil.wait_procs(processes, timeout=patience())
     assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
     wait_until(lambda: not any(scratch.iterdir()), "the folder to be removed", every_s=0.01)
 
@@ -294,7 +293,7 @@ def test_a_session_that_is_taken_back_leaves_nothing(tmp_path: Path, scratch: Pa
         assert list(scratch.iterdir()) == []
         return processes
 
-    check_gone(asyncio.run(asyncio.wait_for(take_back(), WAIT_S)), scratch)
+    check_gone(asyncio.run(asyncio.wait_for(take_back(), patience())), scratch)
 
 
 STACK = "/stacks/test-command"
@@ -323,7 +322,7 @@ def test_a_worker_that_is_killed_leaves_nothing(
     try:
         processes = family_of(pid_file)
         end(worker)
-        worker.wait(WAIT_S)
+        worker.wait(patience())
         check_gone(processes, scratch)
     finally:
         worker.kill()
@@ -341,7 +340,7 @@ def test_without_its_keeper_a_command_and_its_group_are_ended(tmp_path: Path, sc
             await working
         check_gone([keeper, *others], scratch)
 
-    asyncio.run(asyncio.wait_for(work(), WAIT_S))
+    asyncio.run(asyncio.wait_for(work(), patience()))
 
 
 def test_commands_run_side_by_side(tmp_path: Path) -> None:
@@ -353,7 +352,7 @@ def test_commands_run_side_by_side(tmp_path: Path) -> None:
 
     async def work() -> None:
         tasks = [Task(f"t{n}", "e", f"begun-{n}") for n in range(8)]
-        await asyncio.wait_for(asyncio.gather(*(agent(task, ENDPOINT) for task in tasks)), WAIT_S)
+        await asyncio.wait_for(asyncio.gather(*(agent(task, ENDPOINT) for task in tasks)), patience())
 
     asyncio.run(work())
 
@@ -374,5 +373,5 @@ def test_it_works_outside_the_main_thread() -> None:
         "thread = threading.Thread(target=lambda: print(shell('echo 42').answer, end=''))\n"
         "thread.start()\nthread.join()\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=patience())
     assert (done.stdout, done.stderr) == ("42\n", "")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,14 @@ from sf_core.agents.tool_loop import LostToolError, Tool, run_tool_loop
 from sf_core.cli.stack.local import free_port
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.types import Endpoint, Task
+from tests.patience import until, wait_until
 from tests.sf_core.agents.test_runner import make_runner, run_until_ready, server
 from tests.sf_core.dataplane.conftest import model_dir, renderer
 from tests.sf_core.dataplane.stand import Server, answering
 
 __all__ = ["model_dir", "renderer", "server"]
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.system
 
 PAD = [sys.executable, str(Path(__file__).parent / "mcp_pad.py")]
 STDIO = [*PAD, "stdio"]
@@ -36,13 +37,15 @@ def over_http() -> Iterator[str]:
     port = free_port()
     process = subprocess.Popen([*PAD, "streamable-http", str(port)], stderr=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{port}/mcp"
-    while True:
+
+    def listens() -> bool:
         assert process.poll() is None
-        try:
+        with contextlib.suppress(httpx.TransportError):
             httpx.get(url)
-            break
-        except httpx.TransportError:
-            time.sleep(0.05)
+            return True
+        return False
+
+    wait_until(listens, url, every_s=0.05)
     yield url
     process.kill()
     process.wait()
@@ -121,9 +124,8 @@ def test_a_session_that_is_cancelled_ends_its_server(tmp_path: Path) -> None:
 
     async def cancelled() -> None:
         working = asyncio.create_task(work())
-        while not (mark.exists() and mark.read_text()):
-            assert not working.done()
-            await asyncio.sleep(0.02)
+        await until(lambda: working.done() or (mark.exists() and mark.read_text()))
+        assert not working.done()
         working.cancel()
         with pytest.raises(asyncio.CancelledError):
             await working

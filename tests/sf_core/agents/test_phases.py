@@ -17,6 +17,7 @@ from sf_core.dataplane.bodies import ClaimBody, TaskName
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.types import Endpoint, Task
 from tests.e2e.echo_package import agent as ask
+from tests.patience import patience
 from tests.sf_core.agents.test_runner import make_runner, run_until_ready, server
 from tests.sf_core.dataplane.conftest import model_dir, renderer  # noqa: F401
 from tests.sf_core.dataplane.runs.test_replay import Driver
@@ -47,7 +48,7 @@ class Rooms:
 
     async def until(self, what: Callable[[], bool]) -> None:
         async with self.changed:
-            await asyncio.wait_for(self.changed.wait_for(what), 30)
+            await asyncio.wait_for(self.changed.wait_for(what), patience())
 
     @asynccontextmanager
     async def prepare(self, task: Task) -> AsyncIterator[str]:
@@ -163,7 +164,7 @@ def test_a_phase_that_fails_costs_its_session_with_a_reason_of_its_own(
         await working
         assert status["last_error"] == sentence
 
-    asyncio.run(asyncio.wait_for(work(), 60))
+    asyncio.run(asyncio.wait_for(work(), patience()))
 
 
 def test_what_is_ready_outlives_a_restart_of_the_data_plane(
@@ -203,7 +204,7 @@ def test_what_is_ready_outlives_a_restart_of_the_data_plane(
             server = Server(url, http, tmp_path, model_dir)
             usual = {"group_size": 1, "groups_per_batch": 3, "num_batches": 1}
             server.register(prepare_ahead=2, **usual)
-        asyncio.run(asyncio.wait_for(work(plane, url), 60))
+        asyncio.run(asyncio.wait_for(work(plane, url), patience()))
 
 
 def test_the_time_of_a_session_begins_with_its_agent_and_ends_with_it(

@@ -23,6 +23,7 @@ from sf_core.dataplane.runs import run as run_module
 from sf_core.types import Endpoint, Scored, Task
 from storage.trajectories import read_trajectories, to_rows
 from tests.e2e.echo_package import agent
+from tests.patience import patience
 from tests.proxies import SilentProxy
 from tests.sf_core.dataplane.conftest import model_dir, renderer  # noqa: F401
 from tests.sf_core.dataplane.stand import Server, attended, running_app, running_process, say
@@ -87,12 +88,12 @@ def test_a_runner_gives_its_worker_back_when_the_data_plane_is_gone() -> None:
     runner = make_runner("http://127.0.0.1:9", patience_s=0.1)
     sentence = r"^data plane at http://127.0.0.1:9: no claim of a0 on run run was answered for 0.1 s: "
     with pytest.raises(ConnectionError, match=sentence):
-        asyncio.run(asyncio.wait_for(runner.run(), 60))
+        asyncio.run(asyncio.wait_for(runner.run(), patience()))
 
 
 def test_a_runner_gives_its_worker_back_when_the_data_plane_has_forgotten_its_run(server: Server) -> None:
     with pytest.raises(ConnectionError, match=r"was answered for 0\.1 s: Client error '404 Not Found'"):
-        asyncio.run(asyncio.wait_for(make_runner(server.url, patience_s=0.1).run(), 60))
+        asyncio.run(asyncio.wait_for(make_runner(server.url, patience_s=0.1).run(), patience()))
 
 
 @pytest.mark.parametrize("key", ["key-of-the-run", None])
@@ -122,7 +123,7 @@ def test_agents_get_the_key_of_their_run_and_nobody_else_gets_in(
             await http.post("/runs/run/release")
         assert await working == 2
 
-    asyncio.run(asyncio.wait_for(work(), 60))
+    asyncio.run(asyncio.wait_for(work(), patience()))
     assert {endpoint.api_key for endpoint in endpoints} == {key or "none"}
     assert server.get("/runs/run")["counters"].get("failed_sessions", 0) == 0
 
@@ -132,13 +133,13 @@ def run_until_ready(server: Server, runner: AgentRunner) -> None:
 
     async def work() -> None:
         working = asyncio.ensure_future(runner.run())
-        async with httpx.AsyncClient(base_url=server.url, timeout=30) as http:
+        async with httpx.AsyncClient(base_url=server.url, timeout=patience()) as http:
             while not (await http.get("/runs/run/batches/0", params={"wait_s": 10})).json()["ready"]:
                 assert not working.done()
             await http.post("/runs/run/release")
         await working
 
-    asyncio.run(asyncio.wait_for(work(), 60))
+    asyncio.run(asyncio.wait_for(work(), patience()))
 
 
 def test_no_proxy_stands_between_agents_and_their_data_plane(
@@ -156,7 +157,7 @@ def test_no_proxy_stands_between_agents_and_their_data_plane(
         await asyncio.to_thread(server.post, "/runs/run/release")
         assert await working == 1
 
-    asyncio.run(asyncio.wait_for(work(), 60))
+    asyncio.run(asyncio.wait_for(work(), patience()))
     assert not proxy.was_asked()
 
 
@@ -166,12 +167,13 @@ def test_a_runner_whose_agents_block_its_event_loop_is_heard_all_the_same(
     renderer: Renderer,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(run_module, "RUNNER_SILENCE_S", 1.5)
+    silence_s = patience(1.5)
+    monkeypatch.setattr(run_module, "RUNNER_SILENCE_S", silence_s)
     monkeypatch.setattr(runner_module, "BEAT_S", 0.2)
 
     async def blocking_agent(task: Task, endpoint: Endpoint) -> str:
         answer = await agent(task, endpoint)
-        time.sleep(4.0)
+        time.sleep(2.5 * silence_s)
         return answer
 
     with running_app() as url, attended(url, tmp_path, model_dir) as server:
@@ -295,22 +297,22 @@ def test_a_plain_agent_that_hangs_keeps_neither_its_place_nor_its_runner(
 
     def hanging_agent(task: Task, endpoint: Endpoint) -> None:
         begun.put(endpoint.base_url)
-        over.wait(60)
+        over.wait(patience())
         came_to_an_end.set()
 
     async def work(url: str) -> None:
         working = asyncio.ensure_future(make_runner(url, agent=hanging_agent, concurrency=1).run())
-        first = await asyncio.to_thread(begun.get, timeout=20)
+        first = await asyncio.to_thread(begun.get, timeout=patience())
         async with httpx.AsyncClient(base_url=url) as http:
             # the data plane ends it, as one that ran too long
             await http.post(first.removesuffix("/v1") + "/finish", json={"status": "failed"})
-            assert await asyncio.to_thread(begun.get, timeout=20) != first
+            assert await asyncio.to_thread(begun.get, timeout=patience()) != first
             await http.post("/runs/run/release")
         await working
 
     with running_app() as url, attended(url, tmp_path, model_dir) as server:
         server.register(group_size=1, groups_per_batch=1)
-        asyncio.run(asyncio.wait_for(work(url), 60))
+        asyncio.run(asyncio.wait_for(work(url), patience()))
     assert not came_to_an_end.is_set()
     over.set()
 
@@ -323,4 +325,4 @@ def test_a_runner_that_cannot_report_any_more_ends_with_the_reason() -> None:
 
     runner._reports.send = fail  # type: ignore[method-assign, assignment]
     with pytest.raises(TypeError, match="what it could not do"):
-        asyncio.run(asyncio.wait_for(runner.run(), 60))
+        asyncio.run(asyncio.wait_for(runner.run(), patience()))

@@ -9,6 +9,7 @@ import pytest
 
 from sf_core.agents import threads as threads_module
 from sf_core.agents.threads import Threads
+from tests.patience import patience
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ async def leave(threads: Threads, num_calls: int, over: threading.Event) -> list
 
     def hang() -> None:
         begun.append(threading.current_thread())
-        over.wait(60)
+        over.wait(patience())
 
     calls = [asyncio.ensure_future(threads.call(hang)) for _ in range(num_calls)]
     while len(begun) < num_calls:
@@ -37,7 +38,7 @@ async def leave(threads: Threads, num_calls: int, over: threading.Event) -> list
 
 
 def test_as_many_plain_functions_run_at_once_as_are_called() -> None:
-    barrier = threading.Barrier(40, timeout=20)
+    barrier = threading.Barrier(40, timeout=patience())
 
     async def meet() -> None:
         threads = Threads()
@@ -69,7 +70,7 @@ def test_calls_that_go_on_unawaited_count_once_they_are_many_and_until_they_end(
             await asyncio.sleep(0.001)
 
     with caplog.at_level(logging.WARNING):
-        asyncio.run(asyncio.wait_for(count(), 60))
+        asyncio.run(asyncio.wait_for(count(), patience()))
     [told] = caplog.messages
     assert told.startswith("3 calls go on although their sessions are over, the last of leave.<locals>.hang")
 
@@ -80,4 +81,4 @@ def test_what_a_plain_function_raises_comes_back(error: Exception) -> None:
         raise error
 
     with pytest.raises((KeyError, RuntimeError), match=r"x|raised StopIteration"):
-        asyncio.run(asyncio.wait_for(Threads().call(fail), 60))
+        asyncio.run(asyncio.wait_for(Threads().call(fail), patience()))

@@ -16,6 +16,7 @@ from sf_core.cli.launch import _run_once
 from sf_core.cli.stack.local import local_stack
 from sf_core.cli.stack.processes import Part
 from storage.run_directory import RunDirectory
+from tests.patience import patience
 from tests.sf_core.cli.test_main import sf
 from tests.sf_core.runs import commit, configure, pretend
 
@@ -129,7 +130,7 @@ def test_a_flow_that_is_killed_is_not_explained_by_an_earlier_one(tmp_path: Path
 
         def failure(script: str) -> str:
             part = Part("flow-train", ["sh", "-c", script], {}, once=True)
-            return _run_once(part, stack, lambda process: process.wait(20))[0]
+            return _run_once(part, stack, lambda process: process.wait(patience()))[0]
 
         assert failure("echo ValueError: seed; exit 3").startswith("ValueError: seed; log: ")
         assert failure("kill -9 $$").startswith("the flow ended with code -1; log: ")

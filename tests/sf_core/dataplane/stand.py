@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import subprocess
@@ -16,6 +17,7 @@ from typing import Any
 import httpx
 import openai
 import uvicorn
+import uvicorn.server
 from msgspec.structs import replace
 from openai import OpenAI
 
@@ -27,7 +29,22 @@ from sf_core.engines.protocol import Engine
 from sf_core.engines.scripted import ScriptedEngine
 from sf_core.engines.wire import Hello
 from sf_core.types import Chunk, GenerationRequest
+from tests.patience import join, patience, wait_until
 from tests.sf_core.dataplane.specs import SPEC, changed
+
+
+class _Quick:
+    """asyncio for uvicorn, which looks for its end and for that of its connections every 0.1 s."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+    @staticmethod
+    async def sleep(seconds: float) -> None:
+        await asyncio.sleep(seconds / 20)
+
+
+uvicorn.server.asyncio = _Quick()  # type: ignore[attr-defined]
 
 Script = Callable[[list[int], int], list[int]]
 BUDGET = 300
@@ -118,13 +135,13 @@ class Server:
 
         def serve() -> None:
             try:
-                self.reasons[lease] = serve_engine(self.url, None, greeting, engine, patience_s=20)
+                self.reasons[lease] = serve_engine(self.url, None, greeting, engine, patience_s=patience())
             except EngineKilledError:
                 self.reasons[lease] = "killed"
 
         self.threads.append(threading.Thread(target=serve, daemon=True))
         self.threads[-1].start()
-        self.wait_for(
+        wait_until(
             lambda: (
                 any(engine["id"] == greeting.engine_id for engine in self.live_engines(greeting.run_id))
                 or lease in self.reasons
@@ -140,25 +157,18 @@ class Server:
         body = {"runner": runner, "max": count, "wait_s": 0.0, "running": running or []}
         return list(self.post(f"/runs/{run_id}/claim", body)["sessions"])
 
-    @staticmethod
-    def wait_for(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < deadline, "timed out"
-            time.sleep(0.005)
-
 
 @contextlib.contextmanager
 def attended(url: str, folder: Path, model_dir: str) -> Iterator[Server]:
     """Server of the data plane at this URL; at the end its run is released and its engines end."""
-    with httpx.Client(base_url=url, timeout=30) as http:
+    with httpx.Client(base_url=url, timeout=patience()) as http:
         server = Server(url, http, folder, model_dir)
         yield server
         if http.get("/runs/run").status_code == 200:
             http.post("/runs/run/resume")
             http.post("/runs/run/release")
         for thread in server.threads:
-            thread.join(10)
+            join(thread)
 
 
 @contextlib.contextmanager
@@ -178,12 +188,12 @@ def running_app(
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    Server.wait_for(lambda: server.started)
+    wait_until(lambda: server.started)
     try:
         yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join(10)
+        join(thread)
 
 
 @contextlib.contextmanager
@@ -193,7 +203,7 @@ def running_process(port_file: Path, port: int, *options: str, module: str = "sf
     command = [sys.executable, "-m", module, "dataplane", "--port", str(port), "--port-file", str(port_file)]
     with subprocess.Popen([*command, *options]) as process:
         try:
-            Server.wait_for(port_file.exists)
+            wait_until(port_file.exists)
             yield f"http://127.0.0.1:{port_file.read_text()}"
         finally:
             process.kill()
@@ -235,7 +245,9 @@ def converse(server: Server, claim: dict[str, Any], num_turns: int, streamed: bo
     """Answers to an agent that knows nothing of restarts, but repeats a broken stream, which no SDK does."""
     messages: Any = []
     answers = []
-    with OpenAI(base_url=base_url(server, claim), api_key="none", max_retries=20, timeout=30) as agent:
+    with OpenAI(
+        base_url=base_url(server, claim), api_key="none", max_retries=20, timeout=patience()
+    ) as agent:
         for turn in range(num_turns):
             messages.append({"role": "user", "content": f"{turn}?"})
             answers.append(ask_stream(agent, messages) if streamed else ask(agent, messages))

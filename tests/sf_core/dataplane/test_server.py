@@ -14,7 +14,7 @@ import pytest
 
 from sf_core.dataplane.options import DataplaneOptions
 from sf_core.dataplane.server import serve
-from tests.sf_core.dataplane.stand import Server
+from tests.patience import patience, wait_until
 
 COMMAND = [sys.executable, "-m", "sf_core", "dataplane"]
 
@@ -46,13 +46,15 @@ def process(
 def test_the_process_says_where_it_listens_and_ends_when_told(
     process: subprocess.Popen[bytes], port_file: Path, temporary: Path
 ) -> None:
-    Server.wait_for(port_file.exists)
+    wait_until(port_file.exists)
     url = f"http://127.0.0.1:{port_file.read_text()}/healthz"
-    assert httpx.get(url, headers={"Authorization": "Bearer secret"}, timeout=20).json() == {"runs": 0}
+    assert httpx.get(url, headers={"Authorization": "Bearer secret"}, timeout=patience()).json() == {
+        "runs": 0
+    }
     assert httpx.get(url).status_code == 401
     gateways = psutil.Process(process.pid).children()
     process.send_signal(signal.SIGTERM)
-    process.wait(20)
+    process.wait(patience())
     assert [gateway for gateway in gateways if gateway.is_running()] == []
     assert list(temporary.iterdir()) == []
 

@@ -25,6 +25,7 @@ from storage.tensors import shared_memory
 from storage.tensors.weight_delta import save_delta
 from storage.tensors.weights import load_weights, pack_weights, save_weights
 from tests.bad_input.refusals import check_sentence
+from tests.patience import patience
 
 HOLD = """
 import sys
@@ -423,7 +424,7 @@ def test_one_that_is_closed_while_it_fetches_leaves_nothing(
     def slow(*arguments: int) -> None:
         allocate(*arguments)
         reading.set()
-        go_on.wait(30)
+        go_on.wait(patience())
 
     monkeypatch.setattr(os, "posix_fallocate", slow)
     host, ended = HostWeights(), []
@@ -436,7 +437,7 @@ def test_one_that_is_closed_while_it_fetches_leaves_nothing(
 
     thread = threading.Thread(target=fetch)
     thread.start()
-    assert reading.wait(30)
+    assert reading.wait(patience())
     host.close()
     go_on.set()
     thread.join()

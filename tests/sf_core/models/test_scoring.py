@@ -10,6 +10,7 @@ import torch
 from sf_core.models import scoring
 from sf_core.models.scoring import Split, score
 from tests.memory import peak_bytes
+from tests.patience import patience
 
 VOCABULARY, WIDTH = 40, 16
 Settings = tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.int64]]
@@ -103,9 +104,9 @@ def test_a_split_head_gives_every_process_the_same_scores_and_its_part_of_the_gr
     def process(own: slice) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
         def gather(logits: torch.Tensor) -> torch.Tensor:
             given[own.start] = logits
-            meet.wait(60)
+            meet.wait(patience())
             gathered = torch.cat([given[cut.start] for cut in cuts], 1)
-            meet.wait(60)
+            meet.wait(patience())
             return gathered
 
         part = head.detach()[own].requires_grad_()

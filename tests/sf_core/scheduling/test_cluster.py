@@ -14,7 +14,7 @@ from sf_core.cli.main import app
 from sf_core.config import RunConfig
 from sf_core.scheduling import cluster
 from tests.e2e.conftest import ROOT
-from tests.e2e.waiting import wait_until
+from tests.patience import patience, wait_until
 
 TAGS = {"t0": "rollout train cpu", "a0": "agent", "a1": "agent"}
 over = threading.Event()
@@ -22,7 +22,7 @@ over = threading.Event()
 
 def hold() -> None:
     """A task that goes on when Dask no longer wants it."""
-    over.wait(60)
+    over.wait(patience())
 
 
 @pytest.fixture

@@ -26,9 +26,9 @@ from sf_core.scheduling.cluster import connected_workers, end_tasks, read_worker
 from sf_core.scheduling.plan import Worker
 from sf_core.scheduling.worker import worker_environment
 from tests.e2e.conftest import ROOT
-from tests.e2e.waiting import wait_until
+from tests.patience import patience, wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.system
 
 PRELOAD = ("--preload", "sf_core.scheduling.preload")
 
@@ -95,7 +95,7 @@ def test_workers_started_by_us_or_by_dask_are_read_with_their_tags_and_devices(b
     with dask.config.set(often), Client(bench.scheduler, set_as_default=False) as client:
         # whatever the client asks for by itself meanwhile
         assert all(len(connected_workers(client)) == 3 for _ in range(100))
-        emulated = client.submit(device_model, RunConfig(), resources={"@r1": 1}).result(timeout=60)
+        emulated = client.submit(device_model, RunConfig(), resources={"@r1": 1}).result(timeout=patience())
     assert emulated.device == DEVICES["h20"]
     quickstart = str(ROOT / "configs" / "quickstart.yaml")
     refused = CliRunner().invoke(app, ["plan", quickstart, "--scheduler", bench.scheduler])
@@ -132,10 +132,10 @@ def test_the_device_and_the_settings_outlive_the_death_of_the_workers_process(be
     wait_until(lambda: "t1" in running_nannies(bench.scheduler), "the nanny to run", every_s=0.2)
     killed = tasks_process(process)
     killed.kill()
-    killed.wait(10)
+    killed.wait(patience())
     with Client(bench.scheduler, set_as_default=False) as client:
         # it waits for the process that the nanny starts
-        seen = client.submit(seen_by_a_task, resources={"@t1": 1}).result(timeout=60)
+        seen = client.submit(seen_by_a_task, resources={"@t1": 1}).result(timeout=patience())
     assert bench.await_worker(process) == before == Worker("t1", frozenset({"train"}), DEVICES["h100"])
     assert seen == {"OMP_NUM_THREADS": "3", "CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "PASSIVE"}
     bench.end(process)

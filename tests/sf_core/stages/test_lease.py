@@ -13,6 +13,7 @@ from sf_core.scheduling.timeline import Timeline
 from sf_core.stages.lease import serve_lease, switching_of
 from sf_core.stages.run import OpenRun, RunRef
 from storage.run_directory import RunDirectory
+from tests.patience import patience, wait_until
 from tests.sf_core.dataplane.conftest import model_dir  # noqa: F401
 from tests.sf_core.dataplane.stand import Server, attended, running_app
 from tests.sf_core.runs import configure
@@ -37,9 +38,9 @@ def test_only_a_lease_that_was_revoked_begins_a_switch_to_training(
     server.register()
     with Client(processes=False, n_workers=1, dashboard_address=None, set_as_default=False) as client:
         lease = client.submit(serve_lease, ref, Lease("rollout", "t0", "t0-0.1"))
-        server.wait_for(lambda: bool(server.live_engines()))
+        wait_until(lambda: bool(server.live_engines()))
         server.post(f"/runs/run/{route}", {"attempt": 1} if route == "release" else {"within_s": 5})
-        assert lease.result(timeout=20) == reason
+        assert lease.result(timeout=patience()) == reason
     switching = switching_of(OpenRun(ref))
     switching.note_training(Timeline(directory, "t0", "train", "train-0.1"))
     assert (switching.gate.switch_cost_s is not None) == is_switch

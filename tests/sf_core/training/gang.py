@@ -19,7 +19,7 @@ from sf_core.training.torch.ranks import Ranks
 from sf_core.training.torch.rendezvous import meet
 from storage.gangs import GangFiles
 from storage.run_directory import RunDirectory
-from tests.e2e.waiting import wait_until
+from tests.patience import patience, wait_until
 
 _SPAWN = multiprocessing.get_context("forkserver")
 _SPAWN.set_forkserver_preload(["tests.sf_core.training.gang", "sf_core.training.torch.torch_model"])
@@ -76,11 +76,11 @@ class Member:
 
     def await_stop(self) -> None:
         """Wait until the process has stopped itself during its work."""
-        wait_until(lambda: psutil.Process(self._process.pid).status() == psutil.STATUS_STOPPED, "a stop", 60)
+        wait_until(lambda: psutil.Process(self._process.pid).status() == psutil.STATUS_STOPPED, "a stop")
 
     def await_death(self) -> None:
         """Wait until the process has killed itself during its work."""
-        self._process.join(60)
+        self._process.join(patience())
         assert self._process.exitcode == -signal.SIGKILL
 
     def end(self) -> None:

@@ -11,8 +11,7 @@ import pytest
 
 from sf_core.agents.sandbox import Ended, Sandbox, open_sandbox, why_no_sandbox
 from sf_core.config.programs import SandboxLimits
-
-WAIT_S = 60
+from tests.patience import patience
 
 image: str | None = None
 """The image of the sandboxes, which podman makes then; None: bubblewrap makes them."""
@@ -33,7 +32,7 @@ def inside(
 ) -> Result:
     """What this function returns that is given a sandbox."""
 
-    return asyncio.run(asyncio.wait_for(opened(work, limits, **settings), WAIT_S))
+    return asyncio.run(asyncio.wait_for(opened(work, limits, **settings), patience()))
 
 
 async def opened(
@@ -49,10 +48,10 @@ def made(limits: SandboxLimits) -> SandboxLimits:
 
 
 def run(
-    *words: str, limits: SandboxLimits | None = None, timeout_s: float = WAIT_S, **settings: Any
+    *words: str, limits: SandboxLimits | None = None, timeout_s: float | None = None, **settings: Any
 ) -> Ended:
     """One command in a sandbox of its own."""
-    return inside(lambda box: box.run(words, timeout_s=timeout_s), limits, **settings)
+    return inside(lambda box: box.run(words, timeout_s=timeout_s or patience()), limits, **settings)
 
 
 def shell(script: str, **settings: Any) -> Ended:

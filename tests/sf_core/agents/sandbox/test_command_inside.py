@@ -15,7 +15,7 @@ from sf_core.agents.command_output import MAX_ANSWER
 from sf_core.config.programs import Command
 from sf_core.dataplane.chat.renderer import Renderer
 from tests.e2e.echo_package import ASK
-from tests.sf_core.agents.sandbox.inside import WAIT_S
+from tests.patience import patience
 from tests.sf_core.agents.test_command import ENDPOINT, TASK
 from tests.sf_core.agents.test_command_sessions import rows_of
 from tests.sf_core.agents.test_runner import make_runner, run_until_ready, server
@@ -31,7 +31,7 @@ def agent(*words: str, **settings: Any) -> Any:
 
 def shell(script: str, **settings: Any) -> CommandEnd:
     working = agent("sh", "-c", script, **settings)(TASK, ENDPOINT)
-    ended: CommandEnd = asyncio.run(asyncio.wait_for(working, WAIT_S))
+    ended: CommandEnd = asyncio.run(asyncio.wait_for(working, patience()))
     return ended
 
 

@@ -19,8 +19,8 @@ from sf_core.agents.sandbox import Ended, Sandbox
 from sf_core.agents.sandbox.forward import MAX_CONNECTIONS
 from sf_core.config.programs import SandboxLimits
 from sf_core.types import Endpoint
-from tests.e2e.waiting import wait_until
-from tests.sf_core.agents.sandbox.inside import WAIT_S, inside, opened, run, shell
+from tests.patience import patience, wait_until
+from tests.sf_core.agents.sandbox.inside import inside, opened, run, shell
 
 pytestmark = pytest.mark.usefixtures("maker")
 
@@ -39,7 +39,7 @@ def python(script: str, *words: str, **settings: object) -> str:
 
 def source(script: str) -> str:
     """What it prints if the Python that is inside already runs it."""
-    ended = inside(lambda box: box.run_python(script, timeout_s=WAIT_S))
+    ended = inside(lambda box: box.run_python(script, timeout_s=patience()))
     assert ended.status == 0, ended.output
     return ended.output
 
@@ -96,12 +96,12 @@ def test_its_connections_do_not_take_all_open_files_of_the_worker() -> None:
         async def work(box: Sandbox) -> int:
             assert box.endpoint is not None
             port = str(urlsplit(box.endpoint.base_url).port)
-            return (await box.run(["python3", "-c", CONNECT, port], timeout_s=WAIT_S)).status
+            return (await box.run(["python3", "-c", CONNECT, port], timeout_s=patience())).status
 
         async with server:
             return await opened(work, endpoint=endpoint), most
 
-    status, most = asyncio.run(asyncio.wait_for(use(), WAIT_S))
+    status, most = asyncio.run(asyncio.wait_for(use(), patience()))
     assert status == 0 and 0 < most <= MAX_CONNECTIONS
 
 
@@ -160,9 +160,9 @@ def test_the_first_process_can_be_neither_read_nor_traced(way: Callable[[str], s
 
 def test_no_file_of_ours_is_left_open() -> None:
     async def work(box: Sandbox) -> str:
-        await box.run(["true"], timeout_s=WAIT_S)
+        await box.run(["true"], timeout_s=patience())
         # the last of them is the folder that is listed
-        return (await box.run(["ls", "/proc/self/fd"], timeout_s=WAIT_S)).output
+        return (await box.run(["ls", "/proc/self/fd"], timeout_s=patience())).output
 
     assert inside(work) == "0\n1\n2\n3\n"
 
@@ -172,8 +172,8 @@ def test_signals_reach_neither_the_first_process_nor_anything_outside() -> None:
         script = (
             "for signal in $(seq 1 64); do kill -$signal 1 $PPID; done 2>/dev/null; kill -9 -1; kill -9 0"
         )
-        await box.run(["sh", "-c", script], timeout_s=WAIT_S)
-        return (await box.run(["echo", "alive"], timeout_s=WAIT_S)).output
+        await box.run(["sh", "-c", script], timeout_s=patience())
+        return (await box.run(["echo", "alive"], timeout_s=patience())).output
 
     assert inside(work) == "alive\n"
 
@@ -233,7 +233,7 @@ LINKS = (
 
 def test_links_and_pipes_are_no_files() -> None:
     async def work(box: Sandbox) -> dict[str, bytes]:
-        await box.run(["sh", "-c", LINKS], timeout_s=WAIT_S)
+        await box.run(["sh", "-c", LINKS], timeout_s=patience())
         return await box.files()
 
     assert inside(work) == {"deep/real": b"1\n", "b": b"2\n"}
@@ -243,7 +243,7 @@ def test_folders_without_an_end_are_read_to_one() -> None:
     script = "import os\nfor _ in range(3000):\n    os.mkdir('x' * 200); os.chdir('x' * 200)\nopen('y', 'w')"
 
     async def work(box: Sandbox) -> dict[str, bytes]:
-        await box.run(["python3", "-c", script], timeout_s=WAIT_S)
+        await box.run(["python3", "-c", script], timeout_s=patience())
         return await box.files()
 
     assert inside(work) == {}
@@ -258,9 +258,9 @@ def test_what_is_in_the_way_of_a_file_is_put_aside() -> None:
     names = ("tests/test_a.py", "b/test_b.py", "c", "d/test_d.py", "e", "f/g", "h/i")
 
     async def work(box: Sandbox) -> dict[str, bytes]:
-        await box.run(["sh", "-c", script], timeout_s=WAIT_S)
+        await box.run(["sh", "-c", script], timeout_s=patience())
         await box.write(dict.fromkeys(names, b"ours"))
-        assert (await box.run(["ls", "/tmp/elsewhere"], timeout_s=WAIT_S)).output == ""
+        assert (await box.run(["ls", "/tmp/elsewhere"], timeout_s=patience())).output == ""
         return await box.files()
 
     assert inside(work) == dict.fromkeys(names, b"ours")
@@ -272,10 +272,10 @@ def test_what_a_command_leaves_running_ends_with_it() -> None:
 
     async def work(box: Sandbox) -> tuple[str, Ended, str]:
         await_daemon = "while [ ! -s daemon ]; do sleep 0.01; done"
-        await box.run(["sh", "-c", f"{daemon}; {await_daemon}"], timeout_s=WAIT_S)
-        first = await box.run(["sh", "-c", f"{count}; rm daemon"], timeout_s=WAIT_S)
+        await box.run(["sh", "-c", f"{daemon}; {await_daemon}"], timeout_s=patience())
+        first = await box.run(["sh", "-c", f"{count}; rm daemon"], timeout_s=patience())
         late = await box.run(["sh", "-c", f"{daemon}; {await_daemon}; echo begun; sleep 1000"], timeout_s=2)
-        second = await box.run(["sh", "-c", count], timeout_s=WAIT_S)
+        second = await box.run(["sh", "-c", count], timeout_s=patience())
         return first.output, late, second.output
 
     # the first process and the shell
@@ -285,7 +285,7 @@ def test_what_a_command_leaves_running_ends_with_it() -> None:
 def test_a_fork_bomb_ends_in_time() -> None:
     async def work(box: Sandbox) -> tuple[str, str]:
         bomb = await box.run(["bash", "-c", ":(){ :|:& };:; sleep 1000"], timeout_s=1)
-        return bomb.ended_by, (await box.run(["echo", "alive"], timeout_s=WAIT_S)).output
+        return bomb.ended_by, (await box.run(["echo", "alive"], timeout_s=patience())).output
 
     assert inside(work, SMALL) == ("time", "alive\n")
 
@@ -373,9 +373,9 @@ def test_a_worker_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
         processes = family.children(recursive=True)
     finally:
         worker.kill()
-        worker.wait(WAIT_S)
+        worker.wait(patience())
         worker.stdout.close()
-    _, alive = psutil.wait_procs(processes, timeout=WAIT_S)
+    _, alive = psutil.wait_procs(processes, timeout=patience())
     assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
     assert list(scratch.iterdir()) == [] and mounts() == before
 
@@ -384,7 +384,7 @@ def test_a_worker_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
 def test_a_sandbox_that_is_left_by_a_cancelled_command_leaves_nothing() -> None:
     async def use() -> None:
         async def work(box: Sandbox) -> None:
-            await box.run(["sleep", "1000"], timeout_s=WAIT_S)
+            await box.run(["sleep", "1000"], timeout_s=patience())
 
         own = psutil.Process()
         others = {*own.children(recursive=True)}
@@ -395,7 +395,7 @@ def test_a_sandbox_that_is_left_by_a_cancelled_command_leaves_nothing() -> None:
         working.cancel()
         with pytest.raises(asyncio.CancelledError):
             await working
-        _, alive = psutil.wait_procs(processes, timeout=WAIT_S)
+        _, alive = psutil.wait_procs(processes, timeout=patience())
         assert alive == []
 
     asyncio.run(use())

@@ -14,8 +14,8 @@ from sf_core.agents.sandbox import Sandbox, SandboxError, podman, why_no_sandbox
 from sf_core.agents.sandbox import porter as porter_module
 from sf_core.agents.sandbox.bubblewrap import PORTER
 from sf_core.config.programs import SandboxLimits
-from tests.e2e.waiting import wait_until
-from tests.sf_core.agents.sandbox.inside import WAIT_S, opened, run
+from tests.patience import patience, wait_until
+from tests.sf_core.agents.sandbox.inside import opened, run
 
 
 def containers(image: str) -> list[str]:
@@ -101,7 +101,7 @@ def test_a_worker_that_is_killed_leaves_no_container(podman: str) -> None:
         assert len(containers(podman)) == 1
     finally:
         worker.kill()
-        worker.wait(WAIT_S)
+        worker.wait(patience())
         worker.stdout.close()
     wait_until(lambda: not containers(podman), "the end of the container")
 
@@ -112,7 +112,7 @@ def test_a_cancelled_command_leaves_no_container(podman: str) -> None:
 
         async def work(box: Sandbox) -> None:
             begun.set()
-            await box.run(["sleep", "1000"], timeout_s=WAIT_S)
+            await box.run(["sleep", "1000"], timeout_s=patience())
 
         working = asyncio.create_task(opened(work, SandboxLimits(image=podman)))
         await begun.wait()

@@ -16,7 +16,8 @@ from sf_core.agents.sandbox import Ended, Sandbox, SandboxError, open_sandbox, w
 from sf_core.agents.sandbox import porter as porter_module
 from sf_core.config.programs import Command, SandboxLimits
 from sf_core.types import Task
-from tests.sf_core.agents.sandbox.inside import WAIT_S, inside, made, run, shell
+from tests.patience import patience
+from tests.sf_core.agents.sandbox.inside import inside, made, run, shell
 
 ROOT = Path(__file__).parents[4]
 
@@ -24,10 +25,10 @@ ROOT = Path(__file__).parents[4]
 @pytest.mark.usefixtures("maker")
 def test_files_go_in_and_come_out_and_last_from_command_to_command() -> None:
     async def work(box: Sandbox) -> dict[str, bytes]:
-        ended = await box.run(["python3", "deep/a.py"], timeout_s=WAIT_S)
+        ended = await box.run(["python3", "deep/a.py"], timeout_s=patience())
         assert ended == Ended(0, "exit", "42\n")
         await box.write({"deep/b.txt": b"later\n", "\N{GREEK SMALL LETTER PI}\n\udcff": b"\0" * 5_000_000})
-        ended = await box.run(["sh", "-c", "cat deep/b.txt answer; rm -r deep/*a*"], timeout_s=WAIT_S)
+        ended = await box.run(["sh", "-c", "cat deep/b.txt answer; rm -r deep/*a*"], timeout_s=patience())
         assert ended.output == "later\n42"
         return await box.files()
 
@@ -51,7 +52,7 @@ def test_a_command_is_given_standard_input_variables_and_the_workers_python() ->
             "cat; echo $MINE $LANG $HOME; touch $HOME/a $TMPDIR/b; python3 -m pytest --version > /dev/stderr"
         )
         ended = await box.run(
-            ["sh", "-c", script], stdin="\N{GREEK SMALL LETTER PI}", timeout_s=WAIT_S, env={"MINE": "1"}
+            ["sh", "-c", script], stdin="\N{GREEK SMALL LETTER PI}", timeout_s=patience(), env={"MINE": "1"}
         )
         return ended.output
 
@@ -68,7 +69,9 @@ def test_standard_output_and_errors_are_heard_apart_where_that_is_wanted() -> No
     written = Written()
 
     async def work(box: Sandbox) -> Ended:
-        return await box.run(["sh", "-c", "echo 42; echo thinking >&2"], timeout_s=WAIT_S, written=written)
+        return await box.run(
+            ["sh", "-c", "echo 42; echo thinking >&2"], timeout_s=patience(), written=written
+        )
 
     assert sorted(inside(work).output.split()) == ["42", "thinking"]
     assert (written.answer(), written.last_lines()) == ("42\n", "thinking")
@@ -80,8 +83,8 @@ def test_a_command_that_cannot_be_started_is_an_error_and_the_next_one_runs() ->
         with pytest.raises(
             SandboxError, match=r"^in the sandbox, no-such-program cannot be started: No such file"
         ):
-            await box.run(["no-such-program"], timeout_s=WAIT_S)
-        return (await box.run(["echo", "42"], timeout_s=WAIT_S)).output
+            await box.run(["no-such-program"], timeout_s=patience())
+        return (await box.run(["echo", "42"], timeout_s=patience())).output
 
     assert inside(work) == "42\n"
 
@@ -99,8 +102,8 @@ raise ValueError("as in any Python")
 """
 
     async def work(box: Sandbox) -> tuple[Ended, Ended]:
-        ended = await box.run_python(source, stdin="\N{GREEK SMALL LETTER PI}", timeout_s=WAIT_S)
-        return ended, await box.run_python(NUM_PROCESSES, timeout_s=WAIT_S)
+        ended = await box.run_python(source, stdin="\N{GREEK SMALL LETTER PI}", timeout_s=patience())
+        return ended, await box.run_python(NUM_PROCESSES, timeout_s=patience())
 
     ended, left = inside(work, files={"a": b""})
     assert ended.output.startswith("\N{GREEK SMALL LETTER PI} /tmp/home ['a'] True\nTraceback")
@@ -127,7 +130,7 @@ def test_a_source_of_python_has_the_limits_of_a_command(source: str, ended_by: s
 def test_commands_of_one_sandbox_run_one_after_the_other() -> None:
     async def work(box: Sandbox) -> list[Ended]:
         script = "[ -e busy ] && exit 1; touch busy; sleep 0.1; rm busy"
-        return await asyncio.gather(*(box.run(["sh", "-c", script], timeout_s=WAIT_S) for _ in range(3)))
+        return await asyncio.gather(*(box.run(["sh", "-c", script], timeout_s=patience()) for _ in range(3)))
 
     assert [ended.status for ended in inside(work)] == [0, 0, 0]
 
@@ -140,23 +143,23 @@ def test_sandboxes_run_side_by_side_and_know_nothing_of_each_other() -> None:
         async def one(number: int) -> str:
             async with open_sandbox(made(SandboxLimits())) as box:
                 script = f"touch mine-{number} /tmp/mine-{number}"
-                await box.run(["sh", "-c", script], timeout_s=WAIT_S)
+                await box.run(["sh", "-c", script], timeout_s=patience())
                 await begun.wait()
-                return (await box.run(["sh", "-c", "echo mine* /tmp/mine*"], timeout_s=WAIT_S)).output
+                return (await box.run(["sh", "-c", "echo mine* /tmp/mine*"], timeout_s=patience())).output
 
         return await asyncio.gather(*map(one, range(8)))
 
     expected = [f"mine-{number} /tmp/mine-{number}\n" for number in range(8)]
-    assert asyncio.run(asyncio.wait_for(work(), WAIT_S)) == expected
+    assert asyncio.run(asyncio.wait_for(work(), patience())) == expected
 
 
 @pytest.mark.usefixtures("maker")
 def test_a_sandbox_ends_with_a_cancelled_command() -> None:
     async def work(box: Sandbox) -> None:
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(box.run(["sleep", "1000"], timeout_s=WAIT_S), 0.1)
+            await asyncio.wait_for(box.run(["sleep", "1000"], timeout_s=patience()), 0.1)
         with pytest.raises(SandboxError, match=r"^the sandbox has ended$"):
-            await box.run(["true"], timeout_s=WAIT_S)
+            await box.run(["true"], timeout_s=patience())
 
     inside(work)
 

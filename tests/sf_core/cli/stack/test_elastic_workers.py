@@ -13,9 +13,9 @@ from sf_core.config import RunConfig
 from sf_core.config.validation import validate_config
 from sf_core.scheduling.cluster import read_workers
 from tests.e2e.conftest import ROOT
-from tests.e2e.waiting import wait_until
+from tests.patience import wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.system
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from sf_core.cli.stack.local import local_stack
 from sf_core.cli.stack.processes import Part
 from sf_core.cli.stack.supervisor import StackError, Supervisor, configuration, read_pid
 from sf_core.cli.stack.supervisord_child import MARK
-from tests.e2e.waiting import wait_until
+from tests.patience import patience, wait_until
 
 SLEEP = ["sleep", "300"]
 COMMAND = """
@@ -82,7 +82,7 @@ def test_a_part_that_was_removed_is_gone_and_its_name_is_free(stack: Supervisor)
     stack.remove(process)
     assert not child.is_running()
     [ended] = stack.start(Part("a", ["sh", "-c", "exit 3"], once=True))
-    assert ended.wait(10) == 3
+    assert ended.wait(patience()) == 3
     stack.remove(ended)
     assert stack.pids() == {}
 
@@ -131,7 +131,7 @@ print("alone", flush=True)
 end_with(parent)
 print("still there", flush=True)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=patience())
     assert (done.stdout, done.stderr) == ("alone\n", "")
 
 

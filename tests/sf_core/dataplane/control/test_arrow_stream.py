@@ -19,6 +19,7 @@ from storage.manifests import Manifest
 from storage.parquet import METADATA
 from storage.run_directory import RunDirectory
 from storage.trajectories import SCHEMA, read_trajectories, to_rows, write_trajectories
+from tests.patience import join
 from tests.sf_core.dataplane.stand import Server, say
 
 PAGE = (Path(__file__).parents[4] / "docs" / "your-trainer.md").read_text()
@@ -74,7 +75,7 @@ def test_a_batch_that_is_not_ready_is_waited_for(serving: Server) -> None:
     )
     waiting.start()
     fill_batch(serving)
-    waiting.join(20)
+    join(waiting)
     assert found[0].num_rows == 4
 
 

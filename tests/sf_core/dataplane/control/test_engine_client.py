@@ -31,6 +31,7 @@ from sf_core.engines.protocol import EngineLostError, WeightsRefusedError
 from sf_core.engines.scripted import ScriptedEngine
 from sf_core.types import Chunk, WeightsRef
 from tests.examples import examples
+from tests.patience import join, patience, wait_until
 from tests.proxies import SilentProxy
 from tests.sf_core.dataplane.stand import Server, running_app, say
 
@@ -57,9 +58,9 @@ def test_an_engine_is_told_the_current_weights(server: Server, renderer: Rendere
     engine = Seeing(lambda prompt, seed: [1])
     thread = threading.Thread(target=serve_engine, args=(server.url, None, HELLO, engine))
     thread.start()
-    server.wait_for(lambda: bool(server.live_engines()))
+    wait_until(lambda: bool(server.live_engines()))
     server.post("/runs/run/release")
-    thread.join(10)
+    join(thread)
     assert seen == [WeightsRef(3, "w3")]
 
 
@@ -68,7 +69,7 @@ def test_a_revoked_lease_ends_also_when_it_comes_late(server: Server, renderer: 
     server.connect(lambda prompt, seed: say(renderer, "x"), lease="r0")
     assert server.post("/runs/run/leases/r0/revoke") == {"engines": 1, "dropped": 0}
     assert server.post("/runs/run/leases/t0-1/revoke") == {"engines": 0, "dropped": 0}
-    server.threads[0].join(10)
+    join(server.threads[0])
     assert server.reasons == {"r0": "revoked"}
     assert refusal(server, lease_id="t0-1") == "revoked"
 
@@ -77,7 +78,7 @@ def test_what_is_stale_is_turned_away(server: Server, renderer: Renderer) -> Non
     server.register()
     server.connect(lambda prompt, seed: say(renderer, "x"), lease="r0")
     server.register(attempt=2)
-    server.threads[0].join(10)
+    join(server.threads[0])
     assert server.reasons["r0"] == "superseded by a later attempt of the flow"
     assert refusal(server, lease_id="other") == "superseded by a later attempt of the flow"
     server.post("/runs/run/release")
@@ -95,7 +96,7 @@ def test_a_later_start_of_a_lease_takes_the_place_of_the_earlier(server: Server,
     server.register()
     server.connect(lambda prompt, seed: say(renderer, "x"), lease="r0", engine_id="old")
     server.connect(lambda prompt, seed: say(renderer, "x"), lease="r0", epoch=1, engine_id="new")
-    server.wait_for(lambda: [e["id"] for e in server.live_engines()] == ["new"])
+    wait_until(lambda: [e["id"] for e in server.live_engines()] == ["new"])
     assert refusal(server) == "superseded by a later start of the same lease"
 
 
@@ -122,9 +123,9 @@ def test_an_engine_waits_for_its_run_to_be_registered(server: Server, renderer: 
     thread = threading.Thread(target=lambda: reasons.append(refusal(server)))
     thread.start()
     server.register()
-    server.wait_for(lambda: bool(server.live_engines()))
+    wait_until(lambda: bool(server.live_engines()))
     server.post("/runs/run/release")
-    thread.join(10)
+    join(thread)
     assert reasons == ["released"]
 
 
@@ -139,7 +140,7 @@ def test_a_wrong_key_is_no_reason_to_try_again() -> None:
 
 
 def test_patience_begins_when_the_connection_breaks_not_with_the_last_word_before() -> None:
-    patience_s = 0.2
+    patience_s = patience(0.2)
     connections: list[ServerConnection] = []
 
     def data_plane(socket: ServerConnection) -> None:
@@ -173,15 +174,15 @@ def test_an_engine_gives_up_on_a_data_plane_that_hangs(
     port_file = tmp_path / "port"
     command = [sys.executable, "-m", "sf_core", "dataplane", "--port", "0", "--port-file", str(port_file)]
     with subprocess.Popen(command) as process:
-        Server.wait_for(port_file.exists)
+        wait_until(port_file.exists)
         url = f"http://127.0.0.1:{port_file.read_text()}"
-        server = Server(url, httpx.Client(base_url=url, timeout=30), tmp_path, model_dir)
+        server = Server(url, httpx.Client(base_url=url, timeout=patience()), tmp_path, model_dir)
         server.register()
         thread = threading.Thread(target=serve_it)
         thread.start()
-        server.wait_for(lambda: bool(server.live_engines()))
+        wait_until(lambda: bool(server.live_engines()))
         process.send_signal(signal.SIGSTOP)
-        thread.join(20)
+        join(thread)
         process.kill()
     assert failures and "data plane at ws://" in failures[0]
 
@@ -203,20 +204,25 @@ def connect_silently(url: str) -> socket.socket:
 def test_what_a_dead_engine_had_continues_elsewhere(
     tmp_path: Path, model_dir: str, renderer: Renderer
 ) -> None:
-    with running_app(heartbeat_s=2.0) as url, httpx.Client(base_url=url, timeout=30) as http:
+    with (
+        running_app(heartbeat_s=patience(2.0)) as url,
+        httpx.Client(base_url=url, timeout=patience()) as http,
+    ):
         server = Server(url, http, tmp_path, model_dir)
         server.register()
         with connect_silently(url):
-            server.wait_for(lambda: bool(server.live_engines()))
+            wait_until(lambda: bool(server.live_engines()))
             body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
             answers: list[httpx.Response] = []
             agent = threading.Thread(
-                target=lambda: answers.append(httpx.post(url + "/v1/chat/completions", json=body, timeout=20))
+                target=lambda: answers.append(
+                    httpx.post(url + "/v1/chat/completions", json=body, timeout=patience())
+                )
             )
             agent.start()
-            server.wait_for(lambda: any(engine["running"] for engine in server.live_engines()))
+            wait_until(lambda: any(engine["running"] for engine in server.live_engines()))
             server.connect(lambda prompt, seed: say(renderer, "alive"), lease="r1")
-            agent.join(20)
+            join(agent)
         assert answers[0].json()["choices"][0]["message"]["content"] == "alive"
         assert [engine["worker"] for engine in server.live_engines()] == ["r1"]
         server.post("/runs/run/release")
@@ -226,7 +232,7 @@ def test_a_drained_engine_yields_and_is_not_taken_back(server: Server, renderer:
     server.register()
     server.connect(lambda prompt, seed: say(renderer, "x"), lease="r0")
     assert server.post("/runs/run/engines/r0/drain") == {"running": 0}
-    server.threads[0].join(10)
+    join(server.threads[0])
     assert server.reasons == {"r0": "drained"}
     assert refusal(server, epoch=1) == "revoked"
     assert server.http.post("/runs/run/engines/r0/drain").status_code == 404
@@ -277,7 +283,7 @@ def test_what_the_engine_raises_ends_the_lease(server: Server) -> None:
 
     with pytest.raises(MemoryError, match="no room"):
         serve_engine(server.url, None, HELLO, Broken(lambda prompt, seed: [1]))
-    server.wait_for(lambda: server.get("/runs/run")["engines"] == [])
+    wait_until(lambda: server.get("/runs/run")["engines"] == [])
 
 
 class Recorded:
@@ -340,13 +346,13 @@ def test_loading_sampling_waiting_and_yielding_are_told_apart(server: Server, re
     engine = ScriptedEngine(lambda prompt, seed: say(renderer, "x"))
     thread = threading.Thread(target=serve_engine, args=(server.url, None, HELLO, engine, recorded))
     thread.start()
-    server.wait_for(lambda: bool(server.live_engines()))
+    wait_until(lambda: bool(server.live_engines()))
     body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
     server.post("/v1/chat/completions", body)
     server.post("/runs/run/weights", {"version": 1, "uri": "w1"})
     time.sleep(2 * client.BUSY_GAP_S)
     server.post("/runs/run/leases/r0/revoke")
-    thread.join(10)
+    join(thread)
     told = [(kind, label, version) for kind, label, _, _, version, _ in recorded.spans if kind != "wait"]
     assert told[0] == ("moving", "load engine", 0)
     assert told[-2:] == [("moving", "load weights", 1), ("moving", "yield", 1)]
@@ -378,13 +384,13 @@ def test_a_lost_engine_is_made_again_and_its_requests_go_on(server: Server, rend
     engine = Losing(lambda prompt, seed: say(renderer, "still here"))
     thread = threading.Thread(target=serve_engine, args=(server.url, None, HELLO, engine))
     thread.start()
-    server.wait_for(lambda: bool(server.live_engines()))
+    wait_until(lambda: bool(server.live_engines()))
     body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
     answer = server.post("/v1/chat/completions", body)
     assert answer["choices"][0]["message"]["content"] == "still here"
     assert engine.num_starts == 2
     server.post("/runs/run/release")
-    thread.join(10)
+    join(thread)
 
 
 class Picky(ScriptedEngine):
@@ -411,7 +417,7 @@ def test_an_engine_that_refuses_weights_serves_on_and_is_not_waited_for(
     engine = Picky(lambda prompt, seed: say(renderer, "x"))
     thread = threading.Thread(target=serve_engine, args=(server.url, None, HELLO, engine))
     thread.start()
-    server.wait_for(lambda: bool(server.live_engines()))
+    wait_until(lambda: bool(server.live_engines()))
     published = server.post("/runs/run/weights", {"version": 1, "uri": "w1"})
     told = "because it refuses version 1: w1/model.safetensors: cut off"
     assert published["engines"] == {"r0": 0}
@@ -423,7 +429,7 @@ def test_an_engine_that_refuses_weights_serves_on_and_is_not_waited_for(
     assert (published["engines"], published["refusals"]) == ({"r0": 2}, [])
     assert "refuses" not in server.get("/runs/run")["waiting_for"]
     server.post("/runs/run/release")
-    thread.join(10)
+    join(thread)
 
 
 class Fetching(ScriptedEngine):
@@ -446,8 +452,8 @@ def test_an_engine_yields_while_its_weights_are_on_their_way(server: Server) -> 
         target=lambda: reasons.append(serve_engine(server.url, None, HELLO, engine, recorded))
     )
     thread.start()
-    server.wait_for(lambda: bool(server.get("/runs/run")["engines"]))
+    wait_until(lambda: bool(server.get("/runs/run")["engines"]))
     assert server.post("/runs/run/leases/r0/revoke", {"within_s": 5}) == {"engines": 1, "dropped": 0}
-    thread.join(10)
+    join(thread)
     assert reasons == ["revoked"] and engine.rested
     assert [label for _, label, *_ in recorded.spans] == ["load engine", "yield"]

@@ -22,6 +22,7 @@ from sf_core.engines import wire
 from sf_core.engines.client import serve_engine
 from sf_core.engines.scripted import ScriptedEngine
 from sf_core.types import Chunk, FinishReason, GenerationRequest
+from tests.patience import patience, wait_until
 from tests.sf_core.dataplane.control.test_engine_client import HELLO
 from tests.sf_core.dataplane.stand import Server, say
 
@@ -50,13 +51,13 @@ def asking(server: Server, opened: dict[str, Any], **changes: Any) -> Iterator[F
     """Request of an agent, as a future response."""
     url = f"{server.url}/sessions/{opened['session_id']}/v1/chat/completions"
     with ThreadPoolExecutor(1) as pool:
-        yield pool.submit(httpx.post, url, json=HI | changes, timeout=30)
+        yield pool.submit(httpx.post, url, json=HI | changes, timeout=patience())
 
 
 def given(socket: ClientConnection) -> GenerationRequest:
     """The next request that the engine receives."""
     while True:
-        frame = socket.recv(timeout=20)
+        frame = socket.recv(timeout=patience())
         assert isinstance(frame, bytes)
         submit = wire.read_from_data_plane(frame)
         if isinstance(submit, wire.Submit):
@@ -67,7 +68,7 @@ def close_reason(socket: ClientConnection) -> tuple[int, str]:
     """Read until the data plane closes the connection; returns code and reason."""
     while True:
         try:
-            socket.recv(timeout=20)
+            socket.recv(timeout=patience())
         except ConnectionClosed as closed:
             assert closed.rcvd is not None
             return closed.rcvd.code, closed.rcvd.reason
@@ -142,7 +143,7 @@ def test_what_cannot_have_been_sampled_ends_the_engine_and_not_the_turn(
 )
 def test_a_frame_that_makes_no_sense_ends_its_engine_only(server: Server, opened: Any, frame: Any) -> None:
     with engine(server, "r0") as faulty, engine(server, "r1"):
-        server.wait_for(lambda: len(server.live_engines()) == 2)
+        wait_until(lambda: len(server.live_engines()) == 2)
         faulty.send(frame if isinstance(frame, bytes) else msgspec.msgpack.encode(frame))
         code, reason = close_reason(faulty)
         assert code == wire.BAD_FRAME and reason
@@ -193,7 +194,7 @@ def test_a_request_that_no_engine_answers_rightly_does_not_end_them_all(
     server: Server, opened: dict[str, Any]
 ) -> None:
     with engine(server, "r0") as first, engine(server, "r1") as second, engine(server, "r2") as third:
-        server.wait_for(lambda: len(server.live_engines()) == 3)
+        wait_until(lambda: len(server.live_engines()) == 3)
         by_id = {"r0": first, "r1": second, "r2": third}
 
         def working() -> str:
@@ -202,7 +203,7 @@ def test_a_request_that_no_engine_answers_rightly_does_not_end_them_all(
 
         with asking(server, opened) as asked:
             for _ in range(2):
-                server.wait_for(lambda: bool(working()))
+                wait_until(lambda: bool(working()))
                 socket = by_id[working()]
                 socket.send(wire.pack(wire.Chunks([Chunk(given(socket).request_id, [5], [], VERSION)])))
                 assert close_reason(socket)[0] == wire.BAD_FRAME
@@ -229,10 +230,10 @@ def test_the_lease_of_an_engine_that_is_dropped_ends_with_the_reason(
     engine = Spoiled(lambda prompt, seed: [5] * 8)
     with ThreadPoolExecutor(1) as pool:
         lease = pool.submit(serve_engine, server.url, None, HELLO, engine)
-        server.wait_for(lambda: bool(server.live_engines()))
+        wait_until(lambda: bool(server.live_engines()))
         with asking(server, opened) as asked:
             reason = "^the data plane dropped this engine: it sent a log-prob that is not the logarithm"
             with pytest.raises(ValueError, match=reason):
-                lease.result(timeout=20)
+                lease.result(timeout=patience())
             server.post("/runs/run/release")
             assert asked.result().is_error

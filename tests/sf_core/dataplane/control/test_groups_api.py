@@ -8,6 +8,7 @@ from typing import Any
 from openai import OpenAI
 
 from sf_core.dataplane.chat.renderer import Renderer
+from tests.patience import patience, wait_until
 from tests.sf_core.dataplane.runs.test_external import stored
 from tests.sf_core.dataplane.sharding.conftest import TWO
 from tests.sf_core.dataplane.stand import Server, answering, attended, running_process
@@ -17,7 +18,7 @@ GROUPS = "/runs/run/groups"
 
 
 def use(session: dict[str, Any], key: str = "none") -> None:
-    with OpenAI(base_url=session["base_url"], api_key=key, max_retries=0, timeout=20) as agent:
+    with OpenAI(base_url=session["base_url"], api_key=key, max_retries=0, timeout=patience()) as agent:
         agent.chat.completions.create(model="policy", messages=[{"role": "user", "content": "hi"}])
 
 
@@ -43,7 +44,7 @@ def test_a_declared_group_fills_a_batch_where_its_turns_are_in_several_processes
         finish(server, failing, status="failed")
         use(going_on)
         finish(server, going_on, reward=1.0)
-        server.wait_for(lambda: bool(stored(server.run_dir / "run")))
+        wait_until(lambda: bool(stored(server.run_dir / "run")))
         assert {row.session_id for _, row in stored(server.run_dir / "run")} == {going_on["session_id"]}
 
 

@@ -16,6 +16,7 @@ from openai import OpenAI
 
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.control import plane
+from tests.patience import patience, wait_until
 from tests.sf_core.dataplane.runs.test_external import stored
 from tests.sf_core.dataplane.stand import Server, answering, running_app, say
 
@@ -26,7 +27,7 @@ GOOGLES: Any = {"contents": [{"parts": [{"text": "e"}]}], "generationConfig": {"
 
 
 def ask(base_url: str, key: str = "none", messages: Any = HI, **options: Any) -> Any:
-    with OpenAI(base_url=base_url, api_key=key, max_retries=0, timeout=20, **options) as agent:
+    with OpenAI(base_url=base_url, api_key=key, max_retries=0, timeout=patience(), **options) as agent:
         return agent.chat.completions.create(model="policy", messages=messages)
 
 
@@ -78,7 +79,7 @@ def test_answers_of_every_api_are_rewarded_by_their_ids_and_forks_hold_the_rewar
         assert (response.status_code, "is the id of no answer" in response.text) == (400, True)
     steps = {answer_id: float(number) for number, answer_id in enumerate(ids, 1)}
     server.post(path + "/finish", {"status": "finished", "reward": 0.0, "step_rewards": steps})
-    server.wait_for(lambda: bool(stored(server.run_dir / "run")))
+    wait_until(lambda: bool(stored(server.run_dir / "run")))
     rows = [row for _, row in stored(server.run_dir / "run")]
     earned = [[span.reward for span in row.turns if span.role == "assistant"] for row in rows]
     assert sorted(earned, key=str) == [[1.0, None], [1.0, None], [2.0], [3.0], [4.0], [5.0], [6.0], [7.0]]
@@ -130,7 +131,7 @@ def test_a_finished_session_becomes_rows_of_its_run(server: Server, renderer: Re
     server.post(f"/sessions/{given_up['session_id']}/finish", {"status": "failed"})
     unused = server.post("/sessions", facts)["session_id"]
     server.post(f"/sessions/{unused}/finish", {"status": "finished", "reward": 1.0})
-    server.wait_for(lambda: len(stored(server.run_dir / "run")) == 2)
+    wait_until(lambda: len(stored(server.run_dir / "run")) == 2)
     rows = [row for version, row in stored(server.run_dir / "run") if version == 0]
     assert {f"/sessions/{row.session_id}": row.reward for row in rows} == paths
     assert {(row.group_id, row.task_id, row.environment) for row in rows} == {("thursday", "t8", "e")}
@@ -157,7 +158,7 @@ def test_an_opened_session_that_runs_too_long_ends(server: Server, renderer: Ren
     server.register(session_timeout_s=0.5)
     server.connect(answering(renderer, "hello"))
     path = "/sessions/" + server.post("/sessions", {"run_id": "run"})["session_id"]
-    server.wait_for(lambda: server.http.get(path).status_code == 404)
+    wait_until(lambda: server.http.get(path).status_code == 404)
 
 
 def open_session(server: Server) -> httpx.Response:
@@ -218,9 +219,9 @@ def test_a_paused_run_opens_sessions_whose_requests_wait(server: Server, rendere
     opened = server.post("/sessions", {"run_id": "run"})
     with ThreadPoolExecutor(1) as threads:
         answer = threads.submit(ask, opened["base_url"])
-        server.wait_for(lambda: server.get("/runs/run")["requests_waiting"] == 1)
+        wait_until(lambda: server.get("/runs/run")["requests_waiting"] == 1)
         server.post("/runs/run/resume", {})
-        assert answer.result(20).choices[0].message.content == "hello"
+        assert answer.result(patience()).choices[0].message.content == "hello"
 
 
 @pytest.fixture
@@ -233,7 +234,7 @@ def locked(tmp_path: Path, model_dir: str) -> Iterator[Server]:
 def with_two_runs(url: str, folder: Path, model_dir: str) -> Iterator[Server]:
     """A data plane with a key and two runs, `red` and `blue`, each with a key and a policy of its name."""
     headers = {"Authorization": "Bearer plane"}
-    with httpx.Client(base_url=url, headers=headers, timeout=30) as http:
+    with httpx.Client(base_url=url, headers=headers, timeout=patience()) as http:
         server = Server(url, http, folder, model_dir)
         for name in ("red", "blue"):
             server.register(run_id=name, run_dir=str(folder / name), served_model=name, key=f"{name}-run-key")

@@ -20,6 +20,7 @@ from sf_core.agents.command import agent_of
 from sf_core.config.programs import Command
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.types import Endpoint, Task
+from tests.patience import patience
 from tests.sf_core.dataplane.stand import Server, answering, say
 
 # its litellm imports mcp without asking for it
@@ -87,7 +88,7 @@ def mini() -> Path:
         try:
             subprocess.run([sys.executable, "-m", "venv", str(VENV)], check=True, capture_output=True)
             install = [str(VENV / "bin" / "pip"), "install", "--quiet", "--retries=1", *MINI_SWE_AGENT]
-            subprocess.run(install, check=True, capture_output=True, text=True, timeout=240)
+            subprocess.run(install, check=True, capture_output=True, text=True, timeout=patience(240))
         except (subprocess.SubprocessError, OSError) as error:
             if os.environ.get("CI") == "true":
                 raise
@@ -126,7 +127,9 @@ def test_mini_swe_agent_solves_its_task(
     }
     command = [str(mini), "--model", model, *options, "--yolo", "--exit-immediately"]
     command += ["--task", "Write 42.", "--output", str(tmp_path / "out.json")]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=patience()
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "answer.txt").read_text() == "42\n"
     assert is_one_sequence(server, opened["session_id"])
@@ -137,7 +140,7 @@ def from_npm(package: str) -> str:
     folder = NODE / package.replace("/", "-")
     try:
         install = ["npm", "install", "--prefix", str(folder), "--prefer-offline", "--no-audit", package]
-        subprocess.run(install, check=True, capture_output=True, timeout=240)
+        subprocess.run(install, check=True, capture_output=True, timeout=patience(240))
     except (subprocess.SubprocessError, OSError) as error:
         if os.environ.get("CI") == "true":
             raise

@@ -16,6 +16,7 @@ import pytest
 from openai import OpenAI
 
 from sf_core.dataplane.chat.renderer import Renderer
+from tests.patience import join, patience, wait_until
 from tests.sf_core.dataplane.stand import CALC, Server, answering, running_app, say, tool_call_text
 
 HI: Any = [{"role": "user", "content": "hi"}]
@@ -23,7 +24,7 @@ HI: Any = [{"role": "user", "content": "hi"}]
 
 def client(server: Server, session_id: str | None = None, key: str = "none") -> OpenAI:
     base = server.url if session_id is None else f"{server.url}/sessions/{session_id}"
-    return OpenAI(base_url=f"{base}/v1", api_key=key, max_retries=0, timeout=20)
+    return OpenAI(base_url=f"{base}/v1", api_key=key, max_retries=0, timeout=patience())
 
 
 def ask(server: Server, session_id: str | None = None, messages: Any = HI, **options: Any) -> Any:
@@ -44,9 +45,18 @@ def text_of(chunks: list[Any]) -> str:
 def test_a_stream_sends_tokens_as_they_come_and_ends_with_usage(server: Server, renderer: Renderer) -> None:
     server.register()
     server.connect(answering(renderer, "hello naïve 数学"))
-    chunks = stream(server)
+    engine = server.engines["r0"]
+    engine.steps_left = 3
+    chunks: list[Any] = []
+    with client(server) as agent:
+        for chunk in agent.chat.completions.create(
+            model="policy", messages=HI, stream=True, stream_options={"include_usage": True}
+        ):
+            chunks.append(chunk)
+            if text_of([chunk]):
+                engine.steps_left = None
     assert text_of(chunks) == "hello naïve 数学"
-    # how many depends on how fast they are read
+    # the engine holds until the first has been read
     assert sum(bool(chunk.choices and chunk.choices[0].delta.content) for chunk in chunks) > 1
     assert chunks[-2].choices[0].finish_reason == "stop"
     assert chunks[-1].usage.completion_tokens == len(say(renderer, "hello naïve 数学"))
@@ -326,8 +336,8 @@ def test_a_client_that_goes_away_stops_its_generation(server: Server, renderer: 
         chunks = iter(agent.chat.completions.create(model="policy", messages=HI, stream=True))
         next(chunks)
         next(chunks)
-    server.wait_for(lambda: server.get("/runs/run")["counters"].get("abandoned_turns") == 1)
-    server.wait_for(lambda: server.get("/runs/run")["engines"][0]["running"] == 0)
+    wait_until(lambda: server.get("/runs/run")["counters"].get("abandoned_turns") == 1)
+    wait_until(lambda: server.get("/runs/run")["engines"][0]["running"] == 0)
 
 
 def test_requests_wait_until_there_is_an_engine(server: Server, renderer: Renderer) -> None:
@@ -335,9 +345,9 @@ def test_requests_wait_until_there_is_an_engine(server: Server, renderer: Render
     answers: list[Any] = []
     agent = threading.Thread(target=lambda: answers.append(ask(server)))
     agent.start()
-    server.wait_for(lambda: server.get("/runs/run")["requests_waiting"] == 1)
+    wait_until(lambda: server.get("/runs/run")["requests_waiting"] == 1)
     server.connect(answering(renderer, "at last"))
-    agent.join(10)
+    join(agent)
     assert answers[0].choices[0].message.content == "at last"
 
 

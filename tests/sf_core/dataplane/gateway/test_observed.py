@@ -22,6 +22,7 @@ from sf_core.config.failures import REASONS
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.gateway import keepalive, observed
 from sf_core.dataplane.gateway.keepalive import KeptAlive
+from tests.patience import join, patience, wait_until
 from tests.sf_core.dataplane.stand import Server, say
 
 HI = [{"role": "user", "content": "hi"}]
@@ -173,7 +174,7 @@ def test_each_turn_is_a_span_of_the_agents_trace(
     ask(server, f"/sessions/{claim['session_id']}{CHAT}")
     del server.http.headers["traceparent"]
     ask(server)
-    server.wait_for(lambda: len(tracer.spans) == 2)
+    wait_until(lambda: len(tracer.spans) == 2)
     first, second = tracer.spans
     assert format(first["parent"].trace_id, "032x") == "0af7651916cd43dd8448eb211c80319c"
     assert not second["parent"].is_valid
@@ -193,15 +194,15 @@ def test_a_stream_says_something_while_its_request_waits(
 
     def read() -> None:
         body = {"model": "policy", "messages": HI, "stream": True}
-        with httpx.stream("POST", server.url + CHAT, json=body, timeout=20) as response:
+        with httpx.stream("POST", server.url + CHAT, json=body, timeout=patience()) as response:
             lines.extend(response.iter_lines())
 
     reader = threading.Thread(target=read)
     reader.start()
-    server.wait_for(lambda: figures(server)["sf_requests_waiting", "run"] == 1)
-    server.wait_for(lambda: lines.count("") >= 3 or not reader.is_alive())
+    wait_until(lambda: figures(server)["sf_requests_waiting", "run"] == 1)
+    wait_until(lambda: lines.count("") >= 3 or not reader.is_alive())
     server.post("/runs/run/resume")
-    reader.join(10)
+    join(reader)
     events = [line for line in lines if line]
     assert lines.count("") >= len(events) + 2  # one ends each event
     assert lines[-2:] == ["data: [DONE]", ""]
@@ -227,7 +228,7 @@ def test_a_client_that_does_not_read_counts_as_gone(monkeypatch: pytest.MonkeyPa
             await connection.send({"type": "http.response.body", "body": b"x", "more_body": True})
         assert await watching == await connection.receive() == {"type": "http.disconnect"}
 
-    asyncio.run(asyncio.wait_for(scenario(), 5))
+    asyncio.run(asyncio.wait_for(scenario(), patience()))
 
 
 def test_a_watcher_that_is_cancelled_is_cancelled() -> None:
@@ -255,8 +256,8 @@ def test_a_turn_whose_reader_is_given_up_is_sampled_no_further(
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         deaf.connect((server.http.base_url.host, server.http.base_url.port))
         deaf.sendall(head.encode() + body)
-        server.wait_for(lambda: server.get("/runs/run")["counters"].get("abandoned_turns") == 1)
-        server.wait_for(lambda: server.engines["r0"].num_requests == 0)
+        wait_until(lambda: server.get("/runs/run")["counters"].get("abandoned_turns") == 1)
+        wait_until(lambda: server.engines["r0"].num_requests == 0)
 
 
 def test_no_empty_line_comes_behind_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from sf_core.engines.torch.torch_engine import TorchEngine
 from sf_core.engines.wire import Hello
 from storage.schema import NOT_SAMPLED
 from storage.trajectories import Trajectory, read_trajectories, to_rows
+from tests.patience import patience
 from tests.sf_core.dataplane.stand import CALC, Server, attended, running_app
 from tests.sf_core.engines.conftest import SIZE
 
@@ -140,7 +141,9 @@ def test_samples_of_one_request_follow_its_schema_and_may_call_its_tools(constra
     url = f"{constrained.url}/sessions/{claim['session_id']}/v1"
     body = {"model": "policy", "messages": MESSAGES, "n": 12, "tools": [CALC]}
     form = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}
-    answer = httpx.post(f"{url}/chat/completions", json=body | {"response_format": form}, timeout=60).json()
+    answer = httpx.post(
+        f"{url}/chat/completions", json=body | {"response_format": form}, timeout=patience()
+    ).json()
     contents = [choice["message"]["content"] for choice in answer["choices"]]
     is_json = [content.startswith("{") for content in contents]
     assert {*is_json} == {True, False}
@@ -194,7 +197,7 @@ def content_of(server: Server, path: str, form: dict[str, Any], *said: str) -> s
     """The answer to a question, or to the next one after an answer."""
     later = [{"role": "assistant", "content": said[0]}, {"role": "user", "content": "more"}] if said else []
     body = {"model": "policy", "messages": [*MESSAGES, *later], **form}
-    response = httpx.post(f"{server.url}{path}/v1/chat/completions", json=body, timeout=60)
+    response = httpx.post(f"{server.url}{path}/v1/chat/completions", json=body, timeout=patience())
     assert response.status_code == 200, response.text
     return str(response.json()["choices"][0]["message"]["content"])
 
@@ -276,7 +279,7 @@ def test_gemini_schemas_are_read_as_google_writes_them(constrained: Server) -> N
     }
     config = {"responseMimeType": "application/json", "responseSchema": schema}
     body = {"contents": [{"parts": [{"text": "hi"}]}], "generationConfig": config}
-    answer = httpx.post(constrained.url + GEMINI, json=body, timeout=60).json()
+    answer = httpx.post(constrained.url + GEMINI, json=body, timeout=patience()).json()
     said = json.loads(answer["candidates"][0]["content"]["parts"][0]["text"])
     assert said["type"] in ("a", "b") and 0 <= said["count"] <= 9 and said["none"] in ({}, None)
     assert [type(one) for one in said["some"]] == [bool, bool]

@@ -15,6 +15,7 @@ import pytest
 
 from sf_core.dataplane.chat.renderer import Renderer
 from storage.trajectories import read_trajectories, to_rows
+from tests.patience import wait_until
 from tests.sf_core.dataplane.full_disk import full_disk
 from tests.sf_core.dataplane.runs.test_recovery import Restarts, agents_see_whole_answers, finish, plane
 from tests.sf_core.dataplane.stand import Server, say
@@ -45,7 +46,7 @@ def ask_until_answered(server: Server, path: str, body: dict[str, Any], **option
         responses.append(server.http.post(path, json=body, **options))
         return responses[-1].status_code != 503
 
-    server.wait_for(answered)
+    wait_until(answered)
     assert responses[-1].status_code == 200, responses[-1].text
     return responses[-1]
 
@@ -89,7 +90,7 @@ def test_a_turn_that_cannot_be_recorded_is_refused_and_joined_when_it_is_asked_a
     assert answer["id"].endswith(".0.0")
     assert answer["choices"][0]["message"]["content"] == TEXT
     assert len(server.asked) == 1
-    server.wait_for(lambda: reasons(server) == [])
+    wait_until(lambda: reasons(server) == [])
     check_the_record(plane, renderer, claim)
 
 
@@ -158,7 +159,7 @@ def test_a_session_that_ends_on_a_full_disk_is_finished_when_there_is_room(
         assert "the journal cannot be written" in batch["waiting_for"]
     # the runner's next try tells that nothing is left to report
     ask_until_answered(server, "/runs/run/finished", {"sessions": [report]})
-    server.wait_for(lambda: bool(server.get("/runs/run/batches/0")["ready"]))
+    wait_until(lambda: bool(server.get("/runs/run/batches/0")["ready"]))
     plane.restart()
     assert trained_tokens(plane) == say(renderer, TEXT)
 

@@ -21,6 +21,7 @@ from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.journal.events import Event, reader
 from sf_core.dataplane.journal.journal import Fsync, Journal
 from tests.examples import examples
+from tests.patience import patience, until
 from tests.sf_core.dataplane.full_disk import full_own_disk
 
 decode = msgspec.msgpack.decode
@@ -188,12 +189,6 @@ def test_notes_and_chunks_keep_their_place_among_records(tmp_path: Path, fsync: 
     assert [record["n"] for record in read(tmp_path / "a.journal")] == [0, 1, 2, 3, 4]
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
 LARGE = bytes(2000)
 
 
@@ -258,7 +253,7 @@ def test_an_fsync_of_what_was_written_before_does_not_hide_that_the_disk_is_full
     fdatasync, may_end = os.fdatasync, threading.Event()
 
     def wait_and_sync(fd: int) -> None:
-        may_end.wait(10)
+        may_end.wait(patience())
         fdatasync(fd)
 
     async def append() -> None:

@@ -8,6 +8,7 @@ import math
 import pytest
 
 from sf_core.types import Chunk, FinishReason
+from tests.patience import patience
 from tests.sf_core.dataplane.cluster import turn
 
 
@@ -80,5 +81,5 @@ async def stream_over_a_seam() -> None:
     waiting = asyncio.ensure_future(generation.progress(0))
     await asyncio.sleep(0)
     generation.absorb(chunk([7, 8], FinishReason.ABORT), "a")
-    await asyncio.wait_for(waiting, 1)
+    await asyncio.wait_for(waiting, patience())
     assert generation.token_ids.tolist() == [7, 8]

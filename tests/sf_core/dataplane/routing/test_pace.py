@@ -9,6 +9,7 @@ import pytest
 from sf_core.dataplane.routing.generation import Generation
 from sf_core.dataplane.routing.pace import Pace
 from sf_core.types import FinishReason
+from tests.patience import patience
 from tests.sf_core.dataplane.cluster import in_loop, turn
 from tests.sf_core.dataplane.routing.test_generation import chunk
 
@@ -72,7 +73,7 @@ async def test_after_that_time_the_next_round_begins_at_once() -> None:
 async def test_a_round_that_waits_comes() -> None:
     pace, woken = await after_a_round(event_s=0.001), asyncio.Event()
     pace.soon(woken.set)
-    await asyncio.wait_for(woken.wait(), 10)
+    await asyncio.wait_for(woken.wait(), patience())
 
 
 @in_loop
@@ -139,7 +140,7 @@ async def test_a_reader_that_has_seen_everything_is_not_woken_by_its_round() -> 
     over = asyncio.Event()
     assert generation.pace is not None
     generation.pace.soon(over.set)
-    await asyncio.wait_for(over.wait(), 10)
+    await asyncio.wait_for(over.wait(), patience())
     await settled()
     assert not seen.done()
     seen.cancel()

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from sf_core.engines import wire
 from sf_core.types import WeightsRef
 from tests.examples import examples
+from tests.patience import patience
 from tests.sf_core.dataplane.cluster import (
     STOP,
     Cluster,
@@ -108,7 +109,7 @@ class Events:
             for engine in self.living():
                 engine.act()
             await self.cluster.dispatched()
-        await asyncio.wait_for(asyncio.gather(*self.pending), 5)
+        await asyncio.wait_for(asyncio.gather(*self.pending), patience())
 
 
 EVENTS = st.sampled_from(

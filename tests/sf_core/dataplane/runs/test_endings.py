@@ -13,6 +13,7 @@ from sf_core.dataplane.control import plane
 from sf_core.dataplane.turns import host
 from storage.schema import Trajectory
 from storage.trajectories import read_trajectories, to_rows
+from tests.patience import wait_until
 from tests.sf_core.dataplane.stand import CALC, Server, say
 
 HI = {"role": "user", "content": "hi"}
@@ -141,7 +142,7 @@ def test_a_session_that_ran_too_long_trains_with_what_was_answered_and_names_its
     named = {claim["session_id"]: {"task_id": "t7", "environment": "shop"}}
     running = [claim["session_id"]]
     server.post("/runs/run/claim", {"runner": "a0", "max": 0, "running": running, "tasks": named})
-    server.wait_for(lambda: server.get("/runs/run/batches/0")["ready"])
+    wait_until(lambda: server.get("/runs/run/batches/0")["ready"])
     sealed, [row] = sealed_rows(server)
     assert (row.status, row.reward, row.task_id, row.environment) == ("timeout", -0.5, "t7", "shop")
     assert row.token_ids[row.loss_mask].tolist() == say(renderer, "hello")
@@ -157,7 +158,7 @@ def test_an_answer_that_is_scored_too_late_is_no_fault_of_the_policy(
     [claim] = server.claim()
     assert ask(server, claim, HI) == 200
     end(server, claim, status="answered", answer='"42"')
-    server.wait_for(lambda: "rejected_groups.reward_error" in server.get("/runs/run")["counters"])
+    wait_until(lambda: "rejected_groups.reward_error" in server.get("/runs/run")["counters"])
     assert server.get("/runs/run")["last_error"] == "got no reward within 0.5 s of its answer"
 
 
@@ -281,7 +282,7 @@ def test_a_session_that_cannot_be_exported_is_given_out_again_and_then_excludes_
 def next_claim(server: Server, running: str) -> str:
     """Id of the next session given out; `running` occupies the only place until it is over."""
     found: list[dict[str, Any]] = []
-    server.wait_for(lambda: bool(found.extend(server.claim(1, running=[running])) or found))
+    wait_until(lambda: bool(found.extend(server.claim(1, running=[running])) or found))
     return str(found[0]["session_id"])
 
 

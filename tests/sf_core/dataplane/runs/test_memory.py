@@ -15,6 +15,7 @@ from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.control.plane import DataPlane
 from sf_core.dataplane.control.status import batch_status, evaluation_status, work_of
 from sf_core.dataplane.options import DataplaneOptions
+from tests.patience import patience
 from tests.sf_core.dataplane.gateway.test_observed import figures
 from tests.sf_core.dataplane.runs.test_replay import Driver
 from tests.sf_core.dataplane.stand import attended, finish, running_app
@@ -148,7 +149,7 @@ def test_a_claim_that_waits_for_memory_is_answered_when_another_run_gives_some_b
         await asyncio.sleep(0)
         assert not waiting.done()
         other.release()
-        sessions, _ = await asyncio.wait_for(waiting, 20)
+        sessions, _ = await asyncio.wait_for(waiting, patience())
         assert sessions
         await driver.plane.close()
 
@@ -174,7 +175,7 @@ def test_sessions_from_outside_are_refused_until_there_is_room(
         with ThreadPoolExecutor(1) as agent:
             body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
             path = f"/sessions/{claim['session_id']}"
-            agent.submit(server.post, f"{path}/v1/chat/completions", body).result(20)
+            agent.submit(server.post, f"{path}/v1/chat/completions", body).result(patience())
         held = figures(server)
         assert held["sf_memory_bytes",] > held["sf_memory_bound_bytes",] == 4096
         finish(server, claim)

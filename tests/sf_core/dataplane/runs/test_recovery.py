@@ -19,6 +19,7 @@ import pytest
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.turns.turn import turn_seed
 from storage.trajectories import read_trajectories, to_rows
+from tests.patience import join, patience, wait_until
 from tests.sf_core.dataplane.runs.test_external import stored
 from tests.sf_core.dataplane.stand import (
     BUDGET,
@@ -56,7 +57,9 @@ class Restarts:
         url = self.process.enter_context(running_process(self.folder / "port", self.port, *options))
         if not hasattr(self, "server"):
             self.port = int(url.rsplit(":", 1)[1])
-            self.server = Server(url, httpx.Client(base_url=url, timeout=30), self.folder, self.model_dir)
+            self.server = Server(
+                url, httpx.Client(base_url=url, timeout=patience()), self.folder, self.model_dir
+            )
 
     def kill(self) -> None:
         self.process.close()
@@ -83,7 +86,7 @@ def serving(plane: Restarts) -> Iterator[Restarts]:
     with contextlib.suppress(httpx.HTTPError):
         plane.server.http.post("/runs/run/release")
     for thread in plane.server.threads:
-        thread.join(10)
+        join(thread)
     plane.kill()
     plane.server.http.close()
 
@@ -120,7 +123,7 @@ def agents_see_whole_answers(
         threading.Event().wait(moments.uniform(0.05, 0.5))
         kill(moments)
     for thread in agents:
-        thread.join(60)
+        join(thread)
     for claim in claims:
         report = {"status": "finished", "reward": 1.0, "task_id": "t", "environment": "e"}
         server.post(f"/sessions/{claim['session_id']}/finish", report)
@@ -160,7 +163,7 @@ def test_a_restarted_process_goes_on_without_its_flow(plane: Restarts) -> None:
     plane.restart()
     assert server.get("/runs/run/evaluations/0")["finished"] == 1
     assert server.claim(1, running=running[1:2])[0]["session_id"] == "run.g1.0.a0"
-    server.wait_for(lambda: bool(server.live_engines()))
+    wait_until(lambda: bool(server.live_engines()))
     assert server.get("/runs/run")["version"] == 1
     assert server.post("/runs/run/batches/0/seal", {"attempt": 1}) == sealed
     converse(server, claims[1], 2, streamed=False)
@@ -182,7 +185,7 @@ def test_an_answer_that_did_not_arrive_is_given_again_after_a_restart(plane: Res
     plane.restart()
     again = post_chat(server, claim, {"x-stainless-retry-count": "1"})
     assert (again["id"], again["choices"]) == (first["id"], first["choices"])
-    server.wait_for(lambda: bool(server.live_engines()))
+    wait_until(lambda: bool(server.live_engines()))
     other = post_chat(server, claim)
     assert other["id"] != first["id"]
     assert len(server.asked) == 2
@@ -231,7 +234,7 @@ def test_a_session_that_an_agent_opened_survives_a_restart_until_it_is_finished(
     tree = server.get(path)
     plane.restart()
     assert server.get(path) == tree
-    server.wait_for(lambda: bool(server.live_engines()))
+    wait_until(lambda: bool(server.live_engines()))
     server.post(f"{path}/v1/responses", body | {"previous_response_id": first["id"], "input": "more"})
     assert server.get(path)["prompts"][1]["parent_turn"] == 0
     server.register(max_tokens=8, key="key-of-the-run", attempt=2)
@@ -239,7 +242,7 @@ def test_a_session_that_an_agent_opened_survives_a_restart_until_it_is_finished(
     server.post(path + "/finish", {"status": "finished"})
     plane.restart()
     assert server.http.get(path).status_code == 404
-    server.wait_for(lambda: bool(stored(plane.folder / "run")))
+    wait_until(lambda: bool(stored(plane.folder / "run")))
     [(_, row)] = stored(plane.folder / "run")
     assert (row.task_id, row.reward, dict(row.reward_parts)) == ("t7", 0.5, {"style": 0.5})
     assert [span.reward for span in row.turns if span.role == "assistant"] == [0.25, None]
@@ -255,7 +258,7 @@ def test_killed_at_random_moments_what_agents_opened_is_stored_once(plane: Resta
     is_over = threading.Event()
 
     def agent(number: int) -> None:
-        with httpx.Client(base_url=server.url, timeout=30) as http:
+        with httpx.Client(base_url=server.url, timeout=patience()) as http:
             while not is_over.is_set():
                 opened = insist(http, "/sessions", {"run_id": "run", "group": f"g{number}"}).json()
                 converse(server, opened, 1, streamed=number % 2 == 0)
@@ -268,13 +271,13 @@ def test_killed_at_random_moments_what_agents_opened_is_stored_once(plane: Resta
         thread.start()
     moments = random.Random(0)
     for kill in (1, 2):
-        server.wait_for(lambda kill=kill: len(finished) > 10 * kill)  # type: ignore[misc]
+        wait_until(lambda kill=kill: len(finished) > 10 * kill)  # type: ignore[misc]
         # what has finished is stored once a second
         threading.Event().wait(moments.uniform(0.0, 1.0))
         plane.restart()
     is_over.set()
     for thread in agents:
-        thread.join(60)
+        join(thread)
     server.post("/runs/run/release")
     rows = [row for _, row in stored(plane.folder / "run")]
     assert sorted(row.session_id for row in rows) == sorted(finished)
@@ -306,13 +309,13 @@ def test_a_pause_of_the_run_and_one_of_an_engine_outlive_a_restart(plane: Restar
     server.post("/runs/run/pause")
     plane.restart()
     assert server.get("/runs/run")["paused"]
-    server.wait_for(lambda: states() == {"r0": "paused", "r1": "paused"})
+    wait_until(lambda: states() == {"r0": "paused", "r1": "paused"})
     server.post("/runs/run/resume")
     plane.restart()
     assert not server.get("/runs/run")["paused"]
-    server.wait_for(lambda: states() == {"r0": "paused", "r1": "serving"})
+    wait_until(lambda: states() == {"r0": "paused", "r1": "serving"})
     server.post("/runs/run/resume", {"engine": "r0"})
-    server.wait_for(lambda: states() == {"r0": "serving", "r1": "serving"})
+    wait_until(lambda: states() == {"r0": "serving", "r1": "serving"})
 
 
 def test_how_sessions_failed_and_may_have_failed_outlives_a_restart(plane: Restarts) -> None:
@@ -331,7 +334,7 @@ def test_how_sessions_failed_and_may_have_failed_outlives_a_restart(plane: Resta
     server.post("/runs/run/claim", {"runner": "a0", "max": 0, "running": running, "tasks": named})
 
     plane.restart()
-    server.wait_for(lambda: bool(server.live_engines()))
+    wait_until(lambda: bool(server.live_engines()))
     again, found = server.claim(2, running=running)
     assert [claim["session_id"] for claim in (again, found)] == ["run.g0.0.a1", "run.g0.1.a1"]
     for claim in (again, found):

@@ -21,6 +21,7 @@ from sf_core.dataplane.sessions.export import export_session
 from sf_core.dataplane.sessions.memory import Memory
 from sf_core.dataplane.sessions.view import session_tree
 from storage.trajectories import read_trajectories, to_rows
+from tests.patience import wait_until
 from tests.sf_core.dataplane.stand import (
     CALC,
     Server,
@@ -125,7 +126,7 @@ def test_a_turn_nobody_waits_for_is_kept_but_never_trained(server: Server, rende
         chunks = iter(agent.chat.completions.create(model="policy", messages=hello, stream=True))
         next(chunks)
         next(chunks)
-    server.wait_for(lambda: server.get("/runs/run")["counters"].get("abandoned_turns") == 1)
+    wait_until(lambda: server.get("/runs/run")["counters"].get("abandoned_turns") == 1)
     converse(server, claim, 2, streamed=False)
     session = reopened(server.run_dir / "run" / "journal" / "run.journal").sessions[claim["session_id"]]
     [abandoned] = session.abandoned

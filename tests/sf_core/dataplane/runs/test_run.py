@@ -24,6 +24,7 @@ from sf_core.dataplane.runs.run import ServedRun
 from sf_core.engines import wire
 from sf_core.engines.scripted import scripted_logprob
 from storage.trajectories import read_trajectories
+from tests.patience import join, patience, wait_until
 from tests.sf_core.dataplane.specs import SPEC, changed
 from tests.sf_core.dataplane.stand import Server, running_process, say
 
@@ -139,7 +140,7 @@ def test_a_runner_that_waits_gets_sessions_as_soon_as_there_are_some(serving: Se
     waiting = threading.Thread(target=lambda: answers.append(serving.post("/runs/run/claim", body)))
     waiting.start()
     serving.post("/runs/run/evaluations/0", {"num_tasks": 1})
-    waiting.join(10)
+    join(waiting)
     assert answers[0]["sessions"][0]["session_id"] == "run.e0.0.a0"
 
 
@@ -256,7 +257,7 @@ def test_release_sends_everyone_home(serving: Server) -> None:
     serving.post("/runs/run/release")
     assert serving.post("/runs/run/claim", {"runner": "a0", "max": 1})["released"]
     assert serving.http.post(f"/sessions/{claim['session_id']}/finish", json={"status": "failed"}).is_error
-    serving.threads[0].join(10)
+    join(serving.threads[0])
     assert serving.reasons == {"r0": "released"}
 
 
@@ -271,7 +272,7 @@ def test_who_waits_for_a_batch_or_an_evaluation_is_told_of_the_release(serving: 
         serving.post("/runs/run/release")
         for wait in waits:
             with pytest.raises(RuntimeError, match="the run was released, and nobody works on it"):
-                wait.result(timeout=10)
+                wait.result(timeout=patience())
 
 
 def test_a_superseded_attempt_releases_nothing(serving: Server) -> None:
@@ -287,14 +288,14 @@ def test_paused_requests_wait_with_their_connection_open(serving: Server) -> Non
     serving.post("/runs/run/pause")
     agent = threading.Thread(target=work, args=(serving, claim))
     agent.start()
-    serving.wait_for(lambda: serving.get("/runs/run")["requests_waiting"] == 1)
+    wait_until(lambda: serving.get("/runs/run")["requests_waiting"] == 1)
     status = serving.get("/runs/run")
     assert status["paused"]
     # as whoever waits for the batch is told
     awaited = serving.get("/runs/run/batches/0")["waiting_for"]
     assert status["waiting_for"] == awaited == "2 of 2 groups; 1 are in flight; the run is paused"
     serving.post("/runs/run/resume")
-    agent.join(10)
+    join(agent)
     assert serving.get("/runs/run")["reward_recent"] == 1.0
 
 
@@ -321,7 +322,10 @@ def test_killed_and_started_again_it_still_has_every_finished_session(
     tmp_path: Path, model_dir: str, renderer: Renderer
 ) -> None:
     """Invariant 9: what was acknowledged is on disk. Engines come back by themselves."""
-    with running_process(tmp_path / "port", port=0) as url, httpx.Client(base_url=url, timeout=30) as http:
+    with (
+        running_process(tmp_path / "port", port=0) as url,
+        httpx.Client(base_url=url, timeout=patience()) as http,
+    ):
         before = Server(url, http, tmp_path, model_dir)
         before.register()
         before.connect(lambda prompt, seed: say(renderer, f"answer {seed % 1000}"))
@@ -335,10 +339,13 @@ def test_killed_and_started_again_it_still_has_every_finished_session(
         fail(before, before.claim(1, running=running)[0])
 
     port = int(url.rsplit(":", 1)[1])
-    with running_process(tmp_path / "port", port) as url, httpx.Client(base_url=url, timeout=30) as http:
+    with (
+        running_process(tmp_path / "port", port) as url,
+        httpx.Client(base_url=url, timeout=patience()) as http,
+    ):
         after = Server(url, http, tmp_path, model_dir)
         after.register()
-        after.wait_for(lambda: bool(after.live_engines()))
+        wait_until(lambda: bool(after.live_engines()))
         after.post("/runs/run/evaluations/0", {"num_tasks": 2})
         claims = after.claim(4)
         names = ["run.e0.1.a1", "run.g1.1.a1", "run.g3.0.a0", "run.g3.1.a0"]
@@ -350,7 +357,7 @@ def test_killed_and_started_again_it_still_has_every_finished_session(
         assert sealed["reward_mean"] == 0.25
         assert after.post("/runs/run/evaluations/0/seal", {"attempt": 1})["reward_mean"] == 0.5
         after.post("/runs/run/release")
-        before.threads[0].join(10)
+        join(before.threads[0])
         assert before.reasons == {"r0": "released"}
 
 

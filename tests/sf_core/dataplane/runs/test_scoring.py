@@ -18,6 +18,7 @@ from sf_core.cli.stack.local import free_port
 from sf_core.config import RolloutConfig
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.types import Endpoint, Task
+from tests.patience import join, patience, wait_until
 from tests.sf_core.dataplane.stand import Server, running_process, say
 
 
@@ -143,7 +144,7 @@ def test_a_killed_data_plane_still_has_what_is_to_be_scored(
     port = free_port(3)
     with (
         running_process(tmp_path / "port", port, *options) as url,
-        httpx.Client(base_url=url, timeout=30) as http,
+        httpx.Client(base_url=url, timeout=patience()) as http,
     ):
         before = Server(url, http, tmp_path, model_dir)
         before.register()
@@ -153,7 +154,7 @@ def test_a_killed_data_plane_still_has_what_is_to_be_scored(
         given = sessions(claim(before, "s0", 1, "reward"))
     with (
         running_process(tmp_path / "port", port, *options) as url,
-        httpx.Client(base_url=url, timeout=30) as http,
+        httpx.Client(base_url=url, timeout=patience()) as http,
     ):
         after = Server(url, http, tmp_path, model_dir)
         after.register()
@@ -161,7 +162,7 @@ def test_a_killed_data_plane_still_has_what_is_to_be_scored(
         score(after, names)
         assert after.post("/runs/run/batches/0/seal", {"attempt": 1})["reward_mean"] == 0.5
         after.post("/runs/run/release")
-        before.threads[0].join(10)
+        join(before.threads[0])
 
 
 @dataclass
@@ -195,7 +196,7 @@ def run_runner(
     )
     server.threads.append(threading.Thread(target=lambda: asyncio.run(runner.run()), daemon=True))
     server.threads[-1].start()
-    server.wait_for(lambda: name in server.get("/runs/run")["runners"])
+    wait_until(lambda: name in server.get("/runs/run")["runners"])
 
 
 def test_runners_of_both_kinds_make_a_batch_together(serving: Server) -> None:
@@ -207,7 +208,7 @@ def test_runners_of_both_kinds_make_a_batch_together(serving: Server) -> None:
 
     run_runner(serving, "s0", "reward", reward=reward)
     run_runner(serving, "a0", "agent")
-    serving.wait_for(lambda: bool(serving.get("/runs/run/batches/0")["ready"]))
+    wait_until(lambda: bool(serving.get("/runs/run/batches/0")["ready"]))
     assert serving.post("/runs/run/batches/0/seal", {"attempt": 1})["reward_mean"] == 1.0
     assert len(scored) >= 4 and all(scored)
 
@@ -215,5 +216,5 @@ def test_runners_of_both_kinds_make_a_batch_together(serving: Server) -> None:
 def test_an_answer_that_cannot_be_sent_fails_its_session_with_a_sentence(serving: Server) -> None:
     claim(serving, "s0", 0, "reward")
     run_runner(serving, "a0", "agent", agent=lambda task, endpoint: NotJson("x"))
-    serving.wait_for(lambda: "must be" in serving.get("/runs/run")["last_error"])
+    wait_until(lambda: "must be" in serving.get("/runs/run")["last_error"])
     assert "the agent answered NotJson, which is not JSON" in serving.get("/runs/run")["last_error"]

@@ -10,12 +10,12 @@ from sf_core.dataplane.control import plane as dataplane_module
 from sf_core.dataplane.control.plane import DataPlane
 from sf_core.dataplane.options import DataplaneOptions
 from sf_core.dataplane.runs import run as run_module
+from tests.patience import patience, until
 from tests.sf_core.dataplane.specs import SPEC
 
 
 async def until_told(caplog: pytest.LogCaptureFixture, sentence: str) -> None:
-    while not any(sentence in message for message in caplog.messages):
-        await asyncio.sleep(0.001)
+    await until(lambda: any(sentence in message for message in caplog.messages))
 
 
 def test_a_run_that_cannot_be_let_go_is_served_and_keeps_no_other_from_being_looked_after(
@@ -49,4 +49,4 @@ def test_a_run_that_cannot_be_let_go_is_served_and_keeps_no_other_from_being_loo
         sweeping.cancel()
         await plane.close()
 
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+    asyncio.run(asyncio.wait_for(scenario(), patience()))

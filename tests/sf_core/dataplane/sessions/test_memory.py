@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from sf_core.dataplane.sessions.memory import Memory
 from sf_core.dataplane.signals import Signal
+from tests.patience import patience
 
 MB = 2**20
 
@@ -52,7 +53,7 @@ def test_whoever_waits_for_memory_is_woken_once_it_is_no_longer_full() -> None:
         await asyncio.sleep(0)
         assert not waiting.done(), "it is still full"
         memory.remove(small)
-        await asyncio.wait_for(waiting, 10)
+        await asyncio.wait_for(waiting, patience())
 
     asyncio.run(scenario())
 

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sf_core.dataplane.chat.renderer import Renderer
+from tests.patience import join, patience, wait_until
 from tests.sf_core.dataplane.stand import Server, running_app, say
 
 TEXT = "naïve 数学 <STOP> übergröße 楽しい"
@@ -51,13 +52,13 @@ class Interrupter:
         agent.start()
         num_moves = 0
         for cut in cuts[1:] + [None] if cuts else []:
-            self.server.wait_for(lambda now=now: self.holds(now) or not agent.is_alive())  # type: ignore[misc]
+            wait_until(lambda now=now: self.holds(now) or not agent.is_alive())  # type: ignore[misc]
             self.hold(other, cut)
             self.resume(other)
             num_moves += agent.is_alive()
             self.pause(now)
             now, other = other, now
-        agent.join(10)
+        join(agent)
         self.resume(other)
         return answers[0], num_moves
 
@@ -79,7 +80,7 @@ class Interrupter:
         body |= options | {"seed": 1}
         if streamed:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
-        response = httpx.post(f"{self.server.url}/v1/chat/completions", json=body, timeout=20)
+        response = httpx.post(f"{self.server.url}/v1/chat/completions", json=body, timeout=patience())
         assert response.status_code == 200, response.text
         return _streamed(response.text) if streamed else _whole(response.json())
 
@@ -109,7 +110,7 @@ def _streamed(text: str) -> dict[str, Any]:
 def interrupter(
     tmp_path_factory: pytest.TempPathFactory, model_dir: str, renderer: Renderer
 ) -> Iterator[Interrupter]:
-    with running_app() as url, httpx.Client(base_url=url, timeout=30) as http:
+    with running_app() as url, httpx.Client(base_url=url, timeout=patience()) as http:
         server = Server(url, http, Path(tmp_path_factory.mktemp("runs")), model_dir)
         yield Interrupter(server, renderer)
         server.post("/runs/run/release")

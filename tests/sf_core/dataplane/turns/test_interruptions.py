@@ -19,6 +19,7 @@ from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.turns.turn import turn_seed
 from sf_core.engines.scripted import scripted_logprob
 from storage.trajectories import Trajectory, read_trajectories, to_rows
+from tests.patience import join, patience, wait_until
 from tests.sf_core.dataplane.stand import Server, running_app
 
 BUDGET = 48
@@ -41,7 +42,7 @@ def converse(server: Server, claim: dict[str, Any], num_turns: int, streamed: bo
         body = {"model": "policy", "messages": messages, "max_tokens": BUDGET}
         if streamed:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
-            response = httpx.post(server.url + path, json=body, timeout=30)
+            response = httpx.post(server.url + path, json=body, timeout=patience())
             events = [httpx_json(line) for line in response.text.split("\n\n") if line.startswith("data: {")]
             assert "error" not in events[-1], events[-1]
             choices = [event["choices"][0] for event in events if event["choices"]]
@@ -51,7 +52,7 @@ def converse(server: Server, claim: dict[str, Any], num_turns: int, streamed: bo
                 "tokens": events[-1]["usage"]["completion_tokens"],
             }
         else:
-            response = httpx.post(server.url + path, json=body, timeout=30)
+            response = httpx.post(server.url + path, json=body, timeout=patience())
             assert response.status_code == 200, response.text
             [choice] = response.json()["choices"]
             answer = {
@@ -116,7 +117,7 @@ class Disturbances:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, model_dir: str) -> Iterator[Server]:
-    with running_app() as url, httpx.Client(base_url=url, timeout=30) as http:
+    with running_app() as url, httpx.Client(base_url=url, timeout=patience()) as http:
         yield Server(url, http, tmp_path_factory.mktemp("runs"), model_dir)
 
 
@@ -159,7 +160,7 @@ def test_agents_see_whole_answers_and_the_record_is_exact(
     for disturbance in disturbances:
         getattr(cluster, disturbance)()
     for thread in agents:
-        thread.join(60)
+        join(thread)
     for claim in claims:
         report = {"status": "finished", "reward": 1.0, "task_id": "t", "environment": "e"}
         server.post(f"/sessions/{claim['session_id']}/finish", report)
@@ -249,12 +250,12 @@ def test_a_full_line_and_a_long_wait_are_refused_with_a_time_to_come_back(server
     path = f"{server.url}/sessions/{claim['session_id']}/v1/chat/completions"
     body = {"model": "policy", "messages": [{"role": "user", "content": "0?"}]}
     answers: list[httpx.Response] = []
-    waiting = threading.Thread(target=lambda: answers.append(httpx.post(path, json=body, timeout=20)))
+    waiting = threading.Thread(target=lambda: answers.append(httpx.post(path, json=body, timeout=patience())))
     waiting.start()
-    server.wait_for(lambda: server.get(f"/runs/{run_id}")["requests_waiting"] == 1)
+    wait_until(lambda: server.get(f"/runs/{run_id}")["requests_waiting"] == 1)
     refused = httpx.post(path, json=body)
     assert (refused.status_code, refused.headers["retry-after"]) == (429, "5")
-    waiting.join(10)
+    join(waiting)
     assert (answers[0].status_code, answers[0].headers["retry-after"]) == (503, "5")
     assert "no engine is connected" in answers[0].json()["error"]["message"]
     server.post(f"/runs/{run_id}/release")

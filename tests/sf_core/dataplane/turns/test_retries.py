@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,6 +27,7 @@ from sf_core.dataplane.turns.answer import Answer
 from sf_core.dataplane.turns.request import TurnRequest
 from sf_core.dataplane.turns.retries import RequestIdentity, join_turn
 from sf_core.dataplane.turns.turn import open_request
+from tests.patience import join, patience, until, wait_until
 from tests.sf_core.dataplane.cluster import ClusterEngine, scripted
 from tests.sf_core.dataplane.conversations import user
 from tests.sf_core.dataplane.specs import SPEC, changed
@@ -70,13 +71,13 @@ def agent(tmp_path: Path, model_dir: str, renderer: Renderer) -> Iterator[Agent]
 
 @contextlib.contextmanager
 def agent_of(url: str, folder: Path, model_dir: str, renderer: Renderer) -> Iterator[Agent]:
-    with httpx.Client(base_url=url, timeout=30) as http:
+    with httpx.Client(base_url=url, timeout=patience()) as http:
         server = Server(url, http, folder, model_dir)
         server.register(group_size=1, groups_per_batch=1)
         server.connect(lambda prompt, seed: say(renderer, f"answer {seed % 1000}"))
         yield Agent(server)
         http.post("/runs/run/release")
-        server.threads[0].join(10)
+        join(server.threads[0])
 
 
 def said(answer: dict[str, Any]) -> dict[str, Any]:
@@ -85,7 +86,7 @@ def said(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def wait_for_requests(server: Server, count: int) -> None:
-    server.wait_for(lambda: server.get("/runs/run")["requests_waiting"] == count)
+    wait_until(lambda: server.get("/runs/run")["requests_waiting"] == count)
 
 
 def test_a_request_sent_again_after_its_connection_broke_joins_the_turn(agent: Agent) -> None:
@@ -93,7 +94,7 @@ def test_a_request_sent_again_after_its_connection_broke_joins_the_turn(agent: A
     agent.ask_and_leave()
     again = agent.start()
     agent.server.post("/runs/run/resume")
-    assert again.result(10)["id"].endswith(".0.0")
+    assert again.result(patience())["id"].endswith(".0.0")
     assert len(agent.server.asked) == 1
 
 
@@ -101,7 +102,7 @@ def test_an_answer_that_its_client_did_not_wait_for_is_given_to_the_next_one(age
     agent.server.post("/runs/run/pause")
     agent.ask_and_leave()
     agent.server.post("/runs/run/resume")
-    agent.server.wait_for(lambda: agent.server.get("/runs/run")["engines"][0]["tokens"] > 0)
+    wait_until(lambda: agent.server.get("/runs/run")["engines"][0]["tokens"] > 0)
     assert agent.ask()["id"].endswith(".0.0")
     assert agent.ask()["id"].endswith(".0.1"), "that answer was delivered: this asks for another sample"
     assert len(agent.server.asked) == 2
@@ -113,7 +114,7 @@ def test_a_retry_joins_although_the_first_connection_looks_alive(agent: Agent) -
     wait_for_requests(agent.server, 1)
     second = agent.start(RETRY)
     agent.server.post("/runs/run/resume")
-    assert said(first.result(10)) == said(second.result(10))
+    assert said(first.result(patience())) == said(second.result(patience()))
     assert len(agent.server.asked) == 1
 
 
@@ -122,7 +123,7 @@ def test_equal_requests_of_two_waiting_clients_are_two_samples(agent: Agent) -> 
     answers = [agent.start(), agent.start()]
     wait_for_requests(agent.server, 2)
     agent.server.post("/runs/run/resume")
-    assert len({answer.result(10)["id"] for answer in answers}) == 2
+    assert len({answer.result(patience())["id"] for answer in answers}) == 2
 
 
 def test_a_retry_after_the_end_gets_the_same_answer(agent: Agent) -> None:
@@ -156,7 +157,7 @@ def test_an_answer_nobody_got_is_not_trained(agent: Agent) -> None:
     server.post("/runs/run/pause")
     agent.ask_and_leave()
     server.post("/runs/run/resume")
-    server.wait_for(lambda: server.get("/runs/run")["engines"][0]["tokens"] > 0)
+    wait_until(lambda: server.get("/runs/run")["engines"][0]["tokens"] > 0)
     answer = agent.ask(content="something else")
     report = {"status": "finished", "reward": 1.0, "task_id": "t", "environment": "e"}
     server.post(f"/sessions/{agent.claim['session_id']}/finish", report)
@@ -280,11 +281,6 @@ class Asked:
         self.run.router.limits = limits_of(self.run.spec)
         [recorded] = self.session.recorded
         return len(recorded.tokens.ids)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0)
 
 
 REQUESTS = [

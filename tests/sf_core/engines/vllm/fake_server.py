@@ -11,6 +11,8 @@ from typing import Any
 
 from aiohttp import web
 
+from tests.patience import patience
+
 VOCABULARY = 60
 
 CONTEXT = 320
@@ -161,9 +163,9 @@ def fake_vllm() -> Iterator[FakeVllm]:
 
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
-    runner = asyncio.run_coroutine_threadsafe(begin(), loop).result(20)
+    runner = asyncio.run_coroutine_threadsafe(begin(), loop).result(patience())
     yield fake
-    asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(20)
+    asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(patience())
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()

@@ -15,7 +15,7 @@ from sf_core.types import Chunk, GenerationRequest, Sampling, WeightsRef
 from storage.files import write_atomic
 from tests.sf_core.engines.vllm.conftest import CONTEXT, Policies, config, refusal, servers, socket_of
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.system
 
 LONG = [5 + i % 40 for i in range(140)]
 """More than one of vLLM's blocks of KV."""

@@ -9,7 +9,7 @@ from sf_core.types import GenerationRequest, Sampling
 from tests.sf_core.engines.grammar_contract import GrammarEngineTests
 from tests.sf_core.engines.vllm.conftest import CONTEXT, Policies, config
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.system
 
 GREEDY = Sampling(temperature=0)
 

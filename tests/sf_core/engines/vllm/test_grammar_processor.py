@@ -10,9 +10,10 @@ import pytest
 
 import sf_core
 from sf_core.surroundings import vllm_python
+from tests.patience import patience
 from tests.sf_core.engines.grammar_contract import STOP, VOCABULARY, write_tokenizer
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.system
 
 SCRIPT = """
 import sys
@@ -86,6 +87,6 @@ def test_slots_of_a_gpu_are_held_to_their_grammars(vllm: None, tmp_path: Path) -
         env={"PYTHONPATH": str(tmp_path / "modules"), "PATH": "/usr/bin:/bin"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=patience(300),
     )
     assert ended.stdout.endswith("held\n"), ended.stderr[-3000:]

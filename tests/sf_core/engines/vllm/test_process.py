@@ -14,9 +14,10 @@ from sf_core.engines.protocol import Engine, EngineLostError
 from sf_core.engines.registry import make_engine
 from sf_core.engines.testing import awake, drain, ids_of, sampled_by, until
 from sf_core.types import Chunk, GenerationRequest, Sampling
+from tests.patience import patience, wait_until
 from tests.sf_core.engines.vllm.conftest import Policies, config, refusal, servers, socket_of
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.system
 
 PROMPT = [5, 6, 7, 8]
 
@@ -139,7 +140,7 @@ def one_of(processes: set[psutil.Process], word: str) -> psutil.Process:
 
 
 def check_gone(processes: set[psutil.Process]) -> None:
-    _, alive = psutil.wait_procs(processes, timeout=10)
+    _, alive = psutil.wait_procs(processes, timeout=patience())
     assert not alive
 
 
@@ -209,13 +210,13 @@ def test_a_worker_that_is_killed_while_its_server_works_leaves_no_process_of_it(
     worker = psutil.Popen(command, stdout=subprocess.PIPE)
     try:
         assert worker.stdout.readline().strip() == moment.encode()
-        while len(family := worker.children(recursive=True)) < (3 if moment == "starts" else 4):
-            assert worker.is_running()
-            time.sleep(0.1)
+        size = 3 if moment == "starts" else 4
+        wait_until(lambda: len(worker.children(recursive=True)) >= size, "vLLM's processes", every_s=0.1)
+        family = worker.children(recursive=True)
     finally:
         worker.kill()
     worker.wait()
-    _, alive = psutil.wait_procs(family, timeout=10)
+    _, alive = psutil.wait_procs(family, timeout=patience())
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
@@ -225,8 +226,8 @@ def test_a_rest_leaves_a_server_starting_which_is_ended_with_the_engine_even_wit
     before = servers()
     engine = make_engine(config(), tied.folder(0))
     engine.take_weights(tied.ref(0))
-    while not (own := servers() - before):
-        assert engine.step() == []
+    wait_until(lambda: engine.step() == [] and servers() - before, "a server")
+    own = servers() - before
     engine.rest()
     assert (engine.version, engine.step()) == (None, [])
     # without a GPU it takes nothing that a trainer needs
@@ -234,7 +235,7 @@ def test_a_rest_leaves_a_server_starting_which_is_ended_with_the_engine_even_wit
     engine.take_weights(tied.ref(1))
     next(process for process in own if "keeper.py" in " ".join(process.cmdline())).kill()
     engine.close()
-    _, alive = psutil.wait_procs(own, timeout=10)
+    _, alive = psutil.wait_procs(own, timeout=patience())
     assert not alive
 
 

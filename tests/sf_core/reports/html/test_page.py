@@ -169,7 +169,7 @@ def test_the_policy_of_the_page_allows_no_foreign_script(run: RunDirectory, brow
     page.close()
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_a_run_of_50_mb_stays_within_the_size_and_says_what_is_left_out(
     run: RunDirectory, browser: Browser
 ) -> None:

@@ -22,6 +22,7 @@ from storage import files
 from storage.run_directory import RunDirectory
 from storage.tensors.checkpoints import has_checkpoint
 from storage.tensors.weights import load_weights
+from tests.patience import patience
 from tests.sf_core.runs import copy_run, trained_run
 from tests.sf_core.training.batches import grouped_rows, make_batch
 from tests.sf_core.training.gang import Member, Try
@@ -156,7 +157,7 @@ def test_a_checkpoint_is_of_the_version_that_was_held_when_it_was_begun(
     trainer, may_write, write = rebuilt(run.uri, SingleRank()), threading.Event(), files.HashedFile.write
 
     def late(file: files.HashedFile, data: bytes | memoryview) -> int:
-        may_write.wait(60)
+        may_write.wait(patience())
         return write(file, data)
 
     monkeypatch.setattr(files.HashedFile, "write", late)

@@ -16,7 +16,7 @@ from sf_core.models.builtin import make_policy
 from sf_core.training.torch.ranks import Ranks, SingleRank, make_group
 from sf_core.training.torch.torch_model import TorchModel
 from sf_core.training.torch.trainer import Trainer
-from tests.e2e.waiting import wait_until
+from tests.patience import wait_until
 from tests.sf_core.training.batches import grouped_rows, make_batch
 from tests.sf_core.training.gang import Member, Try
 
@@ -143,7 +143,7 @@ def test_a_rank_that_does_not_come_is_named_after_the_bound(members: MakeMembers
     one = Try(str(tmp_path), names(gang), timeout_s=3.0)
     gang[0].sit(one, add_ranks)
     # its time is over first, and rank 1 comes within it
-    wait_until(lambda: one.files.is_taken(0), "rank 0", 60, every_s=0.01)
+    wait_until(lambda: one.files.is_taken(0), "rank 0", every_s=0.01)
     gang[1].sit(one, add_ranks)
     assert gang[0].report() == "GangError: rank 0 (t0): rank 2 (t2) has not begun within 3 s"
     assert "GangError: rank 1 (t1): rank 0 (t0)" in gang[1].report()

@@ -21,6 +21,7 @@ from sf_core.dataplane.gateway.dialects.completions import Completions
 from sf_core.dataplane.gateway.dialects.google import Google
 from sf_core.dataplane.gateway.dialects.responses import Responses
 from sf_core.dataplane.gateway.dialects.testing import HI, DialectTests, Fields, Heard
+from tests.patience import patience
 from tests.sf_core.dataplane.stand import CALC
 
 FUNCTION: dict[str, Any] = CALC["function"]
@@ -46,7 +47,9 @@ class Client(DialectTests):
 
     def agent(self, url: str, http: Any = None) -> Any:
         """The client of a data plane or session at this URL, or one that `http` answers."""
-        return OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=20, http_client=http)
+        return OpenAI(
+            base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=patience(), http_client=http
+        )
 
     def ask(self, agent: Any, streamed: bool, body: Fields) -> list[Heard]:
         raise NotImplementedError
@@ -240,7 +243,9 @@ class AnthropicClient(Client):
     ]
 
     def agent(self, url: str, http: Any = None) -> Any:
-        return anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=20, http_client=http)
+        return anthropic.Anthropic(
+            base_url=url, api_key="none", max_retries=0, timeout=patience(), http_client=http
+        )
 
     def ask(self, agent: Any, streamed: bool, body: Fields) -> list[Heard]:
         if not streamed:

@@ -8,6 +8,7 @@ import anthropic
 import pytest
 
 from sf_core.dataplane.chat.renderer import Renderer
+from tests.patience import patience
 from tests.sf_core.dataplane.stand import CALC, Server, answering, running_app, say, tool_call_text
 
 HI: Any = [{"role": "user", "content": "hi"}]
@@ -20,7 +21,7 @@ TOOL: Any = {
 
 def client(server: Server, session_id: str | None = None) -> anthropic.Anthropic:
     base = server.url if session_id is None else f"{server.url}/sessions/{session_id}"
-    return anthropic.Anthropic(base_url=base, api_key="none", max_retries=0, timeout=20)
+    return anthropic.Anthropic(base_url=base, api_key="none", max_retries=0, timeout=patience())
 
 
 def ask(

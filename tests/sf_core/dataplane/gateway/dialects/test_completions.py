@@ -9,12 +9,13 @@ import pytest
 from openai import OpenAI
 
 from sf_core.dataplane.chat.renderer import Renderer
+from tests.patience import patience
 from tests.sf_core.dataplane.stand import Server, answering, say
 
 
 def complete(server: Server, prompt: Any, session_id: str | None = None, **options: Any) -> Any:
     base = server.url if session_id is None else f"{server.url}/sessions/{session_id}"
-    with OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0, timeout=20) as agent:
+    with OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0, timeout=patience()) as agent:
         answer = agent.completions.create(model="policy", prompt=prompt, **options)
         return list(answer) if options.get("stream") else answer
 

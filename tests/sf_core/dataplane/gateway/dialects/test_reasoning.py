@@ -12,6 +12,7 @@ from google import genai
 from openai import OpenAI
 
 from sf_core.dataplane.chat.renderer import Renderer
+from tests.patience import patience
 from tests.sf_core.dataplane.stand import CALC, Server, answering, say, tool_call_text
 
 HI: Any = [{"role": "user", "content": "hi"}]
@@ -36,7 +37,7 @@ def thinking(server: Server, tmp_path: Path) -> Server:
 
 def v1(server: Server, session_id: str) -> OpenAI:
     url = f"{server.url}/sessions/{session_id}/v1"
-    return OpenAI(base_url=url, api_key="none", max_retries=0, timeout=20)
+    return OpenAI(base_url=url, api_key="none", max_retries=0, timeout=patience())
 
 
 def extends_the_first_turn(server: Server, renderer: Renderer) -> bool:

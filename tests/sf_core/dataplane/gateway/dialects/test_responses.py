@@ -11,6 +11,7 @@ import pytest
 from openai import OpenAI
 
 from sf_core.dataplane.chat.renderer import Renderer
+from tests.patience import patience
 from tests.sf_core.dataplane.stand import CALC, Server, answering, say, tool_call_text
 
 TOOL: Any = {"type": "function", "strict": False, **CALC["function"]}
@@ -18,7 +19,7 @@ TOOL: Any = {"type": "function", "strict": False, **CALC["function"]}
 
 def client(server: Server, session_id: str | None = None) -> OpenAI:
     base = server.url if session_id is None else f"{server.url}/sessions/{session_id}"
-    return OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0, timeout=20)
+    return OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0, timeout=patience())
 
 
 def ask(
@@ -34,8 +35,13 @@ def ask(
 def test_the_event_stream_is_the_one_clients_expect(server: Server, renderer: Renderer) -> None:
     server.register(max_tokens=64)
     server.connect(answering(renderer, "Sure. " + tool_call_text(expression="1+1")))
+    events: list[Any] = []
+    server.engines["r0"].steps_left = 3
     with client(server) as agent:
-        events = list(agent.responses.create(model="policy", input="hi", tools=[TOOL], stream=True))
+        for event in agent.responses.create(model="policy", input="hi", tools=[TOOL], stream=True):
+            events.append(event)
+            if event.type == "response.output_text.delta":
+                server.engines["r0"].steps_left = None
     kinds = [event.type.removeprefix("response.") for event in events]
     deltas = [kind for kind in kinds if kind == "output_text.delta"]
     assert len(deltas) > 1

@@ -23,6 +23,7 @@ from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.turn import open_request
 from sf_core.types import Chunk, FinishReason
 from tests.examples import examples
+from tests.patience import patience
 from tests.sf_core.dataplane.specs import SPEC
 from tests.sf_core.dataplane.stand import CALC, tool_call_text
 
@@ -172,7 +173,7 @@ async def say(run: ServedRun, path: str, more: Event, chunks: list[tuple[Chunk, 
             generation.absorb(chunk, "e0")
         for _ in range(loops):
             await asyncio.sleep(0)
-    await asyncio.wait_for(forwarding, 10)
+    await asyncio.wait_for(forwarding, patience())
     answer = turn.answer()
     sent += [reply.turn_ended(0, answer), reply.ended([answer])]
     events = re.findall(rb"data: (\{.*\})\n\n", b"".join(sent))

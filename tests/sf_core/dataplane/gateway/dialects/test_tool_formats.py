@@ -11,6 +11,7 @@ import pytest
 from openai import OpenAI
 
 from sf_core.dataplane.chat.renderer import Renderer
+from tests.patience import patience
 from tests.sf_core.dataplane.stand import CALC, Server, answering, say
 
 HI: Any = [{"role": "user", "content": "hi"}]
@@ -44,7 +45,7 @@ def test_calls_free_and_forced_are_calls_and_extend_the_tokens(
     session_id = server.post("/sessions", {"run_id": "run"})["session_id"]
     messages = list(HI)
     url = f"{server.url}/sessions/{session_id}/v1"
-    with OpenAI(base_url=url, api_key="none", max_retries=0, timeout=20) as agent:
+    with OpenAI(base_url=url, api_key="none", max_retries=0, timeout=patience()) as agent:
         options: Any
         for options in ({}, {"tool_choice": CALC_CHOICE}):
             answer = agent.chat.completions.create(model="policy", messages=messages, tools=[CALC], **options)

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.budgets import count_code_lines, open_flaky
+from tests.patience import patience
+
+ROOT = Path(__file__).parents[1]
+TESTS = """
+import pathlib, pytest
+
+@pytest.mark.system
+def test_that_fails_beside_others():
+    seen = pathlib.Path("seen")
+    if not seen.exists():
+        seen.touch()
+        raise AssertionError
+
+@pytest.mark.system
+def test_that_fails():
+    assert not pathlib.Path("broken").exists()
+
+def test_of_the_other_tier():
+    raise AssertionError
+"""
+
+
+def run_system_tier(folder: Path) -> subprocess.CompletedProcess[str]:
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers = system\n nightly\n gpu\n")
+    (folder / "test_some.py").write_text(TESTS)
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.tiers", "system"]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=patience())
+
+
+def test_a_test_that_fails_beside_others_and_passes_alone_is_named_as_flaky(tmp_path: Path) -> None:
+    done = run_system_tier(tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "FLAKY: test_some.py::test_that_fails_beside_others"
+    assert "CPU-seconds" in done.stdout.splitlines()[-2]
+
+
+def test_a_test_that_fails_twice_fails_the_tier(tmp_path: Path) -> None:
+    (tmp_path / "broken").touch()
+    (tmp_path / "seen").touch()
+    done = run_system_tier(tmp_path)
+    assert done.returncode == 1
+    assert "FLAKY" not in done.stdout
+
+
+def test_code_lines_are_counted_without_blanks_comments_and_docstrings() -> None:
+    source = '"""Says what."""\n\n# why\nx = (  # a\n    1,\n)\n"""Of x."""\n'
+    assert count_code_lines(source) == 3
+
+
+def test_a_flaky_test_is_open_until_its_last_column_says_what_mended_it() -> None:
+    page = "| date | test | cause | mended by |\n|---|---|---|---|\n"
+    page += "| 2026-11-25 | a | unknown | |\n| 2026-11-25 | b | a race | an event |\n"
+    assert open_flaky(page) == ["a"]
