@@ -65,10 +65,8 @@ def count_code_lines(source: str) -> int:
 
 def open_flaky(page: str) -> list[str]:
     """Rows of the page's table whose last column is empty."""
-    cells = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if "|" in line
-    ]
-    return [row[1] for row in cells if row[0][:1].isdigit() and not row[3]]
+    rows = [line.strip("|").split("|") for line in page.splitlines() if line.startswith("| 2")]
+    return [row[1].strip() for row in rows if not row[3].strip()]
 
 
 if __name__ == "__main__":

@@ -29,9 +29,9 @@ def test_of_the_other_tier():
 
 
 def run_system_tier(folder: Path) -> subprocess.CompletedProcess[str]:
-    (folder / "pytest.ini").write_text("[pytest]\nmarkers = system\n nightly\n gpu\n")
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers = system\n nightly\n gpu\naddopts = -p xdist\n")
     (folder / "test_some.py").write_text(TESTS)
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    env = os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     command = [sys.executable, "-m", "tests.tiers", "system"]
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=patience())
 

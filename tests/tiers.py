@@ -1,6 +1,6 @@
-"""Run a tier of the tests: `python -m tests.tiers fast` or `system`. The fast tier runs `make check` beside its
-tests. The last lines say what the tier cost, and which tests of the system tier are flaky: they failed beside
-others and passed alone."""
+"""Run a tier of the tests: `python -m tests.tiers fast` or `system`. The fast tier runs `make check` beside
+its tests. The last lines say what the tier cost, and which tests of the system tier are flaky: they failed
+beside others and passed alone."""
 
 from __future__ import annotations
 
