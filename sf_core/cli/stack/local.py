@@ -26,7 +26,7 @@ from sf_core.dataplane.options import DataplaneOptions
 from sf_core.scheduling.cluster import read_workers
 from sf_core.scheduling.worker import DASK_SETTINGS
 
-START_S = 120.0
+START_S = 300.0
 """Longest wait for a service to answer after its start."""
 
 

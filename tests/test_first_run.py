@@ -1,0 +1,55 @@
+"""The real run of the fast tier: `sf train` with every process that it starts, the built-in engine and trainer
+on an untrained policy, and one kill."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import yaml
+
+from sf_core.config.yaml_file import load_config
+from tests.e2e.conftest import ROOT, is_committed
+from tests.e2e.invariants import check_result, weights
+from tests.e2e.prefect_home import make_prefect_home
+from tests.patience import patience, wait_until
+
+RUN = {
+    "run_id": "first",
+    "policy": {"hidden_size": 32, "num_layers": 1, "warmstart": None},
+    "environment": {part: f"tests.varied_package:{part}" for part in ("tasks", "agent", "reward")},
+    "rollout": {"group_size": 4, "groups_per_batch": 4, "max_tokens": 12, "concurrency": 16},
+    "train": {"iterations": 2},
+    "engine": {"max_running": 16, "context_length": 128},
+}
+
+
+def kill_dataplane(command: int) -> None:
+    """kill -9 of the data plane that a command started."""
+    for child in psutil.Process(command).children(recursive=True):
+        if "dataplane" in child.cmdline():
+            return child.kill()
+    raise LookupError("the command has no data plane")
+
+
+def test_a_run_of_two_iterations_trains_although_its_data_plane_is_killed(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(RUN | {"storage": {"root": str(tmp_path / "runs")}}))
+    config = load_config(file)
+    home = make_prefect_home(tmp_path / "prefect")
+    env = os.environ | {"PREFECT_HOME": home, "PYTHONPATH": str(ROOT)}
+    env.pop("PREFECT_API_URL", None)
+    command = [sys.executable, "-m", "sf_core", "train", str(file)]
+    with subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        wait_until(lambda: is_committed(config, 0, "rollout") or process.poll() is not None, "a batch")
+        if process.poll() is None:
+            kill_dataplane(process.pid)
+        output, _ = process.communicate(timeout=patience())
+    assert process.returncode == 0, output
+    check_result(config)
+    assert len(set(weights(config))) == 2
