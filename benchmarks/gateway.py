@@ -12,9 +12,6 @@ throughput   64 sessions, 20 tokens at once: requests_per_second, the client nev
 long         8 sessions, prompts of 4,000 tokens, 300 tokens with log-probs at once, one turn each.
              `floor_`, `litellm_`, `agentlightning_`: the same client and load against the minimal server
              (gateway_floor.py), and against the peers before it; `times_*` is our rate over theirs.
-gateways     the loads of overhead and throughput on one process and on several, `gateways_N_*`. Client and
-             engine work on the same `gateways_cores`; where those are few, N processes are no faster, and
-             what tells is the CPU: hub_cpu_ms_per_request bounds what any number of gateways gives.
 sessions     sessions open at once, their turns complete, rss_mb of the data plane with all of them.
 memory       1,000 sessions with answers of 200 tokens: rss_mb of the data plane, and counted_mb of it.
 turns        CPU of the data plane per turn at turn 200 over turn 10, 200 new tokens per turn.
@@ -28,7 +25,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import resource
 import tempfile
 from collections.abc import Callable
@@ -43,7 +39,7 @@ from benchmarks import gateway_lives as lives
 from benchmarks.gateway_client import Load, Measured, Target, measure
 from benchmarks.gateway_memory import memory
 from benchmarks.gateway_peers import PEERS, running_peer
-from benchmarks.gateway_stand import Gateway, floor_target, gateway, start_floor
+from benchmarks.gateway_stand import floor_target, gateway, start_floor
 from benchmarks.gateway_streams import stream_all
 from sf_core.cli.stack.local import local_stack
 from sf_core.cli.stack.supervisor import StackError, Supervisor
@@ -58,7 +54,6 @@ Line = dict[str, Any]
 class Sizes:
     concurrency: int
     seconds: float
-    gateways: int
     sessions: int
     session_turns: int
     memory_sessions: int
@@ -74,7 +69,6 @@ def main(
     peers: bool = True,
     concurrency: int = 64,
     seconds: float = 10.0,
-    gateways: Annotated[int, typer.Option(min=2, help="processes that are compared with one")] = 2,
     sessions: int = 5000,
     session_turns: int = 20,
     memory_sessions: int = 1000,
@@ -92,7 +86,6 @@ def main(
     sizes = Sizes(
         concurrency,
         seconds,
-        gateways,
         sessions,
         session_turns,
         memory_sessions,
@@ -134,25 +127,16 @@ def load_of(name: str, sizes: Sizes) -> Load:
 def measure_ours(name: str) -> Callable[[Supervisor, Path, Sizes], Line]:
     def section(stack: Supervisor, folder: Path, sizes: Sizes) -> Line:
         with gateway(stack, folder) as ours:
-            measured, cpu_ms, _ = load_ours(ours, name, name, sizes)
-        return figures(name, measured) | {f"{name}_cpu_ms_per_request": cpu_ms}
+            ours.register(name)
+            ours.connect(name, "e0", LOADS[name][0])
+            # enough ids for every session to be new
+            with ours.sessions(name, 10_000) as session_ids:
+                before = ours.cpu_s()
+                measured = run(ours.target(session_ids), load_of(name, sizes), sizes.seconds)
+                cpu_ms = 1000 * (ours.cpu_s() - before) / max(measured.num_done, 1)
+        return figures(name, measured) | {f"{name}_cpu_ms_per_request": round(cpu_ms, 3)}
 
     return section
-
-
-def load_ours(ours: Gateway, run_id: str, name: str, sizes: Sizes) -> tuple[Measured, float, float]:
-    """Figures of a new run under this load; CPU ms per request of the hub, and of its gateways."""
-    ours.register(run_id)
-    ours.connect(run_id, "e0", LOADS[name][0])
-    # enough ids for every session to be new
-    with ours.sessions(run_id, 10_000) as session_ids:
-        before = ours.cpu_s(), ours.gateways_cpu_s()
-        measured = run(ours.targets(session_ids), load_of(name, sizes), sizes.seconds)
-        after = ours.cpu_s(), ours.gateways_cpu_s()
-    hub_ms, gateways_ms = (
-        round(1000 * (b - a) / max(measured.num_done, 1), 3) for a, b in zip(before, after, strict=True)
-    )
-    return measured, hub_ms, gateways_ms
 
 
 def compare(stack: Supervisor, folder: Path, sizes: Sizes, names: list[str], peers: list[str]) -> Line:
@@ -162,23 +146,23 @@ def compare(stack: Supervisor, folder: Path, sizes: Sizes, names: list[str], pee
     line: Line = {}
     for name in names:
         target = floor_target(address, LOADS[name][0])
-        line |= prefixed("floor", figures(name, run([target], load_of(name, sizes), sizes.seconds)))
+        line |= prefixed("floor", figures(name, run(target, load_of(name, sizes), sizes.seconds)))
     for peer in peers:
         try:
             with running_peer(stack, folder, peer, address, delays) as targets:
                 for name in names:
                     target, load = targets[LOADS[name][0]], load_of(name, sizes)
                     # a warm-up: in the first seconds a peer still imports
-                    run([target], load, sizes.seconds)
-                    measured = run([target], load, sizes.seconds)
+                    run(target, load, sizes.seconds)
+                    measured = run(target, load, sizes.seconds)
                     line |= prefixed(peer, figures(name, measured))
         except StackError as error:
             line[f"{peer}_left_out"] = str(error)[:300]
     return line
 
 
-def run(targets: list[Target], load: Load, seconds: float) -> Measured:
-    return uvloop.run(measure(targets, load, seconds))
+def run(target: Target, load: Load, seconds: float) -> Measured:
+    return uvloop.run(measure(target, load, seconds))
 
 
 def figures(name: str, measured: Measured) -> Line:
@@ -199,21 +183,6 @@ def figures(name: str, measured: Measured) -> Line:
 
 def prefixed(prefix: str, line: Line) -> Line:
     return {f"{prefix}_{key}": value for key, value in line.items()}
-
-
-def gateways_section(stack: Supervisor, folder: Path, sizes: Sizes) -> Line:
-    line: Line = {"gateways_cores": os.cpu_count()}
-    for num_gateways in (1, sizes.gateways):
-        prefix = f"gateways_{num_gateways}"
-        with gateway(stack, folder, num_gateways=num_gateways) as ours:
-            for name in ("overhead", "throughput"):
-                measured, hub_ms, gateways_ms = load_ours(ours, f"{prefix}_{name}", name, sizes)
-                line |= prefixed(prefix, figures(name, measured))
-        # the figures of the last load, throughput
-        line |= prefixed(
-            prefix, {"hub_cpu_ms_per_request": hub_ms, "gateways_cpu_ms_per_request": gateways_ms}
-        )
-    return line
 
 
 def sessions_section(stack: Supervisor, folder: Path, sizes: Sizes) -> Line:
@@ -246,7 +215,6 @@ def journal_section(stack: Supervisor, folder: Path, sizes: Sizes) -> Line:
 
 SECTIONS: dict[str, Callable[[Supervisor, Path, Sizes], Line]] = {
     **{name: measure_ours(name) for name in LOADS},
-    "gateways": gateways_section,
     "sessions": sessions_section,
     "memory": memory_section,
     "turns": turns_section,

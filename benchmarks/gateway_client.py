@@ -7,7 +7,6 @@ Owns connections, conversations and latencies; knows nothing of the server.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import random
 import re
 import time
@@ -144,10 +143,9 @@ def streamed_content(body: bytes) -> str:
     return "".join(choice["delta"].get("content") or "" for choice in choices)
 
 
-async def measure(targets: list[Target], load: Load, seconds: float) -> Measured:
-    """Keep the targets under this load, spread evenly; the first WARMUP_S are not counted."""
-    measured = Measured()
-    each = itertools.cycle([(target, _endless(target.paths)) for target in targets])
+async def measure(target: Target, load: Load, seconds: float) -> Measured:
+    """Keep the target under this load; the first WARMUP_S are not counted."""
+    measured, paths = Measured(), _endless(target.paths)
     begin = time.perf_counter() + WARMUP_S
     end = begin + seconds
     # slots that start together would stay in step and queue behind each other
@@ -155,7 +153,7 @@ async def measure(targets: list[Target], load: Load, seconds: float) -> Measured
     await asyncio.gather(
         *(
             _slot(target, load, paths, measured, begin, end, offsets.random() / 4)
-            for target, paths in itertools.islice(each, load.concurrency)
+            for _ in range(load.concurrency)
         )
     )
     measured.wall_s = seconds

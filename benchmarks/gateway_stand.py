@@ -7,7 +7,7 @@ import contextlib
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,6 @@ class Gateway:
     process: Process
     http: httpx.Client
     engines: dict[str, Process] = field(default_factory=dict)
-    ports: dict[str, int | None] = field(default_factory=dict)
-    """Ports of the processes that serve sessions, by session; None: the data plane's own."""
 
     @property
     def address(self) -> tuple[str, int]:
@@ -90,7 +88,6 @@ class Gateway:
         """Ids of claimed sessions, which the run keeps as long as the context lasts; then it is released."""
         claimed = self.post(f"/runs/{run_id}/claim", runner="load", max=count, running=[])["sessions"]
         ids = [session["session_id"] for session in claimed]
-        self.ports |= {session["session_id"]: session["port"] for session in claimed}
         done = threading.Event()
 
         def keep_alive() -> None:
@@ -109,39 +106,23 @@ class Gateway:
     def target(self, session_ids: list[str]) -> Target:
         return Target(self.address, MODEL, [f"/sessions/{name}/v1/chat/completions" for name in session_ids])
 
-    def targets(self, session_ids: list[str]) -> list[Target]:
-        """A target for each process, with the sessions that it serves."""
-        by_port: dict[int | None, list[str]] = {}
-        for name in session_ids:
-            by_port.setdefault(self.ports[name], []).append(name)
-        host, own = self.address
-        return [replace(self.target(names), address=(host, port or own)) for port, names in by_port.items()]
-
     def cpu_s(self) -> float:
-        """CPU seconds so far, in ns steps, of the data plane, or of its hub if it has several processes."""
-        return _cpu_s(self.process.pid())
-
-    def gateways_cpu_s(self) -> float:
-        """CPU seconds so far of its gateway processes together."""
-        return sum(_cpu_s(child.pid) for child in psutil.Process(self.process.pid()).children())
+        """CPU seconds so far of the data plane, in ns steps."""
+        tasks = Path(f"/proc/{self.process.pid()}/task").glob("*/schedstat")
+        return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
 
     def rss_mb(self) -> float:
         return float(psutil.Process(self.process.pid()).memory_info().rss / 2**20)
 
 
-def _cpu_s(pid: int) -> float:
-    tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")
-    return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
-
-
 @contextlib.contextmanager
 def gateway(
-    stack: Supervisor, folder: Path, memory_mb: float = DataplaneOptions.memory_mb, num_gateways: int = 1
+    stack: Supervisor, folder: Path, memory_mb: float = DataplaneOptions.memory_mb
 ) -> Iterator[Gateway]:
     if not (folder / "model").exists():
         shape = {"hidden_size": 32, "num_layers": 1}
         make_policy(str(folder / "model"), RunConfig().policy.model_copy(update=shape), seed=0)
-    url = start_dataplane(stack, folder, memory_mb=memory_mb, num_gateways=num_gateways)()
+    url = start_dataplane(stack, folder, memory_mb=memory_mb)()
     process = stack.processes["dataplane"]
     with httpx.Client(base_url=url, timeout=120) as http:
         running = Gateway(stack, folder, process, http)

@@ -230,7 +230,7 @@ class AgentRunner:
         if claim["answer"] is not None:
             answer = orjson.loads(claim["answer"])
         else:
-            url = f"{_with_port(self._url, claim['port'])}/sessions/{claim['session_id']}/v1"
+            url = f"{self._url}/sessions/{claim['session_id']}/v1"
             answer = await self._phases.run(work, task, Endpoint(url, key, "policy"))
             if self._is_scored_elsewhere:
                 return {"status": "answered", "answer": _as_json(answer), **work.facts}
@@ -241,11 +241,6 @@ class AgentRunner:
             "task_id": task.task_id,
             "environment": task.environment,
         }
-
-
-def _with_port(url: str, port: int | None) -> str:
-    """The URL with this port; None: its own."""
-    return url if port is None else str(httpx.URL(url).copy_with(port=port))
 
 
 def _named(task: Task) -> dict[str, str]:

@@ -79,20 +79,23 @@ def dataplane(
     grace_s: Annotated[
         float, typer.Option(min=0, help="A turn goes on for so long without its client.")
     ] = DataplaneOptions.grace_s,
-    gateways: Annotated[
-        int, typer.Option(min=1, help="Processes that serve turns, on the ports after --port; 1: all in one.")
-    ] = DataplaneOptions.num_gateways,
     memory_mb: Annotated[
         float, typer.Option(help="For sessions and results; above it nothing new is begun.")
     ] = DataplaneOptions.memory_mb,
     port_file: Annotated[str | None, typer.Option(help="File for the port, written once it is open.")] = None,
+    gateways: Annotated[int, typer.Option(hidden=True)] = 1,
 ) -> None:
     """Serve a data plane for many runs. Its key is read from SF_DATAPLANE_KEY."""
     from sf_core.dataplane.server import serve
     from sf_core.surroundings import dataplane_key
 
+    if gateways != 1:
+        fail(
+            f"--gateways {gateways}: a data plane is one process; for more load start several, each with a "
+            "--port of its own, and give every run one of them (--set dataplane.url=http://HOST:PORT)"
+        )
     try:
-        options = DataplaneOptions(journal_dir, fsync, grace_s, memory_mb, gateways)
+        options = DataplaneOptions(journal_dir, fsync, grace_s, memory_mb)
         serve(host, port, options, port_file=port_file, key=dataplane_key())
     except ValueError as error:
         fail(str(error))

@@ -20,12 +20,8 @@ class DataplaneOptions:
     """Seconds for which a turn goes on after its client went away, because the client may ask again."""
     memory_mb: float = 2048
     """Memory of open sessions and results above which nothing new is begun."""
-    num_gateways: int = 1
-    """Processes that serve turns; 1: all in one."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError for fewer than one process, and for no memory at all."""
-        if self.num_gateways < 1:
-            raise ValueError(f"--gateways must be at least 1, got {self.num_gateways}")
+        """Raises ValueError for no memory at all."""
         if not self.memory_mb > 0:
             raise ValueError(f"--memory-mb must be more than 0, got {self.memory_mb:g}")

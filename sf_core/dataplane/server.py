@@ -23,26 +23,14 @@ def serve(
     key: str | None = None,
 ) -> None:
     """Serve until SIGINT or SIGTERM. Port 0 means any free one; `port_file` is written once connections are
-    accepted. With more than one gateway process those serve the turns, and this one does the rest.
+    accepted.
 
     Raises ValueError for an address that others can reach without a key, and for a journal directory that
     another data plane uses; OSError for a port that is taken."""
     if key is None and not is_loopback(host):
         raise ValueError(f"{host} can be reached by others: set SF_DATAPLANE_KEY, or serve on 127.0.0.1")
-
-    def listen(port: int) -> socket.socket:
-        return socket.create_server((host, port), backlog=2048, family=_family(host))
-
-    gateways = None
-    if options.num_gateways > 1:
-        # imported here: one process needs nothing of it
-        from sf_core.dataplane.sharding.hub import Gateways
-
-        gateways = Gateways(key, options)
-    server = uvicorn.Server(server_config(make_app(key, options, gateways)))
-    listening = listen(port)
-    if gateways is not None:
-        gateways.listen(listen, port)
+    server = uvicorn.Server(server_config(make_app(key, options)))
+    listening = socket.create_server((host, port), backlog=2048, family=_family(host))
     if port_file is not None:
         _write_whole(Path(port_file), str(listening.getsockname()[1]))
     tune_interpreter()

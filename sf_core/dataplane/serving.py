@@ -1,4 +1,4 @@
-"""HTTP, WebSocket and interpreter settings that all processes of a data plane share."""
+"""HTTP, WebSocket and interpreter settings of a data plane's process."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import pytest
 import uvicorn
 
 from benchmarks import gateway_client, gateway_floor, gateway_peers
-from benchmarks.gateway import Sizes, compare, gateways_section
+from benchmarks.gateway import Sizes, compare, measure_ours
 from benchmarks.gateway_client import Load, Measured, Target, answer_text, measure, streamed_content
 from benchmarks.gateway_lives import interruptions, journal
 from benchmarks.gateway_stand import gateway
@@ -49,7 +49,7 @@ def serving(app: Any) -> Iterator[tuple[str, int]]:
 
 def load_floor(path: str, load: Load, app: Any = gateway_floor.app) -> Measured:
     with serving(app) as address:
-        return asyncio.run(measure([Target(address, "m", [path])], load, WINDOW_S / 3))
+        return asyncio.run(measure(Target(address, "m", [path]), load, WINDOW_S / 3))
 
 
 def test_the_text_the_client_expects_is_that_of_the_emulated_tokens() -> None:
@@ -116,7 +116,7 @@ def test_a_peer_that_does_not_start_is_left_out_with_the_reason(
 
     monkeypatch.setitem(gateway_peers.PEERS, "broken", broken)
     with local_stack(tmp_path / "logs") as stack:
-        sizes = Sizes(4, WINDOW_S, 2, 0, 0, 0, 0.0, 0, 0)
+        sizes = Sizes(4, WINDOW_S, 0, 0, 0, 0, 0)
         line = compare(stack, tmp_path, sizes, ["throughput"], ["broken"])
     assert line["broken_left_out"] == "no such package"
     assert line["floor_requests_per_second"] > 0
@@ -127,15 +127,12 @@ def test_the_journal_section_reads_back_what_it_wrote(tmp_path: Path) -> None:
 
 
 @pytest.mark.system
-def test_the_gateways_section_compares_one_process_with_two(tmp_path: Path) -> None:
+def test_a_load_on_our_data_plane_has_no_errors(tmp_path: Path) -> None:
     with local_stack(tmp_path / "logs") as stack:
-        line = gateways_section(stack, tmp_path, Sizes(4, WINDOW_S, 2, 0, 0, 0, 0.0, 0, 0))
+        line = measure_ours("throughput")(stack, tmp_path, Sizes(4, WINDOW_S, 0, 0, 0, 0, 0))
     assert [name for name in line if "error" in name] == []
-    for number in (1, 2):
-        assert line[f"gateways_{number}_requests_per_second"] > 0
-        assert line[f"gateways_{number}_hub_cpu_ms_per_request"] > 0
-    assert line["gateways_1_gateways_cpu_ms_per_request"] == 0
-    assert line["gateways_2_gateways_cpu_ms_per_request"] > 0
+    assert line["requests_per_second"] > 0
+    assert line["throughput_cpu_ms_per_request"] > 0
 
 
 @pytest.mark.system

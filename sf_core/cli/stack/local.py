@@ -110,18 +110,18 @@ def begin_services(
     ports = ports or Ports.free()
     if api is None and scheduler is None:
         stack.env |= processes.client_settings(directory / "authority.pem")
-    prefect = dask = gateway = None
+    prefect = dask = plane = None
     if api is None:
         prefect = start_prefect_server(stack, ports.prefect, for_deployments=for_deployments)
     if scheduler is None:
         dask = start_dask(stack, workers, directory, ports.scheduler)
     if dataplane is None:
-        gateway = start_dataplane(stack, directory, ports.dataplane)
+        plane = start_dataplane(stack, directory, ports.dataplane)
     chosen = ports.services
     services = Services(api or chosen.api, scheduler or chosen.scheduler, dataplane or chosen.dataplane)
 
     def ready() -> Services:
-        for wait in filter(None, (dask, gateway, prefect)):
+        for wait in filter(None, (dask, plane, prefect)):
             wait()
         return services
 
@@ -189,15 +189,12 @@ def start_dataplane(
     directory: Path,
     port: int | None = None,
     memory_mb: float = DataplaneOptions.memory_mb,
-    num_gateways: int = 1,
 ) -> Callable[[], str]:
     """Start a data plane on loopback; the returned function waits for it and returns its URL. Restarted in
     the same directory, on the same port, it continues where it was killed."""
-    # each gateway process has one of the ports that follow
-    port = port or free_port(1 if num_gateways == 1 else 1 + num_gateways)
+    port = port or free_port()
     url = f"http://{processes.LOOPBACK}:{port}"
-    part = processes.dataplane(directory, port, memory_mb=memory_mb, num_gateways=num_gateways)
-    [process] = stack.start(part)
+    [process] = stack.start(processes.dataplane(directory, port, memory_mb=memory_mb))
 
     def ready() -> str:
         stack.await_ready(process, lambda: _answers(f"{url}/metrics"), START_S)

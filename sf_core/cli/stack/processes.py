@@ -82,12 +82,10 @@ def dask_worker(name: str, worker: WorkerConfig, scheduler: Iterable[str], direc
     )
 
 
-def dataplane(
-    directory: Path, port: int, *, memory_mb: float = DataplaneOptions.memory_mb, num_gateways: int = 1
-) -> Part:
+def dataplane(directory: Path, port: int, *, memory_mb: float = DataplaneOptions.memory_mb) -> Part:
     """A data plane with its journal in the directory."""
     options = ["--port", str(port), "--journal-dir", str(directory / "dataplane")]
-    options += ["--memory-mb", str(memory_mb), "--gateways", str(num_gateways)]
+    options += ["--memory-mb", str(memory_mb)]
     return Part("dataplane", _module("sf_core", "dataplane", *options))
 
 

@@ -10,9 +10,7 @@ from collections import Counter as Tally
 from collections.abc import Iterable, Mapping
 from typing import get_args
 
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from sf_core.config.failures import REASONS
@@ -20,33 +18,12 @@ from sf_core.dataplane.routing.connection import LinkState
 from sf_core.dataplane.runs.recent import NUM_RECENT
 from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.sessions.memory import Memory
-from sf_core.dataplane.turns.host import TurnHost
 
 _BRANCH, _REJECTED = "branches.", "rejected_groups."
 """Prefixes of those counters of a run whose names end with a reason."""
 
 _ENDS = {"finished": "finished_sessions", "failed": "failed_sessions", "lost": "retries"}
 """Counters of a run for the ends of claimed sessions, by label."""
-
-
-def together(figures: Mapping[str, bytes]) -> bytes:
-    """The figures of several processes as one text, each with the label `process`."""
-    families: dict[str, Metric] = {}
-    for process, text in figures.items():
-        for family in text_string_to_metric_families(text.decode()):
-            whole = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
-            whole.samples += [s._replace(labels={**s.labels, "process": process}) for s in family.samples]
-    registry = CollectorRegistry()
-    registry.register(_Read(list(families.values())))
-    return generate_latest(registry)
-
-
-class _Read(Collector):
-    def __init__(self, families: list[Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterable[Metric]:
-        return self._families
 
 
 class Runs(Collector):
@@ -105,16 +82,6 @@ class Runs(Collector):
         return [*gauges, *counters, *_journals(self._runs)]
 
 
-class Sessions(Collector):
-    """Metrics of the sessions that a gateway process serves; the hub counts those that are over."""
-
-    def __init__(self, runs: Mapping[str, TurnHost]) -> None:
-        self._runs = runs
-
-    def collect(self) -> Iterable[Metric]:
-        return [_branches(self._runs), *_journals(self._runs)]
-
-
 class MemoryUse(Collector):
     """Metrics of the memory of a data plane."""
 
@@ -134,7 +101,7 @@ class MemoryUse(Collector):
         return [held, bound]
 
 
-def _journals(runs: Mapping[str, TurnHost]) -> Iterable[Metric]:
+def _journals(runs: Mapping[str, ServedRun]) -> Iterable[Metric]:
     unwritable = GaugeMetricFamily(
         "sf_journal_unwritable", "1 while a journal cannot be written, and why.", labels=["run", "reason"]
     )
@@ -171,7 +138,7 @@ def _ends(runs: Mapping[str, ServedRun]) -> list[Metric]:
     return [sessions, groups, failures]
 
 
-def _branches(runs: Mapping[str, TurnHost]) -> CounterMetricFamily:
+def _branches(runs: Mapping[str, ServedRun]) -> CounterMetricFamily:
     branches = CounterMetricFamily("sf_branches", "Why branches were opened.", labels=["run", "reason"])
     for name, run in list(runs.items()):
         for reason, number in _branch_reasons(run).items():
@@ -179,7 +146,7 @@ def _branches(runs: Mapping[str, TurnHost]) -> CounterMetricFamily:
     return branches
 
 
-def _branch_reasons(run: TurnHost) -> Tally[str]:
+def _branch_reasons(run: ServedRun) -> Tally[str]:
     """Number of branches by reason, of ended sessions, which the run counts, and of open ones."""
     reasons = _by_reason(run, _BRANCH)
     for session in run.sessions.values():
@@ -187,7 +154,7 @@ def _branch_reasons(run: TurnHost) -> Tally[str]:
     return reasons
 
 
-def _by_reason(run: TurnHost, prefix: str) -> Tally[str]:
+def _by_reason(run: ServedRun, prefix: str) -> Tally[str]:
     return Tally(
         {name.removeprefix(prefix): n for name, n in run.counters.items() if name.startswith(prefix)}
     )

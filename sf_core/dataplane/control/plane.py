@@ -23,7 +23,7 @@ from sf_core.dataplane.options import DataplaneOptions
 from sf_core.dataplane.routing.connection import EngineConnection
 from sf_core.dataplane.runs.events import Published, Registered, Released
 from sf_core.dataplane.runs.external import ExternalSessions
-from sf_core.dataplane.runs.recovery import MakeRun, begin_attempt, open_run, read_past, reopen_run
+from sf_core.dataplane.runs.recovery import begin_attempt, open_run, read_past, reopen_run
 from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.runs.sealing import Sealer
 from sf_core.dataplane.sessions.memory import Memory
@@ -41,11 +41,7 @@ LET_GO_S = 600.0
 
 
 class DataPlane:
-    def __init__(
-        self,
-        options: DataplaneOptions,
-        make_run: MakeRun = ServedRun,
-    ) -> None:
+    def __init__(self, options: DataplaneOptions) -> None:
         """A journal directory lets `reopen` serve again the runs that were open when the last process there
         ended. Raises ValueError if another data plane uses the directory."""
         self.runs: dict[str, ServedRun] = {}
@@ -54,7 +50,6 @@ class DataPlane:
         self.sessions = Lookup(self.runs)
         self.memory = Memory(options.memory_mb)
         self._options = options
-        self._make_run = make_run
         self._open_runs = None if options.journal_dir is None else OpenRuns(Path(options.journal_dir))
         self._registering = asyncio.Lock()
         self._background: set[asyncio.Task[None]] = set()
@@ -65,9 +60,8 @@ class DataPlane:
         """Serve again the runs that an earlier process served."""
         for path in self._open_runs.journals if self._open_runs else ():
             try:
-                run = await reopen_run(
-                    Journal(path, self._options.fsync), self._options.grace_s, self.memory, self._make_run
-                )
+                journal = Journal(path, self._options.fsync)
+                run = await reopen_run(journal, self._options.grace_s, self.memory)
                 if run is not None:
                     self._serve(run)
             except Exception as error:  # the other runs are to be served
@@ -87,17 +81,16 @@ class DataPlane:
             else:
                 if begin_attempt(run, spec, await read_past(run, spec)):
                     self.sealers[spec.run_id].forget()
-                await run.journal.attend(run.journal.append(Registered(spec, run.num_gateways)))
+                await run.journal.attend(run.journal.append(Registered(spec)))
                 stale = [link for link in run.router.links if link.attempt < spec.attempt]
                 self._take_away(stale, run, "superseded by a later attempt of the flow")
             if self._open_runs is not None:
                 self._open_runs.add(spec.run_id, run.journal.path)
-            await run.announce()
             return run
 
     async def _open(self, spec: RunSpec) -> ServedRun:
         journal = self._open_journal(spec)
-        opening = open_run(spec, journal, self._options.grace_s, self.memory, self._make_run)
+        opening = open_run(spec, journal, self._options.grace_s, self.memory)
         try:
             run = await journal.attend(opening)
         except ApiError:

@@ -24,6 +24,7 @@ from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.gateway.dialects.registry import GROUPS, SESSION, SESSIONS
 from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.sessions.session import Session
+from sf_core.dataplane.sessions.view import session_tree
 from sf_core.types import WeightsRef
 
 RUN = "/runs/{run_id}"
@@ -71,14 +72,13 @@ async def declare_group(plane: DataPlane, request: Request, run_id: str, body: b
 
 def _place_of(session: Session, run: ServedRun, request: Request) -> dict[str, Any]:
     """Where the agent of an external session finds its endpoint."""
-    port = run.port_of(session)
-    url = request.base_url if port is None else request.base_url.replace(port=port)
-    return {"session_id": session.session_id, "base_url": f"{url}sessions/{session.session_id}/v1"}
+    base_url = f"{request.base_url}sessions/{session.session_id}/v1"
+    return {"session_id": session.session_id, "base_url": base_url}
 
 
 @_get(SESSION, "Its turn tree.", 503)
 async def tree(run: ServedRun, session: Session) -> Answer:
-    return await run.tree(session)
+    return session_tree(run.spec, session)
 
 
 @_post(SESSION + "/reward", "Give it a reward before it is over.", recorded=True)
@@ -139,8 +139,6 @@ async def claim(run: ServedRun, body: bodies.ClaimBody) -> Answer:
                 "member": claim.place.member,
                 "attempt": claim.attempt,
                 "answer": session.answer,
-                # of the process that serves its turns, on the host that the runner knows; None: this one
-                "port": run.port_of(session),
             }
             for session in sessions
             if (claim := session.claim) is not None

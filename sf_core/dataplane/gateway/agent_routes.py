@@ -1,4 +1,4 @@
-"""The agents' routes and the error responses of all routes, in every process that serves turns.
+"""The agents' routes and the error responses of all routes.
 
 Owns paths and error bodies; endpoint.py and the dialects own how a request is answered.
 """

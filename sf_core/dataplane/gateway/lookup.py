@@ -16,11 +16,10 @@ Host = TypeVar("Host", bound=TurnHost)
 
 
 class Lookup(Generic[Host]):
-    def __init__(self, runs: dict[str, Host], first_ad_hoc: int = 1, ad_hoc_step: int = 1) -> None:
-        """`runs` may change at any time. Ad-hoc sessions get every `ad_hoc_step`-th number, so that no two
-        processes give the same."""
+    def __init__(self, runs: dict[str, Host]) -> None:
+        """`runs` may change at any time."""
         self._runs = runs
-        self._ad_hoc_numbers = itertools.count(first_ad_hoc, ad_hoc_step)
+        self._ad_hoc_numbers = itertools.count(1)
 
     def find_session(self, scope: Scope, model: str) -> tuple[TurnHost, Session]:
         """The session of a request. Without a session id it is a new ad-hoc one

@@ -154,7 +154,7 @@ def compaction(run: ServedRun) -> Compaction[RunEvent]:
         "weights_uri": weights.uri,
         "done_groups": manager.done_before(iteration),
     }
-    head: list[RunEvent] = [events.Registered(run.spec.model_copy(update=progress), run.num_gateways)]
+    head: list[RunEvent] = [events.Registered(run.spec.model_copy(update=progress))]
     head += map(events.Revoked, sorted(run.revoked_leases))
     head += map(events.Paused, [*([None] if run.router.paused else []), *sorted(run.router.paused_engines)])
 

@@ -86,13 +86,12 @@ class Endings:
         if refusal := fault_of(report, session):
             raise refusal
         try:
-            result = await run.take_out(session, report)
+            result = run.take_out(session, report)
             if not result.trajectories:
                 return await run.journal.append(Closed(session.session_id))
             await run.journal.append(Finished(result))
         except Exception as error:
-            if session.session_id not in run.sessions:
-                await run.journal.append(Closed(session.session_id))
+            await run.journal.append(Closed(session.session_id))
             raise _refusal(session, error) from error
         run.effects.apply(Finished(result))
         run.counters["opened_sessions"] += 1
@@ -107,23 +106,21 @@ class Endings:
             }
         )
         try:
-            return await self._settle(claim, await self._run.take_out(session, report), report.error or "")
+            return await self._settle(claim, self._run.take_out(session, report), report.error or "")
         except Exception as error:  # whatever it is must not cost the place
             refusal = _refusal(session, error)
         if refusal.retry_after_s is not None:
             raise refusal
         if self._run.manager.group_of(claim) is not None:
-            await self._give_up(session, claim, report, refusal.message)
+            await self._give_up(claim, report, refusal.message)
         raise refusal
 
-    async def _give_up(self, session: Session, claim: Claim, report: FinishBody, error: str) -> None:
+    async def _give_up(self, claim: Claim, report: FinishBody, error: str) -> None:
         """Settle a session of which nothing could be recorded, because nothing else would end it."""
         run = self._run
-        if run.sessions.get(session.session_id) is session:
-            run.drop(session, error)
-        reward, environment = run.spec.rollout.failed_reward, report.environment
+        session_id, reward = claim.session_id(run.spec.run_id), run.spec.rollout.failed_reward
         nothing = FinishedSession(
-            session.session_id, claim, reward, environment, None, None, [], "not_recorded"
+            session_id, claim, reward, report.environment, None, None, [], "not_recorded"
         )
         await self._settle(claim, nothing, error)
 

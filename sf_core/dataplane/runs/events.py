@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -22,9 +22,9 @@ class Registered(Event):
     """A flow registered the run; the first event of every journal."""
 
     spec: RunSpec
-    num_gateways: int = 1
-    """Number of processes that record its turns from now on. With more than one, turns are in separate
-    journals."""
+    num_processes: Literal[1] = 1
+    """Number of processes that record its turns. A journal that names more is refused: its turns are in other
+    files, which no code reads any more (docs/decisions/041)."""
 
 
 class Published(Event):
@@ -148,5 +148,4 @@ RunEvent = (
     | Failed | Lost | Rejected | Sealed | Stored | Revoked | Paused | Resumed | Released | TurnEvent
 )  # fmt: skip
 
-read_opened: Callable[[bytes], Opened] = reader(Opened)
 read_event: Callable[[bytes], RunEvent] = reader(RunEvent)

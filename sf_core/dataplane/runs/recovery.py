@@ -7,11 +7,10 @@ one that was open all the time. What other events do to a run is in effects.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import aclosing
 
 from sf_core.dataplane.bodies import RunSpec
-from sf_core.dataplane.chat.renderer import Renderer, read_renderer
+from sf_core.dataplane.chat.renderer import read_renderer
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.journal.journal import Journal
 from sf_core.dataplane.runs.events import Finished, Opened, Registered, Rejected, RunEvent, read_event
@@ -19,38 +18,32 @@ from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.runs.runners import Runner
 from sf_core.dataplane.sessions.memory import Memory
 
-MakeRun = Callable[[RunSpec, Renderer, Journal, float, Memory], ServedRun]
 
-
-async def open_run(
-    spec: RunSpec, journal: Journal, grace_s: float, memory: Memory, make: MakeRun = ServedRun
-) -> ServedRun:
+async def open_run(spec: RunSpec, journal: Journal, grace_s: float, memory: Memory) -> ServedRun:
     """Open a registered run, restored from its journal if that holds it. Raises ApiError if it cannot."""
-    run = await reopen_run(journal, grace_s, memory, make)
+    run = await reopen_run(journal, grace_s, memory)
     if run is None:
-        run = make(spec, await read_renderer(spec.model_dir), journal, grace_s, memory)
+        run = ServedRun(spec, await read_renderer(spec.model_dir), journal, grace_s, memory)
     else:
         begin_attempt(run, spec, await read_past(run, spec))
     try:
-        await journal.append(Registered(spec, run.num_gateways))
+        await journal.append(Registered(spec))
     except ApiError:
         run.leave_memory()
         raise
     return run
 
 
-async def reopen_run(
-    journal: Journal, grace_s: float, memory: Memory, make: MakeRun = ServedRun
-) -> ServedRun | None:
+async def reopen_run(journal: Journal, grace_s: float, memory: Memory) -> ServedRun | None:
     """Restore a run from its journal; None if that holds none. Raises ApiError if it cannot be opened."""
     run: ServedRun | None = None
-    num_applied, num_gateways = 0, 1
+    num_applied = 0
     async with aclosing(journal.replay(read_event)) as events:
         async for event in events:
             if isinstance(event, Registered):
-                spec, num_gateways = event.spec, event.num_gateways
+                spec = event.spec
                 if run is None:
-                    run = make(spec, await read_renderer(spec.model_dir), journal, grace_s, memory)
+                    run = ServedRun(spec, await read_renderer(spec.model_dir), journal, grace_s, memory)
                 else:
                     begin_attempt(run, spec, await read_past(run, spec, num_applied))
             elif run is None:
@@ -59,7 +52,7 @@ async def reopen_run(
                 run.effects.apply(event)
             num_applied += 1
     if run is not None:
-        await _go_on(run, num_gateways)
+        _go_on(run)
     return run
 
 
@@ -100,9 +93,8 @@ def begin_attempt(run: ServedRun, spec: RunSpec, past: list[RunEvent]) -> bool:
     return True
 
 
-async def _go_on(run: ServedRun, num_gateways: int) -> None:
-    """Let the open sessions go on; `num_gateways` processes recorded their turns. Raises ApiError if they
-    cannot go on in this data plane."""
+def _go_on(run: ServedRun) -> None:
+    """Let the open sessions go on."""
     for session in list(run.sessions.values()):
         if session.is_external:
             continue
@@ -111,14 +103,3 @@ async def _go_on(run: ServedRun, num_gateways: int) -> None:
         elif session.runner:
             # a runner that died meanwhile is found silent as any other
             run.runners.setdefault(session.runner, Runner(run.spec.attempt))
-    if num_gateways == run.num_gateways:
-        return
-    if run.sessions:
-        # every gateway process has the turns of its sessions in its own journal
-        run.leave_memory()
-        raise ApiError(
-            409,
-            f"Run {run.spec.run_id} has open sessions, whose turns {num_gateways} gateway processes recorded;"
-            f" this data plane has {run.num_gateways}: start it with --gateways {num_gateways}.",
-        )
-    await run.journal.append(Registered(run.spec, run.num_gateways))

@@ -41,7 +41,6 @@ from sf_core.dataplane.sessions.claims import Claim, SessionSlot
 from sf_core.dataplane.sessions.finished import FinishedSession
 from sf_core.dataplane.sessions.memory import Memory
 from sf_core.dataplane.sessions.session import Session
-from sf_core.dataplane.sessions.view import session_tree
 from sf_core.dataplane.signals import Signal
 from sf_core.dataplane.turns.host import TurnHost
 from sf_core.types import WeightsRef
@@ -57,10 +56,6 @@ def limits_of(spec: RunSpec) -> Limits:
 
 
 class ServedRun(TurnHost):
-    router: Router
-    num_gateways = 1
-    """Number of processes that serve its sessions."""
-
     def __init__(
         self,
         spec: RunSpec,
@@ -70,7 +65,7 @@ class ServedRun(TurnHost):
         memory: Memory | None = None,
     ) -> None:
         router = Router(WeightsRef(spec.version, spec.weights_uri), limits_of(spec), renderer.num_ids)
-        super().__init__(spec, renderer, journal, router, grace_s, memory or Memory())
+        super().__init__(spec, renderer, journal, router, grace_s, memory or Memory(), self._note_started)
         self.manager = self._new_manager()
         self.results = Results(self.memory)
         self.closing = Closing()
@@ -221,15 +216,8 @@ class ServedRun(TurnHost):
             session.began_at = self.serving_s
         super().open(session)
 
-    def note_started(self, claim: Claim, version: int) -> None:
+    def _note_started(self, claim: Claim, version: int) -> None:
         self.manager.note_started(claim, version)
-
-    def port_of(self, session: Session) -> int | None:
-        """Port of the process that serves the turns of this session; None: the data plane's own."""
-        return None
-
-    async def announce(self) -> None:
-        """Return when all processes that serve its turns know the run as it is now."""
 
     @property
     def unfinished(self) -> set[str]:
@@ -244,9 +232,6 @@ class ServedRun(TurnHost):
         """Do what an event does; returns when the event is on disk."""
         self.effects.apply(event)
         await self.journal.append(event)
-
-    async def tree(self, session: Session) -> dict[str, Any]:
-        return session_tree(self.spec, session)
 
     async def open_for(self, body: SessionBody) -> Session:
         """Open an external session, which no runner was given."""
@@ -285,7 +270,7 @@ class ServedRun(TurnHost):
             if self.sessions.get(session.session_id) is session:  # else it ended before this report came
                 await self.endings.end(session, body)
 
-    async def take_out(self, session: Session, report: FinishBody) -> FinishedSession:
+    def take_out(self, session: Session, report: FinishBody) -> FinishedSession:
         """Stop serving a session and return its result. Raises whatever its export raises."""
         self.drop(session, report.parting)
         return self.export(session, report)

@@ -21,7 +21,7 @@ def session_tree(spec: RunSpec, session: Session) -> dict[str, Any]:
         "task_id": session.task_id,
         "environment": session.environment,
         "metadata": session.metadata,
-        **earned(session),
+        **_earned(session),
         "started_at": session.started_at,
         "turns_running": len(session.running),
         "branch_reasons": dict(session.branch_reasons),
@@ -30,7 +30,7 @@ def session_tree(spec: RunSpec, session: Session) -> dict[str, Any]:
     }
 
 
-def earned(session: Session) -> dict[str, Any]:
+def _earned(session: Session) -> dict[str, Any]:
     """The fields of the tree that tell the reward that the session was given before its end."""
     if session.earned is None:
         return {"reward": None, "reward_parts": {}, "step_rewards": {}}

@@ -1,22 +1,21 @@
-"""The open sessions of one run, in the process that serves their turns.
+"""What a run is to its turns: its open sessions, and what serves them.
 
 Owns which sessions a request may name and what becomes of them: turns while they are open, trajectories when
-they end. Knows nothing of groups, runners and engines. The host is the run itself if one process does
-everything (runs/run.py); a gateway process has one for each run (sharding/gateway_run.py).
+they end. Knows nothing of groups and runners, which the run adds (runs/run.py).
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import Counter
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from sf_core.config.failures import Status
 from sf_core.dataplane.bodies import FinishBody, RunSpec
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.journal.journal import Journal
-from sf_core.dataplane.routing.generation import Generation
 from sf_core.dataplane.routing.pace import Pace
+from sf_core.dataplane.routing.router import Router
 from sf_core.dataplane.sessions.claims import Claim
 from sf_core.dataplane.sessions.export import export_session
 from sf_core.dataplane.sessions.finished import FinishedSession
@@ -28,37 +27,25 @@ if TYPE_CHECKING:
     from sf_core.dataplane.turns.retries import InFlightTurn
 
 
-class TurnRouter(Protocol):
-    """What a turn needs of a router, which finds an engine for it."""
-
-    def check_room(self) -> None:
-        """Raises ApiError 429 if too many requests wait already."""
-
-    def submit(self, generation: Generation) -> None: ...
-
-    def cancel(self, generation: Generation, reason: str) -> None:
-        """End a generation that no client waits for any more."""
-
-    def stop(self, generation: Generation) -> None:
-        """Have the engine sample no more of a generation."""
-
-
-class TurnHost(ABC):
+class TurnHost:
     def __init__(
         self,
         spec: RunSpec,
         renderer: Renderer,
         journal: Journal,
-        router: TurnRouter,
+        router: Router,
         grace_s: float,
         memory: Memory,
+        note_started: Callable[[Claim, int], None],
     ) -> None:
+        """`note_started` is told of every claimed session a policy version that may have sampled in it."""
         self.spec = spec
         self.renderer = renderer
         self.journal = journal
         self.router = router
         self.grace_s = grace_s
         self.memory = memory
+        self.note_started = note_started
         self.pace = Pace()
         self.released = False
         """The run is over, unless another attempt of its flow goes on with it."""
@@ -148,10 +135,6 @@ class TurnHost(ABC):
     def count(self, name: str, number: int = 1) -> None:
         """Add to a counter of the run."""
         self.counters[name] += number
-
-    @abstractmethod
-    def note_started(self, claim: Claim, version: int) -> None:
-        """A token of the session may have been sampled by this version."""
 
 
 def status_of(session: Session, report: FinishBody) -> Status:

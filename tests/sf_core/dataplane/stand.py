@@ -209,13 +209,6 @@ def running_process(port_file: Path, port: int, *options: str, module: str = "sf
             process.kill()
 
 
-def base_url(server: Server, claim: dict[str, Any]) -> str:
-    """URL for the agent of a session, as its runner makes it."""
-    url = httpx.URL(server.url)
-    port = claim.get("port") or url.port
-    return f"{url.copy_with(port=port)}/sessions/{claim['session_id']}/v1"
-
-
 def say(renderer: Renderer, text: str) -> list[int]:
     """Ids of an answer, with its end of turn."""
     return [*renderer.encode(text).tolist(), renderer.stop_token_ids[0]]
@@ -245,9 +238,8 @@ def converse(server: Server, claim: dict[str, Any], num_turns: int, streamed: bo
     """Answers to an agent that knows nothing of restarts, but repeats a broken stream, which no SDK does."""
     messages: Any = []
     answers = []
-    with OpenAI(
-        base_url=base_url(server, claim), api_key="none", max_retries=20, timeout=patience()
-    ) as agent:
+    base_url = f"{server.url}/sessions/{claim['session_id']}/v1"
+    with OpenAI(base_url=base_url, api_key="none", max_retries=20, timeout=patience()) as agent:
         for turn in range(num_turns):
             messages.append({"role": "user", "content": f"{turn}?"})
             answers.append(ask_stream(agent, messages) if streamed else ask(agent, messages))

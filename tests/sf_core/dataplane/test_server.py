@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 
 from sf_core.dataplane.options import DataplaneOptions
@@ -31,12 +30,9 @@ def temporary() -> Iterator[Path]:
         yield Path(folder)
 
 
-@pytest.fixture(params=["1", "2"])
-def process(
-    port_file: Path, temporary: Path, request: pytest.FixtureRequest
-) -> Iterator[subprocess.Popen[bytes]]:
-    """A data plane of one process, and one with two gateway processes."""
-    command = [*COMMAND, "--port", "0", "--port-file", str(port_file), "--gateways", request.param]
+@pytest.fixture
+def process(port_file: Path, temporary: Path) -> Iterator[subprocess.Popen[bytes]]:
+    command = [*COMMAND, "--port", "0", "--port-file", str(port_file)]
     environment = {**os.environ, "SF_DATAPLANE_KEY": "secret", "TMPDIR": str(temporary)}
     with subprocess.Popen(command, env=environment) as process:
         yield process
@@ -52,16 +48,9 @@ def test_the_process_says_where_it_listens_and_ends_when_told(
         "runs": 0
     }
     assert httpx.get(url).status_code == 401
-    gateways = psutil.Process(process.pid).children()
     process.send_signal(signal.SIGTERM)
     process.wait(patience())
-    assert [gateway for gateway in gateways if gateway.is_running()] == []
     assert list(temporary.iterdir()) == []
-
-
-def test_there_is_at_least_one_process() -> None:
-    with pytest.raises(ValueError, match="--gateways must be at least 1, got 0"):
-        DataplaneOptions(num_gateways=0)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "::", "example.org"])

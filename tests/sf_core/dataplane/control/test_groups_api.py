@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from openai import OpenAI
@@ -10,8 +9,7 @@ from openai import OpenAI
 from sf_core.dataplane.chat.renderer import Renderer
 from tests.patience import patience, wait_until
 from tests.sf_core.dataplane.runs.test_external import stored
-from tests.sf_core.dataplane.sharding.conftest import TWO
-from tests.sf_core.dataplane.stand import Server, answering, attended, running_process
+from tests.sf_core.dataplane.stand import Server, answering
 
 OUTSIDE = {"outside_groups": 1, "groups_per_batch": 1, "group_size": 2}
 GROUPS = "/runs/run/groups"
@@ -27,28 +25,6 @@ def finish(server: Server, session: dict[str, Any], **report: Any) -> None:
 
 
 def test_a_declared_group_fills_a_batch(server: Server, renderer: Renderer) -> None:
-    declare_and_seal(server, renderer)
-
-
-def test_a_declared_group_fills_a_batch_where_its_turns_are_in_several_processes(
-    tmp_path: Path, model_dir: str, renderer: Renderer
-) -> None:
-    with (
-        running_process(tmp_path / "port", 0, *TWO) as url,
-        attended(url, tmp_path, model_dir) as server,
-    ):
-        declare_and_seal(server, renderer)
-        # one whose group does not count any more goes on, and what it earns is stored
-        failing, going_on = server.post(GROUPS, {})["sessions"]
-        use(going_on)
-        finish(server, failing, status="failed")
-        use(going_on)
-        finish(server, going_on, reward=1.0)
-        wait_until(lambda: bool(stored(server.run_dir / "run")))
-        assert {row.session_id for _, row in stored(server.run_dir / "run")} == {going_on["session_id"]}
-
-
-def declare_and_seal(server: Server, renderer: Renderer) -> None:
     server.register(**OUTSIDE)
     server.connect(answering(renderer, "one", "two"))
     group = server.post(GROUPS, {"task_id": "ticket", "size": 3})
@@ -61,6 +37,18 @@ def declare_and_seal(server: Server, renderer: Renderer) -> None:
     assert (batch["ready"], batch["runners"]) == (True, None)
     sealed = server.post("/runs/run/batches/0/seal", {"attempt": 1})
     assert (sealed["groups"], sealed["sessions"], sealed["reward_mean"]) == ([group["group"]], 3, 0.5)
+
+
+def test_a_session_goes_on_whose_group_does_not_count_any_more(server: Server, renderer: Renderer) -> None:
+    server.register(**OUTSIDE)
+    server.connect(answering(renderer, "one"))
+    failing, going_on = server.post(GROUPS, {})["sessions"]
+    use(going_on)
+    finish(server, failing, status="failed")
+    use(going_on)
+    finish(server, going_on, reward=1.0)
+    wait_until(lambda: bool(stored(server.run_dir / "run")))
+    assert {row.session_id for _, row in stored(server.run_dir / "run")} == {going_on["session_id"]}
 
 
 def test_what_no_batch_has_a_place_for_is_to_be_declared_later(server: Server, renderer: Renderer) -> None:

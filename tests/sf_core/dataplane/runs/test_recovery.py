@@ -46,14 +46,13 @@ class Restarts:
 
     folder: Path
     model_dir: str
-    options: tuple[str, ...] = ()
     port: int = 0
     """0: any free one, the same after a restart."""
     process: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     server: Server = field(init=False)
 
     def start(self) -> None:
-        options = ("--journal-dir", str(self.folder / "journal"), *self.options)
+        options = ("--journal-dir", str(self.folder / "journal"))
         url = self.process.enter_context(running_process(self.folder / "port", self.port, *options))
         if not hasattr(self, "server"):
             self.port = int(url.rsplit(":", 1)[1])

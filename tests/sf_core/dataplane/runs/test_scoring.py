@@ -130,18 +130,11 @@ def test_a_run_that_starts_over_scores_nothing_of_before(serving: Server) -> Non
     assert sessions(claim(serving, "s1", 5, "reward")) == []
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param([], id="alone"),
-        pytest.param(["--gateways", "2"], id="gateways", marks=pytest.mark.nightly),
-    ],
-)
 def test_a_killed_data_plane_still_has_what_is_to_be_scored(
-    tmp_path: Path, model_dir: str, renderer: Renderer, options: list[str]
+    tmp_path: Path, model_dir: str, renderer: Renderer
 ) -> None:
-    options = [*options, "--journal-dir", str(tmp_path / "journal")]
-    port = free_port(3)
+    options = ["--journal-dir", str(tmp_path / "journal")]
+    port = free_port()
     with (
         running_process(tmp_path / "port", port, *options) as url,
         httpx.Client(base_url=url, timeout=patience()) as http,
