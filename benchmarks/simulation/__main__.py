@@ -1,6 +1,6 @@
 """Compares the pipelines of a configuration in the simulator, in seconds and without starting anything.
 
-    python -m benchmarks.simulation configs/emulated.yaml
+python -m benchmarks.simulation configs/emulated.yaml
 """
 
 from __future__ import annotations
