@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import os
 
+from benchmarks.simulation.variants import TOOLS, Lognormal
 from benchmarks.single_turn import Message, answer, ask
-from sf_core.scheduling.simulation.variants import TOOLS, Lognormal
 from sf_core.types import Endpoint, Task
 
 LENGTHS = Lognormal(prompt=140, median=600.0, sigma=1.2, longest=5000, tools=TOOLS)

@@ -21,8 +21,7 @@ import typer
 from benchmarks.heavy_tailed import LENGTHS
 from benchmarks.pipelines import base_config
 from benchmarks.rebalancing import FAST_WEIGHTS
-from sf_core.config import EmulationConfig, RunConfig
-from sf_core.scheduling.simulation.variants import (
+from benchmarks.simulation.variants import (
     TOOLS,
     VARIANTS,
     Devices,
@@ -30,6 +29,7 @@ from sf_core.scheduling.simulation.variants import (
     figures_of,
     simulate_variant,
 )
+from sf_core.config import EmulationConfig, RunConfig
 
 COLOURS = {
     "colocated": "#7a5195",

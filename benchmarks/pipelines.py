@@ -30,6 +30,14 @@ import psutil
 import typer
 
 from benchmarks.heavy_tailed import LENGTHS, REAL_LENGTHS
+from benchmarks.simulation.variants import (
+    VARIANTS,
+    WARMUP,
+    Devices,
+    configure,
+    figures_of,
+    simulate_variant,
+)
 from sf_core.cli.stack.local import Services, local_stack, start_services
 from sf_core.cli.stack.processes import Part
 from sf_core.cli.stack.supervisor import Process, Supervisor
@@ -38,14 +46,6 @@ from sf_core.config.validation import validate_config
 from sf_core.config.yaml_file import override_config
 from sf_core.reports.view import RunView
 from sf_core.scheduling.figures import device_figures
-from sf_core.scheduling.simulation.variants import (
-    VARIANTS,
-    WARMUP,
-    Devices,
-    configure,
-    figures_of,
-    simulate_variant,
-)
 from sf_core.scheduling.timeline import read_spans
 from storage.run_directory import RunDirectory
 

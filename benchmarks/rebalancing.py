@@ -13,10 +13,10 @@ import json
 import math
 from typing import Any
 
+from benchmarks.simulation.variants import VARIANTS, Devices, Lognormal, simulate_variant
 from sf_core.config import RunConfig
 from sf_core.config.validation import validate_config
 from sf_core.dataplane.routing import rebalancing
-from sf_core.scheduling.simulation.variants import VARIANTS, Devices, Lognormal, simulate_variant
 
 DEVICES = Devices(rollout=4, dual=4)
 LENGTHS = Lognormal(prompt=512, median=1500.0, sigma=1.5, longest=32768)

@@ -27,8 +27,10 @@ TOGETHER = {
     # they use one vLLM server
     "vllm": ("sf_core/engines/vllm/test_adopted", "sf_core/engines/vllm/test_contract"),
     # they read one data set, which takes a while to generate
-    "repositories": tuple(
-        f"sf_core/environments/repositories/test_{name}" for name in ("check", "generate", "repositories")
+    "repositories": (
+        "examples/repositories/test_generate",
+        "sf_core/environments/repositories/test_check",
+        "sf_core/environments/repositories/test_repositories",
     ),
     # they read one run, which takes a minute or two to train
     "the quickstart": ("e2e/test_data", "e2e/test_object_store", "e2e/test_quickstart"),

@@ -1,5 +1,5 @@
-"""The real run of the fast tier: `sf train` with every process that it starts, the built-in engine and trainer
-on an untrained policy, and one kill."""
+"""The real run of the fast tier: `sf train` with every process that it starts, the built-in engine and
+trainer on an untrained policy, and one kill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tasks for an untrained policy: the more kinds of characters an answer has, the more it earns, so that rewards
+"""Tasks for an untrained policy. The more kinds of characters an answer has, the more it earns, so rewards
 differ from the first answer on."""
 
 from __future__ import annotations

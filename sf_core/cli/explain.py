@@ -6,22 +6,16 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from sf_core.cli.bubbles import expected_bubble, measured_work
 from sf_core.config import RunConfig
 from sf_core.scheduling.cluster import find_workers, held_by_others, scheduler_of
 from sf_core.scheduling.plan import Plan, Worker, able_to_train, make_plan, priority_of, training_order
 from sf_core.stages.sizes import check_memory, explain_sizes
-from storage.files import exists
-from storage.run_directory import RunDirectory
 
 
-def explain_plan(
-    config: RunConfig, *, scheduler: str | None = None, measured: str | None = None
-) -> RenderableType:
-    """The plan of a run on the workers of `scheduler`, else on those that the run would get. Bubbles are from
-    the times of the run directory `measured`, else of an earlier attempt of this run.
+def explain_plan(config: RunConfig, *, scheduler: str | None = None) -> RenderableType:
+    """The plan of a run on the workers of `scheduler`, else on those that the run would get.
 
-    Raises ValueError, one sentence, if the run could not start or there is no such scheduler or run."""
+    Raises ValueError, one sentence, if the run could not start or there is no such scheduler."""
     workers = find_workers(config, scheduler)
     plan = make_plan(workers, config)
     check_memory(config, workers)
@@ -30,7 +24,6 @@ def explain_plan(
     facts.add_row("lag bound", Text(_lag(config)))
     if config.rollout.outside_groups:
         facts.add_row("outside", Text(_outside(plan, config)))
-    facts.add_row("bubbles", Text(_bubbles(plan, config, measured)))
     for subject, text in explain_sizes(config).items():
         facts.add_row(subject, Text(text))
     able = able_to_train(workers, config)
@@ -128,16 +121,3 @@ def _outside(plan: Plan, config: RunConfig) -> str:
     share = f"{rollout.outside_groups} of {rollout.groups_per_batch} groups of each batch"
     held_out = "" if plan.agent else "; so are held-out tasks, since no worker carries agent"
     return f"{share} are those of agents that declare them (POST /runs/RUN/groups){held_out}"
-
-
-def _bubbles(plan: Plan, config: RunConfig, measured: str | None) -> str:
-    if measured is None and config.run_id is not None and exists(f"{config.run_dir}/config.json"):
-        measured = config.run_dir
-    work = measured_work(measured) if measured else None
-    if measured is None or work is None:
-        return "unknown until an iteration was measured; name a run with --measured"
-    share = expected_bubble(plan, config.overlap, work)
-    return (
-        f"{share:.1%} of device time at least, if an iteration is {work.rollout:.1f} s of rollout and "
-        f"{work.train:.1f} s of training, devices added up, as in {RunDirectory(measured).run_id}"
-    )

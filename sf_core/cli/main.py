@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -169,69 +168,13 @@ def plan(
         str | None,
         typer.Option(help="By default the configuration's, else that of SF_SCHEDULER.", show_default=False),
     ] = None,
-    measured: Annotated[
-        str | None, typer.Option(help="Directory of a run whose times are used.", show_default=False)
-    ] = None,
 ) -> None:
     """Show what would run where and why, without starting anything."""
     from sf_core.cli.explain import explain_plan
 
     settings = _config(config, overrides)
     try:
-        console.print(explain_plan(settings, scheduler=scheduler, measured=measured))
-    except (ValueError, OSError) as error:
-        _fail(str(error))
-
-
-@app.command()
-def simulate(
-    config: ConfigFile,
-    overrides: Overrides = None,
-    rollout: Annotated[int, typer.Option(min=0, help="Devices that only roll out.")] = 4,
-    dual: Annotated[int, typer.Option(min=1, help="Devices that can train too.")] = 4,
-    rollout_kind: Annotated[
-        str | None, typer.Option(help="Kind of the rollout-only devices, such as h20.", show_default=False)
-    ] = None,
-    dual_kind: Annotated[
-        str | None, typer.Option(help="Kind of the devices that can train, such as h800.", show_default=False)
-    ] = None,
-    lengths: Annotated[
-        str | None, typer.Option(help="Run directory to draw lengths of sessions from.", show_default=False)
-    ] = None,
-    prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 140,
-    median: Annotated[
-        float, typer.Option(min=1, help="Median of a session's sampled tokens (log-normal).")
-    ] = 600.0,
-    sigma: Annotated[
-        float, typer.Option(min=0, help="Sigma of that distribution: how heavy its tail is.")
-    ] = 1.2,
-    turn: Annotated[
-        int, typer.Option(min=0, help="Sampled tokens of a turn; 0: one turn per session.")
-    ] = 200,
-    tool_median: Annotated[
-        float, typer.Option(min=0, help="Median seconds that tools take after a turn (log-normal).")
-    ] = 1.0,
-    failures_per_hour: Annotated[float, typer.Option(min=0, help="Failures of one device per hour.")] = 0.0,
-    picture: Annotated[
-        str | None, typer.Option(help="PNG of the multiplexed timeline.", show_default=False)
-    ] = None,
-) -> None:
-    """Compare the pipelines on devices of the configuration's `emulation`, or of given kinds, without running
-    anything."""
-    from sf_core.cli.simulate import MeasuredLengths, comparison
-    from sf_core.scheduling.simulation.simulator import Failures
-    from sf_core.scheduling.simulation.variants import TOOLS, Devices, Lognormal, lognormal_for
-
-    settings = _config(config, overrides)
-    failures = Failures(3600 / failures_per_hour, repair_s=60.0) if failures_per_hour else None
-    try:
-        if lengths is not None:
-            drawn: Lognormal | MeasuredLengths = MeasuredLengths(lengths)
-        else:
-            tools = replace(TOOLS, turn=turn, median_s=tool_median) if turn else None
-            drawn = lognormal_for(settings, prompt=prompt, median=median, sigma=sigma, tools=tools)
-        devices = Devices(rollout, dual, rollout_kind, dual_kind)
-        console.print(comparison(settings, devices, drawn, failures=failures, picture=picture))
+        console.print(explain_plan(settings, scheduler=scheduler))
     except (ValueError, OSError) as error:
         _fail(str(error))
 

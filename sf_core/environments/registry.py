@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import importlib.util
+import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
@@ -17,6 +19,7 @@ from sf_core.config.programs import Command
 from sf_core.config.validation import faults
 from sf_core.environments.environment import Environment
 from sf_core.settings import load_object, shown
+from sf_core.surroundings import ROOT
 from sf_core.types import Task
 
 SHIPPED = {
@@ -24,10 +27,14 @@ SHIPPED = {
     "repositories": "sf_core.environments.repositories.environment:Repositories",
     "reasoning_gym": "sf_core.environments.reasoning_gym:ReasoningGym",
     "verifiers": "sf_core.environments.verifiers:Verifiers",
-    "programs": "sf_core.environments.programs:Programs",
-    "repair": "sf_core.environments.repair:Repair",
 }
 """Classes by the short names of their environments. Each is imported when it is needed."""
+
+EXAMPLES = {
+    "programs": "examples.programs.environment:Programs",
+    "repair": "examples.repair.environment:Repair",
+}
+"""The same for those that a checkout has and an installed package does not."""
 
 
 def environment_of(config: EnvironmentConfig) -> Environment:
@@ -86,12 +93,15 @@ def _opened(name: str, settings: bytes) -> Environment:
 
 
 def _class_of(name: str) -> type[Environment]:
-    reference = SHIPPED.get(name, name)
+    named = SHIPPED | EXAMPLES
+    reference = named.get(name, name)
     if ":" not in reference:
         raise ValueError(
-            f"environment.name: there is no environment {shown(name)}; there are {', '.join(SHIPPED)}, and "
+            f"environment.name: there is no environment {shown(name)}; there are {', '.join(named)}, and "
             "your own as package.module:Class"
         )
+    if name in EXAMPLES:
+        _find_example(name)
     found = _loaded("name", reference)
     if not (isinstance(found, type) and issubclass(found, Environment)):
         raise ValueError(
@@ -100,6 +110,23 @@ def _class_of(name: str) -> type[Environment]:
     if missing := ", ".join(sorted(found.__abstractmethods__)):
         raise ValueError(f"environment.name: {reference} lacks {missing}")
     return found
+
+
+def _find_example(name: str) -> None:
+    """Make an example of this checkout importable, from whatever folder the process was started. Raises
+    ValueError, one sentence, if there is none."""
+    if (ROOT / "examples").is_dir() and str(ROOT) not in sys.path:
+        sys.path.append(str(ROOT))
+    module = EXAMPLES[name].partition(":")[0]
+    try:
+        found = importlib.util.find_spec(module)
+    except ModuleNotFoundError:  # of a package that it is in
+        found = None
+    if found is None:
+        raise ValueError(
+            f"environment.name: {name} is an example, and there is no module {module} here: a checkout of "
+            "SeamlessFlow's repository has it, an installed package does not; name the checkout in PYTHONPATH"
+        )
 
 
 def _loaded(setting: str, value: Any, load: Callable[[Any], Any] = load_object) -> Any:

@@ -1,20 +1,21 @@
-"""Checks that the command `sf`, run in this process, refuses its input."""
+"""Checks that a command, by default `sf`, refuses its input; it is run in this process."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+from typer import Typer
 from typer.testing import CliRunner
 
 from sf_core.cli.main import app
 from tests.bad_input.refusals import check_sentence, snapshot
 
 
-def check_refused(folder: Path, arguments: list[str], *names: str) -> str:
-    """Check that `sf` ends with an error and one clear sentence, and writes nothing into the folder."""
+def check_refused(folder: Path, arguments: list[str], *names: str, command: Typer = app) -> str:
+    """Check that the command ends with an error, one clear sentence, and writes nothing into the folder."""
     before = snapshot(folder)
-    result = CliRunner().invoke(app, arguments)
+    result = CliRunner().invoke(command, arguments)
     raised = result.exception if not isinstance(result.exception, SystemExit) else None
     assert raised is None, f"{type(raised).__name__}: {raised}"
     assert result.exit_code == 2, (result.exit_code, result.output)

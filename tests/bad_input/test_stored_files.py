@@ -182,7 +182,6 @@ def test_a_column_of_another_type_is_named(run: RunDirectory, column: str) -> No
         ["inspect", "{run}", "--session", "s0"],
         ["report", "{run}", "--output", "{run}/page.html"],
         ["export", "{run}", "{run}/out.jsonl", "--to", "trl"],
-        ["simulate", "{run}/../run.yaml", "--lengths", "{run}"],
     ],
     ids=lambda command: " ".join(command[::2]),
 )

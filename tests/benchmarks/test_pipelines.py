@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from benchmarks import pipelines
 from benchmarks.heavy_tailed import LENGTHS
 from benchmarks.rebalancing import FAST_WEIGHTS
-from sf_core.scheduling.simulation.variants import (
+from benchmarks.simulation.variants import (
     VARIANTS,
     Devices,
     figures_of,

@@ -10,7 +10,6 @@ import yaml
 from typer.testing import CliRunner
 
 from sf_core.cli.main import app
-from tests.sf_core.scheduling.simulation.measured import leave_run
 
 OTHERS = {"a0": {"tags": ["agent"]}, "c0": {"tags": ["cpu"]}}
 R0 = {"tags": ["rollout"]}
@@ -101,7 +100,6 @@ def sf_plan(*arguments: str) -> tuple[int, dict[str, str]]:
                 "t0: train steps and rollout in turn; r0: rollout, during train steps too",
                 "a0": "agent runs agents",
                 "c0": "cpu filters, publishes, evaluates",
-                "bubbles": "unknown until an iteration was measured; name a run with --measured",
             },
         ),
     ],
@@ -133,19 +131,6 @@ def test_what_decided_and_what_is_not_known_is_said(write: Any) -> None:
     assert lines["d0"].endswith("first by name")
 
 
-def test_bubbles_are_expected_from_the_times_of_a_run(write: Any, tmp_path: Path) -> None:
-    config = write({"r0": R0, "t0": BOTH}, pipeline="disaggregated")
-    leave_run(str(tmp_path / "runs" / "first"), iterations=2, rollout=6.0, train=2.0)
-    said = (
-        "50.0% of device time at least, if an iteration is 6.0 s of rollout and 2.0 s of training, "
-        "devices added up, as in first"
-    )
-    assert sf_plan(config, "--measured", str(tmp_path / "runs" / "first"))[1]["bubbles"] == said
-    # a run that goes on knows its own
-    assert sf_plan(config, "--set", "run_id=first")[1]["bubbles"] == said
-    assert sf_plan(config, "--set", "run_id=second")[1]["bubbles"].startswith("unknown until")
-
-
 @pytest.mark.parametrize(
     ("devices", "arguments", "sentence"),
     [
@@ -155,7 +140,6 @@ def test_bubbles_are_expected_from_the_times_of_a_run(write: Any, tmp_path: Path
             "pipeline colocated needs every device worker to carry rollout and train; r0 carries {rollout}",
         ),
         ({"r0": R0}, [], "no worker carries 'train'; workers: r0 {rollout}, a0 {agent}, c0 {cpu}"),
-        ({"r0": R0, "t0": BOTH}, ["--measured", "/nowhere/run"], "/nowhere/run: no run here"),
         (
             {"r0": R0, "t0": BOTH},
             ["--scheduler", "tcp://127.0.0.1:9"],
@@ -163,7 +147,7 @@ def test_bubbles_are_expected_from_the_times_of_a_run(write: Any, tmp_path: Path
         ),
         ({"r0": R0, "t0": BOTH}, ["--scheduler", "nonsense"], "no Dask scheduler answers at nonsense"),
     ],
-    ids=["pipeline", "tag", "measured", "scheduler", "no-address"],
+    ids=["pipeline", "tag", "scheduler", "no-address"],
 )
 def test_a_plan_that_could_not_start_ends_with_one_sentence(
     write: Any, monkeypatch: pytest.MonkeyPatch, devices: dict[str, Any], arguments: list[str], sentence: str

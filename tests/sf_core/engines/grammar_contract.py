@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from sf_core.engines.protocol import Engine
 from sf_core.engines.testing import awake, drain, ids_of, raised
 from sf_core.types import Chunk, FinishReason, GenerationRequest, Sampling
-from tests.examples import examples
+from tests.properties import examples
 from tests.sf_core.engines.model_contract import FolderEngineTests
 
 CONTROL = ["<end>", "<think>", "</think>", "<tool_call>", "</tool_call>"]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,9 @@ from sf_core.environments.testing import EnvironmentTests
 from sf_core.settings import Settings
 from sf_core.stages.start import check_start
 from sf_core.types import Endpoint, Task
+from tests.bad_input.refusals import check_sentence
+
+ROOT = Path(__file__).parents[3]
 
 
 class Amounts(Settings):
@@ -173,3 +180,34 @@ def test_what_has_no_demonstrations_cannot_warm_start_a_policy() -> None:
     for warmstart in (None, {"steps": 0}):
         policy = {"warmstart": warmstart}
         check_start(RunConfig.model_validate({"environment": environment, "policy": policy}))
+
+
+def run_python(path: Path, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in a folder, with the packages at this path."""
+    env = {**os.environ, "PYTHONPATH": str(path)}
+    return subprocess.run([sys.executable, *words], cwd=folder, env=env, capture_output=True, text=True)
+
+
+def test_an_example_is_found_from_any_folder(tmp_path: Path) -> None:
+    code = """
+import sys
+from sf_core.config import EnvironmentConfig
+from sf_core.environments.registry import ROOT, environment_of
+# as in an editable install, which makes our packages importable and not their folder
+sys.path.remove(str(ROOT))
+for name in ("programs", "repair"):
+    print(type(environment_of(EnvironmentConfig(name=name))).__name__)
+"""
+    done = run_python(ROOT, tmp_path, "-c", code)
+    assert done.stdout.split() == ["Programs", "Repair"], done.stderr
+
+
+def test_an_example_is_refused_where_only_the_package_is_installed(tmp_path: Path) -> None:
+    for package in ("sf_core", "storage", "tasks", "flows"):
+        without = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / package, tmp_path / "installed" / package, ignore=without)
+    (tmp_path / "run.yaml").write_text("environment: {name: repair}")
+    done = run_python(tmp_path / "installed", tmp_path, "-m", "sf_core", "plan", "run.yaml")
+    assert done.returncode == 2, done.stdout
+    sentence = done.stderr.removeprefix("error: ")
+    check_sentence(sentence, "repair is an example", "examples.repair.environment", "PYTHONPATH")

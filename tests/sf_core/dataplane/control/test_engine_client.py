@@ -30,8 +30,8 @@ from sf_core.engines.client import _Steps, serve_engine
 from sf_core.engines.protocol import EngineLostError, WeightsRefusedError
 from sf_core.engines.scripted import ScriptedEngine
 from sf_core.types import Chunk, WeightsRef
-from tests.examples import examples
 from tests.patience import join, patience, wait_until
+from tests.properties import examples
 from tests.proxies import SilentProxy
 from tests.sf_core.dataplane.stand import Server, running_app, say
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from sf_core.engines import wire
 from sf_core.types import WeightsRef
-from tests.examples import examples
 from tests.patience import patience
+from tests.properties import examples
 from tests.sf_core.dataplane.cluster import (
     STOP,
     Cluster,

@@ -26,7 +26,7 @@ from sf_core.reports.view import RunView
 from storage.run_directory import RunDirectory
 from storage.schema import NOT_SAMPLED, Trajectory
 from storage.trajectories import read_trajectories, to_rows
-from tests.examples import examples
+from tests.properties import examples
 from tests.sf_core.dataplane.runs.test_replay import Driver
 from tests.sf_core.dataplane.sessions.test_session import sample, user
 from tests.sf_core.dataplane.stand import say

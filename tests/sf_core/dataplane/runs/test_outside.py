@@ -18,7 +18,7 @@ from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.sessions.session import Session
 from storage.run_directory import RunDirectory
 from storage.trajectories import TrajectoryKind, read_trajectories, to_rows
-from tests.examples import examples
+from tests.properties import examples
 from tests.sf_core.dataplane.runs.test_replay import Driver
 from tests.sf_core.dataplane.sessions.test_session import sample, user
 from tests.sf_core.dataplane.stand import say

@@ -24,7 +24,7 @@ from sf_core.dataplane.runs.groups import Group
 from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.sessions.session import Session
 from sf_core.types import WeightsRef
-from tests.examples import examples
+from tests.properties import examples
 from tests.sf_core.dataplane.sessions.test_session import sample, user
 from tests.sf_core.dataplane.specs import SPEC, changed
 from tests.sf_core.dataplane.stand import say

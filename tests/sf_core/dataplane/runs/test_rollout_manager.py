@@ -12,7 +12,7 @@ from sf_core.config import RolloutConfig
 from sf_core.config.failures import REASONS, FailureRules, Rule
 from sf_core.dataplane.runs.rollout_manager import RolloutManager
 from sf_core.dataplane.sessions.claims import Claim
-from tests.examples import examples
+from tests.properties import examples
 
 RULES = RolloutConfig(group_size=2, groups_per_batch=2, session_attempts=2)
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sf_core.engines.testing import awake, drain
 from sf_core.engines.torch.torch_engine import TorchEngine
 from sf_core.types import FinishReason, GenerationRequest, Sampling, WeightsRef
-from tests.examples import examples
+from tests.properties import examples
 from tests.sf_core.dataplane.cluster import Cluster, MakeEngine
 from tests.sf_core.engines.conftest import Folders
 from tests.sf_core.engines.grammar_contract import STOP

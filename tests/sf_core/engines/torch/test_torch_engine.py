@@ -19,7 +19,7 @@ from sf_core.engines.testing import awake, drain
 from sf_core.engines.torch import loading
 from sf_core.engines.torch.torch_engine import TorchEngine, make_engine
 from sf_core.types import Chunk, FinishReason, GenerationRequest, Sampling, WeightsRef
-from tests.examples import examples
+from tests.properties import examples
 from tests.sf_core.engines.conftest import Folders
 from tests.sf_core.engines.grammar_contract import GrammarEngineTests
 

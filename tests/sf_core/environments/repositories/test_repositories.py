@@ -14,12 +14,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from examples.repositories.libraries import LIBRARIES
 from sf_core.agents.sandbox import open_sandbox
 from sf_core.config.programs import SandboxLimits
 from sf_core.config.run_config import EnvironmentConfig
 from sf_core.environments.registry import agent_of, environment_of, prepare_of, reward_of
 from sf_core.environments.repositories.environment import Repositories
-from sf_core.environments.repositories.libraries import LIBRARIES
 from sf_core.environments.repositories.workspace import without_originals
 from sf_core.environments.testing import EnvironmentTests
 from sf_core.types import Endpoint, Task

@@ -22,8 +22,8 @@ from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.sessions.session import Session
 from sf_core.dataplane.turns.turn import open_request
 from sf_core.types import Chunk, FinishReason
-from tests.examples import examples
 from tests.patience import patience
+from tests.properties import examples
 from tests.sf_core.dataplane.specs import SPEC
 from tests.sf_core.dataplane.stand import CALC, tool_call_text
 

@@ -17,14 +17,14 @@ class Work:
     train: float
 
 
-def measured_work(uri: str) -> Work | None:
-    """Mean work of the iterations that a run has trained; None if it has trained none.
+def measured_work(uri: str) -> Work:
+    """Mean work of the iterations that a run has trained.
 
-    Raises ValueError with one sentence if there is no such run."""
+    Raises ValueError, one sentence, if there is no such run or it has trained none."""
     view = open_run(uri)
     iterations = len(view.committed("train"))
     if iterations == 0:
-        return None
+        raise ValueError(f"{uri}: no iteration was trained, so no device-seconds were measured")
     seconds = {"rollout": 0.0, "train": 0.0}
     for span in read_spans(view.run):
         if span.kind == "busy" and span.tag in seconds:

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sf_core.cli.bubbles import Work, expected_bubble, measured_work
+from benchmarks.simulation.bubbles import Work, expected_bubble, measured_work
 from sf_core.scheduling.plan import Plan
-from tests.sf_core.scheduling.simulation.measured import leave_run
+from tests.benchmarks.simulation.measured import leave_run
 
 seconds = st.floats(0.01, 1e4)
 works = st.builds(Work, seconds, seconds)
@@ -53,8 +53,9 @@ def test_the_work_of_an_iteration_is_read_from_a_run_that_has_trained(tmp_path: 
     assert measured_work(str(tmp_path / "done")) == Work(rollout=6.0, train=1.5)
 
 
-def test_a_run_that_has_not_trained_tells_nothing_and_one_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_run_that_has_not_trained_is_named_and_so_is_one_that_is_not_there(tmp_path: Path) -> None:
     leave_run(str(tmp_path / "begun"), iterations=0, rollout=6.0, train=1.5)
-    assert measured_work(str(tmp_path / "begun")) is None
+    with pytest.raises(ValueError, match="begun: no iteration was trained"):
+        measured_work(str(tmp_path / "begun"))
     with pytest.raises(ValueError, match=r"begum: no run here .*did you mean begun"):
         measured_work(str(tmp_path / "begum"))

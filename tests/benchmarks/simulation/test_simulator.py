@@ -11,16 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sf_core.cli.simulate import MeasuredLengths, comparison
-from sf_core.config import RunConfig
-from sf_core.config.validation import validate_config
-from sf_core.dataplane.routing import rebalancing
-from sf_core.scheduling.figures import by_worker, find_switches
-from sf_core.scheduling.simulation.clock import EventClock, Process, Signal
-from sf_core.scheduling.simulation.fleet import Turn
-from sf_core.scheduling.simulation.overheads import Overheads
-from sf_core.scheduling.simulation.simulator import Failures, Simulated
-from sf_core.scheduling.simulation.variants import (
+from benchmarks.simulation.clock import EventClock, Process, Signal
+from benchmarks.simulation.comparison import MeasuredLengths, comparison
+from benchmarks.simulation.fleet import Turn
+from benchmarks.simulation.overheads import Overheads
+from benchmarks.simulation.simulator import Failures, Simulated
+from benchmarks.simulation.variants import (
     VARIANTS,
     Devices,
     Lognormal,
@@ -28,10 +24,14 @@ from sf_core.scheduling.simulation.variants import (
     figures_of,
     simulate_variant,
 )
+from sf_core.config import RunConfig
+from sf_core.config.validation import validate_config
+from sf_core.dataplane.routing import rebalancing
+from sf_core.scheduling.figures import by_worker, find_switches
 from storage.run_directory import RunDirectory
 from storage.schema import NOT_SAMPLED
 from storage.trajectories import write_trajectories
-from tests.examples import examples
+from tests.properties import examples
 from tests.sf_core.reports.test_tables import GIVEN, commit, trajectory
 
 LENGTHS = Lognormal(prompt=100, median=150.0, sigma=1.0, longest=1000)

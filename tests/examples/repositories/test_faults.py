@@ -1,6 +1,6 @@
 import pytest
 
-from sf_core.environments.repositories.faults import faults_in, without_functions
+from examples.repositories.faults import faults_in, without_functions
 
 
 def planted(body: str) -> dict[str, list[str]]:

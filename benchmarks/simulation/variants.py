@@ -1,4 +1,4 @@
-"""The pipelines side by side on the same simulated devices and sessions. Behind `sf simulate`."""
+"""The pipelines side by side on the same simulated devices and sessions."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import NamedTuple
 
 import numpy as np
 
+from benchmarks.simulation.fleet import Turn
+from benchmarks.simulation.overheads import Overheads
+from benchmarks.simulation.simulator import Failures, Simulated, Turns, simulate
 from sf_core.config import RunConfig
 from sf_core.config.devices import Device, known_device
 from sf_core.config.pipelines import PipelineName
 from sf_core.models.counter import uniforms
 from sf_core.scheduling.figures import device_figures
 from sf_core.scheduling.plan import Worker, make_plan
-from sf_core.scheduling.simulation.fleet import Turn
-from sf_core.scheduling.simulation.overheads import Overheads
-from sf_core.scheduling.simulation.simulator import Failures, Simulated, Turns, simulate
 
 BLOCK = 16
 """Members of a group that draw from one generator: one for each would cost more than the simulation."""

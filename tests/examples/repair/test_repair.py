@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from examples.repair.environment import Repair
 from sf_core.config.yaml_file import load_config
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.environments.functions.judge import HiddenTests
 from sf_core.environments.registry import environment_of
-from sf_core.environments.repair import Repair
 from sf_core.environments.testing import EnvironmentTests
 from sf_core.models.builtin import make_tokenizer
 from sf_core.training.warmstart import encode

@@ -13,6 +13,7 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import NamedTuple
 
+from benchmarks.simulation.clock import EventClock
 from sf_core.dataplane.control.plane import SWEEP_S
 from sf_core.dataplane.routing.choice import expected_rest
 from sf_core.dataplane.routing.rebalancing import Queue, Running, find_moves
@@ -20,7 +21,6 @@ from sf_core.dataplane.sessions.claims import Claim
 from sf_core.engines.emulated.continuous_batch import ContinuousBatch, Slot
 from sf_core.engines.emulated.device_model import DeviceModel
 from sf_core.engines.emulated.kept_prefixes import KeptPrefixes
-from sf_core.scheduling.simulation.clock import EventClock
 from sf_core.scheduling.timeline import Span
 
 

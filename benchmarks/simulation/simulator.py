@@ -16,6 +16,9 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Literal
 
+from benchmarks.simulation.clock import EventClock, Process, Signal
+from benchmarks.simulation.fleet import Fleet, SimulatedEngine, SimulatedSession, Turn
+from benchmarks.simulation.overheads import Overheads
 from sf_core.config import RunConfig
 from sf_core.config.devices import Device
 from sf_core.dataplane.bodies import EnginePace
@@ -24,9 +27,6 @@ from sf_core.dataplane.runs.rollout_manager import RolloutManager
 from sf_core.engines.emulated.device_model import DeviceModel
 from sf_core.scheduling.lending import LendingGate, WorkLeft, work_left
 from sf_core.scheduling.plan import Plan
-from sf_core.scheduling.simulation.clock import EventClock, Process, Signal
-from sf_core.scheduling.simulation.fleet import Fleet, SimulatedEngine, SimulatedSession, Turn
-from sf_core.scheduling.simulation.overheads import Overheads
 from sf_core.scheduling.timeline import Kind, Span
 
 Turns = Callable[[int, int], Sequence[Turn]]

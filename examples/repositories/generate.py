@@ -1,6 +1,6 @@
 """Makes a data set without a network: faults planted in installed libraries that have tests of their own.
 
-python -m sf_core.environments.repositories.generate FOLDER
+python -m examples.repositories.generate FOLDER
 
 Each fault makes some of the library's tests fail and leaves others alone. Its instance is a commit with the
 fault and without the tests that fail, which are hidden; it is kept if it is right (check.py).
@@ -20,12 +20,12 @@ from random import Random
 from textwrap import dedent
 from typing import Any
 
+from examples.repositories.faults import faults_in, without_functions
+from examples.repositories.libraries import LIBRARIES, Library
 from sf_core.agents.sandbox import SandboxError, open_sandbox, why_no_sandbox
 from sf_core.config.programs import SandboxLimits
 from sf_core.environments.repositories.check import AT_ONCE, fault_of
 from sf_core.environments.repositories.environment import Repositories
-from sf_core.environments.repositories.faults import faults_in, without_functions
-from sf_core.environments.repositories.libraries import LIBRARIES, Library
 from sf_core.environments.repositories.scoring import Outcome, run_tests
 from sf_core.environments.repositories.workspace import without_originals
 

@@ -1,4 +1,4 @@
-"""The pipelines of a configuration side by side, simulated: what `sf simulate` shows."""
+"""The pipelines of a configuration side by side, simulated: what `python -m benchmarks.simulation` shows."""
 
 from __future__ import annotations
 
@@ -6,12 +6,22 @@ from collections import Counter
 
 from rich.table import Table
 
+from benchmarks.simulation.bubbles import Work, expected_bubble
+from benchmarks.simulation.fleet import Turn
+from benchmarks.simulation.simulator import Failures, Turns
+from benchmarks.simulation.variants import (
+    VARIANTS,
+    Devices,
+    Variant,
+    configure,
+    draw,
+    figures_of,
+    simulate_variant,
+)
 from sf_core.config import RunConfig
 from sf_core.reports.pictures import draw_timeline
 from sf_core.reports.view import open_run
-from sf_core.scheduling.simulation.fleet import Turn
-from sf_core.scheduling.simulation.simulator import Failures, Turns
-from sf_core.scheduling.simulation.variants import VARIANTS, Devices, draw, figures_of, simulate_variant
+from sf_core.scheduling.plan import make_plan
 from storage.files import write_atomic
 from storage.trajectories import read_trajectories
 
@@ -44,13 +54,16 @@ def comparison(
     turns: Turns,
     *,
     failures: Failures | None = None,
+    work: Work | None = None,
     picture: str | None = None,
 ) -> Table:
-    """Table of all simulated pipelines; the timeline of the multiplexed one is drawn to `picture`.
+    """Table of all simulated pipelines; the timeline of the multiplexed one is drawn to `picture`. With the
+    work of an iteration it has the least share that is idle.
 
     Raises ValueError, one sentence, if the devices or iterations are too few."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for name in ("pipeline", "tokens/s", "s/iteration", "idle", "max lag", "switches"):
+    bound = ("idle at least",) if work is not None else ()
+    for name in ("pipeline", "tokens/s", "s/iteration", "idle", "max lag", "switches", *bound):
         table.add_column(name, justify="left" if name == "pipeline" else "right")
     for name, variant in VARIANTS.items():
         simulated = simulate_variant(config, variant, devices, turns, failures=failures)
@@ -62,6 +75,7 @@ def comparison(
             f"{found.idle_fraction:.1%}",
             str(found.max_lag),
             str(found.switches),
+            *([f"{_least_idle(config, variant, devices, work):.1%}"] if work is not None else []),
         )
         if picture is not None and name == "multiplexed":
             last = simulated.iterations[-6:]
@@ -71,3 +85,8 @@ def comparison(
             drawn = draw_timeline(title="multiplexed, simulated", spans=spans, iterations=windows)
             write_atomic(picture, drawn)
     return table
+
+
+def _least_idle(config: RunConfig, variant: Variant, devices: Devices, work: Work) -> float:
+    plan = make_plan(devices.workers_of(variant), configure(config, variant, devices))
+    return expected_bubble(plan, variant.overlap, work)

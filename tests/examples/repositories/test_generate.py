@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import yaml
 
+from examples.repositories.generate import generate
+from examples.repositories.libraries import Library
 from sf_core.config.run_config import EnvironmentConfig
 from sf_core.environments.registry import environment_of
 from sf_core.environments.repositories.environment import Repositories
-from sf_core.environments.repositories.generate import generate
-from sf_core.environments.repositories.libraries import Library
+from tests.examples.repositories.conftest import LISTS, TEST_LISTS
 from tests.sf_core.agents.sandbox.inside import need_sandbox
-from tests.sf_core.environments.repositories.conftest import LISTS, TEST_LISTS
 
-PAGE = Path(__file__).parents[4] / "docs" / "repositories.md"
+PAGE = Path(__file__).parents[3] / "docs" / "repositories.md"
 
 
 def blocks(language: str) -> list[str]:
@@ -53,7 +53,7 @@ def test_the_example_of_the_documentation_makes_a_data_set_for_its_settings(
 @pytest.mark.timeout(7200)
 def test_installed_libraries_give_two_hundred_instances_of_which_each_is_right(tmp_path: Path) -> None:
     need_sandbox()
-    command = [sys.executable, "-m", "sf_core.environments.repositories.generate"]
+    command = [sys.executable, "-m", "examples.repositories.generate"]
     for name in ("one", "two"):
         subprocess.run([*command, str(tmp_path / name)], check=True)
     made = (tmp_path / "one" / "dataset.jsonl").read_text()

@@ -6,10 +6,10 @@ from random import Random
 
 import pytest
 
+from examples.programs.environment import Programs, program_in
+from examples.programs.operations import KINDS, OPERATIONS, Chain, draw_chain, draw_values
 from sf_core.config.run_config import EnvironmentConfig
 from sf_core.environments.functions.judge import HiddenTests
-from sf_core.environments.functions.operations import KINDS, OPERATIONS, Chain, draw_chain, draw_values
-from sf_core.environments.programs import Programs, program_in
 from sf_core.environments.registry import check_host
 from sf_core.environments.splits import split_of
 from sf_core.environments.testing import EnvironmentTests
@@ -27,14 +27,16 @@ class TestContract(EnvironmentTests):
 
 
 def test_a_host_without_a_sandbox_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    places = {"programs": "programs", "repair": "repair", "repositories": "repositories.environment"}
+    places = {
+        "programs": "examples.programs",
+        "repair": "examples.repair",
+        "repositories": "sf_core.environments.repositories",
+    }
     for name, module in places.items():
         paths = {"dataset": "d.jsonl", "repositories": "r"} if name == "repositories" else {}
         config = EnvironmentConfig(name=name, settings=paths)
         check_host(config)
-        monkeypatch.setattr(
-            f"sf_core.environments.{module}.why_no_sandbox", lambda *image: "there is no bubblewrap"
-        )
+        monkeypatch.setattr(f"{module}.environment.why_no_sandbox", lambda *image: "there is no bubblewrap")
         with pytest.raises(ValueError, match=f"^environment.name: {name}: there is no bubblewrap$"):
             check_host(config)
 

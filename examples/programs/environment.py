@@ -7,11 +7,11 @@ from random import Random
 
 from pydantic import Field
 
+from examples.programs.operations import KINDS, NAME, Chain, Value, draw_chain, draw_values
 from sf_core.agents.sandbox import why_no_sandbox
 from sf_core.agents.tool_loop import run_tool_loop
 from sf_core.environments.environment import Environment
 from sf_core.environments.functions.judge import HiddenTests, RewardFor
-from sf_core.environments.functions.operations import KINDS, NAME, Chain, Value, draw_chain, draw_values
 from sf_core.environments.splits import Split, split_of
 from sf_core.types import Endpoint, Task
 

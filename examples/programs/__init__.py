@@ -1,0 +1,1 @@
+"""Functions to write from a description of what they do."""

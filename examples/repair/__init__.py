@@ -1,0 +1,1 @@
+"""Functions of one line to repair by tools."""

@@ -1,0 +1,1 @@
+"""Data sets for the environment `repositories`: faults planted in installed libraries."""
