@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -19,13 +20,14 @@ from sf_core.config import RunConfig
 from sf_core.config.addresses import MAX_PORT
 from sf_core.config.programs import Command
 from sf_core.config.validation import ConfigError
-from sf_core.config.yaml_file import load_config, override_config
+from sf_core.config.yaml_file import builtin_configs, load_config, override_config
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(host_commands)
 app.add_typer(data_commands)
 
-ConfigFile = Annotated[Path, typer.Argument(help="YAML configuration.", show_default=False)]
+NAMES = f"or the name of one that is built in: {', '.join(builtin_configs())}"
+ConfigFile = Annotated[Path, typer.Argument(help=f"YAML configuration, {NAMES}.", show_default=False)]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", help="key.path=value, as often as needed.", show_default=False)
 ]
@@ -34,6 +36,21 @@ RunDir = Annotated[str, typer.Argument(help="Run directory.", show_default=False
 
 StackFolder = Annotated[Path, typer.Option(help="Configuration, logs and journals of the stack.")]
 DEFAULT_STACK = Path(".stack")
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"seamlessflow {version('seamlessflow')}")
+        raise typer.Exit
+
+
+@app.callback()
+def sf(
+    asked: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Reinforcement learning for LLM agents as a workflow on Prefect and Dask."""
 
 
 @app.command("init")
@@ -75,7 +92,11 @@ def evaluate(run: RunDir, overrides: Overrides = None) -> None:
 @app.command()
 def up(
     config: Annotated[
-        Path | None, typer.Argument(help="YAML configuration with cluster.workers.", show_default=False)
+        Path | None,
+        typer.Argument(
+            help="YAML configuration, or the name of one that is built in, with cluster.workers.",
+            show_default=False,
+        ),
     ] = None,
     folder: StackFolder = DEFAULT_STACK,
     prefect_port: Annotated[int, typer.Option(min=1, max=MAX_PORT)] = 4200,

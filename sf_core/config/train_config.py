@@ -27,7 +27,7 @@ class TrainConfig(Settings):
     """Number of RL iterations of the run."""
     backend: TrainerName | None = None
     """Code that trains. torch: PyTorch. megatron: Megatron-core, for a policy of model_type llama, qwen2 or
-    qwen3; `pip install 'seamlessflow[megatron]'` installs it. emulated: trainers sleep as long as the device
+    qwen3; the extra [megatron] of seamlessflow installs it. emulated: trainers sleep as long as the device
     of `emulation` would compute, and make no weights, so `engine.kind` must not be torch. Empty: emulated
     with engines of kind emulated, torch with all others."""
     workers: int = Field(1, ge=1)

@@ -4,6 +4,7 @@ settings that override a deployment's, and the page of all settings with their d
 from __future__ import annotations
 
 import inspect
+import os
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,18 +19,33 @@ from sf_core.settings import Settings, shown
 
 PAGE_WIDTH = 110
 
+BUILTIN = Path(__file__).parent / "builtin"
+"""Configurations that have a name. A link to `configs` in a clone, a folder in a wheel."""
+
 Section = Mapping[str, Any] | Settings
 
 
+def builtin_configs() -> dict[str, Path]:
+    """The files of the built-in configurations, by name; recipes come last."""
+    files = [*sorted(BUILTIN.glob("*.yaml")), *sorted(BUILTIN.glob("recipes/*.yaml"))]
+    return {file.stem: file for file in files}
+
+
 def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
-    """Read a YAML file, apply `key.path=value` overrides (values are YAML), validate.
+    """Read a YAML file, or the built-in configuration of this name if there is no such file, apply
+    `key.path=value` overrides (values are YAML), validate.
 
     Raises ConfigError with the path of the key and what is allowed.
     """
+    builtin = builtin_configs()
+    file = path if os.path.isfile(path) else builtin.get(str(path), path)
     try:
-        data = _parse(Path(path).read_text()) or {}
+        data = _parse(Path(file).read_text()) or {}
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file; give the path of a YAML configuration") from None
+        raise ConfigError(
+            f"{path}: no such file; give the path of a YAML configuration, or the name of one that is built "
+            f"in: {', '.join(builtin)}"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     except _NoYamlError as error:

@@ -33,7 +33,9 @@ class Verifiers(Environment):
     @classmethod
     def _is_installed(cls, name: str) -> str:
         if find_spec("verifiers") is None:
-            raise ValueError("verifiers is not installed here: `pip install 'seamlessflow[verifiers]'`")
+            raise ValueError(
+                "verifiers is not installed here: it comes with the extra [verifiers] of seamlessflow"
+            )
         module = name.replace("-", "_").split("/")[-1]
         if not module.isidentifier() or find_spec(module) is None:
             raise ValueError(

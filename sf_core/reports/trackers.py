@@ -44,7 +44,8 @@ class Trackers:
         chosen = {name: getattr(config.track, name) for name in _MAKE}
         for name in (name for name in chosen if chosen[name] and importlib.util.find_spec(name) is None):
             raise ConfigError(
-                f"track.{name} is set, but {name} is not installed; pip install 'seamlessflow[trackers]'"
+                f"track.{name} is set, but {name} is not installed; "
+                "it comes with the extra [trackers] of seamlessflow"
             )
         self._feeds = [_Feed(run, config, name) for name in chosen if chosen[name]]
         self._last = config.train.iterations - 1

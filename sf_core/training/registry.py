@@ -63,7 +63,7 @@ def check_installed(config: RunConfig) -> None:
     if extra and importlib.util.find_spec(extra) is None:
         raise FileNotFoundError(
             f"train.backend {extra} needs {extra}-core, which this Python does not have: "
-            f"`pip install 'seamlessflow[{extra}]'` installs it"
+            f"it comes with the extra [{extra}] of seamlessflow"
         )
 
 

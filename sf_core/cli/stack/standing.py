@@ -47,8 +47,8 @@ STOP_S = 15.0
 DEPLOY_S = 120.0
 """Time limit of a command that configures the Prefect server."""
 
-DEPLOYMENTS = Path(__file__).parents[3] / "prefect.yaml"
-"""Our own file, because the folder in which the command is called may have another one."""
+DEPLOYMENTS = Path(__file__).with_name("prefect.yaml")
+"""Our own file, because the folder in which the command is called may have another one. A link in a clone."""
 
 
 def up(
@@ -56,8 +56,6 @@ def up(
 ) -> Services:
     """Start the stack and return when all of it answers. On failure nothing of the stack is left, and
     StackError is raised with one sentence."""
-    if not DEPLOYMENTS.exists():
-        raise StackError(f"{DEPLOYMENTS} is not there: install from a clone (make setup), which has it")
     if read_pid(folder) is not None:
         raise StackError(f"the stack in {folder} is up already; `sf down` ends it")
     # processes that a killed supervisor has left, such as a flow

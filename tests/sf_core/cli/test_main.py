@@ -1,6 +1,7 @@
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import dask
@@ -8,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from sf_core.cli.main import app
+from sf_core.config.yaml_file import builtin_configs
 from sf_core.reports.devices import COLUMNS
 from storage.metrics import write_metrics
 from storage.run_directory import RunDirectory
@@ -53,6 +55,25 @@ def test_a_missing_configuration_is_named(tmp_path: Path) -> None:
     code, output = sf("train", str(tmp_path / "none.yaml"))
     assert code == 2
     assert "none.yaml: no such file" in output
+
+
+def test_a_name_that_is_not_known_is_told_those_that_are() -> None:
+    sentence = (
+        "grpp: no such file; give the path of a YAML configuration, or the name of one that is built in: "
+    )
+    for command in ("train", "plan", "up"):
+        code, output = sf(command, "grpp")
+        assert (code, sentence + ", ".join(builtin_configs()) in output) == (2, True), output
+
+
+def test_a_recipe_is_planned_by_its_name() -> None:
+    by_name, by_path = sf("plan", "gspo"), sf("plan", "configs/recipes/gspo.yaml")
+    assert by_name == by_path
+    assert by_name[0] == 0
+
+
+def test_the_version_is_printed() -> None:
+    assert sf("--version") == (0, f"seamlessflow {version('seamlessflow')}")
 
 
 def test_inspecting_nothing_says_so(tmp_path: Path) -> None:

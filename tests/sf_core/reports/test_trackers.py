@@ -146,5 +146,5 @@ def test_no_tracker_is_imported_where_none_is_asked_for(run: RunDirectory) -> No
 
 def test_a_package_that_is_missing_is_named(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"track\.wandb is set, but wandb is not installed; pip install"):
+    with pytest.raises(ConfigError, match=r"track\.wandb is set, but wandb is not installed; it comes with"):
         Trackers(run, config_of(wandb="agents"))

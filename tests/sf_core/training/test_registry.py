@@ -64,5 +64,5 @@ def test_a_backend_whose_library_is_not_installed_says_what_installs_it(
             needs_it(run)
         assert str(refused.value) == (
             "train.backend megatron needs megatron-core, which this Python does not have: "
-            "`pip install 'seamlessflow[megatron]'` installs it"
+            "it comes with the extra [megatron] of seamlessflow"
         )

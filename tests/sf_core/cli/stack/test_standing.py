@@ -20,15 +20,6 @@ def test_a_port_that_is_taken_is_named_and_nothing_starts(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_the_deployments_of_a_clone_nothing_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(standing, "DEPLOYMENTS", tmp_path / "prefect.yaml")
-    with pytest.raises(StackError, match=r"prefect\.yaml is not there: install from a clone"):
-        up(tmp_path, RunConfig().cluster.workers, Ports.free(), print)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_folder_that_cannot_be_one_is_named() -> None:
     ports = Ports.free()
     sentence = r": nothing can be written there \(File exists\); choose another --folder"
