@@ -4,7 +4,7 @@
     python -m benchmarks.results                     runs all: hours, on a machine with nothing else
 
 Only a committed tree is measured, so that the commit identifies the code. `python -m benchmarks.table` makes
-README's table from the files.
+docs/benchmarks.md and README's figures from the files.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ COMMANDS = {
 }
 """Arguments of `python -m`, by the name of the benchmark."""
 
-MADE_FROM_RESULTS = ("README.md", "benchmarks/results/")
+MADE_FROM_RESULTS = ("README.md", "docs/benchmarks.md", "benchmarks/results/")
 """Paths that may differ from the commit, because earlier benchmarks write them."""
 
 

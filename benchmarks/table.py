@@ -1,4 +1,4 @@
-"""README's table of measurements, made from benchmarks/results/: `python -m benchmarks.table`.
+"""docs/benchmarks.md and README's six figures, made from benchmarks/results/: `python -m benchmarks.table`.
 
 Rows without a results file are left out.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.results import RESULTS, ROOT
 
-README = ROOT / "README.md"
+README, PAGE = ROOT / "README.md", ROOT / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- from here: python -m benchmarks.table -->", "<!-- to here -->"
 
 
@@ -26,6 +26,67 @@ class Row:
     ours: str
     baseline: str = ""
 
+
+FIGURES = {
+    "Engine": Row(
+        "engines",
+        "tokens/s sampled, 10M parameters",
+        "{10m[varied_lengths][ours_tokens_per_second]:,}",
+        "{10m[varied_lengths][vllm_tokens_per_second]:,}, vLLM's CPU build",
+    ),
+    "Trainer": Row(
+        "trainer",
+        "tokens/s trained, 20M parameters",
+        "{32k[ours][tokens_per_second]:,.0f}",
+        "{32k[trl][tokens_per_second]:,.0f}, TRL's `GRPOTrainer`",
+    ),
+    "Gateway": Row(
+        "gateway",
+        "requests/s",
+        "{requests_per_second:,.0f}",
+        "{litellm_requests_per_second:,.0f}, LiteLLM's proxy",
+    ),
+    "Capture": Row(
+        "capture",
+        "seconds to record and export a session of {linear[turns]} turns",
+        "{linear[seconds]:.2f}",
+        "{naive[record_seconds]:.1f}, encoding each request anew",
+    ),
+    "Storage": Row(
+        "storage",
+        "bytes per token",
+        "{bytes_per_token[parquet]:.1f}",
+        "{bytes_per_token[jsonl_zstd]:.1f}, JSONL through zstd",
+    ),
+    "Orchestration": Row(
+        "orchestration",
+        "seconds per iteration without work",
+        "{orchestration_seconds_per_iteration:.2f}",
+        "{baseline_plain_prefect_seconds_per_iteration:.2f}, plain Prefect subflows",
+    ),
+}
+"""README's rows, by the section of docs/benchmarks.md that has the others."""
+
+SECTIONS = {
+    "Engine": ("engines", "engines_100m", "schemas"),
+    "Trainer": ("trainer", "recipes"),
+    "Gateway": ("gateway", "gateway_turns", "streaming"),
+    "Capture": ("capture",),
+    "Storage": ("storage",),
+    "Orchestration": ("orchestration", "quickstart"),
+    "Generation and training together": ("quickstart_vs_trl",),
+    "Weights": ("weight_path", "weights"),
+    "Sandbox": ("harness",),
+    "Pipelines": ("pipelines",),
+}
+"""Sections of docs/benchmarks.md, and the results in each."""
+
+ABOUT = """# Benchmarks
+
+Made by `python -m benchmarks.table`. Each row has the figures that its script printed last, with the date and
+the commit of that run. The baseline was measured in the same run, on the same machine.
+`python -m benchmarks.results NAME` runs a script again and keeps its figures. No figure is from a GPU yet.
+"""
 
 ROWS = (
     Row(
@@ -75,7 +136,7 @@ ROWS = (
     ),
     Row(
         "quickstart_vs_trl",
-        "the same, 10M parameters",
+        "generation and training together, 10M parameters, tokens/s",
         "{10m[ours][tokens_per_second]:,.0f}; {10m[ratio]:.2f} times the baseline, {10m[ratio_min]:.2f} to "
         "{10m[ratio_max]:.2f} in {10m[pairs]} pairs",
         "{10m[trl][tokens_per_second]:,.0f}, TRL's `GRPOTrainer`",
@@ -89,7 +150,7 @@ ROWS = (
     ),
     Row(
         "trainer",
-        "the same at a vocabulary of 151,936",
+        "the same step at a vocabulary of 151,936",
         "{151k[ours][tokens_per_second]:,.0f}; {151k[ours][peak_mb]:,.0f}",
         "{151k[trl][tokens_per_second]:,.0f}; {151k[trl][peak_mb]:,.0f}, TRL's `GRPOTrainer`",
     ),
@@ -131,7 +192,7 @@ ROWS = (
     ),
     Row(
         "gateway",
-        "the same with 4,000-token prompts and 300 sampled tokens with log-probs",
+        "requests/s with prompts of 4,000 tokens and answers of 300, with log-probs",
         "{long_requests_per_second:,.0f}",
         "{litellm_long_requests_per_second:,.0f}, LiteLLM's proxy; "
         "{agentlightning_long_requests_per_second:,.0f}, agent-lightning's",
@@ -163,7 +224,7 @@ ROWS = (
     ),
     Row(
         "harness",
-        "a command as agent in a sandbox, sessions per second and core; what that adds to one, ms",
+        "sandboxed command agents: sessions/s per core; overhead per session, ms (below 0: none measurable)",
         "{sessions[sandbox]:.1f}; {added_ms:.1f}",
         "{sessions[keeper]:.1f}, without a sandbox",
     ),
@@ -184,29 +245,50 @@ ROWS = (
 )
 
 
-def table(folder: Path = RESULTS) -> str:
-    """The table in Markdown, and the machines of its figures."""
-    stored = {
-        row.result: json.loads(file.read_text())
-        for row in ROWS
-        if (file := folder / f"{row.result}.json").exists()
-    }
-    lines = ["| measured | ours | baseline, same run | script | at |", "|---|---|---|---|---|"]
-    lines += [_line(row, stored[row.result]) for row in ROWS if row.result in stored]
+def page(folder: Path = RESULTS) -> str:
+    """docs/benchmarks.md: a table for each section, then the machines of the figures."""
+    stored = _stored(folder)
+    parts = [ABOUT]
+    for section, results in SECTIONS.items():
+        rows = [row for row in ROWS if row.result in results and row.result in stored]
+        if rows:
+            parts.append(f"## {section}\n")
+            parts.append("| measured | ours | baseline, same run | script | at |\n|---|---|---|---|---|")
+            parts.append("\n".join(_line(row, stored[row.result]) for row in rows) + "\n")
     machines = dict.fromkeys(_machine(result["machine"]) for result in stored.values())
-    return "\n".join([*lines, "", *(f"On {machine}." for machine in machines)])
+    return "\n".join([*parts, *(f"On {machine}." for machine in machines)]) + "\n"
 
 
-def _line(row: Row, result: dict[str, Any]) -> str:
+def figures(folder: Path = RESULTS) -> str:
+    """README's table in Markdown: one figure and one baseline of each part."""
+    stored = _stored(folder)
+    lines = ["| part | measured | ours | baseline |", "|---|---|---|---|"]
+    for part, row in FIGURES.items():
+        if row.result in stored:
+            cells = " | ".join(_cells(row, stored[row.result]))
+            lines.append(f"| [{part}](docs/benchmarks.md#{part.lower()}) | {cells} |")
+    return "\n".join(lines)
+
+
+def _stored(folder: Path) -> dict[str, dict[str, Any]]:
+    files = ((row.result, folder / f"{row.result}.json") for row in (*ROWS, *FIGURES.values()))
+    return {name: json.loads(file.read_text()) for name, file in files if file.exists()}
+
+
+def _cells(row: Row, result: dict[str, Any]) -> tuple[str, str, str]:
+    line = result["line"]
     try:
-        what, ours, baseline = (text.format(**result["line"]) for text in (row.what, row.ours, row.baseline))
+        return row.what.format(**line), row.ours.format(**line), row.baseline.format(**line)
     except KeyError as error:
         raise ValueError(
             f"benchmarks/results/{row.result}.json has no {error} in its line, which the row {row.what!r} "
             f"of benchmarks/table.py shows: run python -m benchmarks.results {row.result}"
         ) from None
+
+
+def _line(row: Row, result: dict[str, Any]) -> str:
     at = f"{result['date'][:10]}, {result['commit'][:7]}"
-    return f"| {what} | {ours} | {baseline} | `{result['command']}` | {at} |"
+    return f"| {' | '.join(_cells(row, result))} | `{result['command']}` | {at} |"
 
 
 def _machine(machine: dict[str, Any]) -> str:
@@ -226,7 +308,8 @@ def in_readme(readme: str, inside: str) -> str:
 
 
 def main() -> None:
-    README.write_text(in_readme(README.read_text(), table()))
+    PAGE.write_text(page())
+    README.write_text(in_readme(README.read_text(), figures()))
 
 
 if __name__ == "__main__":

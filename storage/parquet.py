@@ -53,10 +53,9 @@ def write_tables(uri: str, schema: pa.Schema, tables: Iterable[pa.Table]) -> Fil
 
 
 def read_table(uri: str, columns: list[str] | None = None, schema: pa.Schema | None = None) -> pa.Table:
-    """Read one file; with `columns`, only their bytes. What `schema` has and the schema version of the file
-    had not yet, a column or the last fields of structs in a list, is null. Raises ValueError with one
-    sentence if the file is missing, broken, lacks a column, has one of another type than in `schema`, or is
-    of a newer schema version."""
+    """Read one file; with `columns`, only their bytes. Columns and struct fields added after the file's
+    schema version are read as null. Raises ValueError if the file is missing, broken, lacks a column, has
+    one of another type than in `schema`, or is of a newer schema version."""
     with _opened(uri, pre_buffer=True) as reader:
         absent = _check_columns(uri, reader.schema_arrow, columns, schema)
         return _fill_in(reader.read(_stored(columns, absent)), absent, columns, schema)

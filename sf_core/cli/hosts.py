@@ -18,7 +18,7 @@ def server(
     host: Annotated[str, typer.Option(help="Address; others than loopback need a password.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=MAX_PORT)] = 4200,
 ) -> None:
-    """Be a Prefect server for our deployments. Its USER:PASSWORD is PREFECT_SERVER_API_AUTH_STRING."""
+    """Run a Prefect server. Set PREFECT_SERVER_API_AUTH_STRING=USER:PASSWORD to require a login."""
     from sf_core.cli.host_processes import become_prefect_server
 
     try:

@@ -72,7 +72,7 @@ _TABLE: tuple[tuple[Callable[[RunConfig], bool], str], ...] = (
     ),
     (
         lambda c: c.train.loss.entropy > 0 and c.rollout.temperature == 0,
-        "train.loss.entropy has no use with rollout.temperature 0, which draws no token by chance",
+        "train.loss.entropy has no effect at rollout.temperature 0 (greedy sampling)",
     ),
     (
         lambda c: isinstance(c.train.loss.policy, SequenceClip) and c.train.loss.mean_over == "token",

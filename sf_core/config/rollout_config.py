@@ -55,7 +55,7 @@ class RolloutConfig(Settings):
     """How sessions are sampled, and when a batch is full."""
 
     group_size: int = Field(8, ge=1, le=MAX_TOGETHER)
-    """Sessions per group, all of one task; most of `train.advantage` compares their rewards."""
+    """Sessions sampled per task. Most advantages compare the rewards within this group."""
     groups_per_batch: int = Field(32, ge=1, le=MAX_TOGETHER)
     """Groups per batch; each iteration trains on one batch."""
     outside_groups: int = Field(0, ge=0, le=MAX_TOGETHER)
@@ -84,13 +84,13 @@ class RolloutConfig(Settings):
     """Unsupported request fields, such as `presence_penalty`, that are ignored although they would change an
     answer; for clients that always send them. Requests with other unsupported fields are refused."""
     normalised: tuple[Normalisation, ...] = ("billing_header",)
-    """What is taken out of requests because it changes at every turn and would begin another branch each
-    time. billing_header: the line `x-anthropic-billing-header: ...` in the system prompt of Claude Code."""
+    """Text removed from prompts because it changes on every turn and would break prefix matching.
+    billing_header: the line `x-anthropic-billing-header: ...` in the system prompt of Claude Code."""
     concurrency: int = Field(128, ge=1, le=MAX_TOGETHER)
     """Number of sessions that one agent worker runs at once."""
     prepare_ahead: int = Field(0, ge=0, le=MAX_TOGETHER)
-    """Number of further sessions that it prepares, by `environment.prepare`, or holds ready. 0: a session is
-    prepared when it runs, in its time."""
+    """Sessions that each agent worker prepares in advance, by `environment.prepare`, beside those it runs.
+    0: a session is prepared when it starts, and preparation counts toward its timeout."""
     score_concurrency: int | None = Field(None, ge=1, le=MAX_TOGETHER)
     """Number of sessions that one worker scores at once, beside those that it runs. Empty: a session keeps
     its place while it is scored."""

@@ -35,8 +35,8 @@ class WarmstartConfig(Settings):
     learning_rate: float = Field(3e-3, gt=0)
     """Peak learning rate; it decays to a tenth on a cosine schedule."""
     label_smoothing: float = Field(0.18, ge=0, lt=1)
-    """How unsure the policy stays of each token that it has been shown: at temperature 1 it samples about
-    this share of its tokens from all others, which leaves reinforcement learning something to improve."""
+    """Label smoothing: about this fraction of tokens is sampled off the demonstration at temperature 1, which
+    leaves reinforcement learning something to improve."""
 
 
 class PolicyConfig(Settings):
@@ -203,8 +203,8 @@ class ClusterConfig(Settings):
     killed and restarted. Must exceed one engine step; the time to read or write a checkpoint, as measured
     when the run started, comes on top."""
     stage_timeout_s: float = Field(7200.0, gt=0)
-    """Longest wait for a stage to end, the wait for its worker included; then the run fails and says what it
-    waited for. Must exceed `rollout.batch_timeout_s` and a train step."""
+    """Timeout for one stage, including the time it waits for a worker; the run then fails. Must exceed
+    `rollout.batch_timeout_s` and a train step."""
 
 
 class DataplaneConfig(Settings):

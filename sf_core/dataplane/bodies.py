@@ -11,7 +11,7 @@ from sf_core.config.rollout_config import MAX_TOGETHER, RolloutConfig
 from sf_core.waits import Facts
 
 MAX_OUTPUT = 70_000
-"""Most characters of what an agent wrote; of a command, sf_core/agents/command_output.py keeps fewer."""
+"""Maximum length of captured agent output (command agents keep less: agents/command_output.py)."""
 
 MAX_INDEX = 2**31 - 1
 """Largest number of a batch, an evaluation or a policy version."""

@@ -10,8 +10,8 @@ from sf_core.engines.grammar import Following, forbidden
 
 
 def hold(logits: torch.Tensor, rows: Sequence[int], answers: Sequence[Following]) -> None:
-    """Make what must not come next in these answers impossible, in these rows of logits [B, V]. All answers
-    are of one vocabulary."""
+    """Set the logits of forbidden tokens to -inf, in these rows of logits [B, V]. All answers are of one
+    vocabulary."""
     mask = torch.from_numpy(forbidden(answers, logits.shape[1])).to(logits.device)
     if [*rows] == [*range(len(logits))]:
         logits.masked_fill_(mask, -torch.inf)

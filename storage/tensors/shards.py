@@ -170,7 +170,7 @@ def _read_shard(shard: FileRef, wanted: Mapping[str, Place], found: dict[str, _F
 
 
 def _places(uri: str, header: Header) -> dict[str, Place]:
-    """Where the slices in a file lie. Raises ValueError if it does not say so of each."""
+    """Offsets of every slice in the file. Raises ValueError if an offset is missing."""
     try:
         described = _PLACES.validate_json(header.metadata.get(PLACES, ""))
         places = {

@@ -1,4 +1,4 @@
-"""README shows the stored figures, and only figures of a commit are stored."""
+"""README and docs/benchmarks.md show the stored figures, and only figures of a commit are stored."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from benchmarks.results import COMMANDS, RESULTS, commit_of, keep, last_line
-from benchmarks.table import README, ROWS, in_readme, table
+from benchmarks.table import FIGURES, PAGE, README, ROWS, SECTIONS, figures, in_readme, page
 
 REMEDY = "run python -m benchmarks.table"
+MADE = ("README.md", "docs/benchmarks.md", "benchmarks/results/storage.json")
 
 STORED = {
     "command": "python -m benchmarks.orchestration",
@@ -34,7 +35,7 @@ def store(folder: Path, **changes: Any) -> Path:
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    for path in ("code.py", "README.md", "benchmarks/results/storage.json"):
+    for path in ("code.py", *MADE):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text("first")
     git(tmp_path, "init", "--quiet")
@@ -48,34 +49,49 @@ def git(folder: Path, *arguments: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def test_the_table_in_readme_is_made_from_the_results() -> None:
-    assert README.read_text() == in_readme(README.read_text(), table()), REMEDY
+def test_readme_and_the_page_are_made_from_the_results() -> None:
+    assert README.read_text() == in_readme(README.read_text(), figures()), REMEDY
+    assert PAGE.read_text() == page(), REMEDY
 
 
 def test_every_row_and_every_file_is_that_of_a_benchmark() -> None:
     assert {row.result for row in ROWS} == set(COMMANDS)
+    assert sorted(name for names in SECTIONS.values() for name in names) == sorted(COMMANDS)
     kept = {file.stem: json.loads(file.read_text())["command"] for file in RESULTS.glob("*.json")}
     assert kept == {name: f"python -m {COMMANDS[name]}" for name in kept}
 
 
+def test_a_figure_of_readme_links_to_the_section_that_has_its_benchmark() -> None:
+    assert all(row.result in SECTIONS[part] for part, row in FIGURES.items())
+    assert all(f"\n## {part}\n" in PAGE.read_text() for part in FIGURES)
+
+
 def test_a_row_shows_figures_command_date_and_commit(tmp_path: Path) -> None:
-    lines = table(store(tmp_path)).splitlines()
-    assert lines[2] == (
+    lines = page(store(tmp_path)).splitlines()
+    assert lines[lines.index("## Orchestration") + 4] == (
         "| seconds per iteration without work | 0.88 | 1.10, plain Prefect subflows "
         "| `python -m benchmarks.orchestration` | 2026-11-22, 0123456 |"
     )
     assert lines[-1] == "On 2 CPU cores and 24 GiB, Python 3.11.2, torch 2.13.0."
 
 
-def test_rows_without_results_are_left_out(tmp_path: Path) -> None:
-    rows = [line for line in table(store(tmp_path)).splitlines()[2:] if line.startswith("|")]
-    assert len(rows) == len([row for row in ROWS if row.result == "orchestration"])
+def test_readme_shows_one_figure_and_one_baseline(tmp_path: Path) -> None:
+    assert figures(store(tmp_path)).splitlines()[2:] == [
+        "| [Orchestration](docs/benchmarks.md#orchestration) | seconds per iteration without work | 0.88 "
+        "| 1.10, plain Prefect subflows |"
+    ]
+
+
+def test_rows_and_sections_without_results_are_left_out(tmp_path: Path) -> None:
+    lines = page(store(tmp_path)).splitlines()
+    assert [line for line in lines if line.startswith("## ")] == ["## Orchestration"]
+    assert len([line for line in lines if line.startswith("| ")]) == 2
 
 
 def test_a_result_without_the_figure_of_a_row_is_refused(tmp_path: Path) -> None:
     missing = "baseline_plain_prefect_seconds_per_iteration"
     with pytest.raises(ValueError, match=rf"orchestration\.json has no '{missing}'.* run python -m"):
-        table(store(tmp_path, line={k: v for k, v in STORED["line"].items() if k != missing}))
+        page(store(tmp_path, line={k: v for k, v in STORED["line"].items() if k != missing}))
 
 
 def test_a_readme_without_marks_is_refused() -> None:
@@ -103,7 +119,7 @@ def test_an_uncommitted_tree_is_not_measured(repository: Path) -> None:
 
 
 def test_what_the_last_benchmark_left_does_not_hinder_the_next(repository: Path) -> None:
-    for path in ("README.md", "benchmarks/results/storage.json"):
+    for path in MADE:
         (repository / path).write_text("second")
     assert commit_of(repository) == git(repository, "rev-parse", "HEAD")
 

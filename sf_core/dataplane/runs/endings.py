@@ -1,7 +1,7 @@
 """How the sessions of a run end: a report becomes a result, a retry, or a rejected group.
 
-Makes sure that no session is waited for that has no runner: whatever its closing and export raise, its place
-is given out again or its group rejected with the reason. The rollout manager says what a failure is worth."""
+A session never blocks its batch: if closing or exporting it fails, its slot is reopened or its group rejected
+with the reason. The rollout manager says what a failure is worth."""
 
 from __future__ import annotations
 

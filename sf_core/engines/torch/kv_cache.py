@@ -14,7 +14,7 @@ _BLOCK = 16
 """Capacities and spans are multiples of this many positions."""
 
 _PIECES = 8
-"""A layer is moved in so many."""
+"""Number of steps in which one layer is moved."""
 
 _SWAPPED_TOKENS = 32_768
 """Most tokens that are held twice while slots are exchanged."""

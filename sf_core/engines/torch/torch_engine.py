@@ -136,7 +136,7 @@ class TorchEngine:
         self._close_holes(cache)
         cache.fit(table.longest)
         fill(model, cache, table)
-        # Every row computes the token after its cached ones; where that is the last one, the next is drawn.
+        # Each row processes its next uncached token; once the prompt is exhausted, a new token is sampled.
         rows = table.running
         ready = np.flatnonzero(rows["cached"] == rows["length"] - 1)
         if not len(ready):

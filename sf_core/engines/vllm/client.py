@@ -124,7 +124,7 @@ class VllmClient:
             status, _ = await self._request(method, path, {} if method == "POST" else None)
             if status == 401:
                 raise ValueError(
-                    f"the server at {self._url} refuses the key that SF_VLLM_KEY has, or wants one"
+                    f"the server at {self._url} rejected the key: set SF_VLLM_KEY to the server's API key"
                 )
             if status != expected:
                 raise ValueError(

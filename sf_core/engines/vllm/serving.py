@@ -153,7 +153,7 @@ class Serving:
                 self._wanted = None
                 if self._held is None or self._loaded is None or not self._is_between:
                     return
-                # those that these took the place of
+                # fall back to the previous weights
                 self._wanted = weights = self._loaded
                 source = ""
             # by a task of its own, so that rest, which cancels this one, never leaves the server half-way
@@ -185,7 +185,7 @@ class Serving:
                 await client.drop_prefixes()
                 self._asleep = False
             if weights != self._wanted:
-                # newer ones are on their way, or it rests
+                # superseded by newer weights, or the engine was put to rest
                 return
             self._label = f"{self._name}.{weights.version}"
             await client.name_weights(self._label)

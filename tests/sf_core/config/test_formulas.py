@@ -149,7 +149,7 @@ CONTRADICTIONS: dict[str, dict[str, Any]] = {
         "rollout": {"temperature": 0},
         "train": {"weights": ["surprising"]},
     },
-    "train.loss.entropy has no use with rollout.temperature 0": {
+    "train.loss.entropy has no effect at rollout.temperature 0": {
         "rollout": {"temperature": 0},
         **loss(entropy=0.1),
     },
