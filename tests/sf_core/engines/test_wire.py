@@ -33,6 +33,7 @@ sampling = st.builds(Sampling, st.floats(0, 2), st.floats(0, 1), st.integers(0, 
         st.lists(st.integers(0, 9)).map(tuple),
         sampling,
         st.booleans(),
+        st.text(),
     )
 )
 def test_requests_cross_the_wire_unchanged(request: GenerationRequest) -> None:

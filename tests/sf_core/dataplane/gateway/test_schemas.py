@@ -17,17 +17,20 @@ import torch
 from annotated_types import Len
 from anthropic import Anthropic
 from google import genai
+from msgspec.structs import asdict
 from openai import OpenAI
 from pydantic import BaseModel
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from sf_core.dataplane.chat.answer_grammar import answer_grammar
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.engines.torch.torch_engine import TorchEngine
 from sf_core.engines.wire import Hello
+from sf_core.types import Sampling
 from storage.schema import NOT_SAMPLED
 from storage.trajectories import Trajectory, read_trajectories, to_rows
-from tests.patience import patience
-from tests.sf_core.dataplane.stand import CALC, Server, attended, running_app
+from tests.patience import patience, wait_until
+from tests.sf_core.dataplane.stand import CALC, Server, attended, running_app, say
 from tests.sf_core.engines.conftest import SIZE
 
 CONTEXT = 512
@@ -224,6 +227,43 @@ def test_a_run_that_ignores_the_field_trains_on_unconstrained_answers(tmp_path: 
         with pytest.raises(ValueError):
             json.loads(said)
         assert "constrained_turns" not in server.get("/runs/run")["counters"]
+
+
+def test_every_field_of_a_request_reaches_the_engine_that_takes_it_over(
+    server: Server, renderer: Renderer
+) -> None:
+    server.register(follows_grammars=True)
+    answer = say(renderer, '{"kind": "sum"}')
+    server.connect(lambda prompt, seed: answer, "r0")
+    server.engines["r0"].steps_left = 2
+    body = json_schema(SCHEMA) | {
+        "model": "policy",
+        "messages": MESSAGES,
+        "max_tokens": 24,
+        "temperature": 0.5,
+        "top_p": 0.75,
+        "top_k": 3,
+        "seed": 11,
+        "stream": True,
+    }
+    with ThreadPoolExecutor(1) as agent:
+        asking = agent.submit(httpx.post, f"{server.url}/v1/chat/completions", json=body, timeout=patience())
+        wait_until(lambda: server.engines["r0"].steps_left == 0)
+        server.connect(lambda prompt, seed: answer, "r1")
+        server.post("/runs/run/leases/r0/revoke")
+        assert asking.result().status_code == 200
+    first, rest = server.asked
+    # a field that is added is missing here
+    assert asdict(rest) | {"prompt_ids": [*rest.prompt_ids]} == {
+        "request_id": first.request_id,
+        "prompt_ids": [*first.prompt_ids, *answer[:2]],
+        "position": 2,
+        "max_tokens": 22,
+        "stop_token_ids": tuple(renderer.stop_token_ids),
+        "sampling": Sampling(temperature=0.5, top_p=0.75, top_k=3, seed=11),
+        "stream": True,
+        "grammar": answer_grammar(SCHEMA, [], renderer),
+    }
 
 
 CHAT, RESPONSES, MESSAGES_API, GEMINI = (
