@@ -8,7 +8,7 @@ from storage.json_files import first_fault
 
 
 class Attempt(BaseModel):
-    """One flow attempt on a run. Files of earlier versions are empty: all fields are unknown."""
+    """One flow attempt on a run."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -23,6 +23,6 @@ class Attempt(BaseModel):
 def parse_attempt(uri: str, text: bytes) -> Attempt:
     """Raises ValueError with one sentence if the text is no attempt."""
     try:
-        return Attempt.model_validate_json(text) if text else Attempt()
+        return Attempt.model_validate_json(text)
     except ValidationError as error:
         raise ValueError(f"{uri}: attempt cannot be read: {first_fault(error)}") from None

@@ -56,8 +56,7 @@ def write_batch(
 
 
 def read_batch(uri: str, columns: list[str] | None = None) -> pa.Table:
-    """Like read_trajectories, with the columns `advantages`, `weights` and `decision`. In batches of schema
-    versions that had none, `weights` are null: every token counted the same."""
+    """Like read_trajectories, with the columns `advantages`, `weights` and `decision`."""
     return read_trajectories(uri, columns, BATCH_SCHEMA)
 
 

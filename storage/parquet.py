@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,13 +17,12 @@ from storage import files
 from storage.files import FileRef
 
 SCHEMA_VERSION = 4
-"""Version of written files. Older versions are read too; tests/data has one folder per version."""
+"""Version of the files that are written, and of those that are read; tests/data has files of it."""
 _VERSION_KEY = b"seamlessflow.schema"
 METADATA = {_VERSION_KEY: str(SCHEMA_VERSION).encode()}
 ROW_GROUP_BYTES = 32 * 2**20
 """Approximate size of a row group before compression; a writer or reader holds one at a time."""
 _READ_BYTES = 2**20
-_Rows = TypeVar("_Rows", pa.Table, pa.RecordBatch)
 
 
 def write_table(uri: str, table: pa.Table) -> FileRef:
@@ -53,12 +52,11 @@ def write_tables(uri: str, schema: pa.Schema, tables: Iterable[pa.Table]) -> Fil
 
 
 def read_table(uri: str, columns: list[str] | None = None, schema: pa.Schema | None = None) -> pa.Table:
-    """Read one file; with `columns`, only their bytes. Columns and struct fields added after the file's
-    schema version are read as null. Raises ValueError if the file is missing, broken, lacks a column, has
-    one of another type than in `schema`, or is of a newer schema version."""
+    """Read one file; with `columns`, only their bytes. Raises ValueError if the file is missing, broken, of
+    another schema version, lacks a column, or has one of another type than in `schema`."""
     with _opened(uri, pre_buffer=True) as reader:
-        absent = _check_columns(uri, reader.schema_arrow, columns, schema)
-        return _fill_in(reader.read(_stored(columns, absent)), absent, columns, schema)
+        _check_columns(uri, reader.schema_arrow, columns, schema)
+        return reader.read(columns)
 
 
 def iter_batches(
@@ -66,9 +64,8 @@ def iter_batches(
 ) -> Iterator[pa.RecordBatch]:
     """Read one file, `max_rows` at a time, never whole in memory. Raises ValueError like `read_table`."""
     with _opened(uri, pre_buffer=False) as reader:
-        absent = _check_columns(uri, reader.schema_arrow, columns, schema)
-        for batch in reader.iter_batches(max_rows, columns=_stored(columns, absent)):
-            yield _fill_in(batch, absent, columns, schema)
+        _check_columns(uri, reader.schema_arrow, columns, schema)
+        yield from reader.iter_batches(max_rows, columns=columns)
 
 
 def offsets(rows: Sequence[Sized]) -> pa.Int32Array:
@@ -123,67 +120,22 @@ def _complete(uri: str) -> Iterator[None]:
         raise ValueError(f"{uri}: not a complete Parquet file: {reason}") from None
 
 
-def _check_columns(
-    uri: str, found: pa.Schema, columns: list[str] | None, expected: pa.Schema | None
-) -> list[pa.Field]:
-    """The requested columns that the file's schema version did not have yet."""
-    is_older = int(_version(found)) < SCHEMA_VERSION
-    absent = [
-        field
-        for field in expected or ()
-        if is_older and field.name not in found.names and (columns is None or field.name in columns)
-    ]
-    if unknown := set(columns or ()) - set(found.names) - {field.name for field in absent}:
+def _check_columns(uri: str, found: pa.Schema, columns: list[str] | None, expected: pa.Schema | None) -> None:
+    if unknown := set(columns or ()) - set(found.names):
         raise ValueError(f"{uri}: has no column {', '.join(sorted(unknown))}")
     for field in expected or ():
-        if field.name not in found.names or (kind := found.field(field.name).type) == field.type:
-            continue
-        if not (is_older and _has_grown(kind, field.type)):
+        if field.name in found.names and (kind := found.field(field.name).type) != field.type:
             raise ValueError(f"{uri}: column {field.name} is of type {kind}, expected {field.type}")
-    return absent
-
-
-def _has_grown(former: pa.DataType, present: pa.DataType) -> bool:
-    """Whether both are lists of structs, and the present ones begin with the fields of the former."""
-    if not all(pa.types.is_list(kind) and pa.types.is_struct(kind.value_type) for kind in (former, present)):
-        return False
-    before, now = list(former.value_type), list(present.value_type)
-    return now[: len(before)] == before
-
-
-def _stored(columns: list[str] | None, absent: Sequence[pa.Field]) -> list[str] | None:
-    names = {field.name for field in absent}
-    return None if columns is None else [name for name in columns if name not in names]
-
-
-def _fill_in(
-    rows: _Rows, absent: Sequence[pa.Field], columns: list[str] | None, schema: pa.Schema | None
-) -> _Rows:
-    if schema is None:
-        return rows
-    for at, field in enumerate(rows.schema):
-        if field.name in schema.names and (wanted := schema.field(field.name)).type != field.type:
-            rows = rows.set_column(at, wanted, rows[field.name].cast(wanted.type))
-    if not absent:
-        return rows
-    for field in absent:
-        rows = rows.append_column(field, pa.nulls(len(rows), field.type))
-    known = [name for name in columns or schema.names if name in rows.schema.names]
-    return rows.select(known + [name for name in rows.schema.names if name not in known])
-
-
-def _version(schema: pa.Schema) -> str:
-    return str((schema.metadata or {}).get(_VERSION_KEY, b"").decode())
 
 
 def _check_version(uri: str, schema: pa.Schema) -> None:
-    found = _version(schema)
+    found = str((schema.metadata or {}).get(_VERSION_KEY, b"").decode())
     if not found.isdecimal():
         raise ValueError(f"{uri}: not written by SeamlessFlow: its metadata has no schema version")
-    if int(found) > SCHEMA_VERSION:
+    if int(found) != SCHEMA_VERSION:
         raise ValueError(
-            f"{uri}: written by a newer SeamlessFlow: its schema version is {found}, this one reads up to "
-            f"{SCHEMA_VERSION}; update this installation"
+            f"{uri}: has schema version {found}, this SeamlessFlow reads {SCHEMA_VERSION}; use the one that "
+            "wrote it"
         )
 
 

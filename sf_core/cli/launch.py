@@ -248,8 +248,7 @@ def _reason(log: Path, begins_at: int, code: int) -> str:
 def _print_result(directory: RunDirectory, config: RunConfig, console: Console) -> None:
     summary = directory.read_summary()
     assert summary is not None, "a run that ended well has its summary"
-    # summaries of earlier versions lack it
-    loads = summary.get("loading_fraction", {})
+    loads = summary["loading_fraction"]
     idle = ", ".join(
         f"{worker} {share:.0%}{loading(loads.get(worker, 0.0))}"
         for worker, share in summary["idle_fraction"].items()

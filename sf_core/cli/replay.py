@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -22,8 +22,7 @@ from sf_core.training.torch.ranks import SingleRank
 from storage import files
 from storage.manifests import Manifest
 from storage.run_directory import RunDirectory
-from storage.tensors.tensor_bytes import TensorBytes
-from storage.tensors.weights import DIGEST, FILE_NAME, INDEX_NAME, first_file, load_weights, pack_weights
+from storage.tensors.weights import FILE_NAME, INDEX_NAME, first_file, load_weights, pack_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +49,7 @@ def replay(uri: str, iteration: int) -> Replay:
     workers = run.config.cluster.workers.values()
     # sums are split among threads: another number of threads rounds differently
     torch.set_num_threads(next((worker_threads(w) for w in workers if "train" in w.tags), 1))
-    # manifests of earlier versions have no device
-    device = train.data.get("device")
+    device = train.data["device"]
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"iteration {iteration} was trained on a GPU, which rounds otherwise; here is none")
     trainer = rebuild_trainer(run, iteration, SingleRank(), device)
@@ -62,7 +60,7 @@ def replay(uri: str, iteration: int) -> Replay:
     if stored is None:
         names = (FILE_NAME, INDEX_NAME)
         written = next(ref.sha256 for ref in train.outputs if ref.uri.endswith(names))
-        equal, difference = written in _checksums(packed), None
+        equal, difference = written == hashlib.sha256(b"".join(first_file(packed))).hexdigest(), None
     else:
         equal = packed.digest() == pack_weights(stored, trainer.version).digest()
         difference = max(float((weights[n].float() - stored[n].float()).abs().max()) for n in stored)
@@ -77,14 +75,6 @@ def _committed(directory: RunDirectory, iteration: int, stage: str) -> Manifest:
             f"`sf inspect {directory.uri}` shows what is"
         )
     return manifest
-
-
-def _checksums(weights: TensorBytes) -> set[str]:
-    """SHA-256 of the first file of these weights, as it is written now and, without the digest, as it once
-    was."""
-    metadata = {key: value for key, value in weights.header.metadata.items() if key != DIGEST}
-    versions = (weights, TensorBytes("weights", replace(weights.header, metadata=metadata), weights.data))
-    return {hashlib.sha256(b"".join(first_file(version))).hexdigest() for version in versions}
 
 
 def _stored(directory: RunDirectory, version: int) -> dict[str, torch.Tensor] | None:

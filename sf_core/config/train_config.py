@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from sf_core.recipes.advantages import AnyAdvantage, Group
 from sf_core.recipes.losses import Critic, LossConfig
@@ -78,12 +77,6 @@ class TrainConfig(Settings):
     keep_every: int | None = Field(None, ge=1)
     """Checkpoints of every this many iterations stay for good. Empty: none."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _take_former_names(cls, data: Any) -> Any:
-        """Configurations of earlier versions named one formula, and its settings beside it."""
-        return with_present_names(data) if isinstance(data, dict) else data
-
     @property
     def needs(self) -> frozenset[Score]:
         """Scores that advantages and weights take; with any, they are made in the train step."""
@@ -100,23 +93,3 @@ class TrainConfig(Settings):
         """Number of ranks that can train where there are so many workers."""
         ranks = min(workers, self.workers)
         return ranks - ranks % self.ranks_per_policy
-
-
-_FORMER_CLIP = {"clip_low": "low", "clip_high": "high", "importance_cap": "cap"}
-
-
-def with_present_names(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings in which `loss` and `advantage` are names, or left out, with what stood beside them before
-    they had settings of their own."""
-    present = dict(data)
-    if not isinstance(data.get("loss"), Mapping | LossConfig):
-        clip = {name: present.pop(key) for key, name in _FORMER_CLIP.items() if key in data}
-        if clip or data.get("loss") == "ppo_clip":
-            present["loss"] = {"policy": {"kind": "clip", **clip}}
-    if data.get("advantage", "group_relative") == "group_relative" and (
-        "advantage" in data or "scale_rewards" in data
-    ):
-        scale = "group" if present.pop("scale_rewards", True) else "none"
-        # the deviation was that of n
-        present["advantage"] = {"kind": "group", "scale": scale, "ddof": 0}
-    return present

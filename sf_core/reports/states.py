@@ -16,7 +16,7 @@ from sf_core.config import RunConfig
 from sf_core.config.addresses import is_loopback
 from sf_core.dataplane.control.client import DataplaneClient, DataplaneError
 from sf_core.reports.view import Progress, RunView
-from sf_core.surroundings import command_started_at, dataplane_key, dataplane_url
+from sf_core.surroundings import command_started_at, dataplane_key
 from storage import files
 from storage.errors import StorageError
 from storage.run_directory import RunDirectory
@@ -133,8 +133,6 @@ def _ask(run: RunDirectory) -> Literal["silent", "no", "released", "running"]:
     """Like `is_served`, with silent if nothing at the data plane's address speaks HTTP."""
     attempt = run.newest_attempt()
     url = attempt.dataplane
-    if url is None:
-        url = run.read_config(RunConfig).dataplane.url or dataplane_url()
     if not url:
         return "no"
     if attempt.host not in (None, socket.gethostname()) and is_loopback(urlsplit(url).hostname or ""):

@@ -241,9 +241,8 @@ def open_run(uri: str) -> RunView:
 
 
 def failures_of(manifest: Manifest) -> dict[str, int]:
-    """Numbers of failed sessions of a rollout or an evaluation that count, by the reason; none in manifests
-    of earlier versions."""
-    return dict(manifest.data.get("failures", {}))
+    """Numbers of failed sessions of a rollout or an evaluation that count, by the reason."""
+    return dict(manifest.data["failures"])
 
 
 def _did_you_mean(name: str, names: list[str]) -> str:

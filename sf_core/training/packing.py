@@ -145,7 +145,7 @@ def read_rows(batch: pa.Table) -> list[Row]:
         _split(batch, "advantages", np.float32, 0.0),
         _split(batch, "policy_versions", np.int32, NOT_SAMPLED),
         _sampling(batch),
-        # batches of earlier versions have none: each token counted the same
+        # all null where the train step makes them
         _split(batch, "weights", np.float32, 1.0),
     ]
     per_row = [batch[name].to_pylist() for name in ("group_id", "session_id")]

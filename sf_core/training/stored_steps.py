@@ -44,10 +44,8 @@ def stored_settings(run: TrainedRun, iteration: int) -> TrainConfig:
     """Settings of a committed train step. Raises ValueError if its manifest holds something else."""
     manifest = run.directory.read_manifest(iteration, "train")
     assert manifest is not None, f"train of iteration {iteration} must be committed first"
-    if "settings" not in manifest.data:
-        return run.config.train  # written before manifests kept settings
     try:
-        return TrainConfig.model_validate(manifest.data["settings"])
+        return TrainConfig.model_validate(manifest.data.get("settings"))
     except ValidationError as error:
         uri = run.directory.manifest_file(iteration, "train")
         raise ValueError(f"{uri}: no settings of a train step: {first_fault(error)}") from None

@@ -2,7 +2,7 @@
 
 Owns a folder of shards and state.json, which is written last and names each shard with its checksum; a folder
 without it is no checkpoint. Tensors are float32 under a part and the name of the parameter, as in
-`exp_avg/model.norm.weight`. Checkpoints of earlier versions, in other files, are read too.
+`exp_avg/model.norm.weight`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from pydantic import BaseModel, Field, ValidationError
 from storage import files
 from storage.files import FileRef
 from storage.json_files import first_fault
-from storage.tensors import weights
 from storage.tensors.shards import Place, Slices, read_shards, write_shard
 
 if TYPE_CHECKING:
@@ -109,7 +108,6 @@ def remove_checkpoint(uri: str) -> None:
 
 def load_checkpoint(uri: str, wanted: Mapping[str, Place]) -> tuple[dict[str, torch.Tensor], Progress]:
     """Slices of the parameters with these names, each in its PARTS, by PART/NAME, and the rest of the state.
-    In checkpoints of earlier versions parameters are numbered: `wanted` has them in the optimizer's order.
 
     Raises ValueError with one sentence if the checkpoint is missing, incomplete or corrupt."""
     state_uri = files.join(uri, STATE)
@@ -118,52 +116,9 @@ def load_checkpoint(uri: str, wanted: Mapping[str, Place]) -> tuple[dict[str, to
     except FileNotFoundError:
         raise ValueError(f"{uri}: no complete checkpoint here (state.json is missing)") from None
     try:
-        if b'"shards"' not in text:
-            return _load_earlier(uri, _EarlierState.model_validate_json(text), wanted)
         state = _State.model_validate_json(text)
     except ValidationError as error:
         raise ValueError(f"{state_uri}: no state of a checkpoint: {first_fault(error)}") from None
     shards = [FileRef(files.join(uri, name), one.bytes, one.sha256) for name, one in state.shards.items()]
     places = {f"{part}/{name}": place for part in PARTS for name, place in wanted.items()}
     return read_shards(uri, shards, places), Progress(**state.model_dump(exclude={"shards"}))
-
-
-# --- checkpoints of earlier versions
-
-
-class _EarlierProgress(BaseModel):
-    version: int
-    optimizer_steps: int
-
-
-class _EarlierState(BaseModel):
-    state: _EarlierProgress
-    files: dict[str, Written]
-
-
-def _load_earlier(
-    uri: str, state: _EarlierState, wanted: Mapping[str, Place]
-) -> tuple[dict[str, torch.Tensor], Progress]:
-    """Content of model.safetensors, by name, and of optimizer.safetensors, by number of the parameter."""
-    model, optimizer = (_read(uri, f"{kind}.safetensors", state.files) for kind in ("model", "optimizer"))
-    found = {}
-    for number, (name, place) in enumerate(wanted.items()):
-        moments = {part: optimizer.get(f"{number}/{part}") for part in (EXP_AVG, EXP_AVG_SQ)}
-        for part, tensor in {MASTER: model.get(name), **moments}.items():
-            if tensor is None or tuple(tensor.shape) != place.shape:
-                raise ValueError(f"{uri}: has no {part} of {name!r} with shape {[*place.shape]}")
-            found[f"{part}/{name}"] = tensor[place.box]
-    return found, Progress(**state.state.model_dump())
-
-
-def _read(uri: str, name: str, written: Mapping[str, Written]) -> dict[str, torch.Tensor]:
-    """The tensors of a whole file."""
-    uri = files.join(uri, name)
-    try:
-        found = files.describe(uri)
-    except FileNotFoundError:
-        raise ValueError(f"{uri}: missing from the checkpoint") from None
-    expected = written.get(name)
-    if expected is None or (found.bytes, found.sha256) != (expected.bytes, expected.sha256):
-        raise ValueError(f"{uri}: differs from what was written for the checkpoint")
-    return weights.read_tensors(uri)

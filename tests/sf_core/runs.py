@@ -71,7 +71,7 @@ def conversation(messages: list[dict[str, Any]], given: int = 1, **changes: Any)
 def sample(run: RunDirectory, iteration: int, rows: list[Trajectory]) -> None:
     """Commit a rollout."""
     ref = write_trajectories(run, iteration, rows, "rollout-1")
-    data = {"groups": [iteration], "rejected": {}, "reward_mean": mean_reward(rows)}
+    data = {"groups": [iteration], "rejected": {}, "failures": {}, "reward_mean": mean_reward(rows)}
     commit(run, iteration, "rollout", outputs=[ref], data=data)
 
 

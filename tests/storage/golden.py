@@ -1,6 +1,6 @@
 """Writes the golden files of the schema version that the code writes today: tests/data/v<version>.
 
-python -m tests.storage.golden, once per schema version, before the version is released; never again after.
+python -m tests.storage.golden, once per schema version, when it is new; never again after.
 """
 
 from __future__ import annotations

@@ -147,12 +147,10 @@ def test_the_newest_attempt_says_which_data_plane_serves_it(run: RunDirectory) -
     assert run.newest_attempt() == newest
 
 
-def test_attempts_of_earlier_versions_are_empty_files(run: RunDirectory) -> None:
-    files.write_atomic(run.path("attempts", "00001"), b"")
-    assert run.newest_attempt() == Attempt()
-    assert run.begin_attempt() == 2
-    files.write_atomic(run.path("attempts", "00002"), b"{")
-    with pytest.raises(ValueError, match=r"attempts/00002: attempt cannot be read: "):
+@pytest.mark.parametrize("text", [b"", b"{"])
+def test_an_attempt_that_cannot_be_read_is_named(run: RunDirectory, text: bytes) -> None:
+    files.write_atomic(run.path("attempts", "00001"), text)
+    with pytest.raises(ValueError, match=r"attempts/00001: attempt cannot be read: "):
         run.newest_attempt()
 
 

@@ -211,12 +211,13 @@ def test_missing_files_and_other_folders_are_named(run: RunDirectory) -> None:
 @pytest.mark.parametrize(
     ("metadata", "sentence"),
     [
-        ({"seamlessflow.schema": str(SCHEMA_VERSION + 1)}, "written by a newer SeamlessFlow: .* update this"),
+        ({"seamlessflow.schema": str(SCHEMA_VERSION - 1)}, f" this SeamlessFlow reads {SCHEMA_VERSION}; use"),
+        ({"seamlessflow.schema": str(SCHEMA_VERSION + 1)}, f" this SeamlessFlow reads {SCHEMA_VERSION}; use"),
         ({"seamlessflow.schema": "x"}, "has no schema version"),
         ({}, "not written by SeamlessFlow: its metadata has no schema version"),
     ],
 )
-def test_a_file_of_a_newer_or_of_no_schema_version_is_refused(
+def test_a_file_of_another_or_of_no_schema_version_is_refused(
     tmp_path: Path, metadata: dict[str, str], sentence: str
 ) -> None:
     folder = tmp_path / "iteration=0"

@@ -114,7 +114,7 @@ class Sealer:
             if session.environment or session.status not in REASONS:  # unknown if it failed at once
                 by_environment[session.environment].append(session.reward)
         failures = count_failures(session.status for session in sessions)
-        # journals of earlier versions have no result of a failed task
+        # read again with fewer rollout.session_attempts, a journal ends tasks that have no result
         num_missing = group.size - len(sessions)
         earned = sum(session.reward for session in sessions) + num_missing * run.spec.rollout.failed_reward
         return answer | {

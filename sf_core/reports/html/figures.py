@@ -110,7 +110,7 @@ def _groups(run: RunDirectory, iteration: Iteration) -> list[list[Any]]:
             waiting = pa.array(["not filtered yet"] * len(table), pa.string())
             rows += _group_rows(number, table.append_column("decision", waiting))
     if "rollout" in stages:
-        rejected = stages["rollout"].data.get("rejected", {})
+        rejected = stages["rollout"].data["rejected"]
         rows += [[number, f"{run.run_id}.g{index}", "", [], reason] for index, reason in rejected.items()]
     return rows
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from safetensors.torch import save
 
 from sf_core.cli.replay import replay
 from storage import files
 from storage.run_directory import RunDirectory
-from storage.tensors.tensor_bytes import parse
-from storage.tensors.weights import load_weights, save_packed, save_weights
+from storage.tensors.weights import load_weights, save_weights
 from tests.sf_core.cli.test_main import sf
 from tests.sf_core.runs import configure, copy_run, train, trained_run
 from tests.sf_core.training.batches import grouped_rows, make_batch
@@ -90,19 +88,6 @@ def test_weights_that_are_gone_are_compared_by_their_checksum(copy: RunDirectory
     files.remove_folder(copy.weights_dir(1))
     result = replay(copy.uri, 0)
     assert (result.equal, result.largest_difference) == (True, None)
-
-
-def test_weights_of_earlier_versions_are_compared_too_whose_file_had_no_digest(copy: RunDirectory) -> None:
-    manifest = copy.read_manifest(0, "train")
-    assert manifest is not None
-    uri = f"{copy.weights_dir(1)}/model.safetensors"
-    content = save(load_weights(copy.weights_dir(1)), {"format": "pt", "version": "1"})
-    ref = copy.relative(save_packed(uri, parse(uri, content)))
-    changed = manifest.model_copy(update={"outputs": [ref]})
-    files.write_atomic(copy.manifest_file(0, "train"), changed.model_dump_json().encode())
-    assert replay(copy.uri, 0).equal
-    files.remove_folder(copy.weights_dir(1))
-    assert replay(copy.uri, 0).equal
 
 
 def test_steps_whose_weights_are_bfloat16_come_out_equal(tmp_path: Path) -> None:

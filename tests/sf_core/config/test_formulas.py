@@ -1,4 +1,4 @@
-"""Formulas that a configuration names: their kinds, contradictions, and what earlier versions wrote."""
+"""Formulas that a configuration names: their kinds and contradictions."""
 
 from __future__ import annotations
 
@@ -13,22 +13,12 @@ from pydantic import ValidationError
 from sf_core.config import RunConfig, TrainConfig
 from sf_core.config.validation import kinds_of
 from sf_core.config.yaml_file import differences, differing, load_config, settings_page
-from sf_core.recipes.advantages import AnyAdvantage, Group, LeaveOneOut
+from sf_core.recipes.advantages import AnyAdvantage, LeaveOneOut
 from sf_core.recipes.losses import AnyPolicyLoss, Cispo, Clip
 from sf_core.recipes.weights import AnyWeight, Fresh, Overlong
 
 ROOT = Path(__file__).parents[3]
 RECIPES = sorted((ROOT / "configs" / "recipes").glob("*.yaml"))
-
-FORMER = {
-    "loss": "ppo_clip",
-    "clip_low": 0.1,
-    "clip_high": 0.3,
-    "importance_cap": 4.0,
-    "advantage": "group_relative",
-    "scale_rewards": True,
-}
-"""As in configurations and manifests of earlier versions, which hold every setting."""
 
 
 def config(**sections: Any) -> RunConfig:
@@ -42,23 +32,6 @@ def test_a_kind_is_chosen_by_its_name_alone_or_with_its_settings() -> None:
     assert train.advantage == LeaveOneOut() and train.weights == (Overlong(), Fresh(max_lag=3))
     assert TrainConfig.model_validate({"loss": {"policy": {"high": 0.4}}}).loss.policy == Clip(high=0.4)
     assert TrainConfig.model_validate(train.model_dump(mode="json")) == train
-
-
-def test_settings_of_earlier_versions_mean_what_they_meant() -> None:
-    train = TrainConfig.model_validate(FORMER)
-    assert train.loss.policy == Clip(low=0.1, high=0.3, cap=4.0)
-    assert train.advantage == Group(ddof=0)
-    assert TrainConfig.model_validate(FORMER | {"scale_rewards": False}).advantage == Group(
-        scale="none", ddof=0
-    )
-    assert TrainConfig.model_validate({"clip_high": 0.3}).loss.policy == Clip(high=0.3)
-    assert TrainConfig.model_validate({}) == TrainConfig()
-
-
-def test_a_former_name_beside_what_took_its_place_is_an_unknown_key() -> None:
-    with pytest.raises(ValidationError) as refused:
-        TrainConfig.model_validate({"clip_high": 0.3, "loss": {"policy": "cispo"}})
-    assert [error["loc"] for error in refused.value.errors()] == [("clip_high",)]
 
 
 def test_a_formula_is_changed_as_a_whole(tmp_path: Path) -> None:

@@ -215,17 +215,12 @@ def test_a_run_that_is_worked_on_is_refused_and_left_alone_among_others(root: Pa
     assert "busy stopped 3/4" in sf("ls", str(root))[1]
 
 
-def test_a_run_without_attempts_of_today_is_asked_for_at_its_data_plane_or_that_of_the_environment(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_without_an_attempt_is_nobodys(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with served(root, "busy") as (url, _):
         run = make(root, "busy", 3)
-        assert "busy stopped 3/4" in sf("ls", str(root))[1]
-        monkeypatch.setenv("SF_DATAPLANE_URL", url)
-        assert "busy running 3/4" in sf("ls", str(root))[1]
-        monkeypatch.delenv("SF_DATAPLANE_URL")
         configure(run, train={"iterations": 4}, dataplane={"url": url})
-        assert "busy running 3/4" in sf("ls", str(root))[1]
+        monkeypatch.setenv("SF_DATAPLANE_URL", url)
+        assert is_served(run) == "no"
 
 
 def test_a_copy_of_a_run_that_is_worked_on_is_nobodys(root: Path) -> None:

@@ -94,11 +94,11 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> RunDirectory:
     commit(run, 0, "rollout", outputs=[write_trajectories(run, 0, first, "part")], data=told)
     for stage in ("filter", "train", "publish"):
         commit(run, 0, stage)
-    commit(run, 0, "evaluate", data={"reward_mean": 0.25})
+    commit(run, 0, "evaluate", data={"reward_mean": 0.25, "failures": {}})
     ref = write_trajectories(run, 1, held_out, "part", kind="evaluations")
     commit(run, 1, "evaluate", outputs=[ref], data={"reward_mean": 0.75, "failures": {"agent_error": 1}})
     rows = write_trajectories(run, 1, second, "part")
-    commit(run, 1, "rollout", outputs=[rows], data={"reward_mean": 1.0})
+    commit(run, 1, "rollout", outputs=[rows], data={"reward_mean": 1.0, "failures": {}})
     return run
 
 

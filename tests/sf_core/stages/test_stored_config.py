@@ -10,11 +10,16 @@ import pytest
 
 from sf_core.config import RunConfig
 from sf_core.config.validation import validate_config
-from sf_core.recipes.advantages import Group
-from sf_core.recipes.losses import Cispo, Clip
+from sf_core.recipes.losses import Cispo
+from sf_core.reports.view import failures_of
+from sf_core.stages.run import OpenRun, RunRef
 from sf_core.stages.stored_config import read_stored_config, settled, settled_to_measure
+from sf_core.training.stored_steps import stored_settings
+from storage.attempts import Attempt
 from storage.run_directory import RunDirectory
 from tests.sf_core.runs import pretend
+
+KEPT = Path(__file__).parents[2] / "data" / "runs" / "old"
 
 STORED = {
     "seed": 7,
@@ -51,6 +56,26 @@ def test_a_run_is_read_back_as_it_was_configured_wherever_it_is_now(
     Path(stored.run_dir).rename(tmp_path / "after" / "r")
     moved = read_stored_config(str(tmp_path / "after" / "r"))
     assert (moved.run_dir, moved.seed) == (str(tmp_path / "after" / "r"), 7)
+
+
+def holds(read: dict[str, Any], written: dict[str, Any]) -> bool:
+    """Whether every setting that was written has its value; others may have come since."""
+    return all(
+        holds(read[name], value) if isinstance(value, dict) else read[name] == value
+        for name, value in written.items()
+    )
+
+
+def test_what_a_run_of_this_format_has_stored_is_read_as_it_was_meant() -> None:
+    run = RunDirectory(str(KEPT))
+    written = json.loads((KEPT / "config.json").read_text())
+    config = run.read_config(RunConfig)
+    assert holds(config.model_dump(mode="json"), written)
+    assert stored_settings(OpenRun(RunRef("old", run.uri, dataplane_url="", attempt=0)), 3) == config.train
+    assert run.newest_attempt() == Attempt(dataplane="", host="vm")
+    rollout = run.read_manifest(3, "rollout")
+    assert rollout is not None and (failures_of(rollout), rollout.data["groups"]) == ({}, [*range(96, 128)])
+    assert run.read_summary() == json.loads((KEPT / "summary.json").read_text())
 
 
 def test_a_new_run_is_configured_as_the_caller_says(tmp_path: Path) -> None:
@@ -170,15 +195,3 @@ def test_a_critic_is_neither_added_nor_taken_away(tmp_path: Path, stored: RunCon
     changed = validate_config(other | {"train": ppo | {"critic": {"learning_rate": 0.5}}})
     resumed, _ = said(changed)
     assert resumed.train.critic is not None and resumed.train.critic.learning_rate == 0.5
-
-
-def test_a_run_of_an_earlier_version_goes_on_with_its_formulas(tmp_path: Path, stored: RunConfig) -> None:
-    former = stored.model_dump(mode="json")
-    for name in ("loss", "advantage", "weights", "critic"):
-        del former["train"][name]
-    former["train"] |= {"loss": "ppo_clip", "clip_low": 0.1, "clip_high": 0.28, "importance_cap": 5.0}
-    former["train"] |= {"advantage": "group_relative", "scale_rewards": True}
-    Path(stored.run_dir, "config.json").write_text(json.dumps(former))
-    resumed, lines = said(configured(tmp_path, dataplane=STORED["dataplane"]))
-    assert lines == [] and resumed.train.advantage == Group(ddof=0)
-    assert resumed.train.loss.policy == Clip(low=0.1)

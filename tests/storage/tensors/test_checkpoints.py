@@ -5,7 +5,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from safetensors.torch import save
 
 from storage import files
 from storage.run_directory import RunDirectory
@@ -127,52 +126,3 @@ def test_a_checkpoint_that_is_removed_is_none_from_the_beginning(run: RunDirecto
     save_whole(folder, 2)
     remove_checkpoint(folder)
     assert not has_checkpoint(folder) and files.list_files(folder) == []
-
-
-# --- checkpoints of earlier versions
-
-
-def write_earlier(folder: str) -> None:
-    given = tensors()
-    model = {name: given[f"master/{name}"] for name in SHAPES} | {"buffer": torch.ones(2)}
-    optimizer = {
-        f"{number}/{part}": given[f"{part}/{name}"]
-        for number, name in enumerate(SHAPES)
-        for part in ("exp_avg", "exp_avg_sq")
-    }
-    optimizer |= {f"{number}/step": torch.tensor(6.0) for number in range(len(SHAPES))}
-    refs = [
-        files.write_atomic(f"{folder}/{kind}.safetensors", save(content))
-        for kind, content in (("model", model), ("optimizer", optimizer))
-    ]
-    state = {
-        "state": {"version": 3, "optimizer_steps": 6},
-        "optimizer": {"param_groups": [{"lr": 0.1, "params": [0, 1]}], "scalars": {}},
-        "files": {ref.uri.rsplit("/", 1)[1]: {"bytes": ref.bytes, "sha256": ref.sha256} for ref in refs},
-    }
-    files.write_atomic(f"{folder}/state.json", json.dumps(state).encode())
-
-
-def test_checkpoints_of_earlier_versions_still_load(run: RunDirectory) -> None:
-    folder = run.checkpoint_dir(3)
-    write_earlier(folder)
-    found, progress = load_checkpoint(folder, WHOLE)
-    expected = tensors()
-    assert (progress.version, progress.optimizer_steps) == (3, 6)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-    part = {"embed": Place(SHAPES["embed"], (2, 0), (3, 3))}
-    found, _ = load_checkpoint(folder, part)
-    assert torch.equal(found["exp_avg/embed"], expected["exp_avg/embed"][2:])
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])
-def test_damaged_files_of_earlier_versions_are_named(run: RunDirectory, name: str) -> None:
-    folder = run.checkpoint_dir(1)
-    write_earlier(folder)
-    uri = f"{folder}/{name}"
-    files.write_atomic(uri, files.read_bytes(uri)[:-1])
-    with pytest.raises(ValueError, match=f"{name}: differs from"):
-        load_checkpoint(folder, WHOLE)
-    files.remove(uri)
-    with pytest.raises(ValueError, match=f"{name}: missing from the checkpoint"):
-        load_checkpoint(folder, WHOLE)

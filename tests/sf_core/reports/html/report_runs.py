@@ -93,6 +93,7 @@ def commit_iteration(run: RunDirectory, number: int, rows: list[Trajectory]) -> 
     told: dict[str, dict[str, Any]] = {
         "rollout": {
             "rejected": {"7": "too old"},
+            "failures": {},
             "sampled_tokens": 70,
             "reward_mean": mean_reward(rows),
         },
