@@ -34,8 +34,8 @@ TRACKERS_S = 2.0
 shared memory."""
 
 UNBORN_S = 0.5
-"""Seconds in which a fork is not signalled, because it may be about to become a tracker. Until then it has the
-command line of its parent."""
+"""Seconds in which a fork is not signalled, because it may be about to become a tracker. Until then it has
+the command line of its parent."""
 
 _TRACKER = re.compile(rb"from [\w.]+\.resource_tracker import main; ?main\(\d+.*\)")
 """Last word of a tracker's command line; also of those of loky."""
