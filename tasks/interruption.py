@@ -39,8 +39,8 @@ P, T = ParamSpec("P"), TypeVar("T")
 
 
 def sending_logs(flow: Callable[P, T]) -> Callable[P, T]:
-    """The function of a flow whose log lines reach the server before the flow ends. Prefect sends them up to two
-    seconds later, and a process worker that is removed at once takes the flow's process with it."""
+    """The function of a flow whose log lines reach the server before the flow ends. Prefect sends them up to
+    two seconds later, and a process worker that is removed at once takes the flow's process with it."""
 
     @functools.wraps(flow)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
