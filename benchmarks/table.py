@@ -196,7 +196,7 @@ ROWS = (
         "bfloat16 written whole at {emulation[write_bandwidth]:.2g} B/s before the next version, 1.5 % of it "
         "read by engines",
     ),
-    _pipelines("pipelines_deltas", "only that 1.5 % on the way, which is not built"),
+    _pipelines("pipelines_deltas", "only deltas of 1.5 % on the way, which is not built"),
 )
 
 
