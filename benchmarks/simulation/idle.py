@@ -10,17 +10,28 @@ failures   it is down
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
+from collections.abc import Iterable
 
-Causes = Counter[str]
+Causes = dict[str, float]
 
 
 def causes_of_engines(num_idle: int, num_in_tools: int, is_sampling: bool) -> Causes:
     """Causes of engines on which nothing runs, one for each. `is_sampling`: a session runs on another one.
 
     >>> causes_of_engines(num_idle=3, num_in_tools=2, is_sampling=False)
-    Counter({'tools': 2, 'tail': 1})
+    {'tools': 2, 'tail': 1}
     """
     of_tools = min(num_idle, num_in_tools)
     others = "tail" if is_sampling or num_in_tools else "lag bound"
-    return +Causes({"tools": of_tools, others: num_idle - of_tools})
+    counted: Causes = {"tools": of_tools, others: num_idle - of_tools}
+    return {cause: number for cause, number in counted.items() if number}
+
+
+def added_up(causes: Iterable[Causes]) -> Causes:
+    """The largest first."""
+    total: Causes = defaultdict(float)
+    for each in causes:
+        for cause, seconds in each.items():
+            total[cause] += seconds
+    return dict(sorted(total.items(), key=lambda item: -item[1]))

@@ -10,7 +10,7 @@ tasks/: batch full, filter, revoke and yield, train, publish. The time between t
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -111,7 +111,7 @@ class _Simulation:
         """The last estimate of the work left, and its time."""
         self._changed = Signal()
         self._num_in_tools = 0
-        self._idle = Causes()
+        self._idle: Causes = defaultdict(float)
         """Device-seconds since the last iteration ended."""
         self._clock.on_pass = self._note_idle
         self._result = Simulated()
@@ -164,7 +164,7 @@ class _Simulation:
             start, end = end, self._clock.now
             tokens = sum(sampled for sampled, _ in sizes)
             self._result.iterations.append(SimulatedIteration(start, end, tokens, lag, self._idle))
-            self._idle = Causes()
+            self._idle = defaultdict(float)
         self._is_over = True
 
     def _full_batch(self, number: int) -> Process:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.simulation.fleet import Turn
-from benchmarks.simulation.idle import Causes
+from benchmarks.simulation.idle import added_up
 from benchmarks.simulation.outcome import Simulated
 from benchmarks.simulation.overheads import Overheads
 from benchmarks.simulation.simulator import Failures, Turns, simulate
@@ -224,7 +224,7 @@ def figures_of(simulated: Simulated) -> PipelineFigures:
         idle_fraction=round(1.0 - found.utilisation_cluster, 4),
         idle_by_cause={
             cause: round(seconds / (found.seconds * len({span.worker for span in simulated.spans})), 4)
-            for cause, seconds in sum((iteration.idle for iteration in counted), Causes()).most_common()
+            for cause, seconds in added_up(iteration.idle for iteration in counted).items()
         },
         max_lag=max(iteration.max_lag for iteration in counted),
         switches=len(found.switches),
