@@ -77,7 +77,7 @@ SECTIONS = {
     "Generation and training together": ("quickstart_vs_trl",),
     "Weights": ("weight_path", "weights"),
     "Sandbox": ("harness",),
-    "Pipelines": ("pipelines",),
+    "Pipelines": ("pipelines", "pipelines_deltas"),
 }
 """Sections of docs/benchmarks.md, and the results in each."""
 
@@ -87,6 +87,26 @@ Made by `python -m benchmarks.table`. Each row has the figures that its script p
 the commit of that run. The baseline was measured in the same run, on the same machine.
 `python -m benchmarks.results NAME` runs a script again and keeps its figures. No figure is from a GPU yet.
 """
+
+
+def _pipelines(result: str, weights: str) -> Row:
+    def of(name: str) -> str:
+        return f"{{{name}[tokens_per_second]:,.0f}}, {{{name}[idle_fraction]:.1%}}"
+
+    others = {
+        "async": "async",
+        "colocated": "colocated",
+        "colocated_drained": "colocated, drained",
+        "disaggregated": "disaggregated",
+    }
+    return Row(
+        result,
+        "{devices} simulated H100, half of them dual, cap {in_flight_cap_per_engine}, {sessions_per_batch} "
+        f"sessions of several turns with tools, lag bound {{max_lag_allowed}}, {weights}: tokens/s, idle",
+        f"{of('multiplexed')}: multiplexed",
+        "; ".join(f"{of(name)}: {shown}" for name, shown in others.items()),
+    )
+
 
 ROWS = (
     Row(
@@ -233,15 +253,12 @@ ROWS = (
         "sandboxes at once, MB for each; processes, folders and mounts left after kill -9 of the worker",
         "{at_once[sandboxes]}, {at_once[mb_each]:.1f}; {left[processes]}, {left[folders]}, {left[mounts]}",
     ),
-    Row(
+    _pipelines(
         "pipelines",
-        "{devices} simulated H100, half of them dual, cap {in_flight_cap_per_engine}, several turns "
-        "with tools, float32 weights through storage (docs/pipelines.md: other conditions): tokens/s, idle",
-        "{multiplexed[tokens_per_second]:,.0f}, {multiplexed[idle_fraction]:.1%}: multiplexed",
-        "{colocated_drained[tokens_per_second]:,.0f}, {colocated_drained[idle_fraction]:.1%}: "
-        "colocated, drained; {async[tokens_per_second]:,.0f}, {async[idle_fraction]:.1%}: async; "
-        "{disaggregated[tokens_per_second]:,.0f}, {disaggregated[idle_fraction]:.1%}: disaggregated",
+        "bfloat16 written whole at {emulation[write_bandwidth]:.2g} B/s before the next version, 1.5 % of it "
+        "read by engines",
     ),
+    _pipelines("pipelines_deltas", "only deltas of 1.5 % on the way, which is not built"),
 )
 
 

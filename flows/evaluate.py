@@ -13,12 +13,13 @@ from sf_core.stages.run import OpenRun, begin_attempt, check_held_out, open_conf
 from tasks.cluster import TaggedTaskRunner, crashing_without_scheduler, result_of, scheduler_address, submit
 from tasks.deployed import DeployedConfig
 from tasks.identity import run_name_with_flow
-from tasks.interruption import freeing_workers
+from tasks.interruption import freeing_workers, sending_logs
 from tasks.lease import Leases
 from tasks.stages import evaluate as evaluate_task
 
 
 @flow(name="evaluate", flow_run_name=run_name_with_flow, task_runner=TaggedTaskRunner())
+@sending_logs
 def evaluate(config: DeployedConfig) -> dict[str, Any]:
     """Measure the newest published version of a stored run, as it was configured; returns mean rewards.
 

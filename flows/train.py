@@ -30,13 +30,14 @@ from tasks.cluster import (
 from tasks.deployed import DeployedConfig
 from tasks.gang import Gang
 from tasks.identity import identified, run_name
-from tasks.interruption import freeing_workers
+from tasks.interruption import freeing_workers, sending_logs
 from tasks.lease import Leases
 from tasks.page import Page
 from tasks.stages import evaluate, filter_, finish, publish, rollout
 
 
 @flow(name="train", flow_run_name=run_name, task_runner=TaggedTaskRunner())
+@sending_logs
 def train(config: DeployedConfig) -> dict[str, Any]:
     """Run all iterations that are not committed yet; returns the summary of the run."""
     config = settled(identified(config))

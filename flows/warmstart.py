@@ -12,11 +12,12 @@ from sf_core.stages.stored_config import settled
 from tasks.cluster import TaggedTaskRunner, crashing_without_scheduler, result_of, submit
 from tasks.deployed import DeployedConfig
 from tasks.identity import identified, run_name_with_flow
-from tasks.interruption import freeing_workers
+from tasks.interruption import freeing_workers, sending_logs
 from tasks.stages import warmstart as warmstart_task
 
 
 @flow(name="warmstart", flow_run_name=run_name_with_flow, task_runner=TaggedTaskRunner())
+@sending_logs
 def warmstart(config: DeployedConfig) -> str:
     """Make version 0 of the run's policy; returns its Hugging Face folder."""
     config = settled(identified(config))

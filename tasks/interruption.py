@@ -1,4 +1,5 @@
-"""Stops the work on the devices when a flow is interrupted (Cancel in the UI, end of its process worker).
+"""What a flow still does when it ends. It sends its log lines, and it stops the work on the devices if it was
+interrupted (Cancel in the UI, end of its process worker).
 
 Prefect interrupts the flow's process by a signal, which raises wherever the flow is, and kills it 30 s later.
 Dask drops queued tasks but lets running ones go on, which would keep their devices.
@@ -6,11 +7,14 @@ Dask drops queued tasks but lets running ones go on, which would keep their devi
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import ParamSpec, TypeVar
 
 from distributed import Future
+from prefect.logging.handlers import APILogWorker
 
 from sf_core.dataplane.control.client import UNANSWERED, DataplaneClient
 from sf_core.scheduling.cluster import end_tasks, owner_of
@@ -24,8 +28,28 @@ PATIENCE_S = 5.0
 """Time for running tasks to end by themselves: engines and agents do when their run is released, a train step
 may take minutes."""
 
+LOGS_S = 5.0
+"""Longest time in which the last log lines reach the Prefect server."""
+
 RELEASE_S = 2.0
 """Time for the data plane to release the run. Without a release nothing ends by itself."""
+
+
+P, T = ParamSpec("P"), TypeVar("T")
+
+
+def sending_logs(flow: Callable[P, T]) -> Callable[P, T]:
+    """The function of a flow whose log lines reach the server before the flow ends. Prefect sends them up to
+    two seconds later, and a process worker that is removed at once takes the flow's process with it."""
+
+    @functools.wraps(flow)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return flow(*args, **kwargs)
+        finally:
+            APILogWorker.drain_all(timeout=LOGS_S)
+
+    return run
 
 
 @contextmanager

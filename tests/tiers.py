@@ -10,6 +10,7 @@ import os
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -24,20 +25,16 @@ def main(tier: str) -> int:
     # what outlives its parent becomes our child, so that its CPU time is counted as well
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     began = time.monotonic()
+    pytest = [sys.executable, "-m", "pytest", "-m", TIERS[tier]]
     beside = ["--numprocesses", str(PROCESSES), "--dist", "loadgroup", "--no-loadscope-reorder"]
-    checking = start_check() if tier == "fast" else None
-    status = run_pytest("-m", TIERS[tier], *beside)
-    if checking:
-        output, _ = checking.communicate()
-        print(output, flush=True)
-        status = status or checking.returncode
     flaky: list[str] = []
-    if tier == "system" and status == 1:
+    if tier == "fast":
+        status = run_with_check([*pytest, *beside])
+    elif (status := run([*pytest, *beside])) == 1:
         failed = read_failed()
         print("\nwhat failed runs once more, alone", flush=True)
-        status = run_pytest("-m", TIERS[tier], "--last-failed", "--last-failed-no-failures", "none")
+        status = run([*pytest, "--last-failed", "--last-failed-no-failures", "none"])
         flaky = sorted(failed - read_failed()) if status in (0, 1) else []
-    reap_orphans()
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu_s = used.ru_utime + used.ru_stime
     print(f"{tier} tier: {time.monotonic() - began:.0f} s, {cpu_s:.0f} CPU-seconds", flush=True)
@@ -46,27 +43,36 @@ def main(tier: str) -> int:
     return status
 
 
-def start_check() -> subprocess.Popen[str]:
-    """`make check` in the time that the tests leave."""
-    command = ["nice", "-n", "19", "make", "--no-print-directory", "check"]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+def run(command: list[str]) -> int:
+    [status] = await_ends(subprocess.Popen(command))
+    return status
 
 
-def run_pytest(*arguments: str) -> int:
-    return subprocess.run([sys.executable, "-m", "pytest", *arguments]).returncode
+def run_with_check(command: list[str]) -> int:
+    """Run the tests, and `make check` in the time that they leave; print its output when both have ended."""
+    check = ["nice", "-n", "19", "make", "--no-print-directory", "check"]
+    with tempfile.TemporaryFile("w+") as said:
+        checking = subprocess.Popen(check, stdout=said, stderr=subprocess.STDOUT)
+        tested, checked = await_ends(subprocess.Popen(command), checking)
+        said.seek(0)
+        print(said.read(), flush=True)
+    return tested or checked
+
+
+def await_ends(*processes: subprocess.Popen[bytes]) -> list[int]:
+    """Wait for these processes, and collect every orphan that ends meanwhile, as init would: tests wait for
+    processes to be gone. Returns exit codes."""
+    codes: dict[int, int] = {}
+    while not codes.keys() >= {process.pid for process in processes}:
+        pid, status = os.waitpid(-1, 0)
+        codes[pid] = os.waitstatus_to_exitcode(status)
+    for process in processes:
+        process.returncode = codes[process.pid]
+    return [codes[process.pid] for process in processes]
 
 
 def read_failed() -> set[str]:
     return set(json.loads(_FAILED.read_text())) if _FAILED.exists() else set()
-
-
-def reap_orphans() -> None:
-    """Collect orphans that have ended; the kernel counts their CPU time when they are waited for."""
-    try:
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-    except ChildProcessError:
-        pass
 
 
 if __name__ == "__main__":

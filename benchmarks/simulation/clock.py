@@ -23,6 +23,8 @@ class EventClock:
     def __init__(self) -> None:
         self.now = 0.0
         """Seconds since the start."""
+        self.on_pass: Callable[[float, float], None] = lambda start, end: None
+        """Called when time goes on, with the moments between which nothing happens."""
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._order = count()
 
@@ -43,7 +45,10 @@ class EventClock:
         while not is_over():
             if not self._events:
                 raise RuntimeError(f"at {self.now:.3f} s everyone waits, and nothing will happen")
-            self.now, _, action, arguments = heappop(self._events)
+            moment, _, action, arguments = heappop(self._events)
+            if moment > self.now:
+                self.on_pass(self.now, moment)
+            self.now = moment
             action(*arguments)
 
     def _resume(self, process: Process) -> None:

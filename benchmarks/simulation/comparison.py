@@ -62,9 +62,11 @@ def comparison(
 
     Raises ValueError, one sentence, if the devices or iterations are too few."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column("pipeline")
     bound = ("idle at least",) if work is not None else ()
-    for name in ("pipeline", "tokens/s", "s/iteration", "idle", "max lag", "switches", *bound):
-        table.add_column(name, justify="left" if name == "pipeline" else "right")
+    for name in ("tokens/s", "s/iteration", "idle", "max lag", "switches", *bound):
+        table.add_column(name, justify="right")
+    table.add_column("idle by cause")
     for name, variant in VARIANTS.items():
         simulated = simulate_variant(config, variant, devices, turns, failures=failures)
         found = figures_of(simulated)
@@ -76,6 +78,7 @@ def comparison(
             str(found.max_lag),
             str(found.switches),
             *([f"{_least_idle(config, variant, devices, work):.1%}"] if work is not None else []),
+            ", ".join(f"{cause} {share:.1%}" for cause, share in found.idle_by_cause.items() if share),
         )
         if picture is not None and name == "multiplexed":
             last = simulated.iterations[-6:]

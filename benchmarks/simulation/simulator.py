@@ -10,14 +10,16 @@ tasks/: batch full, filter, revoke and yield, train, publish. The time between t
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import fmean
-from typing import Literal
 
 from benchmarks.simulation.clock import EventClock, Process, Signal
-from benchmarks.simulation.fleet import Fleet, SimulatedEngine, SimulatedSession, Turn
+from benchmarks.simulation.device import SimulatedDevice
+from benchmarks.simulation.fleet import Fleet, SimulatedSession, Turn
+from benchmarks.simulation.idle import Causes, causes_of_engines
+from benchmarks.simulation.outcome import Simulated, SimulatedIteration
 from benchmarks.simulation.overheads import Overheads
 from sf_core.config import RunConfig
 from sf_core.config.devices import Device
@@ -43,47 +45,6 @@ class Failures:
     mean_between_s: float
     """Mean time between failures of one device, in seconds of the clock."""
     repair_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class SimulatedIteration:
-    start: float
-    end: float
-    """Start and end are those of a real run's windows: the end of the iteration before, and its own."""
-    tokens: int
-    max_lag: int
-
-
-@dataclass(slots=True)
-class Simulated:
-    iterations: list[SimulatedIteration] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
-    """Sorted by worker and time."""
-    not_lent: int = 0
-    """Loans that the gate refused."""
-    moves: int = 0
-    """Sessions moved from a long queue to a short one."""
-    failures: int = 0
-
-
-@dataclass(eq=False, slots=True)
-class _Device:
-    """A worker's device, with the state of the worker's process, which a failure ends."""
-
-    worker: str
-    model: DeviceModel
-    gate: LendingGate
-    tag: Literal["rollout", "train"] | None = None
-    """Tag of the last switch."""
-    leased_at: float | None = None
-    """When its current lease began; None without one."""
-    engine: SimulatedEngine | None = None
-    """Engine of the current lease; None without one, and while it loads."""
-    is_down: bool = False
-    num_lives: int = 0
-    num_leases: int = 0
-    first_lease: int = 1
-    """Number of the first lease of the process; its start is no switch, as what it starts stays."""
 
 
 def simulate(
@@ -116,7 +77,9 @@ class _Simulation:
         self._clock = EventClock()
         self._model = DeviceModel(config.emulation)
         self._devices = {
-            worker: _Device(worker, DeviceModel(config.emulation, devices.get(worker)), self._new_gate())
+            worker: SimulatedDevice(
+                worker, DeviceModel(config.emulation, devices.get(worker)), self._new_gate()
+            )
             for worker in (*plan.rollout, *plan.trainers)
         }
         self._trainers = [self._devices[worker] for worker in plan.trainers]
@@ -147,6 +110,10 @@ class _Simulation:
         self._work: tuple[float, WorkLeft] | None = None
         """The last estimate of the work left, and its time."""
         self._changed = Signal()
+        self._num_in_tools = 0
+        self._idle: Causes = defaultdict(float)
+        """Device-seconds since the last iteration ended."""
+        self._clock.on_pass = self._note_idle
         self._result = Simulated()
         self._is_over = False
 
@@ -188,7 +155,7 @@ class _Simulation:
             yield self._overheads.hand_over
             yield from self._train(number + 1, sum(total for _, total in sizes))
             self._lend_trainers()
-            yield self._overheads.publish + self._model.verify_s()
+            yield self._overheads.publish
             self._manager.set_version(number + 1)
             if self._fleet.engines:
                 self._fleet.set_version(number + 1)
@@ -196,7 +163,8 @@ class _Simulation:
             self._claim()
             start, end = end, self._clock.now
             tokens = sum(sampled for sampled, _ in sizes)
-            self._result.iterations.append(SimulatedIteration(start, end, tokens, lag))
+            self._result.iterations.append(SimulatedIteration(start, end, tokens, lag, self._idle))
+            self._idle = defaultdict(float)
         self._is_over = True
 
     def _full_batch(self, number: int) -> Process:
@@ -225,8 +193,11 @@ class _Simulation:
                 switch = self._switch_to_train(device)
                 begins.append(started + switch)
                 ends.append(started + switch + device.model.train_s(num_tokens, num_ranks))
-            yield max(ends) - started
-            trained = self._clock.now
+            trained = max(ends)
+            for device, begun in zip(self._trainers, begins, strict=True):
+                # busy to the end: a rank that has computed its share waits in the exchange of gradients
+                device.computes = begun, trained
+            yield trained - started
             # the checkpoint before is stored meanwhile
             wait_s = self._checkpoint_at - trained if has_checkpoint else 0.0
             yield max(self._model.save_s(), wait_s)
@@ -239,13 +210,12 @@ class _Simulation:
         end = self._clock.now
         for device, begun in zip(self._trainers, begins, strict=True):
             self._note(device, "train", started, begun, "moving")
-            # busy to the end: a rank that has computed its share waits in the exchange of gradients
             self._note(device, "train", begun, trained, "busy")
             self._note(device, "train", trained, end, "moving")
             self._note(device, "train", started, end, "held")
         self._training, self._has_trained = False, True
 
-    def _switch_to_train(self, device: _Device) -> float:
+    def _switch_to_train(self, device: SimulatedDevice) -> float:
         """Switch to training; returns the seconds it takes, 0 if the device still holds its trainer."""
         switch = device.model.to_train_s() if device.tag != "train" else 0.0
         if device.tag == "rollout":
@@ -261,7 +231,7 @@ class _Simulation:
                 if device.leased_at is None:
                     self._clock.start(self._lend(device))
 
-    def _lend(self, device: _Device) -> Process:
+    def _lend(self, device: SimulatedDevice) -> Process:
         life = device.num_lives
         yield self._overheads.lease
         # it may have failed or been lent meanwhile; before the first step the gate is not asked
@@ -272,7 +242,7 @@ class _Simulation:
             return
         yield from self._hold(device)
 
-    def _hold(self, device: _Device) -> Process:
+    def _hold(self, device: SimulatedDevice) -> Process:
         """Start of a lease, up to the moment from which its engine serves."""
         device.num_leases += 1
         number, started = device.num_leases, self._clock.now
@@ -290,11 +260,11 @@ class _Simulation:
         device.engine = self._fleet.add_engine(device.worker, self._manager.version, device.model)
 
     @staticmethod
-    def _is_held(device: _Device, number: int) -> bool:
+    def _is_held(device: SimulatedDevice, number: int) -> bool:
         """Whether the lease of this number goes on."""
         return device.leased_at is not None and device.num_leases == number
 
-    def _end_lease(self, device: _Device) -> None:
+    def _end_lease(self, device: SimulatedDevice) -> None:
         """No effect without a lease; an engine that loads yields at once."""
         if device.engine is not None:
             self._fleet.remove_engine(device.engine)
@@ -306,7 +276,7 @@ class _Simulation:
         self._note_lease(device)
         device.leased_at = None
 
-    def _break_down(self, device: _Device, failures: Failures) -> Process:
+    def _break_down(self, device: SimulatedDevice, failures: Failures) -> Process:
         is_trainer = device in self._trainers
         while True:
             yield self._random.expovariate(1 / failures.mean_between_s)
@@ -327,11 +297,31 @@ class _Simulation:
     def _new_gate(self) -> LendingGate:
         return LendingGate(self._config.cluster.max_switches_per_minute)
 
-    def _note_lease(self, device: _Device) -> None:
+    def _note_idle(self, start: float, end: float) -> None:
+        """Nothing changes between the two moments."""
+        num_idle = 0
+        for device in self._devices.values():
+            if device.is_down:
+                self._idle["failures"] += end - start
+            elif self._training and device in self._trainers:
+                begun, trained = device.computes
+                self._idle["weights"] += end - start - max(0.0, min(end, trained) - max(start, begun))
+            elif device.leased_at is None:
+                self._idle["batch"] += end - start
+            elif device.engine is None:
+                self._idle["weights"] += end - start
+            else:
+                num_idle += not device.engine.running
+        if num_idle:
+            is_sampling = any(engine.running for engine in self._fleet.engines)
+            for cause, number in causes_of_engines(num_idle, self._num_in_tools, is_sampling).items():
+                self._idle[cause] += number * (end - start)
+
+    def _note_lease(self, device: SimulatedDevice) -> None:
         if device.leased_at is not None:
             self._note(device, "rollout", device.leased_at, self._clock.now, "held")
 
-    def _note(self, device: _Device, tag: str, start: float, end: float, kind: Kind) -> None:
+    def _note(self, device: SimulatedDevice, tag: str, start: float, end: float, kind: Kind) -> None:
         if end > start:
             self._result.spans.append(Span(device.worker, tag, start, end, kind))
 
@@ -369,10 +359,12 @@ class _Simulation:
         if session.is_over:
             self._finish(session)
         else:
+            self._num_in_tools += 1
             tool_s = session.turns[session.number - 1].tool_s
             self._clock.after(self._model.real_s(tool_s), self._ask_again, session)
 
     def _ask_again(self, session: SimulatedSession) -> None:
+        self._num_in_tools -= 1
         if session.claim.place.group in self._manager.groups:
             self._fleet.submit([session])
 

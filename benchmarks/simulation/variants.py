@@ -11,8 +11,10 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.simulation.fleet import Turn
+from benchmarks.simulation.idle import added_up
+from benchmarks.simulation.outcome import Simulated
 from benchmarks.simulation.overheads import Overheads
-from benchmarks.simulation.simulator import Failures, Simulated, Turns, simulate
+from benchmarks.simulation.simulator import Failures, Turns, simulate
 from sf_core.config import RunConfig
 from sf_core.config.devices import Device, known_device
 from sf_core.config.pipelines import PipelineName
@@ -176,6 +178,8 @@ class PipelineFigures:
     tokens_per_second: float
     seconds_per_iteration: float
     idle_fraction: float
+    idle_by_cause: dict[str, float]
+    """The same in parts, the largest first (idle.py)."""
     max_lag: int
     switches: int
     """Changes of a device's active tag, in both directions."""
@@ -218,6 +222,10 @@ def figures_of(simulated: Simulated) -> PipelineFigures:
         tokens_per_second=round(sum(iteration.tokens for iteration in counted) / found.seconds, 1),
         seconds_per_iteration=round(found.seconds / len(counted), 3),
         idle_fraction=round(1.0 - found.utilisation_cluster, 4),
+        idle_by_cause={
+            cause: round(seconds / (found.seconds * len({span.worker for span in simulated.spans})), 4)
+            for cause, seconds in added_up(iteration.idle for iteration in counted).items()
+        },
         max_lag=max(iteration.max_lag for iteration in counted),
         switches=len(found.switches),
     )

@@ -76,15 +76,15 @@ class CommandEnd:
     """What it wrote, on standard output and standard error, as it came."""
 
 
-def agent_of(setting: Reference | Command) -> Callable[..., Any]:
+def agent_of(setting: Reference | Command, grace_s: float = GRACE_S) -> Callable[..., Any]:
     """The agent that `environment.agent` names; one that is a command returns a CommandEnd or raises
     CommandError. Raises ValueError with one sentence if there is no such function or program here."""
-    return CommandAgent(setting).run if isinstance(setting, Command) else load_object(setting)
+    return CommandAgent(setting, grace_s).run if isinstance(setting, Command) else load_object(setting)
 
 
 class CommandAgent:
-    def __init__(self, command: Command) -> None:
-        self._command = command
+    def __init__(self, command: Command, grace_s: float) -> None:
+        self._command, self._grace_s = command, grace_s
         program = shutil.which(command.command[0], path=command.variables.get("PATH"))
         if program is None:
             raise ValueError(
@@ -125,6 +125,7 @@ class CommandAgent:
             process = _KeptProcess(
                 self._words,
                 folder.name,
+                self._grace_s,
                 cwd=str(work),
                 prompt=task.prompt,
                 env=_inherited() | _variables(endpoint) | places | self._command.variables,
@@ -187,13 +188,16 @@ class CommandAgent:
 class _KeptProcess:
     """A command and its keeper."""
 
-    def __init__(self, words: list[str], folder: str, *, cwd: str, prompt: str, env: dict[str, str]) -> None:
+    def __init__(
+        self, words: list[str], folder: str, grace_s: float, *, cwd: str, prompt: str, env: dict[str, str]
+    ) -> None:
+        self._end_s = grace_s + END_S
         self._channel, theirs = socket.socketpair()
         with theirs, tempfile.TemporaryFile(dir=folder) as file:
             file.write(prompt.encode(errors="backslashreplace"))
             file.seek(0)
             self._keeper = subprocess.Popen(
-                keeper_of(theirs, GRACE_S, folder, words),
+                keeper_of(theirs, grace_s, folder, words),
                 stdin=file,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -227,7 +231,7 @@ class _KeptProcess:
             return self._channel.close()
         self._writer.write_eof()
         try:
-            async with asyncio.timeout(GRACE_S + END_S):
+            async with asyncio.timeout(self._end_s):
                 while await self._reader.read(4096):
                     pass
                 if self._keeper.wait() != 0:
@@ -237,7 +241,7 @@ class _KeptProcess:
                 for ear in self._ears:
                     await ear.has_ended.wait()
         except TimeoutError:
-            log.warning("processes of a command still run %g s after its end", GRACE_S + END_S)
+            log.warning("processes of a command still run %g s after its end", self._end_s)
         finally:
             self._writer.close()
             for ear in self._ears:

@@ -120,16 +120,19 @@ class EmulationConfig(Settings):
     """Bytes of KV cache per token: 2 x layers x KV heads x head width x bytes per element."""
     kv_tokens: int = Field(180_000, ge=0)
     """Capacity of the KV cache in tokens; a turn reuses what an earlier one left in it. 0: no reuse."""
-    stored_bytes_per_parameter: float = Field(4.0, gt=0)
-    """Size of a parameter in stored weights, in bytes; 4 with the default of `policy.dtype`."""
-    write_bandwidth: float = Field(0.1e9, gt=0)
+    stored_bytes_per_parameter: float = Field(2.0, gt=0)
+    """Bytes per parameter that a trainer writes of each version: 2 if `policy.dtype` is bfloat16, else 4."""
+    delta_bytes_per_parameter: float = Field(0.03, gt=0)
+    """Bytes per parameter that an engine's host reads of each version: what changed, 1.5 % of bfloat16; 4 if
+    `policy.dtype` is float32, which has no deltas."""
+    write_bandwidth: float = Field(0.45e9, gt=0)
     """Bytes/s at which a trainer copies, hashes and writes weights and checkpoints."""
-    verify_bandwidth: float = Field(1e9, gt=0)
-    """Bytes/s at which stored weights are read and hashed before they are published."""
+    verify_bandwidth: float = Field(2e9, gt=0)
+    """Bytes/s at which an engine's host checks its copy of the weights, from which the engine loads them."""
     load_bandwidth: float = Field(0.7e9, gt=0)
-    """Bytes/s at which an engine reads and loads stored weights."""
+    """Bytes/s at which an engine's host reads stored weights."""
     to_rollout_s: float | None = Field(None, ge=0)
-    """Emulated seconds until a device is an engine. Empty: the time to load weights."""
+    """Emulated seconds until a device is an engine. Empty: the time to load the weights that its host has."""
     to_train_s: float = Field(0.0, ge=0)
     """Emulated seconds until a device that served as an engine can train; its trainer stays loaded."""
     time_dilation: float = Field(1.0, gt=0)

@@ -17,14 +17,8 @@ from distributed.system import MEMORY_LIMIT
 
 from sf_core.config import devices
 from sf_core.config.devices import Device, known_device
+from sf_core.scheduling.template.nanny import heavy_modules
 from sf_core.surroundings import check_names, computes_nothing
-
-HEAVY = {
-    "rollout": ("torch",),
-    "train": ("torch",),
-    "agent": ("openai",),
-    "cpu": ("pyarrow",),
-}
 
 
 def _kind(context: click.Context, option: click.Parameter, value: str | None) -> Device | None:
@@ -40,11 +34,8 @@ def _kind(context: click.Context, option: click.Parameter, value: str | None) ->
 async def dask_setup(worker: Any, device_kind: Device | None, device: str | None) -> None:
     """Raises ImportError if something else has the name of one of our packages."""
     check_names(sys.path)
-    for tag in worker.state.total_resources:
-        for module in HEAVY.get(tag, ()):
-            if module == "torch" and computes_nothing():
-                continue
-            importlib.import_module(module)
+    for module in heavy_modules(worker.state.total_resources):
+        importlib.import_module(module)
     own_device = Device(**json.loads(device)) if device else device_kind
     devices.own_device = own_device
     published = asdict(own_device) if own_device else None

@@ -66,6 +66,7 @@ def worker_command(
         *("--name", name, "--resources", resources),
         *("--nthreads", "1", "--nworkers", "1", "--memory-limit", "0", *NO_DASHBOARD),
         *("--preload", "sf_core.scheduling.preload"),
+        *("--preload-nanny", "sf_core.scheduling.template.nanny"),
     ]
 
 

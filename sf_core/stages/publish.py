@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import time
 
 from sf_core.stages.commit import Outcome, commits_once, committed
 from sf_core.stages.run import OpenRun
-from sf_core.training.registry import trainer_kind
 
 log = logging.getLogger(__name__)
 
@@ -19,11 +17,6 @@ def publish(run: OpenRun, iteration: int) -> Outcome:
     version = int(source.data["version"])
     # it was hashed while it was written, and engines compare what they take with the digest in it
     run.directory.verify_sizes(source)
-    if not trainer_kind(run.config).computes_weights:
-        # the files of emulated trainers are smaller than what they stand for
-        from sf_core.engines.emulated.device import device_model
-
-        time.sleep(device_model(run.config).verify_s())
     answer = run.dataplane.publish(version, run.weights(version).uri)
     for refusal in answer.pop("refusals"):
         log.warning("%s", refusal)

@@ -134,23 +134,23 @@ def test_a_file_that_is_no_configuration_is_named(config: Path, text: bytes) -> 
 
 
 @pytest.mark.parametrize(
-    "override",
+    ("override", "sentence"),
     [
-        "",
-        "=",
-        "=1",
-        "seed",
-        "seed.x=1",
-        "seed=[1",
-        "seed=2026-13-45",
-        "seed=[/red]",
-        "..=1",
-        "seed=" + "[" * 2000,
+        ("", ""),
+        ("=", ""),
+        ("=1", ""),
+        ("seed", "--set seed: expected key.path=value"),
+        ("seed.x=1", "--set seed.x=1: seed is a value, not a section"),
+        ("seed=[1", "--set seed: '[1' is not a valid YAML value"),
+        ("seed=2026-13-45", ""),
+        ("seed=[/red]", ""),
+        ("..=1", ""),
+        ("seed=" + "[" * 2000, ""),
     ],
-    ids=lambda override: repr(override[:30]),
+    ids=lambda text: repr(text[:30]),
 )
-def test_an_override_that_is_none_is_named(config: Path, override: str) -> None:
-    check_refused(config.parent, ["train", str(config), "--set", override])
+def test_an_override_that_is_none_is_named(config: Path, override: str, sentence: str) -> None:
+    check_refused(config.parent, ["train", str(config), "--set", override], sentence)
 
 
 def test_a_folder_is_no_configuration(config: Path) -> None:

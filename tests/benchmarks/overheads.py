@@ -48,13 +48,12 @@ def measured_overheads(run: RunDirectory) -> Overheads:
         for before, after in pairwise(spans)
         if (before.tag, after.tag) == ("train", "rollout")
     ]
-    in_devices = model.verify_s() + model.weight_load_s()
     return Overheads(
         seal=float(np.median([sealing_s(stages["rollout"]) for stages in iterations]))
         + median_s("rollout", "filter")
         + seconds_of("filter"),
         hand_over=median_s("filter", "train"),
         lease=float(np.median(leases)) if leases else 0.0,
-        publish=max(0.0, median_s("train", "publish") + seconds_of("publish") - in_devices),
+        publish=max(0.0, median_s("train", "publish") + seconds_of("publish") - model.weight_load_s()),
         next_iteration=median_s("publish", "rollout", shift=1),
     )

@@ -19,6 +19,7 @@ from storage import files
 from tests.e2e.conftest import small_run
 from tests.e2e.desk import Desk
 from tests.e2e.invariants import Snapshot, manifests
+from tests.e2e.nannies import worker_of
 from tests.e2e.quickstart import ROOT
 from tests.e2e.standing import Stack
 from tests.patience import wait_until
@@ -58,11 +59,10 @@ class Training:
         return [process, *process.children(recursive=True)]
 
     def worker_process(self, worker: str) -> psutil.Process:
-        """The process that runs the worker's tasks, a child of its nanny."""
+        """The process that runs the worker's tasks."""
 
         def found() -> psutil.Process | None:
-            children = self.processes(f"worker-{worker}")[1:]
-            return next((child for child in children if "spawn_main" in " ".join(child.cmdline())), None)
+            return worker_of(self.processes(f"worker-{worker}")[0].pid)
 
         process: psutil.Process = wait_until(found, f"{worker} to run", every_s=0.1)
         return process

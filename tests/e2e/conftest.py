@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -22,6 +22,7 @@ from sf_core.config.validation import validate_config
 from sf_core.scheduling.timeline import Span, read_spans
 from sf_core.stages.stored_config import read_stored_config
 from storage.run_directory import RunDirectory
+from tests.e2e.nannies import worker_of
 from tests.e2e.postgresql import postgresql
 from tests.e2e.prefect_home import make_prefect_home
 from tests.e2e.prefect_server import Server, prefect_server
@@ -106,12 +107,8 @@ class Cluster:
 
     def worker_process(self, name: str) -> psutil.Process:
         """The process that runs the worker's tasks; its nanny starts another one when it dies."""
-        nanny = psutil.Process(self.stack.processes[f"worker-{name}"].pid())
-        for child in nanny.children(recursive=True):
-            # one that has just ended cannot be asked
-            with suppress(psutil.Error):
-                if "spawn_main" in " ".join(child.cmdline()):
-                    return child
+        if process := worker_of(self.stack.processes[f"worker-{name}"].pid()):
+            return process
         raise LookupError(f"worker {name} has no process")
 
 

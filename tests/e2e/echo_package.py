@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import os
 
 import openai
-import psutil
+from distributed import get_worker
 
 from sf_core.types import Endpoint, Scored, Task
 
@@ -50,11 +49,8 @@ async def slowly_held_out(task: Task, endpoint: Endpoint) -> dict[str, str]:
 
 
 def reward_with_worker(task: Task, answer: dict[str, str]) -> Scored:
-    """The reward, with a part named after the worker that scores, whose name its nanny was given, and of the
-    answer its length."""
-    command = psutil.Process(os.getppid()).cmdline()
-    name = command[command.index("--name") + 1]
-    parts = {"correct": float(task.answer in answer["text"]), f"by_{name}": 0.0}
+    """The reward, with a part named after the worker that scores, and of the answer its length."""
+    parts = {"correct": float(task.answer in answer["text"]), f"by_{get_worker().name}": 0.0}
     return Scored(parts, {answer["id"]: len(answer["text"])})
 
 

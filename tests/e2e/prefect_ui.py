@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
 from uuid import UUID
 
 from playwright.sync_api import Browser, Locator, Page, expect
@@ -38,7 +39,7 @@ class PrefectUi:
 
     def submit(self) -> None:
         self.page.get_by_role("button", name="Submit").click()
-        self.page.wait_for_url(re.compile("(?<!/run)$"))
+        self.page.wait_for_url(lambda url: not urlsplit(url).path.endswith("/run"))
 
     def open_run(self, flow_run_id: UUID) -> None:
         self.page.goto(f"{self._base}/runs/flow-run/{flow_run_id}")

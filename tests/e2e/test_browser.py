@@ -144,9 +144,9 @@ def test_a_command_is_chosen_as_agent_in_the_form(server: Server, browser: Brows
         ui.open_form(deployment)
         ui.choose("agent", "Command")
         words = ui.field("command").last
-        for word in ("claude", "-p"):
+        for place, word in enumerate(("claude", "-p")):
             words.get_by_role("button", name="Add item").click()
-            words.locator("input, textarea").last.fill(word)
+            words.locator("input, textarea").nth(place).fill(word)
         picture(ui, "prefect-agent")
         run = submit(server, deployment, ui)
     # no worker takes it

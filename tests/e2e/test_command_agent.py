@@ -11,7 +11,6 @@ from tests.e2e.conftest import Cluster
 from tests.e2e.echo_package import ASK
 from tests.e2e.invariants import check_result, trajectories
 from tests.e2e.quickstart import read
-from tests.patience import patience
 
 
 def test_a_script_trains_the_built_in_policy_and_what_it_wrote_is_shown(cluster: Cluster) -> None:
@@ -35,12 +34,3 @@ def test_a_script_trains_the_built_in_policy_and_what_it_wrote_is_shown(cluster:
     assert "asked" in wrote.splitlines()
     left = [p for p in psutil.process_iter(["cmdline"]) if str(script) in (p.info["cmdline"] or ())]
     assert left == []
-
-
-def test_a_run_ends_with_the_name_of_the_program_that_its_workers_lack(cluster: Cluster) -> None:
-    config = cluster.config("no-such-command", environment={"agent": {"command": ["no-such-agent"]}})
-    assert cluster.start(config).wait(patience()) != 0
-    reason = (
-        "ValueError: environment.agent: there is no program 'no-such-agent' on this host that can be executed"
-    )
-    assert reason in cluster.log(config).splitlines()

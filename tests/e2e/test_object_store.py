@@ -44,9 +44,3 @@ def test_the_quickstart_runs_in_a_bucket_and_is_read_back_from_it(
     assert "«sampled, trained»" in read("inspect", run.uri, "--session", session)
     read("report", run.uri, "-o", str(tmp_path / "small.html"))
     assert "run small" in (tmp_path / "small.html").read_text()
-
-
-def test_a_bucket_that_is_missing_is_said_before_anything_starts(tmp_path: Path, s3_bucket: str) -> None:
-    done = sf(tmp_path, "train", CONFIG, "--set", "storage.root=s3://nothing-here/runs")
-    assert done.returncode == 2
-    assert "s3://nothing-here/runs: there is no such bucket" in done.stderr

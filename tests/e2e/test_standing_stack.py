@@ -102,13 +102,6 @@ def test_a_run_goes_on_when_the_machine_of_its_stack_was_reset(stack: Stack, tmp
     assert "Runner failed to retrieve flow" not in log
 
 
-def test_a_part_that_is_killed_comes_back(stack: Stack) -> None:
-    pid = stack.pid("dataplane")
-    psutil.Process(pid).kill()
-    wait_until(lambda: stack.pid("dataplane") not in (0, pid), "another data plane", every_s=0.1)
-    wait_until(stack.dataplane_answers, "the data plane to answer", every_s=0.1)
-
-
 def short_faults(rng: random.Random) -> list[Fault]:
     faults: list[Fault] = [
         *(Kill("dataplane"), KillProcess("r0"), KillProcess("t0"), Kill("flow")),

@@ -121,6 +121,14 @@ def test_resource_trackers_remove_the_shared_memory_that_the_killed_leave() -> N
         assert not Path("/dev/shm", name).exists()
 
 
+def test_a_command_that_only_names_a_resource_tracker_is_told_to_end_like_others() -> None:
+    speaks = "import os, time; print(os.getpid(), flush=True); time.sleep(1000)  # resource_tracker"
+    with kept([sys.executable, "-c", speaks], grace_s=patience()) as (keeper, channel):
+        process(keeper)
+        channel.shutdown(socket.SHUT_WR)
+        assert told(channel)[-1] == {"status": -signal.SIGTERM}
+
+
 def test_the_folder_stays_until_the_channel_ends(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()

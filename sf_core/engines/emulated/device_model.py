@@ -48,25 +48,27 @@ class DeviceModel:
 
     def save_s(self) -> float:
         """Rank 0 stores the weights, and all ranks wait for it: their bytes / write bandwidth."""
-        return self.real_s(self._stored_bytes / self.settings.write_bandwidth)
+        stored = self.settings.parameters * self.settings.stored_bytes_per_parameter
+        return self.real_s(stored / self.settings.write_bandwidth)
 
     def save_checkpoint_s(self) -> float:
-        """The same for a checkpoint."""
+        """The same for a checkpoint, for which no rank waits."""
         return self.real_s(self.settings.parameters * CHECKPOINT_BYTES / self.settings.write_bandwidth)
 
-    def verify_s(self) -> float:
-        """Stored weights are read and hashed before they are published: their bytes / verify bandwidth."""
-        return self.real_s(self._stored_bytes / self.settings.verify_bandwidth)
-
     def weight_load_s(self) -> float:
-        """An engine loads stored weights: their bytes / load bandwidth."""
-        return self.real_s(self._stored_bytes / self.settings.load_bandwidth)
+        """An engine takes a new version: its host reads what changed, and then does what `wake_s` says."""
+        read = self.settings.parameters * self.settings.delta_bytes_per_parameter
+        return self.real_s(read / self.settings.load_bandwidth) + self.wake_s()
+
+    def wake_s(self) -> float:
+        """An engine takes the weights that its host has: their bytes in device memory / verify bandwidth."""
+        return self.real_s(self._weight_bytes / self.settings.verify_bandwidth)
 
     def to_rollout_s(self) -> float:
-        """The device becomes an engine: it loads the newest weights unless the settings say otherwise."""
+        """The device becomes an engine: it wakes, unless the settings say how long that takes."""
         if self.settings.to_rollout_s is not None:
             return self.real_s(self.settings.to_rollout_s)
-        return self.weight_load_s()
+        return self.wake_s()
 
     def to_train_s(self) -> float:
         """The device becomes a rank: nothing is loaded unless the settings say so."""
@@ -88,7 +90,3 @@ class DeviceModel:
     @cached_property
     def _weight_bytes(self) -> float:
         return self.settings.parameters * self.settings.bytes_per_parameter
-
-    @cached_property
-    def _stored_bytes(self) -> float:
-        return self.settings.parameters * self.settings.stored_bytes_per_parameter

@@ -65,10 +65,12 @@ class HiddenTests(msgspec.Struct, frozen=True):
         return num_passed / len(self.calls) if reward_for == "share" else float(num_passed == len(self.calls))
 
 
-async def returns_of(box: Sandbox, source: str, function: str, calls: list[list[Any]]) -> list[str | None]:
-    """What the function returns for each list of arguments, as JSON; None for a call that does not return, or
-    returns what JSON has no form for."""
-    given = {"source": source, "function": function, "calls": calls, "cpu_s": CPU_S, "wait_s": WAIT_S}
+async def returns_of(
+    box: Sandbox, source: str, function: str, calls: list[list[Any]], wait_s: float = WAIT_S
+) -> list[str | None]:
+    """What the function returns for each list of arguments, as JSON; None for a call that does not return
+    within `wait_s`, or returns what JSON has no form for."""
+    given = {"source": source, "function": function, "calls": calls, "cpu_s": CPU_S, "wait_s": wait_s}
     ended = await box.run_python(DRIVER, stdin=json.dumps(given), timeout_s=RUN_S)
     returned: list[str | None] = [None] * len(calls)
     for line in ended.output.splitlines():

@@ -23,7 +23,7 @@ def test_the_pipelines_are_compared_with_the_least_that_is_idle(tmp_path: Path) 
     rows = {line.split("  ")[0]: line.split() for line in found.output.splitlines()}
     assert rows.keys() > {"colocated", "colocated, drained", "disaggregated", "async", "multiplexed"}
     # 6 s of rollout on one device, then 2 s of training on the other
-    assert rows["disaggregated"][-1] == "50.0%"
+    assert "50.0%" in rows["disaggregated"]
 
 
 @pytest.mark.parametrize(

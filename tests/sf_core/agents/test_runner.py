@@ -167,7 +167,7 @@ def test_a_runner_whose_agents_block_its_event_loop_is_heard_all_the_same(
     renderer: Renderer,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    silence_s = patience(1.5)
+    silence_s = patience(1.0)
     monkeypatch.setattr(run_module, "RUNNER_SILENCE_S", silence_s)
     monkeypatch.setattr(runner_module, "BEAT_S", 0.2)
 

@@ -30,6 +30,7 @@ def sf(*arguments: str) -> tuple[int, str]:
         ("environment.agent={command: [nobody]}", "environment.agent: there is no program 'nobody' on this"),
         ("environment.reward=json:score", "environment.reward: json:score: module json has no score"),
         ("policy.model=/nowhere", "policy.model: /nowhere is not a Hugging Face model folder"),
+        ("storage.root=/dev/null/runs", "/dev/null/runs: the storage failed"),
     ],
 )
 def test_a_run_that_cannot_work_is_refused_before_anything_starts(

@@ -35,8 +35,6 @@ def test_a_resolved_configuration_reads_back_equal(config_file: Path) -> None:
     [
         ("rollout.gruop_size=4", "rollout.gruop_size: unknown key; allowed here: group_size, "),
         ("colour=red", "colour: unknown key; allowed here: run_id, seed, pipeline, policy"),
-        ("rollout.group_size=0", "rollout.group_size: input should be greater than or equal to 1, got 0"),
-        ("train.learning_rate=fast", "train.learning_rate: input should be a valid number"),
         ("train.max_grad_norm=.inf", "train.max_grad_norm: input should be a finite number, got inf"),
         ("train.betas=[.nan, 0.9]", "train.betas.0: input should be a finite number, got nan"),
         (
@@ -102,9 +100,6 @@ def test_a_resolved_configuration_reads_back_equal(config_file: Path) -> None:
         ("cluster.workers.r0.device_kind=k80", "device kind 'k80' is not known; known are a100, "),
         ("pipeline=colocate", "pipeline: input should be 'colocated', 'disaggregated', 'async' or"),
         ("train.min_workers=2", "train.min_workers (2) must not exceed train.workers (1)"),
-        ("seed", "--set seed: expected key.path=value"),
-        ("seed.x=1", "--set seed.x=1: seed is a value, not a section"),
-        ("seed=[1", "--set seed: '[1' is not a valid YAML value"),
     ],
 )
 def test_a_wrong_setting_is_named_with_its_path_and_what_is_allowed(

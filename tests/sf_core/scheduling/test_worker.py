@@ -26,6 +26,7 @@ from sf_core.scheduling.cluster import connected_workers, end_tasks, read_worker
 from sf_core.scheduling.plan import Worker
 from sf_core.scheduling.worker import worker_environment
 from tests.e2e.conftest import ROOT
+from tests.e2e.nannies import worker_of
 from tests.patience import patience, wait_until
 
 pytestmark = pytest.mark.system
@@ -75,9 +76,10 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 
 
 def tasks_process(process: Process) -> psutil.Process:
-    """The process that runs the tasks, a child of the nanny."""
-    children = psutil.Process(process.pid()).children(recursive=True)
-    return next(child for child in children if "spawn_main" in " ".join(child.cmdline()))
+    """The process that runs the tasks."""
+    found = worker_of(process.pid())
+    assert found is not None
+    return found
 
 
 def test_workers_started_by_us_or_by_dask_are_read_with_their_tags_and_devices(bench: Bench) -> None:

@@ -22,7 +22,21 @@ from storage.run_directory import RunDirectory
 from tests.patience import patience, wait_until
 
 _SPAWN = multiprocessing.get_context("forkserver")
-_SPAWN.set_forkserver_preload(["tests.sf_core.training.gang", "sf_core.training.torch.torch_model"])
+# what ranks import, so that each does not, in CPU time; frozen last
+_SPAWN.set_forkserver_preload(
+    [
+        "tests.sf_core.training.gang",
+        "tests.sf_core.training.model_contract",
+        "sf_core.training.torch.torch_model",
+        "sf_core.training.torch.trainer",
+        "sf_core.training.megatron.backend",
+        "sf_core.training.warmstart",
+        "sf_core.stages.start",
+        "pandas",
+        *(f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama", "qwen2", "qwen3")),
+        "sf_core.scheduling.template.frozen",
+    ]
+)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from sf_core.cli.stack.local import local_stack
 from sf_core.cli.stack.processes import Part
 
 with local_stack(Path(sys.argv[1])) as stack:
+    stack.stop_s = 0
     stack.start(Part("polite", ["sleep", "300"]), Part("stubborn", ["sh", "-c", sys.argv[2]]))
     print(stack.folder, flush=True)
     time.sleep(300)

@@ -162,12 +162,12 @@ def test_patience_begins_when_the_connection_breaks_not_with_the_last_word_befor
 def test_an_engine_gives_up_on_a_data_plane_that_hangs(
     tmp_path: Path, model_dir: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "HEARTBEAT_S", 0.5)
+    monkeypatch.setattr(client, "HEARTBEAT_S", patience(0.3))
     failures: list[str] = []
 
     def serve_it() -> None:
         try:
-            serve_engine(url, None, HELLO, make(), patience_s=1.0)
+            serve_engine(url, None, HELLO, make(), patience_s=patience(0.5))
         except ConnectionError as error:
             failures.append(str(error))
 
@@ -205,7 +205,7 @@ def test_what_a_dead_engine_had_continues_elsewhere(
     tmp_path: Path, model_dir: str, renderer: Renderer
 ) -> None:
     with (
-        running_app(heartbeat_s=patience(2.0)) as url,
+        running_app(heartbeat_s=patience(1.0)) as url,
         httpx.Client(base_url=url, timeout=patience()) as http,
     ):
         server = Server(url, http, tmp_path, model_dir)

@@ -295,28 +295,6 @@ def insist(http: httpx.Client, path: str, body: dict[str, Any]) -> httpx.Respons
         threading.Event().wait(0.05)
 
 
-def test_a_pause_of_the_run_and_one_of_an_engine_outlive_a_restart(plane: Restarts) -> None:
-    server = plane.server
-    server.register(max_tokens=8)
-    for lease in ("r0", "r1"):
-        server.connect(script, lease=lease)
-
-    def states() -> dict[str, str]:
-        return {engine["id"]: engine["state"] for engine in server.live_engines()}
-
-    server.post("/runs/run/pause", {"engine": "r0"})
-    server.post("/runs/run/pause")
-    plane.restart()
-    assert server.get("/runs/run")["paused"]
-    wait_until(lambda: states() == {"r0": "paused", "r1": "paused"})
-    server.post("/runs/run/resume")
-    plane.restart()
-    assert not server.get("/runs/run")["paused"]
-    wait_until(lambda: states() == {"r0": "paused", "r1": "serving"})
-    server.post("/runs/run/resume", {"engine": "r0"})
-    wait_until(lambda: states() == {"r0": "serving", "r1": "serving"})
-
-
 def test_how_sessions_failed_and_may_have_failed_outlives_a_restart(plane: Restarts) -> None:
     server = plane.server
     server.register(group_size=3, groups_per_batch=1, max_tokens=8, session_attempts=3)

@@ -216,12 +216,12 @@ def test_aborted_turns_report_nothing_later_and_others_go_on() -> None:
 def test_it_samples_on_while_weights_are_on_their_way_and_sleeps_while_it_wakes() -> None:
     clock = Clock()
     engine = EmulatedEngine(
-        DELAY_S, weight_load_s=4.5 * DELAY_S, wake_s=lambda: 3.0, now=clock.now, sleep=clock.sleep
+        DELAY_S, weight_load_s=4.5 * DELAY_S, wake_s=lambda: 0.3, now=clock.now, sleep=clock.sleep
     )
     started = clock.time
     awake(engine, WeightsRef(0, ""))
-    assert clock.time - started == pytest.approx(3.0, abs=2 * MAX_SLEEP_S)
+    assert clock.time - started == pytest.approx(0.3, abs=2 * MAX_SLEEP_S)
     engine.submit(request(max_tokens=10, stream=True))
     chunks = awake(engine, WeightsRef(1, "")) + drain(engine)
     assert [chunk.version for chunk in chunks] == [0] * 4 + [1] * 6
-    assert clock.time - started == pytest.approx(3.0 + 10 * DELAY_S, abs=3 * MAX_SLEEP_S)
+    assert clock.time - started == pytest.approx(0.3 + 10 * DELAY_S, abs=3 * MAX_SLEEP_S)

@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 
-from sf_core.environments.functions.judge import LIMITS, HiddenTests, returns_of
+from sf_core.environments.functions.judge import LIMITS, WAIT_S, HiddenTests, returns_of
+from tests.patience import patience
 from tests.sf_core.agents.sandbox.inside import inside, need_sandbox
 
 SECRET = 735_918_264
 """A value that nobody can guess who has not seen it."""
 
 
-def returned(source: str, *calls: list[Any]) -> list[str | None]:
-    return inside(lambda box: returns_of(box, source, "f", list(calls)), limits=LIMITS)
+def returned(source: str, *calls: list[Any], wait_s: float = WAIT_S) -> list[str | None]:
+    return inside(lambda box: returns_of(box, source, "f", list(calls), wait_s), limits=LIMITS)
 
 
 def reward(source: str, returns: list[Any], calls: list[list[Any]] | None = None) -> float:
@@ -39,11 +40,12 @@ import os, time
 def f(what):
     if what == "crash": os.abort()
     if what == "exit": raise SystemExit
-    if what == "hang": time.sleep(30)
+    if what == "hang": time.sleep(1000)
     if what == "set": return {1}
     return what
 """
-    found = returned(source, ["crash"], ["exit"], ["hang"], ["set"], ["fine"])
+    wait_s = patience(0.5)
+    found = returned(source, ["crash"], ["exit"], ["hang"], ["set"], ["fine"], wait_s=wait_s)
     assert found == [None, None, None, None, '"fine"']
 
 
@@ -105,11 +107,14 @@ def test_what_is_written_past_the_driver_is_a_guess_at_most(name: str) -> None:
 
 HEAD, TAIL = str(SECRET)[:4], str(SECRET)[4:]
 SEARCH = f"""
-import glob
+import glob, os
+def opened(name):
+    # one that others write to might never say a word
+    return os.fdopen(os.open(name, os.O_RDONLY | os.O_NONBLOCK), "rb")
 def f(x):
     for place in ("/proc/[0-9]*/*", "/proc/[0-9]*/fd/*", "**", "/tmp/**"):
         for name in glob.glob(place, recursive=True):
-            try: content = open(name, "rb").read(1 << 20)
+            try: content = opened(name).read(1 << 20)
             except OSError: continue
             if b"{HEAD}" + b"{TAIL}" in content: return int("{HEAD}" + "{TAIL}")
 """

@@ -44,6 +44,8 @@ class Client(DialectTests):
     """The tool `calc`."""
     instructed: Mapping[str, Any] = MappingProxyType({})
     """Fields that tell the model to be brief."""
+    forced: Sequence[tuple[Fields, str | None]] = ()
+    """Fields that ask for a call, and the tool that they name."""
 
     def agent(self, url: str, http: Any = None) -> Any:
         """The client of a data plane or session at this URL, or one that `http` answers."""
@@ -172,6 +174,7 @@ class ResponsesClient(Client):
     ends: Mapping[str, str] = {"stop": "completed", "length": "incomplete", "tool_calls": "completed"}
     instructed: Mapping[str, Any] = {"instructions": BRIEF["content"]}
     tools: Sequence[Any] = [{"type": "function", "strict": False, **FUNCTION}]
+    forced: Sequence[tuple[Fields, str | None]] = [({"tool_choice": "required"}, None)]
     refused: Sequence[tuple[Fields, str]] = [
         ({"input": []}, "at least one message"),
         ({"input": 5}, "input must be a string or a list of items"),
@@ -223,6 +226,9 @@ class AnthropicClient(Client):
     instructed: Mapping[str, Any] = {"system": BRIEF["content"]}
     tools: Sequence[Any] = [
         {"name": FUNCTION["name"], "description": "Evaluates.", "input_schema": FUNCTION["parameters"]}
+    ]
+    forced: Sequence[tuple[Fields, str | None]] = [
+        ({"tool_choice": {"type": "tool", "name": "calc"}}, "calc")
     ]
     refused: Sequence[tuple[Fields, str]] = [
         ({"max_tokens": None}, "max_tokens is required"),
@@ -303,6 +309,10 @@ class GoogleClient(Client):
                 }
             ]
         }
+    ]
+    forced: Sequence[tuple[Fields, str | None]] = [
+        ({"tool_config": {"function_calling_config": {"mode": "ANY", **allowed}}}, name)
+        for allowed, name in (({}, None), ({"allowed_function_names": ["calc"]}, "calc"))
     ]
     kind_of_error = "status"
     refused: Sequence[tuple[Fields, str]] = [

@@ -8,6 +8,8 @@ import pytest
 
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.gateway.dialects.testing import HI, Heard
+from sf_core.dataplane.sessions.session import Session
+from sf_core.dataplane.turns.request import ToolChoice
 from sf_core.engines.scripted import scripted_logprob
 from tests.sf_core.dataplane.gateway.dialects.clients import BRIEF, CLIENTS, Client
 from tests.sf_core.dataplane.stand import Server, answering, say, tool_call_text
@@ -61,6 +63,13 @@ def test_the_token_budget_ends_an_answer(
     server.connect(answering(renderer, "the quick brown fox jumps"))
     heard = ask(server, client, streamed, **{client.max_tokens: 3})
     assert (heard.end, heard.usage[1]) == (client.ends["length"], 3)
+
+
+@each([client for client in CLIENTS if client.forced])
+def test_a_call_is_asked_for_as_the_dialect_says_it(client: Client) -> None:
+    for fields, name in client.forced:
+        [request] = client.dialect.parse({**client.request, "tools": client.tools, **fields}, Session("s"))
+        assert request.tool_choice == ToolChoice("required", name)
 
 
 @STREAMED

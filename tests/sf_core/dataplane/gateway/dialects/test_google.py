@@ -72,16 +72,16 @@ def test_text_streams_as_it_is_sampled(server: Server, renderer: Renderer) -> No
     assert chunks[-1].usage_metadata.candidates_token_count == len(say(renderer, text))
 
 
-@HOW
 @pytest.mark.parametrize("with_ids", [True, False])
 def test_tool_calls_and_their_results_make_one_token_sequence(
-    server: Server, renderer: Renderer, how: str, with_ids: bool
+    server: Server, renderer: Renderer, with_ids: bool
 ) -> None:
-    """`with_ids`: whether the client sends ids of calls and results; some do not."""
+    """`with_ids`: whether the client sends ids of calls and results; some do not. Of a stream it sends back
+    several contents in a row."""
     server.register(max_tokens=128)
     server.connect(answering(renderer, TWO_CALLS, "2 and 4"))
     url = opened(server)
-    first = ask(url, how, HI, tools=[CALC_TOOL])
+    first = ask(url, "stream", HI, tools=[CALC_TOOL])
     calls = calls_of(first)
     assert [call.args for call in calls] == [{"expression": "1+1"}, {"expression": "2+2"}]
     echo = contents_of(first)
@@ -92,7 +92,7 @@ def test_tool_calls_and_their_results_make_one_token_sequence(
     for call in calls if not with_ids else ():
         call.id = None
     result = types.Content(role="tool", parts=[types.Part(function_response=one) for one in results])
-    second = ask(url, how, [HI, *echo, result], tools=[CALC_TOOL])
+    second = ask(url, contents=[HI, *echo, result], tools=[CALC_TOOL])
     assert text_of(second) == "2 and 4"
     recorded = server.asked[0].prompt_ids + say(renderer, TWO_CALLS)
     assert server.asked[1].prompt_ids[: len(recorded)] == recorded
@@ -106,9 +106,8 @@ def calc(expression: str) -> int:
     return {"1+1": 2, "2+2": 4}[expression]
 
 
-@HOW
 def test_a_chat_that_calls_functions_by_itself_is_one_token_sequence(
-    server: Server, renderer: Renderer, how: str
+    server: Server, renderer: Renderer
 ) -> None:
     server.register(max_tokens=128)
     server.connect(answering(renderer, TWO_CALLS, "", "2 and 4", "You are welcome."))
@@ -116,30 +115,12 @@ def test_a_chat_that_calls_functions_by_itself_is_one_token_sequence(
     with client(url) as agent:
         chat = agent.chats.create(model="policy", config={"tools": [calc], "system_instruction": "be brief"})
         for message in ("1+1 and 2+2?", "well?", "thanks"):
-            said = [chat.send_message(message)] if how == "whole" else [*chat.send_message_stream(message)]
+            said = [*chat.send_message_stream(message)]
     assert text_of(said) == "You are welcome."
     assert len(server.asked) == 4 and is_one_row(server, url)
     shown = tree(server, url)["prompts"]
     assert [message["content"] for message in shown[0]["messages"]] == ["be brief", "1+1 and 2+2?"]
     assert [message["content"] for message in shown[1]["messages"]] == ["2", "4"]
-
-
-@HOW
-@pytest.mark.parametrize("allowed", [{"allowed_function_names": ["calc"]}, {}])
-def test_a_forced_call_begins_in_the_prompt(
-    server: Server, renderer: Renderer, how: str, allowed: dict[str, Any]
-) -> None:
-    server.register(max_tokens=128)
-    server.connect(
-        answering(
-            renderer, ("" if allowed else ' "calc", "arguments":') + ' {"expression": "1+1"}}\n</tool_call>'
-        )
-    )
-    config = {"function_calling_config": {"mode": "ANY", **allowed}}
-    answer = ask(server.url, how, tools=[CALC_TOOL], tool_config=config)
-    [call] = calls_of(answer)
-    assert (call.name, call.args) == ("calc", {"expression": "1+1"})
-    assert "<tool_call>" in renderer.decode(list(server.asked[0].prompt_ids))[-60:]
 
 
 def test_of_the_allowed_functions_the_model_is_shown_those_alone(server: Server, renderer: Renderer) -> None:
@@ -219,22 +200,17 @@ def test_tokens_are_counted_without_a_turn(server: Server, renderer: Renderer) -
     assert tree(server, url)["prompts"] == []
 
 
-@pytest.mark.parametrize("version", ["v1", "v1beta"])
-def test_a_session_is_named_by_url_header_or_key(server: Server, renderer: Renderer, version: str) -> None:
+def test_a_session_is_named_by_the_key_in_the_header_or_the_query(server: Server, renderer: Renderer) -> None:
     server.register()
     server.connect(answering(renderer, "yes"))
     url = opened(server)
-    session_id = url.rpartition("/")[2]
-    for agent in (
-        client(url, api_version=version),
-        client(server.url, api_version=version, headers={"X-Session-Id": session_id}),
-        client(server.url, f"session:{session_id}", api_version=version),
-    ):
-        with agent:
-            assert agent.models.generate_content(model="policy", contents="hi").text == "yes"
-    path = f"/{version}/models/policy:generateContent?key=session:{session_id}"
-    assert server.post(path, {"contents": [HI]})["candidates"][0]["content"]["parts"] == [{"text": "yes"}]
-    assert len(tree(server, url)["turns"]) == 4
+    key = f"session:{url.rpartition('/')[2]}"
+    with client(server.url, key, api_version="v1") as agent:
+        assert agent.models.generate_content(model="policy", contents="hi").text == "yes"
+    for version in ("v1", "v1beta"):
+        path = f"/{version}/models/policy:generateContent?key={key}"
+        assert server.post(path, {"contents": [HI]})["candidates"][0]["content"]["parts"] == [{"text": "yes"}]
+    assert len(tree(server, url)["turns"]) == 3
 
 
 def test_models_are_listed_in_the_shape_of_the_asker(server: Server) -> None:

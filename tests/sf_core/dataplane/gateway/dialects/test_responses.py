@@ -22,14 +22,9 @@ def client(server: Server, session_id: str | None = None) -> OpenAI:
     return OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0, timeout=patience())
 
 
-def ask(
-    server: Server, session_id: str | None = None, how: str = "whole", given: Any = "hi", **options: Any
-) -> Any:
+def ask(server: Server, session_id: str | None = None, given: Any = "hi", **options: Any) -> Any:
     with client(server, session_id) as agent:
-        if how == "whole":
-            return agent.responses.create(model="policy", input=given, **options)
-        with agent.responses.stream(model="policy", input=given, **options) as stream:
-            return stream.get_final_response()
+        return agent.responses.create(model="policy", input=given, **options)
 
 
 def test_the_event_stream_is_the_one_clients_expect(server: Server, renderer: Renderer) -> None:
@@ -64,17 +59,16 @@ def test_the_event_stream_is_the_one_clients_expect(server: Server, renderer: Re
     assert (delta.output_index, json.loads(delta.delta)) == (1, {"expression": "1+1"})
 
 
-@pytest.mark.parametrize("how", ["whole", "stream"])
 @pytest.mark.parametrize("named", ["response", "items", "copies"])
 def test_tool_calls_and_their_results_make_one_token_sequence(
-    server: Server, renderer: Renderer, how: str, named: str
+    server: Server, renderer: Renderer, named: str
 ) -> None:
     server.register(max_tokens=128)
     text = "Sure. " + tool_call_text(expression="1+1") + tool_call_text(expression="2+2")
     server.connect(answering(renderer, text, "2 and 4"))
     [claim] = server.claim()
     options = {"tools": [TOOL], "instructions": "be brief"}
-    first = ask(server, claim["session_id"], how, **options)
+    first = ask(server, claim["session_id"], **options)
     message, *calls = first.output
     assert (message.content[0].text, [call.type for call in calls]) == ("Sure. ", ["function_call"] * 2)
     assert [json.loads(call.arguments)["expression"] for call in calls] == ["1+1", "2+2"]
@@ -91,7 +85,7 @@ def test_tool_calls_and_their_results_make_one_token_sequence(
         thought = {"type": "reasoning", "id": "rs_1", "summary": []}
         echo = [item.model_dump(exclude_none=True) for item in first.output]
         given = [{"role": "user", "content": "hi"}, thought, *echo, *results]
-    second = ask(server, claim["session_id"], how, given, **options)
+    second = ask(server, claim["session_id"], given, **options)
     assert second.output_text == "2 and 4"
     recorded = server.asked[0].prompt_ids + say(renderer, text)
     assert server.asked[1].prompt_ids[: len(recorded)] == recorded
@@ -109,14 +103,6 @@ def test_instructions_do_not_carry_over(server: Server, renderer: Renderer) -> N
         {"role": "user", "content": "more"},
     ]
     assert server.asked[1].prompt_ids == renderer.encode(renderer.render(messages, [])).tolist()
-
-
-@pytest.mark.parametrize("how", ["whole", "stream"])
-def test_a_forced_call_begins_in_the_prompt(server: Server, renderer: Renderer, how: str) -> None:
-    server.register(max_tokens=128)
-    server.connect(answering(renderer, ' "calc", "arguments": {"expression": "1+1"}}\n</tool_call>'))
-    [call] = ask(server, how=how, tools=[TOOL], tool_choice="required").output
-    assert (call.name, json.loads(call.arguments)) == ("calc", {"expression": "1+1"})
 
 
 def test_an_answer_cut_by_its_budget_is_incomplete(server: Server, renderer: Renderer) -> None:
