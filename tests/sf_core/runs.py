@@ -93,7 +93,8 @@ def train(run: RunDirectory, config: RunConfig, batches: list[pa.Table]) -> None
         weights = trainer.save_weights(run.weights_dir(trainer.version), run.weights_dir(iteration))
         if trainer.version % config.train.checkpoint_every == 0:
             trainer.save_checkpoint(run.checkpoint_dir(trainer.version))
-        data = {"version": trainer.version, "settings": config.train.model_dump(mode="json"), **metrics}
+        settings = config.train.model_dump(mode="json")
+        data = {"version": trainer.version, "device": trainer.device, "settings": settings, **metrics}
         commit(run, iteration, "train", outputs=weights, data=data)
         commit(run, iteration, "publish", data={"version": trainer.version})
     trainer.await_checkpoint()
