@@ -37,7 +37,7 @@ from tasks.stages import evaluate, filter_, finish, publish, rollout
 
 
 @flow(name="train", flow_run_name=run_name, task_runner=TaggedTaskRunner())
-@sending_logs
+@sending_logs()
 def train(config: DeployedConfig) -> dict[str, Any]:
     """Run all iterations that are not committed yet; returns the summary of the run."""
     config = settled(identified(config))

@@ -17,7 +17,7 @@ from tasks.stages import warmstart as warmstart_task
 
 
 @flow(name="warmstart", flow_run_name=run_name_with_flow, task_runner=TaggedTaskRunner())
-@sending_logs
+@sending_logs()
 def warmstart(config: DeployedConfig) -> str:
     """Make version 0 of the run's policy; returns its Hugging Face folder."""
     config = settled(identified(config))

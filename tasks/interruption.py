@@ -7,14 +7,12 @@ Dask drops queued tasks but lets running ones go on, which would keep their devi
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import ParamSpec, TypeVar
 
 from distributed import Future
-from prefect.logging.handlers import APILogWorker
+from prefect.logging.handlers import APILogHandler
 
 from sf_core.dataplane.control.client import UNANSWERED, DataplaneClient
 from sf_core.scheduling.cluster import end_tasks, owner_of
@@ -28,28 +26,18 @@ PATIENCE_S = 5.0
 """Time for running tasks to end by themselves: engines and agents do when their run is released, a train step
 may take minutes."""
 
-LOGS_S = 5.0
-"""Longest time in which the last log lines reach the Prefect server."""
-
 RELEASE_S = 2.0
 """Time for the data plane to release the run. Without a release nothing ends by itself."""
 
 
-P, T = ParamSpec("P"), TypeVar("T")
-
-
-def sending_logs(flow: Callable[P, T]) -> Callable[P, T]:
-    """The function of a flow whose log lines reach the server before the flow ends. Prefect sends them up to
-    two seconds later, and a process worker that is removed at once takes the flow's process with it."""
-
-    @functools.wraps(flow)
-    def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return flow(*args, **kwargs)
-        finally:
-            APILogWorker.drain_all(timeout=LOGS_S)
-
-    return run
+@contextmanager
+def sending_logs() -> Iterator[None]:
+    """When the block ends, the Prefect server has its log lines. Prefect sends them together up to two seconds
+    later, and a process worker that is removed at once takes the flow's process with it."""
+    try:
+        yield
+    finally:
+        APILogHandler().flush()
 
 
 @contextmanager
