@@ -32,8 +32,8 @@ RELEASE_S = 2.0
 
 @contextmanager
 def sending_logs() -> Iterator[None]:
-    """When the block ends, the Prefect server has its log lines. Prefect sends them together up to two seconds
-    later, and a process worker that is removed at once takes the flow's process with it."""
+    """When the block ends, the Prefect server has its log lines. Prefect sends them together up to two
+    seconds later, and a process worker that is removed at once takes the flow's process with it."""
     try:
         yield
     finally:
