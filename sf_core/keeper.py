@@ -29,13 +29,9 @@ PR_SET_CHILD_SUBREAPER = 36
 LOOK_S = 0.05
 """Seconds between looks at a family that is to end; a child that ends is noticed at once."""
 
-TRACKERS_S = 2.0
+TRACKERS_S = 10.0
 """Seconds that Python's resource trackers have, once all others have ended, to remove what these left in
-shared memory."""
-
-UNBORN_S = 0.5
-"""Seconds in which a fork is not signalled, because it may be about to become a tracker. Until then it has
-the command line of its parent."""
+shared memory. They are not waited for without end, because any command can look like one."""
 
 _TRACKER = re.compile(rb"from [\w.]+\.resource_tracker import main; ?main\(\d+.*\)")
 """Last word of a tracker's command line; also of those of loky."""
@@ -66,8 +62,6 @@ class Keeper:
         self._command: subprocess.Popen[bytes] | None = None
         self._status: int | None = None
         self._told: set[int] = set()
-        self._spared: dict[int, float] = {}
-        """Time from which a fork is signalled, by process id."""
 
     def run(self, grace_s: float, folder: str, words: Sequence[str]) -> None:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -96,11 +90,9 @@ class Keeper:
         last_other = began
         while self._reap():
             now = time.monotonic()
-            trackers, others, forks = family()
+            trackers, others = family()
             if others:
                 last_other = now
-            self._spared = {pid: now + UNBORN_S for pid in forks} | self._spared
-            others = [pid for pid in others if now >= self._spared.get(pid, now)]
             if now < began + grace_s:
                 self._signal([pid for pid in others if pid not in self._told], signal.SIGTERM)
                 self._told.update(others)
@@ -144,27 +136,23 @@ class Keeper:
             self._channel.sendall(json.dumps(facts).encode() + b"\n")
 
 
-def family() -> tuple[list[int], list[int], list[int]]:
-    """Descendants of this process: Python's resource trackers; the others; those of the others that have the
-    command line of their parent."""
+def family() -> tuple[list[int], list[int]]:
+    """Descendants of this process: Python's resource trackers, and the others. What has no command line counts
+    as a tracker, because one that is being started has none for an instant."""
     children: dict[int, list[int]] = {}
-    lines: dict[int, bytes] = {}
     for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
         # what has ended meanwhile cannot be read
         with suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
             parent = file.read().rpartition(b")")[2].split()[1]
             children.setdefault(int(parent), []).append(pid)
-    found, trackers, others, forks = [os.getpid()], list[int](), list[int](), list[int]()
+    found, trackers, others = [os.getpid()], list[int](), list[int]()
     for pid in found:
         for child in children.get(pid, ()):
             found.append(child)
             with suppress(OSError), open(f"/proc/{child}/cmdline", "rb") as file:
-                lines[child] = line = file.read().rstrip(b"\0")
-                (trackers if _TRACKER.fullmatch(line.rpartition(b"\0")[2]) else others).append(child)
-                # a process that is about to run a program has none for an instant
-                if line in (b"", lines.get(pid)):
-                    forks.append(child)
-    return trackers, others, forks
+                last_word = file.read().rstrip(b"\0").rpartition(b"\0")[2]
+                (trackers if not last_word or _TRACKER.fullmatch(last_word) else others).append(child)
+    return trackers, others
 
 
 def remove(folder: str) -> None:

@@ -129,6 +129,25 @@ def test_a_command_that_only_names_a_resource_tracker_is_told_to_end_like_others
         assert told(channel)[-1] == {"status": -signal.SIGTERM}
 
 
+CHAIN = """
+import os, time
+if os.fork():
+    print(flush=True)
+    time.sleep(1000)
+while os.fork() == 0:
+    time.sleep(0.2)
+time.sleep(0.15)
+"""
+
+
+def test_a_chain_of_short_lived_forks_is_ended() -> None:
+    with kept([sys.executable, "-c", CHAIN]) as (keeper, channel):
+        assert keeper.stdout is not None
+        keeper.stdout.readline()
+        channel.shutdown(socket.SHUT_WR)
+        assert told(channel)[-1] == {"status": -signal.SIGKILL}
+
+
 def test_the_folder_stays_until_the_channel_ends(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
