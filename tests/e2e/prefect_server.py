@@ -162,4 +162,4 @@ def _copy_tracked(folder: Path) -> None:
     for name in filter(None, listed.stdout.split("\0")):
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(ROOT / name, target)
+        shutil.copyfile(ROOT / name, target, follow_symlinks=False)
