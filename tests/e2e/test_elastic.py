@@ -6,7 +6,7 @@ import json
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import httpx
@@ -34,7 +34,9 @@ def end_worker(cluster: Cluster, name: str) -> None:
     process = cluster.stack.processes[f"worker-{name}"]
     nanny = psutil.Process(process.pid())
     for member in (nanny, *nanny.children(recursive=True)):
-        member.kill()
+        # without its nanny the rest ends by itself
+        with suppress(psutil.NoSuchProcess):
+            member.kill()
     cluster.stack.remove(process)
 
 
