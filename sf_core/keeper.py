@@ -137,8 +137,8 @@ class Keeper:
 
 
 def family() -> tuple[list[int], list[int]]:
-    """Descendants of this process: Python's resource trackers, and the others. What has no command line counts
-    as a tracker, because one that is being started has none for an instant."""
+    """Descendants of this process: Python's resource trackers, and the others. What has no command line
+    counts as a tracker: one that is being started has none for an instant."""
     children: dict[int, list[int]] = {}
     for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
         # what has ended meanwhile cannot be read

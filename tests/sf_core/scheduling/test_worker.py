@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import dask
@@ -24,9 +26,10 @@ from sf_core.engines.emulated.device import device_model
 from sf_core.scheduling import cluster
 from sf_core.scheduling.cluster import connected_workers, end_tasks, read_workers
 from sf_core.scheduling.plan import Worker
-from sf_core.scheduling.worker import worker_environment
+from sf_core.scheduling.template.nanny import template_modules
+from sf_core.scheduling.worker import DASK_SETTINGS, worker_environment
 from tests.e2e.conftest import ROOT
-from tests.e2e.nannies import worker_of
+from tests.e2e.nannies import template_of, worker_of
 from tests.patience import patience, wait_until
 
 pytestmark = pytest.mark.system
@@ -41,16 +44,16 @@ class Bench:
         self.stack, self.folder = stack, folder
         self.scheduler = start_dask(self.stack, {}, folder)()
 
-    def sf_worker(self, name: str, *arguments: str) -> Process:
+    def sf_worker(self, name: str, *arguments: str, **env: str) -> Process:
         command = [sys.executable, "-m", "sf_core", "worker", "--scheduler", self.scheduler]
-        return self._start(name, [*command, "--name", name, *arguments])
+        return self._start(name, [*command, "--name", name, *arguments], env)
 
     def dask_worker(self, name: str, *arguments: str) -> Process:
         command = [sys.executable, "-m", "dask", "worker", self.scheduler, "--no-dashboard", *arguments]
-        return self._start(name, command)
+        return self._start(name, command, {})
 
-    def _start(self, name: str, command: list[str]) -> Process:
-        [process] = self.stack.start(Part(name, command, once=True))
+    def _start(self, name: str, command: list[str], env: dict[str, str]) -> Process:
+        [process] = self.stack.start(Part(name, command, env, once=True))
         return process
 
     def await_worker(self, process: Process) -> Worker:
@@ -130,17 +133,24 @@ def test_workers_are_awaited_while_their_scheduler_is_young(
 def test_the_device_and_the_settings_outlive_the_death_of_the_workers_process(bench: Bench) -> None:
     process = bench.sf_worker("t1", "--tags", "train", "--device-kind", "h100", "--threads", "3")
     before = bench.await_worker(process)
-    # before that, a nanny whose process dies ends too
-    wait_until(lambda: "t1" in running_nannies(bench.scheduler), "the nanny to run", every_s=0.2)
-    killed = tasks_process(process)
-    killed.kill()
-    killed.wait(patience())
+    await_nanny(bench, "t1")
+    end(tasks_process(process))
     with Client(bench.scheduler, set_as_default=False) as client:
         # it waits for the process that the nanny starts
         seen = client.submit(seen_by_a_task, resources={"@t1": 1}).result(timeout=patience())
     assert bench.await_worker(process) == before == Worker("t1", frozenset({"train"}), DEVICES["h100"])
     assert seen == {"OMP_NUM_THREADS": "3", "CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "PASSIVE"}
     bench.end(process)
+
+
+def await_nanny(bench: Bench, name: str) -> None:
+    """Wait until the nanny runs. Before that, one whose process dies ends too."""
+    wait_until(lambda: name in running_nannies(bench.scheduler), "the nanny to run", every_s=0.2)
+
+
+def end(process: psutil.Process) -> None:
+    process.kill()
+    process.wait(patience())
 
 
 def running_nannies(scheduler: str) -> list[str]:
@@ -153,6 +163,72 @@ def running_nannies(scheduler: str) -> list[str]:
 
 def seen_by_a_task() -> dict[str, str]:
     return {key: os.environ[key] for key in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "OMP_WAIT_POLICY")}
+
+
+def test_a_worker_is_forked_from_a_template_that_has_its_modules_and_settings(bench: Bench) -> None:
+    process = bench.sf_worker("t2", "--tags", "train", "--threads", "3", SF_EMULATED="")
+    bench.await_worker(process)
+    await_nanny(bench, "t2")
+    nanny, template, first = psutil.Process(process.pid()), template_of(process.pid()), tasks_process(process)
+    assert template is not None
+    assert [has_torch(one) for one in (nanny, template, first)] == [False, True, True]
+    # the allocator reads them when a program begins, which a fork does not
+    begun_with = template.environ()
+    assert {name: begun_with.get(name) for name in MALLOC} == {name: DASK_SETTINGS[name] for name in MALLOC}
+    # but for that of pyarrow's allocator, which is made for forks
+    assert [name for name in thread_names(template) if name != "jemalloc_bg_thd"] == ["python"]
+    for killed in (first, template):
+        before = tasks_process(process)
+        end(killed)
+        with Client(bench.scheduler, set_as_default=False) as client:
+            task = client.submit(computed_by_a_task, resources={"@t2": 1}, pure=False)
+            # torch takes no more than there are cores
+            assert task.result(timeout=patience()) == (min(3, os.cpu_count() or 1), "3")
+        wait_until(lambda before=before: has_ended(before), "the worker to end", every_s=0.1)
+        await_nanny(bench, "t2")
+    members = [nanny, *nanny.children(recursive=True)]
+    end(nanny)
+    wait_until(lambda: all(map(has_ended, members)), "template and worker to end", every_s=0.1)
+    bench.end(process)
+
+
+MALLOC = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
+
+
+def computed_by_a_task() -> tuple[int, str]:
+    import torch
+
+    torch.ones(300, 300) @ torch.ones(300, 300)
+    return torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
+
+
+def has_torch(process: psutil.Process) -> bool:
+    return any("libtorch" in place.path for place in process.memory_maps())
+
+
+def thread_names(process: psutil.Process) -> list[str]:
+    return [name.read_text().strip() for name in Path(f"/proc/{process.pid}/task").glob("*/comm")]
+
+
+def has_ended(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    return True
+
+
+def test_a_template_has_no_cuda_context() -> None:
+    """With one its forks could not use the device, so no module asks for a device while it is imported."""
+    script = f"""
+import importlib, torch
+def refuse(*_):
+    raise AssertionError("asked for a device")
+torch.cuda.is_available = torch.cuda.device_count = torch.cuda._lazy_init = refuse
+for name in {template_modules(("rollout", "train", "agent", "cpu"))}:
+    importlib.import_module(name)
+assert not torch.cuda.is_initialized()
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_given_up_task_that_goes_on_is_ended_and_that_of_another_owner_is_left(bench: Bench) -> None:
