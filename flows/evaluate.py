@@ -19,25 +19,25 @@ from tasks.stages import evaluate as evaluate_task
 
 
 @flow(name="evaluate", flow_run_name=run_name_with_flow, task_runner=TaggedTaskRunner())
-@sending_logs()
 def evaluate(config: DeployedConfig) -> dict[str, Any]:
     """Measure the newest published version of a stored run, as it was configured; returns mean rewards.
 
     Nothing is trained; only run_id, storage.root, evaluate.num_tasks and the addresses of `config` count."""
-    evaluation = open_evaluation(config)
-    if evaluation.measured is not None:
-        return evaluation.measured.data
-    config, version = evaluation.config, evaluation.version
-    check_held_out(config)
-    plan = await_plan(scheduler_address(), config)
-    run = begin_attempt(config, evaluate_only=True)
-    OpenRun(run).register(evaluate_only=True)
-    # before lend_trainers: trainers are lent only for work that is known to be left
-    OpenRun(run).dataplane.start_evaluation(version, config.evaluate.num_tasks)
-    with crashing_without_scheduler(), freeing_workers(run), Leases(run, plan) as leases:
-        leases.lend_trainers(version)
-        measured = submit(evaluate_task, run, version, config.evaluate.num_tasks)
-        return result_of(measured, f"evaluation of version {version}", config.cluster.stage_timeout_s)
+    with sending_logs():
+        evaluation = open_evaluation(config)
+        if evaluation.measured is not None:
+            return evaluation.measured.data
+        config, version = evaluation.config, evaluation.version
+        check_held_out(config)
+        plan = await_plan(scheduler_address(), config)
+        run = begin_attempt(config, evaluate_only=True)
+        OpenRun(run).register(evaluate_only=True)
+        # before lend_trainers: trainers are lent only for work that is known to be left
+        OpenRun(run).dataplane.start_evaluation(version, config.evaluate.num_tasks)
+        with crashing_without_scheduler(), freeing_workers(run), Leases(run, plan) as leases:
+            leases.lend_trainers(version)
+            measured = submit(evaluate_task, run, version, config.evaluate.num_tasks)
+            return result_of(measured, f"evaluation of version {version}", config.cluster.stage_timeout_s)
 
 
 if __name__ == "__main__":

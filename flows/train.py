@@ -37,34 +37,34 @@ from tasks.stages import evaluate, filter_, finish, publish, rollout
 
 
 @flow(name="train", flow_run_name=run_name, task_runner=TaggedTaskRunner())
-@sending_logs()
 def train(config: DeployedConfig) -> dict[str, Any]:
     """Run all iterations that are not committed yet; returns the summary of the run."""
-    config = settled(identified(config))
-    check_held_out(config)
-    check_start(config, by_a_worker=True)
-    plan = await_plan(scheduler_address(), config)
-    check_memory(config, read_workers(scheduler_address()))
-    run = begin_attempt(config)
-    trackers, page = Trackers(OpenRun(run).directory, config), Page(run)
-    # freeing_workers is innermost: an interrupted flow frees the workers first
-    with crashing_without_scheduler(), lean_settings(), trackers, page, freeing_workers(run):
-        start_policy(config, run)
-        OpenRun(run).register()
-        with Leases(run, plan) as leases:
-            for number in OpenRun(run).iterations_left():
-                plan = leases.replan()
-                OpenRun(run).begin_evaluation(number)
-                iteration(run, plan, number, leases.lend_trainers(number))
-                trackers.send(number)
-                page.iteration_is_through(number)
-            OpenRun(run).begin_evaluation(config.train.iterations)
-            # an attempt with nothing left to train has not lent its trainers yet
-            leases.lend_trainers(config.train.iterations)
-            last = submit(evaluate, run, config.train.iterations)
-            measured = result_of(last, "the last evaluation", config.cluster.stage_timeout_s)
-            tell(f"held-out {measured['reward_mean']:.3f} at the end")
-        return result_of(submit(finish, run), "the summary", config.cluster.stage_timeout_s)
+    with sending_logs():
+        config = settled(identified(config))
+        check_held_out(config)
+        check_start(config, by_a_worker=True)
+        plan = await_plan(scheduler_address(), config)
+        check_memory(config, read_workers(scheduler_address()))
+        run = begin_attempt(config)
+        trackers, page = Trackers(OpenRun(run).directory, config), Page(run)
+        # freeing_workers is innermost: an interrupted flow frees the workers first
+        with crashing_without_scheduler(), lean_settings(), trackers, page, freeing_workers(run):
+            start_policy(config, run)
+            OpenRun(run).register()
+            with Leases(run, plan) as leases:
+                for number in OpenRun(run).iterations_left():
+                    plan = leases.replan()
+                    OpenRun(run).begin_evaluation(number)
+                    iteration(run, plan, number, leases.lend_trainers(number))
+                    trackers.send(number)
+                    page.iteration_is_through(number)
+                OpenRun(run).begin_evaluation(config.train.iterations)
+                # an attempt with nothing left to train has not lent its trainers yet
+                leases.lend_trainers(config.train.iterations)
+                last = submit(evaluate, run, config.train.iterations)
+                measured = result_of(last, "the last evaluation", config.cluster.stage_timeout_s)
+                tell(f"held-out {measured['reward_mean']:.3f} at the end")
+            return result_of(submit(finish, run), "the summary", config.cluster.stage_timeout_s)
 
 
 @flow(name="iteration", flow_run_name="{run.run_id}-{number}", task_runner=TaggedTaskRunner())

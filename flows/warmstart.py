@@ -17,14 +17,14 @@ from tasks.stages import warmstart as warmstart_task
 
 
 @flow(name="warmstart", flow_run_name=run_name_with_flow, task_runner=TaggedTaskRunner())
-@sending_logs()
 def warmstart(config: DeployedConfig) -> str:
     """Make version 0 of the run's policy; returns its Hugging Face folder."""
-    config = settled(identified(config))
-    check_start(config, by_a_worker=True)
-    run = begin_attempt(config)
-    with crashing_without_scheduler(), freeing_workers(run):
-        return start_policy(config, run)
+    with sending_logs():
+        config = settled(identified(config))
+        check_start(config, by_a_worker=True)
+        run = begin_attempt(config)
+        with crashing_without_scheduler(), freeing_workers(run):
+            return start_policy(config, run)
 
 
 def start_policy(config: RunConfig, run: RunRef) -> str:
