@@ -64,12 +64,12 @@ check: setup ## ruff, mypy, the import contracts, and the budgets of lines and o
 	$(BIN)/python -m tests.budgets
 
 # for one file, or a debugger: .venv/bin/pytest FILE
-test: setup ## check, and pass the fast tests; five minutes on two quiet cores
+test: setup ## check, and pass the fast tests
 	@$(BIN)/python -m tests.tiers fast
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
 	  then $(BIN)/pytest -m gpu; else echo "no GPU that torch can use: its tests (pytest -m gpu) are skipped"; fi
 
-test-system: setup ## pass the tests of real stacks, vLLM, a browser, podman and kills; twelve minutes
+test-system: setup ## pass the tests of real stacks, vLLM, a browser, podman and kills
 	$(MAKE) vllm || echo "vLLM cannot be installed here: its tests are skipped"
 	@$(BIN)/python -m tests.tiers system
 
