@@ -44,8 +44,12 @@ FLOW_RUN = "PREFECT__FLOW_RUN_ID"
 STOP_S = 15.0
 """Time for a part to end before it is killed."""
 
-DEPLOY_S = 120.0
+DEPLOY_S = 300.0
 """Time limit of a command that configures the Prefect server."""
+
+PATIENT = {"PREFECT_CLIENT_MAX_RETRIES": "30"}
+"""Prefect's client gives up after 5 refusals. A server on SQLite gives more of them on a busy disk
+(tasks/prefect_server.py), so the time limit decides."""
 
 DEPLOYMENTS = Path(__file__).with_name("prefect.yaml")
 """Our own file, because the folder in which the command is called may have another one. A link in a clone."""
@@ -132,7 +136,9 @@ def _call(environment: dict[str, str], *module: str) -> list[str]:
     """Run a Python module; returns the lines that it prints."""
     command = [sys.executable, "-m", *module]
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEPLOY_S)
+        done = subprocess.run(
+            command, env=environment | PATIENT, capture_output=True, text=True, timeout=DEPLOY_S
+        )
     except subprocess.TimeoutExpired:
         raise StackError(f"{' '.join(module)} did not end within {DEPLOY_S:.0f} s") from None
     if done.returncode:
