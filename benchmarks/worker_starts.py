@@ -90,7 +90,7 @@ def family(process: Process) -> list[psutil.Process]:
 
 
 def cpu_seconds(process: Process) -> float:
-    """Of the nanny and all that it started, including what has ended."""
+    """CPU time of the nanny and of every process that it started, ended ones included."""
     return sum(sum(one.cpu_times()[:4]) for one in family(process))
 
 

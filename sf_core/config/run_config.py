@@ -128,7 +128,7 @@ class EmulationConfig(Settings):
     write_bandwidth: float = Field(0.45e9, gt=0)
     """Bytes/s at which a trainer copies, hashes and writes weights and checkpoints."""
     verify_bandwidth: float = Field(2e9, gt=0)
-    """Bytes/s at which an engine's host checks its copy of the weights, from which the engine loads them."""
+    """Speed at which an engine's host checks its copy of the weights and hands them over, in bytes/s."""
     load_bandwidth: float = Field(0.7e9, gt=0)
     """Bytes/s at which an engine's host reads stored weights."""
     to_rollout_s: float | None = Field(None, ge=0)

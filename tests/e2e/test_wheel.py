@@ -134,7 +134,7 @@ def test_it_trains_the_quickstart_in_an_empty_folder(wheel: Path, tmp_path: Path
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_it_is_installed_and_trained_as_the_page_says(tmp_path: Path) -> None:
-    """With its dependencies and all extras, from the package index."""
+    """The wheel is installed with all extras, and its dependencies come from the package index."""
     wheel = build_wheel(tmp_path)
     installed = make_installed(tmp_path)
     shutil.copy(wheel, installed.folder)

@@ -217,7 +217,7 @@ def has_ended(process: psutil.Process) -> bool:
 
 
 def test_a_template_has_no_cuda_context() -> None:
-    """With one its forks could not use the device, so no module asks for a device while it is imported."""
+    """A fork of a process with a CUDA context cannot use the device, so no import may ask for one."""
     script = f"""
 import importlib, torch
 def refuse(*_):
