@@ -42,13 +42,17 @@ $(VLLM)/.ready:
 	$(VLLM)/bin/python -m compileall -qq -j 0 -x '/tests/|/transformers/models/' $(VLLM)/lib || true
 	touch $@
 
-RUN = quickstart
+# a policy of `sf model`, with the configuration of its name; empty: the built-in one
+MODEL =
+CONFIG = $(or $(MODEL),quickstart)
+RUN = $(CONFIG)
 ENGINE =
 # one server of vLLM, whose three processes take more than 2 GB: the trainer is not lent
 WITH_vllm = $(if $(filter vllm,$(ENGINE)), --set pipeline=async)
 WITH_ENGINE = $(if $(ENGINE), --set engine.kind=$(ENGINE)$(WITH_vllm))
-run: setup $(filter vllm,$(ENGINE)) ## train the quickstart policy as runs/quickstart, go on with it, or show it; RUN=another trains another, ENGINE=vllm samples with vLLM
-	$(BIN)/sf train configs/quickstart.yaml --set run_id=$(RUN)$(WITH_ENGINE)
+run: setup $(filter vllm,$(ENGINE)) ## train the quickstart policy as runs/quickstart, go on with it, or show it; MODEL=smollm2 trains a pretrained one, RUN=another another run, ENGINE=vllm samples with vLLM
+	$(if $(MODEL),$(BIN)/sf model $(MODEL))
+	$(BIN)/sf train configs/$(CONFIG).yaml --set run_id=$(RUN)$(WITH_ENGINE)
 
 up: setup ## start Prefect, Dask and the data plane to stay, with our deployments
 	$(BIN)/sf up

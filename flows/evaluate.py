@@ -33,7 +33,7 @@ def evaluate(config: DeployedConfig) -> dict[str, Any]:
         run = begin_attempt(config, evaluate_only=True)
         OpenRun(run).register(evaluate_only=True)
         # before lend_trainers: trainers are lent only for work that is known to be left
-        OpenRun(run).dataplane.start_evaluation(version, config.evaluate.num_tasks)
+        OpenRun(run).start_evaluation(version, config.evaluate.num_tasks)
         with crashing_without_scheduler(), freeing_workers(run), Leases(run, plan) as leases:
             leases.lend_trainers(version)
             measured = submit(evaluate_task, run, version, config.evaluate.num_tasks)

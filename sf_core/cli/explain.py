@@ -10,6 +10,8 @@ from sf_core.config import RunConfig
 from sf_core.scheduling.cluster import find_workers, held_by_others, scheduler_of
 from sf_core.scheduling.plan import Plan, Worker, able_to_train, make_plan, priority_of, training_order
 from sf_core.stages.sizes import check_memory, explain_sizes
+from sf_core.stages.start import folder_to_start_from
+from sf_core.training.policy_folder import describe_policy
 
 
 def explain_plan(config: RunConfig, *, scheduler: str | None = None) -> RenderableType:
@@ -22,6 +24,8 @@ def explain_plan(config: RunConfig, *, scheduler: str | None = None) -> Renderab
     facts = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
     facts.add_row("pipeline", Text(_pipeline(plan, config)))
     facts.add_row("lag bound", Text(_lag(config)))
+    if config.policy.model and (folder := folder_to_start_from(config, by_a_worker=True)):
+        facts.add_row("policy", Text(describe_policy(folder)))
     if config.rollout.outside_groups:
         facts.add_row("outside", Text(_outside(plan, config)))
     for subject, text in explain_sizes(config).items():

@@ -26,7 +26,9 @@ from sf_core.config import RunConfig
 from sf_core.dataplane.control.client import DataplaneClient, DataplaneError
 from sf_core.engines.registry import engine_kind
 from sf_core.reports.devices import loading
+from sf_core.reports.evaluations.answers import side_by_side
 from sf_core.reports.states import is_finished
+from sf_core.reports.tables import answers_table
 from sf_core.reports.view import RunView
 from sf_core.scheduling.cluster import await_plan, find_workers, scheduler_of
 from sf_core.scheduling.plan import make_plan
@@ -272,6 +274,8 @@ def _print_result(directory: RunDirectory, config: RunConfig, console: Console) 
         f"Prefect UI       prefect server start   (then http://127.0.0.1:4200)",
     )
     console.print(result, soft_wrap=True)
+    if pairs := side_by_side(RunView(directory), 0, summary["iterations"]):
+        console.print(answers_table(pairs, "before", "after"))
 
 
 def _updated(config: RunConfig, run_id: str | None = None, **sections: dict[str, object]) -> RunConfig:

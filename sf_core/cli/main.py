@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from sf_core.cli.hosts import commands as host_commands
+from sf_core.cli.model import commands as model_commands
 from sf_core.cli.runs import commands as data_commands
 from sf_core.cli.terminal import console, say_error
 from sf_core.cli.terminal import fail as _fail
@@ -25,6 +26,7 @@ from sf_core.config.yaml_file import builtin_configs, load_config, override_conf
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(host_commands)
 app.add_typer(data_commands)
+app.add_typer(model_commands)
 
 NAMES = f"or the name of one that is built in: {', '.join(builtin_configs())}"
 ConfigFile = Annotated[Path, typer.Argument(help=f"YAML configuration, {NAMES}.", show_default=False)]
@@ -84,9 +86,39 @@ def resume(run: RunDir) -> None:
 
 
 @app.command()
-def evaluate(run: RunDir, overrides: Overrides = None) -> None:
-    """Measure a run's newest policy on the held-out tasks, as the run was configured; trains nothing."""
-    _launch("evaluate", _stored_config(run, overrides))
+def evaluate(
+    run: RunDir,
+    overrides: Overrides = None,
+    version: Annotated[
+        int | None, typer.Option(min=0, help="Policy version; by default the newest.", show_default=False)
+    ] = None,
+    against: Annotated[
+        int | None,
+        typer.Option(min=0, help="Compare with this version, on equal tasks and seeds.", show_default=False),
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="JSONL file of prompts to answer instead of held-out tasks.", show_default=False),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Measure a run's newest policy on the held-out tasks, as the run was configured; trains nothing. With
+    another version, other tasks or other settings, the result is kept in RUN/evaluations/_measured."""
+    from sf_core.cli.evaluate import evaluate_apart, is_plain
+
+    changes = list(overrides or [])
+    if is_plain(version, against, prompts, changes) and not as_json:
+        _launch("evaluate", _stored_config(run, overrides))
+        return
+
+    def measure(config: RunConfig) -> None:
+        _launch("evaluate", _runnable(config, run))
+
+    try:
+        result = evaluate_apart(run, version, against, prompts, changes, measure)
+        print(result.as_json()) if as_json else console.print(result.as_table())
+    except (ValueError, OSError) as error:
+        _fail(str(error))
 
 
 @app.command()

@@ -43,7 +43,8 @@ class PolicyConfig(Settings):
     """The model under training."""
 
     model: str | None = None
-    """Folder of a Hugging Face causal LM to start from. Empty: a small built-in Qwen3 policy is created."""
+    """Folder of a Hugging Face causal LM to start from, or the name of one that `sf model` has made. Empty: a
+    small built-in Qwen3 policy is created."""
     hidden_size: int = Field(128, ge=32, multiple_of=32)
     """Hidden size of the built-in policy."""
     num_layers: int = Field(4, ge=1, le=64)
@@ -61,6 +62,8 @@ class EvaluateConfig(Settings):
     """Iterations between evaluations; the first and the last policy are always evaluated."""
     num_tasks: int = Field(128, ge=1, le=MAX_TOGETHER)
     """Number of held-out tasks."""
+    answers: int = Field(1, ge=1, le=64)
+    """Sessions per held-out task. The mean counts all of them."""
 
 
 class VllmConfig(Settings):
@@ -121,10 +124,10 @@ class EmulationConfig(Settings):
     kv_tokens: int = Field(180_000, ge=0)
     """Capacity of the KV cache in tokens; a turn reuses what an earlier one left in it. 0: no reuse."""
     stored_bytes_per_parameter: float = Field(2.0, gt=0)
-    """Bytes per parameter that a trainer writes of each version: 2 if `policy.dtype` is bfloat16, else 4."""
+    """Bytes per parameter of a version that a trainer writes: 2 in bfloat16, 4 in float32."""
     delta_bytes_per_parameter: float = Field(0.03, gt=0)
-    """Bytes per parameter that an engine's host reads of each version: what changed, 1.5 % of bfloat16; 4 if
-    `policy.dtype` is float32, which has no deltas."""
+    """Bytes per parameter of a version that an engine's host reads. In bfloat16 it reads a delta, about 0.03;
+    in float32, which has no deltas, the whole version: 4."""
     write_bandwidth: float = Field(0.45e9, gt=0)
     """Bytes/s at which a trainer copies, hashes and writes weights and checkpoints."""
     verify_bandwidth: float = Field(2e9, gt=0)

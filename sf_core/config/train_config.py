@@ -74,6 +74,10 @@ class TrainConfig(Settings):
     """Iterations between checkpoints; a lost trainer replays those since the last one from stored batches."""
     keep_checkpoints: int = Field(2, ge=1)
     """Number of newest checkpoints that stay; older ones are removed when another one is complete."""
+    keep_weights: int | None = Field(None, ge=1)
+    """Number of newest published versions whose weights stay in storage, beside every tenth, those that
+    `loss.kl` refers to, and one that is being published. Empty: all of them if a version takes less than
+    50 MB, else 2."""
     keep_every: int | None = Field(None, ge=1)
     """Checkpoints of every this many iterations stay for good. Empty: none."""
 

@@ -73,10 +73,14 @@ def _packed_gated(gate: torch.Tensor, up: torch.Tensor) -> Project:
 
 
 PACKED = Projections(_packed_linear, _packed_residual, _packed_gated)
-"""Projections for float32 on CPU, without gradients."""
+"""Projections on CPU, without gradients."""
 
 
 def fastest(dtype: torch.dtype, device: torch.device) -> Projections:
     """The fastest projections for inference."""
-    packs = device.type == "cpu" and dtype == torch.float32 and torch.backends.mkldnn.is_available()
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return PLAIN
+    # without instructions for it a CPU converts, and PLAIN knows how
+    has_bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported
+    packs = dtype == torch.float32 or (dtype == torch.bfloat16 and has_bfloat16())
     return PACKED if packs else PLAIN

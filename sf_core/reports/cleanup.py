@@ -18,6 +18,15 @@ from storage import files
 from storage.run_directory import RunDirectory
 from storage.tensors.checkpoints import has_checkpoint, remove_checkpoint
 
+SMALL_BYTES = 50_000_000
+"""Versions of fewer bytes all stay, unless `train.keep_weights` says otherwise."""
+
+KEPT_WEIGHTS = 2
+"""How many of the newest larger versions stay."""
+
+KEPT_EVERY = 10
+"""Of so many versions one stays while a run goes on, to look back at."""
+
 
 @dataclass(frozen=True, slots=True)
 class Spare:
@@ -77,6 +86,17 @@ def spare_checkpoints(run: RunDirectory, trained: int, config: TrainConfig) -> l
     """Checkpoints that a run of these settings does not keep once this version is committed. Only for whoever
     works on the run."""
     return _own(run, _old_checkpoints(run, trained, config.keep_checkpoints, config.keep_every))
+
+
+def spare_weights(run: RunDirectory, published: int, config: TrainConfig) -> list[Spare]:
+    """Versions that a run of these settings does not keep while the version after this one is published. Only
+    for whoever works on the run."""
+    keep = config.keep_weights
+    if keep is None:
+        is_small = files.folder_bytes(run.weights_dir(published)) < SMALL_BYTES
+        keep = published if is_small else KEPT_WEIGHTS
+    needed = _references(run, set(), published, config) | set(range(0, published, KEPT_EVERY))
+    return _own(run, _old_weights(run, published, keep, needed))
 
 
 def _own(run: RunDirectory, found: list[tuple[str, str]]) -> list[Spare]:

@@ -6,13 +6,16 @@ Reads the run directory alone. Where the page is, and when it is updated, is tas
 from __future__ import annotations
 
 import base64
+import html
 import math
 from collections.abc import Sequence
 
 from sf_core.config import RunConfig
 from sf_core.config.failures import failures_text
 from sf_core.reports.devices import markdown_table, read_figures, record_figures, timeline_picture
+from sf_core.reports.evaluations.answers import Answer, side_by_side
 from sf_core.reports.pictures import draw_curve
+from sf_core.reports.tables import MOST_CHARACTERS
 from sf_core.reports.tensorboard import write_events
 from sf_core.reports.view import Iteration, RunView, failures_of
 from sf_core.waits import Facts, clock
@@ -72,6 +75,7 @@ class RunPage:
             f"{newest + 1} of {self._num_iterations} iterations are through. {self._progress_of_policy()}",
             "## Reward",
             _picture("mean reward by iteration", draw_curve(rewards, self._held_out)),
+            *self._answers(),
             "## Devices",
             _picture("what the devices did", timeline_picture(RunView(self._run), newest)),
             "## Files",
@@ -87,6 +91,16 @@ class RunPage:
         first, last = min(self._held_out), max(self._held_out)
         of_first = f"{self._held_out[first]:.3f} (version {first}) → " if first < last else ""
         return f"Held-out reward {of_first}{self._held_out[last]:.3f} (version {last})."
+
+    def _answers(self) -> list[str]:
+        """Answers of the first and the newest version that were measured, to the same tasks."""
+        if len(self._held_out) < 2:
+            return []
+        first, last = min(self._held_out), max(self._held_out)
+        pairs = side_by_side(RunView(self._run), first, last)
+        rows = [f"| {_cell(new.prompt)} | {_rewarded(old)} | {_rewarded(new)} |" for old, new in pairs]
+        head = f"| task | version {first} | version {last} |"
+        return ["## Answers to held-out tasks", "\n".join([head, "|---|---|---|", *rows])]
 
     def _files(self, newest: int) -> str:
         run, made = self._run, newest + 1
@@ -124,6 +138,20 @@ def waits_table(waits: Sequence[Facts]) -> str:
         return "Nothing is waited for that takes long."
     lines = [f"| {clock(wait['since'])} | {clock(wait['until'])} | {wait['what']} |" for wait in waits]
     return "\n".join(["| since | until | for |", "|---|---|---|", *lines])
+
+
+def _rewarded(answer: Answer) -> str:
+    return f"{answer.reward:.2f} {_cell(answer.text)}"
+
+
+def _cell(text: str) -> str:
+    """Text of a policy or a task in a cell of a Markdown table: shown as it is, and short."""
+    shown = text if len(text) <= MOST_CHARACTERS else text[:MOST_CHARACTERS] + " ..."
+    return (
+        "<code>"
+        + html.escape(" ".join(shown.split())).replace("|", "&#124;").replace("`", "&#96;")
+        + "</code>"
+    )
 
 
 def _rounded(value: float | None, digits: int) -> float | None:

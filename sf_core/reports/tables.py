@@ -6,9 +6,10 @@ Owns the layout, whose marks survive a pipe. The figures are from sf_core/report
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
+from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -16,11 +17,15 @@ from rich.text import Text
 from sf_core.config.failures import failures_text, sum_failures
 from sf_core.models.tokenizer import open_tokenizer
 from sf_core.reports import devices
+from sf_core.reports.evaluations.answers import Answer
 from sf_core.reports.view import RolloutFigures, failures_of, open_run
 from storage.run_directory import STAGES, RunDirectory
 from storage.schema import NOT_SAMPLED, Trajectory, TurnSpan
 
 Decode = Callable[[list[int]], str]
+
+MOST_CHARACTERS = 400
+"""Of an answer beside another one."""
 
 TRAINED, CARRIED = "bold green underline", "green underline"
 
@@ -85,6 +90,22 @@ def inspect_session(uri: str, session_id: str) -> RenderableType:
     )
     branches = [_branch(row, decode, fate) for row in session.branches]
     return Group(head, *branches, *([] if row.output is None else [_output(row.output)]))
+
+
+def answers_table(pairs: Sequence[tuple[Answer | None, Answer]], before: str, after: str) -> Table:
+    """Answers to the same tasks side by side; `before` is empty if there is only one."""
+    table = Table(box=box.SIMPLE, show_lines=True)
+    for name in filter(None, ("task", before, after)):
+        table.add_column(name, overflow="fold")
+    for old, new in pairs:
+        shown = [new.prompt, *([_rewarded(old)] if old is not None else []), _rewarded(new)]
+        table.add_row(*(Text(_printable(text)) for text in shown))
+    return table
+
+
+def _rewarded(answer: Answer) -> str:
+    text = answer.text if len(answer.text) <= MOST_CHARACTERS else answer.text[:MOST_CHARACTERS] + " ..."
+    return f"{answer.reward:.2f}  {text}"
 
 
 def _table(title: str = "") -> Table:

@@ -206,6 +206,10 @@ class RunView:
         """URIs of the trajectories of one kind, in order."""
         return [uri for sampling in self.samplings() if sampling.kind == kind for uri in sampling.uris]
 
+    def evaluation(self, version: int) -> Sampling | None:
+        """The sessions of the evaluation of a version; None if it was not evaluated."""
+        return self._sampling(version, "evaluate")
+
     def _sampling(self, number: int, stage: str) -> Sampling | None:
         if (manifest := self.manifest(number, stage)) is None:
             return None

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from sf_core.agents.runner import AgentRunner
+from sf_core.config import RunConfig
 from sf_core.dataplane.bodies import Work
 from sf_core.engines.client import serve_engine
 from sf_core.engines.resident import engine_of
@@ -24,6 +25,7 @@ from sf_core.scheduling.timeline import Timeline
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.surroundings import dataplane_key
 from sf_core.training.registry import trainer_backend
+from sf_core.types import Task
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +81,7 @@ def run_sessions(ref: RunRef, lease: Lease, work: Work) -> int:
         run_id=ref.run_id,
         runner_id=lease.holder,
         attempt=ref.attempt,
-        tasks=tasks_of(environment),
+        tasks=tasks_to_work_on(run.config),
         agent=agent_of(environment),
         reward=reward_of(environment),
         prepare=prepare_of(environment),
@@ -88,6 +90,12 @@ def run_sessions(ref: RunRef, lease: Lease, work: Work) -> int:
         work=work,
     )
     return asyncio.run(runner.run())
+
+
+def tasks_to_work_on(config: RunConfig) -> Callable[[str, int], Task]:
+    """The tasks of a run, each held-out one as often as it is answered."""
+    tasks, answers = tasks_of(config.environment), config.evaluate.answers
+    return lambda split, index: tasks(split, index // answers if split == "holdout" else index)
 
 
 class Switching:

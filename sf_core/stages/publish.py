@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from sf_core.reports.cleanup import spare_weights
 from sf_core.stages.commit import Outcome, commits_once, committed
 from sf_core.stages.run import OpenRun
 
@@ -20,4 +21,7 @@ def publish(run: OpenRun, iteration: int) -> Outcome:
     answer = run.dataplane.publish(version, run.weights(version).uri)
     for refusal in answer.pop("refusals"):
         log.warning("%s", refusal)
+    # until the next version is published, an engine may still be reading the one before this
+    for spare in spare_weights(run.directory, version - 1, run.config.train):
+        spare.remove()
     return Outcome(inputs={"weights": source.outputs[0].sha256}, data={"version": version, **answer})

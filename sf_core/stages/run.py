@@ -115,7 +115,12 @@ class OpenRun:
     def begin_evaluation(self, version: int) -> None:
         """Start the evaluation of this version if it is due, so that trainers are lent for it too."""
         if self.evaluation_due(version):
-            self.dataplane.start_evaluation(version, self.config.evaluate.num_tasks)
+            self.start_evaluation(version)
+
+    def start_evaluation(self, version: int, num_tasks: int | None = None) -> None:
+        """Start the evaluation of this version on so many tasks, by default as configured."""
+        evaluate = self.config.evaluate
+        self.dataplane.start_evaluation(version, (num_tasks or evaluate.num_tasks) * evaluate.answers)
 
     def register(self, *, evaluate_only: bool = False) -> ResumePoint:
         """Register this attempt with the data plane, which keeps the sessions it already has."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -10,8 +9,8 @@ from sf_core.config import RunConfig
 from sf_core.engines.registry import engine_kind
 from sf_core.models.cache_size import DTYPE_BYTES, built_in_parameters, built_in_shape, cache_bytes
 from sf_core.scheduling.plan import Worker
-from sf_core.stages.start import folder_to_start_from, read_model_config
-from storage.tensors.weights import open_weights
+from sf_core.stages.start import folder_to_start_from
+from sf_core.training.policy_folder import count_parameters, read_model_config
 
 _TRAINED_BYTES, _STORED_BYTES = 16, 12
 """For each parameter, in float32: weight, gradient and Adam's two moments; the same without the gradient."""
@@ -40,8 +39,7 @@ class Sizes:
             parameters = built_in_parameters(policy.hidden_size, policy.num_layers)
             shape = dict(built_in_shape(policy.hidden_size, policy.num_layers))
         elif (folder := folder_to_start_from(config, by_a_worker=True)) is not None:
-            header, _ = open_weights(folder)
-            parameters = sum(math.prod(entry.shape) for entry in header.entries.values())
+            parameters = count_parameters(folder)
             shape = read_model_config(folder)
         else:
             return None

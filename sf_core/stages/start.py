@@ -1,4 +1,4 @@
-"""The start stage: makes the start folder, whose weights are version 0. Also checks `policy.model`."""
+"""The start stage: makes the start folder, whose weights are version 0. Also checks what it is made of."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import hashlib
 import inspect
 import json
 import logging
-import re
 import shutil
 import time
 import uuid
@@ -24,8 +23,9 @@ from sf_core.models.context import check_context
 from sf_core.stages.commit import Outcome, commit
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.surroundings import cache_dir
+from sf_core.training.policy_folder import check_model_folder, policy_folder, read_model_config
 from sf_core.training.registry import trainer_kind
-from storage.files import FileRef, copy_folder, describe, join, list_files, read_bytes, write_atomic
+from storage.files import FileRef, copy_folder, describe, join, write_atomic
 from storage.run_directory import RunDirectory
 from storage.tensors.weights import PICKLES
 
@@ -51,38 +51,6 @@ def start(ref: RunRef) -> dict[str, Any]:
         run.directory.refuse_superseded(ref.attempt, "make the start folder again")
         run.directory.discard_start()
     return commit(run, None, "start", work).data
-
-
-def check_model_folder(model: str) -> None:
-    """Raises ValueError if `policy.model` is no Hugging Face folder that we can load, or conversations cannot
-    be rendered with it."""
-    folder = Path(model)
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"policy.model: {model} {_missing(model)}")
-    for weights in folder.glob("*.safetensors"):
-        if not weights.exists():
-            raise ValueError(f"policy.model: {weights} is a link to a file that is not there")
-    # by the listing that is copied, which omits hidden files
-    if not any(uri.endswith(".safetensors") for uri in list_files(str(folder))):
-        raise ValueError(
-            f"policy.model: {model} has no *.safetensors file; pickled weights (*.bin, *.pt) are not loaded, "
-            "because reading them may run code: save the model with safe_serialization=True"
-        )
-    read_model_config(model)
-    try:
-        open_renderer(model)
-    except (ValueError, OSError) as error:
-        raise ValueError(f"policy.model: {error}") from None
-
-
-def _missing(model: str) -> str:
-    if Path(model).exists() or not re.fullmatch(r"\w[\w.-]*/[\w.-]+", model):
-        return "is not a Hugging Face model folder (no config.json)"
-    folder = model.partition("/")[2]
-    return (
-        "is no folder here; a model of that name on the Hugging Face hub is downloaded first, by "
-        f"`hf download {model} --local-dir {folder}`, and then named as that folder: policy.model={folder}"
-    )
 
 
 def check_start(config: RunConfig, *, by_a_worker: bool = False) -> None:
@@ -123,8 +91,8 @@ def _check_demonstrations(config: RunConfig) -> None:
 def folder_to_start_from(config: RunConfig, by_a_worker: bool) -> str | None:
     """The run's own copy, else `policy.model`; None if that is only on the worker. Raises ValueError if it
     cannot be used."""
-    model = config.policy.model
-    assert model is not None
+    assert config.policy.model is not None
+    model = policy_folder(config.policy.model)
     if config.run_id is not None:
         run = RunDirectory(config.run_dir)
         if run.read_manifest(None, "start") is not None and start_fault(run) is None:
@@ -144,24 +112,15 @@ def start_fault(run: RunDirectory) -> str | None:
     return None
 
 
-def read_model_config(folder: str) -> dict[str, Any]:
-    file = join(folder, "config.json")
-    try:
-        return dict(json.loads(read_bytes(file)))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"policy.model: {file} cannot be read: {error}") from None
-
-
 def prepare_start(folder: str, config: RunConfig) -> tuple[list[FileRef], str, float]:
     """Copy the policy of version 0 into `folder`; returns its files, the folder they came from and how long
     copying took. Its weights keep their dtype, as trainers start from them; its configuration names the one
     that is served.
 
     Raises ValueError if `policy.model` is no Hugging Face folder."""
-    model = config.policy.model
-    if model is not None:
-        check_model_folder(model)
-        source = Path(model)
+    if config.policy.model is not None:
+        source = Path(policy_folder(config.policy.model))
+        check_model_folder(str(source))
     else:
         source = warm_policy(config)
     started = time.monotonic()

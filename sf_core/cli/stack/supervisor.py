@@ -29,8 +29,9 @@ T = TypeVar("T")
 
 MAX_SOCKET_PATH = 90
 """Bytes; Linux allows 107, and supervisord adds its process id while it opens the socket."""
-ANSWER_S = 20.0
-"""Longest wait for an answer of supervisord, in addition to the time of the parts that it stops."""
+ANSWER_S = 90.0
+"""Longest wait for an answer of supervisord, in addition to the time of the parts that it stops. A busy
+machine may give it no time for long."""
 REMOVALS = 3
 """Tries to remove a part, which may be restarted between its stop and its removal."""
 
@@ -257,9 +258,14 @@ def end(folder: Path, stop_s: float) -> bool:
 def call(folder: Path, method: str, *arguments: str, patience_s: float = 0.0) -> Any:
     """Call a method of supervisord's XML-RPC interface (supervisord.org/api.html), over a socket of its user
     alone. Raises OSError or HTTPException without an answer, Fault if supervisord refuses."""
-    transport = _UnixTransport(_socket(folder), ANSWER_S + patience_s)
+    patience_s += ANSWER_S
+    transport = _UnixTransport(_socket(folder), patience_s)
     with ServerProxy("http://localhost", transport=transport) as server:
-        return getattr(server.supervisor, method)(*arguments)
+        try:
+            return getattr(server.supervisor, method)(*arguments)
+        except TimeoutError:
+            who = f"supervisord, which runs the processes of {folder}"
+            raise TimeoutError(f"{who}, did not answer {method} for {patience_s:.0f} s") from None
 
 
 def read_pid(folder: Path) -> int | None:

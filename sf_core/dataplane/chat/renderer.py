@@ -22,7 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from sf_core.dataplane.chat.messages import Message
-from sf_core.dataplane.chat.template_probes import append_only_roles, render_addition
+from sf_core.dataplane.chat.template_probes import append_only_roles, render_addition, shows_tools
 from sf_core.dataplane.chat.tool_formats import FORMATS, Tool, format_of
 from sf_core.dataplane.errors import ApiError
 from sf_core.models.token_bytes import control_tokens
@@ -95,6 +95,11 @@ class Renderer:
         self.opens_thinking = self.thinks and self._opens_thinking()
         """The prompt itself ends with the opening think tag."""
         self._append_only_roles = append_only_roles(self.render)
+
+    @property
+    def shows_tools(self) -> bool:
+        """Whether a prompt with a tool differs from one without."""
+        return shows_tools(self.render)
 
     def render(self, messages: list[Message], tools: list[dict[str, Any]]) -> str:
         """The prompt text for the next assistant turn. Raises TemplateError if the template refuses, or fails

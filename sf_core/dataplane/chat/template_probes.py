@@ -44,6 +44,14 @@ def append_only_roles(render: Render) -> frozenset[str]:
     return frozenset(role for role in ("user", "tool") if all(map(_holds(render), _probes(role))))
 
 
+def shows_tools(render: Render) -> bool:
+    """Whether the template shows the tools of a request; one that refuses tools does not."""
+    try:
+        return render([_USER], [_TOOL]) != render([_USER], [])
+    except jinja2.TemplateError:
+        return False
+
+
 _Probe = tuple[list[Message], list[Message], list[Tool]]
 """A history that waits for an answer, that answer with what follows it, and the tools."""
 

@@ -93,8 +93,8 @@ class DecoderModel:
         self._decoder = fuse(params, spec, fastest(params.dtype, params.device))
         self.vocab_size = self._decoder.vocab_size
         self.cache_shape = CacheShape(spec.num_layers, spec.num_kv_heads, spec.head_dim)
-        # On the CPU small products are faster than fused attention, but in bfloat16 they round scores.
-        self._has_small_products = params.device.type == "cpu" and params.dtype == torch.float32
+        # on the CPU small products are faster than fused attention
+        self._has_small_products = params.device.type == "cpu"
 
     def fill(self, cache: KVCache, ids: torch.Tensor, starts: torch.Tensor, slots: torch.Tensor) -> None:
         num_rows, length = ids.shape
@@ -118,7 +118,8 @@ class DecoderModel:
         spec, num_rows = self._spec, ids.shape[0]
         placement = cache.place(None, starts, 1)
         mix = _small_products if self._has_small_products else F.scaled_dot_product_attention
-        bias = placement.bias(self._decoder.embedding.dtype).unsqueeze(1)
+        dtype = torch.float32 if self._has_small_products else self._decoder.embedding.dtype
+        bias = placement.bias(dtype).unsqueeze(1)
         if self._has_small_products:
             bias = bias.expand(-1, spec.num_kv_heads, -1, -1).flatten(0, 1)
 
@@ -138,7 +139,12 @@ class DecoderModel:
 def _small_products(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor
 ) -> torch.Tensor:
-    """Attention [n * kv_heads, queries, head_dim] by one small matrix product per sequence and head."""
+    """Attention [n * kv_heads, queries, head_dim] by one small matrix product per sequence and head; its
+    weights are computed in float32."""
     q, keys, values = q.flatten(0, 1), keys.flatten(0, 1), values.flatten(0, 1)
-    scores = torch.baddbmm(bias, q, keys.transpose(1, 2), alpha=q.shape[-1] ** -0.5)
-    return torch.bmm(scores.softmax(-1), values)
+    scale = q.shape[-1] ** -0.5
+    if q.dtype == torch.float32:
+        scores = torch.baddbmm(bias, q, keys.transpose(1, 2), alpha=scale)
+    else:
+        scores = torch.add(bias, torch.bmm(q, keys.transpose(1, 2)).float(), alpha=scale)
+    return torch.bmm(scores.softmax(-1).to(values.dtype), values)

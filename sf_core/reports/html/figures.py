@@ -15,6 +15,8 @@ from typing import Any
 import pyarrow as pa
 
 from sf_core.reports import devices as device_report
+from sf_core.reports.evaluations.answers import side_by_side
+from sf_core.reports.evaluations.comparison import MEASURED, read_comparisons
 from sf_core.reports.view import Iteration, RunView
 from sf_core.scheduling.figures import Window
 from sf_core.scheduling.timeline import Span, read_spans
@@ -50,12 +52,24 @@ def run_figures(view: RunView) -> dict[str, Any]:
         }
         for iteration, rollout in zip(iterations, rollouts, strict=True)
     ]
+    held_out = sorted(view.held_out_rewards(range(len(iterations) + 1)).items())
     return {
         "iterations": rows,
-        "held_out": sorted(view.held_out_rewards(range(len(iterations) + 1)).items()),
+        "held_out": held_out,
+        "answers": _answers(view, [version for version, _ in held_out]),
+        "comparisons": read_comparisons(run.path(MEASURED)),
         "timeline": _timeline(read_spans(run), windows.values()),
         "groups": list(chain.from_iterable(_groups(run, iteration) for iteration in iterations)),
     }
+
+
+def _answers(view: RunView, versions: Sequence[int]) -> dict[str, Any]:
+    """Answers to the same tasks of the first and the last version that were measured."""
+    if len(versions) < 2:
+        return {"before": None, "after": None, "pairs": []}
+    before, after = versions[0], versions[-1]
+    pairs = [[asdict(old), asdict(new)] for old, new in side_by_side(view, before, after)]
+    return {"before": before, "after": after, "pairs": pairs}
 
 
 def _length(window: Window | None) -> float | None:

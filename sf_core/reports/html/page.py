@@ -24,7 +24,7 @@ from sf_core.reports.view import RunView, open_run
 from storage.files import write_atomic
 from storage.run_directory import RunDirectory
 
-SCRIPTS = ("dom.js", "charts.js", "tables.js", "sessions.js", "viewer.js", "main.js")
+SCRIPTS = ("dom.js", "charts.js", "tables.js", "evaluations.js", "sessions.js", "viewer.js", "main.js")
 
 
 def write_report(uri: str, target: str | None, max_mb: float) -> str:

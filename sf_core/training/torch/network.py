@@ -19,6 +19,9 @@ from sf_core.models.decoder import Attend, DecoderSpec, decoder_spec, fuse_layer
 from sf_core.models.scoring import score
 from sf_core.training.packing import Microbatch
 
+_SHORT = 256
+"""Most tokens of rows whose weights of attention may be kept."""
+
 
 class Network:
     """A causal LM from a Hugging Face folder, in float32."""
@@ -180,8 +183,28 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, microbatch: Mic
     def by_row(tokens: torch.Tensor) -> torch.Tensor:
         return rows(tokens, microbatch.grid).transpose(1, 2)
 
-    mixed = F.scaled_dot_product_attention(by_row(q), by_row(k), by_row(v), is_causal=True, enable_gqa=True)
+    # in bfloat16 on a CPU the fused backward pass takes twice as long, and its gradients are less exact
+    short = microbatch.grid.shape[1] <= _SHORT
+    by_products = short and q.dtype == torch.bfloat16 and q.device.type == "cpu"
+    mixed = (_attend_by_products if by_products else _attend)(by_row(q), by_row(k), by_row(v))
     return rows(mixed.transpose(1, 2).flatten(0, 1), microbatch.owners).flatten(1)
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def _attend_by_products(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The same by matrix products, with the weights of attention in float32. They are kept for the backward
+    pass, so it is for short rows."""
+    heads, length, width = q.shape[1:]
+    # heads that share keys and values are as further queries of one head
+    shared = heads // k.shape[1]
+    queries, k, v = q.unflatten(1, (-1, shared)).flatten(2, 3).flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+    scores = torch.bmm(queries, k.transpose(1, 2)).float() * width**-0.5
+    hidden = torch.ones(length, length, dtype=torch.bool, device=q.device).triu_(1)
+    weights = scores.masked_fill_(hidden.repeat(shared, 1), -torch.inf).softmax(-1)
+    return torch.bmm(weights.to(v.dtype), v).view(q.shape)
 
 
 def rows(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

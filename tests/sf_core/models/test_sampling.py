@@ -4,10 +4,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from sf_core.models import scoring
 from sf_core.models.counter import uniforms
 from sf_core.models.sampling import sample
+from tests.properties import examples
 
 
 def draw(
@@ -120,3 +123,24 @@ def test_a_token_outside_the_nucleus_has_a_finite_logprob_and_a_gradient() -> No
     # of the three best: the support reaches down to it
     assert logprob.item() == pytest.approx(-math.log(math.exp(5) + math.exp(4) + 1))
     assert logits.grad is not None and logits.grad[0, 2] > 0
+
+
+@settings(deadline=None, max_examples=examples(30))
+@given(seed=st.integers(0, 2**32 - 1), size=st.integers(1, 1100), spread=st.sampled_from([0.1, 3.0, 30.0]))
+def test_a_token_is_where_the_sum_of_probabilities_passes_the_uniform(
+    seed: int, size: int, spread: float
+) -> None:
+    random = torch.Generator().manual_seed(seed)
+    logits = torch.randn(16, size, generator=random) * spread
+    logits[:, torch.rand(size, generator=random) < 0.3] = -torch.inf
+    logits[:, int(torch.randint(size, (), generator=random))] = 0.0
+    draws = np.concatenate([uniforms(seed, np.arange(14)), [0.0, np.nextafter(1, 0)]])
+    ones = np.ones(16, np.float32)
+    tokens, logprobs = sample(logits, ones, ones, np.zeros(16, np.int64), draws)
+    exact = torch.log_softmax(logits.double(), -1)
+    np.testing.assert_allclose(logprobs, exact.gather(1, torch.from_numpy(tokens)[:, None])[:, 0], atol=2e-5)
+    assert np.isfinite(logprobs).all()
+    reached = exact.exp().cumsum(-1).numpy()
+    for row, token in enumerate(tokens):
+        below = reached[row, token - 1] if token else 0.0
+        assert below - 1e-6 <= draws[row] <= reached[row, token] + 1e-6

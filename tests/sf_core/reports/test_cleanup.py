@@ -13,8 +13,8 @@ import pytest
 
 from sf_core.config import PolicyConfig
 from sf_core.models.builtin import make_policy
-from sf_core.reports import states
-from sf_core.reports.cleanup import Keep, spare_checkpoints, spares
+from sf_core.reports import cleanup, states
+from sf_core.reports.cleanup import Keep, spare_checkpoints, spare_weights, spares
 from sf_core.reports.states import is_served
 from storage import files
 from storage.attempts import Attempt
@@ -91,6 +91,27 @@ def test_a_run_itself_removes_old_checkpoints_while_it_trains(root: Path, keep: 
         # the one of version 4 may be written again: its step is not committed
         spares = spare_checkpoints(run, 3, config)
         assert [spare.uri for spare in spares] == [run.checkpoint_dir(version) for version in gone]
+
+
+@pytest.mark.parametrize(("keep", "gone"), [(None, []), (1, [1]), (2, []), (9, [])])
+def test_a_run_itself_removes_old_versions_while_it_goes_on(
+    root: Path, keep: int | None, gone: list[int]
+) -> None:
+    run = make(root, "a", 3)
+    config = configure(run, train={"keep_weights": keep}).train
+    # version 3 is being published
+    assert [spare.uri for spare in spare_weights(run, 2, config)] == [run.weights_dir(v) for v in gone]
+
+
+def test_of_large_versions_the_newest_and_every_tenth_stay(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make(root, "a", 13)
+    config = configure(run, train={}).train
+    assert spare_weights(run, 12, config) == []
+    monkeypatch.setattr(cleanup, "SMALL_BYTES", 1)
+    gone = {spare.uri for spare in spare_weights(run, 12, config)}
+    assert gone == {run.weights_dir(version) for version in range(1, 11) if version != 10}
 
 
 def test_what_changed_in_a_version_goes_with_it(root: Path) -> None:

@@ -72,6 +72,7 @@ async function main() {
   byId("theme").addEventListener("click", nextTheme);
   const [figures, list, vocabulary] = await Promise.all(["figures", "sessions", "vocabulary"].map((name) => decodeJson(`data-${name}`)));
   drawOverview(figures);
+  drawEvaluations(byId("evaluations"), figures);
   byId("iterations").append(iterationTable(figures));
   const viewer = new Viewer(new Sessions(list, vocabulary));
   byId("groups").append(groupTable(figures.groups, (group) => viewer.openGroup(group)));

@@ -16,7 +16,7 @@ from supervisor.options import ServerOptions
 
 from sf_core.cli.stack.local import local_stack
 from sf_core.cli.stack.processes import Part
-from sf_core.cli.stack.supervisor import StackError, Supervisor, configuration, read_pid
+from sf_core.cli.stack.supervisor import StackError, Supervisor, call, configuration, read_pid
 from sf_core.cli.stack.supervisord_child import MARK
 from tests.patience import patience, wait_until
 
@@ -104,6 +104,20 @@ def test_a_supervisor_that_does_not_start_says_why(tmp_path: Path) -> None:
         done = subprocess.run([sys.executable, "-c", program, folder], capture_output=True, text=True)
     [last] = done.stderr.strip().splitlines()[-1:]
     assert "StackError: supervisord does not start: Error: The minimum number of file descriptors" in last
+
+
+def test_a_supervisor_that_does_not_answer_is_named(
+    stack: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stack.start(Part("waits", ["sleep", "1000"]))
+    daemon = psutil.Process(read_pid(stack.folder))
+    monkeypatch.setattr("sf_core.cli.stack.supervisor.ANSWER_S", 0.3)
+    daemon.suspend()
+    try:
+        with pytest.raises(TimeoutError, match=r"supervisord, .* of .*, did not answer getPID for 0 s"):
+            call(stack.folder, "getPID")
+    finally:
+        daemon.resume()
 
 
 def test_parts_end_with_a_supervisor_that_is_killed(stack: Supervisor) -> None:

@@ -1,0 +1,90 @@
+"""`sf evaluate` with another version, other tasks or other settings: versions are measured apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import orjson
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from sf_core.config import RunConfig
+from sf_core.environments.prompts import Prompts
+from sf_core.reports.evaluations.comparison import (
+    MEASURED,
+    Comparison,
+    Measured,
+    compare,
+    write_comparison,
+)
+from sf_core.reports.tables import answers_table
+from sf_core.stages.evaluate import end_measurement, open_measurement
+from storage.run_directory import RunDirectory
+
+_IN_PLACE = ("evaluate.num_tasks=", "cluster.", "dataplane.")
+"""Settings with which the newest version is measured in the run itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    comparison: Comparison
+    file: str
+
+    def as_json(self) -> str:
+        return orjson.dumps(asdict(self.comparison), option=orjson.OPT_NON_STR_KEYS).decode()
+
+    def as_table(self) -> RenderableType:
+        own = self.comparison
+        lines = [f"{own.tasks} tasks of {own.environment}, {own.answers} answers each"]
+        lines += [_line(own.before)] if own.before else []
+        lines.append(_line(own.after))
+        if own.difference is not None and own.interval is not None:
+            low, high = own.interval
+            lines.append(
+                f"difference {own.difference:+.3f} (95 %: {low:+.3f} to {high:+.3f}); of {own.tasks} tasks "
+                f"{own.won} won, {own.lost} lost"
+            )
+        before = "" if own.before is None else f"version {own.before.version}"
+        table = answers_table(own.examples, before, f"version {own.after.version}")
+        return Group(Text("\n".join(lines)), table, Text(f"kept in {self.file}"))
+
+
+def _line(one: Measured) -> str:
+    low, high = one.interval
+    solved = ", ".join(f"pass@{k} {share:.3f}" for k, share in one.solved.items())
+    return f"version {one.version}: reward {one.reward:.3f} (95 %: {low:.3f} to {high:.3f}), {solved}"
+
+
+def is_plain(version: int | None, against: int | None, prompts: Path | None, changes: Sequence[str]) -> bool:
+    """Whether the newest version is measured as the run itself does."""
+    is_as_configured = all(change.startswith(_IN_PLACE) for change in changes)
+    return version is None and against is None and prompts is None and is_as_configured
+
+
+def evaluate_apart(
+    run: str,
+    version: int | None,
+    against: int | None,
+    prompts: Path | None,
+    changes: list[str],
+    measure: Callable[[RunConfig], None],
+) -> Result:
+    """Measure a version, and the one to compare it with, unless that was done before with these settings.
+    Raises ValueError with one sentence if one cannot be measured."""
+    if prompts is not None:
+        number = len(Prompts(file=str(prompts.resolve())))
+        given = f"environment={{name: prompts, settings: {{file: {prompts.resolve()}}}}}"
+        changes = [given, f"evaluate.num_tasks={number}", *changes]
+    configs = [open_measurement(run, version, changes)]
+    if against is not None:
+        configs.append(open_measurement(run, against, changes))
+    for config in configs:
+        if RunDirectory(config.run_dir).read_manifest(0, "evaluate") is None:
+            measure(config)
+        end_measurement(config)
+    after, before = configs[0].run_dir, configs[1].run_dir if against is not None else None
+    comparison = compare(after, before, changes)
+    name = "-against-".join(str(config.run_id) for config in configs)
+    return Result(comparison, write_comparison(RunDirectory(run).path(MEASURED), name, comparison))

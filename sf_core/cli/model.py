@@ -1,0 +1,74 @@
+"""The command `sf model`: makes or checks a folder that `policy.model` can name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sf_core.cli.terminal import console, fail
+from sf_core.models.gguf_file import is_gguf, make_folder
+from sf_core.models.published import PUBLISHED, make_published, named_folder
+
+commands = typer.Typer()
+
+
+@commands.command()
+def model(
+    source: Annotated[
+        str,
+        typer.Argument(
+            help=f"A published policy ({', '.join(PUBLISHED)}), a GGUF file, or a Hugging Face folder.",
+            show_default=False,
+        ),
+    ],
+    folder: Annotated[
+        Path | None,
+        typer.Argument(
+            help="Where to make the folder; a published policy has a place in the cache.", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Make a folder that policy.model can name, of a published policy or a GGUF file, or check one."""
+    from sf_core.training.policy_folder import check_model_folder, describe_policy
+
+    try:
+        made = _made(source, folder)
+        check_model_folder(str(made))
+        console.print(f"{made}: {describe_policy(str(made))}", highlight=False, soft_wrap=True)
+    except (ValueError, OSError) as error:
+        fail(str(error).removeprefix("policy.model: "))
+    named = source if made == named_folder(source) else made
+    console.print(f"to train it: policy.model: {named}", highlight=False, soft_wrap=True)
+
+
+def _made(source: str, folder: Path | None) -> Path:
+    """The folder of the policy, which is made unless it is there."""
+    if is_gguf(source):
+        if folder is None:
+            raise ValueError(
+                f"{source} is a GGUF file: say where to make the folder, `sf model {source} DIR`"
+            )
+        _refuse_existing(folder)
+        make_folder(Path(source), folder)
+        return folder
+    if source not in PUBLISHED or Path(source).is_dir():
+        if folder is not None:
+            raise ValueError(
+                f"{source} is neither a GGUF file nor one of {', '.join(PUBLISHED)}: nothing is made of it"
+            )
+        return Path(source)
+    target = folder or named_folder(source)
+    if folder is not None:
+        _refuse_existing(folder)
+    if not target.is_dir():
+        make_published(source, target, lambda line: console.print(line, highlight=False, soft_wrap=True))
+    return target
+
+
+def _refuse_existing(folder: Path) -> None:
+    if folder.exists():
+        raise ValueError(
+            f"{folder} is there already: name a new folder, or check this one by `sf model {folder}`"
+        )

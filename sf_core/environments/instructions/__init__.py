@@ -1,0 +1,1 @@
+"""The environment `instructions`: short texts under constraints that code can check."""

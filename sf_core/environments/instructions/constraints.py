@@ -1,0 +1,194 @@
+"""The kinds of constraints: how each is drawn, told and checked.
+
+The kinds are those of IFEval (Zhou et al. 2023, arXiv 2311.07911) that need no detection of languages and no
+splitting into sentences, with numbers for short texts; `first_words` and `question` are ours.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any
+
+from sf_core.environments.instructions.words import keywords, phrases
+from sf_core.environments.splits import Split
+
+Parameters = dict[str, Any]
+"""JSON values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    draw: Callable[[Random, Split], Parameters]
+    tell: Callable[[Parameters], str]
+    """The sentence that the policy reads."""
+    check: Callable[[str, Parameters], float]
+    """The share of the constraint that a text keeps, 0 to 1."""
+    uses: frozenset[str] = frozenset()
+    """What it decides alone: a task has at most one constraint on each of these."""
+
+
+def words_of(text: str) -> list[str]:
+    """The words of a text in small letters, without punctuation.
+
+    >>> words_of("It's <<Late>>, Bob.")
+    ["it's", 'late', 'bob']
+    """
+    return re.findall(r"[a-z0-9]+(?:'[a-z]+)?", text.lower())
+
+
+def _quoted(words: list[str]) -> str:
+    return " and ".join(f'"{word}"' for word in words)
+
+
+def _fixed(text: str, holds: Callable[[str], bool]) -> Kind:
+    """A constraint without parameters."""
+    return Kind(lambda random, split: {}, lambda _: text, lambda answer, _: float(holds(answer)))
+
+
+def _counted(low: int, high: int, text: str, count: Callable[[str], int]) -> Kind:
+    """At least `n` of something, with n from low to high. Fewer are worth their share."""
+    return Kind(
+        lambda random, split: {"n": random.randint(low, high)},
+        lambda its: text.format(n=its["n"]),
+        lambda answer, its: min(1.0, count(answer) / its["n"]),
+    )
+
+
+def _share(words: list[str], holds: Callable[[str], bool]) -> float:
+    return sum(map(holds, words)) / len(words)
+
+
+def _draw_words(count: int) -> Callable[[Random, Split], Parameters]:
+    return lambda random, split: {"words": random.sample(keywords(split), count)}
+
+
+def _draw_phrase(random: Random, split: Split) -> Parameters:
+    return {"phrase": random.choice(phrases(split)).capitalize()}
+
+
+def _is_json(text: str) -> bool:
+    try:
+        return isinstance(
+            json.loads(text.removeprefix("```json").removeprefix("```").removesuffix("```")), dict
+        )
+    except ValueError:
+        return False
+
+
+def _has_title(text: str) -> bool:
+    return bool(re.search(r"<<[^\n<>]*\w[^\n<>]*>>", text))
+
+
+def _plain(text: str) -> str:
+    return " ".join(words_of(text))
+
+
+_KINDS: dict[str, Kind] = {
+    "keywords": Kind(
+        _draw_words(2),
+        lambda its: f"Use the words {_quoted(its['words'])}.",
+        lambda answer, its: _share(its["words"], lambda word: word in words_of(answer)),
+    ),
+    "forbidden_words": Kind(
+        lambda random, split: {"words": [random.choice(("the", "and", "is", "are", "of", "to", "in"))]},
+        lambda its: f"Do not use the word {_quoted(its['words'])}.",
+        lambda answer, its: _share(its["words"], lambda word: word not in words_of(answer)),
+    ),
+    "keyword_frequency": Kind(
+        lambda random, split: {"word": random.choice(keywords(split)), "n": 2},
+        lambda its: f'Use the word "{its["word"]}" at least {its["n"]} times.',
+        lambda answer, its: min(1.0, words_of(answer).count(its["word"]) / its["n"]),
+    ),
+    "letter_frequency": Kind(
+        lambda random, split: {"letter": random.choice("bcdfgklmpuvwy"), "n": random.randint(3, 5)},
+        lambda its: f'Use the letter "{its["letter"]}" at least {its["n"]} times.',
+        lambda answer, its: min(1.0, answer.lower().count(its["letter"]) / its["n"]),
+    ),
+    "at_most_words": Kind(
+        lambda random, split: {"n": random.randint(8, 15)},
+        lambda its: f"Use at most {its['n']} words.",
+        lambda answer, its: float(len(answer.split()) <= its["n"]),
+    ),
+    "at_least_words": _counted(14, 22, "Use at least {n} words.", lambda answer: len(answer.split())),
+    "placeholders": _counted(
+        1,
+        2,
+        "Use at least {n} placeholders in square brackets, such as [name].",
+        lambda answer: len(re.findall(r"\[[^\[\]]+\]", answer)),
+    ),
+    "highlights": _counted(
+        1,
+        2,
+        "Highlight at least {n} words with asterisks, such as *word*.",
+        lambda answer: len(re.findall(r"\*[^\s*][^*\n]*\*", answer)),
+    ),
+    "bullets": _counted(
+        2,
+        3,
+        "Write {n} bullet points that begin with a hyphen.",
+        lambda answer: len(re.findall(r"^\s*[-*] +\S", answer, re.MULTILINE)),
+    ),
+    "capital_words": _counted(
+        1,
+        3,
+        "Write at least {n} words in all capital letters.",
+        lambda answer: len(re.findall(r"\b[A-Z]{2,}\b", answer)),
+    ),
+    "first_words": Kind(
+        _draw_phrase,
+        lambda its: f'Begin with the words "{its["phrase"]}".',
+        lambda answer, its: float(_plain(answer).startswith(_plain(its["phrase"]))),
+    ),
+    "last_words": Kind(
+        _draw_phrase,
+        lambda its: f'End with the words "{its["phrase"]}".',
+        lambda answer, its: float(_plain(answer).endswith(_plain(its["phrase"]))),
+    ),
+    "postscript": _fixed('Add a postscript that begins with "P.S."', lambda answer: "P.S." in answer),
+    "title": _fixed("Give it a title in double angle brackets, such as <<title>>.", _has_title),
+    "json": _fixed("Answer with a JSON object.", _is_json),
+    "quotation": _fixed(
+        "Put the whole answer into double quotation marks.",
+        lambda answer: (
+            len(answer) > 2
+            and answer[0] in '"\N{LEFT DOUBLE QUOTATION MARK}'
+            and answer[-1] in '"\N{RIGHT DOUBLE QUOTATION MARK}'
+        ),
+    ),
+    "lower_case": _fixed("Use small letters only.", lambda answer: answer == answer.lower()),
+    "upper_case": _fixed("Use capital letters only.", lambda answer: answer == answer.upper()),
+    "no_comma": _fixed("Do not use any commas.", lambda answer: "," not in answer),
+    "question": _fixed("Write it as a question.", lambda answer: answer.rstrip('"').endswith("?")),
+}
+
+_USES = {
+    "at_most_words": "length",
+    "at_least_words": "length",
+    "capital_words": "case",
+    "lower_case": "case",
+    "upper_case": "case",
+    "first_words": "start",
+    "title": "start case",
+    "bullets": "start length",
+    "last_words": "end",
+    "postscript": "end case",
+    "json": "start end case length",
+    "quotation": "start end",
+}
+
+KINDS = {name: replace(kind, uses=frozenset(_USES.get(name, "").split())) for name, kind in _KINDS.items()}
+
+
+def draw_kinds(random: Random, names: Sequence[str], number: int) -> list[str]:
+    """At most so many of these kinds, which go together."""
+    drawn: list[str] = []
+    used: set[str] = set()
+    for name in random.sample(sorted(set(names)), len(set(names))):
+        if len(drawn) < number and used.isdisjoint(KINDS[name].uses):
+            drawn.append(name)
+            used |= KINDS[name].uses
+    return drawn

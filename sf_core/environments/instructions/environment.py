@@ -1,0 +1,99 @@
+"""A text about a subject under one to three constraints, each of which code checks."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Annotated, Any
+
+import openai
+from pydantic import AfterValidator, Field, model_validator
+
+from sf_core.environments.environment import Environment
+from sf_core.environments.instructions.constraints import KINDS, draw_kinds, words_of
+from sf_core.environments.instructions.words import subjects
+from sf_core.environments.splits import Split
+from sf_core.settings import shown
+from sf_core.types import Endpoint, Task
+
+
+def _is_kind(name: str) -> str:
+    if name not in KINDS:
+        raise ValueError(f"there is no kind {shown(name)}; there are {', '.join(KINDS)}")
+    return name
+
+
+FEWEST_WORDS = 5
+
+
+class Instructions(Environment):
+    """The reward is the share of the constraints that a text keeps, one named part for each. A text that is
+    cut off, too short or not about its subject keeps none: nothing at all would keep some of them."""
+
+    kinds: tuple[Annotated[str, AfterValidator(_is_kind)], ...] = Field(tuple(KINDS), min_length=1)
+    """Kinds of constraints that tasks are made of."""
+    constraints: tuple[int, int] = (1, 3)
+    """Fewest and most constraints of a task; fewer where these kinds do not go together."""
+    text: str = "a sentence"
+    """What is asked for."""
+    answers: int = Field(1, ge=1, le=8)
+    """Answers that a session has. After each that breaks a constraint a message says which; the last one is
+    scored."""
+
+    @model_validator(mode="after")
+    def _can_be_drawn(self) -> Instructions:
+        fewest, most = self.constraints
+        if not 1 <= fewest <= most <= len(set(self.kinds)):
+            raise ValueError(
+                f"constraints: expected 1 <= fewest <= most <= {len(set(self.kinds))} (the number of kinds), "
+                f"got {fewest} and {most}"
+            )
+        return self
+
+    def tasks(self, split: Split, index: int) -> Task:
+        random = Random(f"{split} {index}")
+        subject = random.choice(subjects(split))
+        names = draw_kinds(random, self.kinds, random.randint(*self.constraints))
+        drawn = {name: KINDS[name].draw(random, split) for name in names}
+        prompt = [f"Write {self.text} about {subject}.", *(KINDS[name].tell(drawn[name]) for name in names)]
+        metadata = {"subject": subject, "constraints": drawn}
+        return Task(f"instructions-{split}-{index}", "instructions", " ".join(prompt), metadata=metadata)
+
+    async def agent(self, task: Task, endpoint: Endpoint) -> dict[str, Any]:
+        messages: list[Any] = [{"role": "user", "content": task.prompt}]
+        async with openai.AsyncOpenAI(
+            base_url=endpoint.base_url, api_key=endpoint.api_key, timeout=None
+        ) as client:
+            for _ in range(self.answers):
+                reply = await client.chat.completions.create(model=endpoint.model, messages=messages)
+                [choice] = reply.choices
+                answer = {"text": choice.message.content or "", "is_whole": choice.finish_reason == "stop"}
+                if not answer["is_whole"] or not (broken := self._broken(task, answer)):
+                    break
+                messages += [
+                    {"role": "assistant", "content": answer["text"]},
+                    {"role": "user", "content": broken},
+                ]
+        return answer
+
+    def reward(self, task: Task, answer: dict[str, Any]) -> dict[str, float]:
+        drawn: dict[str, Any] = task.metadata["constraints"]
+        text = str(answer["text"]).strip()
+        counts = answer["is_whole"] and is_about(text, task.metadata["subject"])
+        return {
+            name: KINDS[name].check(text, its) / len(drawn) if counts else 0.0 for name, its in drawn.items()
+        }
+
+    def _broken(self, task: Task, answer: dict[str, Any]) -> str:
+        """What to tell of an answer; empty if it keeps everything."""
+        drawn, kept = task.metadata["constraints"], self.reward(task, answer)
+        broken = [KINDS[name].tell(its) for name, its in drawn.items() if kept[name] < 1 / len(drawn)]
+        if broken and not any(kept.values()):
+            broken.insert(0, f"Write {self.text} about {task.metadata['subject']}.")
+        return f"That is not right. {' '.join(broken)}" if broken else ""
+
+
+def is_about(text: str, subject: str) -> bool:
+    """Whether a text has some words, the subject in any form among them, and does not speak of the task."""
+    said, stem = words_of(text), subject[: max(3, len(subject) - 3)]
+    speaks_of_itself = not {"sentence", "comma", "commas"}.isdisjoint(said)
+    return len(said) >= FEWEST_WORDS and any(word.startswith(stem) for word in said) and not speaks_of_itself

