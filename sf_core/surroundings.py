@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import resource
 import tempfile
 import urllib.request
 from collections.abc import Iterable
+from contextlib import suppress
 from importlib.machinery import PathFinder
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -166,6 +168,13 @@ def raise_open_files() -> None:
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def trim_memory() -> None:
+    """Return memory that was freed to the system. Workers keep it otherwise (docs/decisions/005): this is for
+    moments at which what comes next needs far less, or other things."""
+    with suppress(AttributeError):  # not glibc
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def check_open_files() -> None:

@@ -6,9 +6,9 @@ import json
 from functools import cached_property
 from typing import Any
 
-import openai
 from pydantic import Field
 
+from sf_core.agents.tool_loop import open_client
 from sf_core.environments.environment import Environment
 from sf_core.environments.splits import Split
 from sf_core.types import Endpoint, Task
@@ -50,12 +50,8 @@ class Prompts(Environment):
         return Task(f"prompts-{index}", "prompts", prompt, metadata={"messages": messages})
 
     async def agent(self, task: Task, endpoint: Endpoint) -> str:
-        async with openai.AsyncOpenAI(
-            base_url=endpoint.base_url, api_key=endpoint.api_key, timeout=None
-        ) as client:
-            reply = await client.chat.completions.create(
-                model=endpoint.model, messages=task.metadata["messages"]
-            )
+        client = await open_client(endpoint)
+        reply = await client.chat.completions.create(model=endpoint.model, messages=task.metadata["messages"])
         return reply.choices[0].message.content or ""
 
     def reward(self, task: Task, answer: str) -> float:

@@ -16,6 +16,7 @@ from sf_core.scheduling.timeline import Timeline
 from sf_core.stages.commit import Outcome, commit, committed
 from sf_core.stages.lease import switching_of
 from sf_core.stages.run import OpenRun, RunRef
+from sf_core.surroundings import trim_memory
 from sf_core.training.gang import RankAssignment, check_counts, check_goes_on
 from sf_core.training.protocol import Trainer
 from sf_core.training.registry import trainer_backend
@@ -69,6 +70,8 @@ def _step(
         switching_of(run).note_training(timeline)
         with timeline.doing("busy", "train", iteration):
             metrics = trainer.step(batch)
+            # what comes until the next step needs no room for activations
+            trim_memory()
         check_engines(run.config, iteration, metrics)
         has_checkpoint = _is_due(run.config.train, trainer.version)
         # other tries write the same files, and may have committed them by now

@@ -79,3 +79,33 @@ def test_a_stopped_run_is_measured_once_and_keeps_its_configuration(cluster: Clu
     assert read(*evaluate) == f"{line[0]}, measured before\n"
     assert RunDirectory(config.run_dir).read_config(RunConfig) == config
     assert list(manifests(config)) == [(0, "evaluate")]
+
+
+def test_versions_are_compared_on_other_tasks_and_in_other_ways(cluster: Cluster, folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "runs", tmp_path / "runs")
+    run = str(tmp_path / "runs" / "quickstart")
+    changes = options(evaluate__num_tasks=8, evaluate__answers=2, rollout__temperature=0.5)
+    compared = ["evaluate", run, "--against", "0", *changes]
+    done = sf(tmp_path, *compared, on=cluster.services)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "8 tasks of quickstart, 2 answers each" in done.stdout
+    assert re.search(r"version 0: reward .* pass@1 .* pass@2 .*\nversion 12: reward ", done.stdout)
+    # both are measured now, so nothing is started
+    again = read(*compared, "--json")
+    found = json.loads(again)
+    assert (found["before"]["version"], found["after"]["version"], found["tasks"]) == (0, 12, 8)
+    assert found["difference"] > 0 and len(found["examples"]) == 4
+    kept = list((tmp_path / "runs" / "quickstart" / "evaluations" / "_measured").glob("*.json"))
+    assert len(kept) == 1 and not list(kept[0].parent.glob("*/start/*.safetensors"))
+    # readers of the run's own evaluations do not see them
+    assert len(pandas.read_parquet(f"{run}/evaluations")["session_id"].unique()) == 2 * 256
+
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "What is 2+3?"}\n{"prompt": "Hello"}\n')
+    done = sf(tmp_path, "evaluate", run, "--prompts", "prompts.jsonl", on=cluster.services)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 tasks of prompts" in done.stdout and "What is 2+3?" in done.stdout
+
+    code, said = refused(tmp_path, "evaluate", run, "--against", "40")
+    assert "the weights of version 40 are not there; these are: 0, 1, 2" in said
+    code, said = refused(tmp_path, "evaluate", run, "--set", "train.iterations=3")
+    assert "an evaluation can change environment, evaluate, rollout, engine, cluster" in said

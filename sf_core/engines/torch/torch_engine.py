@@ -26,6 +26,7 @@ from sf_core.engines.torch.loading import Arrival, Loader
 from sf_core.engines.torch.slots import SlotTable
 from sf_core.models.counter import uniforms
 from sf_core.models.sampling import sample
+from sf_core.surroundings import trim_memory
 from sf_core.types import Chunk, FinishReason, GenerationRequest, WeightsRef
 from storage.files import join, read_bytes
 
@@ -219,6 +220,8 @@ class TorchEngine:
                 model.cache_shape, self._max_running, self._context_length, self._dtype, self._device
             )
         self._held = _Held(arrival.version, model, cache)
+        # reading and packing took twice what the model takes
+        trim_memory()
         self._table.note_new_weights(keep_kv=self._keep_kv)
         return older
 

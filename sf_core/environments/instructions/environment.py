@@ -5,9 +5,9 @@ from __future__ import annotations
 from random import Random
 from typing import Annotated, Any
 
-import openai
 from pydantic import AfterValidator, Field, model_validator
 
+from sf_core.agents.tool_loop import open_client
 from sf_core.environments.environment import Environment
 from sf_core.environments.instructions.constraints import KINDS, draw_kinds, words_of
 from sf_core.environments.instructions.words import subjects
@@ -60,19 +60,15 @@ class Instructions(Environment):
 
     async def agent(self, task: Task, endpoint: Endpoint) -> dict[str, Any]:
         messages: list[Any] = [{"role": "user", "content": task.prompt}]
-        async with openai.AsyncOpenAI(
-            base_url=endpoint.base_url, api_key=endpoint.api_key, timeout=None
-        ) as client:
-            for _ in range(self.answers):
-                reply = await client.chat.completions.create(model=endpoint.model, messages=messages)
-                [choice] = reply.choices
-                answer = {"text": choice.message.content or "", "is_whole": choice.finish_reason == "stop"}
-                if not answer["is_whole"] or not (broken := self._broken(task, answer)):
-                    break
-                messages += [
-                    {"role": "assistant", "content": answer["text"]},
-                    {"role": "user", "content": broken},
-                ]
+        client = await open_client(endpoint)
+        for _ in range(self.answers):
+            reply = await client.chat.completions.create(model=endpoint.model, messages=messages)
+            [choice] = reply.choices
+            answer = {"text": choice.message.content or "", "is_whole": choice.finish_reason == "stop"}
+            if not answer["is_whole"] or not (broken := self._broken(task, answer)):
+                break
+            messages.append({"role": "assistant", "content": answer["text"]})
+            messages.append({"role": "user", "content": broken})
         return answer
 
     def reward(self, task: Task, answer: dict[str, Any]) -> dict[str, float]:

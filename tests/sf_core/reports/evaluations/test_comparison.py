@@ -1,0 +1,142 @@
+"""How versions compare: pairs of answers, intervals, pass@k."""
+
+from __future__ import annotations
+
+import doctest
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sf_core.reports.evaluations import comparison
+from sf_core.reports.evaluations.answers import answers_of, side_by_side
+from sf_core.reports.evaluations.comparison import (
+    bootstrap,
+    compare,
+    pass_at,
+    read_comparisons,
+    version_of,
+    write_comparison,
+)
+from sf_core.reports.view import open_run
+from storage.run_directory import RunDirectory
+from storage.trajectories import write_trajectories
+from tests.sf_core.runs import commit, configure, conversation
+
+
+def measure(run: RunDirectory, rewards: dict[str, list[float]], version: int = 0) -> None:
+    """Commit an evaluation whose answers have these rewards, by task."""
+    rows = [
+        conversation(
+            [
+                {"role": "user", "content": f"ask {task}"},
+                {"role": "assistant", "content": f"say {reward:g}"},
+            ],
+            task_id=task,
+            session_id=f"{run.run_id}.{version}.{task}.{i}",
+            group_id=None,
+            reward=reward,
+        )
+        for task, own in rewards.items()
+        for i, reward in enumerate(own)
+    ]
+    ref = write_trajectories(run, version, rows, "evaluation-1", "evaluations")
+    mean = float(np.mean([reward for own in rewards.values() for reward in own]))
+    commit(run, version, "evaluate", outputs=[ref], data={"reward_mean": mean, "failures": {}})
+
+
+def measured(root: Path, name: str, rewards: dict[str, list[float]]) -> str:
+    run = RunDirectory(str(root / name))
+    configure(run, evaluate={"answers": len(next(iter(rewards.values())))})
+    measure(run, rewards)
+    return run.uri
+
+
+def test_versions_are_compared_task_by_task(tmp_path: Path) -> None:
+    before = measured(tmp_path, "v00000-a", {"a": [0, 1], "b": [0, 0], "c": [1, 1], "only here": [0, 0]})
+    after = measured(tmp_path, "v00007-a", {"a": [1, 1], "b": [1, 0], "c": [1, 0], "d": [1, 1]})
+    found = compare(after, before, ["rollout.temperature=0"])
+    assert found.before is not None and found.interval is not None
+    assert (found.before.version, found.after.version, found.tasks, found.answers) == (0, 7, 3, 2)
+    assert (found.won, found.lost) == (2, 1)
+    assert found.difference == pytest.approx((0.5 + 0.5 - 0.5) / 3)
+    assert found.interval[0] <= found.difference <= found.interval[1]
+    assert found.before.reward == pytest.approx(0.375)
+    assert found.after.solved == {1: pytest.approx(3 / 4), 2: 1.0}
+    assert [(old and old.text, new.text) for old, new in found.examples] == [
+        ("say 0", "say 1"),
+        ("say 0", "say 1"),
+        ("say 1", "say 1"),
+    ]
+    file = write_comparison(str(tmp_path), "one", found)
+    assert Path(file).name == "one.json"
+    [stored] = read_comparisons(str(tmp_path))
+    assert (stored["difference"], stored["won"]) == (found.difference, 2)
+
+
+def test_a_version_alone_has_answers_and_no_difference(tmp_path: Path) -> None:
+    found = compare(measured(tmp_path, "v00002-b", {"a": [1.0], "b": [0.0]}), None, [])
+    assert (found.before, found.difference, found.interval) == (None, None, None)
+    assert [(old, new.prompt) for old, new in found.examples] == [(None, "ask a"), (None, "ask b")]
+
+
+def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
+    one, other = measured(tmp_path, "v00001-a", {"a": [1]}), measured(tmp_path, "v00002-a", {"b": [1]})
+    with pytest.raises(ValueError, match="have no task in common"):
+        compare(one, other, [])
+    configure(RunDirectory(str(tmp_path / "v00003-a")))
+    with pytest.raises(ValueError, match="its evaluation is not done"):
+        compare(str(tmp_path / "v00003-a"), None, [])
+
+
+def test_answers_of_two_versions_stand_side_by_side(tmp_path: Path) -> None:
+    run = RunDirectory(str(tmp_path / "r"))
+    configure(run)
+    for version, reward in ((0, 0.0), (4, 1.0)):
+        measure(run, {f"t{i}": [reward] for i in range(6)}, version)
+    view = open_run(run.uri)
+    pairs = side_by_side(view, 0, 4)
+    assert [(old.text, new.text) for old, new in pairs] == [("say 0", "say 1")] * 4
+    assert side_by_side(view, 0, 3) == [] and answers_of(view, 3) == {}
+
+
+def test_a_call_is_shown_as_it_was_made(tmp_path: Path) -> None:
+    run = RunDirectory(str(tmp_path / "r"))
+    configure(run)
+    call = {"id": "c", "type": "function", "function": {"name": "calc", "arguments": {"expression": "1+1"}}}
+    row = conversation(
+        [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "", "tool_calls": [call]}],
+        group_id=None,
+    )
+    ref = write_trajectories(run, 0, [row], "evaluation-1", "evaluations")
+    commit(run, 0, "evaluate", outputs=[ref], data={"reward_mean": 0.5, "failures": {}})
+    [[answer]] = answers_of(open_run(run.uri), 0).values()
+    assert answer.text == 'calc({"expression": "1+1"})'
+
+
+@given(st.integers(1, 6).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))
+def test_pass_at_k_is_the_share_of_choices_with_a_solved_answer(numbers: tuple[int, int, int]) -> None:
+    answers, solved, k = numbers
+    choices = list(combinations(range(answers), k))
+    share = sum(any(i < solved for i in chosen) for chosen in choices) / len(choices)
+    assert pass_at(k, answers, solved) == pytest.approx(share)
+
+
+def test_the_interval_covers_the_mean_about_as_often_as_it_says() -> None:
+    random = np.random.default_rng(0)
+    covered = [
+        low <= 0.3 <= high
+        for low, high in (bootstrap((random.random(100) < 0.3).astype(float)) for _ in range(200))
+    ]
+    assert 0.88 <= np.mean(covered) <= 0.99
+
+
+def test_versions_are_read_from_names() -> None:
+    assert version_of("s3://runs/r/evaluations/_measured/v00030-0123abcd") == 30
+
+
+def test_examples_hold() -> None:
+    assert doctest.testmod(comparison, extraglobs={"np": np}).failed == 0
