@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
 
+import pandas
 import pytest
 
 from sf_core.config import RunConfig
@@ -81,7 +83,9 @@ def test_a_stopped_run_is_measured_once_and_keeps_its_configuration(cluster: Clu
     assert list(manifests(config)) == [(0, "evaluate")]
 
 
-def test_versions_are_compared_on_other_tasks_and_in_other_ways(cluster: Cluster, folder: Path, tmp_path: Path) -> None:
+def test_versions_are_compared_on_other_tasks_and_in_other_ways(
+    cluster: Cluster, folder: Path, tmp_path: Path
+) -> None:
     shutil.copytree(folder / "runs", tmp_path / "runs")
     run = str(tmp_path / "runs" / "quickstart")
     changes = options(evaluate__num_tasks=8, evaluate__answers=2, rollout__temperature=0.5)
@@ -105,7 +109,12 @@ def test_versions_are_compared_on_other_tasks_and_in_other_ways(cluster: Cluster
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 tasks of prompts" in done.stdout and "What is 2+3?" in done.stdout
 
-    code, said = refused(tmp_path, "evaluate", run, "--against", "40")
-    assert "the weights of version 40 are not there; these are: 0, 1, 2" in said
-    code, said = refused(tmp_path, "evaluate", run, "--set", "train.iterations=3")
-    assert "an evaluation can change environment, evaluate, rollout, engine, cluster" in said
+    done = sf(tmp_path, "evaluate", run, "--against", "40")
+    said = done.stdout + done.stderr
+    assert done.returncode == 2 and "the weights of version 40 are not there; these are: 0, 1, 2" in said
+    done = sf(tmp_path, "evaluate", run, "--set", "train.iterations=3")
+    said = done.stdout + done.stderr
+    assert (
+        done.returncode == 2
+        and "an evaluation can change environment, evaluate, rollout, engine, cluster" in said
+    )
