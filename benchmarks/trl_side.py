@@ -54,8 +54,9 @@ def ensure_venv() -> Path:
 def launch(cores: int) -> int:
     """Repeat this command line as one data-parallel process per core, and wait for it."""
     python = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={cores}"]
-    # OpenMP reads its variable once, when torch is imported
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    # OpenMP reads its variables once, when torch is imported; threads that spin slow each other down
+    threads = str(max(1, (os.cpu_count() or 1) // cores))
+    env = {**os.environ, "OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
     return subprocess.run([*python, *sys.argv], env=env).returncode
 
 

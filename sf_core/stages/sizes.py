@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from sf_core.config import RunConfig
 from sf_core.engines.registry import engine_kind
@@ -14,6 +15,10 @@ from sf_core.training.policy_folder import count_parameters, read_model_config
 
 _TRAINED_BYTES, _STORED_BYTES = 16, 12
 """For each parameter, in float32: weight, gradient and Adam's two moments; the same without the gradient."""
+
+_KEPT_WIDTHS = {"float32": (10.0, 4.6), "bfloat16": (16.0, 4.6)}
+"""Elements that a layer keeps of each token for the backward pass, in hidden and in intermediate sizes: counted
+for Llama and Qwen3 by `saved_tensors_hooks`, in rows of 100 tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +32,8 @@ class Sizes:
     rank: int
     """What each rank trains: its part of the weights, the gradient and the moments."""
     checkpoint: int
+    activations: int
+    """What a rank keeps of a micro-batch for the backward pass, about; 0 if the model's shape is unknown."""
 
     @classmethod
     def of(cls, config: RunConfig) -> Sizes | None:
@@ -52,6 +59,7 @@ class Sizes:
             cache=cache or 0,
             rank=_rank_bytes(parameters, config) * networks,
             checkpoint=parameters * _STORED_BYTES * networks,
+            activations=_activation_bytes(shape, parameters, config),
         )
 
 
@@ -63,6 +71,23 @@ def _rank_bytes(parameters: int, config: RunConfig) -> int:
     weights, gradient = DTYPE_BYTES[config.policy.dtype], 4
     shared = _STORED_BYTES - (4 if weights == 4 else 0)
     return parameters * (weights + gradient) // train.ranks_per_policy + parameters * shared // train.workers
+
+
+def _activation_bytes(shape: Mapping[str, Any], parameters: int, config: RunConfig) -> int:
+    try:
+        hidden, inner, layers = (
+            int(shape[name]) for name in ("hidden_size", "intermediate_size", "num_hidden_layers")
+        )
+    except (KeyError, TypeError, ValueError):
+        return 0
+    train, itemsize = config.train, DTYPE_BYTES[config.policy.dtype]
+    of_hidden, of_inner = _KEPT_WIDTHS[config.policy.dtype]
+    of_layer = of_hidden * hidden + of_inner * inner
+    # recomputed, a layer keeps its input alone, and one layer at a time the rest
+    kept = layers * hidden + of_layer if train.recompute else layers * of_layer
+    # the projections with the weights of the norms multiplied into them
+    fused = parameters // (layers if train.recompute else 1)
+    return int((train.tokens_per_microbatch * kept + fused) * itemsize) // train.ranks_per_policy
 
 
 def check_memory(config: RunConfig, workers: Iterable[Worker]) -> None:
@@ -97,9 +122,10 @@ def explain_sizes(config: RunConfig) -> dict[str, str]:
     cache = f" and {_gb(sizes.cache)} of KV cache" if sizes.cache else ""
     often = "each iteration" if train.checkpoint_every == 1 else f"every {train.checkpoint_every} iterations"
     for_good = f", and those of every {train.keep_every} iterations" if train.keep_every else ""
+    activations = f", and about {_gb(sizes.activations)} of activations" if sizes.activations else ""
     return {
         "memory": f"engines: {_gb(sizes.weights)} of weights{cache}; {ranks}: {_gb(sizes.rank)} of weights, "
-        "gradient and moments; both without activations",
+        f"gradient and moments{activations}",
         "storage": f"each iteration writes {_gb(sizes.weights)} of weights; a checkpoint, {often}, "
         f"{_gb(sizes.checkpoint)}, of which the newest {train.keep_checkpoints} stay{for_good}",
     }

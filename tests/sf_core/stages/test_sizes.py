@@ -5,13 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 from sf_core.config import PolicyConfig, RunConfig
 from sf_core.models.builtin import make_policy
 from sf_core.scheduling.plan import Worker
 from sf_core.stages.sizes import Sizes, check_memory, explain_sizes
+from sf_core.training.packing import SAMPLING, Row, pack
+from sf_core.training.torch.network import Network
 from tests.bad_input.refusals import check_sentence
 
 ENGINE = {"max_running": 64, "context_length": 100}
@@ -33,12 +37,49 @@ def configured(policy: dict[str, Any], **sections: Any) -> RunConfig:
 
 def test_sizes_are_those_of_the_parameters_in_the_folder(model: str) -> None:
     parameters = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(model).parameters())
-    train = {"workers": 3}
-    assert Sizes.of(configured({"model": model}, train=train)) == Sizes(
-        weights=4 * parameters, cache=CACHE, rank=-(-16 * parameters // 3), checkpoint=12 * parameters
-    )
+    sizes = Sizes.of(configured({"model": model}, train={"workers": 3}))
+    assert sizes is not None and (sizes.weights, sizes.cache) == (4 * parameters, CACHE)
+    assert (sizes.rank, sizes.checkpoint) == (-(-16 * parameters // 3), 12 * parameters)
     halves = Sizes.of(configured({"model": model, "dtype": "bfloat16"}))
     assert halves is not None and (halves.weights, halves.cache) == (2 * parameters, CACHE // 2)
+
+
+def kept_bytes(model: str, rows: int, dtype: torch.dtype) -> int:
+    """Bytes that a forward pass over rows of 100 tokens keeps for the backward pass, beside the parameters."""
+    network = Network(model)
+    network.model.to(dtype)
+    sampling = np.full(100, np.array((1.0, 1.0, 0), SAMPLING))
+    nothing = np.zeros(100, np.float32)
+    ids = np.random.default_rng(0).integers(5, 90, (rows, 100)).astype(np.int32)
+    versions, is_trained = np.zeros(100, np.int32), np.arange(100) >= 50
+    [microbatch] = pack(
+        [Row(own, is_trained, nothing, nothing, versions, sampling, nothing + 1, "g", "s") for own in ids],
+        100 * rows,
+    )
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in network.model.parameters()}
+    kept: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        scored = network.scores(microbatch)
+    assert scored[0].requires_grad
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_activations_are_about_what_a_forward_pass_keeps(tmp_path: Path, dtype: str) -> None:
+    make_policy(str(tmp_path), PolicyConfig(hidden_size=128, num_layers=6), seed=0)
+    train = {"tokens_per_microbatch": 2000}
+    sizes = Sizes.of(configured({"model": str(tmp_path), "dtype": dtype}, train=train))
+    assert sizes is not None
+    assert sizes.activations == pytest.approx(kept_bytes(str(tmp_path), 20, getattr(torch, dtype)), rel=0.3)
+    again = Sizes.of(configured({"model": str(tmp_path), "dtype": dtype}, train=train | {"recompute": True}))
+    assert again is not None and again.activations < sizes.activations / 3
 
 
 @pytest.mark.parametrize(("dtype", "whole", "shared"), [("float32", 8, 8), ("bfloat16", 6, 12)])
