@@ -14,7 +14,7 @@ from sf_core.config.contradictions import contradictions
 from sf_core.config.devices import known_device
 from sf_core.config.pipelines import PIPELINES, PipelineName
 from sf_core.config.rollout_config import MAX_TOGETHER, EnvironmentConfig, RolloutConfig
-from sf_core.config.train_config import TrainConfig
+from sf_core.config.train_config import TrainConfig, rate_for
 from sf_core.settings import Reference, Settings, is_word
 
 PublicAddress = Annotated[str, AfterValidator(without_user)]
@@ -327,6 +327,13 @@ class RunConfig(Settings):
         return self.model_copy(
             update={"train": train.model_copy(update=longer), "cluster": cluster.model_copy(update=lent)}
         )
+
+    def with_rate_for(self, parameters: int) -> RunConfig:
+        """These settings with the learning rate for a policy of this size, unless they name one."""
+        if self.train.learning_rate is not None:
+            return self
+        rate = {"learning_rate": rate_for(parameters)}
+        return self.model_copy(update={"train": self.train.model_copy(update=rate)})
 
     @property
     def run_dir(self) -> str:

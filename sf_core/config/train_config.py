@@ -18,6 +18,19 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 TrainerName = Literal["torch", "megatron", "emulated"]
 
 
+LARGEST_RATE = 3e-4
+
+
+def rate_for(parameters: int) -> float:
+    """Learning rate for a policy of this size. It was tried at 135 million parameters, 2e-5; from there it
+    falls with the power 0.6 of the size, to what reports name for 7 to 8 billion (1e-6 to 2e-6).
+
+    >>> rate_for(135_000_000), rate_for(1_000_000)
+    (2e-05, 0.0003)
+    """
+    return min(LARGEST_RATE, float(f"{2e-5 * (135e6 / max(1, parameters)) ** 0.6:.2g}"))
+
+
 class TrainConfig(Settings):
     """The optimiser, and how a batch teaches: GRPO (Shao et al. 2024) with DAPO's token mean and bounds,
     unless something else is named."""
@@ -42,8 +55,9 @@ class TrainConfig(Settings):
     fails, names the missing ranks, and is retried. Also the time after which a lost trainer is replaced by
     another worker. The time to read or write a checkpoint, as measured when the run started, comes on
     top."""
-    learning_rate: float = Field(3e-4, gt=0)
-    """Constant learning rate of AdamW, after `warmup_steps`."""
+    learning_rate: float | None = Field(None, gt=0)
+    """Constant learning rate of AdamW, after `warmup_steps`. Empty: by the size of the policy, 2e-5 for 135
+    million parameters and 1.7e-6 for 8 billion; 3e-4 at most."""
     warmup_steps: int = Field(0, ge=0)
     """Optimiser steps over which the learning rate rises from 0."""
     betas: tuple[Share, Share] = (0.9, 0.95)
@@ -80,6 +94,11 @@ class TrainConfig(Settings):
     50 MB, else 2."""
     keep_every: int | None = Field(None, ge=1)
     """Checkpoints of every this many iterations stay for good. Empty: none."""
+
+    @property
+    def rate(self) -> float:
+        """The learning rate, that of a small policy if none is given."""
+        return LARGEST_RATE if self.learning_rate is None else self.learning_rate
 
     @property
     def needs(self) -> frozenset[Score]:

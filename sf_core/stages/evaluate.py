@@ -165,6 +165,6 @@ def _begin_measurement(run: RunDirectory, version: int, config: RunConfig) -> No
         stage="start",
         attempt=0,
         outputs=copies,
-        data={"source": source, "copied_s": 0.0, **times},
+        data={"source": source, "copied_s": 0.0, "parameters": 0, **times},
     )
     measured.commit_manifest(start)

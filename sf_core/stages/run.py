@@ -56,7 +56,7 @@ class OpenRun:
 
     @functools.cached_property
     def config(self) -> RunConfig:
-        """The run's settings, with the deadlines that hold for a policy of this size."""
+        """The run's settings, with the deadlines and the learning rate for a policy of this size."""
         try:
             return _config_since_start(self.ref)
         except LookupError:
@@ -205,7 +205,9 @@ def _config_since_start(ref: RunRef) -> RunConfig:
     start = RunDirectory(ref.uri).read_manifest(None, "start")
     if start is None:
         raise LookupError(f"{ref.run_id}: start is not committed")
-    return _read_config(ref).with_time_to_move(_seconds_to_move(start))
+    config = _read_config(ref).with_time_to_move(_seconds_to_move(start))
+    # runs that were stored without it name their learning rate
+    return config.with_rate_for(int(start.data.get("parameters", 0)))
 
 
 @functools.lru_cache(maxsize=8)

@@ -6,9 +6,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sf_core.config import RunConfig
+from sf_core.config import RunConfig, TrainConfig
+from sf_core.config.train_config import rate_for
 from sf_core.engines.registry import engine_kind
 from sf_core.models.cache_size import DTYPE_BYTES, built_in_parameters, built_in_shape, cache_bytes
+from sf_core.reports.cleanup import KEPT_EVERY, KEPT_WEIGHTS, SMALL_BYTES
 from sf_core.scheduling.plan import Worker
 from sf_core.stages.start import folder_to_start_from
 from sf_core.training.policy_folder import count_parameters, read_model_config
@@ -17,14 +19,16 @@ _TRAINED_BYTES, _STORED_BYTES = 16, 12
 """For each parameter, in float32: weight, gradient and Adam's two moments; the same without the gradient."""
 
 _KEPT_WIDTHS = {"float32": (10.0, 4.6), "bfloat16": (16.0, 4.6)}
-"""Elements that a layer keeps of each token for the backward pass, in hidden and in intermediate sizes: counted
-for Llama and Qwen3 by `saved_tensors_hooks`, in rows of 100 tokens."""
+"""Elements that a layer keeps of each token for the backward pass, in hidden and in intermediate sizes. They
+were counted for Llama and Qwen3 by `saved_tensors_hooks`, in rows of 100 tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How many bytes a policy takes; activations, and what libraries take for themselves, come on top."""
+    """How many bytes a policy takes; what libraries take for themselves comes on top."""
 
+    parameters: int
+    """Their number, of the policy alone."""
     weights: int
     """A version as it is published and served."""
     cache: int
@@ -55,6 +59,7 @@ class Sizes:
         if engine_kind(config).reserves_cache:
             cache = cache_bytes(shape, engine.max_running, engine.context_length, policy.dtype)
         return cls(
+            parameters=parameters,
             weights=parameters * DTYPE_BYTES[policy.dtype],
             cache=cache or 0,
             rank=_rank_bytes(parameters, config) * networks,
@@ -123,13 +128,23 @@ def explain_sizes(config: RunConfig) -> dict[str, str]:
     often = "each iteration" if train.checkpoint_every == 1 else f"every {train.checkpoint_every} iterations"
     for_good = f", and those of every {train.keep_every} iterations" if train.keep_every else ""
     activations = f", and about {_gb(sizes.activations)} of activations" if sizes.activations else ""
+    rate = train.learning_rate or rate_for(sizes.parameters)
+    kept_weights = _kept_weights(sizes, train)
     return {
+        "learning rate": f"{rate:g}" + ("" if train.learning_rate else ", by the size of the policy"),
         "memory": f"engines: {_gb(sizes.weights)} of weights{cache}; {ranks}: {_gb(sizes.rank)} of weights, "
         f"gradient and moments{activations}",
-        "storage": f"each iteration writes {_gb(sizes.weights)} of weights; a checkpoint, {often}, "
-        f"{_gb(sizes.checkpoint)}, of which the newest {train.keep_checkpoints} stay{for_good}",
+        "storage": f"each iteration writes {_gb(sizes.weights)} of weights, {kept_weights}; a checkpoint, "
+        f"{often}, {_gb(sizes.checkpoint)}, of which the newest {train.keep_checkpoints} stay{for_good}",
     }
 
 
 def _gb(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.0f} MB"
+
+
+def _kept_weights(sizes: Sizes, train: TrainConfig) -> str:
+    """Which versions stay, in words."""
+    if train.keep_weights is None and sizes.weights < SMALL_BYTES:
+        return "which all stay"
+    return f"of which the newest {train.keep_weights or KEPT_WEIGHTS} and every {KEPT_EVERY}th stay"

@@ -23,7 +23,12 @@ from sf_core.models.context import check_context
 from sf_core.stages.commit import Outcome, commit
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.surroundings import cache_dir
-from sf_core.training.policy_folder import check_model_folder, policy_folder, read_model_config
+from sf_core.training.policy_folder import (
+    check_model_folder,
+    count_parameters,
+    policy_folder,
+    read_model_config,
+)
 from sf_core.training.registry import trainer_kind
 from storage.files import FileRef, copy_folder, describe, join, write_atomic
 from storage.run_directory import RunDirectory
@@ -40,7 +45,10 @@ def start(ref: RunRef) -> dict[str, Any]:
 
     def work() -> Outcome:
         copies, source, copied_s = prepare_start(run.start_dir, run.config)
-        return Outcome(outputs=copies, data={"source": source, "copied_s": copied_s})
+        parameters = count_parameters(run.start_dir)
+        return Outcome(
+            outputs=copies, data={"source": source, "copied_s": copied_s, "parameters": parameters}
+        )
 
     if (manifest := run.directory.read_manifest(None, "start")) is not None:
         # every version uses the tokenizer and configuration of the start folder

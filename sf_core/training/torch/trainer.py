@@ -147,12 +147,12 @@ class Trainer:
     @property
     def _learning_rate(self) -> float:
         """That of the last optimiser step."""
-        return self.config.learning_rate * min(1.0, self._optimizer_steps / (self.config.warmup_steps + 1))
+        return self.config.rate * min(1.0, self._optimizer_steps / (self.config.warmup_steps + 1))
 
     def _divergence(self, what: str) -> ValueError:
         return ValueError(
             f"training diverged on the way to version {self.version + 1}: {what} is not finite; go on from "
-            f"version {self.version} with a lower train.learning_rate, now {self.config.learning_rate:g}"
+            f"version {self.version} with a lower train.learning_rate, now {self.config.rate:g}"
         )
 
     def _share(self, rows: list[Row]) -> list[Microbatch]:
