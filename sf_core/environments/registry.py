@@ -23,9 +23,9 @@ from sf_core.surroundings import ROOT
 from sf_core.types import Task
 
 SHIPPED = {
+    "quickstart": "sf_core.environments.quickstart:Quickstart",
     "instructions": "sf_core.environments.instructions.environment:Instructions",
     "prompts": "sf_core.environments.prompts:Prompts",
-    "quickstart": "sf_core.environments.quickstart:Quickstart",
     "repositories": "sf_core.environments.repositories.environment:Repositories",
     "reasoning_gym": "sf_core.environments.reasoning_gym:ReasoningGym",
     "verifiers": "sf_core.environments.verifiers:Verifiers",

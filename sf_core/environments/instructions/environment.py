@@ -71,10 +71,12 @@ class Instructions(Environment):
             messages.append({"role": "user", "content": broken})
         return answer
 
-    def reward(self, task: Task, answer: dict[str, Any]) -> dict[str, float]:
+    def reward(self, task: Task, answer: str | dict[str, Any]) -> dict[str, float]:
+        """Of the agent's answer, or of a text: what a command as agent prints counts as whole."""
         drawn: dict[str, Any] = task.metadata["constraints"]
-        text = str(answer["text"]).strip()
-        counts = answer["is_whole"] and is_about(text, task.metadata["subject"])
+        given = {"text": answer, "is_whole": True} if isinstance(answer, str) else answer
+        text = str(given["text"]).strip()
+        counts = given["is_whole"] and is_about(text, task.metadata["subject"])
         return {
             name: KINDS[name].check(text, its) / len(drawn) if counts else 0.0 for name, its in drawn.items()
         }

@@ -48,7 +48,7 @@ def read_answers(uris: list[str]) -> dict[str, list[Answer]]:
 def answers_of(view: RunView, version: int) -> dict[str, list[Answer]]:
     """Answers to the held-out tasks of a version's evaluation; nothing if it was not evaluated."""
     found = view.evaluation(version)
-    return {} if found is None else read_answers(found.uris)
+    return read_answers(found.uris) if found is not None and found.uris else {}
 
 
 Pair = tuple[Answer, Answer]

@@ -14,6 +14,7 @@ from sf_core.environments.instructions import words
 from sf_core.environments.instructions.constraints import KINDS
 from sf_core.environments.instructions.environment import Instructions, is_about
 from sf_core.environments.registry import environment_of
+from sf_core.environments.testing import EnvironmentTests
 
 CURLY = "\N{LEFT DOUBLE QUOTATION MARK}a\N{RIGHT DOUBLE QUOTATION MARK}"
 
@@ -47,6 +48,10 @@ KEPT_AND_BROKEN: Mapping[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "no_comma": ({}, ["cats and dogs"], ["cats, dogs"]),
     "question": ({}, ["Cats?", '"Cats?"'], ["Cats.", "Cats? Yes"]),
 }
+
+
+class TestContract(EnvironmentTests):
+    environment = Instructions()
 
 
 def test_every_kind_has_answers_of_both_sorts_here() -> None:

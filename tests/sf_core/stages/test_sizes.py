@@ -45,7 +45,7 @@ def test_sizes_are_those_of_the_parameters_in_the_folder(model: str) -> None:
 
 
 def kept_bytes(model: str, rows: int, dtype: torch.dtype) -> int:
-    """Bytes that a forward pass over rows of 100 tokens keeps for the backward pass, beside the parameters."""
+    """Bytes that a forward pass over rows of 100 tokens keeps, beside the parameters."""
     network = Network(model)
     network.model.to(dtype)
     sampling = np.full(100, np.array((1.0, 1.0, 0), SAMPLING))
