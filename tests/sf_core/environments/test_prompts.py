@@ -12,7 +12,8 @@ from sf_core.environments.prompts import Prompts
 def test_each_line_is_a_task_with_its_messages(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text(
-        '{"prompt": "Hello"}\n\n{"messages": [{"role": "system", "content": "be"}, {"role": "user", "content": "x"}]}\n'
+        '{"prompt": "Hello"}\n\n'
+        '{"messages": [{"role": "system", "content": "be"}, {"role": "user", "content": "x"}]}\n'
     )
     prompts = Prompts(file=str(file))
     assert len(prompts) == 2

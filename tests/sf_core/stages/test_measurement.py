@@ -79,5 +79,5 @@ def test_what_cannot_be_measured_is_refused(
 
 
 def test_a_folder_without_a_run_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="config.json"):
+    with pytest.raises(ValueError, match=r"config\.json"):
         open_measurement(str(tmp_path / "none"), None, [])
