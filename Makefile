@@ -44,11 +44,11 @@ $(VLLM)/.ready:
 
 # a policy of `sf model`, with the configuration of its name; empty: the built-in one
 MODEL =
-CONFIG = $(or $(MODEL),quickstart)
+CONFIG = $(or $(MODEL:-tools=),quickstart)
 RUN = $(CONFIG)
 ENGINE =
 # one server of vLLM, whose three processes take more than 2 GB: the trainer is not lent
-WITH_vllm = $(if $(filter vllm,$(ENGINE)), --set pipeline=async)
+WITH_vllm = $(if $(filter vllm,$(ENGINE)),$(if $(MODEL),, --set pipeline=async))
 WITH_ENGINE = $(if $(ENGINE), --set engine.kind=$(ENGINE)$(WITH_vllm))
 run: setup $(filter vllm,$(ENGINE)) ## train the quickstart policy as runs/quickstart, go on with it, or show it; MODEL=smollm2 trains a pretrained one, RUN=another another run, ENGINE=vllm samples with vLLM
 	$(if $(MODEL),$(BIN)/sf model $(MODEL))

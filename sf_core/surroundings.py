@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import ClassVar
 from urllib.parse import urlsplit
 
 
@@ -27,7 +28,8 @@ def run_key() -> str | None:
 
 
 def cache_dir() -> Path:
-    """Folder of warm-started policies, kept between runs (SF_CACHE_DIR, else the user's cache folder)."""
+    """Folder of warm-started and fetched policies, kept between runs (SF_CACHE_DIR, else the user's cache
+    folder)."""
     if path := os.environ.get("SF_CACHE_DIR"):
         return Path(path)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "seamlessflow"
@@ -140,7 +142,7 @@ FEWEST_OPEN_FILES = 1024
 PREFECT_HOME = ("PREFECT_HOME", "where Prefect keeps its database")
 
 
-CACHE_DIR = ("SF_CACHE_DIR", "where policies that were warm-started are kept")
+CACHE_DIR = ("SF_CACHE_DIR", "where policies that were warm-started or fetched are kept")
 
 
 def check_names(path: Iterable[str]) -> None:
@@ -170,11 +172,30 @@ def raise_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
+TRIMMED_BYTES = 1 << 30
+
+
+class _Mallinfo(ctypes.Structure):
+    """struct mallinfo2 of glibc 2.33 (mallinfo(3))."""
+
+    _fields_: ClassVar = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks"),
+            *("uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
 def trim_memory() -> None:
-    """Return memory that was freed to the system. Workers keep it otherwise (docs/decisions/005): this is for
-    moments at which what comes next needs far less, or other things."""
-    with suppress(AttributeError):  # not glibc
-        ctypes.CDLL(None).malloc_trim(0)
+    """Return memory that was freed to the system, if it is more than TRIMMED_BYTES. Workers keep it
+    otherwise, because to take it again costs time (docs/decisions/005). For moments at which what comes next
+    needs far less."""
+    with suppress(AttributeError):  # another C library
+        libc = ctypes.CDLL(None)
+        libc.mallinfo2.restype = _Mallinfo
+        if libc.mallinfo2().fordblks > TRIMMED_BYTES:
+            libc.malloc_trim(0)
 
 
 def check_open_files() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from sf_core.reports.evaluations.comparison import (
     write_comparison,
 )
 from sf_core.reports.tables import answers_table
-from sf_core.stages.evaluate import end_measurement, open_measurement
+from sf_core.stages.evaluate import open_measurement
 from storage.run_directory import RunDirectory
 
 _IN_PLACE = ("evaluate.num_tasks=", "cluster.", "dataplane.")
@@ -74,17 +75,23 @@ def evaluate_apart(
     """Measure a version, and the one to compare it with, unless that was done before with these settings.
     Raises ValueError with one sentence if one cannot be measured."""
     if prompts is not None:
-        number = len(Prompts(file=str(prompts.resolve())))
-        given = f"environment={{name: prompts, settings: {{file: {prompts.resolve()}}}}}"
-        changes = [given, f"evaluate.num_tasks={number}", *changes]
-    configs = [open_measurement(run, version, changes)]
-    if against is not None:
-        configs.append(open_measurement(run, against, changes))
-    for config in configs:
-        if RunDirectory(config.run_dir).read_manifest(0, "evaluate") is None:
-            measure(config)
-        end_measurement(config)
-    after, before = configs[0].run_dir, configs[1].run_dir if against is not None else None
-    comparison = compare(after, before, changes)
-    name = "-against-".join(str(config.run_id) for config in configs)
+        changes = [*_asking(prompts.resolve()), *changes]
+    versions = [version] if against is None else [version, against]
+    measured = [open_measurement(run, one, changes) for one in versions]
+    for one in measured:
+        if not one.is_done:
+            one.begin()
+            measure(one.config)
+        one.end()
+    uris = [one.directory.uri for one in measured]
+    comparison = compare(uris[0], uris[1] if against is not None else None, changes)
+    name = "-against-".join(one.directory.run_id for one in measured)
     return Result(comparison, write_comparison(RunDirectory(run).path(MEASURED), name, comparison))
+
+
+def _asking(file: Path) -> list[str]:
+    """Settings that ask what is in the file now."""
+    content = Prompts(file=str(file))
+    settings = {"file": str(file), "sha256": content.digest}
+    environment = json.dumps({"name": "prompts", "settings": settings})
+    return [f"environment={environment}", f"evaluate.num_tasks={len(content)}"]

@@ -61,7 +61,7 @@ class LaunchError(RuntimeError):
     """The run failed; the message says why and how to resume it."""
 
 
-def launch(flow: str, config: RunConfig, console: Console) -> None:
+def launch(flow: str, config: RunConfig, console: Console, *, says_result: bool = True) -> None:
     """Run `flows.<flow>` to its end. In any case, every process started here has ended afterwards."""
     started_at = time.time()
     name = config.run_id or new_run_id("run")
@@ -111,7 +111,7 @@ def launch(flow: str, config: RunConfig, console: Console) -> None:
             raise
     if flow == "train":
         _print_result(directory, config, console)
-    else:
+    elif says_result:
         tell(evaluation.describe())
 
 
@@ -274,8 +274,13 @@ def _print_result(directory: RunDirectory, config: RunConfig, console: Console) 
         f"Prefect UI       prefect server start   (then http://127.0.0.1:4200)",
     )
     console.print(result, soft_wrap=True)
-    if pairs := side_by_side(RunView(directory), 0, summary["iterations"]):
-        console.print(answers_table(pairs, "before", "after"))
+    try:
+        pairs = side_by_side(RunView(directory), 0, summary["iterations"])
+    except ValueError as error:  # a file was removed or damaged since
+        console.print(f"answers cannot be shown: {error}", highlight=False, soft_wrap=True)
+    else:
+        if pairs:
+            console.print(answers_table(pairs, "before", "after"))
 
 
 def _updated(config: RunConfig, run_id: str | None = None, **sections: dict[str, object]) -> RunConfig:

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from sf_core.cli.hosts import commands as host_commands
 from sf_core.cli.model import commands as model_commands
 from sf_core.cli.runs import commands as data_commands
-from sf_core.cli.terminal import console, say_error
+from sf_core.cli.terminal import console, errors, say_error
 from sf_core.cli.terminal import fail as _fail
 from sf_core.config import RunConfig
 from sf_core.config.addresses import MAX_PORT
@@ -100,7 +101,9 @@ def evaluate(
         Path | None,
         typer.Option(help="JSONL file of prompts to answer instead of held-out tasks.", show_default=False),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Measure apart, and print the result as JSON and nothing else.")
+    ] = False,
 ) -> None:
     """Measure a run's newest policy on the held-out tasks, as the run was configured; trains nothing. With
     another version, other tasks or other settings, the result is kept in RUN/evaluations/_measured."""
@@ -112,7 +115,7 @@ def evaluate(
         return
 
     def measure(config: RunConfig) -> None:
-        _launch("evaluate", _runnable(config, run))
+        _launch("evaluate", _runnable(config, run), errors if as_json else console, says_result=False)
 
     try:
         result = evaluate_apart(run, version, against, prompts, changes, measure)
@@ -278,12 +281,12 @@ def _runnable(config: RunConfig, source: str) -> RunConfig:
     return config
 
 
-def _launch(flow: str, config: RunConfig) -> None:
+def _launch(flow: str, config: RunConfig, output: Console = console, *, says_result: bool = True) -> None:
     from sf_core.cli.launch import LaunchError, launch
 
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        launch(flow, config, console)
+        launch(flow, config, output, says_result=says_result)
     except LaunchError as error:
         say_error(str(error))
         raise typer.Exit(1) from None

@@ -65,6 +65,14 @@ class EvaluateConfig(Settings):
     answers: int = Field(1, ge=1, le=64)
     """Sessions per held-out task. The mean counts all of them."""
 
+    @model_validator(mode="after")
+    def _are_not_too_many(self) -> EvaluateConfig:
+        if self.num_tasks * self.answers > MAX_TOGETHER:
+            raise ValueError(
+                f"num_tasks ({self.num_tasks}) times answers ({self.answers}) must not exceed {MAX_TOGETHER}"
+            )
+        return self
+
 
 class VllmConfig(Settings):
     """vLLM's server, with `engine.kind: vllm`."""

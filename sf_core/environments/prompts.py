@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from functools import cached_property
 from typing import Any
@@ -19,33 +20,52 @@ class Prompts(Environment):
 
     file: str = Field(min_length=1)
     """Path of the file, on every agent worker."""
+    sha256: str | None = None
+    """SHA-256 of the file. If it is given, a file that has changed is refused. Empty: whatever is there."""
 
     @cached_property
-    def _lines(self) -> list[dict[str, Any]]:
+    def _content(self) -> bytes:
         try:
-            with open(self.file) as file:
-                return [self._parsed(number, line) for number, line in enumerate(file, 1) if line.strip()]
+            with open(self.file, "rb") as file:
+                return file.read()
         except OSError as error:
             raise ValueError(f"{self.file}: cannot be read: {error.strerror}") from None
 
-    def _parsed(self, number: int, line: str) -> dict[str, Any]:
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the file as it is."""
+        return hashlib.sha256(self._content).hexdigest()
+
+    @cached_property
+    def _prompts(self) -> list[list[dict[str, Any]]]:
+        """The messages of each line. Raises ValueError with one sentence if a line has none."""
+        if self.sha256 not in (None, self.digest):
+            raise ValueError(f"{self.file}: has changed since it was named")
+        lines = enumerate(self._content.splitlines(), 1)
+        found = [self._parsed(number, line) for number, line in lines if line.strip()]
+        if not found:
+            raise ValueError(f"{self.file}: has no prompts")
+        return found
+
+    def _parsed(self, number: int, line: bytes) -> list[dict[str, Any]]:
         try:
             row = json.loads(line)
         except ValueError as error:
             raise ValueError(f"{self.file}, line {number}: no JSON: {error}") from None
         if isinstance(row, dict) and isinstance(row.get("prompt"), str):
-            return {"messages": [{"role": "user", "content": row["prompt"]}]}
-        if isinstance(row, dict) and isinstance(row.get("messages"), list) and row["messages"]:
-            return row
+            return [{"role": "user", "content": row["prompt"]}]
+        messages = row.get("messages") if isinstance(row, dict) else None
+        if isinstance(messages, list) and messages and all(map(_is_message, messages)):
+            return messages
         raise ValueError(f'{self.file}, line {number}: expected {{"prompt": TEXT}} or {{"messages": [...]}}')
 
     def __len__(self) -> int:
-        return len(self._lines)
+        return len(self._prompts)
 
     def tasks(self, split: Split, index: int) -> Task:
         if index >= len(self):
             raise ValueError(f"{self.file}: has {len(self)} prompts; there is none with index {index}")
-        messages = self._lines[index]["messages"]
+        messages = self._prompts[index]
         prompt = str(messages[-1].get("content") or "")
         return Task(f"prompts-{index}", "prompts", prompt, metadata={"messages": messages})
 
@@ -56,3 +76,7 @@ class Prompts(Environment):
 
     def reward(self, task: Task, answer: str) -> float:
         return 0.0
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and isinstance(message.get("role"), str)

@@ -32,7 +32,11 @@ def make_folder(gguf: Path, folder: Path, template: str | None = None) -> None:
     try:
         unfinished.mkdir(parents=True)
         _convert(gguf, unfinished, template)
-        unfinished.rename(folder)
+        try:
+            unfinished.rename(folder)
+        except OSError:  # another command has just made it
+            if not folder.is_dir():
+                raise
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 

@@ -78,9 +78,12 @@ PACKED = Projections(_packed_linear, _packed_residual, _packed_gated)
 
 def fastest(dtype: torch.dtype, device: torch.device) -> Projections:
     """The fastest projections for inference."""
-    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
-        return PLAIN
-    # without instructions for it a CPU converts, and PLAIN knows how
-    has_bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported
-    packs = dtype == torch.float32 or (dtype == torch.bfloat16 and has_bfloat16())
+    packs = has_fast_products(dtype, device) and torch.backends.mkldnn.is_available()
     return PACKED if packs else PLAIN
+
+
+def has_fast_products(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether this is a CPU with instructions for products of this dtype. Without them bfloat16 is converted,
+    element by element, and fused kernels convert least."""
+    has_bfloat16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return device.type == "cpu" and (dtype == torch.float32 or (dtype == torch.bfloat16 and has_bfloat16))

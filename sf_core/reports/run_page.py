@@ -6,7 +6,6 @@ Reads the run directory alone. Where the page is, and when it is updated, is tas
 from __future__ import annotations
 
 import base64
-import html
 import math
 from collections.abc import Sequence
 
@@ -97,7 +96,8 @@ class RunPage:
         if len(self._held_out) < 2:
             return []
         first, last = min(self._held_out), max(self._held_out)
-        pairs = side_by_side(RunView(self._run), first, last)
+        if not (pairs := side_by_side(RunView(self._run), first, last)):
+            return []
         rows = [f"| {_cell(new.prompt)} | {_rewarded(old)} | {_rewarded(new)} |" for old, new in pairs]
         head = f"| task | version {first} | version {last} |"
         return ["## Answers to held-out tasks", "\n".join([head, "|---|---|---|", *rows])]
@@ -147,11 +147,8 @@ def _rewarded(answer: Answer) -> str:
 def _cell(text: str) -> str:
     """Text of a policy or a task in a cell of a Markdown table: shown as it is, and short."""
     shown = text if len(text) <= MOST_CHARACTERS else text[:MOST_CHARACTERS] + " ..."
-    return (
-        "<code>"
-        + html.escape(" ".join(shown.split())).replace("|", "&#124;").replace("`", "&#96;")
-        + "</code>"
-    )
+    # no mark of Markdown or HTML is left to be read as one
+    return "".join(c if c.isalnum() or c == " " else f"&#{ord(c)};" for c in " ".join(shown.split()))
 
 
 def _rounded(value: float | None, digits: int) -> float | None:

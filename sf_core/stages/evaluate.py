@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from sf_core.config import RunConfig
+from sf_core.config import RunConfig, TrainConfig
 from sf_core.config.yaml_file import override_config
 from sf_core.reports.evaluations.comparison import MEASURED
 from sf_core.reports.states import await_restarts, check_idle
@@ -21,6 +22,7 @@ from storage.files import FileRef, copy_folder, exists, join, list_files, remove
 from storage.manifests import Manifest
 from storage.metrics import write_metrics
 from storage.run_directory import RunDirectory
+from storage.tensors.weight_delta import FILE_NAME as DELTA_NAME
 from storage.tensors.weights import INDEX_NAME, WEIGHT_FILES
 
 
@@ -98,73 +100,107 @@ def open_evaluation(config: RunConfig, tell: Callable[[str], None] = log.warning
     return evaluation
 
 
-CHANGEABLE = ("environment", "evaluate", "rollout", "engine", "cluster")
+CHANGEABLE = ("environment", "evaluate", "rollout", "engine", "cluster", "dataplane")
 """Sections of the configuration that may differ from the run's when a version is measured apart."""
 
 
-def open_measurement(uri: str, version: int | None, overrides: Sequence[str]) -> RunConfig:
-    """The configuration to measure a version of a run, by default the newest, with these settings changed. It
-    is that of a run directory of its own, whose version 0 is this version: so every version is asked the same
-    tasks with the same seeds.
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """A version of a run that is measured apart, in a run directory of its own, whose version 0 it is:
+    so every version is asked the same tasks with the same seeds."""
 
-    Raises ValueError with one sentence if there is no such run, its weights of this version are gone, or
-    something else than CHANGEABLE would change."""
+    run: RunDirectory
+    version: int
+    config: RunConfig
+    """That of its own run directory."""
+
+    @property
+    def directory(self) -> RunDirectory:
+        return RunDirectory(self.config.run_dir)
+
+    @property
+    def is_done(self) -> bool:
+        return self.directory.read_manifest(0, "evaluate") is not None
+
+    def begin(self) -> None:
+        """Write the run directory up to its start stage, unless it is there. Raises ValueError, one sentence,
+        if the weights of the version are not there."""
+        directory = self.directory
+        if directory.read_manifest(None, "start") is not None:
+            return
+        started, weights = time.time(), _weights_of(self.run, self.version)
+        copies = copy_folder(self.run.start_dir, directory.start_dir, exclude=WEIGHT_FILES)
+        try:
+            copied = copy_folder(weights, directory.start_dir, exclude=[DELTA_NAME])
+        except (FileNotFoundError, ValueError):
+            # a run that goes on removes old versions
+            raise _not_there(self.run, self.version) from None
+        copies += [copy for copy in copied if copy.uri.endswith((".safetensors", INDEX_NAME))]
+        directory.write_config(self.config)
+        times = {"started_at": started, "finished_at": time.time(), "waits": []}
+        start = Manifest(
+            run_id=directory.run_id,
+            iteration=None,
+            stage="start",
+            attempt=0,
+            outputs=copies,
+            data={"source": weights, "copied_s": 0.0, "parameters": 0, **times},
+        )
+        directory.commit_manifest(start)
+
+    def end(self) -> None:
+        """Remove the copy of the weights; the answers, and what is needed to show them, stay."""
+        for uri in list_files(self.directory.start_dir):
+            if uri.endswith(".safetensors"):
+                remove(uri)
+
+
+def open_measurement(uri: str, version: int | None, overrides: Sequence[str]) -> Measurement:
+    """The measurement of a version of a run, by default the newest, with these settings changed. Nothing is
+    written. Raises ValueError with one sentence if there is no such run, or something else than CHANGEABLE
+    would change."""
     for override in overrides:
-        if override.partition(".")[0] not in CHANGEABLE:
+        if re.split(r"[.=]", override, maxsplit=1)[0] not in CHANGEABLE:
             raise ValueError(
                 f"--set {override}: an evaluation can change {', '.join(CHANGEABLE)}, and nothing else"
             )
     run, stored = RunDirectory(uri), read_stored_config(uri)
-    version = RunView(run).progress().published if version is None else version
+    # nothing is trained, and what training forbids does not hold
+    stored = stored.model_copy(update={"train": TrainConfig(iterations=1), "pipeline": None})
     config = override_config(stored, list(overrides), uri)
-    policy = config.policy.model_copy(update={"model": _weights_of(run, version), "warmstart": None})
-    train = config.train.model_copy(update={"iterations": 1})
+    version = RunView(run).progress().published if version is None else version
+    # the same in a run directory that was moved
+    asked = config.model_dump_json(
+        include={"seed", "environment", "rollout", "evaluate", "engine", "emulation"}
+    )
+    name = f"v{version:05d}-{hashlib.sha256(asked.encode()).hexdigest()[:8]}"
+    policy = config.policy.model_copy(update={"model": _weights_dir(run, version), "warmstart": None})
     storage = config.storage.model_copy(update={"root": run.path(MEASURED)})
-    config = config.model_copy(update={"policy": policy, "train": train, "storage": storage, "run_id": None})
-    told = config.model_dump_json(exclude={"cluster", "dataplane", "track", "train"})
-    name = f"v{version:05d}-{hashlib.sha256(told.encode()).hexdigest()[:8]}"
-    config = config.model_copy(update={"run_id": name})
-    _begin_measurement(run, version, config)
-    return config
+    config = config.model_copy(update={"policy": policy, "storage": storage, "run_id": name})
+    return Measurement(run, version, config)
 
 
-def end_measurement(config: RunConfig) -> None:
-    """Remove the copy of the weights; the answers, and what is needed to show them, stay."""
-    for uri in list_files(RunDirectory(config.run_dir).start_dir):
-        if uri.endswith(".safetensors"):
-            remove(uri)
-
-
-def _weights_of(run: RunDirectory, version: int) -> str:
-    """Folder of a version's weights."""
-    kept = [0, *run.list_versions("weights")]
-    if version not in kept or not exists(join(run.start_dir, "config.json")):
-        published = RunView(run).progress().published
-        there = ", ".join(str(one) for one in kept if one <= published)
-        raise ValueError(f"{run.run_id}: the weights of version {version} are not there; these are: {there}")
+def _weights_dir(run: RunDirectory, version: int) -> str:
     return run.weights_dir(version) if version else run.start_dir
 
 
-def _begin_measurement(run: RunDirectory, version: int, config: RunConfig) -> None:
-    """Write the run directory of a measurement up to its start stage, unless it is there."""
-    measured = RunDirectory(config.run_dir)
-    if measured.read_manifest(0, "evaluate") is not None:
-        return
-    started, source = time.time(), str(config.policy.model)
-    copies = copy_folder(run.start_dir, measured.start_dir, exclude=WEIGHT_FILES)
-    copies += [
-        copy
-        for copy in copy_folder(source, measured.start_dir)
-        if copy.uri.endswith((".safetensors", INDEX_NAME))
-    ]
-    measured.write_config(config)
-    times = {"started_at": started, "finished_at": time.time(), "waits": []}
-    start = Manifest(
-        run_id=measured.run_id,
-        iteration=None,
-        stage="start",
-        attempt=0,
-        outputs=copies,
-        data={"source": source, "copied_s": 0.0, "parameters": 0, **times},
-    )
-    measured.commit_manifest(start)
+def _weights_of(run: RunDirectory, version: int) -> str:
+    """Folder of the weights of a published version."""
+    if version not in _kept(run):
+        raise _not_there(run, version)
+    return _weights_dir(run, version)
+
+
+def _kept(run: RunDirectory) -> list[int]:
+    """Published versions whose weights are there."""
+    if not exists(join(run.start_dir, "config.json")):
+        return []
+    published = RunView(run).progress().published
+    return [0, *(version for version in run.list_versions("weights") if version <= published)]
+
+
+def _not_there(run: RunDirectory, version: int) -> ValueError:
+    if not (kept := _kept(run)):
+        return ValueError(f"{run.run_id}: has no policy yet to evaluate; `sf resume {run.uri}` makes it")
+    there = ", ".join(map(str, kept))
+    return ValueError(f"{run.run_id}: the weights of version {version} are not there; these are: {there}")

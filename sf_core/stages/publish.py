@@ -23,5 +23,6 @@ def publish(run: OpenRun, iteration: int) -> Outcome:
         log.warning("%s", refusal)
     # until the next version is published, an engine may still be reading the one before this
     for spare in spare_weights(run.directory, version - 1, run.config.train):
+        log.info("%s is removed (train.keep_weights)", spare.name)
         spare.remove()
     return Outcome(inputs={"weights": source.outputs[0].sha256}, data={"version": version, **answer})

@@ -206,8 +206,9 @@ def _config_since_start(ref: RunRef) -> RunConfig:
     if start is None:
         raise LookupError(f"{ref.run_id}: start is not committed")
     config = _read_config(ref).with_time_to_move(_seconds_to_move(start))
-    # runs that were stored without it name their learning rate
-    return config.with_rate_for(int(start.data.get("parameters", 0)))
+    # runs that were stored before this number was have their learning rate in config.json
+    parameters = start.data.get("parameters")
+    return config.with_rate_for(int(parameters)) if parameters else config
 
 
 @functools.lru_cache(maxsize=8)

@@ -20,7 +20,7 @@ _TRAINED_BYTES, _STORED_BYTES = 16, 12
 
 _KEPT_WIDTHS = {"float32": (10.0, 4.6), "bfloat16": (16.0, 4.6)}
 """Elements that a layer keeps of each token for the backward pass, in hidden and in intermediate sizes. They
-were counted for Llama and Qwen3 by `saved_tensors_hooks`, in rows of 100 tokens."""
+were counted for Llama and Qwen3 by `saved_tensors_hooks`, in rows of 100 tokens and with fused attention."""
 
 
 @dataclass(frozen=True, slots=True)

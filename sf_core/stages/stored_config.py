@@ -28,9 +28,9 @@ PLACE = ("run_id", "storage")
 ADDRESSES = ("cluster.scheduler", "dataplane.url")
 """Settings always taken from the caller, defaults included: the servers of the last attempt may be gone."""
 
-FIXED = ("seed", "policy", "environment", "train.critic")
+FIXED = ("seed", "policy", "environment", "train.critic", "evaluate.answers")
 """Settings that cannot change, because the result would be another run. A critic is made with the trainer:
-only its own settings may change."""
+only its own settings may change. An evaluation that has begun keeps its sessions."""
 
 _NOTHING = object()
 

@@ -70,8 +70,8 @@ def _step(
         switching_of(run).note_training(timeline)
         with timeline.doing("busy", "train", iteration):
             metrics = trainer.step(batch)
-            # what comes until the next step needs no room for activations
-            trim_memory()
+        # what comes until the next step needs no room for activations
+        trim_memory()
         check_engines(run.config, iteration, metrics)
         has_checkpoint = _is_due(run.config.train, trainer.version)
         # other tries write the same files, and may have committed them by now

@@ -70,8 +70,11 @@ def read_model_config(folder: str) -> dict[str, Any]:
 
 
 def count_parameters(folder: str) -> int:
+    """Number of parameters of a model folder; a head that is tied to the embedding counts once."""
     header, _ = open_weights(folder)
-    return sum(math.prod(entry.shape) for entry in header.entries.values())
+    is_tied = bool(read_model_config(folder).get("tie_word_embeddings"))
+    counted = [entry for name, entry in header.entries.items() if not (is_tied and name == "lm_head.weight")]
+    return sum(math.prod(entry.shape) for entry in counted)
 
 
 def describe_policy(folder: str) -> str:

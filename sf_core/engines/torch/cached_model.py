@@ -24,7 +24,7 @@ from sf_core.models.decoder import (
     fuse,
     rotations,
 )
-from sf_core.models.projections import fastest
+from sf_core.models.projections import fastest, has_fast_products
 
 
 class CachedModel(Protocol):
@@ -94,7 +94,7 @@ class DecoderModel:
         self.vocab_size = self._decoder.vocab_size
         self.cache_shape = CacheShape(spec.num_layers, spec.num_kv_heads, spec.head_dim)
         # on the CPU small products are faster than fused attention
-        self._has_small_products = params.device.type == "cpu"
+        self._has_small_products = has_fast_products(params.dtype, params.device)
 
     def fill(self, cache: KVCache, ids: torch.Tensor, starts: torch.Tensor, slots: torch.Tensor) -> None:
         num_rows, length = ids.shape
@@ -139,8 +139,8 @@ class DecoderModel:
 def _small_products(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor
 ) -> torch.Tensor:
-    """Attention [n * kv_heads, queries, head_dim] by one small matrix product per sequence and head; its
-    weights are computed in float32."""
+    """Attention [n * kv_heads, queries, head_dim] by one small matrix product per sequence and head. In
+    bfloat16 the scores are rounded, and their softmax is in float32."""
     q, keys, values = q.flatten(0, 1), keys.flatten(0, 1), values.flatten(0, 1)
     scale = q.shape[-1] ** -0.5
     if q.dtype == torch.float32:

@@ -11,7 +11,7 @@ import orjson
 
 from sf_core.config import RunConfig
 from sf_core.reports.evaluations.answers import SHOWN, Answer, answers_of
-from sf_core.reports.view import RunView, open_run
+from sf_core.reports.view import open_run
 from storage import files
 from storage.run_directory import RunDirectory
 
@@ -67,33 +67,72 @@ Answers = Mapping[str, Sequence[Answer]]
 def compare(after: str, before: str | None, changed: Sequence[str]) -> Comparison:
     """Compare measurements of the same tasks, given by their run directories. Raises ValueError with one
     sentence if one of them is not done or a file is missing or broken."""
-    new_view = open_run(after)
-    config, new = new_view.run.read_config(RunConfig), _answers(new_view)
+    new = _open(after)
     alone = Comparison(
-        environment=config.environment.name,
+        environment=new.config.environment.name,
         changed=list(changed),
-        tasks=len(new),
-        answers=config.evaluate.answers,
-        after=_measured(after, new),
-        examples=[(None, own[0]) for own in list(new.values())[:SHOWN]],
+        tasks=new.config.evaluate.num_tasks,
+        answers=new.config.evaluate.answers,
+        after=new.measured(),
+        examples=[(None, own[0]) for own in list(new.answers.values())[:SHOWN]],
     )
     if before is None:
         return alone
-    old = _answers(open_run(before))
-    tasks = [task for task in new if task in old]
-    if not tasks:
-        raise ValueError(f"{before} and {after} have no task in common")
-    gains = np.array([_mean(new[task]) - _mean(old[task]) for task in tasks])
+    old = _open(before)
+    both = [task for task in new.answers if task in old.answers]
+    if not both:
+        raise ValueError(f"{before} and {after} have no answered task in common")
+    # of a task that one of them did not answer, that one has what a failed session is worth
+    tasks = [*new.answers, *(task for task in old.answers if task not in new.answers)]
+    unknown = [0.0] * (alone.tasks - len(tasks))
+    gains = np.array([new.mean(task) - old.mean(task) for task in tasks] + unknown)
     return replace(
         alone,
-        tasks=len(tasks),
-        before=_measured(before, old),
+        before=old.measured(),
         difference=float(gains.mean()),
         interval=bootstrap(gains),
         won=int((gains > 0).sum()),
         lost=int((gains < 0).sum()),
-        examples=[(old[task][0], new[task][0]) for task in tasks[:SHOWN]],
+        examples=[(old.answers[task][0], new.answers[task][0]) for task in both[:SHOWN]],
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """The answers of a version. Sessions that failed before they had any have none."""
+
+    uri: str
+    config: RunConfig
+    answers: Answers
+
+    def rewards(self, task: str) -> list[float]:
+        """Of all sessions of a task, failed ones included."""
+        known = [answer.reward for answer in self.answers.get(task, ())]
+        num_failed = max(0, self.config.evaluate.answers - len(known))
+        return known + [self.config.rollout.failed_reward] * num_failed
+
+    def mean(self, task: str) -> float:
+        rewards = self.rewards(task)
+        return sum(rewards) / len(rewards)
+
+    def measured(self) -> Measured:
+        evaluate = self.config.evaluate
+        num_unanswered = max(0, evaluate.num_tasks - len(self.answers))
+        rewards = [self.rewards(task) for task in self.answers]
+        rewards += [[self.config.rollout.failed_reward] * evaluate.answers] * num_unanswered
+        means = np.array([sum(own) / len(own) for own in rewards])
+        solved = {
+            k: float(np.mean([pass_at(k, len(own), sum(r >= SOLVED for r in own)) for own in rewards]))
+            for k in sorted({1, evaluate.answers})
+        }
+        return Measured(version_of(self.uri), float(means.mean()), bootstrap(means), solved)
+
+
+def _open(uri: str) -> _Side:
+    view = open_run(uri)
+    if not (found := answers_of(view, 0)):
+        raise ValueError(f"{view.run.uri}: its evaluation is not done, or no session had an answer")
+    return _Side(uri, view.run.read_config(RunConfig), found)
 
 
 def bootstrap(values: np.ndarray) -> Interval:
@@ -114,28 +153,6 @@ def pass_at(k: int, answers: int, solved: int) -> float:
     (0.25, 1.0)
     """
     return 1.0 - math.comb(answers - solved, k) / math.comb(answers, k)
-
-
-def _answers(view: RunView) -> Answers:
-    if not (found := answers_of(view, 0)):
-        raise ValueError(f"{view.run.uri}: its evaluation is not done")
-    return found
-
-
-def _mean(answers: Sequence[Answer]) -> float:
-    return sum(answer.reward for answer in answers) / len(answers)
-
-
-def _measured(uri: str, answers: Answers) -> Measured:
-    means = np.array([_mean(own) for own in answers.values()])
-    most = min(len(own) for own in answers.values())
-    solved = {
-        k: float(
-            np.mean([pass_at(k, len(own), sum(a.reward >= SOLVED for a in own)) for own in answers.values()])
-        )
-        for k in sorted({1, most})
-    }
-    return Measured(version_of(uri), float(means.mean()), bootstrap(means), solved)
 
 
 def version_of(uri: str) -> int:

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
 from sf_core.models.decoder import Attend, DecoderSpec, decoder_spec, fuse_layer, norm_and_head, rotations
+from sf_core.models.projections import has_fast_products
 from sf_core.models.scoring import score
 from sf_core.training.packing import Microbatch
 
@@ -185,7 +186,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, microbatch: Mic
 
     # in bfloat16 on a CPU the fused backward pass takes twice as long, and its gradients are less exact
     short = microbatch.grid.shape[1] <= _SHORT
-    by_products = short and q.dtype == torch.bfloat16 and q.device.type == "cpu"
+    by_products = short and q.dtype == torch.bfloat16 and has_fast_products(q.dtype, q.device)
     mixed = (_attend_by_products if by_products else _attend)(by_row(q), by_row(k), by_row(v))
     return rows(mixed.transpose(1, 2).flatten(0, 1), microbatch.owners).flatten(1)
 
@@ -195,8 +196,8 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def _attend_by_products(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """The same by matrix products, with the weights of attention in float32. They are kept for the backward
-    pass, so it is for short rows."""
+    """The same by matrix products, with the softmax in float32. The weights of attention are kept for the
+    backward pass, so it is for short rows."""
     heads, length, width = q.shape[1:]
     # heads that share keys and values are as further queries of one head
     shared = heads // k.shape[1]

@@ -33,6 +33,7 @@ def test_each_line_is_a_task_with_its_messages(tmp_path: Path) -> None:
         ('{"prompt": 3}', 'line 1: expected {"prompt": TEXT} or {"messages": [...]}'),
         ('{"messages": []}', "line 1: expected"),
         ('["a"]', "line 1: expected"),
+        ('{"messages": ["hi"]}', "line 1: expected"),
     ],
 )
 def test_a_wrong_line_is_named(tmp_path: Path, text: str, message: str) -> None:
@@ -46,3 +47,16 @@ def test_a_wrong_line_is_named(tmp_path: Path, text: str, message: str) -> None:
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"none.jsonl: cannot be read: No such file or directory"):
         len(Prompts(file=str(tmp_path / "none.jsonl")))
+
+
+def test_a_file_that_changed_and_one_without_prompts_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "a"}\n')
+    named = Prompts(file=str(file), sha256=Prompts(file=str(file)).digest)
+    assert len(named) == 1
+    file.write_text('{"prompt": "b"}\n')
+    with pytest.raises(ValueError, match="has changed since it was named"):
+        len(Prompts(file=str(file), sha256=named.sha256))
+    file.write_text("\n")
+    with pytest.raises(ValueError, match="has no prompts"):
+        len(Prompts(file=str(file)))

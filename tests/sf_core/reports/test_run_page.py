@@ -1,4 +1,5 @@
 import base64
+import html
 import io
 import re
 from pathlib import Path
@@ -11,8 +12,9 @@ from sf_core.reports import run_page
 from sf_core.reports.run_page import RunPage, waits_table
 from sf_core.scheduling.timeline import Span
 from storage.run_directory import STAGES, RunDirectory
+from storage.trajectories import write_trajectories
 from tests.sf_core.reports.test_devices import AT, write_spans
-from tests.sf_core.runs import commit, configure
+from tests.sf_core.runs import commit, configure, conversation
 
 DATA: dict[str, dict[str, Any]] = {
     "rollout": {"reward_mean": 0.25, "sampled_tokens": 500, "failures": {"timeout": 2, "agent_error": 1}},
@@ -111,3 +113,23 @@ def test_waits_are_told_with_since_when_and_until_when() -> None:
     line = waits_table([{"what": "batch 3: 2 of 8 groups", "since": AT, "until": AT + 1800}]).splitlines()[-1]
     assert re.fullmatch(r"\| \d\d:\d\d:\d\d \| \d\d:\d\d:\d\d \| batch 3: 2 of 8 groups \|", line)
     assert waits_table([]) == "Nothing is waited for that takes long."
+
+
+def test_answers_of_policies_are_shown_and_never_read_as_markdown(tmp_path: Path) -> None:
+    run = RunDirectory(str(tmp_path / "r"))
+    configure(run, train={"iterations": 4}, evaluate={"num_tasks": 1})
+    turn(run, 0)
+    hostile = "![x](http://evil/p.png) | <img src=x> `a` *b* [c](d)\n# e"
+    for version, text in ((0, "plain answer"), (1, hostile)):
+        messages = [{"role": "user", "content": "ask"}, {"role": "assistant", "content": text}]
+        ref = write_trajectories(run, version, [conversation(messages, group_id=None)], "e-1", "evaluations")
+        times = {"started_at": AT, "finished_at": AT, "reward_mean": 0.5, "failures": {}}
+        commit(run, version, "evaluate", outputs=[ref], data=times)
+    page = RunPage(run)
+    page.update(0)
+    report = page.report()
+    assert "| ask | 0.50 plain answer | 0.50 " in report
+    row = next(line for line in report.splitlines() if line.startswith("| ask |"))
+    shown = row.removeprefix("| ask | 0.50 plain answer |").removesuffix("|")
+    assert not set("![]()<>`*|") & set(shown)
+    assert html.unescape(shown).strip() == f"0.50 {' '.join(hostile.split())}"

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 from distributed import Client
 
+from sf_core.config import RunConfig
+from sf_core.environments.registry import tasks_of
 from sf_core.scheduling.leases import Lease
 from sf_core.scheduling.timeline import Timeline
-from sf_core.stages.lease import serve_lease, switching_of
+from sf_core.stages.lease import serve_lease, switching_of, tasks_to_work_on
 from sf_core.stages.run import OpenRun, RunRef
 from storage.run_directory import RunDirectory
 from tests.patience import patience, wait_until
@@ -44,3 +46,11 @@ def test_only_a_lease_that_was_revoked_begins_a_switch_to_training(
     switching = switching_of(OpenRun(ref))
     switching.note_training(Timeline(directory, "t0", "train", "train-0.1"))
     assert (switching.gate.switch_cost_s is not None) == is_switch
+
+
+def test_held_out_tasks_are_given_out_as_often_as_they_are_answered() -> None:
+    config = RunConfig.model_validate({"evaluate": {"answers": 3}})
+    tasks = tasks_to_work_on(config)
+    held_out = [tasks("holdout", index).task_id for index in range(7)]
+    assert held_out == [tasks_of(config.environment)("holdout", i // 3).task_id for i in range(7)]
+    assert tasks("train", 5) == tasks_of(config.environment)("train", 5)

@@ -10,6 +10,7 @@ from sf_core.stages.finish import finish
 from sf_core.stages.run import OpenRun, RunRef, begin_attempt
 from storage import files
 from storage.attempts import Attempt
+from storage.manifests import Manifest
 from storage.run_directory import STAGES, RunDirectory
 from tests.sf_core.dataplane.conftest import model_dir  # noqa: F401
 from tests.sf_core.dataplane.stand import attended, running_app
@@ -152,3 +153,26 @@ def test_without_a_data_plane_nothing_begins(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(ValueError, match=r"no data plane: set dataplane\.url or SF_DATAPLANE_URL"):
         begin_attempt(configured(tmp_path, url=None))
     assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "data", "expected"),
+    [
+        (None, {"parameters": 135_000_000}, 2e-5),
+        (None, {"parameters": 8_000_000_000}, 1.7e-6),
+        (None, {"parameters": 1_000_000}, 3e-4),
+        (1e-3, {"parameters": 135_000_000}, 1e-3),
+        # stored by code that did not count them, with its rate
+        (3e-4, {}, 3e-4),
+    ],
+)
+def test_the_learning_rate_follows_the_size_of_the_policy_unless_it_is_named(
+    tmp_path: Path, given: float | None, data: dict[str, int], expected: float
+) -> None:
+    config = configured(tmp_path)
+    config = config.model_copy(update={"train": config.train.model_copy(update={"learning_rate": given})})
+    run = begin_attempt(config)
+    RunDirectory(run.uri).commit_manifest(
+        Manifest(run_id="r", iteration=None, stage="start", attempt=1, data=data)
+    )
+    assert OpenRun(run).config.train.rate == expected

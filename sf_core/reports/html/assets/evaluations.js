@@ -2,7 +2,11 @@
 
 function drawEvaluations(section, figures) {
   const { before, after, pairs } = figures.answers;
-  if (!pairs.length && !figures.comparisons.length) { section.hidden = true; return; }
+  if (!pairs.length && !figures.comparisons.length) {
+    section.hidden = true;
+    document.querySelector('nav a[href="#evaluations"]').hidden = true;
+    return;
+  }
   if (pairs.length) section.append(el("h3", {}, "Answers to the first held-out tasks"), answerTable(pairs, before, after));
   for (const one of figures.comparisons) section.append(el("h3", {}, comparedText(one)), answerTable(one.examples, one.before?.version, one.after.version));
 }

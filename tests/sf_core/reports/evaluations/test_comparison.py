@@ -48,24 +48,25 @@ def measure(run: RunDirectory, rewards: dict[str, list[float]], version: int = 0
     commit(run, version, "evaluate", outputs=[ref], data={"reward_mean": mean, "failures": {}})
 
 
-def measured(root: Path, name: str, rewards: dict[str, list[float]]) -> str:
+def measured(root: Path, name: str, rewards: dict[str, list[float]], num_tasks: int = 0) -> str:
     run = RunDirectory(str(root / name))
-    configure(run, evaluate={"answers": len(next(iter(rewards.values())))})
+    answers = max(map(len, rewards.values()))
+    configure(run, evaluate={"num_tasks": num_tasks or len(rewards), "answers": answers})
     measure(run, rewards)
     return run.uri
 
 
 def test_versions_are_compared_task_by_task(tmp_path: Path) -> None:
-    before = measured(tmp_path, "v00000-a", {"a": [0, 1], "b": [0, 0], "c": [1, 1], "only here": [0, 0]})
-    after = measured(tmp_path, "v00007-a", {"a": [1, 1], "b": [1, 0], "c": [1, 0], "d": [1, 1]})
+    before = measured(tmp_path, "v00000-a", {"a": [0, 1], "b": [0, 0], "c": [1, 1]})
+    after = measured(tmp_path, "v00007-a", {"a": [1, 1], "b": [1, 0], "c": [1, 0]})
     found = compare(after, before, ["rollout.temperature=0"])
     assert found.before is not None and found.interval is not None
     assert (found.before.version, found.after.version, found.tasks, found.answers) == (0, 7, 3, 2)
     assert (found.won, found.lost) == (2, 1)
     assert found.difference == pytest.approx((0.5 + 0.5 - 0.5) / 3)
     assert found.interval[0] <= found.difference <= found.interval[1]
-    assert found.before.reward == pytest.approx(0.375)
-    assert found.after.solved == {1: pytest.approx(3 / 4), 2: 1.0}
+    assert found.before.reward == pytest.approx(0.5)
+    assert found.after.solved == {1: pytest.approx(2 / 3), 2: 1.0}
     assert [(old and old.text, new.text) for old, new in found.examples] == [
         ("say 0", "say 1"),
         ("say 0", "say 1"),
@@ -77,6 +78,17 @@ def test_versions_are_compared_task_by_task(tmp_path: Path) -> None:
     assert (stored["difference"], stored["won"]) == (found.difference, 2)
 
 
+def test_sessions_that_failed_without_an_answer_count_as_failed(tmp_path: Path) -> None:
+    before = measured(tmp_path, "v00000-a", {"a": [1.0, 1.0], "b": [1.0, 1.0]}, num_tasks=4)
+    after = measured(tmp_path, "v00001-a", {"a": [1.0], "c": [1.0, 1.0]}, num_tasks=4)
+    found = compare(after, before, [])
+    assert found.before is not None and found.tasks == 4
+    assert (found.before.reward, found.after.reward) == (0.5, pytest.approx(1.5 / 4))
+    # half of a and all of b were lost, c was won, and of the fourth nobody knows
+    assert (found.won, found.lost, found.difference) == (1, 2, pytest.approx(-0.5 / 4))
+    assert found.after.solved == {1: pytest.approx(1.5 / 4), 2: pytest.approx(2 / 4)}
+
+
 def test_a_version_alone_has_answers_and_no_difference(tmp_path: Path) -> None:
     found = compare(measured(tmp_path, "v00002-b", {"a": [1.0], "b": [0.0]}), None, [])
     assert (found.before, found.difference, found.interval) == (None, None, None)
@@ -85,7 +97,7 @@ def test_a_version_alone_has_answers_and_no_difference(tmp_path: Path) -> None:
 
 def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     one, other = measured(tmp_path, "v00001-a", {"a": [1]}), measured(tmp_path, "v00002-a", {"b": [1]})
-    with pytest.raises(ValueError, match="have no task in common"):
+    with pytest.raises(ValueError, match="have no answered task in common"):
         compare(one, other, [])
     configure(RunDirectory(str(tmp_path / "v00003-a")))
     with pytest.raises(ValueError, match="its evaluation is not done"):

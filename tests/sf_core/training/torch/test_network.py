@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from sf_core.models import scoring
 from sf_core.training.packing import pack, read_rows
+from sf_core.training.torch import network
 from sf_core.training.torch.network import Network
 from tests.memory import peak_bytes
 from tests.sf_core.training.batches import grouped_rows, make_batch
@@ -75,3 +76,17 @@ def test_tokens_times_vocabulary_are_never_held(
     monkeypatch.setattr(scoring, "CHUNK_BYTES", 4 << 20)
     logits = 4 * vocabulary * len(microbatch.targets)
     assert peak_bytes(lambda: network.scores(microbatch)[0].sum().backward()) < logits / 2
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_attention_by_products_is_that_of_the_fused_kernel(kv_heads: int) -> None:
+    torch.manual_seed(0)
+    shapes = [(3, heads, 17, 8) for heads in (4, kv_heads, kv_heads)]
+    inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    taught = torch.randn(shapes[0])
+    found = []
+    for attend in (network._attend, network._attend_by_products):
+        mixed = attend(*inputs)
+        found.append([mixed, *torch.autograd.grad((mixed * taught).sum(), inputs)])
+    for fused, by_products in zip(*found, strict=True):
+        torch.testing.assert_close(by_products, fused, rtol=1e-4, atol=1e-5)
