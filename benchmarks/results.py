@@ -34,6 +34,7 @@ COMMANDS = {
     "engines_100m": "benchmarks.engines --size 100m --prompts 8 --repeats 1",
     "schemas": "benchmarks.schemas",
     "quickstart_vs_trl": "benchmarks.quickstart_vs_trl",
+    "real_model": "benchmarks.real_model",
     "trainer": "benchmarks.trainer",
     "recipes": "benchmarks.recipes",
     "capture": "benchmarks.capture",
