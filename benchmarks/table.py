@@ -111,8 +111,8 @@ def _pipelines(result: str, weights: str) -> Row:
 ROWS = (
     Row(
         "real_model",
-        "a pretrained model of 135M parameters (`sf model smollm2`), {cores} cores: tokens/s through generation "
-        "and training, CPU-seconds per 1,000 tokens, peak memory of all processes in GB",
+        "a pretrained model of 135M parameters (`sf model smollm2`), {cores} cores: tokens/s through "
+        "generation and training, CPU-seconds per 1,000 tokens, peak memory of all processes in GB",
         "{ours[tokens_per_second]:,.0f}, {ours[cpu_s_per_1000_tokens]:,.0f}, {ours[peak_gb]:.1f}",
         "{trl[tokens_per_second]:,.0f}, {trl[cpu_s_per_1000_tokens]:,.0f}, {trl[peak_gb]:.1f}, "
         "TRL's `GRPOTrainer`",
