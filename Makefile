@@ -44,7 +44,7 @@ $(VLLM)/.ready:
 
 # a policy of `sf model`, with the configuration of its name; empty: the built-in one
 MODEL =
-CONFIG = $(or $(MODEL:-tools=),quickstart)
+CONFIG = $(or $(MODEL),quickstart)
 RUN = $(CONFIG)
 ENGINE =
 # one server of vLLM, whose three processes take more than 2 GB: the trainer is not lent
