@@ -98,7 +98,8 @@ def test_versions_are_compared_on_other_tasks_and_in_other_ways(
     again = read(*compared, "--json")
     found = json.loads(again)
     assert (found["before"]["version"], found["after"]["version"], found["tasks"]) == (0, 12, 8)
-    assert found["difference"] > 0 and len(found["examples"]) == 4
+    gained = found["after"]["reward"] - found["before"]["reward"]
+    assert found["difference"] == pytest.approx(gained) and len(found["examples"]) == 4
     kept = list((tmp_path / "runs" / "quickstart" / "evaluations" / "_measured").glob("*.json"))
     assert len(kept) == 1 and not list(kept[0].parent.glob("*/start/*.safetensors"))
     # readers of the run's own evaluations do not see them
