@@ -28,8 +28,9 @@ def test_a_pretrained_model_is_fetched_trained_and_compared(cluster: Cluster, tm
     assert "Apache-2.0" in done.stdout and "135 million parameters, 8192 positions" in done.stdout
     done = sf(tmp_path, "plan", "smollm2")
     assert "shows no tools" in done.stdout and "of which the newest 2 and every 10th stay" in done.stdout
-    # with the workers of the stack that is up: the configuration has those of a laptop
-    done = sf(tmp_path, "train", "smollm2", *SMALL, on=cluster.services, quiet_s=900)
+    # by its path: the workers of this stack have a cache of their own
+    model = options(policy__model=tmp_path / "cache" / "models" / "smollm2")
+    done = sf(tmp_path, "train", "smollm2", *SMALL, *model, on=cluster.services, quiet_s=900)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "held-out reward" in done.stdout and "before" in done.stdout and "Write a sentence" in done.stdout
     run = RunDirectory(str(tmp_path / "runs" / "real"))
