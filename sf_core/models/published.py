@@ -10,7 +10,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sf_core.models.gguf_file import make_folder
@@ -70,8 +70,8 @@ _SMOLLM2 = Published(
 PUBLISHED = {
     "smollm2": _SMOLLM2,
     # the model's own template shows neither tools nor calls
-    "smollm2-tools": Published(
-        **{name: getattr(_SMOLLM2, name) for name in ("wheel", "sha256", "megabytes", "gguf")},
+    "smollm2-tools": replace(
+        _SMOLLM2,
         about=f"{_SMOLLM2.about}, with a chat template that shows tools and calls",
         template=TOOLS_TEMPLATE,
     ),

@@ -25,7 +25,7 @@ KEPT_WEIGHTS = 2
 """How many of the newest larger versions stay."""
 
 KEPT_EVERY = 10
-"""Of so many versions one stays while a run goes on, to look back at."""
+"""Every version whose number is a multiple of this stays while a run goes on."""
 
 
 @dataclass(frozen=True, slots=True)

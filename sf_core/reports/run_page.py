@@ -14,7 +14,7 @@ from sf_core.config.failures import failures_text
 from sf_core.reports.devices import markdown_table, read_figures, record_figures, timeline_picture
 from sf_core.reports.evaluations.answers import Answer, side_by_side
 from sf_core.reports.pictures import draw_curve
-from sf_core.reports.tables import MOST_CHARACTERS
+from sf_core.reports.tables import cut_short
 from sf_core.reports.tensorboard import write_events
 from sf_core.reports.view import Iteration, RunView, failures_of
 from sf_core.waits import Facts, clock
@@ -146,9 +146,10 @@ def _rewarded(answer: Answer) -> str:
 
 def _cell(text: str) -> str:
     """Text of a policy or a task in a cell of a Markdown table: shown as it is, and short."""
-    shown = text if len(text) <= MOST_CHARACTERS else text[:MOST_CHARACTERS] + " ..."
     # no mark of Markdown or HTML is left to be read as one
-    return "".join(c if c.isalnum() or c == " " else f"&#{ord(c)};" for c in " ".join(shown.split()))
+    return "".join(
+        c if c.isalnum() or c == " " else f"&#{ord(c)};" for c in " ".join(cut_short(text).split())
+    )
 
 
 def _rounded(value: float | None, digits: int) -> float | None:

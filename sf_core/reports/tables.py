@@ -25,7 +25,7 @@ from storage.schema import NOT_SAMPLED, Trajectory, TurnSpan
 Decode = Callable[[list[int]], str]
 
 MOST_CHARACTERS = 400
-"""Of a task or an answer beside others."""
+"""Length to which a task or an answer is cut where it stands beside others."""
 
 TRAINED, CARRIED = "bold green underline", "green underline"
 
@@ -98,16 +98,16 @@ def answers_table(pairs: Sequence[tuple[Answer | None, Answer]], before: str, af
     for name in filter(None, ("task", before, after)):
         table.add_column(name, overflow="fold")
     for old, new in pairs:
-        shown = [_cut(new.prompt), *([_rewarded(old)] if old is not None else []), _rewarded(new)]
+        shown = [cut_short(new.prompt), *([_rewarded(old)] if old is not None else []), _rewarded(new)]
         table.add_row(*(Text(_printable(text)) for text in shown))
     return table
 
 
 def _rewarded(answer: Answer) -> str:
-    return f"{answer.reward:.2f}  {_cut(answer.text)}"
+    return f"{answer.reward:.2f}  {cut_short(answer.text)}"
 
 
-def _cut(text: str) -> str:
+def cut_short(text: str) -> str:
     return text if len(text) <= MOST_CHARACTERS else text[:MOST_CHARACTERS] + " ..."
 
 

@@ -72,7 +72,7 @@ class Instructions(Environment):
         return answer
 
     def reward(self, task: Task, answer: str | dict[str, Any]) -> dict[str, float]:
-        """Of the agent's answer, or of a text: what a command as agent prints counts as whole."""
+        """Score the agent's answer. A plain text, as a command prints it, counts as a whole answer."""
         drawn: dict[str, Any] = task.metadata["constraints"]
         given = {"text": answer, "is_whole": True} if isinstance(answer, str) else answer
         text = str(given["text"]).strip()

@@ -35,7 +35,7 @@ class Measured:
     reward: float
     """Mean over tasks of the mean over their answers."""
     interval: Interval
-    """Of 95 %, by a bootstrap over tasks (Efron 1979)."""
+    """The 95 % interval of the reward, by a bootstrap over tasks (Efron 1979)."""
     solved: dict[int, float]
     """pass@k by k: the chance that one of k answers is solved (Chen et al. 2021, the unbiased estimate)."""
 
@@ -53,7 +53,7 @@ class Comparison:
     difference: float | None = None
     """Mean over tasks of what they earned after, less what they earned before."""
     interval: Interval | None = None
-    """Of the difference, of 95 %, by a bootstrap over tasks."""
+    """The 95 % interval of the difference, by a bootstrap over tasks."""
     won: int = 0
     """Tasks that earned more after than before."""
     lost: int = 0
@@ -106,7 +106,7 @@ class _Side:
     answers: Answers
 
     def rewards(self, task: str) -> list[float]:
-        """Of all sessions of a task, failed ones included."""
+        """Rewards of all sessions of a task, failed ones included."""
         known = [answer.reward for answer in self.answers.get(task, ())]
         num_failed = max(0, self.config.evaluate.answers - len(known))
         return known + [self.config.rollout.failed_reward] * num_failed
