@@ -49,7 +49,7 @@ def train(config: DeployedConfig) -> dict[str, Any]:
         trackers, page = Trackers(OpenRun(run).directory, config), Page(run)
         # freeing_workers is innermost: an interrupted flow frees the workers first
         with crashing_without_scheduler(), lean_settings(), trackers, page, freeing_workers(run):
-            start_policy(config, run)
+            start_policy(config, run, plan.trainers)
             OpenRun(run).register()
             with Leases(run, plan) as leases:
                 for number in OpenRun(run).iterations_left():

@@ -1,4 +1,4 @@
-"""Makes version 0 of the policy: the user's model, or the built-in one with a cached warm start."""
+"""Makes version 0 of the policy: the user's model, or the built-in one, each perhaps after a warm start."""
 
 from __future__ import annotations
 
@@ -6,13 +6,24 @@ from prefect import flow
 
 from sf_core.cli.live import tell
 from sf_core.config import RunConfig
+from sf_core.scheduling.cluster import await_plan
+from sf_core.stages.commit import committed
 from sf_core.stages.run import OpenRun, RunRef, begin_attempt
 from sf_core.stages.start import check_start, start_fault
 from sf_core.stages.stored_config import settled
-from tasks.cluster import TaggedTaskRunner, crashing_without_scheduler, result_of, submit
+from sf_core.stages.warmstart import begin_warmstart, iterations_left, remove_spare, warms_model
+from tasks.cluster import (
+    TaggedTaskRunner,
+    crashing_without_scheduler,
+    result_of,
+    scheduler_address,
+    submit,
+)
 from tasks.deployed import DeployedConfig
+from tasks.gang import Gang
 from tasks.identity import identified, run_name_with_flow
 from tasks.interruption import freeing_workers, sending_logs
+from tasks.stages import demonstrate
 from tasks.stages import warmstart as warmstart_task
 
 
@@ -22,16 +33,38 @@ def warmstart(config: DeployedConfig) -> str:
     with sending_logs():
         config = settled(identified(config))
         check_start(config, by_a_worker=True)
+        trainers = await_plan(scheduler_address(), config).trainers if warms_model(config) else ()
         run = begin_attempt(config)
         with crashing_without_scheduler(), freeing_workers(run):
-            return start_policy(config, run)
+            return start_policy(config, run, trainers)
 
 
-def start_policy(config: RunConfig, run: RunRef) -> str:
+def start_policy(config: RunConfig, run: RunRef, trainers: tuple[str, ...]) -> str:
     """Make version 0 in an attempt that has begun; returns its Hugging Face folder."""
-    directory = OpenRun(run).directory
+    directory, warmed = OpenRun(run).directory, warms_model(config)
     if directory.read_manifest(None, "start") is None or start_fault(directory) is not None:
         tell(f"version 0 is made: {config.policy.model or 'the built-in policy, and its warm start'}")
-        result_of(submit(warmstart_task, run), "the warm start", config.cluster.stage_timeout_s)
+        if warmed:
+            warm_up(config, run, trainers)
+        made = submit(warmstart_task, run, warmed=warmed)
+        result_of(made, "the warm start", config.cluster.stage_timeout_s)
         tell("version 0 is there")
     return OpenRun(run).start_dir
+
+
+def warm_up(config: RunConfig, run: RunRef, trainers: tuple[str, ...]) -> None:
+    """Train the model on demonstrations, in a run of its own that the next step makes version 0 of."""
+    patience_s = config.cluster.stage_timeout_s
+    source = submit(warmstart_task, begin_warmstart(run))
+    warm = begin_warmstart(run, result_of(source, "the model to warm up", patience_s)["parameters"])
+    per_iteration, steps = OpenRun(warm).config.train.minibatches, config.policy.warm_steps
+    for number in iterations_left(warm):
+        shown, gang = submit(demonstrate, warm, number), Gang(warm, number, trainers)
+        trained = False
+        while not trained:
+            gang.submit(wait_for=[shown])
+            result_of(shown, f"demonstrations of iteration {number}", patience_s)
+            trained = gang.has_committed()
+        remove_spare(warm, number + 1)
+        loss = committed(OpenRun(warm), number, "train").data["loss"]
+        tell(f"warm start: {(number + 1) * per_iteration} of {steps} steps, loss {loss:.3f}")

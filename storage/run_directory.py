@@ -42,6 +42,11 @@ class RunDirectory:
         return self.path("start")
 
     @property
+    def warmstart_dir(self) -> str:
+        """Run directory of the supervised start of a model, whose last version is this run's version 0."""
+        return self.path("warmstart")
+
+    @property
     def policy_dir(self) -> str:
         """Hugging Face folder of the trained policy."""
         return self.path("policy")

@@ -155,7 +155,7 @@ def submit(task: Task[..., Any], *args: Any, worker: str | None = None, **option
     kind = TASK_KINDS[task.name]
     resources = dict.fromkeys(kind.needs if worker is None else (*kind.needs, f"@{worker}"), 1)
     run: RunRef = args[0]
-    owner = owner_of(run.run_id, run.attempt)
+    owner = run.within or owner_of(run.run_id, run.attempt)
     with dask.annotate(resources=resources, priority=kind.priority, owner=owner):
         return cast(TaskFuture, task.submit(*args, **options))
 

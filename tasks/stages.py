@@ -11,14 +11,21 @@ import sf_core.stages.publish
 import sf_core.stages.rollout
 import sf_core.stages.start
 import sf_core.stages.train
+import sf_core.stages.warmstart
 from sf_core.stages.run import RunRef
 from sf_core.training.gang import RankAssignment
 
 
 @task(name="warmstart")
-def warmstart(run: RunRef) -> dict[str, Any]:
+def warmstart(run: RunRef, *, warmed: bool = False) -> dict[str, Any]:
     """Put the policy that the run starts from into its directory. Runs on a `train` worker."""
-    return sf_core.stages.start.start(run)
+    return sf_core.stages.start.start(run, warmed=warmed)
+
+
+@task(name="demonstrate", task_run_name="demonstrate-{iteration}")
+def demonstrate(run: RunRef, iteration: int) -> dict[str, Any]:
+    """Write what the warm start of a model shows in this iteration. Runs on a `cpu` worker."""
+    return sf_core.stages.warmstart.demonstrate(run, iteration)
 
 
 @task(name="rollout", task_run_name="rollout-{iteration}")

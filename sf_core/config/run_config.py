@@ -22,21 +22,30 @@ PublicAddress = Annotated[str, AfterValidator(without_user)]
 
 # the names in the registry of engines, which settings must not import
 EngineName = Literal["torch", "vllm", "scripted", "emulated"]
-DtypeName = Literal["float32", "bfloat16"]
+DtypeName = Literal["auto", "float32", "bfloat16"]
+
+
+WARM_STEPS = 150
+"""Steps of the warm start of the built-in policy, unless `policy.warmstart.steps` says otherwise."""
 
 
 class WarmstartConfig(Settings):
-    """Supervised warm start of the built-in policy, on generated demonstrations."""
+    """Supervised start: before the first iteration the policy learns to imitate demonstrations."""
 
-    steps: int = Field(150, ge=0)
-    """Number of optimiser steps; 0 leaves the policy untrained."""
+    steps: int | None = Field(None, ge=0)
+    """Number of optimiser steps; 0 leaves the policy as it is. Empty: 150 for the built-in policy, 0 for
+    `model`."""
     batch_size: int = Field(64, ge=1)
     """Demonstrations per step."""
-    learning_rate: float = Field(3e-3, gt=0)
-    """Peak learning rate; it decays to a tenth on a cosine schedule."""
-    label_smoothing: float = Field(0.18, ge=0, lt=1)
-    """Label smoothing: about this fraction of tokens is sampled off the demonstration at temperature 1, which
-    leaves reinforcement learning something to improve."""
+    learning_rate: float | None = Field(None, gt=0)
+    """Learning rate. That of the built-in policy decays to a tenth on a cosine schedule. Empty: 3e-3 for the
+    built-in policy, five times `train.learning_rate` for `model`."""
+    label_smoothing: float | None = Field(None, ge=0, lt=1)
+    """Label smoothing of the built-in policy: about this fraction of tokens is sampled off the demonstration
+    at temperature 1, which leaves reinforcement learning something to improve. Empty: 0.18."""
+    demonstrations: str | None = None
+    """Path or URL of a JSONL file, on every worker: {"messages": [...], "tools": [...]} in each line, as chat
+    templates take them. Empty: those of the environment."""
 
 
 class PolicyConfig(Settings):
@@ -50,9 +59,28 @@ class PolicyConfig(Settings):
     num_layers: int = Field(4, ge=1, le=64)
     """Number of layers of the built-in policy."""
     warmstart: WarmstartConfig | None = WarmstartConfig()
-    """Supervised warm start of the built-in policy; not used with `model`."""
+    """Supervised start, on demonstrations. Empty: none."""
     dtype: DtypeName = "float32"
-    """Element type in which weights are published, served and exported. The trainer's own are float32."""
+    """Element type in which the policy is computed, published and exported. The trainer's own weights are
+    float32. auto: bfloat16 if the worker that makes version 0 computes in it at full speed (a GPU, or a CPU
+    with avx512_bf16 or amx_bf16 in /proc/cpuinfo), else float32."""
+
+    @property
+    def warm_steps(self) -> int:
+        """Number of optimiser steps of the warm start."""
+        if self.warmstart is None:
+            return 0
+        default = WARM_STEPS if self.model is None else 0
+        return default if self.warmstart.steps is None else self.warmstart.steps
+
+    @model_validator(mode="after")
+    def _is_smoothed_if_built_in(self) -> PolicyConfig:
+        if self.model and self.warmstart and self.warmstart.steps and self.warmstart.label_smoothing:
+            raise ValueError(
+                "warmstart.label_smoothing is for the built-in policy; leave it out, or `model`. Fewer "
+                "warmstart.steps leave reinforcement learning more to improve"
+            )
+        return self
 
 
 class EvaluateConfig(Settings):
@@ -342,6 +370,12 @@ class RunConfig(Settings):
             return self
         rate = {"learning_rate": rate_for(parameters)}
         return self.model_copy(update={"train": self.train.model_copy(update=rate)})
+
+    def with_dtype(self, dtype: DtypeName) -> RunConfig:
+        """These settings with this dtype of the policy, unless they name one."""
+        if self.policy.dtype != "auto":
+            return self
+        return self.model_copy(update={"policy": self.policy.model_copy(update={"dtype": dtype})})
 
     @property
     def run_dir(self) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import Field
 
 from sf_core.agents.tool_loop import Tool, run_tool_loop
 from sf_core.environments.calculator import CALCULATOR, Calculator
@@ -21,8 +23,13 @@ TOOLS: dict[str, tuple[Tool, ...]] = {"spell_backward": (), "calculator": (CALCU
 class Quickstart(Environment):
     """Words spelled backward in one turn, sums done with a calculator in several."""
 
+    parts: tuple[Literal["spell_backward", "calculator"], ...] = Field(
+        ("spell_backward", "calculator"), min_length=1
+    )
+    """Kinds of tasks."""
+
     def tasks(self, split: Split, index: int) -> Task:
-        return in_equal_parts(ENVIRONMENTS, split, index)
+        return in_equal_parts({part: ENVIRONMENTS[part] for part in self.parts}, split, index)
 
     async def agent(self, task: Task, endpoint: Endpoint) -> str:
         return await run_tool_loop(endpoint, task.prompt, TOOLS[task.environment])

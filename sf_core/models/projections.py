@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -35,8 +36,10 @@ def _residual(weight: torch.Tensor, bias: torch.Tensor | None) -> AddProject:
 
 
 def _gated(gate: torch.Tensor, up: torch.Tensor) -> Project:
-    both = torch.cat((gate, up))
+    return _gated_by(torch.cat((gate, up)))
 
+
+def _gated_by(both: torch.Tensor) -> Project:
     def project(x: torch.Tensor) -> torch.Tensor:
         gates, ups = F.linear(x, both).chunk(2, dim=-1)
         return F.silu(gates) * ups
@@ -45,6 +48,20 @@ def _gated(gate: torch.Tensor, up: torch.Tensor) -> Project:
 
 
 PLAIN = Projections(_linear, _residual, _gated)
+
+
+def passing(through: Callable[[torch.Tensor], torch.Tensor]) -> Projections:
+    """PLAIN, of what a function makes of every weight and bias."""
+
+    def of(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else through(tensor)
+
+    return Projections(
+        lambda weight, bias: _linear(through(weight), of(bias)),
+        lambda weight, bias: _residual(through(weight), of(bias)),
+        lambda gate, up: _gated_by(through(torch.cat((gate, up)))),
+    )
+
 
 # oneDNN's operators, which the compiler of torch uses too: weights in the order its kernels read them, and
 # the following operation done while the result is in cache. A tenth faster than the BLAS behind F.linear.
@@ -80,6 +97,12 @@ def fastest(dtype: torch.dtype, device: torch.device) -> Projections:
     """The fastest projections for inference."""
     packs = has_fast_products(dtype, device) and torch.backends.mkldnn.is_available()
     return PACKED if packs else PLAIN
+
+
+def fastest_dtype() -> Literal["float32", "bfloat16"]:
+    """The dtype that `policy.dtype: auto` stands for in this process."""
+    is_fast = torch.cuda.is_available() or has_fast_products(torch.bfloat16, torch.device("cpu"))
+    return "bfloat16" if is_fast else "float32"
 
 
 def has_fast_products(dtype: torch.dtype, device: torch.device) -> bool:

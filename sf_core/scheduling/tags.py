@@ -27,7 +27,9 @@ TASK_KINDS: dict[str, TaskKind] = {
     "warmstart": TaskKind(("train",)),
     # ahead of the next lease, which waits in the same queue
     "train": TaskKind(("train",), priority=1),
-    **dict.fromkeys(("rollout", "filter", "publish", "evaluate", "finish"), TaskKind(("cpu",))),
+    **dict.fromkeys(
+        ("demonstrate", "rollout", "filter", "publish", "evaluate", "finish"), TaskKind(("cpu",))
+    ),
 }
 """Task kinds by the name of the Prefect task."""
 

@@ -34,7 +34,7 @@ def commits_once(work: Callable[..., Outcome]) -> Stage:
         run = OpenRun(ref)
         manifest = run.directory.read_manifest(iteration, name)
         if manifest is None:
-            run.dataplane.report_stage(iteration, name)
+            run.report_stage(iteration, name)
             manifest = commit(run, iteration, name, lambda: work(run, iteration, *more))
         return manifest.data
 

@@ -45,6 +45,8 @@ class RunRef:
     nonce: str = ""
     """Random. Attempts of a run directory that was removed and begun again count from 1 again: processes that
     outlived the old directory tell them from the old ones by the nonce."""
+    within: str = ""
+    """Owner of the attempt whose warm start this is, with which its tasks end. Empty: this one owns them."""
 
 
 class OpenRun:
@@ -65,6 +67,11 @@ class OpenRun:
     @functools.cached_property
     def dataplane(self) -> DataplaneClient:
         return DataplaneClient(self.ref.dataplane_url, self.ref.run_id, dataplane_key())
+
+    def report_stage(self, iteration: int, name: str) -> None:
+        """Tell the data plane that a stage works. A run that samples nothing has none."""
+        if self.ref.dataplane_url:
+            self.dataplane.report_stage(iteration, name)
 
     @property
     def start_dir(self) -> str:
@@ -206,6 +213,8 @@ def _config_since_start(ref: RunRef) -> RunConfig:
     if start is None:
         raise LookupError(f"{ref.run_id}: start is not committed")
     config = _read_config(ref).with_time_to_move(_seconds_to_move(start))
+    if (dtype := start.data.get("dtype")) is not None:
+        config = config.with_dtype(dtype)
     # runs that were stored before this number was have their learning rate in config.json
     parameters = start.data.get("parameters")
     return config.with_rate_for(int(parameters)) if parameters else config

@@ -45,6 +45,11 @@ class Sizes:
         used."""
         if not engine_kind(config).runs_policy:
             return None
+        if config.policy.dtype == "auto":
+            from sf_core.models.projections import fastest_dtype
+
+            # that of the worker that makes version 0 is not known yet
+            config = config.with_dtype(fastest_dtype())
         policy, engine = config.policy, config.engine
         if policy.model is None:
             parameters = built_in_parameters(policy.hidden_size, policy.num_layers)
@@ -90,8 +95,8 @@ def _activation_bytes(shape: Mapping[str, Any], parameters: int, config: RunConf
     of_layer = of_hidden * hidden + of_inner * inner
     # recomputed, a layer keeps its input alone, and one layer at a time the rest
     kept = layers * hidden + of_layer if train.recompute else layers * of_layer
-    # the projections with the weights of the norms multiplied into them
-    fused = parameters // (layers if train.recompute else 1)
+    # the projections with the weights of the norms multiplied into them; one rank holds all of them
+    fused = parameters // (layers if train.recompute and train.workers > 1 else 1)
     return int((train.tokens_per_microbatch * kept + fused) * itemsize) // train.ranks_per_policy
 
 

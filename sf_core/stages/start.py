@@ -9,6 +9,7 @@ import logging
 import shutil
 import time
 import uuid
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ from sf_core.models.cache_size import built_in_shape
 from sf_core.models.context import check_context
 from sf_core.stages.commit import Outcome, commit
 from sf_core.stages.run import OpenRun, RunRef
+from sf_core.stages.warmstart import copy_warmed, warms_model
 from sf_core.surroundings import cache_dir
+from sf_core.training.demonstrations import check_demonstrations, demonstrations, encode
 from sf_core.training.policy_folder import (
     check_model_folder,
     count_parameters,
@@ -37,18 +40,20 @@ from storage.tensors.weights import PICKLES
 log = logging.getLogger(__name__)
 
 
-def start(ref: RunRef) -> dict[str, Any]:
+def start(ref: RunRef, *, warmed: bool = False) -> dict[str, Any]:
     """Write the policy that the run starts from, version 0, into the run directory, unless it is there. It is
-    written again only if it cannot be used, because nothing can have begun from it then. Raises ValueError if
-    its files differ from those that were committed."""
+    written again only if it cannot be used, because nothing can have begun from it then. `warmed`: it is what
+    the warm start of the run has made of `policy.model`. Raises ValueError if its files differ from those
+    that were committed."""
     run = OpenRun(ref)
 
     def work() -> Outcome:
-        copies, source, copied_s = prepare_start(run.start_dir, run.config)
-        parameters = count_parameters(run.start_dir)
-        return Outcome(
-            outputs=copies, data={"source": source, "copied_s": copied_s, "parameters": parameters}
-        )
+        from sf_core.models.projections import fastest_dtype
+
+        config = run.config.with_dtype(fastest_dtype())
+        copies, source, copied_s = prepare_start(run.start_dir, config, warmed=warmed)
+        data = {"source": source, "copied_s": copied_s, "parameters": count_parameters(run.start_dir)}
+        return Outcome(outputs=copies, data=data | {"dtype": config.policy.dtype})
 
     if (manifest := run.directory.read_manifest(None, "start")) is not None:
         # every version uses the tokenizer and configuration of the start folder
@@ -69,8 +74,8 @@ def check_start(config: RunConfig, *, by_a_worker: bool = False) -> None:
     by_a_worker: the folder may exist only on the worker that copies it; then the worker checks it."""
     kind = trainer_kind(config)
     length, runs_policy = config.engine.context_length, engine_kind(config).runs_policy
+    check_demonstrations(config)
     if config.policy.model is None:
-        _check_demonstrations(config)
         if runs_policy and length > BUILT_IN_CONTEXT:
             raise ValueError(
                 f"engine.context_length ({length}) must not exceed the {BUILT_IN_CONTEXT} positions of the "
@@ -82,18 +87,12 @@ def check_start(config: RunConfig, *, by_a_worker: bool = False) -> None:
         shape = read_model_config(folder)
         if runs_policy:
             check_context(shape, length)
+        if warms_model(config):
+            for shown in demonstrations(config, range(1))[0][:1]:
+                encode(open_renderer(folder), shown)
     else:
         return
     kind.check_shape(shape, config.train)
-
-
-def _check_demonstrations(config: RunConfig) -> None:
-    warm = config.policy.warmstart
-    if warm is not None and warm.steps and not environment_of(config.environment).has_demonstrations:
-        raise ValueError(
-            f"policy.warmstart: the environment {config.environment.name} has no demonstrations to show to "
-            "the built-in policy: set policy.warmstart to null, or policy.model to a model that needs none"
-        )
 
 
 def folder_to_start_from(config: RunConfig, by_a_worker: bool) -> str | None:
@@ -120,22 +119,26 @@ def start_fault(run: RunDirectory) -> str | None:
     return None
 
 
-def prepare_start(folder: str, config: RunConfig) -> tuple[list[FileRef], str, float]:
+def prepare_start(
+    folder: str, config: RunConfig, *, warmed: bool = False
+) -> tuple[list[FileRef], str, float]:
     """Copy the policy of version 0 into `folder`; returns its files, the folder they came from and how long
     copying took. Its weights keep their dtype, as trainers start from them; its configuration names the one
     that is served.
 
     Raises ValueError if `policy.model` is no Hugging Face folder."""
-    if config.policy.model is not None:
-        source = Path(policy_folder(config.policy.model))
-        check_model_folder(str(source))
+    if config.policy.model is None:
+        source = str(warm_policy(config))
+    elif warmed:
+        source = RunDirectory(config.run_dir).warmstart_dir
     else:
-        source = warm_policy(config)
+        source = policy_folder(config.policy.model)
+        check_model_folder(source)
     started = time.monotonic()
-    copies = copy_folder(str(source), folder, exclude=PICKLES)
+    copies = copy_warmed(source, folder) if warmed else copy_folder(source, folder, exclude=PICKLES)
     copied_s = time.monotonic() - started
     named = _name_dtype(folder, config.policy.dtype)
-    return [copy for copy in copies if copy.uri != named.uri] + [named], str(source), copied_s
+    return [copy for copy in copies if copy.uri != named.uri] + [named], source, copied_s
 
 
 def _name_dtype(folder: str, dtype: str) -> FileRef:
@@ -156,14 +159,15 @@ def warm_policy(config: RunConfig) -> Path:
     settings, environment = config.policy, environment_of(config.environment)
     of_the_policy = settings.model_dump_json(exclude={"dtype"})
     of_its_environment = config.environment.model_dump_json(include={"name", "settings"})
-    recipe = f"{of_the_policy}|{of_its_environment}|{config.seed}|{_recipe_version(environment)}"
+    given = f"{of_the_policy}|{settings.warm_steps}|{of_its_environment}|{config.seed}"
+    recipe = f"{given}|{_recipe_version(environment)}"
     key = hashlib.sha256(recipe.encode()).hexdigest()[:16]
     folder = cache_dir() / "warmstart" / key
     if not folder.is_dir():
         unfinished = folder.with_name(f".{key}-{uuid.uuid4().hex}")
         make_policy(str(unfinished), settings, config.seed)
-        if settings.warmstart is not None and settings.warmstart.steps:
-            warmstart(str(unfinished), settings.warmstart, environment, config.seed)
+        if settings.warm_steps:
+            warmstart(str(unfinished), config)
         try:
             unfinished.rename(folder)
         except OSError:  # another run has just made the same folder
@@ -180,11 +184,12 @@ def _recipe_version(environment: Environment) -> str:
 def _recipe_files(environment: Environment) -> list[Path]:
     import sf_core.environments
     from sf_core.agents import tool_loop
-    from sf_core.models import builtin, cache_size, decoder, projections
-    from sf_core.training import packing, warmstart
+    from sf_core.dataplane import chat
+    from sf_core.models import builtin, cache_size, decoder, projections, token_bytes
+    from sf_core.training import demonstrations, packing, warmstart
     from sf_core.training.torch import network
 
-    modules = (builtin, warmstart, network, packing, cache_size, decoder, projections, tool_loop)
-    parts = (*modules, type(environment))
-    environments = Path(sf_core.environments.__path__[0]).rglob("*.py")
-    return [*(Path(inspect.getfile(part)) for part in parts), *sorted(environments)]
+    modules = (builtin, warmstart, demonstrations, network, packing, cache_size, decoder, projections)
+    parts = (*modules, token_bytes, tool_loop, type(environment))
+    whole = [Path(package.__path__[0]).rglob("*.py") for package in (sf_core.environments, chat)]
+    return [*(Path(inspect.getfile(part)) for part in parts), *sorted(chain(*whole))]

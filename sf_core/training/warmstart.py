@@ -1,19 +1,17 @@
-"""Supervised start of the built-in policy: imitate generated demonstrations of the training split.
-
-Owns rendering and optimisation; the environment decides what a demonstration says.
+"""Warm start of the built-in policy, which has learned nothing before: imitate demonstrations, in one process
+and within half a minute. A model of the user's is trained as a run of its own (stages/warmstart.py).
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoTokenizer
 
-from sf_core.config import WarmstartConfig
-from sf_core.environments.environment import Demonstration, Environment
+from sf_core.config import RunConfig, WarmstartConfig
+from sf_core.dataplane.chat.renderer import open_renderer
+from sf_core.training.demonstrations import Shown, demonstrations, encode
 from sf_core.training.packing import SAMPLING, Row, pack
 from sf_core.training.torch.network import Network
 
@@ -21,77 +19,55 @@ BETAS = (0.9, 0.95)
 MAX_GRAD_NORM = 1.0
 TOKENS_PER_MICROBATCH = 8192
 
+LEARNING_RATE, LABEL_SMOOTHING = 3e-3, 0.18
+"""What the settings mean if they are empty."""
 
-def warmstart(folder: str, config: WarmstartConfig, environment: Environment, seed: int) -> None:
-    """Train the policy in the folder and save it back. A function of the folder, the config, the environment
-    and the seed."""
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    network = Network(folder)
+
+def warmstart(folder: str, config: RunConfig) -> None:
+    """Train the policy in the folder and save it back. A function of the folder, the settings of policy and
+    environment, and the seed."""
+    warm, steps = config.policy.warmstart, config.policy.warm_steps
+    assert warm is not None
+    smoothing = LABEL_SMOOTHING if warm.label_smoothing is None else warm.label_smoothing
+    renderer, network = open_renderer(folder), Network(folder)
     parameters = list(network.model.parameters())
     optimizer = torch.optim.AdamW(parameters, betas=BETAS, weight_decay=0.0, fused=True)
-    order = np.random.default_rng(seed).permutation(config.steps * config.batch_size)
-    for step, indices in enumerate(order.reshape(config.steps, config.batch_size)):
-        demonstrations = [environment.demonstrate(int(index)) for index in indices]
-        rows = [encode(tokenizer, shown) for shown in demonstrations if shown is not None]
+    for step, shown in enumerate(demonstrations(config, range(steps))):
+        rows = [row_of(encode(renderer, one)) for one in shown]
         total = sum(int(row.loss_mask.sum()) for row in rows)
         for microbatch in pack(rows, TOKENS_PER_MICROBATCH):
             loss = torch.nn.functional.cross_entropy(
-                network.logits(microbatch),
-                microbatch.targets,
-                reduction="sum",
-                label_smoothing=config.label_smoothing,
+                network.logits(microbatch), microbatch.targets, reduction="sum", label_smoothing=smoothing
             )
             (loss / total).backward()
         torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(config, step)
+            group["lr"] = learning_rate(warm, steps, step)
         optimizer.step()
         optimizer.zero_grad()
     network.model.save_pretrained(folder)
 
 
-def learning_rate(config: WarmstartConfig, step: int) -> float:
+def learning_rate(config: WarmstartConfig, steps: int, step: int) -> float:
     """Rate that rises over a twentieth of the steps, then falls to a tenth of its peak along a cosine."""
-    rise = max(1, config.steps // 20)
+    peak, rise = config.learning_rate or LEARNING_RATE, max(1, steps // 20)
     if step < rise:
-        return config.learning_rate * (step + 1) / rise
-    progress = (step - rise) / max(1, config.steps - rise)
-    return config.learning_rate * (0.55 + 0.45 * math.cos(math.pi * progress))
+        return peak * (step + 1) / rise
+    progress = (step - rise) / max(1, steps - rise)
+    return peak * (0.55 + 0.45 * math.cos(math.pi * progress))
 
 
-def encode(tokenizer: Any, demonstration: Demonstration) -> Row:
-    """A demonstration as the policy would have produced it: all the assistant's tokens are trained, end marks
-    included, and every turn is encoded by itself, as in a session."""
-    ids: list[int] = []
-    said: list[bool] = []
-    rendered = ""
-
-    def extend(text: str, by_assistant: bool) -> None:
-        nonlocal rendered
-        new = tokenizer.encode(text[len(rendered) :], add_special_tokens=False)
-        ids.extend(new)
-        said.extend([by_assistant] * len(new))
-        rendered = text
-
-    def render(count: int, **options: Any) -> str:
-        return tokenizer.apply_chat_template(
-            demonstration.messages[:count], tools=demonstration.tools, tokenize=False, **options
-        )
-
-    for i, message in enumerate(demonstration.messages):
-        if message["role"] == "assistant":
-            extend(render(i, add_generation_prompt=True), by_assistant=False)
-            turn = render(i + 1)
-            extend(turn[: turn.rindex(tokenizer.eos_token) + len(tokenizer.eos_token)], by_assistant=True)
-    nothing = np.zeros(len(ids), dtype=np.float32)
+def row_of(shown: Shown) -> Row:
+    """A training row of which only tokens and mask count."""
+    nothing = np.zeros(shown.token_ids.size, dtype=np.float32)
     return Row(
-        token_ids=np.array(ids, dtype=np.int32),
-        loss_mask=np.array(said),
+        token_ids=shown.token_ids,
+        loss_mask=shown.said,
         logprobs=nothing,
         advantages=nothing,
-        policy_versions=np.zeros(len(ids), dtype=np.int32),
-        sampling=np.zeros(len(ids), SAMPLING),
-        weights=np.ones(len(ids), dtype=np.float32),
+        policy_versions=np.zeros(shown.token_ids.size, dtype=np.int32),
+        sampling=np.zeros(shown.token_ids.size, SAMPLING),
+        weights=np.ones(shown.token_ids.size, dtype=np.float32),
         group="",
         session="",
     )

@@ -2,11 +2,14 @@
 
 Its modules are transformers'. The lean decoder computes in place of their own code where it knows the
 architecture. Every parameter is read within the forward pass of the block that has it, or else of the whole,
-so that it may be in pieces, or of another dtype, at any other time.
+so that it may be in pieces, or of another dtype, at any other time. A rank that has all of them may hold them
+ready instead, for many passes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +22,7 @@ from sf_core.models.decoder import Attend, DecoderSpec, decoder_spec, fuse_layer
 from sf_core.models.projections import has_fast_products
 from sf_core.models.scoring import score
 from sf_core.training.packing import Microbatch
+from sf_core.training.torch.held_weights import HeldLayer, HeldTensors
 
 _SHORT = 256
 """Most tokens of rows whose weights of attention may be kept."""
@@ -59,6 +63,26 @@ class Network:
         if values:
             width = self.model.get_output_embeddings().weight.shape[1]
             _become(self.model, _Valued, value_head=nn.Parameter(torch.zeros(width, device=device)))
+
+    @property
+    def is_lean(self) -> bool:
+        """Whether the lean decoder runs it."""
+        return isinstance(self.model, _Lean)
+
+    @contextmanager
+    def holding(self, dtype: torch.dtype) -> Iterator[None]:
+        """Hold the weights of a lean model ready, in the dtype of computing, for all passes of the block. At
+        its end the gradients, which backward passes summed in float32, reach the parameters."""
+        modules = [self.model, *self.blocks]
+        for module in modules:
+            module.hold(dtype)
+        try:
+            yield
+            for module in modules:
+                module.held.give_gradients()
+        finally:
+            for module in modules:
+                module.held = None
 
     def scores(self, microbatch: Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs [M] of the trained tokens and the entropies [M], differentiable, as `models.scoring` has
@@ -105,24 +129,39 @@ class _Lean(_Scoring):
     spec: DecoderSpec
     model: Any
     """What transformers has below the head."""
+    held: HeldTensors | None = None
+
+    def hold(self, dtype: torch.dtype) -> None:
+        self.held = HeldTensors(self._around(), dtype)
+
+    def _around(self) -> dict[str, torch.Tensor]:
+        """Parameters that are in no layer."""
+        norm, head = norm_and_head(dict(self.named_parameters()))
+        return {"embedding": self.model.embed_tokens.weight, "norm": norm, "head": head}
 
     def outputs(self, microbatch: Microbatch) -> tuple[torch.Tensor, torch.Tensor | None]:
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             return attention(q, k, v, microbatch)
 
+        around = self._around() if self.held is None else self.held.tensors
         turns = rotations(self.spec, microbatch.depths)
-        x = F.embedding(microbatch.token_ids, self.model.embed_tokens.weight)
+        x = F.embedding(microbatch.token_ids, around["embedding"])
         for layer in self.model.layers:
             x = layer(x, turns, attend)
         x = F.rms_norm(x, x.shape[-1:], eps=self.spec.norm_eps)
-        norm, head = norm_and_head(dict(self.named_parameters()))
-        return rows(x, microbatch.positions) * norm, head
+        return rows(x, microbatch.positions) * around["norm"], around["head"]
 
 
 class _LeanLayer(nn.Module):
     spec: DecoderSpec
+    held: HeldLayer | None = None
+
+    def hold(self, dtype: torch.dtype) -> None:
+        self.held = HeldLayer(dict(self.named_parameters()), self.spec, dtype)
 
     def forward(self, x: torch.Tensor, turns: torch.Tensor, attend: Attend) -> torch.Tensor:
+        if self.held is not None:
+            return self.held.layer(x, turns, attend)
         return fuse_layer(dict(self.named_parameters()).get, self.spec)(x, turns, attend)
 
 

@@ -99,7 +99,8 @@ def token_metrics(of_ranks: list[dict[str, Summary]]) -> dict[str, float]:
     maxima = {
         label: max((part.maximum for part in parts[name]), default=math.nan) for name, label in MAXIMA.items()
     }
-    return means | maxima
+    compared = sum(part.count for part in parts["engine_difference"])
+    return means | maxima | {"engine_difference_tokens": float(compared)}
 
 
 def _mean(parts: list[Summary]) -> float:

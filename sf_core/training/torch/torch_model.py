@@ -1,13 +1,14 @@
 """The torch backend's model: a network whose parameters are sharded over the ranks by FSDP2.
 
-One rank in float32 holds a plain network. In another dtype one rank is a group of one, so that there is one
-way of computing in a dtype with weights and moments in float32 (docs/decisions/032).
+One rank holds a plain network, and the weights of a step ready in the dtype of computing. If the lean decoder
+does not run it, in another dtype than float32, one rank is a group of one (docs/decisions/032, 047).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -48,27 +49,36 @@ class TorchModel:
             name: parameters.get(id(tensor))
             for name, tensor in self._model.state_dict(keep_vars=True).items()
         }
-        if ranks.size > 1 or dtype != "float32":
-            _shard(self.network, ranks, getattr(torch, dtype))
+        self._dtype: torch.dtype = getattr(torch, dtype)
+        if self._dtype == torch.bfloat16:
+            spread(self._model.parameters())
+        self._holds = ranks.size == 1 and self.network.is_lean
+        if not self._holds and (ranks.size > 1 or dtype != "float32"):
+            _shard(self.network, ranks, self._dtype)
         self._parameters = dict(self._model.named_parameters())
         # learning rate, betas and weight decay are set in every step
         self._optimizer = torch.optim.AdamW(self._parameters.values(), fused=True)
 
     def forward_backward(self, microbatches: Sequence[Microbatch], loss: TokenLoss) -> None:
-        with exchange():
+        with exchange(), self._ready():
             for microbatch in microbatches:
                 here = microbatch.to(self.device)
                 loss(here, *self.network.scores(here)).backward()
 
     @torch.no_grad()
     def forward(self, microbatches: Sequence[Microbatch], loss: TokenLoss) -> None:
-        with exchange():
+        if not microbatches:
+            return
+        with exchange(), self._ready():
             for microbatch in microbatches:
                 here = microbatch.to(self.device)
                 loss(here, *self.network.scores(here))
         if isinstance(self._model, FSDPModule):
             # the outermost shard group stays whole after a forward pass, and would miss the next update
             self._model.reshard()
+
+    def _ready(self) -> AbstractContextManager[None]:
+        return self.network.holding(self._dtype) if self._holds else nullcontext()
 
     def update(self, settings: AdamSettings) -> float:
         for parameter in self._parameters.values():
@@ -135,6 +145,26 @@ class TorchModel:
             name: buffers[name] if own is None else weights[own] for name, own in self._stored_names.items()
         }
         return saved_params(self._model, state)
+
+
+@torch.no_grad()
+def spread(parameters: Iterable[torch.Tensor]) -> None:
+    """Move float32 weights that are exact in bfloat16 to random places among those that round to the same.
+
+    Models are stored in bfloat16, so all of their weights start in the middle between two roundings, and what
+    is computed with would not change until a weight has gone half of the way to the next: ten steps, or
+    hundreds. From random places as many weights change as the step is long."""
+    random = torch.Generator().manual_seed(0)
+    for weights in parameters:
+        bits = weights.view(torch.int32)
+        noise = torch.randint(-_HALF, _HALF + 1, bits.shape, generator=random, dtype=torch.int32)
+        # next to 0 the bits of the negative begin; those of infinity and beyond are not numbers
+        is_exact = ((bits & 0xFFFF) == 0) & (weights != 0) & weights.isfinite()
+        bits += noise.to(bits.device) * is_exact
+
+
+_HALF = (1 << 15) - 1
+"""Bits of a float32 by which it may differ from a bfloat16 that it rounds to."""
 
 
 def _shard(network: Network, ranks: Ranks, dtype: torch.dtype) -> None:

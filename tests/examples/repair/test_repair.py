@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from examples.repair.environment import Repair
+from sf_core.config import PolicyConfig
 from sf_core.config.yaml_file import load_config
-from sf_core.dataplane.chat.renderer import Renderer
+from sf_core.dataplane.chat.renderer import Renderer, open_renderer
 from sf_core.environments.functions.judge import HiddenTests
 from sf_core.environments.registry import environment_of
 from sf_core.environments.testing import EnvironmentTests
-from sf_core.models.builtin import make_tokenizer
-from sf_core.training.warmstart import encode
+from sf_core.models.builtin import make_policy, make_tokenizer
+from sf_core.training.demonstrations import encode
 from sf_core.types import Task
 from tests.sf_core.agents.sandbox.inside import need_sandbox
 from tests.sf_core.agents.test_command_sessions import rows_of
@@ -131,14 +132,16 @@ def test_demonstrations_use_the_tools_rightly_and_do_not_know_what_is_wrong() ->
     assert 0.5 < sum(passed) / len(passed) < 0.9
 
 
-def test_the_configuration_fits_the_task() -> None:
+def test_the_configuration_fits_the_task(tmp_path: Path) -> None:
     """No turn of a demonstration is longer than it allows, and no session than the context."""
     config = load_config(ROOT / "configs" / "repair.yaml")
     environment = environment_of(config.environment)
     tokenizer = make_tokenizer()
+    make_policy(str(tmp_path), PolicyConfig(hidden_size=32, num_layers=1), seed=0)
+    shipped = open_renderer(str(tmp_path))
     for index in range(200):
-        row = encode(tokenizer, environment.demonstrate(index))
-        assert len(row.token_ids) < config.engine.context_length // 2
-        assert tokenizer.unk_token_id not in row.token_ids
-        sampled = "".join(map(str, row.loss_mask.astype(int))).split("0")
+        shown = encode(shipped, environment.demonstrate(index))
+        assert len(shown.token_ids) < config.engine.context_length // 2
+        assert tokenizer.unk_token_id not in shown.token_ids
+        sampled = "".join(map(str, shown.said.astype(int))).split("0")
         assert max(map(len, sampled)) < config.rollout.max_tokens

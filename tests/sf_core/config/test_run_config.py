@@ -256,7 +256,7 @@ def test_a_form_that_sends_all_settings_overrides_all_that_are_deployed() -> Non
     form = RunConfig().model_dump(mode="json")
     assert merge_sections(DEPLOYED, form) == form
     assert sorted(differences(DEPLOYED, form)) == [
-        "policy.warmstart.steps 150 (deployed: 250)",
+        "policy.warmstart.steps None (deployed: 250)",
         "train.betas [0.9, 0.95] (deployed: [0.8, 0.9])",
     ]
     assert differences(form, form) == []

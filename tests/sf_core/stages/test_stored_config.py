@@ -123,7 +123,7 @@ def test_a_form_that_sends_every_default_goes_on_with_what_is_stored(
         ({"policy": {"hidden_size": 32}}, "policy.hidden_size 64, not 32;"),
         (
             {"policy": {"warmstart": None}},
-            "policy.warmstart steps=150 batch_size=64 learning_rate=0.003 label_smoothing=0.18, not none",
+            "policy.warmstart steps=None batch_size=64",
         ),
         ({"environment": {"reward": "a:c"}}, "environment.reward 'a:b', not 'a:c';"),
     ],

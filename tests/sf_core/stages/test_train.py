@@ -8,9 +8,13 @@ from sf_core.config import RunConfig
 from sf_core.stages.train import check_engines
 
 
+def compared(difference: float, tokens: int = 1000) -> dict[str, float]:
+    return {"engine_difference_mean": difference, "engine_difference_tokens": tokens}
+
+
 @pytest.mark.parametrize("difference", [0.0, 0.09, math.nan])
 def test_engines_that_agree_with_the_trainer_pass(difference: float) -> None:
-    check_engines(RunConfig(), 3, {"engine_difference_mean": difference})
+    check_engines(RunConfig(), 3, compared(difference))
 
 
 def test_engines_that_serve_other_weights_end_the_step() -> None:
@@ -19,9 +23,14 @@ def test_engines_that_serve_other_weights_end_the_step() -> None:
         r"train\.max_engine_difference is 0\.1; look for engines that serve other weights, another dtype"
     )
     with pytest.raises(ValueError, match=reason):
-        check_engines(RunConfig(), 3, {"engine_difference_mean": 4.3})
+        check_engines(RunConfig(), 3, compared(4.3))
 
 
 def test_log_probs_that_no_policy_gave_are_not_compared() -> None:
     scripted = {"kind": "scripted", "script": "tests.e2e.echo_package:script"}
-    check_engines(RunConfig.model_validate({"engine": scripted}), 3, {"engine_difference_mean": 4.3})
+    check_engines(RunConfig.model_validate({"engine": scripted}), 3, compared(4.3))
+
+
+def test_a_few_tokens_end_no_step() -> None:
+    """After an evaluation nearly all of a batch can be of the version before: one token says nothing."""
+    check_engines(RunConfig(), 3, compared(4.3, tokens=1))

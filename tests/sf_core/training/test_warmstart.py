@@ -4,49 +4,59 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from sf_core.config import PolicyConfig, WarmstartConfig
+from sf_core.config import PolicyConfig, RunConfig, WarmstartConfig
+from sf_core.dataplane.chat.renderer import Renderer, open_renderer
 from sf_core.environments.quickstart import Quickstart
 from sf_core.models.builtin import make_policy, make_tokenizer
+from sf_core.training.demonstrations import encode
 from sf_core.training.packing import pack
 from sf_core.training.torch.network import Network
-from sf_core.training.warmstart import encode, learning_rate, warmstart
+from sf_core.training.warmstart import learning_rate, row_of, warmstart
 
 TOKENIZER = make_tokenizer()
 ENVIRONMENT = Quickstart()
 
 
-def said(index: int) -> list[str]:
-    row = encode(TOKENIZER, ENVIRONMENT.demonstrate(index))
+@pytest.fixture(scope="module")
+def renderer(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
+    folder = str(tmp_path_factory.mktemp("policy"))
+    make_policy(folder, PolicyConfig(hidden_size=32, num_layers=1), seed=0)
+    return open_renderer(folder)
+
+
+def said(renderer: Renderer, index: int) -> list[str]:
+    shown = encode(renderer, ENVIRONMENT.demonstrate(index))
     text = "".join(
         TOKENIZER.decode([token]) if trained else "\0"
-        for token, trained in zip(row.token_ids.tolist(), row.loss_mask.tolist(), strict=True)
+        for token, trained in zip(shown.token_ids.tolist(), shown.said.tolist(), strict=True)
     )
     return [turn for turn in text.split("\0") if turn]
 
 
-def test_what_the_assistant_says_is_trained_and_nothing_else() -> None:
+def test_what_the_assistant_says_is_trained_and_nothing_else(renderer: Renderer) -> None:
     word, sum_ = ENVIRONMENT.demonstrate(0), ENVIRONMENT.demonstrate(1)
     expression = sum_.messages[1]["tool_calls"][0]["function"]["arguments"]["expression"]
-    assert said(0) == [word.messages[1]["content"] + "<|im_end|>"]
-    assert said(1) == [
+    assert said(renderer, 0) == [word.messages[1]["content"] + "<|im_end|>"]
+    assert said(renderer, 1) == [
         f"<tool_call>calc {expression}</tool_call><|im_end|>",
         sum_.messages[3]["content"] + "<|im_end|>",
     ]
 
 
-def test_a_demonstration_has_the_ids_of_its_whole_rendering() -> None:
+def test_a_demonstration_has_the_ids_of_its_whole_rendering(renderer: Renderer) -> None:
     for index in range(4):
         demonstration = ENVIRONMENT.demonstrate(index)
         whole = TOKENIZER.apply_chat_template(
             demonstration.messages, tools=demonstration.tools, tokenize=False
         )
         ids = TOKENIZER.encode(whole.removesuffix("\n"), add_special_tokens=False)
-        assert encode(TOKENIZER, demonstration).token_ids.tolist() == ids
+        assert encode(renderer, demonstration).token_ids.tolist() == ids
 
 
 def test_the_policy_comes_to_expect_the_demonstrations(tmp_path: Path) -> None:
     make_policy(str(tmp_path), PolicyConfig(hidden_size=64, num_layers=2), seed=0)
-    rows = [encode(TOKENIZER, ENVIRONMENT.demonstrate(index)) for index in range(1000, 1032)]
+    renderer = open_renderer(str(tmp_path))
+    rows = [row_of(encode(renderer, ENVIRONMENT.demonstrate(index))) for index in range(1000, 1032)]
     (microbatch,) = pack(rows, 1 << 20)
 
     def loss() -> float:
@@ -55,14 +65,14 @@ def test_the_policy_comes_to_expect_the_demonstrations(tmp_path: Path) -> None:
             return torch.nn.functional.cross_entropy(logits, microbatch.targets).item()
 
     before = loss()
-    warmstart(str(tmp_path), WarmstartConfig(steps=20, batch_size=16), ENVIRONMENT, seed=0)
+    warm = {"steps": 20, "batch_size": 16}
+    warmstart(str(tmp_path), RunConfig.model_validate({"policy": {"warmstart": warm}}))
     assert loss() < before - 1.0
     assert len(AutoTokenizer.from_pretrained(tmp_path)) == len(TOKENIZER)
 
 
 def test_the_learning_rate_rises_then_falls_to_a_tenth() -> None:
-    config = WarmstartConfig(steps=100, learning_rate=1.0)
-    rates = [learning_rate(config, step) for step in range(100)]
+    rates = [learning_rate(WarmstartConfig(learning_rate=1.0), 100, step) for step in range(100)]
     assert rates[0] == pytest.approx(0.2) and max(rates) == 1.0
     assert rates[5:] == sorted(rates[5:], reverse=True)
     assert rates[-1] == pytest.approx(0.1, abs=0.01)

@@ -1,0 +1,179 @@
+"""The warm start of a model: a run of its own within the run's directory, whose iterations are supervised. So
+trainer, ranks, checkpoints, metrics and replay are those of any run. Its last version is the run's version 0.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import socket
+import time
+from typing import Any
+
+import numpy as np
+
+from sf_core.config import RunConfig, TrainConfig
+from sf_core.dataplane.chat.renderer import open_renderer
+from sf_core.recipes.losses import LossConfig, Plain
+from sf_core.scheduling.cluster import owner_of
+from sf_core.stages.commit import Outcome, commit
+from sf_core.stages.run import OpenRun, RunRef
+from sf_core.training.demonstrations import Shown, demonstrations, encode
+from storage.attempts import Attempt
+from storage.batches import write_batch
+from storage.files import FileRef, copy_folder, remove_folder
+from storage.run_directory import RunDirectory
+from storage.schema import NOT_SAMPLED, Trajectory, TurnSpan
+from storage.tensors.checkpoints import remove_checkpoint
+from storage.tensors.weight_delta import FILE_NAME as DELTA
+from storage.tensors.weights import WEIGHT_FILES
+from storage.trajectories import to_table
+
+MOST_STEPS = 10
+"""Most optimiser steps of an iteration; a lost trainer repeats those since the last one."""
+
+_RATE = 5
+"""Learning rate of the warm start, in those of reinforcement learning."""
+
+
+def warms_model(config: RunConfig) -> bool:
+    """Whether a model is trained on demonstrations before the run."""
+    return config.policy.model is not None and config.policy.warm_steps > 0
+
+
+def begin_warmstart(ref: RunRef, parameters: int | None = None) -> RunRef:
+    """Begin an attempt at the warm start of this run. `parameters`: size of the model. The learning rate
+    follows it, so it must be known before anything is trained."""
+    config, directory = OpenRun(ref).config, RunDirectory(RunDirectory(ref.uri).warmstart_dir)
+    directory.write_config(supervised(config, parameters))
+    number = directory.begin_attempt(Attempt(dataplane="", host=socket.gethostname()))
+    owner = owner_of(ref.run_id, ref.attempt)
+    return RunRef(directory.run_id, directory.uri, "", number, secrets.token_hex(8), within=owner)
+
+
+def supervised(config: RunConfig, parameters: int | None) -> RunConfig:
+    """The settings of the warm start of a run with these settings."""
+    warm, steps = config.policy.warmstart, config.policy.warm_steps
+    assert warm is not None
+    per_iteration = max(n for n in range(1, MOST_STEPS + 1) if steps % n == 0)
+    rate = warm.learning_rate
+    if rate is None and parameters is not None:
+        rate = _RATE * config.with_rate_for(parameters).train.rate
+    train: dict[str, Any] = {
+        "iterations": steps // per_iteration,
+        "minibatches": per_iteration,
+        "learning_rate": rate,
+        # the loss of demonstrations is their mean surprise: each token has advantage 1, and nobody sampled it
+        "loss": LossConfig(policy=Plain(), mean_over="token"),
+        "advantage": TrainConfig().advantage,
+        "weights": (),
+        "critic": None,
+        "max_engine_difference": 1e9,
+        "checkpoint_every": 1,
+        "keep_checkpoints": 1,
+    }
+    directory = RunDirectory(RunDirectory(config.run_dir).warmstart_dir)
+    storage = config.storage.model_copy(update={"root": RunDirectory(config.run_dir).uri})
+    return config.model_copy(
+        update={
+            "run_id": directory.run_id,
+            "storage": storage,
+            "train": config.train.model_copy(update=train),
+        }
+    )
+
+
+def iterations_left(ref: RunRef) -> list[int]:
+    """Iterations of the warm start that are not trained yet."""
+    run = OpenRun(ref)
+    numbers = range(run.config.train.iterations)
+    return [number for number in numbers if run.directory.read_manifest(number, "train") is None]
+
+
+def demonstrate(ref: RunRef, iteration: int) -> dict[str, Any]:
+    """Write the batch of an iteration of the warm start, in place of rollout and filter: demonstrations, a
+    group for each step of the optimiser."""
+    run = OpenRun(ref)
+    if (manifest := run.directory.read_manifest(iteration, "filter")) is None:
+        manifest = commit(run, iteration, "filter", lambda: _batch(run, iteration))
+    return manifest.data
+
+
+def _batch(run: OpenRun, iteration: int) -> Outcome:
+    size, renderer = run.config.train.minibatches, open_renderer(run.start_dir)
+    steps = range(iteration * size, (iteration + 1) * size)
+    batches = zip(steps, demonstrations(run.config, steps), strict=True)
+    rows = [
+        _trajectory(run.config, encode(renderer, one), step, number, iteration)
+        for step, batch in batches
+        for number, one in enumerate(batch)
+    ]
+    table = to_table(run.directory.run_id, rows)
+    table = table.add_column(1, "iteration", [np.full(len(rows), iteration, np.int32)])
+    batch = write_batch(
+        run.directory,
+        iteration,
+        table,
+        advantages=[np.ones(row.token_ids.size, np.float32) for row in rows],
+        weights=None,
+        decisions=["train"] * len(rows),
+        part=f"batch-{run.ref.attempt}",
+    )
+    return Outcome(outputs=[batch], data={"rows": len(rows)})
+
+
+def _trajectory(config: RunConfig, shown: Shown, step: int, number: int, iteration: int) -> Trajectory:
+    said, now = shown.said, time.time()
+    edges = np.flatnonzero(np.diff(said, prepend=~said[:1], append=~said[-1:]))
+    spans = [
+        TurnSpan("assistant", start, end, "stop", "demonstration", temperature=1.0, top_p=1.0, top_k=0)
+        if said[start]
+        else TurnSpan("user", start, end)
+        for start, end in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)
+    ]
+    tools = shown.demonstration.tools
+    return Trajectory(
+        policy="policy",
+        task_id=f"demonstration-{step}-{number}",
+        environment=config.environment.name,
+        group_id=str(step),
+        session_id=f"demonstration-{step}-{number}",
+        branch_id="0",
+        parent_branch_id=None,
+        shared_prefix=0,
+        token_ids=shown.token_ids,
+        loss_mask=said,
+        logprobs=np.where(said, 0.0, np.nan).astype(np.float32),
+        policy_versions=np.where(said, iteration, NOT_SAMPLED).astype(np.int32),
+        turns=spans,
+        messages=json.dumps(shown.demonstration.messages),
+        reward=None,
+        reward_parts={},
+        status="finished",
+        interruptions=0,
+        started_at=now,
+        finished_at=now,
+        tools=json.dumps(tools) if tools else None,
+    )
+
+
+def remove_spare(ref: RunRef, trained: int) -> None:
+    """Remove the weights of versions before this one, which nothing needs any more, and after the last one
+    the checkpoint too. The batches stay, from which `sf replay` trains every step again."""
+    run = OpenRun(ref)
+    for version in run.directory.list_versions("weights"):
+        if version < trained:
+            remove_folder(run.directory.weights_dir(version))
+    if trained == run.config.train.iterations:
+        for version in run.directory.list_versions("checkpoints"):
+            remove_checkpoint(run.directory.checkpoint_dir(version))
+
+
+def copy_warmed(uri: str, folder: str) -> list[FileRef]:
+    """Copy the policy that the warm start in this run directory has made; returns the copies."""
+    warm = RunDirectory(uri)
+    last = warm.read_config(RunConfig).train.iterations
+    return [
+        *copy_folder(warm.start_dir, folder, exclude=WEIGHT_FILES),
+        *copy_folder(warm.weights_dir(last), folder, exclude=(DELTA,)),
+    ]

@@ -1,0 +1,141 @@
+"""Demonstrations of a warm start: which are shown in each step, and which of their tokens are trained."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import jinja2
+import numpy as np
+import numpy.typing as npt
+
+from sf_core.config import RunConfig
+from sf_core.dataplane.chat.renderer import Renderer, shows
+from sf_core.environments.environment import Demonstration
+from sf_core.environments.registry import environment_of
+from storage.files import read_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """A demonstration as tokens, one element of `said` for each."""
+
+    demonstration: Demonstration
+    token_ids: npt.NDArray[np.int32]
+    said: npt.NDArray[np.bool_]
+    """Whether the assistant says the token: these are trained, end marks included."""
+
+
+def demonstrations(config: RunConfig, steps: range) -> list[list[Demonstration]]:
+    """What each of these steps of the warm start shows. The environment's are for its first training tasks,
+    each shown once; those of a file are shown again and again, in another order each time.
+
+    Raises ValueError with one sentence if the file has none."""
+    warm = config.policy.warmstart
+    assert warm is not None
+    size, total = warm.batch_size, config.policy.warm_steps * warm.batch_size
+    if warm.demonstrations is not None:
+        listed = _read(warm.demonstrations)
+        places = range(steps.start * size, steps.stop * size)
+        orders = (_order(config.seed, len(listed), at // len(listed)) for at in places)
+        found = [listed[order[at % len(listed)]] for at, order in zip(places, orders, strict=True)]
+        return [found[first : first + size] for first in range(0, len(found), size)]
+    environment = environment_of(config.environment)
+    order = np.random.default_rng(config.seed).permutation(total).reshape(-1, size)
+    asked = [[environment.demonstrate(int(index)) for index in order[step]] for step in steps]
+    return [[shown for shown in batch if shown is not None] for batch in asked]
+
+
+@lru_cache(maxsize=4)
+def _order(seed: int, length: int, round_: int) -> npt.NDArray[np.int64]:
+    return np.random.default_rng((seed, round_)).permutation(length)
+
+
+def check_demonstrations(config: RunConfig) -> None:
+    """Raises ValueError with one sentence if a warm start has nothing to show."""
+    warm = config.policy.warmstart
+    if warm is None or not config.policy.warm_steps:
+        return
+    if warm.demonstrations is None and not environment_of(config.environment).has_demonstrations:
+        raise ValueError(
+            f"policy.warmstart: the environment {config.environment.name} has no demonstrations: name a "
+            "file of them (policy.warmstart.demonstrations), or set policy.warmstart to null"
+        )
+
+
+def encode(renderer: Renderer, demonstration: Demonstration) -> Shown:
+    """A demonstration as the policy would have produced it: every turn is encoded by itself, as in a session.
+
+    Raises ValueError with one sentence if the chat template does not render what the assistant says."""
+    ids: list[npt.NDArray[np.int32]] = []
+    said: list[npt.NDArray[np.bool_]] = []
+    messages = [message | {"content": message.get("content") or ""} for message in demonstration.messages]
+    tools, rendered = demonstration.tools or [], ""
+
+    def extend(text: str, by_assistant: bool) -> None:
+        nonlocal rendered
+        ids.append(renderer.encode(text))
+        said.append(np.full(len(ids[-1]), by_assistant))
+        rendered += text
+
+    def added(count: int) -> str:
+        whole = renderer.render(messages[:count], tools)
+        if not whole.startswith(rendered):
+            raise ValueError("rewrites earlier messages when later ones come")
+        return whole[len(rendered) :]
+
+    try:
+        if tools and not renderer.shows_tools:
+            raise ValueError("shows no tools")
+        for i, message in enumerate(messages):
+            if message["role"] == "assistant":
+                extend(added(i), by_assistant=False)
+                extend(_turn(renderer, added(i + 1), message), by_assistant=True)
+    except (ValueError, jinja2.TemplateError) as error:
+        raise ValueError(
+            f"a demonstration cannot be shown: the chat template of {renderer.model_dir} {error}"
+        ) from None
+    if not any(part.any() for part in said):
+        raise ValueError("a demonstration cannot be shown: the assistant says nothing in it")
+    return Shown(demonstration, np.concatenate(ids), np.concatenate(said))
+
+
+def _turn(renderer: Renderer, rest: str, message: dict[str, Any]) -> str:
+    """The assistant's message with its end mark, at the beginning of a text."""
+    ends = [at + len(stop) for stop in renderer.stop_texts.values() if (at := rest.find(stop)) >= 0]
+    if not ends:
+        raise ValueError("does not end the assistant's turn with an end mark of the policy")
+    turn = rest[: min(ends)]
+    if not shows(turn, message):
+        what = "calls" if message.get("tool_calls") else "words"
+        raise ValueError(f"does not render the assistant's {what}")
+    return turn
+
+
+@lru_cache(maxsize=4)
+def _read(uri: str) -> list[Demonstration]:
+    """The demonstrations of a JSONL file. Raises ValueError with one sentence."""
+    try:
+        content = read_bytes(uri)
+    except FileNotFoundError:
+        raise ValueError(f"policy.warmstart.demonstrations: {uri}: no such file") from None
+    lines = enumerate(content.splitlines(), 1)
+    found = [_parsed(f"{uri}, line {number}", line) for number, line in lines if line.strip()]
+    if not found:
+        raise ValueError(f"{uri}: has no demonstrations")
+    return found
+
+
+def _parsed(where: str, line: bytes) -> Demonstration:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where}: no JSON: {error}") from None
+    messages = row.get("messages") if isinstance(row, dict) else None
+    if not (isinstance(messages, list) and all(isinstance(m, dict) and "role" in m for m in messages)):
+        raise ValueError(f'{where}: expected {{"messages": [...]}}, each message with a role')
+    if not any(message["role"] == "assistant" for message in messages):
+        raise ValueError(f"{where}: no message is the assistant's, so nothing is shown")
+    return Demonstration(messages, row.get("tools"))

@@ -1,0 +1,70 @@
+"""Weights of a network in the form and dtype that forward passes read, made once for many of them.
+
+Backward passes sum their gradients in float32. `give_gradients` takes the sums back to the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+
+from sf_core.models.decoder import DecoderSpec, Layer, fuse_layer
+from sf_core.models.projections import passing
+
+Through = Callable[[torch.Tensor], torch.Tensor]
+
+
+class HeldTensors:
+    """Parameters as they are. One that has two names is held once."""
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
+        self._parameters = {id(parameter): parameter for parameter in parameters.values()}
+        held = {key: _leaf(parameter, dtype) for key, parameter in self._parameters.items()}
+        self._held = list(held.values())
+        self.tensors = {name: held[id(parameter)] for name, parameter in parameters.items()}
+
+    def give_gradients(self) -> None:
+        for parameter, held in zip(self._parameters.values(), self._held, strict=True):
+            if held.grad is not None:
+                parameter.grad = held.grad if parameter.grad is None else parameter.grad.add_(held.grad)
+
+
+class HeldLayer:
+    """The parameters of a layer of the lean decoder, fused like an engine's: in the dtype of computing."""
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor], spec: DecoderSpec, dtype: torch.dtype) -> None:
+        self._parameters, self._spec = parameters, spec
+        self._held: list[torch.Tensor] = []
+        with torch.no_grad():
+            cast = {name: parameter.to(dtype) for name, parameter in parameters.items()}
+            self.layer = self._fused(cast, self._hold)
+
+    def _hold(self, fused: torch.Tensor) -> torch.Tensor:
+        self._held.append(_leaf(fused, fused.dtype))
+        return self._held[-1]
+
+    def _fused(self, parameters: Mapping[str, torch.Tensor], through: Through) -> Layer:
+        layer = fuse_layer(parameters.get, self._spec, passing(through))
+        return layer if layer.qk_norm is None else replace(layer, qk_norm=through(layer.qk_norm))
+
+    def give_gradients(self) -> None:
+        """Fuse the parameters again, in their own dtype, for a backward pass from what was fused to them."""
+        fused: list[torch.Tensor] = []
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            fused.append(tensor)
+            return tensor
+
+        if any(held.grad is not None for held in self._held):
+            self._fused(self._parameters, note)
+            torch.autograd.backward(fused, [held.grad for held in self._held])
+        self._held.clear()
+
+
+def _leaf(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of this dtype that sums its gradients in float32."""
+    leaf = tensor.detach().to(dtype).requires_grad_()
+    leaf.grad_dtype = torch.float32
+    return leaf
