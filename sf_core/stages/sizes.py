@@ -13,6 +13,7 @@ from sf_core.models.cache_size import DTYPE_BYTES, built_in_parameters, built_in
 from sf_core.reports.cleanup import KEPT_EVERY, KEPT_WEIGHTS, SMALL_BYTES
 from sf_core.scheduling.plan import Worker
 from sf_core.stages.start import folder_to_start_from
+from sf_core.stages.warmstart import warm_rate
 from sf_core.training.policy_folder import count_parameters, read_model_config
 
 _TRAINED_BYTES, _STORED_BYTES = 16, 12
@@ -135,13 +136,27 @@ def explain_sizes(config: RunConfig) -> dict[str, str]:
     activations = f", and about {_gb(sizes.activations)} of activations" if sizes.activations else ""
     rate = train.learning_rate or rate_for(sizes.parameters)
     kept_weights = _kept_weights(sizes, train)
+    warm = _warm_start(config, rate)
     return {
+        **({"warm start": warm} if warm else {}),
         "learning rate": f"{rate:g}" + ("" if train.learning_rate else ", by the size of the policy"),
         "memory": f"engines: {_gb(sizes.weights)} of weights{cache}; {ranks}: {_gb(sizes.rank)} of weights, "
         f"gradient and moments{activations}",
         "storage": f"each iteration writes {_gb(sizes.weights)} of weights, {kept_weights}; a checkpoint, "
         f"{often}, {_gb(sizes.checkpoint)}, of which the newest {train.keep_checkpoints} stay{for_good}",
     }
+
+
+def _warm_start(config: RunConfig, rate: float) -> str | None:
+    """What the policy is shown before the first iteration, in words."""
+    warm, steps = config.policy.warmstart, config.policy.warm_steps
+    if warm is None or not steps:
+        return None
+    shown = warm.demonstrations or f"the environment {config.environment.name}"
+    at = ""
+    if config.policy.model is not None:
+        at = f", learning rate {warm_rate(warm, rate):g}"
+    return f"{steps} steps of {warm.batch_size} demonstrations, of {shown}{at}"
 
 
 def _gb(num_bytes: int) -> str:

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from sf_core.config import RunConfig, TrainConfig
+from sf_core.config import RunConfig, TrainConfig, WarmstartConfig
+from sf_core.config.rollout_config import RolloutConfig
 from sf_core.dataplane.chat.renderer import open_renderer
 from sf_core.recipes.losses import LossConfig, Plain
 from sf_core.scheduling.cluster import owner_of
@@ -56,9 +57,7 @@ def supervised(config: RunConfig, parameters: int | None) -> RunConfig:
     warm, steps = config.policy.warmstart, config.policy.warm_steps
     assert warm is not None
     per_iteration = max(n for n in range(1, MOST_STEPS + 1) if steps % n == 0)
-    rate = warm.learning_rate
-    if rate is None and parameters is not None:
-        rate = _RATE * config.with_rate_for(parameters).train.rate
+    rate = None if parameters is None else warm_rate(warm, config.with_rate_for(parameters).train.rate)
     train: dict[str, Any] = {
         "iterations": steps // per_iteration,
         "minibatches": per_iteration,
@@ -78,9 +77,17 @@ def supervised(config: RunConfig, parameters: int | None) -> RunConfig:
         update={
             "run_id": directory.run_id,
             "storage": storage,
+            # nothing is sampled: what holds for samples does not hold
+            "pipeline": None,
+            "rollout": RolloutConfig(groups_per_batch=per_iteration),
             "train": config.train.model_copy(update=train),
         }
     )
+
+
+def warm_rate(warm: WarmstartConfig, rate: float) -> float:
+    """Learning rate of the warm start of a model, by that of reinforcement learning."""
+    return _RATE * rate if warm.learning_rate is None else warm.learning_rate
 
 
 def iterations_left(ref: RunRef) -> list[int]:

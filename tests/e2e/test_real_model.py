@@ -37,4 +37,6 @@ def test_a_pretrained_model_is_fetched_trained_and_compared(cluster: Cluster, tm
     start = run.read_manifest(None, "start")
     assert start is not None and start.data["parameters"] == 134_515_008
     step = run.read_manifest(0, "train")
-    assert step is not None and step.data["engine_difference_mean"] < 1e-3
+    # bfloat16 where the processor has instructions for it
+    bound = {"float32": 1e-3, "bfloat16": 0.1}[start.data["dtype"]]
+    assert step is not None and step.data["engine_difference_mean"] < bound

@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sf_core.config import PolicyConfig, RunConfig
+from sf_core.dataplane.chat.renderer import Renderer, open_renderer
+from sf_core.environments.environment import Demonstration
+from sf_core.environments.quickstart import Quickstart
+from sf_core.models.builtin import make_policy
+from sf_core.training.demonstrations import check_demonstrations, demonstrations, encode
+from tests.bad_input.refusals import check_sentence
+
+
+def warmed(steps: int, size: int, **more: Any) -> RunConfig:
+    warm = {"steps": steps, "batch_size": size, **more}
+    return RunConfig.model_validate({"policy": {"warmstart": warm}})
+
+
+def written(folder: Path, *lines: str) -> str:
+    path = folder / "shown.jsonl"
+    path.write_text("".join(f"{line}\n" for line in lines))
+    return str(path)
+
+
+def line(text: str) -> str:
+    asked, said = {"role": "user", "content": "?"}, {"role": "assistant", "content": text}
+    return json.dumps({"messages": [asked, said]})
+
+
+@given(st.integers(1, 7), st.integers(1, 5), st.integers(1, 5))
+def test_a_file_is_shown_whole_before_any_of_it_is_shown_again(
+    tmp_path_factory: pytest.TempPathFactory, lines: int, steps: int, size: int
+) -> None:
+    path = written(tmp_path_factory.mktemp("shown"), *(line(str(number)) for number in range(lines)))
+    config = warmed(steps, size, demonstrations=path)
+    batches = demonstrations(config, range(steps))
+    assert [len(batch) for batch in batches] == [size] * steps
+    said = [shown.messages[1]["content"] for batch in batches for shown in batch]
+    counts = Counter(said)
+    assert max(counts.values()) - min(counts[str(number)] for number in range(lines)) <= 1
+    for first in range(0, len(said) - lines + 1, lines):
+        assert len(set(said[first : first + lines])) == lines
+    parts = [demonstrations(config, range(step, step + 1))[0] for step in range(steps)]
+    assert parts == batches
+
+
+def test_an_environment_shows_each_of_its_first_tasks_once() -> None:
+    config, environment = warmed(3, 4), Quickstart()
+    shown = [json.dumps(one.messages) for batch in demonstrations(config, range(3)) for one in batch]
+    assert sorted(shown) == sorted(json.dumps(environment.demonstrate(i).messages) for i in range(12))
+
+
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [
+        ([], "has no demonstrations"),
+        ([line("a"), "{"], "line 2: no JSON"),
+        (["[]"], 'line 1: expected {"messages": [...]}'),
+        (['{"messages": [{"content": "a"}]}'], "line 1: expected"),
+        (['{"messages": [{"role": "user", "content": "a"}]}'], "line 1: no message is the assistant's"),
+    ],
+)
+def test_a_file_that_cannot_be_shown_is_named_with_its_line(
+    tmp_path: Path, lines: list[str], reason: str
+) -> None:
+    config = warmed(1, 1, demonstrations=written(tmp_path, *lines))
+    with pytest.raises(ValueError) as refused:
+        demonstrations(config, range(1))
+    check_sentence(str(refused.value), str(tmp_path / "shown.jsonl"), reason)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    config = warmed(1, 1, demonstrations=f"{tmp_path}/none.jsonl")
+    with pytest.raises(ValueError, match=r"policy\.warmstart\.demonstrations: .*none\.jsonl: no such file"):
+        demonstrations(config, range(1))
+
+
+def test_a_file_takes_the_place_of_demonstrations_that_an_environment_lacks(tmp_path: Path) -> None:
+    bare = {"environment": {"name": "instructions"}}
+    with pytest.raises(ValueError) as refused:
+        check_demonstrations(RunConfig.model_validate(bare))
+    check_sentence(str(refused.value), "policy.warmstart", "instructions", "policy.warmstart.demonstrations")
+    named = {"warmstart": {"demonstrations": written(tmp_path, line("a"))}}
+    check_demonstrations(RunConfig.model_validate(bare | {"policy": named}))
+
+
+def test_a_model_is_warmed_up_only_for_steps_that_are_named() -> None:
+    def steps(**policy: Any) -> int:
+        return PolicyConfig.model_validate(policy).warm_steps
+
+    assert steps() == 150 and steps(warmstart=None) == 0 and steps(warmstart={"steps": 3}) == 3
+    assert steps(model="m") == 0 and steps(model="m", warmstart={"batch_size": 2}) == 0
+    assert steps(model="m", warmstart={"steps": 3}) == 3
+    with pytest.raises(ValueError, match=r"label_smoothing is for the built-in policy"):
+        steps(model="m", warmstart={"steps": 3, "label_smoothing": 0.1})
+
+
+PLAIN = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}"
+
+
+def with_template(folder: Path, template: str) -> Renderer:
+    make_policy(str(folder), PolicyConfig(hidden_size=32, num_layers=1), seed=0)
+    (folder / "chat_template.jinja").write_text(template)
+    return open_renderer(str(folder))
+
+
+CALL = Quickstart().demonstrate(1)
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (PLAIN, "shows no tools"),
+        (TOOLS + PLAIN, "does not render the assistant's calls"),
+        (PLAIN.replace("<|im_end|>\n", "\n"), "does not end the assistant's turn with an end mark"),
+        ("{{ messages | length }}" + PLAIN, "rewrites earlier messages when later ones come"),
+        ("{{ raise_exception('no such role') }}" + PLAIN, "no such role"),
+    ],
+)
+def test_a_template_that_cannot_show_a_demonstration_is_named(
+    tmp_path: Path, template: str, reason: str
+) -> None:
+    calls = "tools" in reason or "calls" in reason
+    said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "a"}]
+    shown = CALL if calls else Demonstration(said + said)
+    with pytest.raises(ValueError) as refused:
+        encode(with_template(tmp_path, template), shown)
+    check_sentence(str(refused.value), "a demonstration cannot be shown", str(tmp_path), reason)
