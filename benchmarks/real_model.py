@@ -4,11 +4,13 @@ training together, CPU per token and memory, ours and TRL's GRPOTrainer. Prints 
     python -m benchmarks.real_model [--steps 5] [--trl-steps 3] [--engine vllm]
 
 Both sides get the same folder (`sf model smollm2`), the prompts of configs/smollm2.yaml, its group size (16
-prompts x 8 completions), up to 48 tokens, float32, and all cores: ours by `sf train configs/smollm2.yaml`
-with everything that it starts, TRL in one process with a thread per core, which takes less memory than a
-process per core. TRL samples at temperature 1 and is rewarded for different tokens, as in quickstart_vs_trl:
-its answers are longer, which favours it in tokens per second. The first two steps of TRL, and the first and
-the last of ours, are not counted: ours then end as they begin, with a part of the next batch sampled.
+prompts x 8 completions), up to 48 tokens, and all cores. Both compute in bfloat16 if the processor has
+instructions for it (TRL by autocast, its weights in float32 as ours are), else in float32. Ours is `sf train
+configs/smollm2.yaml` with everything that it starts, TRL one process with a thread per core, which takes less
+memory than a process per core. TRL samples at temperature 1 and is rewarded for different tokens, as in
+quickstart_vs_trl: its answers are longer, which favours it in tokens per second. The first two steps of TRL,
+and the first and the last of ours, are not counted: ours then end as they begin, with a part of the next
+batch sampled.
 
 Predicted for two cores: 5 times TRL's tokens per second, and at most its memory.
 """
@@ -35,6 +37,7 @@ from transformers import AutoTokenizer
 from benchmarks import trl_side
 from sf_core.config.yaml_file import load_config
 from sf_core.environments.registry import environment_of
+from sf_core.models.projections import fastest_dtype
 from sf_core.models.published import named_folder
 from storage.run_directory import RunDirectory
 
@@ -96,6 +99,7 @@ def main(steps: int = 5, trl_steps: int = 3, engine: str = "torch") -> None:
     line = {
         "cores": os.cpu_count(),
         "engine": engine,
+        "dtype": fastest_dtype(),
         "tokens_per_second": round(ours["tokens_per_second"] / trl["tokens_per_second"], 2),
         "cpu_per_token": round(ours["cpu_s_per_1000_tokens"] / trl["cpu_s_per_1000_tokens"], 3),
         "peak_memory": round(ours["peak_gb"] / trl["peak_gb"], 3),
@@ -153,9 +157,10 @@ def run_trl(folder: Path, steps: int) -> dict[str, float]:
         "micro-batch": 16,
         "cores": 1,
     }
+    switches = ["--bf16"] if fastest_dtype() == "bfloat16" else []
     command = [str(trl_side.ensure_venv()), trl_side.__file__, "run"]
     command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    with watched(command) as (_, usage):
+    with watched([*command, *switches]) as (_, usage):
         pass
     warm = json.loads((folder / "trl.json").read_text())["steps"][trl_side.WARMUP_STEPS :]
     tokens, wall_s, cpu_s = (

@@ -105,7 +105,7 @@ def grpo_config(options: argparse.Namespace, output_dir: str) -> Any:
     return GRPOConfig(
         output_dir=output_dir,
         use_cpu=True,
-        bf16=False,
+        bf16=options.bf16,
         per_device_train_batch_size=options.micro_batch,
         gradient_accumulation_steps=completions // (options.micro_batch * options.cores),
         num_generations=options.group_size,
@@ -180,6 +180,7 @@ def parse() -> argparse.Namespace:
     defaults = {"steps": 6, "group-size": 16, "prompts-per-step": 32, "max-tokens": 64, "cores": 2}
     for name, default in {**defaults, "micro-batch": 32}.items():
         command.add_argument(f"--{name}", type=int, default=default, help="default %(default)s")
+    command.add_argument("--bf16", action="store_true", help="compute in bfloat16 (autocast)")
     command.add_argument("--out", required=True, help="where the report is written as JSON")
     options = parser.parse_args()
     if options.steps <= WARMUP_STEPS:

@@ -73,15 +73,6 @@ class PolicyConfig(Settings):
         default = WARM_STEPS if self.model is None else 0
         return default if self.warmstart.steps is None else self.warmstart.steps
 
-    @model_validator(mode="after")
-    def _is_smoothed_if_built_in(self) -> PolicyConfig:
-        if self.model and self.warmstart and self.warmstart.steps and self.warmstart.label_smoothing:
-            raise ValueError(
-                "warmstart.label_smoothing is for the built-in policy; leave it out, or `model`. Fewer "
-                "warmstart.steps leave reinforcement learning more to improve"
-            )
-        return self
-
 
 class EvaluateConfig(Settings):
     """Evaluation on held-out tasks; its sessions are never trained on."""

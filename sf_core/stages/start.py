@@ -74,7 +74,8 @@ def check_start(config: RunConfig, *, by_a_worker: bool = False) -> None:
     by_a_worker: the folder may exist only on the worker that copies it; then the worker checks it."""
     kind = trainer_kind(config)
     length, runs_policy = config.engine.context_length, engine_kind(config).runs_policy
-    check_demonstrations(config)
+    if config.run_id is None or RunDirectory(config.run_dir).read_manifest(None, "start") is None:
+        check_demonstrations(config)
     if config.policy.model is None:
         if runs_policy and length > BUILT_IN_CONTEXT:
             raise ValueError(

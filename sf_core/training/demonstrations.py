@@ -17,6 +17,9 @@ from sf_core.environments.environment import Demonstration
 from sf_core.environments.registry import environment_of
 from storage.files import read_bytes
 
+RATE_OF_BUILT_IN = 3e-3
+"""Learning rate of the warm start of the built-in policy, unless it is named."""
+
 
 @dataclass(frozen=True, slots=True)
 class Shown:
@@ -54,10 +57,21 @@ def _order(seed: int, length: int, round_: int) -> npt.NDArray[np.int64]:
 
 
 def check_demonstrations(config: RunConfig) -> None:
-    """Raises ValueError with one sentence if a warm start has nothing to show."""
+    """Raises ValueError with one sentence if a warm start has nothing to show, or would ruin a model."""
     warm = config.policy.warmstart
     if warm is None or not config.policy.warm_steps:
         return
+    if config.policy.model is not None:
+        # a configuration of the built-in policy in which only the model was changed
+        for name, value, least in (
+            ("label_smoothing", warm.label_smoothing, 0.0),
+            ("learning_rate", warm.learning_rate, RATE_OF_BUILT_IN),
+        ):
+            if value is not None and value >= least:
+                raise ValueError(
+                    f"policy.warmstart.{name} {value:g} is for the built-in policy and would ruin a model: "
+                    "leave it out, or set policy.warmstart to null"
+                )
     if warm.demonstrations is None and not environment_of(config.environment).has_demonstrations:
         raise ValueError(
             f"policy.warmstart: the environment {config.environment.name} has no demonstrations: name a "

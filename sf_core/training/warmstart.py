@@ -11,7 +11,7 @@ import torch
 
 from sf_core.config import RunConfig, WarmstartConfig
 from sf_core.dataplane.chat.renderer import open_renderer
-from sf_core.training.demonstrations import Shown, demonstrations, encode
+from sf_core.training.demonstrations import RATE_OF_BUILT_IN, Shown, demonstrations, encode
 from sf_core.training.packing import SAMPLING, Row, pack
 from sf_core.training.torch.network import Network
 
@@ -19,8 +19,8 @@ BETAS = (0.9, 0.95)
 MAX_GRAD_NORM = 1.0
 TOKENS_PER_MICROBATCH = 8192
 
-LEARNING_RATE, LABEL_SMOOTHING = 3e-3, 0.18
-"""What the settings mean if they are empty."""
+LABEL_SMOOTHING = 0.18
+"""What the setting means if it is empty."""
 
 
 def warmstart(folder: str, config: RunConfig) -> None:
@@ -50,7 +50,7 @@ def warmstart(folder: str, config: RunConfig) -> None:
 
 def learning_rate(config: WarmstartConfig, steps: int, step: int) -> float:
     """Rate that rises over a twentieth of the steps, then falls to a tenth of its peak along a cosine."""
-    peak, rise = config.learning_rate or LEARNING_RATE, max(1, steps // 20)
+    peak, rise = config.learning_rate or RATE_OF_BUILT_IN, max(1, steps // 20)
     if step < rise:
         return peak * (step + 1) / rise
     progress = (step - rise) / max(1, steps - rise)

@@ -22,7 +22,7 @@ def test_a_model_is_warmed_up_whatever_is_killed_and_each_step_can_be_replayed(
 ) -> None:
     model = str(tmp_path / "model")
     make_policy(model, PolicyConfig(hidden_size=64, num_layers=2), seed=0)
-    policy = {"model": model, "warmstart": {"steps": 40, "batch_size": 8, "learning_rate": 3e-3}}
+    policy = {"model": model, "warmstart": {"steps": 40, "batch_size": 8, "learning_rate": 2e-3}}
     config = cluster.config(
         "warmed",
         policy=policy,

@@ -98,8 +98,16 @@ def test_a_model_is_warmed_up_only_for_steps_that_are_named() -> None:
     assert steps() == 150 and steps(warmstart=None) == 0 and steps(warmstart={"steps": 3}) == 3
     assert steps(model="m") == 0 and steps(model="m", warmstart={"batch_size": 2}) == 0
     assert steps(model="m", warmstart={"steps": 3}) == 3
-    with pytest.raises(ValueError, match=r"label_smoothing is for the built-in policy"):
-        steps(model="m", warmstart={"steps": 3, "label_smoothing": 0.1})
+
+
+@pytest.mark.parametrize("setting", [{"label_smoothing": 0.1}, {"learning_rate": 5e-3}])
+def test_a_configuration_of_the_built_in_policy_ruins_no_model(setting: dict[str, float]) -> None:
+    config = warmed(3, 4, **setting)
+    check_demonstrations(config)
+    policy = config.policy.model_copy(update={"model": "m"})
+    with pytest.raises(ValueError) as refused:
+        check_demonstrations(config.model_copy(update={"policy": policy}))
+    check_sentence(str(refused.value), f"policy.warmstart.{next(iter(setting))}", "would ruin a model")
 
 
 PLAIN = (
