@@ -133,6 +133,9 @@ class Trainer:
         self.model.forward(self._share(others), loss)
         self._optimizer_steps += 1
         adam = AdamSettings(self._learning_rate, config.betas, config.weight_decay, config.max_grad_norm)
+        if self.device == "cpu":
+            # a checkpoint that is being stored reads what the update changes
+            self.await_checkpoint()
         grad_norm = self.model.update(adam)
         if not np.isfinite(grad_norm):
             raise self._divergence("the gradient")
@@ -217,13 +220,14 @@ class Trainer:
 
     def save_checkpoint(self, folder: str) -> None:
         """Begin to store everything needed to continue bit for bit as if never stopped, each rank a part of
-        every tensor. It goes on in the background; `await_checkpoint` returns when it is done."""
+        every tensor. It goes on in the background; `await_checkpoint` returns when it is done. On a CPU nothing
+        is copied for it, since a copy is as large as all of the trainer: the next update waits instead."""
         self.await_checkpoint()
         rank, size = self._ranks.rank, self._ranks.size
         # what ranks of an earlier try may still be writing must not come after what these write
         self._ranks.gather(None)
         held = self.held.slices(PARTS).items()
-        slices = {name: (place, tensor.to("cpu", copy=True)) for name, (place, tensor) in held}
+        slices = {name: (place, tensor.to("cpu")) for name, (place, tensor) in held}
         progress = Progress(version=self.version, optimizer_steps=self._optimizer_steps)
         patience_s = self.config.gang_timeout_s
         self._background.begin(partial(save_shard, folder, slices, rank, size, progress, patience_s))

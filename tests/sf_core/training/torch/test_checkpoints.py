@@ -155,6 +155,11 @@ def test_a_checkpoint_is_of_the_version_that_was_held_when_it_was_begun(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer, may_write, write = rebuilt(run.uri, SingleRank()), threading.Event(), files.HashedFile.write
+    wait = trainer.await_checkpoint
+
+    def wait_in_the_step() -> None:
+        may_write.set()
+        wait()
 
     def late(file: files.HashedFile, data: bytes | memoryview) -> int:
         may_write.wait(patience())
@@ -162,10 +167,11 @@ def test_a_checkpoint_is_of_the_version_that_was_held_when_it_was_begun(
 
     monkeypatch.setattr(files.HashedFile, "write", late)
     trainer.save_checkpoint(run.checkpoint_dir(3))
-    trainer.step(BATCHES[0])
     assert not has_checkpoint(run.checkpoint_dir(3))
-    may_write.set()
-    trainer.await_checkpoint()
+    # nothing was copied: the step's update waits until it is stored
+    monkeypatch.setattr(trainer, "await_checkpoint", wait_in_the_step)
+    trainer.step(BATCHES[0])
+    assert may_write.is_set() and has_checkpoint(run.checkpoint_dir(3))
     # with nothing to replay from
     files.remove_folder(run.path("batches"))
     assert holds(rebuilt(run.uri, SingleRank()), run)
