@@ -220,8 +220,8 @@ class Trainer:
 
     def save_checkpoint(self, folder: str) -> None:
         """Begin to store everything needed to continue bit for bit as if never stopped, each rank a part of
-        every tensor. It goes on in the background; `await_checkpoint` returns when it is done. On a CPU nothing
-        is copied for it, since a copy is as large as all of the trainer: the next update waits instead."""
+        every tensor. It goes on in the background; `await_checkpoint` returns when it is done. On a CPU
+        nothing is copied for it, because a copy is as large as the trainer: the next update waits instead."""
         self.await_checkpoint()
         rank, size = self._ranks.rank, self._ranks.size
         # what ranks of an earlier try may still be writing must not come after what these write

@@ -16,6 +16,7 @@ from sf_core.dataplane.chat.renderer import open_renderer
 from sf_core.engines.torch.cached_model import open_model
 from sf_core.engines.torch.kv_cache import KVCache
 from sf_core.environments.quickstart import Quickstart
+from sf_core.models import projections
 from sf_core.models.builtin import make_policy
 from sf_core.models.cache_size import cache_bytes
 from sf_core.scheduling.plan import Worker
@@ -79,6 +80,24 @@ def test_the_dtype_is_named_by_the_word_that_the_configuration_has_for_it(
         started(directory)
         copied = json.loads((Path(directory.start_dir) / "config.json").read_text())
         assert copied == shape | {named: "bfloat16"}
+
+
+@pytest.mark.parametrize("is_fast", [False, True])
+def test_a_run_keeps_the_dtype_that_was_fast_where_it_started(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, is_fast: bool
+) -> None:
+    directory = RunDirectory(str(tmp_path / "run"))
+    configure(directory, policy={"model": str(model), "dtype": "auto"})
+    monkeypatch.setattr(projections, "has_fast_products", lambda dtype, device: is_fast)
+    assert start(RunRef("run", directory.uri, dataplane_url="", attempt=1))["dtype"] == DTYPES[is_fast]
+    # on a machine of the other kind
+    monkeypatch.setattr(projections, "has_fast_products", lambda dtype, device: not is_fast)
+    run = OpenRun(RunRef("run", directory.uri, dataplane_url="", attempt=2))
+    assert run.config.policy.dtype == DTYPES[is_fast]
+    assert json.loads(Path(directory.start_dir, "config.json").read_text())["dtype"] == DTYPES[is_fast]
+
+
+DTYPES = {False: "float32", True: "bfloat16"}
 
 
 def test_an_emulated_run_exports_no_policy(tmp_path: Path) -> None:
