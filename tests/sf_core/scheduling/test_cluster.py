@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
 
@@ -69,7 +70,8 @@ def test_a_second_run_waits_until_the_first_has_given_its_workers_back(client: C
         "workers a0, t0 are held by run first.1, and a cluster serves one run at a time: wait until it has "
         "ended, or cancel it; "
     )
-    assert sentence.endswith("it may be ending, and is awaited for 120 s")
+    # how long is left depends on how busy the machine is
+    assert re.search(r"; it may be ending, and is awaited for 1?\d\d s$", sentence)
 
 
 def test_a_second_run_is_refused_by_a_first_that_does_not_end_and_the_first_goes_on(
