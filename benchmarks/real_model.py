@@ -81,7 +81,8 @@ def watched(command: list[str], **options: Any) -> Iterator[tuple[subprocess.Pop
                 try:
                     usage.look(process)
                 except psutil.Error:
-                    return
+                    # a process may come or go while it is looked at
+                    continue
 
         thread = threading.Thread(target=watch, daemon=True)
         thread.start()
