@@ -151,10 +151,10 @@ class EmulationConfig(Settings):
     kv_tokens: int = Field(180_000, ge=0)
     """Capacity of the KV cache in tokens; a turn reuses what an earlier one left in it. 0: no reuse."""
     stored_bytes_per_parameter: float = Field(2.0, gt=0)
-    """Bytes per parameter that a trainer writes for each version. bfloat16 takes 2, float32 takes 4."""
+    """Bytes per parameter that a trainer writes for each version: 2 in bfloat16, 4 in float32."""
     delta_bytes_per_parameter: float = Field(0.03, gt=0)
-    """Bytes per parameter that an engine's host reads for each version. A delta in bfloat16 takes about 0.03.
-    float32 has no deltas, so a whole version takes 4."""
+    """Bytes per parameter that an engine's host reads for each version: about 0.03 for a delta in bfloat16, 4
+    in float32, which has no deltas."""
     write_bandwidth: float = Field(0.45e9, gt=0)
     """Bytes/s at which a trainer copies, hashes and writes weights and checkpoints."""
     verify_bandwidth: float = Field(2e9, gt=0)

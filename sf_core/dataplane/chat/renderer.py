@@ -95,11 +95,8 @@ class Renderer:
         self.opens_thinking = self.thinks and self._opens_thinking()
         """The prompt itself ends with the opening think tag."""
         self._append_only_roles = append_only_roles(self.render)
-
-    @property
-    def shows_tools(self) -> bool:
-        """Whether a prompt with a tool differs from one without."""
-        return shows_tools(self.render)
+        self.shows_tools = shows_tools(self.render)
+        """A prompt with a tool differs from one without."""
 
     def render(self, messages: list[Message], tools: list[dict[str, Any]]) -> str:
         """The prompt text for the next assistant turn. Raises TemplateError if the template refuses, or fails
