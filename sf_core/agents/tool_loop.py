@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from openai import AsyncOpenAI, DefaultAioHttpClient, omit
+from openai import AsyncOpenAI, DefaultAioHttpClient
+from openai.types.chat import ChatCompletion, ChatCompletionMessage
 
 from sf_core.types import Endpoint
 
@@ -52,10 +53,7 @@ async def run_tool_loop(
     by_name = {tool.name: tool for tool in tools}
     messages: list[Any] = [{"role": "user", "content": prompt}]
     for _ in range(max_turns):
-        completion = await client.chat.completions.create(
-            model=endpoint.model, messages=messages, tools=[tool.schema for tool in tools] or omit
-        )
-        message = completion.choices[0].message
+        message = await _ask(client, endpoint.model, messages, tools)
         if not message.tool_calls:
             return message.content or ""
         messages.append(message.model_dump(exclude_none=True))
@@ -75,6 +73,20 @@ async def open_client(endpoint: Endpoint) -> AsyncOpenAI:
         timeout=None,  # the endpoint may hold a request while the policy trains; sessions have a time limit
         max_retries=5,
     )
+
+
+async def _ask(
+    client: AsyncOpenAI, model: str, messages: Sequence[Any], tools: Sequence[Tool] = ()
+) -> ChatCompletionMessage:
+    """The model's next message.
+
+    The SDK's `create` first walks the body by its types, which takes a third of a request's CPU and changes
+    nothing in a body of plain values; so the body is posted as it is."""
+    body = {"model": model, "messages": messages}
+    if tools:
+        body["tools"] = [tool.schema for tool in tools]
+    completion = await client.post("/chat/completions", body=body, cast_to=ChatCompletion)
+    return completion.choices[0].message
 
 
 async def _run_tool(by_name: dict[str, Tool], call: Any) -> str:

@@ -6,7 +6,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,6 @@ from sf_core.cli.stack.supervisor import Process, StackError, Supervisor
 from sf_core.config import RunConfig
 from sf_core.dataplane.control.client import DataplaneClient, DataplaneError
 from sf_core.engines.registry import engine_kind
-from sf_core.reports.devices import loading
 from sf_core.reports.evaluations.answers import side_by_side
 from sf_core.reports.states import is_finished
 from sf_core.reports.tables import answers_table
@@ -250,9 +249,9 @@ def _reason(log: Path, begins_at: int, code: int) -> str:
 def _print_result(directory: RunDirectory, config: RunConfig, console: Console) -> None:
     summary = directory.read_summary()
     assert summary is not None, "a run that ended well has its summary"
-    loads = summary["loading_fraction"]
+    causes = summary.get("idle_by_cause", {})  # not in a summary of an earlier version
     idle = ", ".join(
-        f"{worker} {share:.0%}{loading(loads.get(worker, 0.0))}"
+        f"{worker} {share:.0%}{_causes(causes.get(worker, {}))}"
         for worker, share in summary["idle_fraction"].items()
     )
     has_policy = trainer_kind(config).computes_weights
@@ -281,6 +280,12 @@ def _print_result(directory: RunDirectory, config: RunConfig, console: Console) 
     else:
         if pairs:
             console.print(answers_table(pairs, "before", "after"))
+
+
+def _causes(shares: Mapping[str, float]) -> str:
+    """Why a device was idle, the largest share first; a cause below half a percent is left out."""
+    named = sorted((cause for cause in shares if shares[cause] >= 0.005), key=lambda cause: -shares[cause])
+    return f" ({', '.join(f'{cause} {shares[cause]:.0%}' for cause in named)})" if named else ""
 
 
 def _updated(config: RunConfig, run_id: str | None = None, **sections: dict[str, object]) -> RunConfig:

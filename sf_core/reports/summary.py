@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from sf_core.config import RunConfig
 from sf_core.reports.pictures import draw_run
 from sf_core.reports.view import Iteration, RunView
-from sf_core.scheduling.figures import Window, by_worker
-from sf_core.scheduling.timeline import Span, idle_fraction, loading_fraction, read_spans
+from sf_core.scheduling.figures import Window, by_worker, idle_by_cause
+from sf_core.scheduling.timeline import read_spans
 from sf_core.surroundings import command_started_at
 from storage.files import write_atomic
 
@@ -21,7 +21,7 @@ def summarise(view: RunView, config: RunConfig) -> dict[str, Any]:
     seconds_rl is the time from the first `rollout` to the last `publish`, evaluations included, without the
     time between two attempts and what the first did of an iteration that the second finished;
     tokens_per_second counts the tokens sampled in it, idle_fraction is the share of it in which a device
-    computed nothing, loading_fraction the share in which it loaded;
+    computed nothing, idle_by_cause divides that;
     orchestration_seconds_per_iteration is what no stage accounts for: Prefect, Dask and manifests.
     """
     directory = view.run
@@ -32,6 +32,10 @@ def summarise(view: RunView, config: RunConfig) -> dict[str, Any]:
     windows, spans = [iteration.window for iteration in iterations], read_spans(directory)
     seconds_rl = sum(end - start for start, end in windows)
     tokens = sum(m.data.get("sampled_tokens", 0) for i in iterations for m in i.stages.values())
+    idle = {
+        worker: idle_by_cause(own, windows, list(_evaluation_times(view, evaluations)))
+        for worker, own in sorted(by_worker(spans).items())
+    }
     summary = {
         "run_id": directory.run_id,
         "seed": config.seed,
@@ -42,8 +46,8 @@ def summarise(view: RunView, config: RunConfig) -> dict[str, Any]:
         "seconds_rl": round(seconds_rl, 2),
         "tokens_generated": tokens,
         "tokens_per_second": round(sum(i.sampled_tokens for i in iterations) / seconds_rl, 1),
-        "idle_fraction": _shares(idle_fraction, spans, windows),
-        "loading_fraction": _shares(loading_fraction, spans, windows),
+        "idle_fraction": {worker: round(sum(shares.values()), 4) for worker, shares in idle.items()},
+        "idle_by_cause": idle,
         "max_lag": max(i.stages["rollout"].data["max_lag"] for i in iterations),
         "orchestration_seconds_per_iteration": round(orchestration_seconds(iterations) / len(iterations), 3),
     }
@@ -58,6 +62,11 @@ def summarise(view: RunView, config: RunConfig) -> dict[str, Any]:
     return summary
 
 
+def _evaluation_times(view: RunView, versions: Iterable[int]) -> Iterator[Window]:
+    manifests = (view.manifest(version, "evaluate") for version in versions)
+    return ((m.data["started_at"], m.data["finished_at"]) for m in manifests if m is not None)
+
+
 def orchestration_seconds(iterations: Sequence[Iteration]) -> float:
     """Seconds in which no stage of an iteration worked, hand-over between iterations included."""
     total = 0.0
@@ -67,17 +76,6 @@ def orchestration_seconds(iterations: Sequence[Iteration]) -> float:
             total += max(0.0, start - reached)
             reached = max(reached, end)
     return total
-
-
-def _shares(
-    share_of: Callable[[list[Span], Window], float], spans: list[Span], windows: list[Window]
-) -> dict[str, float]:
-    """Mean over the windows of `share_of` for each device, weighted by their lengths."""
-    length = sum(end - start for start, end in windows)
-    return {
-        worker: round(sum(share_of(own, w) * (w[1] - w[0]) for w in windows) / length, 4) if length else 0.0
-        for worker, own in sorted(by_worker(spans).items())
-    }
 
 
 def _started_at(view: RunView) -> float:

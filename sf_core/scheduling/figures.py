@@ -12,9 +12,12 @@ from itertools import pairwise
 from typing import Literal, NamedTuple, get_args
 
 from sf_core.scheduling.lending import Refusal, not_lent
-from sf_core.scheduling.timeline import Span, covered_s, idle_fraction, loading_fraction
+from sf_core.scheduling.timeline import Span, covered_s, idle_fraction, loading_fraction, loads
 
 Window = tuple[float, float]
+
+Cause = Literal["start", "evaluation", "loading", "requests", "hand-over"]
+"""Why a device computed nothing; the first that applies counts. The table is in docs/operations.md."""
 
 
 class Switch(NamedTuple):
@@ -87,6 +90,29 @@ def device_figures(spans: Sequence[Span], window: Window) -> DeviceFigures:
     )
 
 
+def idle_by_cause(
+    spans: Sequence[Span], windows: Sequence[Window], evaluations: Sequence[Window]
+) -> dict[Cause, float]:
+    """Share of the windows' time in which the device computed nothing, by cause; they add up to its idle
+    share. The spans are those of one device; held-out tasks were sampled during `evaluations`."""
+    causes: dict[Cause, list[Span]] = {
+        "start": [_during(window) for window in windows[:1]],
+        "evaluation": [_during(evaluation) for evaluation in evaluations],
+        "loading": [span for span in spans if loads(span)],
+        "requests": [span for span in spans if span.kind == "wait"],
+        "hand-over": [_during(window) for window in windows],
+    }
+    accounted = [span for span in spans if span.kind == "busy"]
+    covered_before = sum(covered_s(accounted, window) for window in windows)
+    length, shares = sum(end - start for start, end in windows), dict.fromkeys(causes, 0.0)
+    for cause, times in causes.items():
+        accounted += times
+        covered = sum(covered_s(accounted, window) for window in windows)
+        shares[cause] = round((covered - covered_before) / length, 4) if length else 0.0
+        covered_before = covered
+    return shares
+
+
 def find_switches(spans: Sequence[Span]) -> list[Switch]:
     """Every change of the active tag between rollout and train of one device, in order of time.
 
@@ -113,6 +139,10 @@ def _switch(before: Span, after: Span, spans: Sequence[Span]) -> Switch:
     trained = next((s.end for s in reversed(last) if s.kind == "busy"), before.end)
     # the first sampling span of a lease ends with its first token
     return Switch(after.worker, "rollout", after.start, first.end - trained if first else None)
+
+
+def _during(window: Window) -> Span:
+    return Span("", "", *window)
 
 
 def _is_part(span: Span, held: Span) -> bool:

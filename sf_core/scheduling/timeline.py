@@ -179,5 +179,9 @@ def loading_fraction(spans: Iterable[Span], window: tuple[float, float]) -> floa
     0.4
     """
     length = window[1] - window[0]
-    loads = (span for span in spans if span.kind == "moving" and span.label.startswith("load "))
-    return round(covered_s(loads, window) / length, 6) if length > 0 else 0.0
+    return round(covered_s(filter(loads, spans), window) / length, 6) if length > 0 else 0.0
+
+
+def loads(span: Span) -> bool:
+    """Whether the device loaded an engine, weights or the trainer."""
+    return span.kind == "moving" and span.label.startswith("load ")

@@ -28,7 +28,7 @@ SUMMARY = {
     "tokens_generated": 1000,
     "tokens_per_second": 20.0,
     "idle_fraction": {"r0": 0.5, "t0": 0.25},
-    "loading_fraction": {"r0": 0.4, "t0": 0.0},
+    "idle_by_cause": {"r0": {"start": 0.08, "loading": 0.42, "requests": 0.0}, "t0": {"start": 0.25}},
 }
 
 
@@ -51,7 +51,7 @@ def test_a_finished_run_is_shown_and_not_run_again(run: RunDirectory) -> None:
         "held-out reward 0.25 → 0.75 in 2 iterations, 60 s"
     )
     assert f"policy {run.policy_dir} " in output
-    assert "idle devices r0 50% (40% loading), t0 25% picture" in output
+    assert "idle devices r0 50% (loading 42%, start 8%), t0 25% (start 25%) picture" in output
 
 
 @pytest.fixture

@@ -1,7 +1,9 @@
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from sf_core.scheduling.figures import Switch, device_figures, find_switches
-from sf_core.scheduling.timeline import Span
+from sf_core.scheduling.figures import Switch, Window, device_figures, find_switches, idle_by_cause
+from sf_core.scheduling.timeline import Kind, Span, idle_fraction
 
 T0 = [
     Span("t0", "rollout", 0, 4.5, "held", lease="t0-0"),
@@ -63,3 +65,35 @@ def test_switches_and_devices_of_other_windows_do_not_count() -> None:
     assert figures.switches == []
     assert list(figures.idle) == ["t0"]
     assert figures.utilisation_train == 0.0
+
+
+def test_idle_time_is_divided_by_the_first_cause_that_applies() -> None:
+    waits = Span("t0", "rollout", 12.5, 20, "wait", "requests", 1, "t0-1")
+    shares = idle_by_cause([*T0, waits], [(0, 5), (5, 10), (10, 20)], [(17, 19)])
+    assert shares == {
+        "start": 0.05,  # from 4 to 5
+        "evaluation": 0.1,
+        "loading": 0.065,  # 0.5 s the trainer, 0.8 s the engine
+        "requests": 0.275,
+        "hand-over": 0.06,  # from 8 to 9.2, saving and held by none
+    }
+
+
+@given(
+    bars=st.lists(
+        st.tuples(
+            st.integers(0, 90),
+            st.integers(1, 10),
+            st.sampled_from(["busy", "moving", "wait", "held"]),
+            st.sampled_from(["load engine", "save"]),
+        )
+    ),
+    evaluations=st.lists(st.tuples(st.integers(0, 50), st.integers(50, 100))),
+)
+def test_the_causes_of_idle_time_add_up(
+    bars: list[tuple[int, int, Kind, str]], evaluations: list[Window]
+) -> None:
+    spans = [Span("t0", "rollout", start, start + n, kind, label) for start, n, kind, label in bars]
+    shares = idle_by_cause(spans, [(0, 40), (40, 100)], evaluations)
+    assert sum(shares.values()) == pytest.approx(idle_fraction(spans, (0, 100)), abs=5e-4)
+    assert min(shares.values()) >= 0
