@@ -66,6 +66,7 @@ def measure(run: RunDirectory) -> dict[str, object]:
         "seconds_without_a_stage": round(statistics.mean(without), 3),
         "seconds_without_a_stage_median": round(statistics.median(without), 3),
         "idle": {worker: _idle(figures, worker) for worker in figures[0].idle},
+        "idle_by_cause_of_the_whole_run": summary["idle_by_cause"],
         "to_train_seconds": _hand_over(figures, "train"),
         "to_rollout_seconds": _hand_over(figures, "rollout"),
         "tokens_per_second": round(sum(i.sampled_tokens for i in counted) / seconds, 1),
