@@ -1,6 +1,10 @@
-"""Describes why a JSON file of ours cannot be read back."""
+"""Reads files of JSON lines, and describes why a JSON file of ours cannot be read back."""
 
 from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -11,3 +15,14 @@ def first_fault(error: ValidationError) -> str:
     where = ".".join(map(str, first["loc"]))
     what = first["msg"].removeprefix("Value error, ")
     return f"{where}: {what}" if where else what
+
+
+def json_lines(uri: str, content: bytes) -> Iterator[tuple[str, Any]]:
+    """The lines of a JSONL file that are not blank: the place of each (`FILE, line 3`) and its value. Raises
+    ValueError with one sentence if one is no JSON."""
+    for number, line in enumerate(content.splitlines(), 1):
+        if line.strip():
+            try:
+                yield f"{uri}, line {number}", json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{uri}, line {number}: no JSON: {error}") from None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from functools import cached_property
 from typing import Any
 
@@ -13,6 +12,7 @@ from sf_core.agents.tool_loop import open_client
 from sf_core.environments.environment import Environment
 from sf_core.environments.splits import Split
 from sf_core.types import Endpoint, Task
+from storage.json_files import json_lines
 
 
 class Prompts(Environment):
@@ -41,23 +41,10 @@ class Prompts(Environment):
         """The messages of each line. Raises ValueError with one sentence if a line has none."""
         if self.sha256 not in (None, self.digest):
             raise ValueError(f"{self.file}: has changed since it was named")
-        lines = enumerate(self._content.splitlines(), 1)
-        found = [self._parsed(number, line) for number, line in lines if line.strip()]
+        found = [_parsed(where, row) for where, row in json_lines(self.file, self._content)]
         if not found:
             raise ValueError(f"{self.file}: has no prompts")
         return found
-
-    def _parsed(self, number: int, line: bytes) -> list[dict[str, Any]]:
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{self.file}, line {number}: no JSON: {error}") from None
-        if isinstance(row, dict) and isinstance(row.get("prompt"), str):
-            return [{"role": "user", "content": row["prompt"]}]
-        messages = row.get("messages") if isinstance(row, dict) else None
-        if isinstance(messages, list) and messages and all(map(_is_message, messages)):
-            return messages
-        raise ValueError(f'{self.file}, line {number}: expected {{"prompt": TEXT}} or {{"messages": [...]}}')
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -76,6 +63,15 @@ class Prompts(Environment):
 
     def reward(self, task: Task, answer: str) -> float:
         return 0.0
+
+
+def _parsed(where: str, row: Any) -> list[dict[str, Any]]:
+    if isinstance(row, dict) and isinstance(row.get("prompt"), str):
+        return [{"role": "user", "content": row["prompt"]}]
+    messages = row.get("messages") if isinstance(row, dict) else None
+    if isinstance(messages, list) and messages and all(map(_is_message, messages)):
+        return messages
+    raise ValueError(f'{where}: expected {{"prompt": TEXT}} or {{"messages": [...]}}')
 
 
 def _is_message(message: Any) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -16,6 +15,7 @@ from sf_core.dataplane.chat.renderer import Renderer, shows
 from sf_core.environments.environment import Demonstration
 from sf_core.environments.registry import environment_of
 from storage.files import read_bytes
+from storage.json_files import json_lines
 
 RATE_OF_BUILT_IN = 3e-3
 """Learning rate of the warm start of the built-in policy, unless it is named."""
@@ -64,7 +64,7 @@ def check_demonstrations(config: RunConfig) -> None:
     if config.policy.model is not None:
         # a configuration of the built-in policy in which only the model was changed
         for name, value, least in (
-            ("label_smoothing", warm.label_smoothing, 0.0),
+            ("label_smoothing", warm.label_smoothing or None, 0.0),
             ("learning_rate", warm.learning_rate, RATE_OF_BUILT_IN),
         ):
             if value is not None and value >= least:
@@ -135,18 +135,13 @@ def _read(uri: str) -> list[Demonstration]:
         content = read_bytes(uri)
     except FileNotFoundError:
         raise ValueError(f"policy.warmstart.demonstrations: {uri}: no such file") from None
-    lines = enumerate(content.splitlines(), 1)
-    found = [_parsed(f"{uri}, line {number}", line) for number, line in lines if line.strip()]
+    found = [_parsed(where, row) for where, row in json_lines(uri, content)]
     if not found:
         raise ValueError(f"{uri}: has no demonstrations")
     return found
 
 
-def _parsed(where: str, line: bytes) -> Demonstration:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{where}: no JSON: {error}") from None
+def _parsed(where: str, row: Any) -> Demonstration:
     messages = row.get("messages") if isinstance(row, dict) else None
     if not (isinstance(messages, list) and all(isinstance(m, dict) and "role" in m for m in messages)):
         raise ValueError(f'{where}: expected {{"messages": [...]}}, each message with a role')

@@ -53,7 +53,7 @@ def _counted(low: int, high: int, text: str, count: Callable[[str], int]) -> Kin
     """At least `n` of something, with n from low to high. Fewer are worth their share."""
     return Kind(
         lambda random, split: {"n": random.randint(low, high)},
-        lambda its: text.format(n=its["n"]),
+        lambda its: text.format(n=its["n"], s="s" if its["n"] > 1 else ""),
         lambda answer, its: min(1.0, count(answer) / its["n"]),
     )
 
@@ -117,13 +117,13 @@ _KINDS: dict[str, Kind] = {
     "placeholders": _counted(
         1,
         2,
-        "Use at least {n} placeholders in square brackets, such as [name].",
+        "Use at least {n} placeholder{s} in square brackets, such as [name].",
         lambda answer: len(re.findall(r"\[[^\[\]]+\]", answer)),
     ),
     "highlights": _counted(
         1,
         2,
-        "Highlight at least {n} words with asterisks, such as *word*.",
+        "Highlight at least {n} word{s} with asterisks, such as *word*.",
         lambda answer: len(re.findall(r"\*[^\s*][^*\n]*\*", answer)),
     ),
     "bullets": _counted(
@@ -135,7 +135,7 @@ _KINDS: dict[str, Kind] = {
     "capital_words": _counted(
         1,
         3,
-        "Write at least {n} words in all capital letters.",
+        "Write at least {n} word{s} in all capital letters.",
         lambda answer: len(re.findall(r"\b[A-Z]{2,}\b", answer)),
     ),
     "first_words": Kind(
