@@ -1,5 +1,5 @@
-"""What can be deleted from a run directory: old checkpoints, old weights, remains of interrupted writes, the
-journal of a finished run.
+"""What can be deleted from a run directory: old checkpoints, old weights, remains of interrupted writes and
+measurements, the journal of a finished run.
 
 Owns what must stay: the weights that a resume publishes again, the checkpoint it continues from, the newest
 policy, and everything newer, which a stage that is not committed yet may have written. Batches always stay:
@@ -12,6 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from sf_core.config import RunConfig, TrainConfig
+from sf_core.reports.evaluations.comparison import MEASURED
 from sf_core.reports.states import check_idle, is_finished, is_served
 from sf_core.reports.view import RunView
 from storage import files
@@ -34,7 +35,7 @@ class Spare:
 
     run: RunDirectory
     kind: str
-    """checkpoints, weights, unfinished or journal."""
+    """checkpoints, weights, unfinished, measurement or journal."""
     uri: str
     bytes: int
 
@@ -76,6 +77,7 @@ def spares(run: RunDirectory, keep: Keep) -> list[Spare]:
     needed = _references(run, {uri for _, uri in found}, trained, config)
     found += _old_weights(run, len(view.committed("publish")), keep.weights, needed)
     found += _unfinished(run, [uri for _, uri in found])
+    found += [("measurement", measured.uri) for measured in _interrupted_measurements(run)]
     # a data plane that still knows the run has the file open
     if not keep.journals and finished and is_served(run) == "no":
         found.append(("journal", run.journal_dir))
@@ -136,3 +138,10 @@ def _unfinished(run: RunDirectory, going: list[str]) -> list[tuple[str, str]]:
     """Partial files left by killed processes, where files are large."""
     uris = [uri for kind in ("checkpoints", "weights") for uri in files.list_unfinished(run.path(kind))]
     return [("unfinished", uri) for uri in uris if uri.rsplit("/", 1)[0] not in going]
+
+
+def _interrupted_measurements(run: RunDirectory) -> list[RunDirectory]:
+    """Measurements of `sf evaluate` without a result that nobody works on; each has a copy of the weights."""
+    measured = map(RunDirectory, files.list_folders(run.path(MEASURED)))
+    without_result = [one for one in measured if one.read_manifest(0, "evaluate") is None]
+    return [one for one in without_result if is_served(one) != "running"]

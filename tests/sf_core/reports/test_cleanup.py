@@ -15,6 +15,7 @@ from sf_core.config import PolicyConfig
 from sf_core.models.builtin import make_policy
 from sf_core.reports import cleanup, states
 from sf_core.reports.cleanup import Keep, spare_checkpoints, spare_weights, spares
+from sf_core.reports.evaluations.comparison import MEASURED
 from sf_core.reports.states import is_served
 from storage import files
 from storage.attempts import Attempt
@@ -160,6 +161,19 @@ def test_what_killed_writers_left_goes(root: Path) -> None:
     assert found[4:] == [f"checkpoints/00004/{name}", f"weights/v00003/{name}"]
     assert "removed 6 items" in sf("gc", run.uri, "--yes")[1]
     assert names(run) == []
+
+
+def test_a_measurement_that_was_interrupted_goes_and_one_with_a_result_stays(root: Path) -> None:
+    run = make(root, "r", 4)
+    for name in ("v00004-aaaaaaaa", "v00003-bbbbbbbb"):
+        measured = RunDirectory(run.path(f"{MEASURED}/{name}"))
+        configure(measured)
+        files.write_atomic(f"{measured.start_dir}/model.safetensors", b"weights")
+    commit(measured, 0, "evaluate", data={"reward_mean": 0.5})
+    assert names(run, checkpoints=9, weights=9) == [f"{MEASURED}/v00004-aaaaaaaa"]
+    with served(root / "r" / MEASURED, "v00004-aaaaaaaa") as (url, _):
+        RunDirectory(run.path(f"{MEASURED}/v00004-aaaaaaaa")).begin_attempt(Attempt(dataplane=url))
+        assert names(run, checkpoints=9, weights=9) == []
 
 
 @pytest.mark.parametrize("linked", ["checkpoints", "checkpoints/00001"])
