@@ -31,7 +31,7 @@ def configure(run: RunDirectory, **sections: Any) -> RunConfig:
     return config
 
 
-def commit(run: RunDirectory, iteration: int, stage: str, **more: Any) -> None:
+def commit(run: RunDirectory, iteration: int | None, stage: str, **more: Any) -> None:
     known = {"run_id": run.run_id, "iteration": iteration, "stage": stage, "attempt": 1}
     run.commit_manifest(Manifest(**known | more))
 

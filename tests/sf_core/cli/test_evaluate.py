@@ -10,10 +10,11 @@ import pytest
 from sf_core.cli.evaluate import evaluate_apart, is_plain
 from sf_core.config import RunConfig
 from sf_core.models.builtin import make_policy
+from sf_core.stages.run import OpenRun, RunRef
 from storage.run_directory import RunDirectory
 from storage.tensors.weights import load_weights, save_weights
 from tests.sf_core.reports.evaluations.test_comparison import measure
-from tests.sf_core.runs import configure, pretend
+from tests.sf_core.runs import commit, configure, pretend
 
 
 @pytest.fixture
@@ -51,6 +52,17 @@ def test_each_version_is_measured_once(run: RunDirectory) -> None:
     again = evaluate_apart(run.uri, 2, None, None, ["evaluate.num_tasks=3"], measures)
     assert len(measures.asked) == 2 and again.comparison.before is None
     assert Path(again.file).name != Path(found.file).name
+
+
+def test_a_version_computes_in_the_dtype_that_the_run_began_with(run: RunDirectory) -> None:
+    policy = {"hidden_size": 32, "num_layers": 1, "warmstart": None, "dtype": "auto"}
+    configure(run, train={"iterations": 2}, evaluate={"num_tasks": 2}, policy=policy)
+    commit(run, None, "start", data={"dtype": "bfloat16"})
+    measures = Measures()
+    evaluate_apart(run.uri, 2, None, None, ["evaluate.num_tasks=3"], measures)
+    [config] = measures.asked
+    opened = OpenRun(RunRef(str(config.run_id), config.run_dir, "", 0))
+    assert opened.config.policy.dtype == "bfloat16"
 
 
 def test_prompts_are_asked_as_the_file_has_them_now(run: RunDirectory, tmp_path: Path) -> None:
