@@ -27,6 +27,9 @@ Decode = Callable[[list[int]], str]
 MOST_CHARACTERS = 400
 """Length to which a task or an answer is cut where it stands beside others."""
 
+COLUMN_WIDTH = 60
+"""Most characters of a line of it, or a file of the output would have lines as long as the texts."""
+
 TRAINED, CARRIED = "bold green underline", "green underline"
 
 
@@ -96,7 +99,7 @@ def answers_table(pairs: Sequence[tuple[Answer | None, Answer]], before: str, af
     """Answers to the same tasks side by side; `before` is empty if there is only one."""
     table = Table(box=box.SIMPLE, show_lines=True)
     for name in filter(None, ("task", before, after)):
-        table.add_column(name, overflow="fold")
+        table.add_column(name, overflow="fold", max_width=COLUMN_WIDTH)
     for old, new in pairs:
         shown = [cut_short(new.prompt), *([_rewarded(old)] if old is not None else []), _rewarded(new)]
         table.add_row(*(Text(_printable(text)) for text in shown))
