@@ -84,6 +84,8 @@ def rebuild_trainer(run: TrainedRun, version: int, ranks: Ranks, device: str | N
             break
         except ValueError as error:
             log.warning("%s; the checkpoint before it is taken", error)
+    if (steps := version - trainer.version) > 0:
+        log.warning("version %d is made again from %d (train steps: %d)", version, trainer.version, steps)
     while trainer.version < version:
         trainer.config = stored_settings(run, trainer.version)
         trainer.step(stored_batch(run, trainer.version))

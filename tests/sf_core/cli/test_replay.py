@@ -39,9 +39,12 @@ def test_a_step_comes_out_equal_with_and_without_a_checkpoint_just_before_it(
     assert (result.equal, result.largest_difference, result.metrics) == (True, 0.0, {})
 
 
-def test_a_step_has_the_settings_that_it_was_made_with(copy: RunDirectory) -> None:
+def test_a_step_has_the_settings_that_it_was_made_with(
+    copy: RunDirectory, caplog: pytest.LogCaptureFixture
+) -> None:
     configure(copy, train={"checkpoint_every": 2, "learning_rate": 1e-2, "betas": (0.5, 0.5)})
     result = replay(copy.uri, 3)
+    assert "version 3 is made again from 2 (train steps: 1)" in caplog.text
     assert (result.equal, result.metrics) == (True, {})
 
 
