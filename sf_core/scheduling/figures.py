@@ -102,12 +102,13 @@ def idle_by_cause(
         "requests": [span for span in spans if span.kind == "wait"],
         "hand-over": [_during(window) for window in windows],
     }
+    whole = _joined(windows)
     accounted = [span for span in spans if span.kind == "busy"]
-    covered_before = sum(covered_s(accounted, window) for window in windows)
+    covered_before = sum(covered_s(accounted, window) for window in whole)
     length, shares = sum(end - start for start, end in windows), dict.fromkeys(causes, 0.0)
     for cause, times in causes.items():
         accounted += times
-        covered = sum(covered_s(accounted, window) for window in windows)
+        covered = sum(covered_s(accounted, window) for window in whole)
         shares[cause] = round((covered - covered_before) / length, 4) if length else 0.0
         covered_before = covered
     return shares
@@ -139,6 +140,15 @@ def _switch(before: Span, after: Span, spans: Sequence[Span]) -> Switch:
     trained = next((s.end for s in reversed(last) if s.kind == "busy"), before.end)
     # the first sampling span of a lease ends with its first token
     return Switch(after.worker, "rollout", after.start, first.end - trained if first else None)
+
+
+def _joined(windows: Sequence[Window]) -> list[Window]:
+    """Windows of which each ends before the next begins; an iteration begins where the one before ended."""
+    joined: list[Window] = []
+    for start, end in windows:
+        begins = joined.pop()[0] if joined and joined[-1][1] == start else start
+        joined.append((begins, end))
+    return joined
 
 
 def _during(window: Window) -> Span:
