@@ -58,13 +58,15 @@ class OwnServer:
         self,
         policy: PolicyFolder,
         *,
+        dtype: str,
         max_running: int,
         context_length: int,
         sleep_level: int,
         more: Sequence[str],
     ) -> None:
-        """sleep_level 0: the server computes on the CPU."""
-        self._policy, self._more = policy, more
+        """sleep_level 0: the server computes on the CPU. It computes in `dtype`, whatever the weights have:
+        those of version 0 may have another one than those that are trained."""
+        self._policy, self._dtype, self._more = policy, dtype, more
         self._max_running, self._context_length = max_running, context_length
         self.sleep_level = sleep_level
         self._server: VllmServer | None = None
@@ -104,7 +106,7 @@ class OwnServer:
     def _start(self) -> VllmServer:
         on_cpu = self.sleep_level == 0
         own = arguments(
-            dtype=self._policy.dtype,
+            dtype=self._dtype,
             context_length=self._context_length,
             max_running=self._max_running,
             kv_bytes=self._policy.kv_bytes(self._max_running, self._context_length),

@@ -22,9 +22,6 @@ from storage.tensors.weights import FILE_NAME, INDEX_NAME
 TOKENIZER = "tokenizer.json"
 """Read where an answer must follow a grammar, here and by the server (grammar_processor.py)."""
 
-_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-"""Names that vLLM knows, by those in files."""
-
 _HEAD, _HEAD_FILE = "lm_head.weight", "lm_head.safetensors"
 
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
@@ -64,11 +61,6 @@ class PolicyFolder:
     def has_head(self) -> bool:
         """Whether the weights taken last have a head of their own."""
         return _HEAD in self._entries
-
-    @property
-    def dtype(self) -> str:
-        """vLLM's name for the type of the weights taken last."""
-        return _DTYPES.get(next(iter(self._entries.values())).dtype, "auto")
 
     def kv_bytes(self, max_running: int, context_length: int) -> int:
         """Memory for the KV of so many requests."""

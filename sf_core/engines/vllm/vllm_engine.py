@@ -38,6 +38,7 @@ def make_engine(config: RunConfig, start_dir: str) -> VllmEngine:
     else:
         place = OwnServer(
             policy,
+            dtype=config.policy.dtype,
             max_running=engine.max_running,
             context_length=engine.context_length,
             sleep_level=0 if on_cpu else settings.sleep_level,

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from sf_core.engines.protocol import Engine, EngineLostError
 from sf_core.engines.registry import make_engine
@@ -65,6 +67,19 @@ def test_an_untied_policy_is_updated_in_the_middle_of_a_request_and_a_killed_ser
     check_logprobs(untied, chunks)
     lose_requests(own, untied, one_of(processes, API_SERVER).kill)
     check_gone(processes)
+
+
+def test_a_server_computes_in_the_dtype_of_the_run_whatever_that_of_the_file_is(
+    vllm: None, tmp_path: Path
+) -> None:
+    policies = Policies(tmp_path, tied=False)
+    folder = policies.folder(0)
+    AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
+    engine = make_engine(config(vllm={"arguments": ["--logprobs-mode=raw_logprobs"]}), folder)
+    awake(engine, policies.ref(0))
+    engine.submit(request("r", max_tokens=20))
+    check_logprobs(policies, drain(engine))
+    engine.close()
 
 
 def test_a_server_that_is_killed_while_it_starts_is_started_again(own: Engine, untied: Policies) -> None:
