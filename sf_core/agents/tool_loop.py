@@ -76,7 +76,7 @@ async def open_client(endpoint: Endpoint) -> AsyncOpenAI:
 
 
 async def _ask(
-    client: AsyncOpenAI, model: str, messages: Sequence[Any], tools: Sequence[Tool] = ()
+    client: AsyncOpenAI, model: str, messages: Sequence[Any], tools: Sequence[Tool]
 ) -> ChatCompletionMessage:
     """The model's next message.
 

@@ -32,10 +32,8 @@ def summarise(view: RunView, config: RunConfig) -> dict[str, Any]:
     windows, spans = [iteration.window for iteration in iterations], read_spans(directory)
     seconds_rl = sum(end - start for start, end in windows)
     tokens = sum(m.data.get("sampled_tokens", 0) for i in iterations for m in i.stages.values())
-    idle = {
-        worker: idle_by_cause(own, windows, list(_evaluation_times(view, evaluations)))
-        for worker, own in sorted(by_worker(spans).items())
-    }
+    asked = list(_evaluation_times(view, evaluations))
+    idle = {worker: idle_by_cause(own, windows, asked) for worker, own in sorted(by_worker(spans).items())}
     summary = {
         "run_id": directory.run_id,
         "seed": config.seed,
