@@ -87,10 +87,11 @@ def watched(command: list[str], **options: Any) -> Iterator[tuple[subprocess.Pop
         thread = threading.Thread(target=watch, daemon=True)
         thread.start()
         yield running, usage
+        failed = running.wait()
         is_over.set()
         thread.join()
-        if running.wait():
-            raise SystemExit(f"{command} failed with {running.returncode}")
+        if failed:
+            raise SystemExit(f"{command} failed with {failed}")
 
 
 def main(steps: int = 5, trl_steps: int = 3, engine: str = "torch") -> None:
