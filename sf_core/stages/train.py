@@ -17,10 +17,9 @@ from sf_core.stages.commit import Outcome, commit, committed
 from sf_core.stages.lease import switching_of
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.surroundings import trim_memory
-from sf_core.training.gang import RankAssignment, check_counts, check_goes_on
+from sf_core.training.gang import RankAssignment, check_counts, check_goes_on, seated
 from sf_core.training.protocol import Trainer
 from sf_core.training.registry import trainer_backend
-from sf_core.training.seating import seated
 from sf_core.training.stored_steps import stored_batch
 from sf_core.waits import waiting_for
 from storage.files import FileRef, fenced

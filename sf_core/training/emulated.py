@@ -18,9 +18,8 @@ import pyarrow.compute as pc
 from sf_core.engines.emulated.device import device_model, switch_s
 from sf_core.engines.emulated.device_model import DeviceModel
 from sf_core.training.background import Background
-from sf_core.training.gang import RankAssignment
+from sf_core.training.gang import RankAssignment, wait_for
 from sf_core.training.protocol import TrainedRun
-from sf_core.training.seating import wait_for
 from storage.files import FileRef
 from storage.gangs import GangFiles
 from storage.tensors.weights import save_arrays

@@ -12,9 +12,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from sf_core.training.gang import RankAssignment
+from sf_core.training.gang import RankAssignment, seated
 from sf_core.training.protocol import TrainedRun, Trainer, TrainerBackend
-from sf_core.training.seating import seated
 from storage import files, parquet
 from storage.files import FileRef
 from storage.gangs import GangFiles

@@ -105,7 +105,7 @@ class DataplaneClient:
     def wait_for_evaluation(self, version: int, timeout_s: float, absence_timeout_s: float) -> None:
         """Like `wait_for_batch`, until every session of the evaluation is done."""
         where = f"{self._run}/evaluations/{version}"
-        self._wait(where, "done", f"evaluation of version {version}", timeout_s, absence_timeout_s)
+        self._wait(where, "done", "the evaluation", timeout_s, absence_timeout_s)
 
     def seal_evaluation(self, version: int, attempt: int) -> dict[str, Any]:
         return self._post(f"{self._run}/evaluations/{version}/seal", {"attempt": attempt})

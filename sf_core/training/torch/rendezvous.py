@@ -15,8 +15,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from sf_core.training.gang import GangError, RankAssignment
-from sf_core.training.seating import wait_for
+from sf_core.training.gang import GangError, RankAssignment, wait_for
 from sf_core.training.torch.ranks import ExchangeError, Group, Ranks, SingleRank, make_group
 from storage.gangs import GangFiles
 

@@ -13,8 +13,7 @@ from typing import Any
 import psutil
 import torch
 
-from sf_core.training.gang import RankAssignment
-from sf_core.training.seating import seated
+from sf_core.training.gang import RankAssignment, seated
 from sf_core.training.torch.ranks import Ranks
 from sf_core.training.torch.rendezvous import meet
 from storage.gangs import GangFiles

@@ -14,8 +14,7 @@ from sf_core.engines.emulated.device_model import DeviceModel
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.training import emulated
 from sf_core.training.emulated import EmulatedTrainer, meet
-from sf_core.training.gang import GangError, RankAssignment
-from sf_core.training.seating import seated
+from sf_core.training.gang import GangError, RankAssignment, seated
 from sf_core.training.testing import TrainerTests
 from storage.gangs import GangFiles
 from storage.run_directory import RunDirectory
