@@ -99,11 +99,8 @@ def numpy_rows(column: pa.ChunkedArray, fill: Any = None) -> list[np.ndarray]:
 def _opened(uri: str, *, pre_buffer: bool) -> Iterator[pq.ParquetFile]:
     try:
         with files.open_read(uri) as file, _complete(uri):
-            # what Arrow's threads read of a Python file they free under the GIL, which aborts a process that
-            # is ending (apache/arrow#34314): of a local file they need not know Python
-            source = files.absolute(uri) if files.is_local(uri) else file
             reader = pq.ParquetFile(
-                source, pre_buffer=pre_buffer, buffer_size=_READ_BYTES, page_checksum_verification=True
+                file, pre_buffer=pre_buffer, buffer_size=_READ_BYTES, page_checksum_verification=True
             )
             _check_version(uri, reader.schema_arrow)
             yield reader
