@@ -13,7 +13,7 @@ and the first and the last of ours, are not counted: ours then end as they begin
 batch sampled.
 
 Predicted for two cores: 5 times TRL's tokens per second, and at most its memory. Both were
-missed: 2.75 times, and 1.02 times its memory, with a third of its CPU per token.
+missed (docs/benchmarks.md).
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def evaluate(config: DeployedConfig) -> dict[str, Any]:
         with crashing_without_scheduler(), freeing_workers(run), Leases(run, plan) as leases:
             leases.lend_trainers(version)
             measured = submit(evaluate_task, run, version, config.evaluate.num_tasks)
-            return result_of(measured, f"evaluation of version {version}", config.cluster.stage_timeout_s)
+            return result_of(measured, "the evaluation", config.cluster.stage_timeout_s)
 
 
 if __name__ == "__main__":
