@@ -28,7 +28,9 @@ from prefect.runtime import flow_run
 
 from sf_core.cli.live import iteration_line, tell
 from sf_core.dataplane.control.client import DataplaneClient, DataplaneError
+from sf_core.reports.concerns import concerns_of
 from sf_core.reports.run_page import RunPage, waits_table
+from sf_core.reports.view import RunView
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.surroundings import dataplane_key
 from sf_core.waits import Facts, long_waits
@@ -71,6 +73,8 @@ class Page:
         self._newest: int | None = None
         self._renewed_at, self._reported_at = float("-inf"), time.monotonic()
         self._waits_shown: list[Facts] | None = None
+        self._told: set[str] = set()
+        """Kinds of concerns that the log has a line about."""
         self._is_over = threading.Event()
 
     def __enter__(self) -> Page:
@@ -81,12 +85,16 @@ class Page:
         return self
 
     def iteration_is_through(self, number: int) -> None:
-        """Log a line about the iteration, and show it on the page soon."""
+        """Log a line about the iteration and what is new to worry about, and show it on the page soon."""
         self._soon(self._tell, number)
         self._show(number)
 
     def _tell(self, number: int) -> None:
         tell(iteration_line(self._run.directory, number, self._run.config.train.iterations))
+        for kind, sentence in concerns_of(RunView(self._run.directory), number, self._run.config).items():
+            if kind not in self._told:
+                self._told.add(kind)
+                tell(f"iteration {number}: {sentence}")
 
     def _show(self, number: int) -> None:
         """Renew the page, unless it is being renewed or just was: then the next renewal includes this one."""

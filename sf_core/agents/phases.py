@@ -12,13 +12,15 @@ import math
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from sf_core.agents.command import CommandEnd, CommandError
 from sf_core.agents.threads import Threads
 from sf_core.config import RolloutConfig
-from sf_core.config.failures import Cause
+from sf_core.config.failures import CODE_ERRORS, Cause
 from sf_core.types import Endpoint, Scored, Task
+
+Phase = Literal["tasks", "prepare", "agent", "reward"]
 
 Prepare = Callable[[Task], AbstractAsyncContextManager[Any]]
 
@@ -34,8 +36,17 @@ class Work:
     session_id: str
     facts: dict[str, str] = field(default_factory=dict)
     """Further fields of its report: id and environment of the task, what a command as agent wrote."""
-    cause: Cause = "agent"
-    """Cause of its failure, if it fails now."""
+    phase: Phase = "tasks"
+    """What would have failed, if it failed now."""
+    told: Cause | None = None
+    """Cause of its failure where a command as agent tells it."""
+
+    def cause_of(self, error: BaseException) -> Cause:
+        if self.told is not None:
+            return self.told
+        if self.phase == "prepare" or self.phase == "reward":
+            return self.phase
+        return "code" if isinstance(error, CODE_ERRORS) else "agent"
 
 
 class Phases:
@@ -87,18 +98,18 @@ class Phases:
                 self.begun[work.session_id] = dict(work.facts)
                 if not self._rules.prepare_ahead:
                     given = await stack.enter_async_context(self._prepared(work, task))
-                work.cause = "agent"
+                work.phase = "agent"
                 answer = await self._answer(work, task, endpoint, *given)
                 self.ended.add(work.session_id)
                 self.answered.append(work.session_id)
-                work.cause = "prepare"
+                work.phase = "prepare"
         return answer
 
     async def score(self, work: Work, task: Task, answer: Any) -> dict[str, Any]:
         """The fields of a report on what an answer earned."""
         self.ended.add(work.session_id)
         async with self._scoring:
-            work.cause = "reward"
+            work.phase = "reward"
             async with _limit(self._rules.score_timeout_s, "scoring", "score_timeout_s"):
                 return as_reward(await self._call(self._reward, task, answer))
 
@@ -109,7 +120,7 @@ class Phases:
             yield ()
             return
         async with AsyncExitStack() as stack:
-            work.cause = "prepare"
+            work.phase = "prepare"
             async with _limit(self._rules.prepare_timeout_s, "preparing", "prepare_timeout_s"):
                 given = await stack.enter_async_context(self._prepare(task))
             yield (given,)
@@ -118,7 +129,7 @@ class Phases:
         try:
             answer = await self._call(self._agent, task, endpoint, *given)
         except CommandError as error:
-            work.cause, work.facts["output"] = error.cause, error.output
+            work.told, work.facts["output"] = error.cause, error.output
             raise
         if isinstance(answer, CommandEnd):
             work.facts["output"] = answer.output

@@ -19,11 +19,12 @@ from typing import Any, Literal
 import httpx
 import orjson
 
-from sf_core.agents.phases import Phases, Prepare, Work
+from sf_core.agents.phases import Phase, Phases, Prepare, Work
 from sf_core.agents.reports import Reports, as_text
 from sf_core.config import RolloutConfig
 from sf_core.surroundings import reach_directly
 from sf_core.types import Endpoint, Task
+from sf_core.user_code import own_place
 
 log = logging.getLogger(__name__)
 
@@ -205,7 +206,7 @@ class AgentRunner:
             current = asyncio.current_task()
             if current is not None and current.cancelling():
                 raise
-            sentence = _sentence(error)
+            sentence = _sentence(error, work.phase)
             where = extract_tb(error.__traceback__)[-1]
             kind = type(error).__name__, where.filename, where.lineno or 0
             # thousands may fail alike, and their sentences differ by the session
@@ -213,7 +214,7 @@ class AgentRunner:
                 self._logged.add(kind)
                 trace = as_text("".join(format_exception(error)))
                 log.warning("session %s failed: %s\n%s", session_id, as_text(sentence), trace)
-            self._reports.add_failure(session_id, sentence, work.cause, **work.facts)
+            self._reports.add_failure(session_id, sentence, work.cause_of(error), **work.facts)
 
     def _note_reported(self, session_id: str) -> None:
         self._forget(session_id)
@@ -253,12 +254,14 @@ def _named(task: Task) -> dict[str, str]:
     return names if is_told and all(isinstance(name, str) for name in names.values()) else {}
 
 
-def _sentence(error: BaseException) -> str:
+def _sentence(error: BaseException, phase: Phase) -> str:
+    """What was raised and, if it was in the user's own code, where and by which of the functions."""
     try:
         text = str(error)
     except Exception:  # __str__ is user code too
         text = "it cannot say why"
-    return f"{type(error).__name__}: {text}"
+    sentence = f"{type(error).__name__}: {text}"
+    return f"{place}: {phase} raised {sentence}" if (place := own_place(error)) else sentence
 
 
 def _as_json(answer: Any) -> str:

@@ -23,6 +23,7 @@ from sf_core.cli.stack.local import begin_services, local_stack
 from sf_core.cli.stack.processes import Part
 from sf_core.cli.stack.supervisor import Process, StackError, Supervisor
 from sf_core.config import RunConfig
+from sf_core.config.failures import failures_text
 from sf_core.dataplane.control.client import DataplaneClient, DataplaneError
 from sf_core.engines.registry import engine_kind
 from sf_core.reports.evaluations.answers import side_by_side
@@ -273,6 +274,10 @@ def _print_result(directory: RunDirectory, config: RunConfig, console: Console) 
         f"Prefect UI       prefect server start   (then http://127.0.0.1:4200)",
     )
     console.print(result, soft_wrap=True)
+    if failures := summary.get("failures"):
+        console.print(f"failed sessions  {failures_text(failures)}", highlight=False, soft_wrap=True)
+    for concern in summary.get("concerns", ()):
+        console.print(f"look at this     {concern}", highlight=False, soft_wrap=True)
     try:
         pairs = side_by_side(RunView(directory), 0, summary["iterations"])
     except ValueError as error:  # a file was removed or damaged since

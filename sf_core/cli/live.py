@@ -16,7 +16,9 @@ from rich.text import Text
 
 from sf_core import waits
 from sf_core.config import RunConfig
+from sf_core.config.failures import REASONS, failures_text
 from sf_core.dataplane.bodies import EngineStatus, RunStatus
+from sf_core.reports.concerns import failures_line
 from sf_core.reports.view import RunView
 from sf_core.waits import clock
 from storage.run_directory import RunDirectory
@@ -74,6 +76,8 @@ class RunProgress:
         lines = [" · ".join(figures)]
         if wait := status.get("wait"):
             lines.append(f"waiting since {clock(wait['since'])} for {wait['what']}")
+        if failed := status["counters"].get("failed_sessions"):
+            lines.append(f"failed {failed} sessions: {_reasons(status)}; the last: {status['last_error']}")
         if (straggler := status["straggler"]) and straggler["age_s"] > STRAGGLER_S:
             lines.append(f"oldest session {straggler['session']}: {straggler['age_s']:.0f} s")
         self._line = Text("\n".join("  " + line for line in lines), style="dim")
@@ -144,7 +148,7 @@ def tell(line: str) -> None:
 
 
 def iteration_line(run: RunDirectory, number: int, iterations: int) -> str:
-    """Rewards, tokens per second and duration of a finished iteration, as one line."""
+    """Rewards, tokens per second, duration and failures of a finished iteration, as one line."""
     iteration = RunView(run).iteration(number)
     start, end = iteration.window
     figures = [f"reward {iteration.reward:.3f}"]
@@ -152,7 +156,8 @@ def iteration_line(run: RunDirectory, number: int, iterations: int) -> str:
         figures.append(f"held-out {evaluated.data['reward_mean']:.3f} before it")
     seconds = end - start
     figures += [f"{iteration.sampled_tokens / seconds:,.0f} tokens/s", f"{seconds:.1f} s"]
-    return f"iteration {number}, {number + 1} of {iterations}: {', '.join(figures)}"
+    told = "; ".join(filter(None, [", ".join(figures), failures_line(iteration)]))
+    return f"iteration {number}, {number + 1} of {iterations}: {told}"
 
 
 class HeldOutRewards:
@@ -175,6 +180,13 @@ class HeldOutRewards:
                     self._found |= found
             self._looked_at = time.monotonic()
         return self._found
+
+
+def _reasons(status: RunStatus) -> str:
+    """Failures by reason since the data plane began to serve the run."""
+    return failures_text(
+        {reason: n for reason in REASONS if (n := status["counters"].get(f"failures.{reason}"))}
+    )
 
 
 def _engine(engine: EngineStatus) -> str:

@@ -27,9 +27,12 @@ Status = Literal["finished", "finished_after_overflow"] | Reason
 """How a session ended. finished_after_overflow: it has an ordinary reward, although its last request did not
 fit into the context window."""
 
-Cause = Literal["prepare", "agent", "time", "reward"]
-"""What ended a failed session: an error while it was prepared, an error of its agent or the agent's time
-limit, or an error of its scoring."""
+Cause = Literal["prepare", "agent", "code", "time", "reward"]
+"""What ended a failed session: an error while it was prepared, an error of its agent (`code`: one that no
+answer of the policy excuses) or the agent's time limit, or an error of its scoring."""
+
+CODE_ERRORS = (NameError, TypeError, AttributeError, ImportError, SyntaxError)
+"""Errors of an agent that are always its own, whatever the policy has answered."""
 
 REASONS: tuple[Reason, ...] = get_args(Reason)
 
@@ -48,7 +51,8 @@ class FailureRules(Settings):
     """The agent raised another error."""
     unparsed_call: Rule = "zero"
     """The agent raised an error after an answer of the policy with a tool call that could not be parsed. An
-    agent that recovers from such an answer has not failed."""
+    agent that recovers from such an answer has not failed. An error of its code (NameError, TypeError,
+    AttributeError, ImportError, SyntaxError) is an `agent_error` in any case."""
     reward_error: Rule = "retry_then_exclude"
     """The reward function raised an error or took too long, or the reward is not a finite number. An agent
     outside was given none in time."""

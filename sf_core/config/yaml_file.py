@@ -12,6 +12,9 @@ from typing import Any, cast, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel
+from ruamel.yaml import YAML
+from ruamel.yaml.constructor import SafeConstructor
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from sf_core.config import RunConfig
 from sf_core.config.validation import ConfigError, kinds_of, models_of, section_of, validate_config
@@ -101,13 +104,32 @@ class _NoYamlError(Exception):
     """The text is not YAML; the message says why on one line."""
 
 
+class _Constructor(SafeConstructor):
+    """Makes values of YAML 1.2, in which `yes` is a word and 0100 a hundred."""
+
+    def check_mapping_key(self, node: Any, key_node: Any, mapping: Any, key: Any, value: Any) -> bool:
+        if key not in mapping:
+            return True
+        same = (other for other, _ in node.value if other.value == key_node.value)
+        lines = [mark.start_mark.line + 1 for mark in (next(same), key_node)]
+        raise _NoYamlError(
+            f"the key {shown(key)} stands in line {lines[0]} and again in line {lines[1]}: "
+            "write what belongs to it once"
+        )
+
+
 def _parse(text: str) -> Any:
+    parser = YAML(typ="safe", pure=True)
+    parser.Constructor = _Constructor
     try:
-        return yaml.safe_load(text)
+        return parser.load(text)
     except RecursionError:
         raise _NoYamlError("it is nested too deeply") from None
-    except (yaml.YAMLError, ValueError) as error:
-        # yaml raises a plain ValueError for a date that does not exist or a malformed number
+    except MarkedYAMLError as error:
+        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        raise _NoYamlError(line + " ".join(filter(None, (error.context, error.problem)))) from None
+    except (YAMLError, ValueError) as error:
+        # a plain ValueError for a date that does not exist or a malformed number
         raise _NoYamlError(" ".join(str(error).split())) from None
 
 

@@ -38,6 +38,8 @@ class RunSpec(Body):
     model_dir: str
     """Folder with tokenizer and chat template."""
     served_model: str = "policy"
+    tasks: str = "tasks"
+    """The function that makes its tasks, in the words of messages."""
     seed: int
     rollout: RunRollout = RunRollout()
     lag_bound: int = Field(ge=0)
@@ -49,6 +51,8 @@ class RunSpec(Body):
     engine_silence_s: float = Field(600.0, gt=0)
     """An engine that has work and sends nothing for this long is dropped: must be longer than any prefill and
     any loading of weights. A dead process or network is noticed within 40 s by WebSocket pings."""
+    was_warmed: bool = False
+    """The run began with a warm start, after which a call that cannot be parsed is the policy's fault."""
     num_batches: int = Field(ge=0, le=MAX_INDEX)
     """Iterations of the whole run; 0 for evaluation only."""
     iteration: int = Field(ge=0, le=MAX_INDEX)

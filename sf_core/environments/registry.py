@@ -21,6 +21,7 @@ from sf_core.environments.environment import Environment
 from sf_core.settings import load_object, shown
 from sf_core.surroundings import ROOT
 from sf_core.types import Task
+from sf_core.user_code import place_of
 
 SHIPPED = {
     "quickstart": "sf_core.environments.quickstart:Quickstart",
@@ -48,6 +49,13 @@ def environment_of(config: EnvironmentConfig) -> Environment:
 def tasks_of(config: EnvironmentConfig) -> Callable[..., Any]:
     """Raises ValueError like `environment_of`, also if there is no such function; so do the next two."""
     return environment_of(config).tasks if config.tasks is None else _loaded("tasks", config.tasks)
+
+
+def source_of_tasks(config: EnvironmentConfig) -> str:
+    """The function that makes the tasks, as messages name it: "my_agent:tasks (my_agent.py:5)". Raises
+    ValueError like `tasks_of`."""
+    place = place_of(tasks_of(config))
+    return (config.tasks or f"{config.name}.tasks") + (f" ({place})" if place else "")
 
 
 def agent_of(config: EnvironmentConfig) -> Callable[..., Any]:

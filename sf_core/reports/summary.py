@@ -7,8 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from sf_core.config import RunConfig
+from sf_core.config.failures import sum_failures
+from sf_core.reports.concerns import summed_concerns
 from sf_core.reports.pictures import draw_run
-from sf_core.reports.view import Iteration, RunView
+from sf_core.reports.view import Iteration, RunView, failures_of
 from sf_core.scheduling.figures import Window, by_worker, idle_by_cause
 from sf_core.scheduling.timeline import read_spans
 from sf_core.surroundings import command_started_at
@@ -46,6 +48,8 @@ def summarise(view: RunView, config: RunConfig) -> dict[str, Any]:
         "tokens_per_second": round(sum(i.sampled_tokens for i in iterations) / seconds_rl, 1),
         "idle_fraction": {worker: round(sum(shares.values()), 4) for worker, shares in idle.items()},
         "idle_by_cause": idle,
+        "failures": sum_failures(failures_of(i.stages["rollout"]) for i in iterations),
+        "concerns": summed_concerns(view, len(iterations), config),
         "max_lag": max(i.stages["rollout"].data["max_lag"] for i in iterations),
         "orchestration_seconds_per_iteration": round(orchestration_seconds(iterations) / len(iterations), 3),
     }

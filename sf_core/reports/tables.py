@@ -14,9 +14,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from sf_core.config import RunConfig
 from sf_core.config.failures import failures_text, sum_failures
 from sf_core.models.tokenizer import open_tokenizer
 from sf_core.reports import devices
+from sf_core.reports.concerns import summed_concerns
 from sf_core.reports.evaluations.answers import Answer
 from sf_core.reports.view import RolloutFigures, failures_of, open_run
 from storage.run_directory import STAGES, RunDirectory
@@ -57,6 +59,10 @@ def inspect_run(uri: str) -> RenderableType:
         f"{what}: {failures_text(failures)}\n"
         for what, failures in (("failed sessions", trained), ("failed held-out sessions", measured))
         if failures
+    )
+    through = sum(iteration.is_through for iteration in iterations)
+    footer += "".join(
+        f"{concern}\n" for concern in summed_concerns(view, through, view.run.read_config(RunConfig))
     )
     footer += f"held-out: reward after the iteration; stages committed: {', '.join(STAGES)}"
     if figures and (last := figures[-1]) is not None:

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit, urlunsplit
 from sf_core.config import RunConfig
 from sf_core.dataplane.control.client import DataplaneClient
 from sf_core.engines.registry import follows_grammars
-from sf_core.environments.registry import tasks_of
+from sf_core.environments.registry import source_of_tasks, tasks_of
 from sf_core.reports.view import RunView
 from sf_core.settings import described
 from sf_core.surroundings import dataplane_key, dataplane_url, run_key
@@ -137,11 +137,13 @@ class OpenRun:
             run_id=self.ref.run_id,
             run_dir=self.ref.uri,
             model_dir=self.start_dir,
+            tasks=source_of_tasks(config.environment),
             seed=config.seed,
             rollout=config.rollout.model_dump(),
             lag_bound=config.lag_bound,
             context_length=config.engine.context_length,
             follows_grammars=follows_grammars(config),
+            was_warmed=config.policy.warm_steps > 0,
             num_batches=0 if evaluate_only else config.train.iterations,
             iteration=point.next_batch,
             version=point.version,

@@ -92,7 +92,7 @@ class DataplaneClient:
     def wait_for_batch(self, iteration: int, timeout_s: float, absence_timeout_s: float) -> None:
         """Return when the batch is ready. Raises TimeoutError that says what it waited for, at the latest
         after `absence_timeout_s` without an engine or without an agent runner, and RuntimeError if all
-        sessions fail or the run is released."""
+        sessions fail, the run is released or the data plane has found a fault that ends it."""
         where = f"{self._run}/batches/{iteration}"
         self._wait(where, "ready", f"batch {iteration}", timeout_s, absence_timeout_s)
 
@@ -147,6 +147,8 @@ class DataplaneClient:
                 wait_s = min(LONG_POLL_S, wait.left_s, absence_timeout_s)
                 answer = self._call("GET", path, params={"wait_s": wait_s})
                 now = time.monotonic()
+                if answer["fault"]:
+                    raise RuntimeError(f"{what}: {answer['fault']}")
                 if answer[flag]:
                     return
                 wait.reason = answer["waiting_for"]

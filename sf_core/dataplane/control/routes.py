@@ -154,7 +154,9 @@ async def claim(run: ServedRun, body: bodies.ClaimBody) -> Answer:
 
 @_get(BATCH, "How far the batch is.")
 async def batch(run: ServedRun, index: int, wait_s: float) -> Answer:
-    await run.changed.until(lambda: run.released or run.manager.readiness(index).ready, wait_s)
+    await run.changed.until(
+        lambda: bool(run.released or run.fault) or run.manager.readiness(index).ready, wait_s
+    )
     return batch_status(run, index)
 
 
@@ -185,7 +187,7 @@ async def start_evaluation(run: ServedRun, index: int, body: bodies.EvaluationBo
 async def evaluation(run: ServedRun, index: int, wait_s: float) -> Answer:
     if (group := run.manager.evaluations.get(index)) is None:
         raise ApiError(404, f"No evaluation of version {index} was started.")
-    await run.changed.until(lambda: run.released or group.is_complete, wait_s)
+    await run.changed.until(lambda: bool(run.released or run.fault) or group.is_complete, wait_s)
     return evaluation_status(run, index, group)
 
 

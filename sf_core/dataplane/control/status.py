@@ -124,6 +124,7 @@ def _workforce(run: ServedRun) -> dict[str, Any]:
         "runners": None if run.spec.rollout.is_outside else num_runners(run),
         "failures_in_a_row": run.outcomes.failures_in_a_row,
         "released": run.released,
+        "fault": run.fault,
     }
 
 

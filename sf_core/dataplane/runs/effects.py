@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from sf_core.config.failures import REASONS
 from sf_core.dataplane.bodies import RewardBody
 from sf_core.dataplane.journal.journal import Compaction
 from sf_core.dataplane.runs import events
@@ -60,8 +61,11 @@ class Effects:
                 run.forget(session_id)
             case events.Finished(result):
                 return self._drop_groups(self._finish(result))
-            case events.Failed(claim, reason):
+            case events.Failed(claim, reason, error):
                 self._forget(claim)
+                run.outcomes.note_failed(error)
+                if claim.place.split == "train":
+                    run.outcomes.discarded[reason] += 1
                 return self._drop_groups(run.manager.fail(claim, reason))
             case events.Lost(claim):
                 self._forget(claim)
@@ -72,6 +76,7 @@ class Effects:
             case events.Sealed(index, batch, answer):
                 run.manager.restore_sealed(index, batch)
                 run.answers[index] = answer
+                run.outcomes.discarded.clear()
                 self._drop_groups([*batch.rejected])
                 for group in batch.groups:
                     self.drop_results(group)
@@ -123,12 +128,21 @@ class Effects:
         if claim is None:
             run.results.keep_opened(result)
             return []
+        self._note_outcome(result)
         rejected = run.manager.restore_finished(claim, result.reward, result.min_version)
         if not rejected and run.manager.is_done(claim):
             run.results.keep(claim.place, result)
         elif claim.is_outside:
             self._keep_untrained(result)
         return rejected
+
+    def _note_outcome(self, result: FinishedSession) -> None:
+        outcomes, rules = self._run.outcomes, self._run.spec.rollout.on_failure
+        # the last attempt at a held-out task counts, but shows no working agent
+        if result.status in REASONS and rules.rule_for(result.status) == "retry_then_exclude":
+            outcomes.note_failed(result.error)
+        else:
+            outcomes.note_finished(result)
 
     def _drop_groups(self, indices: list[int]) -> list[int]:
         for index in indices:

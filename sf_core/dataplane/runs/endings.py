@@ -15,7 +15,8 @@ from sf_core.config.failures import REASONS
 from sf_core.dataplane.bodies import FinishBody, RewardBody
 from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError
 from sf_core.dataplane.runs.events import Answered, Closed, Failed, Finished
-from sf_core.dataplane.sessions.claims import Claim
+from sf_core.dataplane.runs.groups import Group
+from sf_core.dataplane.sessions.claims import Claim, SessionSlot
 from sf_core.dataplane.sessions.finished import FinishedSession
 from sf_core.dataplane.sessions.session import Session
 
@@ -50,6 +51,32 @@ class Endings:
             raise refusal
         else:
             await self._end_given(session, claim, report)
+
+    def refuse_other_task(self, session: Session) -> bool:
+        """End the run if other sessions of the group are named after another task than this one: rewards
+        are compared within a group. Returns whether that is so."""
+        run, claim = self._run, session.claim
+        if not session.task_id or claim is None or claim.is_outside or claim.place.split != "train":
+            return False
+        named = {(session.task_id, session.environment), *_tasks_of_group(run, claim.place)}
+        if len(named) == 1:
+            return False
+        shown = " and ".join(f"{task_id!r} of {environment!r}" for task_id, environment in sorted(named)[:2])
+        self.end_run_by(
+            f"{run.spec.tasks} changes between two calls: sessions of group {claim.place.group}, which work "
+            f"on one task, got {shown}. Equal arguments must give equal tasks, in every process",
+            "task_changed",
+            [g for g in run.manager.groups.values() if not (g.is_outside or g.is_complete)],
+        )
+        return True
+
+    def end_run_by(self, fault: str, reason: str, groups: list[Group]) -> None:
+        """Have the flow end with this sentence, and reject the groups that it is about: an attempt in which
+        it is mended begins new ones."""
+        run = self._run
+        run.fault = run.fault or fault
+        run.counters[f"rejected_groups.{reason}"] += len(run.reject_all(groups, reason))
+        run.changed.notify()
 
     async def expire(self, session: Session) -> None:
         """End a session whose time is over."""
@@ -105,6 +132,9 @@ class Endings:
                 "output": session.output if report.output is None else report.output,
             }
         )
+        session.task_id, session.environment = report.task_id, report.environment
+        if self.refuse_other_task(session):
+            return
         try:
             return await self._settle(claim, self._run.take_out(session, report), report.error or "")
         except Exception as error:  # whatever it is must not cost the place
@@ -133,7 +163,6 @@ class Endings:
         if result.status in REASONS:
             await self._settle_failure(claim, result, error)
         else:
-            self._run.outcomes.note_finished(result)
             self._run.counters["finished_sessions"] += 1
             await self._keep(claim, result)
         self._run.changed.notify()
@@ -143,15 +172,11 @@ class Endings:
         assert reason in REASONS
         run.counters["failed_sessions"] += 1
         run.counters[f"failures.{reason}"] += 1
+        result.error = error
         worth = run.manager.worth(claim, reason, can_train=result.min_version is not None)
-        is_tried_again = run.spec.rollout.on_failure.rule_for(reason) == "retry_then_exclude"
-        if worth is None or is_tried_again:
-            run.outcomes.note_failed(error)
-        else:
-            run.outcomes.note_finished(result, error)
         if worth is not None:
             return await self._keep(claim, result)
-        failed = Failed(claim, reason)
+        failed = Failed(claim, reason, error)
         await run.journal.append(failed)
         await run.reject(run.effects.apply(failed))
 
@@ -160,6 +185,19 @@ class Endings:
         await run.journal.append(Finished(result))
         if run.manager.group_of(claim) is not None or claim.is_outside:
             await run.reject(run.effects.apply(Finished(result)))
+
+
+def _tasks_of_group(run: ServedRun, place: SessionSlot) -> Iterator[tuple[str, str]]:
+    """Id and environment of each task that a session of this group has named."""
+    group = run.manager.groups.get(place.group)
+    for index, member in enumerate(group.members if group is not None else ()):
+        other = Claim(place._replace(member=index), member.attempt)
+        session_id = other.session_id(run.spec.run_id)
+        session = run.sessions.get(session_id) or run.closing.get(session_id)
+        result = run.results.by_place.get(other.place)
+        for named in (session, *(result.trajectories[:1] if result is not None else ())):
+            if named is not None and named.task_id:
+                yield named.task_id, named.environment
 
 
 def _refusal(session: Session, error: Exception) -> ApiError:

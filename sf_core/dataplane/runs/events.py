@@ -101,6 +101,7 @@ class Finished(Event):
 class Failed(Event):
     claim: Claim
     reason: Reason
+    error: str = ""
 
 
 class Lost(Event):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from sf_core.dataplane.sessions.finished import FinishedSession
@@ -18,11 +18,13 @@ class RecentResults:
         self.last_error = ""
         self.failures_in_a_row = 0
         """Sessions that failed and are retried or excluded, since the last one that counted."""
+        self.discarded: Counter[str] = Counter()
+        """Training sessions that failed and were retried or excluded since the last batch, by reason."""
 
-    def note_finished(self, result: FinishedSession, error: str = "") -> None:
-        """Count a session with its reward. `error`: why it failed, if its failure counts as the policy's."""
+    def note_finished(self, result: FinishedSession) -> None:
+        """Count a session with its reward, also one whose failure counts as the policy's."""
         self.failures_in_a_row = 0
-        self.last_error = error or self.last_error
+        self.last_error = result.error or self.last_error
         self._rewards.append(result.reward)
         self._tokens.append(sum(int(row.loss_mask.sum()) for row in result.trajectories))
 
@@ -32,6 +34,7 @@ class RecentResults:
 
     def forget_failures(self) -> None:
         """Reset the failures, whose cause may have been mended."""
+        self.discarded.clear()
         self.failures_in_a_row, self.last_error = 0, ""
 
     @property

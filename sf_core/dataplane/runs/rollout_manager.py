@@ -172,17 +172,21 @@ class RolloutManager:
         to_admit = max(0, self._num_admissible(is_full) - self._num_groups())
         return sum(group.num_open for group in groups) + self.rules.group_size * to_admit
 
-    def seal(self, batch: int) -> Batch:
-        """Consume the groups of a batch; the same batch again gives the same groups. Raises ValueError if it
-        is not ready."""
-        if batch in self.batches:
-            return self.batches[batch]
+    def choose(self, batch: int) -> list[int]:
+        """The groups that a batch would be made of now. Raises ValueError if it is not ready."""
         readiness = self.readiness(batch)
         if not readiness.ready:
             raise ValueError(f"batch {batch} is not ready: it waits for {readiness.waiting_for}")
         if batch < self.next_batch:
             raise ValueError(f"batch {batch} was sealed before this data plane knew the run")
-        chosen = self._choose()
+        return self._choose()
+
+    def seal(self, batch: int) -> Batch:
+        """Consume the groups of a batch; the same batch again gives the same groups. Raises ValueError if it
+        is not ready."""
+        if batch in self.batches:
+            return self.batches[batch]
+        chosen = self.choose(batch)
         # with `wait` there are none, or the batch would not be ready
         dropped = self._reject(self._late(chosen, batch), "max_lag")
         for index in chosen:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import math
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from sf_core.dataplane.bodies import (
@@ -33,6 +33,7 @@ from sf_core.dataplane.runs import events
 from sf_core.dataplane.runs.effects import Effects
 from sf_core.dataplane.runs.endings import Closing, Endings, fault_of, time_of
 from sf_core.dataplane.runs.events import RunEvent, read_event
+from sf_core.dataplane.runs.groups import Group
 from sf_core.dataplane.runs.recent import RecentResults, TokenRate
 from sf_core.dataplane.runs.results import Results
 from sf_core.dataplane.runs.rollout_manager import RolloutManager
@@ -80,6 +81,9 @@ class ServedRun(TurnHost):
         self.changed = Signal()
         """Notified when something has happened that a long poll may wait for."""
         self.memory.watchers.add(self.changed)
+        self.fault = ""
+        """Why the flow has to end, in one sentence; empty if nothing is wrong. Nothing is given out from then
+        on until another attempt begins, by which it may be mended."""
         self.stage: dict[str, Any] = {}
         self.meter = TokenRate()
         self.outcomes = RecentResults()
@@ -97,6 +101,7 @@ class ServedRun(TurnHost):
             for session in [s for s in self.sessions.values() if not s.is_external]:
                 self._lose(session)
             self.outcomes.forget_failures()
+            self.fault = ""
         self.spec, self.released = spec, False
         self.router.limits = limits_of(spec)
         self.manager.set_rules(spec.rollout, spec.lag_bound, spec.num_batches)
@@ -177,6 +182,7 @@ class ServedRun(TurnHost):
                 named = events.Named(session_id, task.task_id, task.environment)
                 self.effects.apply(named)
                 recording.append(self.journal.append_chunk(named))
+                self.endings.refuse_other_task(session)
         if recording:
             await self.journal.attend(asyncio.gather(*recording))
 
@@ -199,7 +205,7 @@ class ServedRun(TurnHost):
         return self.released or runner.attempt < self.spec.attempt or is_through
 
     def _give_out(self, runner: str, limit: int, sessions: list[Session]) -> bool:
-        if self.runners[runner].is_retiring or self.journal.failure is not None:
+        if self.runners[runner].is_retiring or self.journal.failure is not None or self.fault:
             return False
         work = self.runners[runner].work
         if work == "reward" or not self.is_scored_elsewhere:
@@ -287,10 +293,13 @@ class ServedRun(TurnHost):
         return session.claim is not None and self.manager.group_of(session.claim) is not None
 
     def _reject_outside(self, reason: str, only_incomplete: bool = False) -> list[events.Rejected]:
-        """Reject the groups from outside, as the events that are returned say."""
+        """Reject the groups from outside; see `reject_all`."""
         groups = [group for group in self.manager.groups.values() if group.is_outside]
-        indices = [group.index for group in groups if not (only_incomplete and group.is_complete)]
-        rejected = [events.Rejected(index, reason) for index in indices]
+        return self.reject_all([g for g in groups if not (only_incomplete and g.is_complete)], reason)
+
+    def reject_all(self, groups: list[Group], reason: str) -> list[events.Rejected]:
+        """Reject groups, as the events that are returned say."""
+        rejected = [events.Rejected(group.index, reason) for group in groups]
         for event in rejected:
             self.journal.note(event)
             self.effects.apply(event)
@@ -317,6 +326,10 @@ class ServedRun(TurnHost):
         """Places of a group that have a result."""
         places = (SessionSlot("train", group, member) for member in range(self.manager.largest_group))
         return [place for place in places if place in self.results.by_place]
+
+    def results_of(self, groups: Iterable[int]) -> list[FinishedSession]:
+        """Results of these groups, in order."""
+        return [self.results.by_place[place] for group in groups for place in self.places_of(group)]
 
     async def start_evaluation(self, version: int, num_tasks: int) -> None:
         await self.record(events.EvaluationStarted(version, num_tasks))

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from sf_core.config.failures import REASONS, count_failures
+from sf_core.config.failures import REASONS, count_failures, failures_text
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.runs import events
 from sf_core.dataplane.runs.effects import compaction
@@ -66,6 +66,8 @@ class Sealer:
         if index in run.answers:
             return run.answers[index]
         try:
+            if index not in run.manager.batches:
+                self._refuse_failed(index)
             batch = run.manager.seal(index)
         except ValueError as error:
             raise ApiError(409, str(error)) from None
@@ -75,7 +77,7 @@ class Sealer:
             run.journal.note(rejected)
             run.effects.apply(rejected)
         run.changed.notify()
-        sessions = [run.results.by_place[place] for group in batch.groups for place in run.places_of(group)]
+        sessions = run.results_of(batch.groups)
         answer = await write_sessions(run, "trajectories", index, f"rollout-{attempt}", sessions)
         for group in batch.groups:
             run.effects.drop_results(group)
@@ -84,8 +86,11 @@ class Sealer:
             "groups": batch.groups,
             "rejected": {str(group): reason for group, reason in batch.rejected.items()},
             "failures": count_failures(session.status for session in sessions),
+            "discarded": dict(run.outcomes.discarded),
+            "last_error": run.outcomes.last_error,
             "max_lag": index - min(min_versions, default=index),
         }
+        run.outcomes.discarded.clear()
         await run.journal.append(events.Sealed(index, batch, answer))
         await run.compact(partial(compaction, run))
         # counted last, because everything above is repeated if it fails
@@ -93,6 +98,19 @@ class Sealer:
         for dropped in batch.dropped:
             run.count(f"rejected_groups.{batch.rejected[dropped]}")
         return answer
+
+    def _refuse_failed(self, index: int) -> None:
+        """Raises ValueError if every session of the batch failed by its agent or its reward."""
+        run = self._run
+        sessions = run.results_of(chosen := run.manager.choose(index))
+        if not all(failed_by_itself(session, run.spec.was_warmed) for session in sessions):
+            return
+        counts = failures_text(count_failures(session.status for session in sessions))
+        last = sessions[-1].error or run.outcomes.last_error
+        fault = f"every session of batch {index} failed ({counts}); the last: {last}"
+        groups = [g for g in run.manager.groups.values() if g.index in chosen or not g.is_outside]
+        run.endings.end_run_by(fault, "all_failed", groups)
+        raise ValueError(fault)
 
     async def _write_evaluation(self, version: int, attempt: int) -> Sealed:
         run = self._run
@@ -127,6 +145,16 @@ class Sealer:
         }
 
 
+def failed_by_itself(session: FinishedSession, was_warmed: bool) -> bool:
+    """Whether a session failed by its agent or its reward, not by what the policy sampled. Calls that cannot
+    be parsed are the policy's fault if a warm start has shown it how to write them."""
+    if session.status not in ("agent_error", "reward_error", "unparsed_call"):
+        return False
+    turns = session.trajectories[-1].turns if session.trajectories else ()
+    was_cut = bool(turns) and turns[-1].finish_reason == "length"
+    return not (was_cut or (session.status == "unparsed_call" and was_warmed))
+
+
 async def write_sessions(
     run: ServedRun, kind: TrajectoryKind, index: int, part: str, sessions: Sequence[FinishedSession]
 ) -> Sealed:
@@ -144,11 +172,16 @@ async def write_sessions(
         raise ApiError(500, f"{kind} {index} cannot be written: {error}.") from error
     rewards = [session.reward for session in sessions]
     mean = float(np.mean(rewards)) if rewards else 0.0
-    return written | {"sessions": len(sessions), "reward_mean": mean}
+    bounds = {"reward_min": min(rewards), "reward_max": max(rewards)} if rewards else {}
+    return written | {"sessions": len(sessions), "reward_mean": mean, **bounds}
 
 
 def _sums(rows: Sequence[Trajectory]) -> Sealed:
+    own = [turn for row in rows for turn in row.turns if turn.end > row.shared_prefix]
+    ends = [turn.finish_reason for turn in own if turn.finish_reason is not None]
     return {
         "sampled_tokens": sum(int(row.loss_mask.sum()) for row in rows),
         "interruptions": sum(row.interruptions for row in rows),
+        "answers": len(ends),
+        "cut_answers": ends.count("length"),
     }

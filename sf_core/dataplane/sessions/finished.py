@@ -31,6 +31,8 @@ class FinishedSession:
     """Oldest and newest policy version of a sampled token."""
     trajectories: Sequence[Trajectory]
     status: Status = "finished"
+    error: str = ""
+    """Why it failed, if it did."""
 
     @property
     def num_bytes(self) -> int:

@@ -149,6 +149,8 @@ def status_of(session: Session, report: FinishBody) -> Status:
             return "prepare_error"
         case "reward":
             return "reward_error"
+        case "code":
+            return "agent_error"
     if session.has_overflowed:
         return "context_overflow"
     return "unparsed_call" if session.turns and session.turns[-1].num_unparsed_calls else "agent_error"

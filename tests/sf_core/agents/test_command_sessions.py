@@ -104,10 +104,15 @@ def test_a_command_that_fails_after_an_answer_keeps_what_it_wrote(
     renderer: Renderer,
 ) -> None:
     rules = {"on_failure": {"agent_error": "zero"}, "failed_reward": -1.0}
-    server.register(group_size=1, groups_per_batch=1, num_batches=1, **rules)
+    server.register(group_size=2, groups_per_batch=1, num_batches=1, **rules)
     server.connect(lambda prompt, seed: say(renderer, "42"))
-    run_until_ready(server, make_runner(server.url, agent=python(ASK + "sys.exit(3)")))
-    [row] = rows_of(server)
+    agents = iter([python(ASK + "sys.exit(3)"), python(ASK)])
+
+    async def agent(task: Any, endpoint: Any) -> Any:
+        return await next(agents)(task, endpoint)
+
+    run_until_ready(server, make_runner(server.url, agent=agent))
+    [row] = [row for row in rows_of(server) if row.status != "finished"]
     assert (row.status, row.reward) == ("agent_error", -1.0)
     assert row.output is not None and sorted(row.output.splitlines()) == ["42", "asked"]
 

@@ -59,7 +59,7 @@ class _DumbError(Exception):
 
 
 def test_an_error_that_cannot_say_what_it_is_has_a_name_at_least() -> None:
-    assert _sentence(_DumbError()) == "_DumbError: it cannot say why"
+    assert _sentence(_DumbError(), "agent") == "_DumbError: it cannot say why"
 
 
 @pytest.fixture

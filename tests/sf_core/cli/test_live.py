@@ -24,7 +24,15 @@ STATUS: dict[str, Any] = {
     "tokens_per_second": 1234.0,
     "sessions_running": 88,
     "straggler": {"session": "run-1.g3.0.a0", "group": 3, "age_s": 5.0},
+    "counters": {"failed_sessions": 0},
     "engines": [{"worker": "r0", "version": 2}, {"worker": "t0", "version": None}],
+}
+
+
+FAILED = {
+    "failures": {"timeout": 2},
+    "discarded": {"agent_error": 5},
+    "last_error": "my_agent.py:12: agent raised KeyError: x",
 }
 
 
@@ -50,6 +58,16 @@ def test_a_long_wait_and_a_straggler_are_shown() -> None:
     assert "for batch 3: 3 of 8 groups" in text
     assert "oldest session run-1.g3.0.a0: 95 s" in text
     assert "oldest session" not in shown(STATUS, iterations=10)
+
+
+def test_failures_are_shown_by_reason_with_the_last_error() -> None:
+    counters = {"failed_sessions": 384, "failures.agent_error": 380, "failures.timeout": 4}
+    text = shown(
+        STATUS | {"counters": counters, "last_error": "my_agent.py:12: agent raised KeyError: x"}, 10
+    )
+    told = " ".join(text.split())
+    assert "failed 384 sessions: timeout 4, agent_error 380; the last: my_agent.py:12: agent raised" in told
+    assert "failed" not in shown(STATUS, iterations=10)
 
 
 def test_once_every_batch_is_sealed_no_group_is_awaited() -> None:
@@ -147,11 +165,18 @@ def test_a_line_of_an_iteration_has_its_reward_evaluation_speed_and_time(tmp_pat
     for number in range(3):
         start = 100.0 + 5 * number
         times = {"started_at": start, "finished_at": start + 5}
-        for stage in STAGES:
-            commit(run, number, stage, data=times | {"reward_mean": number / 4, "sampled_tokens": 1250})
+        for stage in STAGES[1:]:
+            commit(run, number, stage, data=times)
+        told = {"sessions": 8, "failures": {}, "reward_mean": number / 4, "sampled_tokens": 5000}
+        commit(run, number, "rollout", data=times | told | (FAILED if number == 1 else {}))
     commit(run, 2, "evaluate", data={"reward_mean": 0.75, "sampled_tokens": 5000})
     first = "iteration 0, 1 of 40: reward 0.000, 1,000 tokens/s, 5.0 s"
     assert iteration_line(run, 0, 40) == first
+    second = (
+        "iteration 1, 2 of 40: reward 0.250, 1,000 tokens/s, 5.0 s; failed 2 of 8: timeout 2; "
+        "discarded 5 failed: agent_error 5; the last: my_agent.py:12: agent raised KeyError: x"
+    )
+    assert iteration_line(run, 1, 40) == second
     third = "iteration 2, 3 of 40: reward 0.500, held-out 0.750 before it, 2,000 tokens/s, 5.0 s"
     assert iteration_line(run, 2, 40) == third
 

@@ -115,7 +115,7 @@ def test_a_session_says_that_its_last_request_did_not_fit(
 def test_an_agent_that_ends_in_an_error_after_a_call_that_does_not_parse_failed_by_that(
     server: Server, renderer: Renderer, text: str
 ) -> None:
-    serve(server, renderer, text, session_attempts=1)
+    serve(server, renderer, text, session_attempts=1, was_warmed=True)
     [claim] = server.claim()
     assert ask(server, claim, HI) == 200
     end(server, claim)
@@ -168,7 +168,7 @@ def test_an_answer_that_is_scored_too_late_is_no_fault_of_the_policy(
 def test_what_is_tried_again_ends_as_its_rule_says(
     server: Server, renderer: Renderer, rule: str, status: str | None
 ) -> None:
-    serve(server, renderer, on_failure={"agent_error": rule}, session_attempts=2)
+    serve(server, renderer, on_failure={"agent_error": rule}, session_attempts=2, groups_per_batch=2)
     for attempt in range(2):
         [claim] = server.claim()
         assert claim["session_id"] == f"run.g0.0.a{attempt}"
@@ -177,8 +177,13 @@ def test_what_is_tried_again_ends_as_its_rule_says(
     if status is None:
         assert server.get("/runs/run")["counters"]["rejected_groups.agent_error"] == 1
     else:
-        [row] = sealed_rows(server)[1]
+        [claim] = server.claim()
+        assert ask(server, claim, HI) == 200
+        end(server, claim, reward=1.0)
+        sealed, [row, _] = sealed_rows(server)
         assert (row.session_id, row.status) == ("run.g0.0.a1", status)
+        assert sealed["failures"] == sealed["discarded"] == {"agent_error": 1}
+        assert sealed["last_error"] == "KeyError: x"
 
 
 @pytest.mark.parametrize("finishes", [False, True])
@@ -313,3 +318,59 @@ def test_a_session_that_an_agent_opened_and_that_cannot_be_exported_ends(
     assert (answer.status_code, "ValueError" in answer.text) == (500, True)
     assert server.http.get(path).status_code == 404
     assert server.get("/runs/run")["sessions_running"] == 0
+
+
+@pytest.mark.parametrize("status", ["agent_error", "reward_error", "unparsed_call"])
+def test_a_batch_of_failures_ends_the_attempt_and_a_later_one_begins_new_groups(
+    server: Server, renderer: Renderer, status: str
+) -> None:
+    rules = {"on_failure": {"agent_error": "zero", "reward_error": "zero"}, "groups_per_batch": 2}
+    serve(server, renderer, UNPARSED if status == "unparsed_call" else "hello", **rules)
+    cause = {"cause": "reward"} if status == "reward_error" else {}
+    for claim in server.claim(2):
+        assert ask(server, claim, HI) == 200
+        end(server, claim, **cause)
+    refused = server.http.post("/runs/run/batches/0/seal", json={"attempt": 1})
+    sentence = f"every session of batch 0 failed ({status} 2); the last: KeyError: x"
+    assert refused.status_code == 409 and refused.json()["error"]["message"] == sentence
+    awaited = server.get("/runs/run/batches/0", wait_s=0.0)
+    assert (awaited["ready"], awaited["fault"]) == (False, sentence)
+    assert server.get("/runs/run")["counters"]["rejected_groups.all_failed"] == 2
+
+    server.register(group_size=1, attempt=2, **rules)
+    server.connect(lambda prompt, seed: say(renderer, "hello"), lease="r1", attempt=2)
+    assert server.get("/runs/run/batches/0", wait_s=0.0)["fault"] == ""
+    for claim in server.claim(2, runner="a1"):
+        assert ask(server, claim, HI) == 200
+        end(server, claim, reward=1.0)
+    sealed = server.post("/runs/run/batches/0/seal", {"attempt": 2})
+    assert (sealed["groups"], sealed["failures"]) == ([2, 3], {})
+
+
+@pytest.mark.parametrize(
+    ("cause", "text", "spec"),
+    [
+        ("time", "hello", {}),
+        ("agent", UNPARSED, {"was_warmed": True}),
+        ("agent", "hello " * 40, {"max_tokens": 4}),
+    ],
+)
+def test_a_batch_that_failed_by_what_the_policy_did_is_trained_on(
+    server: Server, renderer: Renderer, cause: str, text: str, spec: dict[str, Any]
+) -> None:
+    serve(server, renderer, text, on_failure={"agent_error": "zero"}, **spec)
+    [claim] = server.claim()
+    assert ask(server, claim, HI) == 200
+    end(server, claim, cause=cause)
+    sealed, [row] = sealed_rows(server)
+    assert row.reward == -0.5 and sum(sealed["failures"].values()) == 1
+
+
+def test_an_error_of_its_code_is_the_agents_whatever_the_policy_answered(
+    server: Server, renderer: Renderer
+) -> None:
+    serve(server, renderer, UNPARSED, session_attempts=1, was_warmed=True)
+    [claim] = server.claim()
+    assert ask(server, claim, HI) == 200
+    end(server, claim, cause="code", error="NameError: name 'json' is not defined")
+    assert server.get("/runs/run")["counters"]["rejected_groups.agent_error"] == 1

@@ -307,7 +307,7 @@ def test_how_sessions_failed_and_may_have_failed_outlives_a_restart(plane: Resta
     long = {"model": "policy", "messages": [{"role": "user", "content": "the " * 3000}]}
     assert server.http.post(path + "/v1/chat/completions", json=long).status_code == 400
     running = [overlong["session_id"]]
-    named = {overlong["session_id"]: {"task_id": "t7", "environment": "shop"}}
+    named = {overlong["session_id"]: {"task_id": "t", "environment": "test"}}
     server.post("/runs/run/claim", {"runner": "a0", "max": 0, "running": running, "tasks": named})
 
     plane.restart()
@@ -322,5 +322,5 @@ def test_how_sessions_failed_and_may_have_failed_outlives_a_restart(plane: Resta
     server.post(path + "/finish", {"status": "failed", "error": "the agent raised"})
     sealed = server.post("/runs/run/batches/0/seal", {"attempt": 1})
     rows = to_rows(read_trajectories(str(Path(plane.folder, "run", sealed["files"][0]["uri"]))))
-    assert (rows[2].status, rows[2].task_id, rows[2].environment) == ("context_overflow", "t7", "shop")
+    assert (rows[2].status, rows[2].task_id, rows[2].environment) == ("context_overflow", "t", "test")
     assert sealed["failures"] == {"context_overflow": 1}

@@ -1,0 +1,83 @@
+"""What a run should tell whoever started it, because it is learning nothing or much less than it could. One
+sentence each, with the setting that it is about.
+
+Read from manifests alone, so that the log, the summary, the page and `sf inspect` say the same.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from sf_core.config import RunConfig
+from sf_core.config.failures import failures_text
+from sf_core.reports.view import Iteration, RunView, failures_of
+
+CUT_SHARE = 0.5
+"""Smallest share of answers cut at their longest length that is told."""
+
+NUM_CONSTANT = 3
+"""Batches in a row whose sessions must all have earned the same for that to be told."""
+
+
+def failures_line(iteration: Iteration) -> str:
+    """How many sessions failed since the batch before and why, as one line; empty if none did."""
+    data, counted = iteration.stages["rollout"].data, failures_of(iteration.stages["rollout"])
+    parts = []
+    if counted:
+        parts.append(f"failed {sum(counted.values())} of {data['sessions']}: {failures_text(counted)}")
+    if discarded := data.get("discarded"):
+        parts.append(f"discarded {sum(discarded.values())} failed: {failures_text(discarded)}")
+    if parts and (error := data.get("last_error")):
+        parts.append(f"the last: {error}")
+    return "; ".join(parts)
+
+
+def concerns_of(view: RunView, number: int, config: RunConfig) -> dict[str, str]:
+    """Sentences about an iteration that is through, by kind."""
+    return dict(_concerns(view, number, config))
+
+
+def summed_concerns(view: RunView, iterations: int, config: RunConfig) -> list[str]:
+    """The newest sentence of each kind, with the number of iterations that it is true of."""
+    newest: dict[str, str] = {}
+    counts: Counter[str] = Counter()
+    for number in range(iterations):
+        found = concerns_of(view, number, config)
+        newest |= found
+        counts.update(found.keys())
+    return [f"{newest[kind]} ({counts[kind]} of {iterations} iterations)" for kind in newest]
+
+
+def _concerns(view: RunView, number: int, config: RunConfig) -> Iterator[tuple[str, str]]:
+    stages = view.iteration(number).stages
+    rollout, filtered, trained = (stages[name].data for name in ("rollout", "filter", "train"))
+    reward = config.environment.reward or "environment.reward"
+    is_equal = filtered.get("zero_advantage_share") == 1.0
+    if is_equal:
+        yield (
+            "equal",
+            f"no session differs in reward from those that it is compared with, so nothing was learned: "
+            f"{reward} does not tell the answers apart, or all tasks are too easy or too hard",
+        )
+    elif trained.get("grad_norm") == 0.0:
+        yield "gradient", "the gradient was zero, so nothing was learned: see train.loss and train.advantage"
+    share = rollout.get("cut_answers", 0) / max(1, rollout.get("answers", 0))
+    if share >= CUT_SHARE:
+        yield (
+            "cut",
+            f"{share:.0%} of the answers ran into rollout.max_tokens ({config.rollout.max_tokens}) "
+            f"or engine.context_length ({config.engine.context_length})",
+        )
+    if (earned := _constant(view, number)) is not None:
+        yield "constant", f"every session of {NUM_CONSTANT} batches earned {earned:g}: is {reward} constant?"
+
+
+def _constant(view: RunView, number: int) -> float | None:
+    """What every session of this batch and of those before it earned, if that is one number."""
+    manifests = [view.manifest(n, "rollout") for n in range(number + 1 - NUM_CONSTANT, number + 1) if n >= 0]
+    bounds = [
+        manifest.data.get(name) for manifest in manifests if manifest for name in ("reward_min", "reward_max")
+    ]
+    is_one = len(bounds) == 2 * NUM_CONSTANT and None not in bounds and len(set(bounds)) == 1
+    return bounds[0] if is_one else None

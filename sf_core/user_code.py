@@ -1,0 +1,64 @@
+"""Where the user's own code is to blame: the file and line of an error or of a function."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+_ROOT = Path(__file__).resolve().parents[1]
+_OURS = tuple(_ROOT / name for name in ("flows", "tasks", "storage", "sf_core"))
+_PYTHON = tuple({Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")})
+_INSTALLED = {"site-packages", "dist-packages"}
+
+
+def own_place(error: BaseException) -> str:
+    """The innermost line of the user's own code that an error passed through, as "my_agent.py:12"; empty if
+    there is none. For code that Python cannot read it is the line of that code. Of errors raised from one
+    another the first counts."""
+    places = itertools.chain.from_iterable(map(_places, reversed([*_causes(error)])))
+    return next((_shown(file, line) for file, line in places if _is_own(file)), "")
+
+
+def place_of(function: Callable[..., Any]) -> str:
+    """Where a function is defined, as "my_agent.py:12"; empty if Python cannot tell."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    found: Any = inspect.unwrap(function)
+    if not (inspect.isroutine(found) or inspect.isclass(found)):
+        found = type(found)
+    try:
+        return _shown(inspect.getsourcefile(found) or "", inspect.getsourcelines(found)[1])
+    except (OSError, TypeError):
+        return ""
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def _places(error: BaseException) -> Iterator[tuple[str, int]]:
+    """Files and lines of an error, the innermost first."""
+    if isinstance(error, SyntaxError):
+        yield error.filename or "", error.lineno or 0
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        yield frame.filename, frame.lineno or 0
+
+
+def _is_own(file: str) -> bool:
+    path = Path(file).resolve()
+    if not path.is_file() or _INSTALLED & set(path.parts):
+        return False
+    return not any(path.is_relative_to(folder) for folder in (*_OURS, *_PYTHON))
+
+
+def _shown(file: str, line: int) -> str:
+    path = Path(file).resolve()
+    return f"{path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}:{line}"
