@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -30,7 +31,13 @@ app.add_typer(data_commands)
 app.add_typer(model_commands)
 
 NAMES = f"or the name of one that is built in: {', '.join(builtin_configs())}"
-ConfigFile = Annotated[Path, typer.Argument(help=f"YAML configuration, {NAMES}.", show_default=False)]
+ConfigFile = Annotated[
+    list[Path],
+    typer.Argument(
+        help=f"YAML configuration, {NAMES}. Of several, later ones count over earlier ones.",
+        show_default=False,
+    ),
+]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", help="key.path=value, as often as needed.", show_default=False)
 ]
@@ -127,7 +134,7 @@ def evaluate(
 @app.command()
 def up(
     config: Annotated[
-        Path | None,
+        list[Path] | None,
         typer.Argument(
             help="YAML configuration, or the name of one that is built in, with cluster.workers.",
             show_default=False,
@@ -235,9 +242,9 @@ def plan(
         _fail(str(error))
 
 
-def _config(path: Path, overrides: list[str] | None) -> RunConfig:
+def _config(files: Sequence[Path], overrides: list[str] | None) -> RunConfig:
     try:
-        return _runnable(load_config(path, overrides), str(path))
+        return _runnable(load_config(files, overrides), " ".join(map(str, files)))
     except ConfigError as error:
         _fail(str(error))
 
