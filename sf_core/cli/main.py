@@ -16,8 +16,9 @@ from rich.console import Console
 
 from sf_core.cli.hosts import commands as host_commands
 from sf_core.cli.model import commands as model_commands
+from sf_core.cli.runs import AsJson, RunDir
 from sf_core.cli.runs import commands as data_commands
-from sf_core.cli.terminal import console, errors, say_error
+from sf_core.cli.terminal import console, errors, print_json, say_error
 from sf_core.cli.terminal import fail as _fail
 from sf_core.config import RunConfig
 from sf_core.config.addresses import MAX_PORT
@@ -41,9 +42,6 @@ ConfigFile = Annotated[
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", help="key.path=value, as often as needed.", show_default=False)
 ]
-RunDir = Annotated[str, typer.Argument(help="Run directory.", show_default=False)]
-
-
 StackFolder = Annotated[Path, typer.Option(help="Configuration, logs and journals of the stack.")]
 DEFAULT_STACK = Path(".stack")
 
@@ -201,11 +199,16 @@ def inspect(
     timeline: Annotated[
         bool, typer.Option("--timeline", help="Show the devices; write timeline.json and .png.")
     ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show a run's iterations and devices, or one session turn by turn, from the run directory alone."""
-    from sf_core.reports.tables import inspect_run, inspect_session, inspect_timeline
+    from sf_core.reports.tables import inspect_run, inspect_session, inspect_timeline, run_data
 
+    if as_json and (session is not None or timeline):
+        _fail("--json prints the iterations of a run: leave --session and --timeline out")
     try:
+        if as_json:
+            return print_json(run_data(run))
         if session is not None:
             view = inspect_session(run, session)
         else:
