@@ -158,7 +158,9 @@ def up(
         f"Prefect UI   {services.api.removesuffix('/api')}\n"
         f"scheduler    {services.scheduler}\n"
         f"data plane   {services.dataplane}\n"
-        f"logs         {folder.resolve() / 'logs'}",
+        f"logs         {folder.resolve() / 'logs'}\n"
+        "for sf train to use it:\n"
+        + "\n".join(f"export {name}={address}" for name, address in services.addresses.items()),
         highlight=False,
         soft_wrap=True,
     )
