@@ -23,7 +23,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.command()
 def main(
-    config: Annotated[Path, typer.Argument(help="YAML configuration.", show_default=False)],
+    config: Annotated[list[Path], typer.Argument(help="YAML configuration.", show_default=False)],
     overrides: Annotated[
         list[str] | None,
         typer.Option("--set", help="key.path=value, as often as needed.", show_default=False),

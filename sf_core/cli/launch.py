@@ -134,7 +134,9 @@ def _run(
     """Start the services and the flow, and wait for its end. `ended` is closed after the stack has ended."""
     dataplane = config.dataplane.url or dataplane_url()
     with _progress(console, config.train.iterations) as progress:
-        progress.note("starting Prefect, Dask and the data plane")
+        given = {"Prefect": prefect_api_url(), "Dask": scheduler_of(config), "the data plane": dataplane}
+        if started := [name for name, address in given.items() if address is None]:
+            progress.note(f"starting {' and '.join(filter(None, [', '.join(started[:-1]), started[-1]]))}")
         ready = begin_services(
             stack,
             local,
@@ -257,6 +259,8 @@ def _print_result(directory: RunDirectory, config: RunConfig, console: Console) 
     )
     has_policy = trainer_kind(config).computes_weights
     policy = directory.policy_dir if has_policy else "none, because it is emulated"
+    api = prefect_api_url()
+    server = api.removesuffix("/api") if api else "prefect server start   (then http://127.0.0.1:4200)"
     rewards = f"{summary['reward_before']:.2f} → {summary['reward_after']:.2f}"
     result = Text.assemble(
         "\nheld-out reward  ",
@@ -271,7 +275,7 @@ def _print_result(directory: RunDirectory, config: RunConfig, console: Console) 
         f'  open them      python -c "import pandas; '
         f"print(pandas.read_parquet('{directory.path('trajectories')}'))\"\n"
         f"  or             sf inspect {directory.uri}\n"
-        f"Prefect UI       prefect server start   (then http://127.0.0.1:4200)",
+        f"Prefect UI       {server}",
     )
     console.print(result, soft_wrap=True)
     if failures := summary.get("failures"):

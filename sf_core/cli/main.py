@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -15,8 +16,9 @@ from rich.console import Console
 
 from sf_core.cli.hosts import commands as host_commands
 from sf_core.cli.model import commands as model_commands
+from sf_core.cli.runs import AsJson, RunDir
 from sf_core.cli.runs import commands as data_commands
-from sf_core.cli.terminal import console, errors, say_error
+from sf_core.cli.terminal import console, errors, print_json, say_error
 from sf_core.cli.terminal import fail as _fail
 from sf_core.config import RunConfig
 from sf_core.config.addresses import MAX_PORT
@@ -30,13 +32,16 @@ app.add_typer(data_commands)
 app.add_typer(model_commands)
 
 NAMES = f"or the name of one that is built in: {', '.join(builtin_configs())}"
-ConfigFile = Annotated[Path, typer.Argument(help=f"YAML configuration, {NAMES}.", show_default=False)]
+ConfigFile = Annotated[
+    list[Path],
+    typer.Argument(
+        help=f"YAML configuration, {NAMES}. Of several, later ones count over earlier ones.",
+        show_default=False,
+    ),
+]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", help="key.path=value, as often as needed.", show_default=False)
 ]
-RunDir = Annotated[str, typer.Argument(help="Run directory.", show_default=False)]
-
-
 StackFolder = Annotated[Path, typer.Option(help="Configuration, logs and journals of the stack.")]
 DEFAULT_STACK = Path(".stack")
 
@@ -127,7 +132,7 @@ def evaluate(
 @app.command()
 def up(
     config: Annotated[
-        Path | None,
+        list[Path] | None,
         typer.Argument(
             help="YAML configuration, or the name of one that is built in, with cluster.workers.",
             show_default=False,
@@ -153,7 +158,9 @@ def up(
         f"Prefect UI   {services.api.removesuffix('/api')}\n"
         f"scheduler    {services.scheduler}\n"
         f"data plane   {services.dataplane}\n"
-        f"logs         {folder.resolve() / 'logs'}",
+        f"logs         {folder.resolve() / 'logs'}\n"
+        "for sf train to use it:\n"
+        + "\n".join(f"export {name}={address}" for name, address in services.addresses.items()),
         highlight=False,
         soft_wrap=True,
     )
@@ -194,11 +201,16 @@ def inspect(
     timeline: Annotated[
         bool, typer.Option("--timeline", help="Show the devices; write timeline.json and .png.")
     ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show a run's iterations and devices, or one session turn by turn, from the run directory alone."""
-    from sf_core.reports.tables import inspect_run, inspect_session, inspect_timeline
+    from sf_core.reports.tables import inspect_run, inspect_session, inspect_timeline, run_data
 
+    if as_json and (session is not None or timeline):
+        _fail("--json prints the iterations of a run: leave --session and --timeline out")
     try:
+        if as_json:
+            return print_json(run_data(run))
         if session is not None:
             view = inspect_session(run, session)
         else:
@@ -235,9 +247,9 @@ def plan(
         _fail(str(error))
 
 
-def _config(path: Path, overrides: list[str] | None) -> RunConfig:
+def _config(files: Sequence[Path], overrides: list[str] | None) -> RunConfig:
     try:
-        return _runnable(load_config(path, overrides), str(path))
+        return _runnable(load_config(files, overrides), " ".join(map(str, files)))
     except ConfigError as error:
         _fail(str(error))
 

@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from functools import partial
 from typing import Annotated
 
 import typer
 from rich.table import Table
 
-from sf_core.cli.terminal import console, errors, fail
+from sf_core.cli.terminal import console, errors, fail, print_json
+from sf_core.config import StorageConfig
+from storage.files import exists, join
 
 commands = typer.Typer()
 
-RunDir = Annotated[str, typer.Argument(help="Run directory.", show_default=False)]
+
+def named_run(run: str) -> str:
+    """Directory of a run that is given by its directory, or by its name in the default of `storage.root`."""
+    inside = join(StorageConfig().root, run)
+    is_name = "/" not in run and not os.path.exists(run)
+    return inside if is_name and exists(join(inside, "config.json")) else run
+
+
+RunDir = Annotated[
+    str,
+    typer.Argument(
+        help="Run directory, or the name of a run in runs.", show_default=False, callback=named_run
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 
 
 @commands.command("ls")
-def list_runs(root: Annotated[str, typer.Argument(help="Folder with run directories.")] = "runs") -> None:
+def list_runs(
+    root: Annotated[str, typer.Argument(help="Folder with run directories.")] = "runs",
+    as_json: AsJson = False,
+) -> None:
     """List runs: state, iterations, newest reward and size."""
     from sf_core.reports.states import find_runs, run_state
 
@@ -38,6 +59,8 @@ def list_runs(root: Annotated[str, typer.Argument(help="Folder with run director
     faults = [state.fault for state in states if state.fault is not None]
     if faults and len(states) == 1:
         fail(faults[0])
+    if as_json:
+        return print_json([dataclasses.asdict(state) for state in states])
     console.print(table)
     for fault in faults:
         errors.print(f"unreadable: {fault}", highlight=False, soft_wrap=True)
@@ -45,11 +68,19 @@ def list_runs(root: Annotated[str, typer.Argument(help="Folder with run director
 
 @commands.command()
 def gc(
-    where: Annotated[str, typer.Argument(help="Run directory, or folder of them.", show_default=False)],
+    where: Annotated[
+        str,
+        typer.Argument(
+            help="Run directory, folder of them, or the name of a run in runs.",
+            show_default=False,
+            callback=named_run,
+        ),
+    ],
     keep_checkpoints: Annotated[int, typer.Option(min=1, help="Newest checkpoints that stay.")] = 1,
     keep_weights: Annotated[int, typer.Option(min=1, help="Newest policy versions that stay.")] = 1,
     journals: Annotated[bool, typer.Option("--journals", help="Journals of finished runs go too.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Remove; without it, only show.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Remove old checkpoints and weights, never what a resume or the newest policy needs."""
     from sf_core.reports.cleanup import Keep, check_not_linked, spares
@@ -57,7 +88,7 @@ def gc(
 
     keep = Keep(keep_checkpoints, keep_weights, journals=not journals)
     tell = partial(errors.print, highlight=False, soft_wrap=True)
-    count = total = 0
+    spared: list[dict[str, str | int]] = []
     try:
         runs = find_runs(where)
         if yes:
@@ -72,15 +103,19 @@ def gc(
                 tell(f"left alone: {error}")
                 continue
             for spare in found:
-                console.print(f"{run.run_id}  {spare.name}  {_megabytes(spare.bytes)}", highlight=False)
+                if not as_json:
+                    console.print(f"{run.run_id}  {spare.name}  {_megabytes(spare.bytes)}", highlight=False)
                 if yes:
                     spare.remove()
-                count, total = count + 1, total + spare.bytes
+                spared.append({"run": run.run_id, "name": spare.name, "bytes": spare.bytes})
     except (ValueError, OSError) as error:
         fail(str(error))
+    if as_json:
+        return print_json({"removed": yes, "items": spared})
     done = "removed" if yes else "would remove"
-    hint = "" if yes or not count else "; nothing is removed without --yes"
-    console.print(f"{done} {count} items, {_megabytes(total)}{hint}", highlight=False)
+    hint = "" if yes or not spared else "; nothing is removed without --yes"
+    total = sum(int(spare["bytes"]) for spare in spared)
+    console.print(f"{done} {len(spared)} items, {_megabytes(total)}{hint}", highlight=False)
 
 
 @commands.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from typing import NoReturn
@@ -20,6 +21,11 @@ console = Console(
     width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDE,
 )
 errors = Console(stderr=True, markup=False, emoji=False)
+
+
+def print_json(data: object) -> None:
+    """Print data as one JSON document, for programs."""
+    print(json.dumps(data, indent=2))
 
 
 def fail(message: str) -> NoReturn:

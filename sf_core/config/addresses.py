@@ -1,10 +1,19 @@
-"""Checks on addresses: whether other machines can reach them, and whether they contain a password."""
+"""Addresses and paths in settings: whether other machines can reach an address and whether it contains a
+password, and what `~` and `${VAR}` stand for in a path."""
 
 from __future__ import annotations
 
 import ipaddress
+import os
+import re
+from typing import Annotated, Any
+
+from pydantic import AfterValidator
 
 MAX_PORT = 65535
+
+_VARIABLE = re.compile(r"\$(?:\{(\w+)\}|([A-Za-z_]\w*))")
+_IS_PATH = re.compile(r"(~|\$\{\w+\})(/|$)")
 
 
 def is_loopback(host: str) -> bool:
@@ -32,3 +41,32 @@ def server_url(url: str) -> str:
     if "@" in url or not url.startswith(("http://", "https://")):
         raise ValueError("expected http://HOST:PORT without a user or password; a key goes into SF_VLLM_KEY")
     return url
+
+
+def expanded(path: str) -> str:
+    """The path with `~`, `$VAR` and `${VAR}` replaced. Raises ValueError if a variable is not set.
+
+    >>> expanded("/data/runs")
+    '/data/runs'
+    """
+    for found in _VARIABLE.finditer(path):
+        if (name := found[1] or found[2]) not in os.environ:
+            raise ValueError(f"the environment variable {name} is not set")
+    return os.path.expanduser(os.path.expandvars(path))
+
+
+FilePath = Annotated[str, AfterValidator(expanded)]
+"""Path of a file or folder, or a URL."""
+
+
+def expanded_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings of an environment, whose types are not known here: text that begins with `~/` or `${VAR}/` is
+    a path. Raises ValueError as `expanded` does, with the setting's name."""
+    found = dict(settings)
+    for name, value in settings.items():
+        if isinstance(value, str) and _IS_PATH.match(value):
+            try:
+                found[name] = expanded(value)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+    return found

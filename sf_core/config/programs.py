@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
+from sf_core.config.addresses import FilePath
 from sf_core.settings import Reference, Settings, shown
 
 WORK = "/sandbox"
@@ -44,10 +45,10 @@ class SandboxLimits(Settings):
     image: str | None = Field(None, pattern=r"^[^-\s]\S*$")
     """An OCI image whose system is seen in place of the host's: podman makes the sandbox then. It needs a
     python3, of version 3.9 or later."""
-    paths: tuple[Annotated[str, AfterValidator(_can_be_shown)], ...] = Field(())
+    paths: tuple[Annotated[FilePath, AfterValidator(_can_be_shown)], ...] = Field(())
     """Files and folders of the host that are seen inside too, read-only, beside the system and the worker's
     Python."""
-    hidden: tuple[Annotated[str, AfterValidator(_can_be_shown)], ...] = Field(())
+    hidden: tuple[Annotated[FilePath, AfterValidator(_can_be_shown)], ...] = Field(())
     """Folders that would be seen inside, and are empty there. With an image nothing is hidden."""
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
+from sf_core.config.addresses import expanded_settings
 from sf_core.config.failures import FailureRules
 from sf_core.config.programs import AnyAgent
 from sf_core.config.undone import Normalisation, UndoneField
@@ -34,8 +35,10 @@ class EnvironmentConfig(Settings):
     name: str = "quickstart"
     """A shipped environment by its name (docs/your-agent.md), or one of your own: a class, as
     package.module:Class. The warm start of the built-in policy shows its demonstrations."""
-    settings: Annotated[dict[str, Any], AfterValidator(_is_json)] = Field({})
-    """Settings of that environment."""
+    settings: Annotated[dict[str, Any], AfterValidator(_is_json), AfterValidator(expanded_settings)] = Field(
+        {}
+    )
+    """Settings of that environment. In text that begins with `~/` or `${VAR}/` these are replaced."""
     tasks: Reference | None = None
     """Function (split, index) -> Task, split "train" or "holdout". Same arguments must give the same task.
     Empty: the environment's."""

@@ -1,6 +1,6 @@
 """Every setting of a run. The YAML file, config.json and the form in the Prefect UI are this one model.
 
-Owns defaults and bounds. Reads no environment and starts nothing.
+Owns defaults and bounds. Reads no environment, but for variables that a path names, and starts nothing.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from sf_core.config.addresses import server_url, without_user
+from sf_core.config.addresses import FilePath, server_url, without_user
 from sf_core.config.contradictions import contradictions
 from sf_core.config.devices import known_device
 from sf_core.config.pipelines import PIPELINES, PipelineName
@@ -43,7 +43,7 @@ class WarmstartConfig(Settings):
     label_smoothing: float | None = Field(None, ge=0, lt=1)
     """Label smoothing of the built-in policy: about this fraction of tokens is sampled off the demonstration
     at temperature 1, which leaves reinforcement learning something to improve. Empty: 0.18."""
-    demonstrations: str | None = None
+    demonstrations: FilePath | None = None
     """Path or URL of a JSONL file, on every worker: {"messages": [...], "tools": [...]} in each line, as chat
     templates take them. Empty: those of the environment."""
 
@@ -51,7 +51,7 @@ class WarmstartConfig(Settings):
 class PolicyConfig(Settings):
     """The model under training."""
 
-    model: str | None = None
+    model: FilePath | None = None
     """Folder of a Hugging Face causal LM to start from, or the name of one that `sf model` has made. Empty: a
     small built-in Qwen3 policy is created."""
     hidden_size: int = Field(128, ge=32, multiple_of=32)
@@ -251,7 +251,7 @@ class DataplaneConfig(Settings):
 class StorageConfig(Settings):
     """Where run directories are stored."""
 
-    root: str = "runs"
+    root: FilePath = "runs"
     """Folder or fsspec URL; a run's directory is root/run_id."""
 
 

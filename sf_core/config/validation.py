@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel, Tag, ValidationError
@@ -18,27 +19,42 @@ PATTERNS = {
 }
 """What the regular expression of a setting, or of the entries of a list, requires, in words."""
 
+_NEW_WORKER = (
+    ", because a worker of another name is a new one; to edit one of those that are there, name it: "
+    "--set cluster.workers.NAME.FIELD=VALUE; to have others in their place, give all of them, as "
+    "cluster.workers in a file"
+)
+
 
 class ConfigError(ValueError):
     """A configuration that cannot run; the message is one sentence for the user."""
 
 
-def validate_config(data: dict[str, Any], source: str = "config") -> RunConfig:
-    """Validate a mapping; raises ConfigError with one sentence that names every wrong key."""
+def validate_config(
+    data: dict[str, Any], source: str = "config", place_of: Callable[[list[str]], str] | None = None
+) -> RunConfig:
+    """Validate a mapping; raises ConfigError with one sentence that names every wrong key. `place_of`: where
+    the user has written the setting at this path; by default each is from `source`."""
     try:
         return RunConfig.model_validate(data)
     except ValidationError as error:
-        raise ConfigError(f"{source}: {faults(error)}") from None
+        if place_of is None:
+            raise ConfigError(f"{source}: {faults(error)}") from None
+        found = _found(error, RunConfig, "")
+        raise ConfigError("; ".join(f"{place_of(path)}{text}" for path, text in found)) from None
 
 
 def faults(error: ValidationError, model: type[BaseModel] = RunConfig, section: str = "") -> str:
     """What is wrong with settings, in one sentence that names every wrong key. `model` is what was validated,
     as the section of this name."""
-    found = []
+    return "; ".join(text for _, text in _found(error, model, section))
+
+
+def _found(error: ValidationError, model: type[BaseModel], section: str) -> Iterator[tuple[list[str], str]]:
+    """Path of each wrong setting, and what is wrong with it."""
     for fault in error.errors():
         path, within = _walk(fault["loc"], model)
-        found.append(_sentence(fault, ".".join([section, *path] if section else path), within))
-    return "; ".join(found)
+        yield path, _sentence(fault, ".".join([section, *path] if section else path), within)
 
 
 def worker_config(**options: Any) -> WorkerConfig:
@@ -64,6 +80,8 @@ def _sentence(error: Any, location: str, section: type[BaseModel]) -> str:
         names = [name for name in reversed(error["loc"]) if name in PATTERNS]
         message = PATTERNS[names[0]] if names else message
     message = message[0].lower() + message[1:]
+    if error["type"] == "missing" and section is WorkerConfig and location.startswith("cluster."):
+        message += _NEW_WORKER
     return f"{location}: {message}" + (
         "" if error["type"] in ("missing", "value_error") else f", got {shown(error['input'])}"
     )
@@ -93,15 +111,20 @@ def _walk(location: tuple[int | str, ...], model: type[BaseModel]) -> tuple[list
 def section_of(key: str) -> type[BaseModel] | None:
     """The model of the section at this dotted path; None if the path is a value or does not exist. A setting
     of one of several kinds is a value: another kind has other settings."""
-    here: Any = RunConfig
+    models = models_at(key)
+    return models[0] if len(models) == 1 else None
+
+
+def models_at(key: str) -> list[type[BaseModel]]:
+    """What the section at this dotted path may be: several models if it is of one of several kinds, none if
+    there is no section."""
+    models: list[type[BaseModel]] = [RunConfig]
     for name in key.split("."):
-        field = models_of(here)[0].model_fields.get(name)
+        field = models[0].model_fields.get(name) if len(models) == 1 else None
         if field is None or get_origin(field.annotation) is dict:
-            return None
-        here = field.annotation
-        if len(models_of(here)) != 1:
-            return None
-    return models_of(here)[0]
+            return []
+        models = models_of(field.annotation)
+    return models
 
 
 def kinds_of(annotation: Any) -> dict[str, type[BaseModel]]:

@@ -1,4 +1,4 @@
-"""Configurations as YAML: the file that users write, with `key.path=value` overrides of the command line and
+"""Configurations as YAML: the files that users write, with `key.path=value` overrides of the command line and
 settings that override a deployment's, and the page of all settings with their defaults and descriptions."""
 
 from __future__ import annotations
@@ -6,7 +6,9 @@ from __future__ import annotations
 import inspect
 import os
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
+from operator import eq, itemgetter
 from pathlib import Path
 from typing import Any, cast, get_args, get_origin
 
@@ -17,7 +19,7 @@ from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from sf_core.config import RunConfig
-from sf_core.config.validation import ConfigError, kinds_of, models_of, section_of, validate_config
+from sf_core.config.validation import ConfigError, kinds_of, models_at, models_of, section_of, validate_config
 from sf_core.settings import Settings, shown
 
 PAGE_WIDTH = 110
@@ -34,16 +36,28 @@ def builtin_configs() -> dict[str, Path]:
     return {file.stem: file for file in files}
 
 
-def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
-    """Read a YAML file, or the built-in configuration of this name if there is no such file, apply
-    `key.path=value` overrides (values are YAML), validate.
+def load_config(files: str | Path | Sequence[str | Path], overrides: list[str] | None = None) -> RunConfig:
+    """Read YAML files, or the built-in configurations of these names where there are no such files, merge
+    later ones over earlier ones, apply `key.path=value` overrides (values are YAML), validate.
 
-    Raises ConfigError with the path of the key and what is allowed.
+    Raises ConfigError with the file, the line, the path of the key and what is allowed.
     """
+    paths = [files] if isinstance(files, str | Path) else files
+    data: dict[str, Any] = {}
+    texts = {}
+    for path in paths:
+        texts[str(path)], own = _read(path)
+        data = merge_sections(data, own)
+    return _overridden(data, overrides, " ".join(map(str, paths)), texts)
+
+
+def _read(path: str | Path) -> tuple[str, dict[str, Any]]:
+    """The text of a file or built-in configuration, and its settings. Raises ConfigError."""
     builtin = builtin_configs()
     file = path if os.path.isfile(path) else builtin.get(str(path), path)
     try:
-        data = _parse(Path(file).read_text()) or {}
+        text = Path(file).read_text()
+        data = _parse(text) or {}
     except FileNotFoundError:
         raise ConfigError(
             f"{path}: no such file; give the path of a YAML configuration, or the name of one that is built "
@@ -55,24 +69,30 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConf
         raise ConfigError(f"{path}: not valid YAML: {error}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: expected a mapping of settings, got {type(data).__name__}")
-    return _overridden(data, overrides, str(path))
+    return text, data
 
 
 def override_config(config: RunConfig, overrides: list[str] | None, source: str) -> RunConfig:
     """Apply `key.path=value` overrides to a complete configuration; raises ConfigError like `load_config`."""
-    return _overridden(config.model_dump(mode="json"), overrides, source)
+    return _overridden(config.model_dump(mode="json"), overrides, source, {})
 
 
 def merge_sections(base: Mapping[str, Any], given: Mapping[str, Any], within: str = "") -> dict[str, Any]:
-    """`base` overridden by the given settings, section by section and not yet validated. Lists, and mappings
-    whose keys the user names, are replaced as a whole."""
+    """`base` overridden by the given settings, section by section and not yet validated. Lists, sections of
+    another kind, and mappings whose keys the user names, are replaced as a whole."""
     merged = dict(base)
     for name, value in given.items():
-        key, before = within + name, base.get(name)
-        if isinstance(value, Mapping) and isinstance(before, Mapping) and section_of(key):
+        key, before = f"{within}{name}", base.get(name)
+        if isinstance(value, Mapping) and isinstance(before, Mapping) and _goes_on(key, before, value):
             value = merge_sections(before, value, f"{key}.")
         merged[name] = value
     return merged
+
+
+def _goes_on(key: str, before: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
+    """Whether what is given for a section changes single settings of it."""
+    models = models_at(key)
+    return bool(models) and (len(models) == 1 or given.get("kind") in (None, before.get("kind")))
 
 
 def differences(base: Mapping[str, Any], changed: Mapping[str, Any]) -> list[str]:
@@ -94,10 +114,37 @@ def differing(base: Section, changed: Section, within: str = "") -> Iterator[tup
             yield key, before, value
 
 
-def _overridden(data: dict[str, Any], overrides: list[str] | None, source: str) -> RunConfig:
+def _overridden(
+    data: dict[str, Any], overrides: list[str] | None, source: str, texts: Mapping[str, str]
+) -> RunConfig:
     for override in overrides or []:
         _apply_override(data, override)
-    return validate_config(data, source=source)
+    keys = [override.partition("=")[0].split(".") for override in overrides or []]
+
+    def place_of(path: list[str]) -> str:
+        """The file and line, or the option, in which most of this path is written; the last one of them."""
+        places = []
+        for file, text in texts.items():
+            depth, line = _find(text, path)
+            places.append((depth, f"{file} line {line}: "))
+        for key in keys:
+            places.append((len([*takewhile(bool, map(eq, key, path))]), "--set "))
+        depth, place = max(reversed(places), key=itemgetter(0), default=(0, ""))
+        return place if depth else f"{source}: "
+
+    return validate_config(data, source, place_of)
+
+
+def _find(text: str, path: list[str]) -> tuple[int, int]:
+    """How much of this path a YAML text has, and in which line that ends."""
+    node, line = yaml.compose(text), 0
+    for depth, name in enumerate(path):
+        items = node.value if isinstance(node, yaml.MappingNode) else ()
+        at = next((pair for pair in items if pair[0].value == name), None)
+        if at is None:
+            return depth, line
+        node, line = at[1], at[0].start_mark.line + 1
+    return len(path), line
 
 
 class _NoYamlError(Exception):
@@ -141,8 +188,10 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
         value = _parse(text)
     except _NoYamlError:
         raise ConfigError(f"--set {path}: {shown(text)} is not a valid YAML value") from None
-    *parents, leaf = path.split(".")
+    *parents, leaf = names = path.split(".")
     node = data
+    if names[:2] == ["cluster", "workers"] and len(names) > 2:
+        _write_workers(data)
     for name in parents:
         child = node.get(name)
         if child is None:
@@ -151,6 +200,14 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
             raise ConfigError(f"--set {override}: {name} is a value, not a section")
         node = child
     node[leaf] = value
+
+
+def _write_workers(data: dict[str, Any]) -> None:
+    """Write the workers of the default where none are given, so that one of them can be edited."""
+    cluster = data.get("cluster") or {}
+    if isinstance(cluster, dict) and cluster.get("workers") is None:
+        default = RunConfig().model_dump(mode="json", include={"cluster": {"workers"}})
+        data["cluster"] = cluster | default["cluster"]
 
 
 def settings_page() -> str:

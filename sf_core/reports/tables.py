@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 from rich import box
@@ -68,6 +70,21 @@ def inspect_run(uri: str) -> RenderableType:
     if figures and (last := figures[-1]) is not None:
         footer += f"\none session: sf inspect {uri} --session {last.example}"
     return Group(table, _devices(view.run, len(iterations)), Text("\n" + footer, style="dim"))
+
+
+def run_data(uri: str) -> dict[str, Any]:
+    """The figures of `inspect_run` for programs. Raises ValueError like it."""
+    view = open_run(uri)
+    iterations = list(view.iterations())
+    held_out = view.held_out_rewards(range(len(iterations) + 1))
+    rows = []
+    for iteration in iterations:
+        figures = view.rollout_figures(iteration.number)
+        row = {} if figures is None else asdict(figures)
+        rows.append({"iteration": iteration.number, "stages": list(iteration.stages)} | row)
+    # JSON has no numbers as keys
+    measured = [{"version": version, "reward": reward} for version, reward in held_out.items()]
+    return {"run": view.run.run_id, "iterations": rows, "held_out": measured}
 
 
 def inspect_timeline(uri: str) -> RenderableType:

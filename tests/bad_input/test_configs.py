@@ -86,9 +86,7 @@ def test_every_setting_is_tried() -> None:
 
 @pytest.mark.parametrize(("key", "value"), WRONG, ids=[f"{key}={json.dumps(value)}" for key, value in WRONG])
 def test_a_wrong_value_is_refused_with_its_key(config: Path, key: str, value: Any) -> None:
-    check_refused(
-        config.parent, ["train", str(config), "--set", f"{key}={json.dumps(value)}"], str(config), key
-    )
+    check_refused(config.parent, ["train", str(config), "--set", f"{key}={json.dumps(value)}"], "--set ", key)
 
 
 @pytest.mark.parametrize(

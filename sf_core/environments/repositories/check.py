@@ -55,7 +55,7 @@ async def _faults(environment: Repositories) -> dict[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Say which instances of a data set are right on this host.")
-    parser.add_argument("config", help="YAML of a run whose environment is repositories")
+    parser.add_argument("config", nargs="+", help="YAML of a run whose environment is repositories")
     try:
         config = load_config(parser.parse_args().config).environment
         if config.name != "repositories":

@@ -54,6 +54,15 @@ def test_a_finished_run_is_shown_and_not_run_again(run: RunDirectory) -> None:
     assert "idle devices r0 50% (loading 42%, start 8%), t0 25% (start 25%) picture" in output
 
 
+def test_the_summary_names_the_prefect_server_that_shows_the_run(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    assert "Prefect UI prefect server start (then http://127.0.0.1:4200)" in sf("resume", run.uri)[1]
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:14200/api")
+    assert "Prefect UI http://127.0.0.1:14200" in sf("resume", run.uri)[1]
+
+
 @pytest.fixture
 def stopped(run: RunDirectory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RunDirectory:
     """A run that could be resumed."""

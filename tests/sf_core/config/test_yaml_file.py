@@ -1,11 +1,14 @@
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
 import yaml
 
-from sf_core.config import RunConfig
-from sf_core.config.validation import ConfigError
+from sf_core.config import RunConfig, WorkerConfig
+from sf_core.config.programs import Command
+from sf_core.config.validation import ConfigError, validate_config
 from sf_core.config.yaml_file import builtin_configs, load_config, settings_page
+from sf_core.recipes.losses import Cispo, Clip
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 
@@ -92,3 +95,102 @@ def test_a_word_stays_a_word_and_a_switch_knows_it(tmp_path: Path, word: str) ->
 def test_what_cannot_be_read_is_told_with_its_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"mine\.yaml: not valid YAML: line 2: "):
         loaded(tmp_path, "seed: 1\ntrain: [1, }\n")
+
+
+def write(folder: Path, **texts: str) -> list[Path]:
+    files = [folder / f"{name}.yaml" for name in texts]
+    for file, text in zip(files, texts.values(), strict=True):
+        file.write_text(text)
+    return files
+
+
+def test_of_several_files_the_later_counts_setting_by_setting(tmp_path: Path) -> None:
+    [mine] = write(
+        tmp_path, mine="train: {learning_rate: 0.002, minibatches: 2}\nrollout: {max_tokens: 24}\n"
+    )
+    config = load_config([mine, "gspo"], ["rollout.group_size=4"])
+    recipe = load_config("gspo")
+    assert (config.train.learning_rate, config.rollout.max_tokens) == (0.002, 24)
+    assert (config.train.loss, config.train.minibatches) == (recipe.train.loss, 4)
+    assert config.rollout.group_size == 4
+    assert load_config(["gspo", mine]).train.minibatches == 2
+
+
+def test_a_section_of_another_kind_replaces_an_earlier_one_and_of_the_same_kind_changes_it(
+    tmp_path: Path,
+) -> None:
+    files = write(
+        tmp_path,
+        first="train: {loss: {policy: {kind: clip, low: 0.1, cap: null}}}\n",
+        same="train: {loss: {policy: {low: 0.3}}}\n",
+        other="train: {loss: {policy: {kind: cispo, high: 0.5}}}\n",
+    )
+    assert load_config(files[:2]).train.loss.policy == Clip(low=0.3, cap=None)
+    assert load_config(files).train.loss.policy == Cispo(high=0.5)
+
+
+WORKERS = "cluster: {workers: {w0: {tags: [rollout, train]}, a0: {tags: [agent]}, c0: {tags: [cpu]}}}\n"
+
+
+def test_the_workers_of_a_file_are_all_workers_and_an_option_edits_one(tmp_path: Path) -> None:
+    files = write(tmp_path, first=WORKERS, later="cluster: {workers: {x: {tags: [cpu]}}}\n")
+    assert list(load_config(files).cluster.workers) == ["x"]
+    edited = load_config(files[0], ["cluster.workers.w0.device=cuda:1"]).cluster.workers
+    assert {name: one.device for name, one in edited.items()} == {"w0": "cuda:1", "a0": "cpu", "c0": "cpu"}
+    default = load_config("gspo", ["cluster.workers.t0.threads=3"]).cluster.workers
+    assert default["t0"].threads == 3
+    assert default | {"t0": WorkerConfig(tags=("rollout", "train"))} == RunConfig().cluster.workers
+
+
+def test_an_option_that_names_no_worker_is_told_how_to_edit_one_and_how_to_replace_all() -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config("quickstart", ["cluster.workers.g0.device=cuda:0"])
+    said = str(refused.value)
+    assert said.startswith("--set cluster.workers.g0.tags: field required, because a worker")
+    assert "to edit one of those that are there, name it: --set cluster.workers.NAME.FIELD=VALUE; " in said
+    assert said.endswith("give all of them, as cluster.workers in a file")
+
+
+def test_a_wrong_setting_is_named_with_the_file_and_the_line_in_which_it_is_written(tmp_path: Path) -> None:
+    mine, later = write(tmp_path, mine="train:\n  iterations: 3\n  rate: 1\n", later="seed: 1\ntrian: {}\n")
+    with pytest.raises(ConfigError) as refused:
+        load_config([mine, later], ["train.betas=[2, 0]"])
+    sentences = str(refused.value).split("; ")
+    assert sentences[0].startswith("--set train.betas.0: input should be less than 1")
+    assert any(sentence.startswith(f"{mine} line 3: train.rate: unknown key") for sentence in sentences)
+    assert any(sentence.startswith(f"{later} line 2: trian: unknown key") for sentence in sentences)
+
+
+@pytest.mark.parametrize("key", ["policy.model", "policy.warmstart.demonstrations", "storage.root"])
+@pytest.mark.parametrize("written", ["~/a/b", "${PLACE}/a/b", "$PLACE/a/b"])
+def test_a_home_and_variables_are_replaced_in_paths(
+    monkeypatch: pytest.MonkeyPatch, key: str, written: str
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("PLACE", "/home/me")
+    assert attrgetter(key)(load_config("gspo", [f"{key}={written}"])) == "/home/me/a/b"
+    config = validate_config({"environment": {"settings": {"dataset": written, "text": "a $b ${c}"}}})
+    is_path = not written.startswith("$P")
+    assert config.environment.settings["dataset"] == ("/home/me/a/b" if is_path else written)
+    assert config.environment.settings["text"] == "a $b ${c}"
+    agent = {"command": ["a"], "sandbox": {"paths": [written]}}
+    sandboxed = validate_config({"environment": {"agent": agent}}).environment.agent
+    assert isinstance(sandboxed, Command) and sandboxed.sandbox is not None
+    assert sandboxed.sandbox.paths == ("/home/me/a/b",)
+
+
+@pytest.mark.parametrize(
+    ("override", "place"),
+    [
+        ("policy.model=${NOT_SET}/m", "policy.model"),
+        ("storage.root=$NOT_SET", "storage.root"),
+        ("environment.settings.dataset=${NOT_SET}/d", "environment.settings: dataset"),
+    ],
+)
+def test_a_variable_that_is_not_set_is_refused(
+    monkeypatch: pytest.MonkeyPatch, override: str, place: str
+) -> None:
+    monkeypatch.delenv("NOT_SET", raising=False)
+    with pytest.raises(ConfigError) as refused:
+        load_config("quickstart", [override])
+    assert str(refused.value) == f"--set {place}: the environment variable NOT_SET is not set"
