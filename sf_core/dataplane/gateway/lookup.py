@@ -23,7 +23,7 @@ class Lookup(Generic[Host]):
 
     def find_session(self, scope: Scope, model: str) -> tuple[TurnHost, Session]:
         """The session of a request. Without a session id it is a new ad-hoc one
-        of the newest run that serves this model; a run that is over is taken only if no other serves it."""
+        of the newest run that serves this model. Raises ApiError, 503 if all that serve it have ended."""
         caller: Caller = scope["caller"]
         session_id = caller.session_id(scope)
         if session_id is None:
@@ -32,6 +32,8 @@ class Lookup(Generic[Host]):
             if not serving:
                 raise no_model(model)
             run = min(serving, key=lambda run: run.released)
+            if run.released:
+                raise run.refusal()
             return run, Session(f"{run.spec.run_id}.adhoc.{next(self._ad_hoc_numbers)}")
         run, session = self.session(session_id, caller)
         if model != run.spec.served_model:
