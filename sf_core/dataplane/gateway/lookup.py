@@ -30,7 +30,7 @@ class Lookup(Generic[Host]):
             newest_first = reversed(self._runs.values())
             serving = [run for run in newest_first if run.spec.served_model == model and caller.may_use(run)]
             if not serving:
-                raise no_model(model)
+                raise no_model(model, " now; `sf serve RUN` serves the policy of a run that has ended")
             run = min(serving, key=lambda run: run.released)
             if run.released:
                 raise run.refusal()
@@ -59,5 +59,6 @@ def allowed(run: Host, caller: Caller) -> Host:
     return run
 
 
-def no_model(model: str) -> ApiError:
-    return ApiError(404, f"The model {model!r} does not exist here.", code="model_not_found", param="model")
+def no_model(model: str, when: str = "") -> ApiError:
+    message = f"The model {model!r} does not exist here{when}."
+    return ApiError(404, message, code="model_not_found", param="model")
