@@ -47,7 +47,7 @@ def train(config: DeployedConfig) -> dict[str, Any]:
         check_memory(config, read_workers(scheduler_address()))
         run = begin_attempt(config)
         trackers, page = Trackers(OpenRun(run).directory, config), Page(run)
-        # freeing_workers is innermost: an interrupted flow frees the workers first
+        # freeing_workers is innermost: a flow that ends frees the workers first
         with crashing_without_scheduler(), lean_settings(), trackers, page, freeing_workers(run):
             start_policy(config, run, plan.trainers)
             OpenRun(run).register()

@@ -1,8 +1,8 @@
-"""What a flow still does when it ends. It sends its log lines, and it stops the work on the devices if it was
-interrupted (Cancel in the UI, end of its process worker).
+"""What a flow still does when it ends. It sends its log lines, and it stops the work on the devices.
 
-Prefect interrupts the flow's process by a signal, which raises wherever the flow is, and kills it 30 s later.
-Dask drops queued tasks but lets running ones go on, which would keep their devices.
+A flow ends by itself, or is interrupted (Cancel in the UI, end of its process worker or of `sf train`): by a
+signal, which raises wherever the flow is, and it is killed 30 s later. Dask drops queued tasks but lets
+running ones go on, which would keep their devices, as would an agent that does not end.
 """
 
 from __future__ import annotations
@@ -42,17 +42,14 @@ def sending_logs() -> Iterator[None]:
 
 @contextmanager
 def freeing_workers(run: RunRef) -> Iterator[None]:
-    """When the block is interrupted, no worker runs anything of this attempt afterwards."""
+    """However the block ends, no worker runs anything of this attempt afterwards."""
     try:
         yield
-    except Exception:
-        raise
-    except BaseException:
+    finally:
         try:
             _free_workers(run)
-        except Exception as error:  # the interruption, not this error, decides how the flow ends
-            log.warning("interrupted; workers may still be busy: %s: %s", type(error).__name__, error)
-        raise
+        except Exception as error:  # the block, not this error, decides how the flow ends
+            log.warning("workers may still be busy: %s: %s", type(error).__name__, error)
 
 
 def _free_workers(run: RunRef) -> None:
@@ -60,7 +57,7 @@ def _free_workers(run: RunRef) -> None:
     _release(run)
     ended = end_tasks(scheduler_address(), owner_of(run.run_id, run.attempt), PATIENCE_S)
     if ended:
-        log.warning("interrupted; still busy after %g s, and ended: %s", PATIENCE_S, ", ".join(ended))
+        log.warning("still busy after %g s, and ended: %s", PATIENCE_S, ", ".join(ended))
 
 
 def _release(run: RunRef) -> None:

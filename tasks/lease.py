@@ -24,7 +24,7 @@ from tasks.cluster import TaskFuture, dask_client, end_of, submit
 log = logging.getLogger(__name__)
 
 RELEASED_S = 30.0
-"""Longest wait for the end of a lease after its release."""
+"""Longest wait for the end of all leases after their release; then tasks/interruption.py ends them."""
 
 LOOK_S = 1.0
 """Interval of checks for workers that have joined and leases that have ended."""
@@ -93,8 +93,9 @@ class Leases:
         self._watcher.join(RELEASED_S)
         begun = self._release()
         self._follow(lambda: [])
+        deadline = time.monotonic() + RELEASED_S
         for lease_id in self._leases.to_await(begun):
-            self._futures[lease_id].wait(timeout=RELEASED_S)
+            self._futures[lease_id].wait(timeout=max(0.0, deadline - time.monotonic()))
             if not self._futures[lease_id].wrapped_future.done():
                 log.warning("lease %s was released and did not end", lease_id)
         for future in self._futures.values():

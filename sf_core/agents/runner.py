@@ -19,6 +19,7 @@ from typing import Any, Literal
 import httpx
 import orjson
 
+from sf_core.agents.loop_watch import telling_of_blocks
 from sf_core.agents.phases import Phase, Phases, Prepare, Work
 from sf_core.agents.reports import Reports, as_text
 from sf_core.config import RolloutConfig
@@ -100,7 +101,7 @@ class AgentRunner:
             self._http = http
             reporter = asyncio.create_task(self._reports.send(http))
             try:
-                with self._beating():
+                with self._beating(), telling_of_blocks(lambda: len(self._sessions)):
                     while await self._claim():
                         if reporter.done():
                             reporter.result()  # raises what ended it

@@ -56,6 +56,9 @@ from storage.run_directory import RunDirectory
 FLOW_STARTS = 3
 """Maximum number of starts of a flow that fails after a process that it needs was restarted."""
 
+FREED_S = 30.0
+"""Time for a flow to free the workers of a cluster that stays (tasks/interruption.py) before it is killed."""
+
 
 class LaunchError(RuntimeError):
     """The run failed; the message says why and how to resume it."""
@@ -102,6 +105,8 @@ def launch(flow: str, config: RunConfig, console: Console, *, says_result: bool 
     if not (engine_kind(config).needs_torch or trainer_kind(config).needs_torch):
         env["SF_EMULATED"] = "1"
     with lock, ExitStack() as ended, local_stack(local / "logs", env) as stack:
+        if scheduler_of(config) is not None:
+            stack.stop_s = FREED_S
         try:
             _run(flow, config, stack, ended, local, console)
         except StackError as error:

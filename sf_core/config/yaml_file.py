@@ -17,6 +17,7 @@ from pydantic import BaseModel
 from ruamel.yaml import YAML
 from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.nodes import MappingNode
 
 from sf_core.config import RunConfig
 from sf_core.config.validation import ConfigError, kinds_of, models_at, models_of, section_of, validate_config
@@ -137,9 +138,9 @@ def _overridden(
 
 def _find(text: str, path: list[str]) -> tuple[int, int]:
     """How much of this path a YAML text has, and in which line that ends."""
-    node, line = yaml.compose(text), 0
+    node, line = YAML(pure=True).compose(text), 0
     for depth, name in enumerate(path):
-        items = node.value if isinstance(node, yaml.MappingNode) else ()
+        items = node.value if isinstance(node, MappingNode) else ()
         at = next((pair for pair in items if pair[0].value == name), None)
         if at is None:
             return depth, line

@@ -152,7 +152,7 @@ def _ask(run: RunDirectory) -> Literal["silent", "no", "released", "running"]:
     except (httpx.TimeoutException, httpx.ConnectError) as error:
         if not _is_refused(error):
             # it may be busy, or the network is at fault
-            raise _untold(run, url, f"cannot be reached ({error}); try again") from None
+            raise _untold(run, url, f"cannot be reached ({error.__cause__}); try again") from None
         return "silent"
     except httpx.TransportError:
         return "silent"

@@ -204,12 +204,22 @@ class DataplaneClient:
             reraise=True,
         ):
             with attempt:
-                response = self._http.request(method, path, **request)
+                response = self._request(method, path, **request)
                 if response.status_code == 503:
                     raise _UnavailableError(f"{method} {path}: {refusal_of(response)}", 503)
         if response.status_code >= 400:
             raise DataplaneError(f"{method} {path}: {refusal_of(response)}", response.status_code)
         return orjson.loads(response.content)
+
+    def _request(self, method: str, path: str, **request: Any) -> httpx.Response:
+        try:
+            return self._http.request(method, path, **request)
+        except httpx.TransportError as error:
+            # of the same type, but it says which address and where that is set
+            where = f"no data plane answers at {self._http.base_url} (dataplane.url, or SF_DATAPLANE_URL)"
+            raise type(error)(
+                f"{where}: {str(error) or type(error).__name__}", request=error.request
+            ) from error
 
 
 def refusal_of(response: httpx.Response) -> str:

@@ -141,9 +141,7 @@ class DataPlane:
             raise _not_served(run_id)
         run = allowed(run, caller)
         if run.released:
-            # one that only evaluated has no iterations
-            is_complete = 0 < run.spec.num_batches <= run.router.weights.version
-            raise _complete(run) if is_complete else _not_served(run_id)
+            raise _complete(run) if run.is_complete else _not_served(run_id)
         if self.memory.is_full:
             raise _no_room(self.memory)
         run.journal.check()

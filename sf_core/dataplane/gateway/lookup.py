@@ -23,15 +23,17 @@ class Lookup(Generic[Host]):
 
     def find_session(self, scope: Scope, model: str) -> tuple[TurnHost, Session]:
         """The session of a request. Without a session id it is a new ad-hoc one
-        of the newest run that serves this model; a run that is over is taken only if no other serves it."""
+        of the newest run that serves this model. Raises ApiError, 503 if all that serve it have ended."""
         caller: Caller = scope["caller"]
         session_id = caller.session_id(scope)
         if session_id is None:
             newest_first = reversed(self._runs.values())
             serving = [run for run in newest_first if run.spec.served_model == model and caller.may_use(run)]
             if not serving:
-                raise no_model(model)
+                raise no_model(model, " now; `sf serve RUN` serves the policy of a run that has ended")
             run = min(serving, key=lambda run: run.released)
+            if run.released:
+                raise run.refusal()
             return run, Session(f"{run.spec.run_id}.adhoc.{next(self._ad_hoc_numbers)}")
         run, session = self.session(session_id, caller)
         if model != run.spec.served_model:
@@ -57,5 +59,6 @@ def allowed(run: Host, caller: Caller) -> Host:
     return run
 
 
-def no_model(model: str) -> ApiError:
-    return ApiError(404, f"The model {model!r} does not exist here.", code="model_not_found", param="model")
+def no_model(model: str, when: str = "") -> ApiError:
+    message = f"The model {model!r} does not exist here{when}."
+    return ApiError(404, message, code="model_not_found", param="model")

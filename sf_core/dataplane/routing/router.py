@@ -48,6 +48,8 @@ class Router:
         self.moves = 0
         """Number of requests taken from engines with long queues; each is an interruption too."""
         self.bytes_to_engines = self.bytes_from_engines = 0
+        self.closed: ApiError | None = None
+        """Why every request is refused: the run has ended, and no engine comes."""
         self._typical = TypicalLength()
         self._changed = Signal()
         self._scheduled = False
@@ -68,8 +70,17 @@ class Router:
         generation.submitted_at = time.monotonic()
         if (asked := asked_by_request.get()) is not None:
             asked.append(generation)
+        if self.closed is not None:
+            return generation.refuse(self.closed)
         self.waiting.join(generation)
         self._schedule()
+
+    def close(self, refusal: ApiError) -> None:
+        """Refuse all requests, those that are asked later included."""
+        self.closed = refusal
+        for generation in [*self.waiting, *(g for link in self.links for g in link.in_flight.values())]:
+            self.stop(generation)
+            generation.refuse(refusal)
 
     def cancel(self, generation: Generation, reason: str) -> None:
         """End a generation whose answer is no longer wanted; whatever its engine still sends is ignored."""

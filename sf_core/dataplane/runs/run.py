@@ -103,7 +103,7 @@ class ServedRun(TurnHost):
             self.outcomes.forget_failures()
             self.fault = ""
         self.spec, self.released = spec, False
-        self.router.limits = limits_of(spec)
+        self.router.closed, self.router.limits = None, limits_of(spec)
         self.manager.set_rules(spec.rollout, spec.lag_bound, spec.num_batches)
         if spec.version > self.router.weights.version:
             self.router.weights = WeightsRef(spec.version, spec.weights_uri)
@@ -336,14 +336,15 @@ class ServedRun(TurnHost):
         self.changed.notify()
 
     def release(self) -> None:
-        """End the run: runners are released, sessions end. If another attempt of the flow goes on with it,
-        the places of these sessions are given out again; a group from outside counts only if it is complete,
-        and a batch is left."""
+        """End the run: runners are released, sessions end, other requests are refused. If another attempt of
+        the flow goes on with it, the places of these sessions are given out again; a group from outside
+        counts only if it is complete, and a batch is left."""
         self.released = True
         goes_on = self.manager.next_batch < self.spec.num_batches
         self._reject_outside("run_released", only_incomplete=goes_on)
         for session in list(self.sessions.values()):
             self._take_back(session, "the run was released")
+        self.router.close(self.refusal())
         self.changed.notify()
 
     async def sweep(self, elapsed_s: float) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from sf_core.config.failures import Status
 from sf_core.dataplane.bodies import FinishBody, RunSpec
 from sf_core.dataplane.chat.renderer import Renderer
+from sf_core.dataplane.errors import RETRY_AFTER_S, ApiError
 from sf_core.dataplane.journal.journal import Journal
 from sf_core.dataplane.routing.pace import Pace
 from sf_core.dataplane.routing.router import Router
@@ -53,6 +54,20 @@ class TurnHost:
         self.in_flight: dict[str, list[InFlightTurn]] = {}
         """Turns in flight, or whose answer a client is still being sent, by session id; see retries.py."""
         self.counters: Counter[str] = Counter()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all iterations are done. A run that only evaluated has none."""
+        return 0 < self.spec.num_batches <= self.router.weights.version
+
+    def refusal(self) -> ApiError:
+        """What requests are told once the run is released."""
+        why = f"all of its {self.spec.num_batches} iterations are done"
+        if not self.is_complete:
+            why = "no flow works on it until one is started again"
+        message = f"Run {self.spec.run_id} has ended: {why}; `sf serve RUN` serves its policy."
+        retry_after_s = None if self.is_complete else RETRY_AFTER_S
+        return ApiError(503, message, code="run_over", retry_after_s=retry_after_s)
 
     def open(self, session: Session) -> None:
         """Serve this session from now on."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pickle
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
+import httpx
 import pytest
 
 from sf_core.dataplane.control.client import DataplaneClient, DataplaneError
@@ -46,6 +48,15 @@ def test_patience_ends_with_what_the_data_plane_said(url: str) -> None:
     Answers.statuses = [503] * 1000
     with pytest.raises(DataplaneError, match="starting"):
         DataplaneClient(url, "run", patience_s=0.0).status()
+
+
+def test_a_data_plane_that_does_not_answer_is_named_with_the_setting_of_its_address() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+    said = rf"no data plane answers at {url}.* \(dataplane\.url, or SF_DATAPLANE_URL\): .*refused"
+    with pytest.raises(httpx.ConnectError, match=said) as raised:
+        DataplaneClient(url, "run", patience_s=0.0).status()
+    assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
 
 
 def test_a_refusal_is_final(url: str) -> None:

@@ -1,0 +1,65 @@
+"""Names what blocks an event loop: an agent that does not await keeps all sessions of its process waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import sysconfig
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import takewhile
+from pathlib import Path
+from traceback import walk_stack
+from types import FrameType
+
+import sf_core
+
+log = logging.getLogger(__name__)
+
+BLOCKED_S = 5.0
+"""A loop that does not turn for this long is blocked."""
+
+LOOK_S = 1.0
+
+_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_NOT_THE_USERS = (*_LIBRARIES, str(Path(sf_core.__file__).parent), "<")
+_STEP = asyncio.Handle._run.__code__
+
+
+@contextmanager
+def telling_of_blocks(num_sessions: Callable[[], int]) -> Iterator[None]:
+    """Log once per block of the running loop where it is blocked, and how many sessions wait."""
+    loop, thread = asyncio.get_running_loop(), threading.get_ident()
+    is_over = threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(LOOK_S):
+            has_turned = threading.Event()
+            loop.call_soon_threadsafe(has_turned.set)
+            if has_turned.wait(BLOCKED_S) or is_over.is_set():
+                continue
+            log.warning(
+                "%s blocks the event loop, which has not turned for %g s: the %d sessions of this worker "
+                "wait. Await there what takes long, or make it a plain function, which gets a thread",
+                place_of(sys._current_frames()[thread]),
+                BLOCKED_S,
+                num_sessions(),
+            )
+            while not (has_turned.wait(LOOK_S) or is_over.is_set()):
+                pass
+
+    threading.Thread(target=watch, name="loop-watch", daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()
+
+
+def place_of(innermost: FrameType) -> str:
+    """File, line and function in which a step of the loop is: the innermost that are the user's own."""
+    frames = [frame for frame, _ in takewhile(lambda at: at[0].f_code is not _STEP, walk_stack(innermost))]
+    own = [frame for frame in frames if not frame.f_code.co_filename.startswith(_NOT_THE_USERS)]
+    frame = (own or frames or [innermost])[0]
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_qualname})"
