@@ -83,10 +83,10 @@ def publish_versions(run: RunDirectory, policy: PolicyConfig) -> None:
     """Store a start folder in the dtype of the policy and the versions that a trainer makes of it."""
     make_policy(run.start_dir, policy, seed=0)
     weights = {name: scaled(tensor) for name, tensor in load_weights(run.start_dir).items()}
-    save_weights(run.start_dir, weights, 0, policy.dtype)
+    save_weights(run.start_dir, weights, 0, policy.dtype_name)
     config = TrainConfig(learning_rate=LEARNING_RATE)
-    make_model = functools.partial(TorchModel, run.start_dir, dtype=policy.dtype)
-    trainer = Trainer(make_model, config, seed=0, dtype=policy.dtype)
+    make_model = functools.partial(TorchModel, run.start_dir, dtype=policy.dtype_name)
+    trainer = Trainer(make_model, config, seed=0, dtype=policy.dtype_name)
     for version in range(1, STEPS + 1):
         trainer.step(batch(version))
         trainer.save_weights(run.weights_dir(version), folder_of(run, version - 1))

@@ -8,6 +8,7 @@ from sf_core.cli.live import tell
 from sf_core.config import RunConfig
 from sf_core.scheduling.cluster import await_plan
 from sf_core.stages.commit import committed
+from sf_core.stages.derived import first_prompts
 from sf_core.stages.run import OpenRun, RunRef, begin_attempt
 from sf_core.stages.start import check_start, start_fault
 from sf_core.stages.stored_config import settled
@@ -46,7 +47,7 @@ def start_policy(config: RunConfig, run: RunRef, trainers: tuple[str, ...]) -> s
         tell(f"version 0 is made: {config.policy.model or 'the built-in policy, and its warm start'}")
         if warmed:
             warm_up(config, run, trainers)
-        made = submit(warmstart_task, run, warmed=warmed)
+        made = submit(warmstart_task, run, warmed=warmed, prompts=first_prompts(config))
         result_of(made, "the warm start", config.cluster.stage_timeout_s)
         tell("version 0 is there")
     return OpenRun(run).start_dir

@@ -1,5 +1,6 @@
 """Prefect's tasks for the stages of a run, in the order in which they run. See sf_core/stages."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from prefect import task
@@ -17,9 +18,10 @@ from sf_core.training.gang import RankAssignment
 
 
 @task(name="warmstart")
-def warmstart(run: RunRef, *, warmed: bool = False) -> dict[str, Any]:
-    """Put the policy that the run starts from into its directory. Runs on a `train` worker."""
-    return sf_core.stages.start.start(run, warmed=warmed)
+def warmstart(run: RunRef, *, warmed: bool = False, prompts: Sequence[str] = ()) -> dict[str, Any]:
+    """Put the policy that the run starts from into its directory. Runs on a `train` worker, which may lack
+    the environment that the prompts are of."""
+    return sf_core.stages.start.start(run, warmed=warmed, prompts=prompts)
 
 
 @task(name="demonstrate", task_run_name="demonstrate-{iteration}")

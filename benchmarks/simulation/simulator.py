@@ -92,7 +92,7 @@ class _Simulation:
             kv_tokens=config.emulation.kv_tokens,
             recompute=config.engine.kv_on_update == "recompute",
             typical=fmean(turn.num_wanted for turn in first_group),
-            budget=config.rollout.max_tokens,
+            budget=config.rollout.turn_tokens,
         )
         self._fleet.on_started = lambda session, version: self._manager.note_started(session.claim, version)
         self._fleet.on_answered = self._go_on

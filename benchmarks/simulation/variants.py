@@ -141,7 +141,7 @@ def lognormal_for(
 
     Raises ValueError, one sentence, if that cuts most sessions to one length, which would compare nothing, or
     if an engine has no room for the longest."""
-    budget, room = config.rollout.max_tokens, config.engine.context_length
+    budget, room = config.rollout.turn_tokens, config.engine.context
     if median > budget:
         raise ValueError(
             f"rollout.max_tokens ({budget}) would cut most sessions to one length, as their median is "

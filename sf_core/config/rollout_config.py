@@ -16,6 +16,9 @@ from sf_core.settings import Reference, Settings
 MAX_TOGETHER = 2**16
 """Most sessions of a group, worker or claim, groups of a batch, tasks of an evaluation: each is an object."""
 
+BUILT_IN_TOKENS = 64
+"""`rollout.max_tokens` of the built-in policy."""
+
 # the names in the registry of gates, which settings must not import
 GateName = Literal["all", "varied"]
 
@@ -81,8 +84,9 @@ class RolloutConfig(Settings):
     """Nucleus sampling; overrides the agent's request."""
     top_k: int = Field(0, ge=0)
     """Top-k sampling, 0 for no limit; overrides the agent's request."""
-    max_tokens: int = Field(64, ge=1)
-    """Maximum number of tokens sampled per turn."""
+    max_tokens: int | None = Field(None, ge=1)
+    """Maximum number of tokens sampled per turn. Empty: 64 for the built-in policy. With `policy.model` 256,
+    or half of `engine.context_length` if that is named and gives less."""
     ignored_fields: tuple[UndoneField, ...] = ()
     """Unsupported request fields, such as `presence_penalty`, that are ignored although they would change an
     answer; for clients that always send them. Requests with other unsupported fields are refused."""
@@ -121,6 +125,11 @@ class RolloutConfig(Settings):
     """Longest wait for a batch or an evaluation while no engine, or no agent worker, is connected; then the
     run fails and says which is missing. A loading engine counts as connected. Must exceed the time to replace
     a host; has no effect unless it is below `batch_timeout_s`."""
+
+    @property
+    def turn_tokens(self) -> int:
+        """`max_tokens`, that of the built-in policy if none is given."""
+        return self.max_tokens or BUILT_IN_TOKENS
 
     @property
     def is_outside(self) -> bool:

@@ -5,7 +5,9 @@ Owns defaults and bounds. Reads no environment, but for variables that a path na
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from operator import attrgetter
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -14,7 +16,7 @@ from sf_core.config.contradictions import contradictions
 from sf_core.config.devices import known_device
 from sf_core.config.pipelines import PIPELINES, PipelineName
 from sf_core.config.rollout_config import MAX_TOGETHER, EnvironmentConfig, RolloutConfig
-from sf_core.config.train_config import TrainConfig, rate_for
+from sf_core.config.train_config import TrainConfig
 from sf_core.settings import Reference, Settings, is_word
 
 PublicAddress = Annotated[str, AfterValidator(without_user)]
@@ -60,10 +62,16 @@ class PolicyConfig(Settings):
     """Number of layers of the built-in policy."""
     warmstart: WarmstartConfig | None = WarmstartConfig()
     """Supervised start, on demonstrations. Empty: none."""
-    dtype: DtypeName = "float32"
+    dtype: DtypeName | None = None
     """Element type in which the policy is computed, published and exported. The trainer's own weights are
     float32. auto: bfloat16 if the worker that makes version 0 computes in it at full speed (a GPU, or a CPU
-    with avx512_bf16 or amx_bf16 in /proc/cpuinfo), else float32."""
+    with avx512_bf16 or amx_bf16 in /proc/cpuinfo), else float32. Empty: auto for `model`, float32 for the
+    built-in policy."""
+
+    @property
+    def dtype_name(self) -> DtypeName:
+        """`dtype`, that of the built-in policy if none is given."""
+        return self.dtype or "float32"
 
     @property
     def warm_steps(self) -> int:
@@ -122,8 +130,11 @@ class EngineConfig(Settings):
     otherwise, sleep as long as the device of `emulation` would compute."""
     max_running: int = Field(128, ge=1)
     """Maximum number of requests in one decoding batch."""
-    context_length: int = Field(512, ge=16)
-    """Maximum number of tokens of one sequence, prompt included."""
+    context_length: int | None = Field(None, ge=16)
+    """Maximum number of tokens of one sequence, prompt included. Empty: 512 for the built-in policy. With
+    `policy.model` the tokens of the longest of the first 64 training prompts (`Task.prompt`) plus four times
+    `rollout.max_tokens`, at most what the model is for. If agents are commands or outside, a prompt of 3,072
+    tokens is assumed."""
     kv_on_update: Literal["recompute", "keep"] = "recompute"
     """What happens to the KV cache of running requests when weights change."""
     vllm: VllmConfig = VllmConfig()
@@ -131,6 +142,11 @@ class EngineConfig(Settings):
     """Function of the scripted engine: (prompt_ids, seed) -> token ids of the answer, in the vocabulary of
     `policy.model` or the built-in policy (RUN/start/tokenizer.json). The turn ends after the last id, or at
     an end-of-turn token. The start of a forced tool call ends prompt_ids and is not part of the answer."""
+
+    @property
+    def context(self) -> int:
+        """`context_length`, that of the built-in policy if none is given."""
+        return self.context_length or 512
 
 
 class EmulationConfig(Settings):
@@ -292,10 +308,12 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def _check_across_fields(self) -> RunConfig:
-        if self.rollout.max_tokens >= self.engine.context_length:
+        tokens, context = self.rollout.max_tokens, self.engine.context_length
+        if self.policy.model is None:
+            tokens, context = self.rollout.turn_tokens, self.engine.context
+        if tokens is not None and context is not None and tokens >= context:
             raise ValueError(
-                f"rollout.max_tokens ({self.rollout.max_tokens}) must be less than "
-                f"engine.context_length ({self.engine.context_length})"
+                f"rollout.max_tokens ({tokens}) must be less than engine.context_length ({context})"
             )
         if self.train.minibatches > self.rollout.groups_per_batch:
             raise ValueError(
@@ -355,18 +373,19 @@ class RunConfig(Settings):
             update={"train": train.model_copy(update=longer), "cluster": cluster.model_copy(update=lent)}
         )
 
-    def with_rate_for(self, parameters: int) -> RunConfig:
-        """These settings with the learning rate for a policy of this size, unless they name one."""
-        if self.train.learning_rate is not None:
-            return self
-        rate = {"learning_rate": rate_for(parameters)}
-        return self.model_copy(update={"train": self.train.model_copy(update=rate)})
+    def leaves_open(self, key: str) -> bool:
+        """Whether this setting, section.name, has no value yet and is derived where the run begins."""
+        return attrgetter(key)(self) in (None, "auto")
 
-    def with_dtype(self, dtype: DtypeName) -> RunConfig:
-        """These settings with this dtype of the policy, unless they name one."""
-        if self.policy.dtype != "auto":
-            return self
-        return self.model_copy(update={"policy": self.policy.model_copy(update={"dtype": dtype})})
+    def filled(self, values: Mapping[str, Any]) -> RunConfig:
+        """These settings with those values, by section.name, where they leave them open."""
+        sections: dict[str, Any] = {}
+        for key, value in values.items():
+            if self.leaves_open(key):
+                section, name = key.split(".")
+                here = sections.get(section, getattr(self, section))
+                sections[section] = here.model_copy(update={name: value})
+        return self.model_copy(update=sections)
 
     @property
     def run_dir(self) -> str:

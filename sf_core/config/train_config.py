@@ -18,17 +18,18 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 TrainerName = Literal["torch", "megatron", "emulated"]
 
 
-LARGEST_RATE = 3e-4
+SMALLEST_RATE, LARGEST_RATE = 1e-6, 3e-4
 
 
-def rate_for(parameters: int) -> float:
+def rate_for(parameters: int, power: float = 0.5) -> float:
     """Learning rate for a policy of this size. It was tried at 135 million parameters, 2e-5; from there it
-    falls with the power 0.6 of the size, to what reports name for 7 to 8 billion (1e-6 to 2e-6).
+    falls with this power of the size.
 
-    >>> rate_for(135_000_000), rate_for(1_000_000)
-    (2e-05, 0.0003)
+    >>> rate_for(135_000_000), rate_for(8_000_000_000)
+    (2e-05, 2.6e-06)
     """
-    return min(LARGEST_RATE, float(f"{2e-5 * (135e6 / max(1, parameters)) ** 0.6:.2g}"))
+    rate = float(f"{2e-5 * (135e6 / max(1, parameters)) ** power:.2g}")
+    return min(LARGEST_RATE, max(SMALLEST_RATE, rate))
 
 
 class TrainConfig(Settings):
@@ -56,8 +57,9 @@ class TrainConfig(Settings):
     another worker. The time to read or write a checkpoint, as measured when the run started, comes on
     top."""
     learning_rate: float | None = Field(None, gt=0)
-    """Constant learning rate of AdamW, after `warmup_steps`. Empty: by the size of the policy, 2e-5 for 135
-    million parameters and 1.7e-6 for 8 billion; 3e-4 at most."""
+    """Constant learning rate of AdamW, after `warmup_steps`. Empty: with `policy.model`
+    2e-5 x sqrt(135 million / N) for N parameters, between 1e-6 and 3e-4. For the built-in policy 3e-4, and
+    less above 1.5 million parameters."""
     warmup_steps: int = Field(0, ge=0)
     """Optimiser steps over which the learning rate rises from 0."""
     betas: tuple[Share, Share] = (0.9, 0.95)

@@ -138,16 +138,13 @@ class Measurement:
         copies += [copy for copy in copied if copy.uri.endswith((".safetensors", INDEX_NAME))]
         directory.write_config(self.config)
         times = {"started_at": started, "finished_at": time.time(), "waits": []}
-        begun = self.run.read_manifest(None, "start")
-        # what `policy.dtype: auto` became where the run began
-        dtype = begun.data.get("dtype") if begun is not None else None
         start = Manifest(
             run_id=directory.run_id,
             iteration=None,
             stage="start",
             attempt=0,
             outputs=copies,
-            data={"source": weights, "copied_s": 0.0, "parameters": 0, "dtype": dtype, **times},
+            data={"source": weights, "copied_s": 0.0, "parameters": 0, **times},
         )
         directory.commit_manifest(start)
 

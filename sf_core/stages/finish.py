@@ -36,4 +36,4 @@ def export_policy(run: OpenRun) -> None:
     folder = run.directory.policy_dir
     copy_folder(run.start_dir, folder, exclude=WEIGHT_FILES)
     # version 0 has the dtype of policy.model
-    save_weights(folder, load_weights(run.weights(version).uri), version, run.config.policy.dtype)
+    save_weights(folder, load_weights(run.weights(version).uri), version, run.config.policy.dtype_name)

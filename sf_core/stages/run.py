@@ -18,6 +18,7 @@ from sf_core.engines.registry import follows_grammars
 from sf_core.environments.registry import source_of_tasks, tasks_of
 from sf_core.reports.view import RunView
 from sf_core.settings import described
+from sf_core.stages.derived import read_with_derived
 from sf_core.surroundings import dataplane_key, dataplane_url, run_key
 from sf_core.types import WeightsRef
 from storage.attempts import Attempt
@@ -58,7 +59,7 @@ class OpenRun:
 
     @functools.cached_property
     def config(self) -> RunConfig:
-        """The run's settings, with the deadlines and the learning rate for a policy of this size."""
+        """The run's settings, with those that were derived and the deadlines for a policy of this size."""
         try:
             return _config_since_start(self.ref)
         except LookupError:
@@ -141,7 +142,7 @@ class OpenRun:
             seed=config.seed,
             rollout=config.rollout.model_dump(),
             lag_bound=config.lag_bound,
-            context_length=config.engine.context_length,
+            context_length=config.engine.context,
             follows_grammars=follows_grammars(config),
             was_warmed=config.policy.warm_steps > 0,
             num_batches=0 if evaluate_only else config.train.iterations,
@@ -211,15 +212,11 @@ def _seconds_to_move(start: Manifest) -> int:
 @functools.lru_cache(maxsize=8)
 def _config_since_start(ref: RunRef) -> RunConfig:
     """Read once in each process. Raises LookupError as long as the start stage is not committed."""
-    start = RunDirectory(ref.uri).read_manifest(None, "start")
+    directory = RunDirectory(ref.uri)
+    start = directory.read_manifest(None, "start")
     if start is None:
         raise LookupError(f"{ref.run_id}: start is not committed")
-    config = _read_config(ref).with_time_to_move(_seconds_to_move(start))
-    if (dtype := start.data.get("dtype")) is not None:
-        config = config.with_dtype(dtype)
-    # runs that were stored before this number was have their learning rate in config.json
-    parameters = start.data.get("parameters")
-    return config.with_rate_for(int(parameters)) if parameters else config
+    return read_with_derived(directory).with_time_to_move(_seconds_to_move(start))
 
 
 @functools.lru_cache(maxsize=8)

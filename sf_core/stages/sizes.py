@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from sf_core.config import RunConfig, TrainConfig
-from sf_core.config.train_config import rate_for
 from sf_core.engines.registry import engine_kind
 from sf_core.models.cache_size import DTYPE_BYTES, built_in_parameters, built_in_shape, cache_bytes
 from sf_core.reports.cleanup import KEPT_EVERY, KEPT_WEIGHTS, SMALL_BYTES
 from sf_core.scheduling.plan import Worker
+from sf_core.stages.derived import Derived, derive, first_prompts, values_of
 from sf_core.stages.start import folder_to_start_from
 from sf_core.stages.warmstart import warm_rate
 from sf_core.training.policy_folder import count_parameters, read_model_config
@@ -39,6 +39,8 @@ class Sizes:
     checkpoint: int
     activations: int
     """What a rank keeps of a micro-batch for the backward pass, about; 0 if the model's shape is unknown."""
+    derived: dict[str, Derived]
+    """Settings that are left open, as far as this machine can tell: another one may make version 0."""
 
     @classmethod
     def of(cls, config: RunConfig) -> Sizes | None:
@@ -46,12 +48,7 @@ class Sizes:
         used."""
         if not engine_kind(config).runs_policy:
             return None
-        if config.policy.dtype == "auto":
-            from sf_core.models.projections import fastest_dtype
-
-            # that of the worker that makes version 0 is not known yet
-            config = config.with_dtype(fastest_dtype())
-        policy, engine = config.policy, config.engine
+        policy, folder = config.policy, None
         if policy.model is None:
             parameters = built_in_parameters(policy.hidden_size, policy.num_layers)
             shape = dict(built_in_shape(policy.hidden_size, policy.num_layers))
@@ -60,17 +57,21 @@ class Sizes:
             shape = read_model_config(folder)
         else:
             return None
+        derived = derive(config, parameters, folder, first_prompts(config))
+        config = config.filled(values_of(derived))
+        policy, engine = config.policy, config.engine
         networks = 1 if config.train.critic is None else 2
         cache = None
         if engine_kind(config).reserves_cache:
-            cache = cache_bytes(shape, engine.max_running, engine.context_length, policy.dtype)
+            cache = cache_bytes(shape, engine.max_running, engine.context, policy.dtype_name)
         return cls(
             parameters=parameters,
-            weights=parameters * DTYPE_BYTES[policy.dtype],
+            weights=parameters * DTYPE_BYTES[policy.dtype_name],
             cache=cache or 0,
             rank=_rank_bytes(parameters, config) * networks,
             checkpoint=parameters * _STORED_BYTES * networks,
             activations=_activation_bytes(shape, parameters, config),
+            derived=derived,
         )
 
 
@@ -79,7 +80,7 @@ def _rank_bytes(parameters: int, config: RunConfig) -> int:
     if train.backend != "megatron":
         return -(-parameters * _TRAINED_BYTES // train.workers)
     # ranks of different data have the same weights and a whole gradient, and share the rest
-    weights, gradient = DTYPE_BYTES[config.policy.dtype], 4
+    weights, gradient = DTYPE_BYTES[config.policy.dtype_name], 4
     shared = _STORED_BYTES - (4 if weights == 4 else 0)
     return parameters * (weights + gradient) // train.ranks_per_policy + parameters * shared // train.workers
 
@@ -91,8 +92,8 @@ def _activation_bytes(shape: Mapping[str, Any], parameters: int, config: RunConf
         )
     except (KeyError, TypeError, ValueError):
         return 0
-    train, itemsize = config.train, DTYPE_BYTES[config.policy.dtype]
-    of_hidden, of_inner = _KEPT_WIDTHS[config.policy.dtype]
+    train, itemsize = config.train, DTYPE_BYTES[config.policy.dtype_name]
+    of_hidden, of_inner = _KEPT_WIDTHS[config.policy.dtype_name]
     of_layer = of_hidden * hidden + of_inner * inner
     # recomputed, a layer keeps its input alone, and one layer at a time the rest
     kept = layers * hidden + of_layer if train.recompute else layers * of_layer
@@ -107,6 +108,7 @@ def check_memory(config: RunConfig, workers: Iterable[Worker]) -> None:
     if (sizes := Sizes.of(config)) is None:
         return
     engine, train = config.engine, config.train
+    context = config.filled(values_of(sizes.derived)).engine.context
     for worker in workers:
         if worker.memory is None:
             continue
@@ -115,7 +117,7 @@ def check_memory(config: RunConfig, workers: Iterable[Worker]) -> None:
             raise ValueError(
                 f"{has}, and its engine takes {_gb(sizes.weights)} for the policy's weights and "
                 f"{_gb(sizes.cache)} for the cache of engine.max_running {engine.max_running} requests of "
-                f"engine.context_length {engine.context_length} tokens: lower one of the two"
+                f"engine.context_length {context} tokens: lower one of the two"
             )
         if "train" in worker.tags and sizes.rank > worker.memory:
             raise ValueError(
@@ -125,25 +127,34 @@ def check_memory(config: RunConfig, workers: Iterable[Worker]) -> None:
 
 
 def explain_sizes(config: RunConfig) -> dict[str, str]:
-    """What `sf plan` says of memory and storage, by subject; nothing if it is unknown."""
+    """What `sf plan` says of derived settings, memory and storage, by subject; nothing if it is unknown."""
     if (sizes := Sizes.of(config)) is None:
-        return {}
+        return _explain_derived(config, derive(config))
     train = config.train
     ranks = "the trainer" if train.workers == 1 else f"each of {train.workers} trainers"
     cache = f" and {_gb(sizes.cache)} of KV cache" if sizes.cache else ""
     often = "each iteration" if train.checkpoint_every == 1 else f"every {train.checkpoint_every} iterations"
     for_good = f", and those of every {train.keep_every} iterations" if train.keep_every else ""
     activations = f", and about {_gb(sizes.activations)} of activations" if sizes.activations else ""
-    rate = train.learning_rate or rate_for(sizes.parameters)
+    rate = config.filled(values_of(sizes.derived)).train.rate
     kept_weights = _kept_weights(sizes, train)
     warm = _warm_start(config, rate)
     return {
         **({"warm start": warm} if warm else {}),
-        "learning rate": f"{rate:g}" + ("" if train.learning_rate else ", by the size of the policy"),
+        **_explain_derived(config, sizes.derived),
         "memory": f"engines: {_gb(sizes.weights)} of weights{cache}; {ranks}: {_gb(sizes.rank)} of weights, "
         f"gradient and moments{activations}",
         "storage": f"each iteration writes {_gb(sizes.weights)} of weights, {kept_weights}; a checkpoint, "
         f"{often}, {_gb(sizes.checkpoint)}, of which the newest {train.keep_checkpoints} stay{for_good}",
+    }
+
+
+def _explain_derived(config: RunConfig, derived: dict[str, Derived]) -> dict[str, str]:
+    """Values and reasons, without those that every run with the built-in policy has."""
+    return {
+        key: f"{value:g}: {reason}" if isinstance(value, float) else f"{value}: {reason}"
+        for key, (value, reason) in derived.items()
+        if config.policy.model is not None or key not in derive(config)
     }
 
 

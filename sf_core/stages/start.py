@@ -9,6 +9,7 @@ import logging
 import shutil
 import time
 import uuid
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from sf_core.environments.registry import environment_of
 from sf_core.models.cache_size import built_in_shape
 from sf_core.models.context import check_context
 from sf_core.stages.commit import Outcome, commit
+from sf_core.stages.derived import derive, values_of
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.stages.warmstart import copy_warmed, warms_model
 from sf_core.surroundings import cache_dir
@@ -40,20 +42,24 @@ from storage.tensors.weights import PICKLES
 log = logging.getLogger(__name__)
 
 
-def start(ref: RunRef, *, warmed: bool = False) -> dict[str, Any]:
+def start(ref: RunRef, *, warmed: bool = False, prompts: Sequence[str] = ()) -> dict[str, Any]:
     """Write the policy that the run starts from, version 0, into the run directory, unless it is there. It is
     written again only if it cannot be used, because nothing can have begun from it then. `warmed`: it is what
-    the warm start of the run has made of `policy.model`. Raises ValueError if its files differ from those
-    that were committed."""
+    the warm start of the run has made of `policy.model`. `prompts`: the first ones, from which
+    the context is derived. Raises ValueError if its files differ from those that were committed."""
     run = OpenRun(ref)
 
     def work() -> Outcome:
-        from sf_core.models.projections import fastest_dtype
-
-        config = run.config.with_dtype(fastest_dtype())
-        copies, source, copied_s = prepare_start(run.start_dir, config, warmed=warmed)
-        data = {"source": source, "copied_s": copied_s, "parameters": count_parameters(run.start_dir)}
-        return Outcome(outputs=copies, data=data | {"dtype": config.policy.dtype})
+        copies, source, copied_s = prepare_start(run.start_dir, run.config, warmed=warmed)
+        parameters = count_parameters(run.start_dir)
+        derived = values_of(derive(run.config, parameters, run.start_dir, prompts))
+        dtype = run.config.filled(derived).policy.dtype_name
+        named = _name_dtype(run.start_dir, dtype)
+        data = {"source": source, "copied_s": copied_s, "parameters": parameters, "dtype": dtype}
+        return Outcome(
+            outputs=[copy for copy in copies if copy.uri != named.uri] + [named],
+            data=data | ({"derived": derived} if derived else {}),
+        )
 
     if (manifest := run.directory.read_manifest(None, "start")) is not None:
         # every version uses the tokenizer and configuration of the start folder
@@ -77,7 +83,7 @@ def check_start(config: RunConfig, *, by_a_worker: bool = False) -> None:
     if config.run_id is None or RunDirectory(config.run_dir).read_manifest(None, "start") is None:
         check_demonstrations(config)
     if config.policy.model is None:
-        if runs_policy and length > BUILT_IN_CONTEXT:
+        if runs_policy and length is not None and length > BUILT_IN_CONTEXT:
             raise ValueError(
                 f"engine.context_length ({length}) must not exceed the {BUILT_IN_CONTEXT} positions of the "
                 "built-in policy"
@@ -86,7 +92,7 @@ def check_start(config: RunConfig, *, by_a_worker: bool = False) -> None:
         shape: dict[str, Any] = {"model_type": "qwen3", **built_in}
     elif (folder := folder_to_start_from(config, by_a_worker)) is not None:
         shape = read_model_config(folder)
-        if runs_policy:
+        if runs_policy and length is not None:
             check_context(shape, length)
         if warms_model(config):
             for shown in demonstrations(config, range(1))[0][:1]:
@@ -124,8 +130,7 @@ def prepare_start(
     folder: str, config: RunConfig, *, warmed: bool = False
 ) -> tuple[list[FileRef], str, float]:
     """Copy the policy of version 0 into `folder`; returns its files, the folder they came from and how long
-    copying took. Its weights keep their dtype, as trainers start from them; its configuration names the one
-    that is served.
+    copying took. Its weights keep their dtype, as trainers start from them.
 
     Raises ValueError if `policy.model` is no Hugging Face folder."""
     if config.policy.model is None:
@@ -138,8 +143,7 @@ def prepare_start(
     started = time.monotonic()
     copies = copy_warmed(source, folder) if warmed else copy_folder(source, folder, exclude=PICKLES)
     copied_s = time.monotonic() - started
-    named = _name_dtype(folder, config.policy.dtype)
-    return [copy for copy in copies if copy.uri != named.uri] + [named], source, copied_s
+    return copies, source, copied_s
 
 
 def _name_dtype(folder: str, dtype: str) -> FileRef:

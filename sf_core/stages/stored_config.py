@@ -17,6 +17,7 @@ from sf_core.config.validation import validate_config
 from sf_core.config.yaml_file import differing
 from sf_core.reports.view import RunView
 from sf_core.settings import shown
+from sf_core.stages.derived import derive, read_with_derived, values_of
 from storage.files import exists
 from storage.run_directory import RunDirectory
 
@@ -32,27 +33,32 @@ FIXED = ("seed", "policy", "environment", "train.critic", "evaluate.answers")
 """Settings that cannot change, because the result would be another run. A critic is made with the trainer:
 only its own settings may change. An evaluation that has begun keeps its sessions."""
 
+DERIVED = ("rollout.max_tokens", "engine.context_length", "policy.dtype", "train.learning_rate")
+"""Settings that are derived if they are left open. Left open by the caller, they stay as the run has them."""
+
 _NOTHING = object()
 
 OF_AN_EVALUATION = ("evaluate.num_tasks", "cluster.workers", *ADDRESSES)
 
 
 def read_stored_config(uri: str) -> RunConfig:
-    """The configuration of the run in this directory, even if the directory was moved.
+    """The configuration of the run in this directory, with what was derived where it began, even if the
+    directory was moved.
 
     Raises ValueError if there is no run."""
     directory = RunDirectory(uri)
-    config = directory.read_config(RunConfig)
+    config = read_with_derived(directory)
     storage = config.storage.model_copy(update={"root": directory.uri.rstrip("/").rsplit("/", 1)[0]})
     return config.model_copy(update={"run_id": directory.run_id, "storage": storage})
 
 
 def settled(config: RunConfig, tell: Callable[[str], None] = log.warning) -> RunConfig:
-    """The configuration to train with: `config`, or that of the existing run that it names, with its changes.
+    """The configuration to train with: `config`, with what follows from its settings, or that of the existing
+    run that it names, with its changes.
 
     Raises ValueError if they would make another run of it, or end it before a published version."""
     if not exists(RunDirectory(config.run_dir).path("config.json")):
-        return config
+        return config.filled(values_of(derive(config)))
     return _merged(config, tell, _refuse_another_run)
 
 
@@ -67,12 +73,12 @@ def _merged(
     config: RunConfig, tell: Callable[[str], None], check: Callable[[RunDirectory, str, Any, Any], None]
 ) -> RunConfig:
     run = RunDirectory(config.run_dir)
-    stored = run.read_config(RunConfig)
+    stored = read_with_derived(run)
     data = stored.model_dump() | config.model_dump(include=set(PLACE))
     changed, kept = [], []
     for key, before, given in differing(stored, config):
         *sections, name = path = key.split(".")
-        if path[0] in PLACE:
+        if path[0] in PLACE or (key in DERIVED and config.leaves_open(key)):
             continue
         if key in ADDRESSES or given != _default(path):
             check(run, key, before, given)

@@ -14,6 +14,7 @@ import numpy as np
 
 from sf_core.config import RunConfig, TrainConfig, WarmstartConfig
 from sf_core.config.rollout_config import RolloutConfig
+from sf_core.config.train_config import rate_for
 from sf_core.dataplane.chat.renderer import open_renderer
 from sf_core.recipes.losses import LossConfig, Plain
 from sf_core.scheduling.cluster import owner_of
@@ -57,7 +58,9 @@ def supervised(config: RunConfig, parameters: int | None) -> RunConfig:
     warm, steps = config.policy.warmstart, config.policy.warm_steps
     assert warm is not None
     per_iteration = max(n for n in range(1, MOST_STEPS + 1) if steps % n == 0)
-    rate = None if parameters is None else warm_rate(warm, config.with_rate_for(parameters).train.rate)
+    rate = None
+    if parameters is not None:
+        rate = warm_rate(warm, config.train.learning_rate or rate_for(parameters))
     train: dict[str, Any] = {
         "iterations": steps // per_iteration,
         "minibatches": per_iteration,

@@ -73,7 +73,7 @@ def rebuild_trainer(run: TrainedRun, version: int, ranks: Ranks, device: str | N
         config.train,
         seed=config.seed,
         ranks=ranks,
-        dtype=config.policy.dtype,
+        dtype=config.policy.dtype_name,
         references=reference,
         make_critic=make_critic if config.train.critic is not None else None,
     )

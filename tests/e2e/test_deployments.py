@@ -76,7 +76,7 @@ def test_what_the_command_line_gives_counts_over_what_is_deployed_and_is_checked
     said = "as deployed by quickstart, but for "
     [told] = [line for line in server.logs(failed) if line.startswith(said)]
     assert sorted(told.removeprefix(said).split(", ")) == [
-        "engine.context_length 64 (deployed: 512)",
+        "engine.context_length 64 (deployed: None)",
         "engine.max_running 2000000000 (deployed: 128)",
         "run_id 'given' (deployed: None)",
         "train.iterations 12 (deployed: 40)",

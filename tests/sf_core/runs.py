@@ -83,7 +83,7 @@ def mean_reward(rows: list[Trajectory]) -> float:
 def train(run: RunDirectory, config: RunConfig, batches: list[pa.Table]) -> None:
     """Commit an iteration per batch, as the stages do, but without rollouts."""
     make_policy(run.start_dir, config.policy, config.seed)
-    dtype = config.policy.dtype
+    dtype = config.policy.dtype_name
     make_model = partial(TorchModel, run.start_dir, dtype=dtype)
     trainer = Trainer(make_model, config.train, seed=config.seed, dtype=dtype)
     for iteration, batch in enumerate(batches):

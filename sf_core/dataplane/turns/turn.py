@@ -285,7 +285,7 @@ class TurnService:
         asked = self._request.max_tokens
         if self._session.claim is None:
             return asked or self._run.spec.context_length
-        most = self._run.spec.rollout.max_tokens
+        most = self._run.spec.rollout.turn_tokens
         return min(asked or most, most)
 
     def _sampling(self, sample: int, nth: int) -> Sampling:

@@ -45,9 +45,9 @@ def make_engine(config: RunConfig, start_dir: str) -> TorchEngine:
     return TorchEngine(
         start_dir,
         max_running=settings.max_running,
-        context_length=settings.context_length,
+        context_length=settings.context,
         kv_on_update=settings.kv_on_update,
-        dtype=getattr(torch, config.policy.dtype),
+        dtype=getattr(torch, config.policy.dtype_name),
         device=local_device(),
     )
 

@@ -34,20 +34,20 @@ def make_engine(config: RunConfig, start_dir: str) -> VllmEngine:
     policy = PolicyFolder(start_dir, untied=on_cpu)
     place: Place
     if settings.url is not None:
-        place = AdoptedServer(settings.url, vllm_key(), policy, engine.context_length)
+        place = AdoptedServer(settings.url, vllm_key(), policy, engine.context)
     else:
         place = OwnServer(
             policy,
-            dtype=config.policy.dtype,
+            dtype=config.policy.dtype_name,
             max_running=engine.max_running,
-            context_length=engine.context_length,
+            context_length=engine.context,
             sleep_level=0 if on_cpu else settings.sleep_level,
             more=[*[FOLLOWS_GRAMMARS] * settings.follows_grammars, *settings.arguments],
         )
     return VllmEngine(
         place,
         vocab_size=policy.vocab_size,
-        context_length=engine.context_length,
+        context_length=engine.context,
         kv_on_update=engine.kv_on_update,
         vocabularies=Vocabularies(policy.read_tokenizer) if settings.follows_grammars else None,
     )

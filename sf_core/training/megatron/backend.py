@@ -13,5 +13,5 @@ def make_model(
     config: RunConfig, model_dir: str, ranks: Ranks, device: str, *, values: bool = False
 ) -> MegatronModel:
     """The `make_model` of a ModelBackend."""
-    dtype = config.policy.dtype
+    dtype = config.policy.dtype_name
     return MegatronModel(model_dir, ranks, config.train, device=device, dtype=dtype, values=values)

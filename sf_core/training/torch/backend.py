@@ -13,5 +13,5 @@ def make_model(
     config: RunConfig, model_dir: str, ranks: Ranks, device: str, *, values: bool = False
 ) -> TorchModel:
     """The `make_model` of a ModelBackend."""
-    dtype, recompute = config.policy.dtype, config.train.recompute
+    dtype, recompute = config.policy.dtype_name, config.train.recompute
     return TorchModel(model_dir, ranks, device=device, dtype=dtype, recompute=recompute, values=values)

@@ -141,7 +141,7 @@ def test_the_configuration_fits_the_task(tmp_path: Path) -> None:
     shipped = open_renderer(str(tmp_path))
     for index in range(200):
         shown = encode(shipped, environment.demonstrate(index))
-        assert len(shown.token_ids) < config.engine.context_length // 2
+        assert len(shown.token_ids) < config.engine.context // 2
         assert tokenizer.unk_token_id not in shown.token_ids
         sampled = "".join(map(str, shown.said.astype(int))).split("0")
-        assert max(map(len, sampled)) < config.rollout.max_tokens
+        assert max(map(len, sampled)) < config.rollout.turn_tokens

@@ -246,7 +246,7 @@ def test_what_is_given_counts_over_what_is_deployed_setting_by_setting() -> None
     assert merge_sections({}, given) == given
     assert merge_sections(DEPLOYED, {"policy": {"warmstart": None}})["policy"] == {"warmstart": None}
     assert sorted(differences(DEPLOYED, merged)) == [
-        "rollout.max_tokens 24 (deployed: 64)",
+        "rollout.max_tokens 24 (deployed: None)",
         "run_id 'r' (deployed: None)",
         "train.iterations 12 (deployed: 40)",
     ]

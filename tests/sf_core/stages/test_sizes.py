@@ -37,7 +37,7 @@ def configured(policy: dict[str, Any], **sections: Any) -> RunConfig:
 
 def test_sizes_are_those_of_the_parameters_in_the_folder(model: str) -> None:
     parameters = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(model).parameters())
-    sizes = Sizes.of(configured({"model": model}, train={"workers": 3}))
+    sizes = Sizes.of(configured({"model": model, "dtype": "float32"}, train={"workers": 3}))
     assert sizes is not None and (sizes.weights, sizes.cache) == (4 * parameters, CACHE)
     assert (sizes.rank, sizes.checkpoint) == (-(-16 * parameters // 3), 12 * parameters)
     halves = Sizes.of(configured({"model": model, "dtype": "bfloat16"}))
@@ -88,7 +88,7 @@ def test_ranks_of_megatron_share_the_weights_only_with_those_that_cut_them(
 ) -> None:
     train = {"backend": "megatron", "workers": 4, "tensor_parallel": 2}
     sizes = Sizes.of(configured({"model": model, "dtype": dtype}, train=train))
-    alone = Sizes.of(configured({"model": model}))
+    alone = Sizes.of(configured({"model": model, "dtype": "float32"}))
     assert sizes is not None and alone is not None
     parameters = alone.weights // 4
     assert sizes.rank == parameters * whole // 2 + parameters * shared // 4
@@ -97,7 +97,7 @@ def test_ranks_of_megatron_share_the_weights_only_with_those_that_cut_them(
 def test_the_built_in_policy_is_as_large_as_its_settings_make_it(tmp_path: Path) -> None:
     make_policy(str(tmp_path), PolicyConfig(hidden_size=256, num_layers=6), seed=0)
     built_in = Sizes.of(configured({"hidden_size": 256, "num_layers": 6}))
-    exact = Sizes.of(configured({"model": str(tmp_path)}))
+    exact = Sizes.of(configured({"model": str(tmp_path), "dtype": "float32"}))
     assert built_in is not None and exact is not None and built_in.cache == exact.cache
     assert built_in.weights == pytest.approx(exact.weights, rel=0.02)
 

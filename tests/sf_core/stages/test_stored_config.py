@@ -80,7 +80,8 @@ def test_what_a_run_of_this_format_has_stored_is_read_as_it_was_meant() -> None:
 
 def test_a_new_run_is_configured_as_the_caller_says(tmp_path: Path) -> None:
     config = configured(tmp_path, **STORED)
-    assert said(config) == (config, [])
+    of_built_in = {"rollout.max_tokens": 64, "engine.context_length": 512, "policy.dtype": "float32"}
+    assert said(config) == (config.filled(of_built_in), [])
 
 
 def test_resumed_as_it_was_nothing_changes_and_nothing_is_said(stored: RunConfig) -> None:

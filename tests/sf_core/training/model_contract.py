@@ -52,7 +52,7 @@ class Setup:
 
     def trainer(self, ranks: Ranks) -> Trainer:
         config = RunConfig.model_validate(self.settings)
-        return Trainer(self.model, config.train, seed=0, ranks=ranks, dtype=config.policy.dtype)
+        return Trainer(self.model, config.train, seed=0, ranks=ranks, dtype=config.policy.dtype_name)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,151 @@
+"""Derives the settings that are left open from the policy, the first prompts and the device, with reasons.
+
+What follows from the other settings is stored in config.json. The rest is stored in the manifest of the start
+stage, because only the worker that makes version 0 may have the model. A run that resumes on other hardware
+keeps both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from sf_core.config import RunConfig
+from sf_core.config.programs import Command
+from sf_core.config.train_config import rate_for
+from sf_core.dataplane.chat.renderer import open_renderer
+from sf_core.environments.registry import tasks_of
+from sf_core.models.context import longest_context
+from sf_core.training.policy_folder import read_model_config
+from storage.run_directory import RunDirectory
+
+NUM_PROMPTS = 64
+
+_MODEL_TOKENS = 256
+"""`rollout.max_tokens` of a model."""
+
+_ANSWERS = 4
+"""Number of answers that the context has room for, besides the prompt."""
+
+_ASSUMED_PROMPT = 3072
+"""Tokens of a prompt that is not known before agents run."""
+
+_POWER_OF_BUILT_IN = 0.6
+
+
+class Derived(NamedTuple):
+    value: Any
+    reason: str
+
+
+def derive(
+    config: RunConfig,
+    parameters: int | None = None,
+    folder: str | None = None,
+    prompts: Sequence[str] = (),
+) -> dict[str, Derived]:
+    """Values of the settings that are left open, by section.name: those that follow from the other settings.
+    With the number of parameters, and the folder if the policy is a model, all of them. Raises ValueError if
+    an answer would not fit into the model."""
+    found = _by_settings(config)
+    if parameters is not None:
+        found |= _by_policy(config.filled(values_of(found)), parameters, folder, prompts)
+    return {key: derived for key, derived in found.items() if config.leaves_open(key)}
+
+
+def values_of(derived: Mapping[str, Derived]) -> dict[str, Any]:
+    return {key: value for key, (value, _) in derived.items()}
+
+
+def first_prompts(config: RunConfig) -> list[str]:
+    """Prompts of the first training tasks, if the context of a model is to be derived from them. What agents
+    send that are commands or outside is not known before they run: then there are none."""
+    is_known = not (config.rollout.is_outside or isinstance(config.environment.agent, Command))
+    if config.policy.model is None or not is_known or not config.leaves_open("engine.context_length"):
+        return []
+    tasks, found = tasks_of(config.environment), list[str]()
+    for index in range(NUM_PROMPTS):
+        try:
+            found.append(str(tasks("train", index).prompt))
+        except Exception:  # of the user's own lines: there may be fewer, and sessions report what is wrong
+            break
+    return found
+
+
+def read_with_derived(directory: RunDirectory) -> RunConfig:
+    """The stored configuration, and the values that were derived where the run began. Raises ValueError if
+    there is no run."""
+    config, start = directory.read_config(RunConfig), directory.read_manifest(None, "start")
+    return config if start is None else config.filled(_stored_values(start.data))
+
+
+def _stored_values(data: Mapping[str, Any]) -> dict[str, Any]:
+    if "derived" in data:
+        return dict(data["derived"])
+    # a run that began before its values were stored
+    values = {"policy.dtype": data["dtype"]} if data.get("dtype") else {}
+    if parameters := data.get("parameters"):
+        values["train.learning_rate"] = rate_for(int(parameters), _POWER_OF_BUILT_IN)
+    return values
+
+
+def _by_settings(config: RunConfig) -> dict[str, Derived]:
+    if config.policy.model is None:
+        why = "the built-in policy"
+        found = {
+            "rollout.max_tokens": Derived(config.rollout.turn_tokens, why),
+            "engine.context_length": Derived(config.engine.context, why),
+        }
+        # auto asks for the device
+        return found | ({} if config.policy.dtype else {"policy.dtype": Derived("float32", why)})
+    room = config.engine.context_length
+    if room is not None and room // 2 < _MODEL_TOKENS:
+        return {"rollout.max_tokens": Derived(room // 2, f"half of engine.context_length {room}")}
+    return {"rollout.max_tokens": Derived(_MODEL_TOKENS, "policy.model is set")}
+
+
+def _by_policy(
+    config: RunConfig, parameters: int, folder: str | None, prompts: Sequence[str]
+) -> dict[str, Derived]:
+    size = f"{parameters:,} parameters"
+    if config.policy.model is None:
+        rate = Derived(rate_for(parameters, _POWER_OF_BUILT_IN), f"the built-in policy, {size}")
+    else:
+        rate = Derived(rate_for(parameters), f"{size}, 2e-5 x sqrt(135M / N)")
+    found = {"train.learning_rate": rate}
+    if folder is not None and config.leaves_open("engine.context_length"):
+        found["engine.context_length"] = _context(config.rollout.turn_tokens, folder, prompts)
+    # torch is imported for it
+    return found | ({"policy.dtype": _dtype()} if config.leaves_open("policy.dtype") else {})
+
+
+def _context(tokens: int, folder: str, prompts: Sequence[str]) -> Derived:
+    """Of a model whose answers have up to so many tokens."""
+    renderer = open_renderer(folder)
+    lengths = [
+        len(renderer.encode(renderer.render([{"role": "user", "content": one}], []))) for one in prompts
+    ]
+    longest = max(lengths, default=_ASSUMED_PROMPT)
+    wanted, most = longest + _ANSWERS * tokens, longest_context(read_model_config(folder))
+    prompt = (
+        f"the longest of the first {len(lengths)} prompts has {longest:,} tokens"
+        if lengths
+        else f"a prompt of {longest:,} tokens is assumed, as agents have not run yet"
+    )
+    why = f"{prompt}, {_ANSWERS} answers of rollout.max_tokens {tokens} follow"
+    if most is None or wanted <= most:
+        return Derived(wanted, why)
+    if tokens >= most:
+        raise ValueError(
+            f"rollout.max_tokens ({tokens}) must be less than the {most} tokens that the model is for"
+        )
+    return Derived(most, f"the most that the model is for; {why}")
+
+
+def _dtype() -> Derived:
+    from sf_core.models.projections import fastest_dtype
+
+    dtype = fastest_dtype()
+    if dtype == "bfloat16":
+        return Derived(dtype, "the device has instructions for it")
+    return Derived(dtype, "the CPU has no instructions for bfloat16")

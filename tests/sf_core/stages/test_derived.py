@@ -1,0 +1,219 @@
+"""Settings that are left open: what they are derived from, where they are stored, and what overrides them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sf_core.config import PolicyConfig, RunConfig
+from sf_core.config.train_config import LARGEST_RATE, SMALLEST_RATE, rate_for
+from sf_core.config.validation import validate_config
+from sf_core.config.yaml_file import load_config
+from sf_core.dataplane.chat.renderer import open_renderer
+from sf_core.environments.registry import tasks_of
+from sf_core.models import projections
+from sf_core.models.builtin import make_policy
+from sf_core.settings import Settings
+from sf_core.stages.derived import NUM_PROMPTS, derive, first_prompts, read_with_derived, values_of
+from sf_core.stages.run import OpenRun, RunRef
+from sf_core.stages.sizes import explain_sizes
+from sf_core.stages.start import start
+from sf_core.stages.stored_config import read_stored_config, settled
+from sf_core.types import Task
+from storage.run_directory import RunDirectory
+from tests.sf_core.runs import commit
+
+SIZES = st.integers(1, 10**12)
+OPEN = {"rollout.max_tokens", "engine.context_length", "policy.dtype", "train.learning_rate"}
+QUICKSTART = {"rollout.max_tokens": 24, "engine.context_length": 512, "policy.dtype": "float32"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = str(tmp_path_factory.mktemp("model"))
+    make_policy(folder, PolicyConfig(hidden_size=32, num_layers=1), seed=0)
+    return folder
+
+
+def configured(folder: Path, model: str, **sections: Any) -> RunConfig:
+    place = {"run_id": "r", "storage": {"root": str(folder)}, "policy": {"model": model}}
+    return validate_config(place | sections)
+
+
+def begun(config: RunConfig, *, is_fast: bool, monkeypatch: pytest.MonkeyPatch) -> OpenRun:
+    """A run with these settings whose version 0 a worker of this kind has made."""
+    monkeypatch.setattr(projections, "has_fast_products", lambda dtype, device: is_fast)
+    config = settled(config)
+    RunDirectory(config.run_dir).write_config(config)
+    ref = RunRef("r", config.run_dir, dataplane_url="", attempt=1)
+    start(ref, prompts=first_prompts(config))
+    return OpenRun(ref)
+
+
+@given(SIZES, SIZES)
+def test_a_larger_policy_never_learns_faster_and_all_within_bounds(one: int, other: int) -> None:
+    smaller, larger = sorted((one, other))
+    assert LARGEST_RATE >= rate_for(smaller) >= rate_for(larger) >= SMALLEST_RATE
+
+
+@given(st.integers(600_000, 54_000_000_000))
+def test_the_rate_is_that_of_135_million_parameters_by_the_root_of_the_size(parameters: int) -> None:
+    exact = 2e-5 * (135e6 / parameters) ** 0.5
+    assert rate_for(parameters) == pytest.approx(exact, rel=0.06)
+
+
+def test_a_model_gets_defaults_of_its_own_and_the_run_stores_them(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configured(tmp_path, model)
+    run = begun(config, is_fast=True, monkeypatch=monkeypatch)
+    tasks, renderer = tasks_of(config.environment), open_renderer(model)
+    prompts = [[{"role": "user", "content": tasks("train", i).prompt}] for i in range(NUM_PROMPTS)]
+    longest = max(len(renderer.encode(renderer.render(prompt, []))) for prompt in prompts)
+    found = run.config
+    assert found.rollout.max_tokens == 256
+    assert found.engine.context_length == longest + 4 * 256
+    assert found.policy.dtype == "bfloat16"
+    assert found.train.learning_rate == LARGEST_RATE
+    assert json.loads(Path(run.start_dir, "config.json").read_text())["dtype"] == "bfloat16"
+    assert run.directory.read_config(RunConfig).rollout.max_tokens == 256
+
+
+def test_a_run_that_resumes_on_other_hardware_keeps_what_was_derived(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configured(tmp_path, model)
+    before = begun(config, is_fast=True, monkeypatch=monkeypatch).config
+    lines: list[str] = []
+    monkeypatch.setattr(projections, "has_fast_products", lambda dtype, device: False)
+    form = validate_config(config.model_dump(mode="json"))
+    auto = configured(tmp_path, model, policy={"model": model, "dtype": "auto"})
+    for asked in (config, form, auto, read_stored_config(config.run_dir)):
+        resumed = settled(asked, lines.append)
+        RunDirectory(config.run_dir).write_config(resumed)
+        ref = RunRef("r", config.run_dir, dataplane_url="", attempt=2)
+        start(ref, prompts=["much longer " * 100])
+        assert (resumed, OpenRun(ref).config) == (before, before)
+    assert lines == []
+
+
+def test_what_the_user_names_counts_also_on_a_resume(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = {
+        "rollout": {"max_tokens": 64},
+        "engine": {"context_length": 300},
+        "train": {"learning_rate": 1e-4},
+    }
+    policy = {"model": model, "dtype": "float32"}
+    config = configured(tmp_path, model, policy=policy, **named)
+    run = begun(config, is_fast=True, monkeypatch=monkeypatch)
+    assert run.config == config
+    start_manifest = run.directory.read_manifest(None, "start")
+    assert start_manifest is not None and "derived" not in start_manifest.data
+    # a file that leaves open what the run has
+    assert settled(configured(tmp_path, model)) == config
+    lines: list[str] = []
+    changed = settled(configured(tmp_path, model, rollout={"max_tokens": 80}), lines.append)
+    assert changed.rollout.max_tokens == 80
+    assert lines == ["run r: as it was configured, but for rollout.max_tokens 80 (was 64)"]
+
+
+def test_a_change_that_does_not_fit_into_the_derived_context_is_refused(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun(configured(tmp_path, model), is_fast=False, monkeypatch=monkeypatch)
+    with pytest.raises(
+        ValueError, match=r"rollout\.max_tokens \(2000\) must be less than engine\.context_le"
+    ):
+        settled(configured(tmp_path, model, rollout={"max_tokens": 2000}))
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        # half of a context that the user names
+        ({"engine": {"context_length": 160}}, {"rollout.max_tokens": 80}),
+        ({"rollout": {"max_tokens": 100}}, {"engine.context_length": 103 + 400}),
+        # at most the 2,048 positions of the model
+        ({"rollout": {"max_tokens": 1000}}, {"engine.context_length": 2048}),
+        # nothing to measure
+        ({"environment": {"agent": {"command": ["claude"]}}}, {"engine.context_length": 2048}),
+        ({"rollout": {"outside_groups": 32}}, {"engine.context_length": 2048}),
+    ],
+)
+def test_lengths_follow_from_those_that_are_named(
+    tmp_path: Path, model: str, sections: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    config = configured(tmp_path, model, **sections)
+    renderer, prompt = open_renderer(model), "x"
+    while len(renderer.encode(renderer.render([{"role": "user", "content": prompt}], []))) < 103:
+        prompt += "x"
+    known = [prompt] if first_prompts(config) else []
+    found = values_of(derive(config, 20_000, model, known))
+    assert {key: found[key] for key in expected} == expected
+
+
+def test_an_answer_longer_than_the_model_is_for_is_refused(tmp_path: Path, model: str) -> None:
+    config = configured(tmp_path, model, rollout={"max_tokens": 2048})
+    with pytest.raises(ValueError, match=r"rollout\.max_tokens \(2048\) must be less than the 2048 tokens"):
+        derive(config, 20_000, model)
+
+
+def few(split: str, index: int) -> Task:
+    if index == 3:
+        raise IndexError(index)
+    return Task(f"few-{split}-{index}", "few", f"prompt {index}")
+
+
+def test_fewer_prompts_than_are_wanted_are_measured_as_well(tmp_path: Path, model: str) -> None:
+    config = configured(tmp_path, model, environment={"tasks": f"{__name__}:few"})
+    assert first_prompts(config) == ["prompt 0", "prompt 1", "prompt 2"]
+    assert first_prompts(config.filled({"engine.context_length": 512})) == []
+    assert first_prompts(RunConfig()) == []
+
+
+def test_the_quickstart_stores_what_it_always_stored(tmp_path: Path) -> None:
+    config = settled(load_config("quickstart", ["run_id=r", f"storage.root={tmp_path}"]))
+    assert {key: value for key, value in flat(config).items() if key in QUICKSTART} == QUICKSTART
+    assert flat(settled(validate_config({"run_id": "r"})))["train.learning_rate"] is None
+    assert derive(config, 983_040) == {}
+
+
+def flat(settings: Settings, within: str = "") -> dict[str, Any]:
+    values = {f"{within}{name}": getattr(settings, name) for name in type(settings).model_fields}
+    for key, value in list(values.items()):
+        if isinstance(value, Settings):
+            values |= flat(value, f"{key}.")
+    return values
+
+
+def test_a_run_that_began_before_its_values_were_stored_keeps_its_rate_and_dtype(
+    tmp_path: Path, model: str
+) -> None:
+    config = configured(tmp_path, model, policy={"model": model, "dtype": "auto"})
+    directory = RunDirectory(config.run_dir)
+    directory.write_config(config)
+    commit(directory, None, "start", data={"parameters": 8_000_000_000, "dtype": "bfloat16"})
+    found = read_with_derived(directory)
+    assert (found.train.learning_rate, found.policy.dtype) == (1.7e-6, "bfloat16")
+
+
+def test_each_derived_setting_is_said_with_its_reason(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(projections, "has_fast_products", lambda dtype, device: False)
+    said = explain_sizes(configured(tmp_path, model))
+    assert said["rollout.max_tokens"] == "256: policy.model is set"
+    assert said["train.learning_rate"].endswith(" parameters, 2e-5 x sqrt(135M / N)")
+    assert "the longest of the first 64 prompts has" in said["engine.context_length"]
+    assert said["policy.dtype"] == "float32: the CPU has no instructions for bfloat16"
+    # the built-in policy has one that is derived
+    assert OPEN & explain_sizes(RunConfig()).keys() == {"train.learning_rate"}
+    elsewhere = explain_sizes(configured(tmp_path, "/only/on/a/worker"))
+    assert elsewhere == {"rollout.max_tokens": "256: policy.model is set"}
