@@ -256,6 +256,9 @@ def _print_result(directory: RunDirectory, config: RunConfig, console: Console) 
     )
     has_policy = trainer_kind(config).computes_weights
     policy = directory.policy_dir if has_policy else "none, because it is emulated"
+    uses = f"  use it         sf serve {directory.uri}\n" if has_policy else ""
+    if has_policy and is_local(directory.uri) and Path(directory.policy_dir).is_dir():
+        uses += f"  or             vllm serve {directory.policy_dir}\n"
     rewards = f"{summary['reward_before']:.2f} → {summary['reward_after']:.2f}"
     result = Text.assemble(
         "\nheld-out reward  ",
@@ -265,7 +268,7 @@ def _print_result(directory: RunDirectory, config: RunConfig, console: Console) 
         f"{summary['tokens_per_second']:,.0f} per second\n"
         f"idle devices     {idle}\n"
         f"picture          {directory.path('summary.png')}\n"
-        f"policy           {policy}\n"
+        f"policy           {policy}\n{uses}"
         f"trajectories     {directory.path('trajectories')}\n"
         f'  open them      python -c "import pandas; '
         f"print(pandas.read_parquet('{directory.path('trajectories')}'))\"\n"

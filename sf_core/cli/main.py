@@ -103,7 +103,7 @@ def try_agent(
     ] = None,
     model: Annotated[str, typer.Option(help="Model to ask for at --endpoint.")] = "policy",
 ) -> None:
-    """Run the agent on one task, without a stack: the conversation, the answer, the reward. Trains nothing."""
+    """Run the agent on one task, without a stack: conversation, answer, reward. Trains nothing."""
     from sf_core.cli.serving.mistakes import PhaseError
     from sf_core.cli.serving.trial import Elsewhere, try_one
     from sf_core.surroundings import openai_key
@@ -125,7 +125,8 @@ def try_agent(
 @app.command()
 def serve(
     run: Annotated[
-        str, typer.Argument(help="Run directory, or RUN@VERSION; else the newest version.", show_default=False)
+        str,
+        typer.Argument(help="Run directory, or RUN@VERSION; else the newest version.", show_default=False),
     ],
     host: Annotated[str, typer.Option(help="Address; others than loopback need a --key.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=MAX_PORT, help="Port; 0 picks a free one.")] = 8800,
@@ -141,16 +142,17 @@ def serve(
     ] = None,
 ) -> None:
     """Serve a run's policy in the foreground, by all APIs of the gateway, until Ctrl-C. Trains nothing."""
-    from sf_core.cli.serving.serve import choose_key, find_policy, told
+    from sf_core.cli.serving.serve import check_record, choose_key, find_policy, told
     from sf_core.cli.serving.serve import serve as serve_policy
 
     signal.signal(signal.SIGTERM, _interrupt)
     tell = partial(console.print, highlight=False, soft_wrap=True)
     try:
         chosen = choose_key(host, key)
+        check_record(record)
         policy = find_policy(run, engine)
         tell(f"loading {policy.about}")
-        serve_policy(policy, host, port, chosen, record, lambda url: tell(told(policy, url, chosen)))
+        serve_policy(policy, host, port, chosen, record, lambda url: tell(told(policy, url, chosen, record)))
     except (ValueError, OSError) as error:
         _fail(str(error))
     except KeyboardInterrupt:

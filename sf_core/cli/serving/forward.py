@@ -29,6 +29,7 @@ class Forward:
         self._keys = {"authorization": f"Bearer {key}", "x-api-key": key, "x-goog-api-key": key}
         self._printer = printer
         self._told: list[dict[str, Any]] = []
+        self.has_asked = False
         self.num_answers = 0
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -38,6 +39,7 @@ class Forward:
 
     async def _pass_on(self, request: Request) -> Response:
         body, path = await request.body(), request.url.path
+        self.has_asked = True
         self._show_request(path, body)
         headers = {name: value for name, value in request.headers.items() if name not in _OURS} | self._keys
         http = httpx.AsyncClient(timeout=ANSWER_S)

@@ -25,6 +25,8 @@ class Policy:
     weights: WeightsRef
     about: str
     """What it is, in a few words."""
+    run_id: str = ""
+    """Run that made it."""
 
 
 def stored_policy(uri: str, version: int | None, engine: str | None = None) -> Policy:
@@ -43,21 +45,26 @@ def stored_policy(uri: str, version: int | None, engine: str | None = None) -> P
     if engine is not None:
         kind = config.engine.model_copy(update={"kind": engine})
         config = config.model_copy(update={"engine": kind})
-    return Policy(config, run.start_dir, weights, f"version {version} of {directory.run_id}")
+    return Policy(
+        config, run.start_dir, weights, f"version {version} of {directory.run_id}", directory.run_id
+    )
 
 
 def policy_to_try(config: RunConfig, scratch: Path) -> Policy:
     """The newest policy of the run that the configuration names, else the one that a run would start from,
     in a folder below `scratch`. Raises ValueError if there is none."""
+    from sf_core.models.projections import fastest_dtype
+
     if config.run_id is not None and RunView(RunDirectory(config.run_dir)).progress().published:
         return stored_policy(config.run_dir, None)
     start, about = _start_of(config, scratch)
+    config = config.with_dtype(fastest_dtype())
+    if engine_kind(config).runs_policy:
+        name_dtype(str(start), config.policy.dtype)
     return Policy(config, str(start), WeightsRef(0, str(start)), about)
 
 
 def _start_of(config: RunConfig, scratch: Path) -> tuple[Path, str]:
-    from sf_core.models.projections import fastest_dtype
-
     if config.policy.model is not None:
         source, about = Path(policy_folder(config.policy.model)), config.policy.model
         check_model_folder(str(source))
@@ -73,8 +80,6 @@ def _start_of(config: RunConfig, scratch: Path) -> tuple[Path, str]:
     start.mkdir()
     for file in source.resolve().iterdir():
         (start / file.name).symlink_to(file)
-    if engine_kind(config).runs_policy:
-        name_dtype(str(start), config.with_dtype(fastest_dtype()).policy.dtype)
     return start, about
 
 
@@ -84,7 +89,6 @@ def in_this_process(config: RunConfig) -> RunConfig:
     kind = "torch" if config.engine.kind == "vllm" else config.engine.kind
     few = {"kind": kind, "max_running": min(config.engine.max_running, 8)}
     return config.model_copy(update={"engine": config.engine.model_copy(update=few)})
-
 
 
 def hide_progress_bars() -> None:

@@ -16,6 +16,7 @@ from sf_core.cli.serving.policy import Policy, stored_policy
 from sf_core.config import RolloutConfig
 from sf_core.config.addresses import is_loopback
 from sf_core.dataplane.gateway.endpoint import send_body
+from storage.files import exists
 from storage.run_directory import RunDirectory
 
 LOOK_S = 0.5
@@ -40,12 +41,19 @@ def choose_key(host: str, key: str | None) -> str:
     return key or secrets.token_urlsafe(24)
 
 
-def told(policy: Policy, url: str, key: str) -> str:
+def check_record(record: Path | None) -> None:
+    """Raises ValueError if this is the directory of a run that trains."""
+    if record is not None and exists(RunDirectory(str(record)).path("config.json")):
+        raise ValueError(f"--record {record} is a run's own directory: name another one")
+
+
+def told(policy: Policy, url: str, key: str, record: Path | None) -> str:
     """What a client must know."""
+    sessions = f'\n  POST {url}/sessions {{"run_id": "{_name(policy, record)}"}} begins one that is recorded'
     return (
         f"serving {policy.about}, model policy, until Ctrl-C\n"
         f"  export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={key}\n"
-        f"  export ANTHROPIC_BASE_URL={url} ANTHROPIC_API_KEY={key}"
+        f"  export ANTHROPIC_BASE_URL={url} ANTHROPIC_API_KEY={key}" + (sessions if record else "")
     )
 
 
@@ -61,15 +69,14 @@ def serve(
     are stored in the run directory `record`.
 
     Raises ValueError if the engine ends, OSError for an address that cannot be had."""
-    name = policy.about.rpartition(" ")[2] if record is None else RunDirectory(str(record)).run_id
     with ExitStack() as stack:
         run_dir = str(record) if record else stack.enter_context(tempfile.TemporaryDirectory(prefix="sf-"))
         plane = stack.enter_context(
             local_plane(
                 policy,
-                name=name,
+                name=_name(policy, record),
                 run_dir=run_dir,
-                rollout=_rules(policy.config.rollout),
+                rollout=session_rules(policy.config.rollout),
                 key=key,
                 host=host,
                 port=port,
@@ -84,9 +91,14 @@ def serve(
         raise ValueError(f"the engine has ended: {plane.failure}")
 
 
-def _rules(rollout: RolloutConfig) -> RolloutConfig:
-    """Rules under which nothing trains."""
-    return rollout.model_copy(update={"outside_groups": 0})
+def _name(policy: Policy, record: Path | None) -> str:
+    return policy.run_id if record is None else RunDirectory(str(record)).run_id
+
+
+def session_rules(rollout: RolloutConfig) -> RolloutConfig:
+    """Rules under which nothing trains, and a session has the time that its reward has in a run."""
+    time_s = max(rollout.session_timeout_s, rollout.reward_patience_s)
+    return rollout.model_copy(update={"outside_groups": 0, "session_timeout_s": time_s})
 
 
 class Unrecorded:
@@ -98,9 +110,7 @@ class Unrecorded:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] == "/sessions":
-            told = (
-                "Nothing is recorded here, so no session is opened: ask at /v1, or start sf serve --record DIR."
-            )
+            told = "No session is opened, as nothing is recorded: ask at /v1, or start with --record DIR."
             error = {"message": told, "type": "invalid_request_error", "param": None, "code": "not_recorded"}
             return await send_body(send, 409, orjson.dumps({"error": error}))
         await self._app(scope, receive, send)

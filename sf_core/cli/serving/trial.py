@@ -30,7 +30,12 @@ from sf_core.types import Endpoint, Task
 NAME = "try"
 """Name of the run whose only session is tried."""
 
-_PHASES = {"prepare": "environment.prepare", "agent": "the agent", "time": "the agent", "reward": "the reward"}
+_PHASES = {
+    "prepare": "environment.prepare",
+    "agent": "the agent",
+    "time": "the agent",
+    "reward": "the reward",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +54,7 @@ class _Served:
     endpoint: Endpoint
     look: Callable[[], None]
     """Prints what is new in the conversation."""
+    has_asked: Callable[[], bool]
     num_answers: Callable[[], int]
     finish: Callable[[dict[str, Any]], Awaitable[None]]
     """Reports the end. Raises ValueError if the report is refused."""
@@ -110,7 +116,7 @@ async def _run(config: RunConfig, task: Task, served: _Served, printer: Printer)
             function = {"reward": reward, "prepare": None}.get(work.cause, agent)
             failure = PhaseError(_PHASES[work.cause], error, function)
             is_told = isinstance(error, NothingAskedError) or failure.is_of_code or work.cause != "agent"
-            if not (is_told or served.num_answers()):
+            if not (is_told or served.has_asked()):
                 printer.say("note", _asked_nothing(served), "bold yellow")
             raise failure from error
     return scored
@@ -166,7 +172,14 @@ def _at(elsewhere: Elsewhere, printer: Printer) -> Iterator[_Served]:
     forward = Forward(elsewhere.url, elsewhere.key, printer)
     with listening(forward) as url:
         endpoint = Endpoint(f"{url}/v1", "try", elsewhere.model)
-        yield _Served(endpoint, lambda: None, lambda: forward.num_answers, finish, lambda: None)
+        yield _Served(
+            endpoint,
+            lambda: None,
+            lambda: forward.has_asked,
+            lambda: forward.num_answers,
+            finish,
+            lambda: None,
+        )
 
 
 @contextmanager
@@ -198,4 +211,11 @@ def _session(plane: LocalPlane, task: Task, printer: Printer) -> Iterator[_Serve
 
         endpoint = Endpoint(f"{plane.url}/sessions/{session.session_id}/v1", "try-alone", "policy")
         with watched(shown.look):
-            yield _Served(endpoint, shown.look, lambda: len(session.turns), finish, lambda: plane.failure)
+            yield _Served(
+                endpoint,
+                shown.look,
+                lambda: bool(session.prompts),
+                lambda: len(session.turns),
+                finish,
+                lambda: plane.failure,
+            )
