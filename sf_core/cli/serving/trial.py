@@ -23,7 +23,7 @@ from sf_core.cli.serving.forward import Forward
 from sf_core.cli.serving.local_plane import LocalPlane, listening, local_plane
 from sf_core.cli.serving.mistakes import PhaseError
 from sf_core.cli.serving.policy import in_this_process, policy_to_try
-from sf_core.config import RunConfig
+from sf_core.config import RolloutConfig, RunConfig
 from sf_core.environments.registry import agent_of, prepare_of, reward_of, tasks_of
 from sf_core.types import Endpoint, Task
 
@@ -129,7 +129,7 @@ def _say_output(printer: Printer, work: Work) -> None:
 
 def _asked_nothing(served: _Served) -> str:
     return (
-        f"the agent got no answer from the policy, and a session without one cannot train: its client must "
+        "the agent got no answer from the policy, and a session without one cannot train: its client must "
         f"take endpoint.base_url ({served.endpoint.base_url}), endpoint.api_key and endpoint.model"
     )
 
@@ -142,7 +142,7 @@ class _EngineLostError(Exception):
     """The engine ended before the agent had."""
 
 
-async def _in_time(phases: Phases, work: Work, task: Task, served: _Served, rules: Any) -> Any:
+async def _in_time(phases: Phases, work: Work, task: Task, served: _Served, rules: RolloutConfig) -> Any:
     try:
         async with asyncio.timeout(rules.session_timeout_s) as limit:
             return await phases.run(work, task, served.endpoint)
