@@ -27,6 +27,11 @@ def run_key() -> str | None:
     return os.environ.get("SF_RUN_KEY") or None
 
 
+def openai_key() -> str | None:
+    """Key of an endpoint elsewhere that an agent is tried with."""
+    return os.environ.get("OPENAI_API_KEY") or None
+
+
 def cache_dir() -> Path:
     """Folder of warm-started and fetched policies, kept between runs (SF_CACHE_DIR, else the user's cache
     folder)."""

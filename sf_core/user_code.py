@@ -22,7 +22,7 @@ def own_place(error: BaseException) -> str:
     there is none. For code that Python cannot read it is the line of that code. Of errors raised from one
     another the first counts."""
     places = itertools.chain.from_iterable(map(_places, reversed([*_causes(error)])))
-    return next((_shown(file, line) for file, line in places if _is_own(file)), "")
+    return next((_shown(file, line) for file, line in places if is_own(file)), "")
 
 
 def place_of(function: Callable[..., Any]) -> str:
@@ -52,7 +52,7 @@ def _places(error: BaseException) -> Iterator[tuple[str, int]]:
         yield frame.filename, frame.lineno or 0
 
 
-def _is_own(file: str) -> bool:
+def is_own(file: str) -> bool:
     path = Path(file).resolve()
     if not path.is_file() or _INSTALLED & set(path.parts):
         return False

@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-import sysconfig
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import takewhile
-from pathlib import Path
 from traceback import walk_stack
 from types import FrameType
 
-import sf_core
+from sf_core.user_code import is_own
 
 log = logging.getLogger(__name__)
 
@@ -23,8 +21,6 @@ BLOCKED_S = 5.0
 
 LOOK_S = 1.0
 
-_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-_NOT_THE_USERS = (*_LIBRARIES, str(Path(sf_core.__file__).parent), "<")
 _STEP = asyncio.Handle._run.__code__
 
 
@@ -60,6 +56,6 @@ def telling_of_blocks(num_sessions: Callable[[], int]) -> Iterator[None]:
 def place_of(innermost: FrameType) -> str:
     """File, line and function in which a step of the loop is: the innermost that are the user's own."""
     frames = [frame for frame, _ in takewhile(lambda at: at[0].f_code is not _STEP, walk_stack(innermost))]
-    own = [frame for frame in frames if not frame.f_code.co_filename.startswith(_NOT_THE_USERS)]
+    own = [frame for frame in frames if is_own(frame.f_code.co_filename)]
     frame = (own or frames or [innermost])[0]
     return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_qualname})"

@@ -235,7 +235,7 @@ class AgentRunner:
             url = f"{self._url}/sessions/{claim['session_id']}/v1"
             answer = await self._phases.run(work, task, Endpoint(url, key, "policy"))
             if self._is_scored_elsewhere:
-                return {"status": "answered", "answer": _as_json(answer), **work.facts}
+                return {"status": "answered", "answer": as_json(answer), **work.facts}
         return {
             "status": "finished",
             **await self._phases.score(work, task, answer),
@@ -265,7 +265,7 @@ def _sentence(error: BaseException, phase: Phase) -> str:
     return f"{place}: {phase} raised {sentence}" if (place := own_place(error)) else sentence
 
 
-def _as_json(answer: Any) -> str:
+def as_json(answer: Any) -> str:
     try:
         # a dataclass would come back as a mapping
         return orjson.dumps(answer, option=orjson.OPT_PASSTHROUGH_DATACLASS).decode()

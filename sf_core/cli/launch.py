@@ -266,6 +266,9 @@ def _print_result(directory: RunDirectory, config: RunConfig, console: Console) 
     policy = directory.policy_dir if has_policy else "none, because it is emulated"
     api = prefect_api_url()
     server = api.removesuffix("/api") if api else "prefect server start   (then http://127.0.0.1:4200)"
+    uses = f"  use it         sf serve {directory.uri}\n" if has_policy else ""
+    if has_policy and is_local(directory.uri) and Path(directory.policy_dir).is_dir():
+        uses += f"  or             vllm serve {directory.policy_dir}\n"
     rewards = f"{summary['reward_before']:.2f} → {summary['reward_after']:.2f}"
     result = Text.assemble(
         "\nheld-out reward  ",
@@ -275,7 +278,7 @@ def _print_result(directory: RunDirectory, config: RunConfig, console: Console) 
         f"{summary['tokens_per_second']:,.0f} per second\n"
         f"idle devices     {idle}\n"
         f"picture          {directory.path('summary.png')}\n"
-        f"policy           {policy}\n"
+        f"policy           {policy}\n{uses}"
         f"trajectories     {directory.path('trajectories')}\n"
         f'  open them      python -c "import pandas; '
         f"print(pandas.read_parquet('{directory.path('trajectories')}'))\"\n"

@@ -7,9 +7,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -76,7 +77,7 @@ def init_project(
         _fail(f"{name}: cannot be written: {error.strerror}")
     for file in files:
         print(file)
-    print(f"cd {files[0].parent} && sf train train.yaml")
+    print(f"cd {files[0].parent} && sf try train.yaml && sf train train.yaml")
 
 
 @app.command()
@@ -89,6 +90,78 @@ def train(config: ConfigFile, overrides: Overrides = None) -> None:
 def resume(run: RunDir) -> None:
     """Resume a run that stopped, as it was configured."""
     _launch("train", _stored_config(run))
+
+
+@app.command("try")
+def try_agent(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    index: Annotated[int, typer.Option(min=0, help="Index of the task.")] = 0,
+    split: Annotated[Literal["train", "holdout"], typer.Option(help="Where the task is from.")] = "train",
+    endpoint: Annotated[
+        str | None,
+        typer.Option(
+            help="Base URL of any OpenAI-compatible endpoint, such as a running data plane; its key is read "
+            "from OPENAI_API_KEY. By default the policy of the configuration is served.",
+            show_default=False,
+        ),
+    ] = None,
+    model: Annotated[str, typer.Option(help="Model to ask for at --endpoint.")] = "policy",
+) -> None:
+    """Run the agent on one task, without a stack: conversation, answer, reward. Trains nothing."""
+    from sf_core.cli.serving.mistakes import PhaseError
+    from sf_core.cli.serving.trial import Elsewhere, try_one
+    from sf_core.surroundings import openai_key
+
+    settings = _config(config, overrides)
+    elsewhere = None if endpoint is None else Elsewhere(endpoint, openai_key() or "none", model)
+    try:
+        try_one(settings, split, index, elsewhere, console)
+    except PhaseError as error:
+        errors.print(error.traceback(), end="", highlight=False, soft_wrap=True)
+        say_error(error.sentence())
+        raise typer.Exit(1) from None
+    except (ValueError, OSError) as error:
+        _fail(str(error))
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+@app.command()
+def serve(
+    run: Annotated[
+        str,
+        typer.Argument(help="Run directory, or RUN@VERSION; else the newest version.", show_default=False),
+    ],
+    host: Annotated[str, typer.Option(help="Address; others than loopback need a --key.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=MAX_PORT, help="Port; 0 picks a free one.")] = 8800,
+    key: Annotated[
+        str | None, typer.Option(help="Key that clients send; by default one is made.", show_default=False)
+    ] = None,
+    engine: Annotated[
+        Literal["builtin", "vllm"], typer.Option(help="What samples: the built-in engine, or a vLLM server.")
+    ] = "builtin",
+    record: Annotated[
+        Path | None,
+        typer.Option(help="Run directory for the sessions that clients open and reward.", show_default=False),
+    ] = None,
+) -> None:
+    """Serve a run's policy in the foreground, by all APIs of the gateway, until Ctrl-C. Trains nothing."""
+    from sf_core.cli.serving.serve import check_record, choose_key, find_policy, told
+    from sf_core.cli.serving.serve import serve as serve_policy
+
+    signal.signal(signal.SIGTERM, _interrupt)
+    tell = partial(console.print, highlight=False, soft_wrap=True)
+    try:
+        chosen = choose_key(host, key)
+        check_record(record)
+        policy = find_policy(run, engine)
+        tell(f"loading {policy.about}")
+        serve_policy(policy, host, port, chosen, record, lambda url: tell(told(policy, url, chosen, record)))
+    except (ValueError, OSError) as error:
+        _fail(str(error))
+    except KeyboardInterrupt:
+        tell("stopped")
 
 
 @app.command()

@@ -30,14 +30,14 @@ def serve(
     if key is None and not is_loopback(host):
         raise ValueError(f"{host} can be reached by others: set SF_DATAPLANE_KEY, or serve on 127.0.0.1")
     server = uvicorn.Server(server_config(make_app(key, options)))
-    listening = socket.create_server((host, port), backlog=2048, family=_family(host))
+    listening = socket.create_server((host, port), backlog=2048, family=socket_family(host))
     if port_file is not None:
         _write_whole(Path(port_file), str(listening.getsockname()[1]))
     tune_interpreter()
     server.run(sockets=[listening])
 
 
-def _family(host: str) -> socket.AddressFamily:
+def socket_family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 

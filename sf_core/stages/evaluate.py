@@ -128,7 +128,7 @@ class Measurement:
         directory = self.directory
         if directory.read_manifest(None, "start") is not None:
             return
-        started, weights = time.time(), _weights_of(self.run, self.version)
+        started, weights = time.time(), weights_of(self.run, self.version)
         copies = copy_folder(self.run.start_dir, directory.start_dir, exclude=WEIGHT_FILES)
         try:
             copied = copy_folder(weights, directory.start_dir, exclude=[DELTA_NAME])
@@ -184,7 +184,7 @@ def _weights_dir(run: RunDirectory, version: int) -> str:
     return run.weights_dir(version) if version else run.start_dir
 
 
-def _weights_of(run: RunDirectory, version: int) -> str:
+def weights_of(run: RunDirectory, version: int) -> str:
     """Folder of the weights of a published version."""
     if version not in _kept(run):
         raise _not_there(run, version)

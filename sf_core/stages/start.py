@@ -54,7 +54,7 @@ def start(ref: RunRef, *, warmed: bool = False, prompts: Sequence[str] = ()) -> 
         parameters = count_parameters(run.start_dir)
         derived = values_of(derive(run.config, parameters, run.start_dir, prompts))
         dtype = run.config.filled(derived).policy.dtype_name
-        named = _name_dtype(run.start_dir, dtype)
+        named = name_dtype(run.start_dir, dtype)
         data = {"source": source, "copied_s": copied_s, "parameters": parameters, "dtype": dtype}
         return Outcome(
             outputs=[copy for copy in copies if copy.uri != named.uri] + [named],
@@ -146,7 +146,7 @@ def prepare_start(
     return copies, source, copied_s
 
 
-def _name_dtype(folder: str, dtype: str) -> FileRef:
+def name_dtype(folder: str, dtype: str) -> FileRef:
     """Have the model's configuration name the dtype that transformers and vLLM are to load."""
     shape = read_model_config(folder)
     keys = {"dtype", "torch_dtype"} & shape.keys() or {"dtype"}
@@ -161,23 +161,27 @@ def warm_policy(config: RunConfig) -> Path:
     from sf_core.models.builtin import make_policy
     from sf_core.training.warmstart import warmstart
 
-    settings, environment = config.policy, environment_of(config.environment)
-    of_the_policy = settings.model_dump_json(exclude={"dtype"})
-    of_its_environment = config.environment.model_dump_json(include={"name", "settings"})
-    given = f"{of_the_policy}|{settings.warm_steps}|{of_its_environment}|{config.seed}"
-    recipe = f"{given}|{_recipe_version(environment)}"
-    key = hashlib.sha256(recipe.encode()).hexdigest()[:16]
-    folder = cache_dir() / "warmstart" / key
+    folder = warm_folder(config)
     if not folder.is_dir():
-        unfinished = folder.with_name(f".{key}-{uuid.uuid4().hex}")
-        make_policy(str(unfinished), settings, config.seed)
-        if settings.warm_steps:
+        unfinished = folder.with_name(f".{folder.name}-{uuid.uuid4().hex}")
+        make_policy(str(unfinished), config.policy, config.seed)
+        if config.policy.warm_steps:
             warmstart(str(unfinished), config)
         try:
             unfinished.rename(folder)
         except OSError:  # another run has just made the same folder
             shutil.rmtree(unfinished)
     return folder
+
+
+def warm_folder(config: RunConfig) -> Path:
+    """Where `warm_policy` keeps its folder, which may not be there yet."""
+    settings, environment = config.policy, environment_of(config.environment)
+    of_the_policy = settings.model_dump_json(exclude={"dtype"})
+    of_its_environment = config.environment.model_dump_json(include={"name", "settings"})
+    given = f"{of_the_policy}|{settings.warm_steps}|{of_its_environment}|{config.seed}"
+    recipe = f"{given}|{_recipe_version(environment)}"
+    return cache_dir() / "warmstart" / hashlib.sha256(recipe.encode()).hexdigest()[:16]
 
 
 def _recipe_version(environment: Environment) -> str:

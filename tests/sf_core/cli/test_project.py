@@ -29,7 +29,7 @@ def test_a_project_passes_its_own_tests_and_names_its_functions(tmp_path: Path) 
     folder = tmp_path / "till-agent"
     names = {"till_agent.py", "train.yaml", "test_till_agent.py", "README.md"}
     assert {path.name for path in folder.iterdir()} == names
-    assert done.output.splitlines()[-1] == "cd till-agent && sf train train.yaml"
+    assert done.output.splitlines()[-1] == "cd till-agent && sf try train.yaml && sf train train.yaml"
     environment = load_config(folder / "train.yaml").environment
     assert (environment.agent, environment.reward) == ("till_agent:agent", "till_agent:reward")
     command = [sys.executable, "-m", "pytest", "-q", "-c", "/dev/null", "--rootdir", str(folder), str(folder)]

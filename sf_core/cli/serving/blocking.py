@@ -1,0 +1,51 @@
+"""Ends code that keeps the event loop from turning: with it, no other session of a worker would go on."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from types import FrameType
+
+from sf_core.cli.serving.mistakes import is_users
+
+LONGEST_S = 5.0
+"""Longest time for which an agent may keep the event loop."""
+
+_BEAT_S = 0.5
+
+
+class BlockedError(BaseException):
+    """Raised in the user's code that blocks. No `except Exception` of that code can hide it."""
+
+
+@asynccontextmanager
+async def not_blocking() -> AsyncIterator[None]:
+    """Raise BlockedError in the user's code that keeps the loop of the main thread for LONGEST_S."""
+
+    async def beat() -> None:
+        while True:
+            signal.setitimer(signal.ITIMER_REAL, LONGEST_S, LONGEST_S)
+            await asyncio.sleep(_BEAT_S)
+
+    before = signal.signal(signal.SIGALRM, _interrupt)
+    beating = asyncio.create_task(beat())
+    try:
+        yield
+    finally:
+        beating.cancel()
+        with suppress(asyncio.CancelledError):
+            await beating
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    while frame is not None:
+        if is_users(frame.f_code.co_filename):
+            raise BlockedError(
+                f"it kept the event loop for {LONGEST_S:g} s, and nothing else could go on meanwhile; await "
+                "what it waits for, or make it a plain function, which runs in a thread"
+            )
+        frame = frame.f_back

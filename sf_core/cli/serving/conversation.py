@@ -1,0 +1,99 @@
+"""Prints the conversation of one session as it goes on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from sf_core.dataplane.chat.renderer import Renderer
+from sf_core.dataplane.sessions.session import Prompt, Session, Turn
+from sf_core.types import FinishReason
+
+LOOK_S = 0.1
+"""Seconds between looks at a session."""
+
+MOST_CHARACTERS = 2000
+"""Length to which a text is cut."""
+
+
+class Printer:
+    """Messages with their roles, the text beneath."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def say(self, what: str, text: str, style: str = "bold") -> None:
+        left_out = len(text) - MOST_CHARACTERS
+        text = f"{text[:MOST_CHARACTERS]} ... ({left_out:,} more characters)" if left_out > 0 else text
+        self._console.print(Text.assemble((f"{what}: ", style), text))
+
+    def message(self, message: dict[str, Any]) -> None:
+        self.say(str(message.get("role", "message")), in_words(message))
+
+
+class SessionPrinter:
+    """The prompts and turns of a session of the plane in this process."""
+
+    def __init__(self, printer: Printer, renderer: Renderer, session: Session) -> None:
+        self._printer, self._renderer, self._session = printer, renderer, session
+        self._num_prompts = self._num_turns = 0
+        self._one_at_a_time = threading.Lock()
+
+    def look(self) -> None:
+        """Print what is new."""
+        with self._one_at_a_time:
+            # the plane's thread only appends; turns first, so that each comes after its prompt
+            turns = self._session.turns[self._num_turns :]
+            for prompt in self._session.prompts[self._num_prompts :]:
+                while prompt.continues is not None and prompt.continues in turns:
+                    self._answered(turns.pop(0))
+                self._asked(prompt)
+            for turn in turns:
+                self._answered(turn)
+
+    def _asked(self, prompt: Prompt) -> None:
+        self._num_prompts += 1
+        for message in prompt.messages:
+            self._printer.message(message)
+        new = f", {len(prompt.ids)} of them new" if prompt.start else ""
+        tokens = f"{prompt.end} tokens{new}"
+        self._printer.say(f"prompt, {tokens}", self._renderer.shown(prompt.ids.tolist()), "dim")
+
+    def _answered(self, turn: Turn) -> None:
+        self._num_turns += 1
+        cut = ", cut off there: rollout.max_tokens or engine.context_length"
+        ended = cut if turn.finish_reason == FinishReason.LENGTH else ""
+        what = f"assistant, {len(turn.ids)} tokens{ended}"
+        self._printer.say(what, in_words(turn.message), "bold green")
+
+
+@contextmanager
+def watched(look: Callable[[], None]) -> Iterator[None]:
+    """Look again and again while the block runs, and once at its end."""
+    is_over = threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(LOOK_S):
+            look()
+
+    thread = threading.Thread(target=watch, name="conversation", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+        look()
+
+
+def in_words(message: dict[str, Any]) -> str:
+    """Content and calls of a message."""
+    content = message.get("content") or ""
+    calls = [call.get("function", call) for call in message.get("tool_calls") or []]
+    called = [f"calls {call.get('name')}({call.get('arguments')})" for call in calls]
+    return "\n".join(filter(None, [content if isinstance(content, str) else str(content), *called]))

@@ -1,0 +1,147 @@
+"""Passes an agent's requests on to an endpoint elsewhere, and prints what is asked and answered."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import httpx
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from sf_core.cli.serving.conversation import Printer
+from sf_core.dataplane.errors import ApiError
+from sf_core.dataplane.gateway.dialects.registry import answering
+from sf_core.dataplane.sessions.session import Session
+
+_OURS = {"host", "content-length", "accept-encoding", "connection", "authorization", "x-api-key"}
+"""Headers that are not passed on as they came."""
+
+ANSWER_S = 600.0
+
+
+class Forward:
+    """An ASGI application in front of an endpoint."""
+
+    def __init__(self, url: str, key: str, printer: Printer) -> None:
+        self._above = url.rstrip("/").removesuffix("/v1")
+        self._keys = {"authorization": f"Bearer {key}", "x-api-key": key, "x-goog-api-key": key}
+        self._printer = printer
+        self._told: list[dict[str, Any]] = []
+        self.has_asked = False
+        self.num_answers = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            response = await self._pass_on(Request(scope, receive))
+            await response(scope, receive, send)
+
+    async def _pass_on(self, request: Request) -> Response:
+        body, path = await request.body(), request.url.path
+        self.has_asked = True
+        self._show_request(path, body)
+        headers = {name: value for name, value in request.headers.items() if name not in _OURS} | self._keys
+        http = httpx.AsyncClient(timeout=ANSWER_S)
+        url = self._above + path
+        sent = http.build_request(
+            request.method, url, params=request.query_params, headers=headers, content=body
+        )
+        try:
+            answer = await http.send(sent, stream=True)
+        except httpx.HTTPError as error:
+            await http.aclose()
+            told = f"{url}: {type(error).__name__}: {error}"
+            self._printer.say("no answer", told, "bold red")
+            return JSONResponse({"error": {"message": told, "type": "server_error"}}, 502)
+
+        async def parts() -> AsyncIterator[bytes]:
+            read = []
+            try:
+                async for part in answer.aiter_bytes():
+                    read.append(part)
+                    yield part
+            finally:
+                await answer.aclose()
+                await http.aclose()
+                self._show_answer(answer.status_code, b"".join(read))
+
+        media = answer.headers.get("content-type", "application/json")
+        return StreamingResponse(parts(), answer.status_code, media_type=media)
+
+    def _show_request(self, path: str, body: bytes) -> None:
+        if (dialect := answering(path)) is None:
+            return
+        try:
+            asked = dialect.parse(dialect.read(json.loads(body), path), Session("try"))
+            messages = [message for request in asked for message in request.messages]
+        except (ValueError, ApiError):  # the endpoint may know what our gateway does not
+            return self._printer.say("request", body.decode(errors="replace"))
+        is_longer = messages[: len(self._told)] == self._told
+        for message in messages[len(self._told) if is_longer else 0 :]:
+            if not (is_longer and message.get("role") == "assistant"):  # printed as it was answered
+                self._printer.message(message)
+        self._told = messages
+
+    def _show_answer(self, status: int, body: bytes) -> None:
+        text = body.decode(errors="replace")
+        if status >= 400:
+            return self._printer.say(f"refused with {status}", text, "bold red")
+        said = "".join(_texts(text))
+        if said:
+            self.num_answers += 1
+            self._printer.say("assistant", said, "bold green")
+
+
+def _texts(body: str) -> Iterator[str]:
+    """What a body, whole or a stream of events, says to people."""
+    if "data:" in body[:200]:
+        for line in body.splitlines():
+            if line.startswith("data:") and line[5:].strip() not in ("", "[DONE]"):
+                yield from _of_event(json.loads(line[5:]))
+        return
+    try:
+        content = json.loads(body)
+    except ValueError:
+        return
+    yield from _of_answer(content)
+
+
+def _of_event(event: dict[str, Any]) -> Iterator[str]:
+    delta: Any = event.get("delta")
+    for choice in event.get("choices") or ():
+        delta = choice.get("delta") or choice
+        yield from _of_message(delta)
+        return
+    if isinstance(delta, str):
+        yield delta
+    elif isinstance(delta, dict):
+        yield str(delta.get("text") or delta.get("partial_json") or "")
+    else:
+        yield from _of_answer({"candidates": event.get("candidates") or []})
+
+
+def _of_answer(value: Any) -> Iterator[str]:
+    """All texts and calls in an answer of any of the APIs, in order."""
+    if isinstance(value, list):
+        for item in value:
+            yield from _of_answer(item)
+    elif isinstance(value, dict):
+        if "message" in value and isinstance(value["message"], dict):
+            yield from _of_message(value["message"])
+        elif isinstance(value.get("text"), str):
+            yield value["text"]
+        elif "name" in value and ("arguments" in value or "input" in value or "args" in value):
+            arguments = next(value[key] for key in ("arguments", "input", "args") if key in value)
+            yield f"calls {value['name']}({arguments})"
+        else:
+            for name in ("choices", "output", "content", "candidates", "parts", "functionCall"):
+                yield from _of_answer(value.get(name))
+
+
+def _of_message(message: dict[str, Any]) -> Iterator[str]:
+    yield str(message.get("content") or message.get("text") or "")
+    for call in message.get("tool_calls") or ():
+        function = call.get("function") or {}
+        name, arguments = function.get("name"), function.get("arguments") or ""
+        yield f"calls {name}({arguments})" if name else arguments

@@ -1,0 +1,128 @@
+"""A data plane and one engine in threads of this process."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from sf_core.cli.serving.policy import Policy, hide_progress_bars
+from sf_core.config import RolloutConfig
+from sf_core.dataplane.control.app import make_app
+from sf_core.dataplane.control.client import DataplaneClient
+from sf_core.dataplane.options import DataplaneOptions
+from sf_core.dataplane.runs.run import ServedRun
+from sf_core.dataplane.server import socket_family
+from sf_core.dataplane.serving import server_config
+from sf_core.engines.client import serve_engine
+from sf_core.engines.registry import engine_kind, follows_grammars, make_engine
+from sf_core.engines.wire import Hello
+
+LOOPBACK = "127.0.0.1"
+
+END_S = 10.0
+"""Longest wait for an engine to yield at the end; then its thread ends with the process."""
+
+
+class LocalPlane:
+    """The data plane of one run, whose engine is loading or serves."""
+
+    def __init__(self, url: str, run: Callable[[], ServedRun]) -> None:
+        self.url = url
+        self._run = run
+        self.is_serving = threading.Event()
+        self.failure: BaseException | None = None
+        """What ended the engine, if anything did."""
+        self.has_failed = threading.Event()
+
+    @property
+    def run(self) -> ServedRun:
+        return self._run()
+
+
+@contextmanager
+def local_plane(
+    policy: Policy,
+    *,
+    name: str,
+    run_dir: str,
+    rollout: RolloutConfig,
+    key: str | None = None,
+    host: str = LOOPBACK,
+    port: int = 0,
+    around: Callable[[ASGIApp], ASGIApp] = lambda app: app,
+) -> Iterator[LocalPlane]:
+    """Serve a policy on this address. `key` opens the agents' routes of the run; the others are open to this
+    process alone. Raises OSError for an address that cannot be had."""
+    own_key = secrets.token_hex(16)
+    app = make_app(own_key, DataplaneOptions())
+    with listening(around(app), host, port) as url:
+        client, config, weights = DataplaneClient(url, name, own_key), policy.config, policy.weights
+        client.register(
+            run_id=name,
+            run_dir=run_dir,
+            model_dir=policy.start_dir,
+            seed=config.seed,
+            rollout=rollout.model_dump(),
+            lag_bound=0,
+            context_length=config.engine.context_length,
+            follows_grammars=follows_grammars(config),
+            num_batches=weights.version + 1,
+            iteration=weights.version,
+            version=weights.version,
+            weights_uri=weights.uri,
+            done_groups=[],
+            attempt=1,
+            key=key,
+        )
+        plane = LocalPlane(url, lambda: app.state.plane.run(name))
+        serving = threading.Thread(
+            target=_serve_engine, args=(plane, policy, name, own_key), name="engine", daemon=True
+        )
+        serving.start()
+        try:
+            yield plane
+        finally:
+            client.release(1)
+            serving.join(END_S)
+
+
+@contextmanager
+def listening(app: ASGIApp, host: str = LOOPBACK, port: int = 0) -> Iterator[str]:
+    """Serve an application from a thread; yields its URL. Raises OSError for an address that cannot be
+    had."""
+    with socket.create_server((host, port), backlog=2048, family=socket_family(host)) as socket_there:
+        server = uvicorn.Server(server_config(app))
+        thread = threading.Thread(
+            target=server.run, kwargs={"sockets": [socket_there]}, name="plane", daemon=True
+        )
+        thread.start()
+        reached = f"[{host}]" if ":" in host else host
+        try:
+            yield f"http://{reached}:{socket_there.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join(END_S)
+
+
+def _serve_engine(plane: LocalPlane, policy: Policy, name: str, key: str) -> None:
+    hello = Hello(name, 1, "local", 0, "local", "local", policy.config.engine.max_running)
+    engine: Any = None
+    try:
+        if engine_kind(policy.config).needs_torch:
+            hide_progress_bars()
+        engine = make_engine(policy.config, policy.start_dir)
+        serve_engine(plane.url, key, hello, engine, on_ready=plane.is_serving.set)
+    except BaseException as error:  # told to whoever waits for the engine
+        plane.failure = error
+        plane.has_failed.set()
+    finally:
+        if engine is not None:
+            with suppress(Exception):
+                engine.close()

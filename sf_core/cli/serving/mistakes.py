@@ -1,0 +1,87 @@
+"""What went wrong in the user's code: the user's own frames, and one sentence with phase, file and line."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from traceback import FrameSummary, TracebackException
+from types import CodeType
+from typing import Any
+
+_OTHERS = (
+    str(Path(__file__).resolve().parents[2]),
+    *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")},
+    "<frozen",
+)
+"""Where code lies that is not the user's: ours, Python's, and that of installed packages."""
+
+
+def is_users(filename: str) -> bool:
+    return not filename.startswith(_OTHERS)
+
+
+class PhaseError(Exception):
+    """A phase of a session failed; its cause is what was raised."""
+
+    def __init__(self, phase: str, error: BaseException, function: Callable[..., Any] | None = None) -> None:
+        super().__init__(phase)
+        self.phase, self.error = phase, error
+        self._function = function
+
+    def sentence(self) -> str:
+        """Phase, file and line, type and message of the error."""
+        told = str(self.error)
+        if not (self._is_ours and told):
+            told = f"{type(self.error).__name__}: {told}"
+        return f"{self.phase} failed{self._where()}: {told}"
+
+    def traceback(self) -> str:
+        """The traceback of the user's own frames; empty if none of them was running."""
+        lines = _without_others(TracebackException.from_exception(self.error))
+        # what errors of ours say is in the sentence
+        return "".join(lines[:-1] if self._is_ours else lines)
+
+    @property
+    def is_of_code(self) -> bool:
+        """Whether it is an error of the code itself, wherever the agent asks."""
+        return isinstance(self.error, (NameError, TypeError, AttributeError, ImportError, SyntaxError))
+
+    @property
+    def _is_ours(self) -> bool:
+        return type(self.error).__module__.startswith("sf_core.")
+
+    def _where(self) -> str:
+        frames = _users_frames(TracebackException.from_exception(self.error))
+        if frames:
+            return f" at {frames[-1].filename}:{frames[-1].lineno}"
+        code = _code_of(self._function)
+        return f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
+
+
+def _users_frames(told: TracebackException) -> list[FrameSummary]:
+    return [frame for frame in told.stack if is_users(frame.filename)]
+
+
+def _without_others(told: TracebackException) -> list[str]:
+    """The traceback with the user's frames only; causes in which no code of the user ran are left out."""
+    if not _users_frames(told):
+        return []
+    part: TracebackException | None = told
+    while part is not None:
+        part.stack[:] = _users_frames(part)
+        before = part.__cause__ or (None if part.__suppress_context__ else part.__context__)
+        if before is None or not _users_frames(before):
+            part.__cause__ = part.__context__ = None
+            break
+        part = before
+    return list(told.format())
+
+
+def _code_of(function: Callable[..., Any] | None) -> CodeType | None:
+    while isinstance(function, functools.partial):
+        function = function.func
+    code = getattr(inspect.unwrap(function), "__code__", None) if function is not None else None
+    return code if isinstance(code, CodeType) else None

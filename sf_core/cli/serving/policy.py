@@ -1,0 +1,98 @@
+"""Which policy `sf try` and `sf serve` serve, and from which folders."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from sf_core.config import RunConfig
+from sf_core.engines.registry import engine_kind
+from sf_core.reports.view import RunView, open_run
+from sf_core.stages.evaluate import weights_of
+from sf_core.stages.run import OpenRun, RunRef
+from sf_core.stages.start import name_dtype, warm_folder
+from sf_core.training.policy_folder import check_model_folder, policy_folder
+from sf_core.training.registry import trainer_kind
+from sf_core.types import WeightsRef
+from storage.run_directory import RunDirectory
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    config: RunConfig
+    start_dir: str
+    """Folder with tokenizer, chat template and configuration of the model."""
+    weights: WeightsRef
+    about: str
+    """What it is, in a few words."""
+    run_id: str = ""
+    """Run that made it."""
+
+
+def stored_policy(uri: str, version: int | None, engine: str | None = None) -> Policy:
+    """A version of the policy of a run, by default the newest published one. Raises ValueError with one
+    sentence if there is no such run or version; it names the versions that are kept."""
+    directory = open_run(uri).run
+    run = OpenRun(RunRef(directory.run_id, directory.uri, dataplane_url="", attempt=0))
+    config = run.config
+    if not trainer_kind(config).computes_weights:
+        raise ValueError(f"{directory.run_id}: is emulated, so it has no policy to serve")
+    version = RunView(directory).progress().published if version is None else version
+    weights = WeightsRef(version, weights_of(directory, version))
+    begun = directory.read_manifest(None, "start")
+    if begun is not None and (dtype := begun.data.get("dtype")):
+        config = config.with_dtype(dtype)
+    if engine is not None:
+        kind = config.engine.model_copy(update={"kind": engine})
+        config = config.model_copy(update={"engine": kind})
+    return Policy(
+        config, run.start_dir, weights, f"version {version} of {directory.run_id}", directory.run_id
+    )
+
+
+def policy_to_try(config: RunConfig, scratch: Path) -> Policy:
+    """The newest policy of the run that the configuration names, else the one that a run would start from,
+    in a folder below `scratch`. Raises ValueError if there is none."""
+    from sf_core.models.projections import fastest_dtype
+
+    if config.run_id is not None and RunView(RunDirectory(config.run_dir)).progress().published:
+        return stored_policy(config.run_dir, None)
+    start, about = _start_of(config, scratch)
+    config = config.with_dtype(fastest_dtype())
+    if engine_kind(config).runs_policy:
+        name_dtype(str(start), config.policy.dtype)
+    return Policy(config, str(start), WeightsRef(0, str(start)), about)
+
+
+def _start_of(config: RunConfig, scratch: Path) -> tuple[Path, str]:
+    if config.policy.model is not None:
+        source, about = Path(policy_folder(config.policy.model)), config.policy.model
+        check_model_folder(str(source))
+    elif (source := warm_folder(config)).is_dir():
+        about = "the built-in policy after its warm start"
+    else:
+        from sf_core.models.builtin import make_policy
+
+        hide_progress_bars()
+        make_policy(str(source := scratch / "untrained"), config.policy, config.seed)
+        about = "the built-in policy, untrained: its answers are noise"
+    start = scratch / "start"
+    start.mkdir()
+    for file in source.resolve().iterdir():
+        (start / file.name).symlink_to(file)
+    return start, about
+
+
+def in_this_process(config: RunConfig) -> RunConfig:
+    """The settings with the built-in engine in place of one that starts a server, and with room for the few
+    requests that one agent sends at once."""
+    kind = "torch" if config.engine.kind == "vllm" else config.engine.kind
+    few = {"kind": kind, "max_running": min(config.engine.max_running, 8)}
+    return config.model_copy(update={"engine": config.engine.model_copy(update=few)})
+
+
+def hide_progress_bars() -> None:
+    """Keep transformers from drawing bars between what is printed."""
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()

@@ -1,0 +1,221 @@
+"""`sf try`: one task of an environment with the code of training: the phases of a session, the gateway, the
+engine; without a stack."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+from rich.console import Console
+
+from sf_core.agents.phases import LateError, Phases, Work
+from sf_core.agents.runner import as_json
+from sf_core.cli.serving.blocking import BlockedError, not_blocking
+from sf_core.cli.serving.conversation import Printer, SessionPrinter, watched
+from sf_core.cli.serving.forward import Forward
+from sf_core.cli.serving.local_plane import LocalPlane, listening, local_plane
+from sf_core.cli.serving.mistakes import PhaseError
+from sf_core.cli.serving.policy import in_this_process, policy_to_try
+from sf_core.config import RolloutConfig, RunConfig
+from sf_core.environments.registry import agent_of, prepare_of, reward_of, tasks_of
+from sf_core.types import Endpoint, Task
+
+NAME = "try"
+"""Name of the run whose only session is tried."""
+
+_PHASES = {
+    "prepare": "environment.prepare",
+    "agent": "the agent",
+    "time": "the agent",
+    "reward": "the reward",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """An endpoint that speaks OpenAI's API, in place of a policy of ours."""
+
+    url: str
+    key: str
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """Where the agent asks, and what is known of it from outside of the agent."""
+
+    endpoint: Endpoint
+    look: Callable[[], None]
+    """Prints what is new in the conversation."""
+    has_asked: Callable[[], bool]
+    num_answers: Callable[[], int]
+    finish: Callable[[dict[str, Any]], Awaitable[None]]
+    """Reports the end. Raises ValueError if the report is refused."""
+    has_failed: Callable[[], BaseException | None]
+    """What ended the engine."""
+
+
+def try_one(
+    config: RunConfig, split: str, index: int, elsewhere: Elsewhere | None, console: Console
+) -> float:
+    """Run the agent on a task and print what happens; returns the reward. Raises PhaseError if the user's
+    code fails, ValueError if there is nothing to serve or the endpoint does not answer."""
+    printer = Printer(console)
+    task = _task(config, split, index)
+    printer.say(f"task {task.task_id} of {task.environment}", task.prompt)
+    open_endpoint = _at(elsewhere, printer) if elsewhere else _with_policy(config, task, printer)
+    with open_endpoint as served:
+        scored = asyncio.run(_run(config, task, served, printer))
+    parts = ", ".join(f"{name} {part:g}" for name, part in scored["reward_parts"].items())
+    printer.say("reward", f"{scored['reward']:g}" + (f" ({parts})" if parts else ""))
+    return float(scored["reward"])
+
+
+def _task(config: RunConfig, split: str, index: int) -> Task:
+    tasks = tasks_of(config.environment)
+    try:
+        task = tasks(split, index)
+        if not isinstance(task, Task):
+            raise TypeError(f"tasks gave {type(task).__name__}, not a Task")
+    except (Exception, SystemExit) as error:
+        raise PhaseError(f"tasks({split!r}, {index})", error, tasks) from error
+    return task
+
+
+async def _run(config: RunConfig, task: Task, served: _Served, printer: Printer) -> dict[str, Any]:
+    """The fields of a report on the session."""
+    environment, rules = config.environment, config.rollout
+    agent, reward = agent_of(environment), reward_of(environment)
+    phases, work = Phases(rules, agent, reward, prepare_of(environment)), Work(NAME)
+    async with not_blocking():
+        try:
+            answer = await _unless_engine_fails(_in_time(phases, work, task, served, rules), served)
+            served.look()
+            _say_output(printer, work)
+            printer.say("the agent answered", answer if isinstance(answer, str) else repr(answer))
+            work.cause = "agent"
+            if not served.num_answers():
+                raise NothingAskedError(_asked_nothing(served))
+            if any("reward" in worker.tags for worker in config.cluster.workers.values()):
+                answer = orjson.loads(as_json(answer))
+            scored = await phases.score(work, task, answer)
+            named = {"task_id": task.task_id, "environment": task.environment}
+            await served.finish({"status": "finished", **scored, **named})
+        except _EngineLostError as error:
+            raise ValueError(f"the policy cannot be served: {error.__cause__}") from error
+        except (Exception, SystemExit, BlockedError) as error:
+            served.look()
+            _say_output(printer, work)
+            function = {"reward": reward, "prepare": None}.get(work.cause, agent)
+            failure = PhaseError(_PHASES[work.cause], error, function)
+            is_told = isinstance(error, NothingAskedError) or failure.is_of_code or work.cause != "agent"
+            if not (is_told or served.has_asked()):
+                printer.say("note", _asked_nothing(served), "bold yellow")
+            raise failure from error
+    return scored
+
+
+def _say_output(printer: Printer, work: Work) -> None:
+    if output := work.facts.pop("output", ""):
+        printer.say("output of the command", output)
+
+
+def _asked_nothing(served: _Served) -> str:
+    return (
+        "the agent got no answer from the policy, and a session without one cannot train: its client must "
+        f"take endpoint.base_url ({served.endpoint.base_url}), endpoint.api_key and endpoint.model"
+    )
+
+
+class NothingAskedError(Exception):
+    """The agent ended without an answer from the policy."""
+
+
+class _EngineLostError(Exception):
+    """The engine ended before the agent had."""
+
+
+async def _in_time(phases: Phases, work: Work, task: Task, served: _Served, rules: RolloutConfig) -> Any:
+    try:
+        async with asyncio.timeout(rules.session_timeout_s) as limit:
+            return await phases.run(work, task, served.endpoint)
+    except TimeoutError:
+        if limit.expired():
+            most = f"rollout.session_timeout_s of {rules.session_timeout_s:g} s"
+            raise LateError(f"it ran longer than {most}") from None
+        raise
+
+
+async def _unless_engine_fails(running: Awaitable[Any], served: _Served) -> Any:
+    agent = asyncio.ensure_future(running)
+    try:
+        while not (await asyncio.wait({agent}, timeout=0.2))[0]:
+            if (failure := served.has_failed()) is not None:
+                raise _EngineLostError from failure
+        return await agent
+    finally:
+        agent.cancel()
+
+
+@contextmanager
+def _at(elsewhere: Elsewhere, printer: Printer) -> Iterator[_Served]:
+    async def finish(report: dict[str, Any]) -> None: ...
+
+    printer.say("policy", f"{elsewhere.model} at {elsewhere.url}, whose tokens are not known here")
+    forward = Forward(elsewhere.url, elsewhere.key, printer)
+    with listening(forward) as url:
+        endpoint = Endpoint(f"{url}/v1", "try", elsewhere.model)
+        yield _Served(
+            endpoint,
+            lambda: None,
+            lambda: forward.has_asked,
+            lambda: forward.num_answers,
+            finish,
+            lambda: None,
+        )
+
+
+@contextmanager
+def _with_policy(config: RunConfig, task: Task, printer: Printer) -> Iterator[_Served]:
+    # one group of one session, as an agent outside declares it: sampled as in training, without a runner
+    alone = {"group_size": 1, "groups_per_batch": 1, "outside_groups": 1, "gate": "all"}
+    with tempfile.TemporaryDirectory(prefix="sf-try-") as folder:
+        policy = policy_to_try(in_this_process(config), Path(folder))
+        printer.say("policy", policy.about)
+        rollout, run_dir = config.rollout.model_copy(update=alone), f"{folder}/{NAME}"
+        with local_plane(policy, name=NAME, run_dir=run_dir, rollout=rollout, key="try-alone") as plane:
+            yield from _session(plane, task, printer)
+
+
+def _session(plane: LocalPlane, task: Task, printer: Printer) -> Iterator[_Served]:
+    headers = {"Authorization": "Bearer try-alone"}
+    with httpx.Client(base_url=plane.url, headers=headers, trust_env=False, timeout=60.0) as http:
+        body = {"size": 1, "task_id": task.task_id, "environment": task.environment}
+        [opened] = http.post(f"/runs/{NAME}/groups", json=body).raise_for_status().json()["sessions"]
+        session = plane.run.sessions[opened["session_id"]]
+        shown = SessionPrinter(printer, plane.run.renderer, session)
+
+        async def finish(report: dict[str, Any]) -> None:
+            shown.look()  # the session is gone afterwards
+            url = f"/sessions/{session.session_id}/finish"
+            response = await asyncio.to_thread(http.post, url, json=report)
+            if response.is_error:
+                raise ValueError(response.json()["error"]["message"])
+
+        endpoint = Endpoint(f"{plane.url}/sessions/{session.session_id}/v1", "try-alone", "policy")
+        with watched(shown.look):
+            yield _Served(
+                endpoint,
+                shown.look,
+                lambda: bool(session.prompts),
+                lambda: len(session.turns),
+                finish,
+                lambda: plane.failure,
+            )

@@ -1,0 +1,115 @@
+"""`sf serve`: a stored policy through the gateway, asked by the public clients."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from anthropic import Anthropic
+
+from storage.files import list_files
+from storage.run_directory import RunDirectory
+from storage.trajectories import read_trajectories
+from tests.patience import patience
+from tests.sf_core.cli.serving.served import KEY, Served, published_run
+from tests.sf_core.cli.test_main import sf
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return published_run(tmp_path)
+
+
+def test_the_newest_policy_answers_public_clients_and_leaves_nothing(
+    run: RunDirectory, tmp_path: Path
+) -> None:
+    files = list_files(run.uri)
+    served = Served(run.uri, log=tmp_path / "log")
+    try:
+        assert "serving version 3 of taught" in served.output
+        messages = [{"role": "user", "content": "What is 3+4?"}]
+        with openai.OpenAI(base_url=f"{served.url}/v1", api_key=KEY, max_retries=0) as client:
+            reply = client.chat.completions.create(
+                model="policy",
+                messages=messages,
+                max_tokens=4,
+                temperature=0,  # type: ignore[arg-type]
+            )
+            chunks = client.chat.completions.create(
+                model="policy",
+                messages=messages,
+                max_tokens=4,
+                temperature=0,
+                stream=True,  # type: ignore[arg-type]
+            )
+            streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+            response = client.responses.create(model="policy", input="What is 3+4?", max_output_tokens=4)
+        assert streamed == reply.choices[0].message.content
+        assert response.usage is not None and response.usage.output_tokens in range(1, 5)
+        with Anthropic(base_url=served.url, api_key=KEY, max_retries=0) as anthropic:
+            said = anthropic.messages.create(model="policy", max_tokens=4, messages=messages)  # type: ignore[arg-type]
+        assert said.usage.output_tokens in range(1, 5)
+        own = {"Authorization": f"Bearer {KEY}"}
+        refused = httpx.post(f"{served.url}/sessions", json={"run_id": "taught"}, headers=own)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "not_recorded")
+        declared = httpx.post(f"{served.url}/runs/taught/groups", json={}, headers=own)
+        assert declared.json()["error"]["code"] == "no_outside_groups"
+        assert httpx.get(f"{served.url}/v1/models").status_code == 401
+        assert httpx.get(f"{served.url}/runs/taught", headers=own).status_code == 401, "a command of flows"
+    finally:
+        code = served.end(signal.SIGINT)
+    assert (code, served.output.splitlines()[-1]) == (0, "stopped")
+    assert "Traceback" not in served.output
+    assert list_files(run.uri) == files
+
+
+def test_sessions_are_recorded_only_in_the_folder_that_is_named(run: RunDirectory, tmp_path: Path) -> None:
+    record = tmp_path / "kept"
+    served = Served(f"{run.uri}@2", "--record", str(record), log=tmp_path / "log")
+    try:
+        assert '{"run_id": "kept"}' in served.output
+        with httpx.Client(
+            base_url=served.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=patience()
+        ) as http:
+            session = http.post("/sessions", json={"run_id": "kept", "task_id": "one"}).json()
+            with openai.OpenAI(base_url=session["base_url"], api_key=KEY) as client:
+                client.chat.completions.create(
+                    model="policy", messages=[{"role": "user", "content": "hi"}], max_tokens=4
+                )
+            report = {"status": "finished", "reward": 0.5}
+            ended = http.post(f"/sessions/{session['session_id']}/finish", json=report)
+            assert ended.status_code == 200, ended.text
+    finally:
+        served.end()
+    [uri] = RunDirectory(str(record)).list_partitions("opened")[2]
+    assert read_trajectories(uri)["task_id"].to_pylist() == ["one"]
+
+
+def test_a_version_that_is_not_kept_is_answered_with_those_that_are(run: RunDirectory) -> None:
+    for version in (1, 4):
+        code, output = sf("serve", f"{run.uri}@{version}")
+        assert code == 2
+        assert f"taught: the weights of version {version} are not there; these are: 0, 2, 3" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--host", "0.0.0.0"], "0.0.0.0 can be reached by others: give a --key, or serve on 127.0.0.1"),
+        (["--key", "short"], "--key must have 8 characters or more and no colon"),
+        (["--key", "long-but:colon"], "--key must have 8 characters or more and no colon"),
+    ],
+)
+def test_keys_that_keep_nobody_out_are_refused(
+    run: RunDirectory, arguments: list[str], sentence: str
+) -> None:
+    code, output = sf("serve", run.uri, *arguments)
+    assert (code, sentence in output) == (2, True), output
+
+
+def test_a_runs_own_directory_is_not_recorded_into(run: RunDirectory) -> None:
+    code, output = sf("serve", run.uri, "--record", run.uri)
+    assert (code, "is a run's own directory" in output) == (2, True), output

@@ -1,0 +1,176 @@
+"""`sf try` with the built-in policy: what works, and what mistakes in the user's code look like."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from sf_core.cli.serving import blocking
+from sf_core.cli.serving.local_plane import listening
+from tests.sf_core.cli.test_main import sf
+
+MODULE = """
+import time
+import openai
+from sf_core.types import Task
+
+def tasks(split, index):
+    return Task(f"add-{split}-{index}", "addition", f"What is {index}+3?", answer=str(index + 3))
+
+def ask(task, endpoint):
+    with openai.OpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0) as client:
+        messages = [{"role": "user", "content": task.prompt}]
+        for _ in range(2):
+            reply = client.chat.completions.create(model=endpoint.model, messages=messages)
+            said = {"role": "assistant", "content": reply.choices[0].message.content}
+            messages += [said, {"role": "user", "content": "Sure?"}]
+    return messages[-2]["content"] or ""
+
+async def ask_async(task, endpoint):
+    async with openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
+        messages = [{"role": "user", "content": task.prompt}]
+        reply = await client.chat.completions.create(model=endpoint.model, messages=messages)
+    return reply.choices[0].message.content or ""
+
+async def name_error(task, endpoint):
+    return json.loads(await ask_async(task, endpoint))
+
+async def no_await(task, endpoint):
+    async with openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
+        return client.chat.completions.create(model=endpoint.model, messages=[]).choices
+
+async def takes_one(task):
+    return "3"
+
+async def never_asks(task, endpoint):
+    return task.answer
+
+async def blocks(task, endpoint):
+    time.sleep(60)
+
+async def own_address(task, endpoint):
+    async with openai.AsyncOpenAI(base_url="http://127.0.0.1:9/v1", api_key="x", max_retries=0) as client:
+        await client.chat.completions.create(model=endpoint.model, messages=[])
+
+def reward(task, answer):
+    return {"right": float(answer.strip() == task.answer), "there": 0.5}
+
+def no_reward(task, answer):
+    return None
+
+def dictionary(split, index):
+    return {"prompt": "?"}
+"""
+
+SMALL = "{hidden_size: 32, num_layers: 1, warmstart: null}"
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    (tmp_path / "tried_module.py").write_text(MODULE)
+    named = {part: f"tried_module:{part}" for part in ("tasks", "reward")}
+    names = ", ".join(f'{part}: "{name}"' for part, name in named.items())
+    (tmp_path / "try.yaml").write_text(
+        f'environment: {{{names}, agent: "tried_module:ask"}}\n'
+        f"policy: {SMALL}\nrollout: {{max_tokens: 8}}\nstorage: {{root: {tmp_path / 'runs'}}}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SF_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    yield str(tmp_path / "try.yaml")
+    sys.modules.pop("tried_module", None)
+    assert not (tmp_path / "runs").exists(), "nothing is stored"
+
+
+@pytest.mark.parametrize("agent", ["ask", "ask_async"])
+def test_an_agent_is_shown_with_its_conversation_and_reward(config: str, agent: str) -> None:
+    code, output = sf("try", config, "--index", "4", "--set", f"environment.agent=tried_module:{agent}")
+    assert code == 0, output
+    assert "task add-train-4 of addition: What is 4+3?" in output
+    assert "the built-in policy, untrained" in output
+    asked, answered = output.index("user: What is 4+3?"), output.index("assistant, ")
+    assert asked < output.index("prompt, 11 tokens: <|im_start|>user What is 4+3?<|im_end|>") < answered
+    assert answered < output.index("the agent answered: ") < output.index("reward: 0.5 (right 0, there 0.5)")
+    assert ("user: Sure?" in output) == (agent == "ask")
+
+
+def test_a_command_as_agent_is_shown_with_what_it_writes(config: str) -> None:
+    script = (
+        "import os, json, urllib.request as u, sys\n"
+        "body = json.dumps({'model': os.environ['OPENAI_MODEL'], 'messages': "
+        "[{'role': 'user', 'content': sys.stdin.read()}]}).encode()\n"
+        "u.urlopen(u.Request(os.environ['OPENAI_BASE_URL'] + '/chat/completions', body, "
+        "{'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY']})).read()\n"
+        "print('7'); print('looked', file=sys.stderr)"
+    )
+    Path("agent_command.py").write_text(script)
+    command = f"{{command: [{sys.executable}, {Path.cwd()}/agent_command.py]}}"
+    code, output = sf("try", config, "--index", "4", "--set", f"environment.agent={command}")
+    assert code == 0, output
+    assert "looked" in output
+    assert "reward: 1.5 (right 1, there 0.5)" in output
+
+
+@pytest.mark.parametrize(
+    ("setting", "sentence"),
+    [
+        ("agent=tried_module:name_error", "NameError: name 'json' is not defined"),
+        ("agent=tried_module:no_await", "AttributeError: 'coroutine' object has no attribute 'choices'"),
+        ("agent=tried_module:takes_one", "takes_one() takes 1 positional argument but 2 were given"),
+        ("agent=tried_module:never_asks", "the agent got no answer from the policy"),
+        ("agent=tried_module:own_address", "APIConnectionError: Connection error."),
+        ("reward=tried_module:no_reward", "'NoneType'"),
+        ("tasks=tried_module:dictionary", "dict"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:coroutine")
+def test_a_mistake_is_told_in_one_sentence_with_its_place(config: str, setting: str, sentence: str) -> None:
+    code, output = sf("try", config, "--set", f"environment.{setting}")
+    assert code != 0, output
+    place = f"{Path.cwd()}/tried_module.py:"
+    [told] = output.split("error: ")[1:]
+    assert place in told
+    assert sentence in told
+    assert "sf_core/" not in output, "the frames of our package are left out"
+
+
+def test_an_agent_that_blocks_the_event_loop_is_ended(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocking, "LONGEST_S", 0.7)
+    code, output = sf("try", config, "--set", "environment.agent=tried_module:blocks")
+    assert code == 1, output
+    assert "time.sleep(60)" in output
+    assert f"error: the agent failed at {Path.cwd()}/tried_module.py:" in output
+    assert "it kept the event loop for 0.7 s" in output
+
+
+@pytest.mark.parametrize("status", [200, 401])
+def test_an_agent_is_tried_against_an_endpoint_elsewhere(
+    config: str, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "a-key")
+
+    async def answer(request: Request) -> JSONResponse:
+        if status != 200:
+            return JSONResponse({"error": {"message": "No such key."}}, status)
+        body = await request.json()
+        assert (body["model"], request.headers["authorization"]) == ("large", "Bearer a-key")
+        message = {"role": "assistant", "content": "7" if len(body["messages"]) > 1 else "5"}
+        return JSONResponse({"choices": [{"message": message, "finish_reason": "stop", "index": 0}]})
+
+    app = Starlette(routes=[Route("/api/v1/chat/completions", answer, methods=["POST"])])
+    with listening(app) as url:
+        code, output = sf("try", config, "--index", "4", "--endpoint", f"{url}/api/v1", "--model", "large")
+    if status == 200:
+        assert code == 0, output
+        assert "user: What is 4+3? assistant: 5 user: Sure? assistant: 7 the agent answered: 7" in output
+        assert "reward: 1.5 (right 1, there 0.5)" in output
+    else:
+        assert code == 1, output
+        assert "refused with 401" in output
