@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from types import FrameType
 
-from sf_core.cli.serving.mistakes import is_users
+from sf_core.user_code import is_own
 
 LONGEST_S = 5.0
 """Longest time for which an agent may keep the event loop."""
@@ -43,7 +43,7 @@ async def not_blocking() -> AsyncIterator[None]:
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     while frame is not None:
-        if is_users(frame.f_code.co_filename):
+        if is_own(frame.f_code.co_filename):
             raise BlockedError(
                 f"it kept the event loop for {LONGEST_S:g} s, and nothing else could go on meanwhile; await "
                 "what it waits for, or make it a plain function, which runs in a thread"

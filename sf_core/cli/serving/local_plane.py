@@ -71,7 +71,7 @@ def local_plane(
             seed=config.seed,
             rollout=rollout.model_dump(),
             lag_bound=0,
-            context_length=config.engine.context_length,
+            context_length=config.engine.context,
             follows_grammars=follows_grammars(config),
             num_batches=weights.version + 1,
             iteration=weights.version,

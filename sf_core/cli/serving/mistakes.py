@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-import sysconfig
 from collections.abc import Callable
-from pathlib import Path
 from traceback import FrameSummary, TracebackException
-from types import CodeType
 from typing import Any
 
-_OTHERS = (
-    str(Path(__file__).resolve().parents[2]),
-    *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")},
-    "<frozen",
-)
-"""Where code lies that is not the user's: ours, Python's, and that of installed packages."""
-
-
-def is_users(filename: str) -> bool:
-    return not filename.startswith(_OTHERS)
+from sf_core.config.failures import CODE_ERRORS
+from sf_core.user_code import is_own, own_place, place_of
 
 
 class PhaseError(Exception):
@@ -47,22 +34,20 @@ class PhaseError(Exception):
     @property
     def is_of_code(self) -> bool:
         """Whether it is an error of the code itself, wherever the agent asks."""
-        return isinstance(self.error, (NameError, TypeError, AttributeError, ImportError, SyntaxError))
+        return isinstance(self.error, CODE_ERRORS)
 
     @property
     def _is_ours(self) -> bool:
         return type(self.error).__module__.startswith("sf_core.")
 
     def _where(self) -> str:
-        frames = _users_frames(TracebackException.from_exception(self.error))
-        if frames:
-            return f" at {frames[-1].filename}:{frames[-1].lineno}"
-        code = _code_of(self._function)
-        return f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
+        if place := own_place(self.error):
+            return f" at {place}"
+        return f" ({place})" if self._function and (place := place_of(self._function)) else ""
 
 
 def _users_frames(told: TracebackException) -> list[FrameSummary]:
-    return [frame for frame in told.stack if is_users(frame.filename)]
+    return [frame for frame in told.stack if is_own(frame.filename)]
 
 
 def _without_others(told: TracebackException) -> list[str]:
@@ -78,10 +63,3 @@ def _without_others(told: TracebackException) -> list[str]:
             break
         part = before
     return list(told.format())
-
-
-def _code_of(function: Callable[..., Any] | None) -> CodeType | None:
-    while isinstance(function, functools.partial):
-        function = function.func
-    code = getattr(inspect.unwrap(function), "__code__", None) if function is not None else None
-    return code if isinstance(code, CodeType) else None

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sf_core.config import RunConfig
-from sf_core.engines.registry import engine_kind
 from sf_core.reports.view import RunView, open_run
+from sf_core.stages.derived import derive, values_of
 from sf_core.stages.evaluate import weights_of
 from sf_core.stages.run import OpenRun, RunRef
+from sf_core.stages.sizes import Sizes
 from sf_core.stages.start import name_dtype, warm_folder
 from sf_core.training.policy_folder import check_model_folder, policy_folder
 from sf_core.training.registry import trainer_kind
@@ -39,9 +40,6 @@ def stored_policy(uri: str, version: int | None, engine: str | None = None) -> P
         raise ValueError(f"{directory.run_id}: is emulated, so it has no policy to serve")
     version = RunView(directory).progress().published if version is None else version
     weights = WeightsRef(version, weights_of(directory, version))
-    begun = directory.read_manifest(None, "start")
-    if begun is not None and (dtype := begun.data.get("dtype")):
-        config = config.with_dtype(dtype)
     if engine is not None:
         kind = config.engine.model_copy(update={"kind": engine})
         config = config.model_copy(update={"engine": kind})
@@ -53,14 +51,13 @@ def stored_policy(uri: str, version: int | None, engine: str | None = None) -> P
 def policy_to_try(config: RunConfig, scratch: Path) -> Policy:
     """The newest policy of the run that the configuration names, else the one that a run would start from,
     in a folder below `scratch`. Raises ValueError if there is none."""
-    from sf_core.models.projections import fastest_dtype
-
     if config.run_id is not None and RunView(RunDirectory(config.run_dir)).progress().published:
         return stored_policy(config.run_dir, None)
     start, about = _start_of(config, scratch)
-    config = config.with_dtype(fastest_dtype())
-    if engine_kind(config).runs_policy:
-        name_dtype(str(start), config.policy.dtype)
+    sizes = Sizes.of(config)
+    config = config.filled(values_of(derive(config) if sizes is None else sizes.derived))
+    if sizes is not None:
+        name_dtype(str(start), config.policy.dtype_name)
     return Policy(config, str(start), WeightsRef(0, str(start)), about)
 
 

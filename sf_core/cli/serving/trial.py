@@ -31,9 +31,9 @@ NAME = "try"
 """Name of the run whose only session is tried."""
 
 _PHASES = {
+    "tasks": "the agent",
     "prepare": "environment.prepare",
     "agent": "the agent",
-    "time": "the agent",
     "reward": "the reward",
 }
 
@@ -100,7 +100,7 @@ async def _run(config: RunConfig, task: Task, served: _Served, printer: Printer)
             served.look()
             _say_output(printer, work)
             printer.say("the agent answered", answer if isinstance(answer, str) else repr(answer))
-            work.cause = "agent"
+            work.phase = "agent"
             if not served.num_answers():
                 raise NothingAskedError(_asked_nothing(served))
             if any("reward" in worker.tags for worker in config.cluster.workers.values()):
@@ -113,9 +113,9 @@ async def _run(config: RunConfig, task: Task, served: _Served, printer: Printer)
         except (Exception, SystemExit, BlockedError) as error:
             served.look()
             _say_output(printer, work)
-            function = {"reward": reward, "prepare": None}.get(work.cause, agent)
-            failure = PhaseError(_PHASES[work.cause], error, function)
-            is_told = isinstance(error, NothingAskedError) or failure.is_of_code or work.cause != "agent"
+            function = {"reward": reward, "prepare": None}.get(work.phase, agent)
+            failure = PhaseError(_PHASES[work.phase], error, function)
+            is_told = isinstance(error, NothingAskedError) or failure.is_of_code or work.phase != "agent"
             if not (is_told or served.has_asked()):
                 printer.say("note", _asked_nothing(served), "bold yellow")
             raise failure from error
