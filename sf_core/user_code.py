@@ -25,6 +25,13 @@ def own_place(error: BaseException) -> str:
     return next((_shown(file, line) for file, line in places if is_own(file)), "")
 
 
+def called(function: Callable[..., Any]) -> str:
+    """A function as messages name it: "my_agent:reward (my_agent.py:8)"."""
+    named = function if hasattr(function, "__qualname__") else type(function)
+    name, place = f"{named.__module__}:{named.__qualname__}", place_of(function)
+    return f"{name} ({place})" if place else name
+
+
 def place_of(function: Callable[..., Any]) -> str:
     """Where a function is defined, as "my_agent.py:12"; empty if Python cannot tell."""
     while isinstance(function, functools.partial):

@@ -18,11 +18,16 @@ from sf_core.agents.command import CommandEnd, CommandError
 from sf_core.agents.threads import Threads
 from sf_core.config import RolloutConfig
 from sf_core.config.failures import CODE_ERRORS, Cause
+from sf_core.settings import shown
 from sf_core.types import Endpoint, Scored, Task
+from sf_core.user_code import called
 
 Phase = Literal["tasks", "prepare", "agent", "reward"]
 
 Prepare = Callable[[Task], AbstractAsyncContextManager[Any]]
+
+
+_COROUTINE = "a coroutine: `await` what it calls, or define it with `async def`"
 
 
 class LateError(Exception):
@@ -111,7 +116,7 @@ class Phases:
         async with self._scoring:
             work.phase = "reward"
             async with _limit(self._rules.score_timeout_s, "scoring", "score_timeout_s"):
-                return as_reward(await self._call(self._reward, task, answer))
+                return as_reward(await self._scored(task, answer), called(self._reward))
 
     @asynccontextmanager
     async def _prepared(self, work: Work, task: Task) -> AsyncIterator[tuple[Any, ...]]:
@@ -131,10 +136,22 @@ class Phases:
         except CommandError as error:
             work.told, work.facts["output"] = error.cause, error.output
             raise
+        if inspect.iscoroutine(answer):
+            answer.close()
+            raise TypeError(f"the agent {called(self._agent)} returned {_COROUTINE}")
         if isinstance(answer, CommandEnd):
             work.facts["output"] = answer.output
             answer = answer.answer
         return answer
+
+    async def _scored(self, task: Task, answer: Any) -> Any:
+        try:
+            return await self._call(self._reward, task, answer)
+        except Exception as error:
+            if answer is not None:
+                raise
+            told = f"the agent {called(self._agent)} answered None, of which the reward function"
+            raise ValueError(f"{told} {called(self._reward)} made {type(error).__name__}: {error}") from error
 
     async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a plain or an async function; plain ones must not block the other sessions."""
@@ -154,13 +171,28 @@ async def _limit(seconds: float, what: str, setting: str) -> AsyncIterator[None]
         raise
 
 
-def as_reward(value: Any) -> dict[str, Any]:
-    """The fields of a report on a reward. Raises ValueError if that is no finite number."""
+def as_reward(value: Any, function: str) -> dict[str, Any]:
+    """The fields of a report on what a reward function returned. Raises ValueError with one sentence if that
+    is no finite number."""
+
+    def number(value: Any, of: str = "") -> float:
+        try:
+            found = math.nan if isinstance(value, str | bytes) else float(value)
+        except (TypeError, ValueError):
+            found = math.nan
+        if not math.isfinite(found):
+            raise ValueError(f"the reward function {function} returned {shown(value)}{of}, no finite number")
+        return found
+
+    if inspect.iscoroutine(value):
+        value.close()
+        raise ValueError(f"the reward function {function} returned {_COROUTINE}")
     steps: dict[str, float] = {}
     if isinstance(value, Scored):
-        steps, value = {str(answer): float(step) for answer, step in value.steps.items()}, value.reward
-    parts = {str(name): float(part) for name, part in value.items()} if isinstance(value, Mapping) else {}
-    total = sum(parts.values()) if parts else float(value)
-    if not all(map(math.isfinite, (total, *steps.values()))):
-        raise ValueError(f"the reward must be a finite number, got {value!r}")
+        steps = {str(answer): number(step, f" for {answer!r}") for answer, step in value.steps.items()}
+        value = value.reward
+    parts = {}
+    if isinstance(value, Mapping) and value:
+        parts = {str(name): number(part, f" as {name!r}") for name, part in value.items()}
+    total = number(sum(parts.values()) if parts else value)
     return {"reward": total, "reward_parts": parts, "step_rewards": steps}

@@ -72,8 +72,7 @@ class AgentRunner:
         self._alone_since: float | None = None
         """Monotonic time of the first claim that failed since one was answered."""
         self._is_scored_elsewhere = False
-        # every seed starts elsewhere among the training tasks; the held-out ones are the same for all
-        self._first_index = {"train": seed * 0x9E3779B1 % 2**32, "holdout": 0}
+        self._first_index = {"train": first_index(seed), "holdout": 0}
         self._sessions: dict[str, asyncio.Task[None]] = {}
         """Sessions until they are reported. When a claim names sessions, the data plane takes back those that
         it does not name."""
@@ -243,6 +242,12 @@ class AgentRunner:
             "task_id": task.task_id,
             "environment": task.environment,
         }
+
+
+def first_index(seed: int) -> int:
+    """Index of a run's first training task: every seed starts elsewhere among them; the held-out ones are the
+    same for all."""
+    return seed * 0x9E3779B1 % 2**32
 
 
 def _named(task: Task) -> dict[str, str]:

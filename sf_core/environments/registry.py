@@ -9,7 +9,7 @@ import importlib.util
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -17,11 +17,11 @@ from sf_core.agents import command
 from sf_core.config import EnvironmentConfig
 from sf_core.config.programs import Command
 from sf_core.config.validation import faults
+from sf_core.environments.calls import check_call, giving_tasks, placed
 from sf_core.environments.environment import Environment
 from sf_core.settings import load_object, shown
 from sf_core.surroundings import ROOT
 from sf_core.types import Task
-from sf_core.user_code import place_of
 
 SHIPPED = {
     "quickstart": "sf_core.environments.quickstart:Quickstart",
@@ -46,26 +46,27 @@ def environment_of(config: EnvironmentConfig) -> Environment:
     return _opened(config.name, TypeAdapter(dict).dump_json(config.settings))
 
 
-def tasks_of(config: EnvironmentConfig) -> Callable[..., Any]:
-    """Raises ValueError like `environment_of`, also if there is no such function; so do the next two."""
-    return environment_of(config).tasks if config.tasks is None else _loaded("tasks", config.tasks)
+def tasks_of(config: EnvironmentConfig) -> Callable[[str, int], Task]:
+    """Raises ValueError like `environment_of`, also if there is no such function or it cannot be called as
+    runs call it; so do the next two. It raises NoTaskError where it has none."""
+    return giving_tasks(_function(config, "tasks", "split", "index"), _source(config, "tasks"))
 
 
 def source_of_tasks(config: EnvironmentConfig) -> str:
     """The function that makes the tasks, as messages name it: "my_agent:tasks (my_agent.py:5)". Raises
     ValueError like `tasks_of`."""
-    place = place_of(tasks_of(config))
-    return (config.tasks or f"{config.name}.tasks") + (f" ({place})" if place else "")
+    return placed(_source(config, "tasks"), tasks_of(config))
 
 
 def agent_of(config: EnvironmentConfig) -> Callable[..., Any]:
-    if config.agent is None:
-        return environment_of(config).agent
-    return _loaded("agent", config.agent, command.agent_of)
+    if isinstance(config.agent, Command):
+        return _loaded("agent", config.agent, command.agent_of)
+    given = () if prepare_of(config) is None else ("prepared",)
+    return _function(config, "agent", "task", "endpoint", *given)
 
 
 def reward_of(config: EnvironmentConfig) -> Callable[..., Any]:
-    return environment_of(config).reward if config.reward is None else _loaded("reward", config.reward)
+    return _function(config, "reward", "task", "answer")
 
 
 def check_host(config: EnvironmentConfig) -> None:
@@ -78,14 +79,26 @@ def check_host(config: EnvironmentConfig) -> None:
 
 def prepare_of(config: EnvironmentConfig) -> Callable[[Task], AbstractAsyncContextManager[Any]] | None:
     """What prepares sessions for their agent; None if nothing does."""
-    if config.prepare is not None:
-        return _loaded("prepare", config.prepare)
-    if config.agent is None:
-        environment = environment_of(config)
-        return environment.prepare if environment.prepares else None
+    if config.prepare is not None or (config.agent is None and environment_of(config).prepares):
+        return _function(config, "prepare", "task")
     if isinstance(config.agent, Command) and config.tasks is None:
         return functools.partial(_files, environment_of(config))
     return None
+
+
+def _function(config: EnvironmentConfig, name: str, *arguments: str) -> Callable[..., Any]:
+    """The function of a run that has this name, which can be called with these arguments."""
+    reference = getattr(config, name)
+    found = getattr(environment_of(config), name) if reference is None else _loaded(name, reference)
+    try:
+        check_call(found, _source(config, name), arguments)
+    except ValueError as error:
+        raise ValueError(f"environment.{name if reference else 'name'}: {error}") from None
+    return cast(Callable[..., Any], found)
+
+
+def _source(config: EnvironmentConfig, name: str) -> str:
+    return getattr(config, name) or f"{config.name}.{name}"
 
 
 @asynccontextmanager

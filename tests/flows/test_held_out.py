@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +14,8 @@ from flows.train import train
 from sf_core.config import RunConfig
 from sf_core.config.validation import validate_config
 from sf_core.stages.run import check_held_out
+from sf_core.types import Task
+from sf_core.user_code import place_of
 from storage.run_directory import RunDirectory
 from tests.sf_core.runs import commit, configure
 
@@ -22,9 +27,17 @@ REFUSAL = (
 asked: list[tuple[str, int]] = []
 
 
-def three_tasks(split: str, index: int) -> str:
+def three_tasks(split: str, index: int) -> Task:
     asked.append((split, index))
-    return ["a", "b", "c"][index]
+    return Task(["a", "b", "c"][index], "letters", "say it")
+
+
+def changing_tasks(split: str, index: int) -> Task:
+    return Task(f"{split}-{index}", "numbers", str(random.random()))
+
+
+def facts(split: str, index: int) -> Any:
+    return {"task_id": "a"}
 
 
 def configured(folder: Path, num_tasks: int) -> RunConfig:
@@ -50,14 +63,36 @@ def test_no_version_is_measured_on_more_than_there_are(tmp_path: Path) -> None:
     assert run.begin_attempt() == 1
 
 
-def test_an_environment_is_asked_once_for_the_last_task() -> None:
+def drawing(tasks: str, num_tasks: int) -> RunConfig:
+    environment = {"tasks": f"{__name__}:{tasks}"}
+    return validate_config({"environment": environment, "evaluate": {"num_tasks": num_tasks}})
+
+
+def test_few_tasks_are_asked_for_and_the_line_that_has_none_is_named() -> None:
     asked.clear()
-    environment = {"tasks": f"{__name__}:three_tasks"}
-    three, four = (
-        validate_config({"environment": environment, "evaluate": {"num_tasks": num_tasks}})
-        for num_tasks in (3, 4)
+    check_held_out(drawing("three_tasks", 3))
+    with pytest.raises(
+        ValueError, match=r"raises IndexError: list index out of range, .*test_held_out.py:\d+$"
+    ):
+        check_held_out(drawing("three_tasks", 4))
+    assert asked == [("holdout", 2)] * 2 + [("train", 0)] * 2 + [("train", 1)] * 2 + [("holdout", 3)]
+
+
+def test_tasks_that_change_are_refused_with_the_function_and_what_differs() -> None:
+    with pytest.raises(ValueError) as refused:
+        check_held_out(drawing("changing_tasks", 3))
+    told = re.sub(r"0\.\d+", "N", str(refused.value))
+    changing = f"{__name__}:changing_tasks ({place_of(changing_tasks)})"
+    assert told == (
+        f'environment.tasks: {changing} changes between two calls with ("holdout", 2): prompt was '
+        "'N' and then 'N'. Equal arguments must give equal tasks, in every process"
     )
-    check_held_out(three)
-    with pytest.raises(ValueError, match=r"raises IndexError: list index out of range$"):
-        check_held_out(four)
-    assert asked == [("holdout", 2), ("holdout", 3)]
+
+
+def test_what_is_no_task_is_told_as_that() -> None:
+    with pytest.raises(ValueError) as refused:
+        check_held_out(drawing("facts", 1))
+    assert str(refused.value) == (
+        f'environment.tasks: {__name__}:facts ({place_of(facts)}) returned for ("holdout", 0) '
+        "{'task_id': 'a'}, which is no task: it must return sf_core.types.Task(task_id, environment, prompt)"
+    )

@@ -16,6 +16,7 @@ import pytest
 from sf_core.dataplane.bodies import ClaimBody, TaskName
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.types import Endpoint, Task
+from sf_core.user_code import called
 from tests.e2e.echo_package import agent as ask
 from tests.patience import patience
 from tests.sf_core.agents.test_runner import make_runner, run_until_ready, server
@@ -126,6 +127,22 @@ async def time_out(task: Task, answer: str) -> float:
     raise TimeoutError("by itself")
 
 
+async def silent(task: Task, endpoint: Endpoint) -> None:
+    await ask(task, endpoint)
+
+
+def strip(task: Task, answer: Any) -> float:
+    return float(bool(answer.strip()))
+
+
+def never_awaited(task: Task, endpoint: Endpoint) -> Any:
+    return ask(task, endpoint)
+
+
+def scores_nothing(task: Task, answer: Any) -> None:
+    pass
+
+
 @pytest.mark.parametrize(
     ("changes", "reason", "sentence"),
     [
@@ -141,6 +158,23 @@ async def time_out(task: Task, answer: str) -> float:
             *("reward_error", "LateError: scoring took longer than rollout.score_timeout_s of 0.1 s"),
         ),
         ({"agent": ask, "reward": time_out}, "reward_error", "TimeoutError: by itself"),
+        (
+            {"agent": silent, "reward": strip},
+            "reward_error",
+            f"ValueError: the agent {called(silent)} answered None, of which the reward function "
+            f"{called(strip)} made AttributeError: 'NoneType' object has no attribute 'strip'",
+        ),
+        (
+            {"agent": never_awaited},
+            "agent_error",
+            f"TypeError: the agent {called(never_awaited)} returned a coroutine: `await` what it calls, or "
+            "define it with `async def`",
+        ),
+        (
+            {"agent": ask, "reward": scores_nothing},
+            "reward_error",
+            f"ValueError: the reward function {called(scores_nothing)} returned None, no finite number",
+        ),
     ],
 )
 def test_a_phase_that_fails_costs_its_session_with_a_reason_of_its_own(

@@ -32,25 +32,41 @@ from tests.sf_core.dataplane.stand import Server, attended, running_app, running
 
 def test_the_parts_of_a_reward_add_up_to_it() -> None:
     parts = {"correct": 1.0, "short": 0.25}
-    assert as_reward(parts) == {"reward": 1.25, "reward_parts": parts, "step_rewards": {}}
-    assert as_reward(True) == {"reward": 1.0, "reward_parts": {}, "step_rewards": {}}
+    assert as_reward(parts, "f") == {"reward": 1.25, "reward_parts": parts, "step_rewards": {}}
+    assert as_reward(True, "f") == {"reward": 1.0, "reward_parts": {}, "step_rewards": {}}
 
 
 def test_rewards_of_single_answers_are_no_part_of_the_reward() -> None:
     scored = Scored({"correct": 1.0}, {"chatcmpl-a": 2})
-    assert as_reward(scored) == {
+    assert as_reward(scored, "f") == {
         "reward": 1.0,
         "reward_parts": {"correct": 1.0},
         "step_rewards": {"chatcmpl-a": 2.0},
     }
 
 
+async def forgotten() -> float:
+    return 1.0
+
+
 @pytest.mark.parametrize(
-    "value", [float("nan"), {"a": 1.0, "b": float("inf")}, Scored(1.0, {"a": float("nan")})]
+    ("value", "told"),
+    [
+        (float("nan"), "nan, no finite number"),
+        (None, "None, no finite number"),
+        ("1.0", "'1.0', no finite number"),
+        ([1.0, 2.0], "[1.0, 2.0], no finite number"),
+        ({}, "{}, no finite number"),
+        ({"a": 1.0, "b": float("inf")}, "inf as 'b', no finite number"),
+        ({"a": 1.0, "b": None}, "None as 'b', no finite number"),
+        (Scored(1.0, {"a": float("nan")}), "nan for 'a', no finite number"),
+        (forgotten(), "a coroutine: `await` what it calls, or define it with `async def`"),
+    ],
 )
-def test_a_reward_that_is_no_finite_number_fails_its_session(value: object) -> None:
-    with pytest.raises(ValueError, match="must be a finite number"):
-        as_reward(value)
+def test_a_reward_that_is_no_finite_number_fails_its_session(value: object, told: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        as_reward(value, "my_agent:reward (my_agent.py:8)")
+    assert str(refused.value) == f"the reward function my_agent:reward (my_agent.py:8) returned {told}"
 
 
 class _DumbError(Exception):

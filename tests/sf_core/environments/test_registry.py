@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import shutil
@@ -88,8 +89,8 @@ def named(name: type, **settings: Any) -> EnvironmentConfig:
 def test_a_run_that_names_nothing_has_the_quickstart() -> None:
     environment = environment_of(RunConfig().environment)
     assert isinstance(environment, Quickstart)
-    found = tasks_of(setting()), agent_of(setting()), reward_of(setting())
-    assert found == (environment.tasks, environment.agent, environment.reward)
+    assert tasks_of(setting())("train", 3) == environment.tasks("train", 3)
+    assert (agent_of(setting()), reward_of(setting())) == (environment.agent, environment.reward)
 
 
 def test_a_class_of_the_users_is_an_environment_with_settings() -> None:
@@ -108,7 +109,7 @@ def test_functions_replace_those_of_the_environment() -> None:
 def test_a_run_that_names_all_its_functions_needs_no_environment() -> None:
     names = {part: f"{__name__}:my_reward" for part in ("tasks", "agent", "reward")}
     config = setting(name="none such", **names)
-    assert {tasks_of(config), agent_of(config), reward_of(config)} == {my_reward}
+    assert {inspect.unwrap(tasks_of(config)), agent_of(config), reward_of(config)} == {my_reward}
 
 
 @pytest.mark.parametrize("replaced", ["agent", "reward"])

@@ -1,0 +1,76 @@
+"""How a run calls the functions of its environment, and what is wrong with those that cannot be called so."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import orjson
+
+from sf_core.settings import shown
+from sf_core.types import Task
+from sf_core.user_code import place_of
+
+A_TASK = "sf_core.types.Task(task_id, environment, prompt)"
+
+
+class NoTaskError(ValueError):
+    """What a function returned is no task."""
+
+
+def check_call(function: Callable[..., Any], source: str, arguments: Iterable[str]) -> None:
+    """Raises ValueError with one sentence if the function cannot be called with these arguments."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # written in another language
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        told = f"{placed(source, function)} takes {signature} and is called with ({', '.join(arguments)})"
+        raise ValueError(f"{told}: {error}") from None
+
+
+def placed(source: str, function: Callable[..., Any]) -> str:
+    """How messages name a function: "my_agent:tasks (my_agent.py:5)"."""
+    place = place_of(function)
+    return f"{source} ({place})" if place else source
+
+
+def giving_tasks(function: Callable[..., Any], source: str) -> Callable[[str, int], Task]:
+    """The function, which raises NoTaskError, one sentence, where it gives no task."""
+
+    @functools.wraps(function)
+    def tasks(split: str, index: int) -> Task:
+        given = function(split, index)
+        asked = f'{placed(source, function)} returned for ("{split}", {index})'
+        if inspect.iscoroutine(given):
+            given.close()
+            raise NoTaskError(f"{asked} a coroutine: it must not be async, and return {A_TASK}")
+        if not isinstance(given, Task):
+            raise NoTaskError(f"{asked} {shown(given)}, which is no task: it must return {A_TASK}")
+        for name, value in (("task_id", given.task_id), ("environment", given.environment)):
+            if not isinstance(value, str):
+                raise NoTaskError(f"{asked} a task whose {name} is {shown(value)}: it must be a text")
+        return given
+
+    return tasks
+
+
+def what_differs(one: Task, other: Task) -> str:
+    """The first field in which two tasks differ, with both values; empty if they are equal. Values of
+    `metadata` that are not JSON are not compared."""
+    for name in ("task_id", "environment", "prompt", "answer", "metadata"):
+        values = getattr(one, name), getattr(other, name)
+        if len(set(map(_comparable, values))) > 1:
+            return f"{name} was {shown(values[0])} and then {shown(values[1])}"
+    return ""
+
+
+def _comparable(value: Any) -> bytes:
+    try:
+        return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_SORT_KEYS)
+    except TypeError:
+        return b""
