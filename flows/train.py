@@ -15,7 +15,8 @@ from sf_core.cli.live import tell
 from sf_core.reports.trackers import Trackers
 from sf_core.scheduling.cluster import await_plan, read_workers
 from sf_core.scheduling.plan import Plan
-from sf_core.stages.run import OpenRun, RunRef, begin_attempt, check_held_out, open_config
+from sf_core.stages.first_tasks import check_held_out, foreseen
+from sf_core.stages.run import OpenRun, RunRef, begin_attempt, open_config
 from sf_core.stages.sizes import check_memory
 from sf_core.stages.start import check_start
 from sf_core.stages.stored_config import settled
@@ -45,6 +46,8 @@ def train(config: DeployedConfig) -> dict[str, Any]:
         check_start(config, by_a_worker=True)
         plan = await_plan(scheduler_address(), config)
         check_memory(config, read_workers(scheduler_address()))
+        for sentence in foreseen(config):
+            tell(sentence)
         run = begin_attempt(config)
         trackers, page = Trackers(OpenRun(run).directory, config), Page(run)
         # freeing_workers is innermost: a flow that ends frees the workers first

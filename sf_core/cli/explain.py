@@ -9,6 +9,7 @@ from rich.text import Text
 from sf_core.config import RunConfig
 from sf_core.scheduling.cluster import find_workers, held_by_others, scheduler_of
 from sf_core.scheduling.plan import Plan, Worker, able_to_train, make_plan, priority_of, training_order
+from sf_core.stages.first_tasks import foreseen
 from sf_core.stages.sizes import check_memory, explain_sizes
 from sf_core.stages.start import folder_to_start_from
 from sf_core.training.policy_folder import describe_policy
@@ -30,6 +31,8 @@ def explain_plan(config: RunConfig, *, scheduler: str | None = None) -> Renderab
         facts.add_row("outside", Text(_outside(plan, config)))
     for subject, text in explain_sizes(config).items():
         facts.add_row(subject, Text(text))
+    for sentence in foreseen(config):
+        facts.add_row("look at this", Text(sentence))
     able = able_to_train(workers, config)
     unknown = [worker.name for worker in able if worker.device is None]
     if unknown and len(able) > len(plan.trainers):

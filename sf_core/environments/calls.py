@@ -69,6 +69,16 @@ def what_differs(one: Task, other: Task) -> str:
     return ""
 
 
+def same_in(some: Iterable[Task], others: Iterable[Task]) -> list[Task]:
+    """Those of `some` that are as one of `others` to an agent and its reward, whatever their ids."""
+
+    def content(task: Task) -> bytes:
+        return _comparable([task.environment, task.prompt, task.answer, task.metadata])
+
+    known = {content(task) for task in others} - {b""}
+    return [task for task in some if content(task) in known]
+
+
 def _comparable(value: Any) -> bytes:
     try:
         return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_SORT_KEYS)

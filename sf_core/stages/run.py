@@ -12,17 +12,14 @@ import time
 from dataclasses import dataclass
 from urllib.parse import urlsplit, urlunsplit
 
-from sf_core.agents.runner import first_index
 from sf_core.config import RunConfig
 from sf_core.dataplane.control.client import DataplaneClient
 from sf_core.engines.registry import follows_grammars
-from sf_core.environments.calls import NoTaskError, what_differs
-from sf_core.environments.registry import source_of_tasks, tasks_of
+from sf_core.environments.registry import source_of_tasks
 from sf_core.reports.view import RunView
 from sf_core.stages.derived import read_with_derived
 from sf_core.surroundings import dataplane_key, dataplane_url, run_key
 from sf_core.types import WeightsRef
-from sf_core.user_code import own_place
 from storage.attempts import Attempt
 from storage.files import read_bytes
 from storage.manifests import Manifest
@@ -224,32 +221,3 @@ def _config_since_start(ref: RunRef) -> RunConfig:
 @functools.lru_cache(maxsize=8)
 def _read_config(ref: RunRef) -> RunConfig:
     return RunDirectory(ref.uri).read_config(RunConfig)
-
-
-def check_held_out(config: RunConfig) -> None:
-    """Raises ValueError with one sentence if the environment cannot be used or has too few held-out tasks,
-    because a missing one would count as one that earned nothing, or if a task that is requested twice
-    changes. Only the last held-out one and the first ones of training are requested."""
-    last, first = config.evaluate.num_tasks - 1, first_index(config.seed)
-    _check_task(config, "holdout", last, f"evaluate.num_tasks {last + 1}")
-    for index in (first, first + 1):
-        _check_task(config, "train", index, "environment.tasks")
-
-
-def _check_task(config: RunConfig, split: str, index: int, setting: str) -> None:
-    tasks, environment = tasks_of(config.environment), config.environment
-    try:
-        one, other = tasks(split, index), tasks(split, index)
-    except NoTaskError as error:
-        raise ValueError(f"environment.tasks: {error}") from None
-    except Exception as error:  # whatever the user's own lines raise
-        asked = f'{environment.tasks or f"{environment.name}.tasks"}("{split}", {index})'
-        place = own_place(error)
-        told = f"{type(error).__name__}: {error}" + (f", {place}" if place else "")
-        raise ValueError(f"{setting}: {asked} raises {' '.join(told.split())}") from error
-    if differs := what_differs(one, other):
-        changed = f'{source_of_tasks(environment)} changes between two calls with ("{split}", {index})'
-        raise ValueError(
-            f"environment.tasks: {changed}: {differs}. Equal arguments must give equal tasks, "
-            "in every process"
-        )

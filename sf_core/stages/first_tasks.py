@@ -1,0 +1,69 @@
+"""What the first tasks of an environment tell before a run begins: mistakes, which are refused, and splits that
+share tasks."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from sf_core.agents.runner import first_index
+from sf_core.config import RunConfig
+from sf_core.engines.registry import engine_kind
+from sf_core.environments.calls import NoTaskError, same_in, what_differs
+from sf_core.environments.registry import source_of_tasks, tasks_of
+from sf_core.types import Task
+from sf_core.user_code import own_place
+
+NUM_HELD_OUT, NUM_TRAINED = 64, 256
+"""Tasks of each split that are compared before a run."""
+
+
+def foreseen(config: RunConfig) -> list[str]:
+    """What the first tasks tell of the run, as sentences; nothing of an emulated one."""
+    if not engine_kind(config).runs_policy:
+        return []
+    held_out = _drawn(config, "holdout", range(min(NUM_HELD_OUT, config.evaluate.num_tasks)))
+    first = first_index(config.seed)
+    both = same_in(held_out, _drawn(config, "train", range(first, first + NUM_TRAINED)))
+    if not both:
+        return []
+    return [
+        f"{len(both)} of the first {len(held_out)} held-out tasks are training tasks too, such as "
+        f"{both[0].task_id}: their reward tells what was learned by heart; keep the splits apart in "
+        f"{source_of_tasks(config.environment)}"
+    ]
+
+
+def _drawn(config: RunConfig, split: str, indices: range) -> list[Task]:
+    tasks, drawn = tasks_of(config.environment), list[Task]()
+    with suppress(Exception):  # there may be fewer; sessions tell what else is wrong
+        drawn += (tasks(split, index) for index in indices)
+    return drawn
+
+
+def check_held_out(config: RunConfig) -> None:
+    """Raises ValueError with one sentence if the environment cannot be used or has too few held-out tasks,
+    because a missing one would count as one that earned nothing, or if a task that is requested twice
+    changes. Only the last held-out one and the first ones of training are requested."""
+    last, first = config.evaluate.num_tasks - 1, first_index(config.seed)
+    _check_task(config, "holdout", last, f"evaluate.num_tasks {last + 1}")
+    for index in (first, first + 1):
+        _check_task(config, "train", index, "environment.tasks")
+
+
+def _check_task(config: RunConfig, split: str, index: int, setting: str) -> None:
+    tasks, environment = tasks_of(config.environment), config.environment
+    try:
+        one, other = tasks(split, index), tasks(split, index)
+    except NoTaskError as error:
+        raise ValueError(f"environment.tasks: {error}") from None
+    except Exception as error:  # whatever the user's own lines raise
+        asked = f'{environment.tasks or f"{environment.name}.tasks"}("{split}", {index})'
+        place = own_place(error)
+        told = f"{type(error).__name__}: {error}" + (f", {place}" if place else "")
+        raise ValueError(f"{setting}: {asked} raises {' '.join(told.split())}") from error
+    if differs := what_differs(one, other):
+        changed = f'{source_of_tasks(environment)} changes between two calls with ("{split}", {index})'
+        raise ValueError(
+            f"environment.tasks: {changed}: {differs}. Equal arguments must give equal tasks, "
+            "in every process"
+        )
