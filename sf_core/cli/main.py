@@ -312,9 +312,11 @@ def plan(
 ) -> None:
     """Show what would run where and why, without starting anything."""
     from sf_core.cli.explain import explain_plan
+    from sf_core.stages.run import check_held_out
 
     settings = _config(config, overrides)
     try:
+        check_held_out(settings)
         console.print(explain_plan(settings, scheduler=scheduler))
     except (ValueError, OSError) as error:
         _fail(str(error))
