@@ -312,7 +312,7 @@ def plan(
 ) -> None:
     """Show what would run where and why, without starting anything."""
     from sf_core.cli.explain import explain_plan
-    from sf_core.stages.run import check_held_out
+    from sf_core.stages.first_tasks import check_held_out
 
     settings = _config(config, overrides)
     try:
