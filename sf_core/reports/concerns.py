@@ -57,8 +57,8 @@ def _concerns(view: RunView, number: int, config: RunConfig) -> Iterator[tuple[s
     if is_equal:
         yield (
             "equal",
-            f"no session differs in reward from those that it is compared with, so nothing was learned: "
-            f"{reward} does not tell the answers apart, or all tasks are too easy or too hard",
+            f"all groups earned equal rewards, so nothing was learned: "
+            f"{reward} does not tell the answers apart, or every task is too easy or too hard",
         )
     elif trained.get("grad_norm") == 0.0:
         yield "gradient", "the gradient was zero, so nothing was learned: see train.loss and train.advantage"
