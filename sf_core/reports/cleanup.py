@@ -18,6 +18,7 @@ from sf_core.reports.view import RunView
 from storage import files
 from storage.run_directory import RunDirectory
 from storage.tensors.checkpoints import has_checkpoint, remove_checkpoint
+from storage.tensors.weights import remove_weights
 
 SMALL_BYTES = 50_000_000
 """Versions of fewer bytes all stay, unless `train.keep_weights` says otherwise."""
@@ -46,6 +47,8 @@ class Spare:
     def remove(self) -> None:
         if self.kind == "checkpoints":
             remove_checkpoint(self.uri)
+        elif self.kind == "weights":
+            remove_weights(self.uri)
         else:
             files.remove_folder(self.uri)
 
