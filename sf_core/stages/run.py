@@ -58,7 +58,7 @@ class OpenRun:
 
     @functools.cached_property
     def config(self) -> RunConfig:
-        """The run's settings, with the deadlines and the learning rate for a policy of this size."""
+        """The run's settings, with deadlines, learning rate and checkpoints for a policy of this size."""
         try:
             return _config_since_start(self.ref)
         except LookupError:
@@ -216,8 +216,9 @@ def _config_since_start(ref: RunRef) -> RunConfig:
     if (dtype := start.data.get("dtype")) is not None:
         config = config.with_dtype(dtype)
     # runs that were stored before this number was have their learning rate in config.json
-    parameters = start.data.get("parameters")
-    return config.with_rate_for(int(parameters)) if parameters else config
+    if not (parameters := int(start.data.get("parameters") or 0)):
+        return config
+    return config.with_rate_for(parameters).with_interval_for(parameters)
 
 
 @functools.lru_cache(maxsize=8)
