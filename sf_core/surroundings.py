@@ -6,6 +6,8 @@ import ctypes
 import os
 import re
 import resource
+import shutil
+import subprocess
 import tempfile
 import urllib.request
 from collections.abc import Iterable
@@ -127,6 +129,34 @@ def visible_cuda_devices() -> list[str] | None:
     """The CUDA devices given to this process, by a batch system for example; None if all of them."""
     value = os.environ.get("CUDA_VISIBLE_DEVICES")
     return None if value is None else [part.strip() for part in value.split(",") if part.strip()]
+
+
+def has_gpu() -> bool:
+    """Whether this process was given a GPU, as far as can be told without a tensor library."""
+    devices = visible_cuda_devices()
+    return shutil.which("nvidia-smi") is not None if devices is None else bool(devices)
+
+
+def count_gpus() -> int:
+    """Number of GPUs that torch finds for this process; 0 with SF_DEVICE=cpu."""
+    if os.environ.get("SF_DEVICE") == "cpu" or not has_gpu():
+        return 0
+    # seconds to import, and of use only where there is a GPU
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def gpu_memory(number: int) -> int | None:
+    """Memory of a GPU in bytes, None if nvidia-smi does not tell: to ask torch takes some of it."""
+    visible = visible_cuda_devices()
+    query = ["--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        command = ["nvidia-smi", f"--id={visible[number] if visible else number}", *query]
+        said = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        return int(said.stdout) << 20
+    except (OSError, ValueError, IndexError, subprocess.TimeoutExpired):
+        return None
 
 
 NAMES = ("flows", "tasks", "storage", "sf_core")

@@ -180,7 +180,7 @@ class _Simulation:
         """One step of all trainers together, which makes this version, begun again if one fails."""
         num_ranks = len(self._trainers)
         is_last = version == self._config.train.iterations
-        has_checkpoint = is_last or version % self._config.train.checkpoint_every == 0
+        has_checkpoint = is_last or version % self._config.train.interval == 0
         self._training = True
         for device in self._trainers:
             self._end_lease(device)

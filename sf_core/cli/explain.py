@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sf_core.config import RunConfig
-from sf_core.scheduling.cluster import find_workers, held_by_others, scheduler_of
+from sf_core.scheduling.cluster import find_workers, held_by_others, scheduler_of, workers_here
 from sf_core.scheduling.plan import Plan, Worker, able_to_train, make_plan, priority_of, training_order
 from sf_core.stages.first_tasks import foreseen
 from sf_core.stages.sizes import check_memory, explain_sizes
@@ -39,9 +39,18 @@ def explain_plan(config: RunConfig, *, scheduler: str | None = None) -> Renderab
         hint = "device_kind or sf worker --probe would say whether they should train"
         facts.add_row("unknown", Text(f"the devices of {', '.join(unknown)}; {hint}"))
     address = scheduler or scheduler_of(config)
+    if address is None:
+        facts.add_row("devices", Text(_devices(config)))
     if address and (held := held_by_others(address, config.run_id)):
         facts.add_row("held", Text(f"{held}, which a run that starts now waits for"))
     return Group(_table(workers, plan, config), Text(), facts)
+
+
+def _devices(config: RunConfig) -> str:
+    """The device of each worker that computes, if the run starts them here."""
+    computing = {n: w for n, w in workers_here(config).items() if {"rollout", "train"} & {*w.tags}}
+    found = ", ".join(f"{name} {worker.device}" for name, worker in computing.items())
+    return f"{found}; all others the CPU"
 
 
 def _table(workers: list[Worker], plan: Plan, config: RunConfig) -> Table:

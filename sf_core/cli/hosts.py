@@ -45,7 +45,10 @@ def scheduler(
 def worker(
     scheduler: Annotated[str, typer.Option(help="Address of the Dask scheduler.", show_default=False)],
     tags: Annotated[str, typer.Option(help="What it can do, for example rollout,train.", show_default=False)],
-    device: Annotated[str, typer.Option(help="cpu, or cuda:N.")] = "cpu",
+    device: Annotated[
+        str | None,
+        typer.Option(help="cpu, or cuda:N. By default the GPU, to roll out or train; else cpu."),
+    ] = None,
     device_kind: Annotated[
         str | None, typer.Option(help="What that is, for example h100.", show_default=False)
     ] = None,

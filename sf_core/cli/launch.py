@@ -30,11 +30,11 @@ from sf_core.reports.evaluations.answers import side_by_side
 from sf_core.reports.states import is_finished
 from sf_core.reports.tables import answers_table
 from sf_core.reports.view import RunView
-from sf_core.scheduling.cluster import await_plan, find_workers, scheduler_of
+from sf_core.scheduling.cluster import await_plan, find_workers, scheduler_of, workers_here
 from sf_core.scheduling.plan import make_plan
 from sf_core.stages.evaluate import open_evaluation
 from sf_core.stages.run import new_run_id
-from sf_core.stages.sizes import check_memory
+from sf_core.stages.sizes import check_memory, explain_sizes
 from sf_core.stages.stored_config import settled
 from sf_core.surroundings import (
     CACHE_DIR,
@@ -90,6 +90,7 @@ def launch(flow: str, config: RunConfig, console: Console, *, says_result: bool 
         else:
             make_plan(find_workers(config), config)
         check_memory(config, find_workers(config))
+        sizes = explain_sizes(config) if flow == "train" else {}
     except ValueError as error:
         raise LaunchError(str(error)) from None
     local = Path(directory.uri if is_local(directory.uri) else Path.cwd() / "runs" / name)
@@ -100,6 +101,9 @@ def launch(flow: str, config: RunConfig, console: Console, *, says_result: bool 
     except HeldError as error:
         raise LaunchError(str(error)) from None
     console.print(Text.assemble("run ", (name, "bold"), f" in {directory.uri}"), soft_wrap=True)
+    for subject in ("memory", "disk"):
+        if subject in sizes:
+            tell(f"{subject}: {sizes[subject]}")
     paths = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
     env = {"PYTHONPATH": paths, "SF_STARTED_AT": str(started_at)}
     if not (engine_kind(config).needs_torch or trainer_kind(config).needs_torch):
@@ -145,7 +149,7 @@ def _run(
         ready = begin_services(
             stack,
             local,
-            config.cluster.workers,
+            workers_here(config),
             api=prefect_api_url(),
             scheduler=scheduler_of(config),
             dataplane=dataplane,

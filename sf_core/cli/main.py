@@ -220,8 +220,9 @@ def up(
     from sf_core.cli.stack.local import Ports
     from sf_core.cli.stack.standing import up as bring_up
     from sf_core.cli.stack.supervisor import StackError
+    from sf_core.scheduling.cluster import workers_here
 
-    workers = (_config(config, None) if config else RunConfig()).cluster.workers
+    workers = workers_here(_config(config, None) if config else RunConfig())
     ports = Ports(prefect_port, scheduler_port, dataplane_port)
     try:
         services = bring_up(folder.resolve(), workers, ports, console.print)

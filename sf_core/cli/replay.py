@@ -19,10 +19,9 @@ from sf_core.training.registry import trainer_kind
 from sf_core.training.resident import rebuild_trainer
 from sf_core.training.stored_steps import stored_batch, stored_settings
 from sf_core.training.torch.ranks import SingleRank
-from storage import files
 from storage.manifests import Manifest
 from storage.run_directory import RunDirectory
-from storage.tensors.weights import FILE_NAME, INDEX_NAME, first_file, load_weights, pack_weights
+from storage.tensors.weights import FILE_NAME, INDEX_NAME, first_file, has_weights, load_weights, pack_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +78,7 @@ def _committed(directory: RunDirectory, iteration: int, stage: str) -> Manifest:
 
 def _stored(directory: RunDirectory, version: int) -> dict[str, torch.Tensor] | None:
     folder = directory.weights_dir(version)
-    there = any(files.exists(files.join(folder, name)) for name in (FILE_NAME, INDEX_NAME))
-    return load_weights(folder) if there else None
+    return load_weights(folder) if has_weights(folder) else None
 
 
 def _changed(metrics: dict[str, float], train: Manifest) -> dict[str, tuple[float, float]]:

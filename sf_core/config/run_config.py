@@ -198,8 +198,10 @@ class WorkerConfig(Settings):
 
     tags: tuple[Word, ...] = Field(min_length=1)
     """Capability tags: rollout, train, agent, reward, cpu, and any words of your own."""
-    device: str = Field("cpu", pattern=r"^(cpu|cuda:\d+)$")
-    """Device that the worker computes on: cpu or cuda:N. A worker on cpu sees no GPU."""
+    device: str | None = Field(None, pattern=r"^(cpu|cuda:\d+)$")
+    """Device that the worker computes on: cpu or cuda:N. A worker on cpu sees no GPU. Empty: a GPU of its own
+    for a worker that carries rollout or train, trainers first, if torch finds one; else the CPU. With the
+    environment variable SF_DEVICE=cpu always the CPU."""
     device_kind: Annotated[str, AfterValidator(_is_known)] | None = None
     """Kind of that device, for example h100; decides which of several able workers train. Empty: unknown."""
     threads: int | None = Field(None, ge=1)
@@ -237,7 +239,9 @@ class ClusterConfig(Settings):
             "c0": WorkerConfig(tags=("cpu",)),
         }
     )
-    """Local workers by name; not used with `scheduler`."""
+    """Local workers by name; not used with `scheduler`. These are the default on a machine without a GPU or
+    with several. With one GPU, r0 is left out, so that t0 samples and trains in turn, unless `pipeline` needs
+    them both."""
     prefer: dict[Literal["rollout", "train"], tuple[Word, ...]] = Field({})
     """Preferred tags where several workers could train: with {"train": ["h800"], "rollout": ["h20"]}, workers
     tagged h800 are chosen first and workers tagged h20 last."""

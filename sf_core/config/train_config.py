@@ -20,6 +20,12 @@ TrainerName = Literal["torch", "megatron", "emulated"]
 
 SMALLEST_RATE, LARGEST_RATE = 1e-6, 3e-4
 
+CHECKPOINT_BYTES = 12
+"""Bytes of a checkpoint per parameter: weight and Adam's two moments, in float32."""
+
+SMALL_CHECKPOINT = 1_000_000_000
+"""Checkpoints of fewer bytes are stored after every iteration, unless `checkpoint_every` says otherwise."""
+
 
 def rate_for(parameters: int, power: float = 0.5) -> float:
     """Learning rate for a policy of this size. It was tried at 135 million parameters, 2e-5; from there it
@@ -30,6 +36,15 @@ def rate_for(parameters: int, power: float = 0.5) -> float:
     """
     rate = float(f"{2e-5 * (135e6 / max(1, parameters)) ** power:.2g}")
     return min(LARGEST_RATE, max(SMALLEST_RATE, rate))
+
+
+def interval_for(parameters: int) -> int:
+    """Iterations between checkpoints of a policy of this size.
+
+    >>> interval_for(1_000_000), interval_for(135_000_000)
+    (1, 10)
+    """
+    return 1 if CHECKPOINT_BYTES * parameters < SMALL_CHECKPOINT else 10
 
 
 class TrainConfig(Settings):
@@ -86,14 +101,15 @@ class TrainConfig(Settings):
     recompute: bool = False
     """Compute each block of the network again in the backward pass instead of keeping what was within it: a
     third more work, and memory that hardly grows with the number of layers."""
-    checkpoint_every: int = Field(1, ge=1)
-    """Iterations between checkpoints; a lost trainer replays those since the last one from stored batches."""
+    checkpoint_every: int | None = Field(None, ge=1)
+    """Iterations between checkpoints; a lost trainer replays those since the last one from stored batches.
+    Empty: 1 if a checkpoint takes less than 1 GB, that is below 83 million parameters, else 10."""
     keep_checkpoints: int = Field(2, ge=1)
     """Number of newest checkpoints that stay; older ones are removed when another one is complete."""
     keep_weights: int | None = Field(None, ge=1)
-    """Number of newest published versions whose weights stay in storage, beside every tenth, those that
-    `loss.kl` refers to, and one that is being published. Empty: all of them if a version takes less than
-    50 MB, else 2."""
+    """Number of newest published versions whose weights stay in storage, beside every tenth, those that are
+    evaluated or that `loss.kl` refers to, and one that is being published. Empty: all of them if a version
+    takes less than 50 MB, else 2."""
     keep_every: int | None = Field(None, ge=1)
     """Checkpoints of every this many iterations stay for good. Empty: none."""
 
@@ -101,6 +117,11 @@ class TrainConfig(Settings):
     def rate(self) -> float:
         """The learning rate, that of a small policy if none is given."""
         return LARGEST_RATE if self.learning_rate is None else self.learning_rate
+
+    @property
+    def interval(self) -> int:
+        """Iterations between checkpoints, that of a small policy if none is given."""
+        return self.checkpoint_every or 1
 
     @property
     def needs(self) -> frozenset[Score]:

@@ -8,6 +8,7 @@ with them every policy version can be rebuilt.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from sf_core.reports.view import RunView
 from storage import files
 from storage.run_directory import RunDirectory
 from storage.tensors.checkpoints import has_checkpoint, remove_checkpoint
+from storage.tensors.weights import remove_weights
 
 SMALL_BYTES = 50_000_000
 """Versions of fewer bytes all stay, unless `train.keep_weights` says otherwise."""
@@ -46,6 +48,8 @@ class Spare:
     def remove(self) -> None:
         if self.kind == "checkpoints":
             remove_checkpoint(self.uri)
+        elif self.kind == "weights":
+            remove_weights(self.uri)
         else:
             files.remove_folder(self.uri)
 
@@ -90,15 +94,26 @@ def spare_checkpoints(run: RunDirectory, trained: int, config: TrainConfig) -> l
     return _own(run, _old_checkpoints(run, trained, config.keep_checkpoints, config.keep_every))
 
 
-def spare_weights(run: RunDirectory, published: int, config: TrainConfig) -> list[Spare]:
-    """Versions that a run of these settings does not keep while the version after this one is published. Only
-    for whoever works on the run."""
-    keep = config.keep_weights
+def spare_weights(
+    run: RunDirectory, published: int, config: RunConfig, held: Collection[int] = ()
+) -> list[Spare]:
+    """Versions that a run of these settings does not keep while the version after this one is published.
+    `held` are those that engines have or load. Only for whoever works on the run."""
+    keep = config.train.keep_weights
     if keep is None:
         is_small = files.folder_bytes(run.weights_dir(published)) < SMALL_BYTES
         keep = published if is_small else KEPT_WEIGHTS
-    needed = _references(run, set(), published, config) | set(range(0, published, KEPT_EVERY))
+    needed = _references(run, set(), published, config.train) | _evaluated(run, published, config) | {*held}
+    needed |= set(range(0, published, KEPT_EVERY))
     return _own(run, _old_weights(run, published, keep, needed))
+
+
+def _evaluated(run: RunDirectory, published: int, config: RunConfig) -> set[int]:
+    """Versions that the run evaluates, or that were measured apart."""
+    measured = (uri.rsplit("/", 1)[-1] for uri in files.list_folders(run.path(MEASURED)))
+    apart = {int(found[1]) for name in measured if (found := re.match(r"v(\d+)-", name))}
+    by_settings = set(range(0, published + 1, config.evaluate.every))
+    return apart | by_settings | {v for v in range(published + 1) if run.read_manifest(v, "evaluate")}
 
 
 def _own(run: RunDirectory, found: list[tuple[str, str]]) -> list[Spare]:

@@ -21,6 +21,7 @@ from storage import files
 from storage.manifests import Manifest
 from storage.run_directory import STAGES, RunDirectory
 from storage.schema import NOT_SAMPLED, SCHEMA, Trajectory
+from storage.tensors.weights import has_weights
 from storage.trajectories import read_trajectories, to_rows
 
 
@@ -169,6 +170,26 @@ class RunView:
             published=next((number + 1 for number in numbers if self.manifest(number, "publish")), 0),
             reward=newest_reward("rollout"),
             held_out=newest_reward("evaluate"),
+        )
+
+    def kept_versions(self) -> list[int]:
+        """Published versions whose weights are there, in order; 0 is the start folder. A run that goes on
+        removes others (`train.keep_weights`)."""
+        if not files.exists(files.join(self.run.start_dir, "config.json")):
+            return []
+        published, stored = self.progress().published, self.run.list_versions("weights")
+        return [0, *(v for v in stored if v <= published and has_weights(self.run.weights_dir(v)))]
+
+    def weights_of(self, version: int) -> str:
+        """Folder of the weights of a published version. Raises ValueError, one sentence with those that are
+        kept, if they are not there."""
+        if version in (kept := self.kept_versions()):
+            return self.run.weights_dir(version) if version else self.run.start_dir
+        if not kept:
+            raise ValueError(f"{self.run.run_id}: has no policy yet; `sf resume {self.run.uri}` makes it")
+        raise ValueError(
+            f"{self.run.run_id}: the weights of version {version} are not there; these are: "
+            f"{', '.join(map(str, kept))}"
         )
 
     def rollout_figures(self, number: int) -> RolloutFigures | None:

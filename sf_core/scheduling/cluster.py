@@ -16,11 +16,11 @@ from urllib.parse import urlsplit
 from distributed import Client, get_worker
 from distributed.system import MEMORY_LIMIT
 
-from sf_core.config import RunConfig
+from sf_core.config import RunConfig, WorkerConfig
 from sf_core.config.devices import known_device
-from sf_core.scheduling.plan import Plan, Worker, make_plan, worker_of
+from sf_core.scheduling.plan import Plan, Worker, local_workers, make_plan, worker_of
 from sf_core.scheduling.tls import require_certificates
-from sf_core.surroundings import scheduler_address
+from sf_core.surroundings import count_gpus, gpu_memory, scheduler_address
 
 log = logging.getLogger(__name__)
 
@@ -111,11 +111,19 @@ def find_workers(config: RunConfig, scheduler: str | None = None) -> list[Worker
             name,
             frozenset(worker.tags),
             known_device(worker.device_kind) if worker.device_kind else None,
-            # memory of a GPU is known only to the process that uses it
-            int(MEMORY_LIMIT) if worker.device == "cpu" else None,
+            _memory_of(str(worker.device)),
         )
-        for name, worker in config.cluster.workers.items()
+        for name, worker in workers_here(config).items()
     ]
+
+
+def workers_here(config: RunConfig) -> dict[str, WorkerConfig]:
+    """The workers that this machine starts for a run, each with its device. Emulated ones compute nothing."""
+    return local_workers(config, 0 if config.engine.kind == "emulated" else count_gpus())
+
+
+def _memory_of(device: str) -> int | None:
+    return int(MEMORY_LIMIT) if device == "cpu" else gpu_memory(int(device.removeprefix("cuda:")))
 
 
 def await_plan(scheduler: str, config: RunConfig, tell: Callable[[str], None] = log.warning) -> Plan:

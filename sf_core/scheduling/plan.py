@@ -12,9 +12,10 @@ from collections.abc import Collection, Container
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from sf_core.config import RunConfig
+from sf_core.config import RunConfig, WorkerConfig
 from sf_core.config.devices import Device, step_of, train_priority
 from sf_core.config.pipelines import PIPELINES
+from sf_core.config.run_config import ClusterConfig
 from sf_core.scheduling.tags import needed_tags
 
 Duty = Literal["agent", "rollout", "reward"]
@@ -71,6 +72,25 @@ def worker_of(
             'start it with --resources "TAG=1 @NAME=1"'
         )
     return Worker(names[0], tags, Device(**device) if device else None, memory)
+
+
+def local_workers(config: RunConfig, num_gpus: int) -> dict[str, WorkerConfig]:
+    """The workers that a machine with so many GPUs starts, each with its device. A device is never stored:
+    a run may resume on other hardware."""
+    workers = config.cluster.workers
+    is_default = workers == ClusterConfig().workers
+    if is_default and num_gpus == 1 and config.pipeline in (None, "colocated"):
+        workers = {name: worker for name, worker in workers.items() if name != "r0"}
+    named = {worker.device for worker in workers.values()}
+    free = [device for n in range(num_gpus) if (device := f"cuda:{n}") not in named]
+    compute = [name for name, w in workers.items() if w.device is None and {"rollout", "train"} & {*w.tags}]
+    chosen = dict(
+        zip(sorted(compute, key=lambda name: "train" not in workers[name].tags), free, strict=False)
+    )
+    return {
+        name: worker.model_copy(update={"device": worker.device or chosen.get(name, "cpu")})
+        for name, worker in workers.items()
+    }
 
 
 def make_plan(workers: list[Worker], config: RunConfig, *, trained: Collection[str] | None = None) -> Plan:

@@ -46,7 +46,8 @@ async def dask_setup(worker: Any, device_kind: Device | None, device: str | None
     async def memory_of(worker: Any) -> int | None:
         return memory
 
-    memory = _device_memory() if "rollout" in worker.state.total_resources else None
+    computes = {"rollout", "train"} & worker.state.total_resources.keys()
+    memory = _device_memory() if computes else None
     # sent with every registration; the scheduler shows it in scheduler_info
     worker.startup_information |= {"device": device_of, "memory": memory_of}
 

@@ -17,7 +17,7 @@ from sf_core.config.devices import Device, known_device
 from sf_core.scheduling.cluster import read_workers
 from sf_core.scheduling.tls import require_tls
 from sf_core.settings import is_word
-from sf_core.surroundings import visible_cuda_devices
+from sf_core.surroundings import count_gpus, visible_cuda_devices
 
 DASK_SETTINGS = {
     # a stage may outlive several kills of its worker; giving up after one would end the run
@@ -101,7 +101,8 @@ def become_worker(
     Raises ValueError, one sentence, if the scheduler does not answer or has a worker of that name, the device
     is not there, or others could reach the address without TLS: any peer of a Dask worker can run code in it.
     """
-    name = is_word(name or f"{socket.gethostname().partition('.')[0]}-{worker.device.replace(':', '')}")
+    worker = _on_a_device(worker)
+    name = is_word(name or f"{socket.gethostname().partition('.')[0]}-{str(worker.device).replace(':', '')}")
     if probe and worker.device_kind:
         raise ValueError("--probe measures what --device-kind says; leave one of the two out")
     require_tls(host, "worker")
@@ -111,7 +112,7 @@ def become_worker(
     if probe:
         from sf_core.scheduling.probe import measure_device
 
-        measured = measure_device(worker.device, threads=worker_threads(worker))
+        measured = measure_device(str(worker.device), threads=worker_threads(worker))
     own = worker_environment(worker, measured)
     if name in {other.name for other in read_workers(scheduler)}:
         raise ValueError(f"a worker named {name!r} is connected to {scheduler}; choose another --name")
@@ -121,9 +122,23 @@ def become_worker(
     os.execvpe(command[0], command, environment)
 
 
-def _cuda_device(device: str) -> str:
+def _on_a_device(worker: WorkerConfig) -> WorkerConfig:
+    """The worker with its device, by what this host has. Raises ValueError if there is more than one GPU to
+    choose from."""
+    device = worker.device or "cpu"
+    if worker.device is None and {"rollout", "train"} & {*worker.tags} and (count := count_gpus()):
+        if count > 1:
+            raise ValueError(
+                f"torch finds {count} GPUs here, and a worker takes one: name it with --device cuda:N, N "
+                f"from 0 to {count - 1}, or --device cpu"
+            )
+        device = "cuda:0"
+    return worker.model_copy(update={"device": device})
+
+
+def _cuda_device(device: str | None) -> str:
     """Value of CUDA_VISIBLE_DEVICES for a device, whose number counts among those visible to this process."""
-    if device == "cpu":
+    if device is None or device == "cpu":
         return ""
     # seconds to import, and of use only where there is a GPU
     import torch

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from sf_core.config import RunConfig
 from sf_core.config.programs import Command
-from sf_core.config.train_config import rate_for
+from sf_core.config.train_config import CHECKPOINT_BYTES, interval_for, rate_for
 from sf_core.dataplane.chat.renderer import open_renderer
 from sf_core.environments.registry import tasks_of
 from sf_core.models.context import longest_context
@@ -95,6 +95,7 @@ def _by_settings(config: RunConfig) -> dict[str, Derived]:
         found = {
             "rollout.max_tokens": Derived(config.rollout.turn_tokens, why),
             "engine.context_length": Derived(config.engine.context, why),
+            "train.checkpoint_every": Derived(config.train.interval, why),
         }
         # auto asks for the device
         return found | ({} if config.policy.dtype else {"policy.dtype": Derived("float32", why)})
@@ -112,7 +113,10 @@ def _by_policy(
         rate = Derived(rate_for(parameters, _POWER_OF_BUILT_IN), f"the built-in policy, {size}")
     else:
         rate = Derived(rate_for(parameters), f"{size}, 2e-5 x sqrt(135M / N)")
-    found = {"train.learning_rate": rate}
+    interval = Derived(
+        interval_for(parameters), f"{size}: a checkpoint has {CHECKPOINT_BYTES} bytes for each"
+    )
+    found = {"train.learning_rate": rate, "train.checkpoint_every": interval}
     if folder is not None and config.leaves_open("engine.context_length"):
         found["engine.context_length"] = _context(config.rollout.turn_tokens, folder, prompts)
     # torch is imported for it

@@ -18,7 +18,7 @@ from sf_core.reports.view import RunView
 from sf_core.stages.commit import Outcome, commits_once
 from sf_core.stages.run import OpenRun
 from sf_core.stages.stored_config import read_stored_config, settled_to_measure
-from storage.files import FileRef, copy_folder, exists, join, list_files, remove
+from storage.files import FileRef, copy_folder, list_files, remove
 from storage.manifests import Manifest
 from storage.metrics import write_metrics
 from storage.run_directory import RunDirectory
@@ -128,13 +128,14 @@ class Measurement:
         directory = self.directory
         if directory.read_manifest(None, "start") is not None:
             return
-        started, weights = time.time(), weights_of(self.run, self.version)
+        started, weights = time.time(), RunView(self.run).weights_of(self.version)
         copies = copy_folder(self.run.start_dir, directory.start_dir, exclude=WEIGHT_FILES)
         try:
             copied = copy_folder(weights, directory.start_dir, exclude=[DELTA_NAME])
         except (FileNotFoundError, ValueError):
-            # a run that goes on removes old versions
-            raise _not_there(self.run, self.version) from None
+            # a run that goes on has just removed it
+            RunView(self.run).weights_of(self.version)
+            raise
         copies += [copy for copy in copied if copy.uri.endswith((".safetensors", INDEX_NAME))]
         directory.write_config(self.config)
         times = {"started_at": started, "finished_at": time.time(), "waits": []}
@@ -182,25 +183,3 @@ def open_measurement(uri: str, version: int | None, overrides: Sequence[str]) ->
 
 def _weights_dir(run: RunDirectory, version: int) -> str:
     return run.weights_dir(version) if version else run.start_dir
-
-
-def weights_of(run: RunDirectory, version: int) -> str:
-    """Folder of the weights of a published version."""
-    if version not in _kept(run):
-        raise _not_there(run, version)
-    return _weights_dir(run, version)
-
-
-def _kept(run: RunDirectory) -> list[int]:
-    """Published versions whose weights are there."""
-    if not exists(join(run.start_dir, "config.json")):
-        return []
-    published = RunView(run).progress().published
-    return [0, *(version for version in run.list_versions("weights") if version <= published)]
-
-
-def _not_there(run: RunDirectory, version: int) -> ValueError:
-    if not (kept := _kept(run)):
-        return ValueError(f"{run.run_id}: has no policy yet to evaluate; `sf resume {run.uri}` makes it")
-    there = ", ".join(map(str, kept))
-    return ValueError(f"{run.run_id}: the weights of version {version} are not there; these are: {there}")

@@ -21,8 +21,10 @@ def publish(run: OpenRun, iteration: int) -> Outcome:
     answer = run.dataplane.publish(version, run.weights(version).uri)
     for refusal in answer.pop("refusals"):
         log.warning("%s", refusal)
+    # an engine that is late, or refuses this version, has or reads an older one
+    held = answer.pop("held", ())
     # until the next version is published, an engine may still be reading the one before this
-    for spare in spare_weights(run.directory, version - 1, run.config.train):
+    for spare in spare_weights(run.directory, version - 1, run.config, held):
         log.info("%s is removed (train.keep_weights)", spare.name)
         spare.remove()
     return Outcome(inputs={"weights": source.outputs[0].sha256}, data={"version": version, **answer})

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sf_core.config import RunConfig, TrainConfig
+from sf_core.config import RunConfig
+from sf_core.config.train_config import CHECKPOINT_BYTES
 from sf_core.engines.registry import engine_kind
 from sf_core.models.cache_size import DTYPE_BYTES, built_in_parameters, built_in_shape, cache_bytes
 from sf_core.reports.cleanup import KEPT_EVERY, KEPT_WEIGHTS, SMALL_BYTES
@@ -16,8 +17,11 @@ from sf_core.stages.start import folder_to_start_from
 from sf_core.stages.warmstart import warm_rate
 from sf_core.training.policy_folder import count_parameters, read_model_config
 
-_TRAINED_BYTES, _STORED_BYTES = 16, 12
-"""For each parameter, in float32: weight, gradient and Adam's two moments; the same without the gradient."""
+_TRAINED_BYTES = 16
+"""For each parameter, in float32: weight, gradient and Adam's two moments."""
+
+_SURE_PART = 0.7
+"""Part of the estimate of activations that is certain: of Qwen3-8B it is a third above what was counted."""
 
 _KEPT_WIDTHS = {"float32": (10.0, 4.6), "bfloat16": (16.0, 4.6)}
 """Elements that a layer keeps of each token for the backward pass, in hidden and in intermediate sizes. They
@@ -69,7 +73,7 @@ class Sizes:
             weights=parameters * DTYPE_BYTES[policy.dtype_name],
             cache=cache or 0,
             rank=_rank_bytes(parameters, config) * networks,
-            checkpoint=parameters * _STORED_BYTES * networks,
+            checkpoint=parameters * CHECKPOINT_BYTES * networks,
             activations=_activation_bytes(shape, parameters, config),
             derived=derived,
         )
@@ -81,7 +85,7 @@ def _rank_bytes(parameters: int, config: RunConfig) -> int:
         return -(-parameters * _TRAINED_BYTES // train.workers)
     # ranks of different data have the same weights and a whole gradient, and share the rest
     weights, gradient = DTYPE_BYTES[config.policy.dtype_name], 4
-    shared = _STORED_BYTES - (4 if weights == 4 else 0)
+    shared = CHECKPOINT_BYTES - (4 if weights == 4 else 0)
     return parameters * (weights + gradient) // train.ranks_per_policy + parameters * shared // train.workers
 
 
@@ -99,7 +103,10 @@ def _activation_bytes(shape: Mapping[str, Any], parameters: int, config: RunConf
     kept = layers * hidden + of_layer if train.recompute else layers * of_layer
     # the projections with the weights of the norms multiplied into them; one rank holds all of them
     fused = parameters // (layers if train.recompute and train.workers > 1 else 1)
-    return int((train.tokens_per_microbatch * kept + fused) * itemsize) // train.ranks_per_policy
+    rollout = config.rollout
+    batch = rollout.groups_per_batch * rollout.group_size * config.engine.context_length
+    tokens = min(train.tokens_per_microbatch, batch)
+    return int((tokens * kept + fused) * itemsize) // train.ranks_per_policy
 
 
 def check_memory(config: RunConfig, workers: Iterable[Worker]) -> None:
@@ -124,6 +131,14 @@ def check_memory(config: RunConfig, workers: Iterable[Worker]) -> None:
                 f"{has}, and a rank of {train.workers} takes {_gb(sizes.rank)} for weights, gradient and "
                 "Adam's moments: raise train.workers, or give the tag train to larger workers"
             )
+        if "train" in worker.tags and sizes.rank + _SURE_PART * sizes.activations > worker.memory:
+            recompute = "" if train.recompute else "set train.recompute to true, or "
+            raise ValueError(
+                f"{has}, and a rank of {train.workers} takes {_gb(sizes.rank)} for weights, gradient and "
+                f"Adam's moments, and about {_gb(sizes.activations)} for activations with train.recompute "
+                f"{str(train.recompute).lower()}: {recompute}lower train.tokens_per_microbatch "
+                f"({train.tokens_per_microbatch})"
+            )
 
 
 def explain_sizes(config: RunConfig) -> dict[str, str]:
@@ -133,11 +148,15 @@ def explain_sizes(config: RunConfig) -> dict[str, str]:
     train = config.train
     ranks = "the trainer" if train.workers == 1 else f"each of {train.workers} trainers"
     cache = f" and {_gb(sizes.cache)} of KV cache" if sizes.cache else ""
-    often = "each iteration" if train.checkpoint_every == 1 else f"every {train.checkpoint_every} iterations"
+    interval = config.filled(values_of(sizes.derived)).train.interval
+    often = "each iteration" if interval == 1 else f"every {interval} iterations"
     for_good = f", and those of every {train.keep_every} iterations" if train.keep_every else ""
-    activations = f", and about {_gb(sizes.activations)} of activations" if sizes.activations else ""
+    peak = (
+        f", and about {_gb(sizes.activations)} of activations: {_gb(sizes.rank + sizes.activations)} at most"
+    )
+    activations = peak if sizes.activations else ""
     rate = config.filled(values_of(sizes.derived)).train.rate
-    kept_weights = _kept_weights(sizes, train)
+    kept_weights = _kept_weights(sizes, config)
     warm = _warm_start(config, rate)
     return {
         **({"warm start": warm} if warm else {}),
@@ -146,6 +165,8 @@ def explain_sizes(config: RunConfig) -> dict[str, str]:
         f"gradient and moments{activations}",
         "storage": f"each iteration writes {_gb(sizes.weights)} of weights, {kept_weights}; a checkpoint, "
         f"{often}, {_gb(sizes.checkpoint)}, of which the newest {train.keep_checkpoints} stay{for_good}",
+        "disk": f"about {_gb(_disk_bytes(sizes, config, interval))} of weights and checkpoints after "
+        f"{train.iterations} iterations; what was sampled comes on top",
     }
 
 
@@ -174,8 +195,22 @@ def _gb(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.0f} MB"
 
 
-def _kept_weights(sizes: Sizes, train: TrainConfig) -> str:
+def _kept_weights(sizes: Sizes, config: RunConfig) -> str:
     """Which versions stay, in words."""
+    train = config.train
     if train.keep_weights is None and sizes.weights < SMALL_BYTES:
         return "which all stay"
-    return f"of which the newest {train.keep_weights or KEPT_WEIGHTS} and every {KEPT_EVERY}th stay"
+    newest = train.keep_weights or KEPT_WEIGHTS
+    return f"of which the newest {newest}, every {KEPT_EVERY}th and those that are evaluated stay"
+
+
+def _disk_bytes(sizes: Sizes, config: RunConfig, interval: int) -> int:
+    """What weights and checkpoints take at the end, with the start folder and the exported policy."""
+    train, last = config.train, config.train.iterations
+    keep = train.keep_weights or (last if sizes.weights < SMALL_BYTES else KEPT_WEIGHTS)
+    # one that is being published is beside the newest
+    often = (KEPT_EVERY, config.evaluate.every)
+    versions = sum(v >= last - keep or any(v % n == 0 for n in often) for v in range(1, last + 1))
+    for_good = last // train.keep_every if train.keep_every else 0
+    checkpoints = min(train.keep_checkpoints + for_good, -(-last // interval))
+    return (versions + 2) * sizes.weights + checkpoints * sizes.checkpoint

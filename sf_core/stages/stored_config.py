@@ -33,7 +33,13 @@ FIXED = ("seed", "policy", "environment", "train.critic", "evaluate.answers")
 """Settings that cannot change, because the result would be another run. A critic is made with the trainer:
 only its own settings may change. An evaluation that has begun keeps its sessions."""
 
-DERIVED = ("rollout.max_tokens", "engine.context_length", "policy.dtype", "train.learning_rate")
+DERIVED = (
+    "rollout.max_tokens",
+    "engine.context_length",
+    "policy.dtype",
+    "train.learning_rate",
+    "train.checkpoint_every",
+)
 """Settings that are derived if they are left open. Left open by the caller, they stay as the run has them."""
 
 _NOTHING = object()

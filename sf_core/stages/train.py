@@ -102,7 +102,7 @@ def _step(
 
 
 def _is_due(config: TrainConfig, version: int) -> bool:
-    return version % config.checkpoint_every == 0 or version == config.iterations
+    return version % config.interval == 0 or version == config.iterations
 
 
 def _complete(run: OpenRun, trainer: Trainer, seat: RankAssignment, committed: int) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import cast
 
 from sf_core.engines.torch.torch_engine import local_device
+from sf_core.reports.view import RunView
 from sf_core.training.protocol import TrainedRun
 from sf_core.training.registry import trainer_backend
 from sf_core.training.stored_steps import stored_batch, stored_settings
@@ -100,9 +101,10 @@ def _policy_folder(run: TrainedRun, version: int) -> Iterator[str]:
         yield start
         return
     if version not in run.directory.list_versions("weights"):
+        kept = ", ".join(map(str, RunView(run.directory).kept_versions()))
         raise ValueError(
             f"{run.directory.weights_dir(version)}: is not there any more, and version {version} is the "
-            "reference of train.loss.kl in this step"
+            f"reference of train.loss.kl in this step; these versions are kept: {kept}"
         )
     weights = local_folder(run.directory.weights_dir(version))
     with scratch_folder() as folder:

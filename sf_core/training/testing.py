@@ -66,7 +66,7 @@ class TrainerTests:
 
     def test_a_checkpoint_is_there_when_it_was_awaited_and_needs_no_batch_before_it(self) -> None:
         run = self.begin(attempt=1)
-        version = run.config.train.checkpoint_every
+        version = run.config.train.interval
         for iteration in range(version):
             self._step(run, iteration)
         with self._trainer(run, version) as trainer:
@@ -131,7 +131,7 @@ class TrainerTests:
             outputs = [run.directory.relative(ref) for ref in weights]
             trainer.await_checkpoint()
             _commit(run, iteration, "train", outputs, settings=settings, **metrics)
-            if version % run.config.train.checkpoint_every == 0:
+            if version % run.config.train.interval == 0:
                 trainer.save_checkpoint(run.directory.checkpoint_dir(version))
         return weights
 

@@ -44,6 +44,18 @@ class _Index(BaseModel):
     weight_map: dict[str, Annotated[str, Field(pattern=r"^[\w.-]+\.safetensors$")]]
 
 
+def has_weights(folder: str) -> bool:
+    """Whether the folder holds complete weights; their content is checked only when they are loaded."""
+    return any(files.exists(files.join(folder, name)) for name in (FILE_NAME, INDEX_NAME))
+
+
+def remove_weights(folder: str) -> None:
+    # these first: weights that are removed in part are none
+    for name in (FILE_NAME, INDEX_NAME):
+        files.remove(files.join(folder, name))
+    files.remove_folder(folder)
+
+
 def save_weights(
     folder: str, tensors: Mapping[str, torch.Tensor], version: int, dtype: str | None = None
 ) -> list[FileRef]:

@@ -91,7 +91,7 @@ def train(run: RunDirectory, config: RunConfig, batches: list[pa.Table]) -> None
         commit(run, iteration, "filter", outputs=[run.relative(parquet.write_table(uri, batch))])
         metrics = trainer.step(batch)
         weights = trainer.save_weights(run.weights_dir(trainer.version), run.weights_dir(iteration))
-        if trainer.version % config.train.checkpoint_every == 0:
+        if trainer.version % config.train.interval == 0:
             trainer.save_checkpoint(run.checkpoint_dir(trainer.version))
         settings = config.train.model_dump(mode="json")
         data = {"version": trainer.version, "device": trainer.device, "settings": settings, **metrics}
@@ -100,9 +100,9 @@ def train(run: RunDirectory, config: RunConfig, batches: list[pa.Table]) -> None
     trainer.await_checkpoint()
 
 
-def pretend(run: RunDirectory, iterations: int, *, finished: bool = True) -> None:
+def pretend(run: RunDirectory, iterations: int, *, first: int = 0, finished: bool = True) -> None:
     """Make a run whose manifests and file names are real, but not its files."""
-    for iteration in range(iterations):
+    for iteration in range(first, iterations):
         for stage in STAGES:
             commit(run, iteration, stage, data={"reward_mean": iteration / 10})
         version = iteration + 1

@@ -8,7 +8,6 @@ from pathlib import Path
 from sf_core.config import RunConfig
 from sf_core.reports.view import RunView, open_run
 from sf_core.stages.derived import derive, values_of
-from sf_core.stages.evaluate import weights_of
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.stages.sizes import Sizes
 from sf_core.stages.start import name_dtype, warm_folder
@@ -39,7 +38,7 @@ def stored_policy(uri: str, version: int | None, engine: str | None = None) -> P
     if not trainer_kind(config).computes_weights:
         raise ValueError(f"{directory.run_id}: is emulated, so it has no policy to serve")
     version = RunView(directory).progress().published if version is None else version
-    weights = WeightsRef(version, weights_of(directory, version))
+    weights = WeightsRef(version, RunView(directory).weights_of(version))
     if engine is not None:
         kind = config.engine.model_copy(update={"kind": engine})
         config = config.model_copy(update={"engine": kind})

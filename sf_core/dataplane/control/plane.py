@@ -158,7 +158,14 @@ class DataPlane:
         run.manager.set_version(weights.version)
         run.changed.notify()
         refusals = [link.refuses for link in run.router.links if link.refuses]
-        return {"engines": engines, "refusals": refusals, "seconds": time.monotonic() - started}
+        links = run.router.links
+        held = sorted({link.first_version if link.version is None else link.version for link in links})
+        return {
+            "engines": engines,
+            "refusals": refusals,
+            "held": held,
+            "seconds": time.monotonic() - started,
+        }
 
     async def revoke(self, run: ServedRun, lease_id: str, within_s: float | None = None) -> dict[str, int]:
         """Have the engines of a lease yield. Returns how many left, and how many of them were dropped because

@@ -31,6 +31,8 @@ class EngineConnection:
     """It has loaded weights, although those of a newcomer may be too old to sample with."""
     wanted_version: int = 0
     """The version it was last told to hold."""
+    first_version: int = 0
+    """The version it was told to load when it connected."""
     refused_version: int = -1
     """The last version that it could not take."""
     refusal: str = ""

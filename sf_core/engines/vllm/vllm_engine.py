@@ -4,7 +4,6 @@ arrived. The event loop that talks to it runs in a thread of this object."""
 from __future__ import annotations
 
 import asyncio
-import shutil
 import threading
 from collections.abc import Collection, Coroutine
 from contextlib import suppress
@@ -18,9 +17,9 @@ from sf_core.engines.grammar import Vocabularies
 from sf_core.engines.protocol import WeightsRefusedError
 from sf_core.engines.vllm.places import AdoptedServer, OwnServer, Place
 from sf_core.engines.vllm.policy_folder import PolicyFolder
-from sf_core.engines.vllm.server import FOLLOWS_GRAMMARS
+from sf_core.engines.vllm.server import FOLLOWS_GRAMMARS, check_cpu_build
 from sf_core.engines.vllm.serving import Event, Serving
-from sf_core.surroundings import visible_cuda_devices, vllm_key
+from sf_core.surroundings import has_gpu, vllm_key, vllm_python
 from sf_core.types import Chunk, FinishReason, GenerationRequest, WeightsRef
 
 _STEP_S = 0.005
@@ -31,6 +30,8 @@ def make_engine(config: RunConfig, start_dir: str) -> VllmEngine:
     """An engine whose server is started on this process's device, or the one that `engine.vllm.url` names."""
     engine, settings = config.engine, config.engine.vllm
     on_cpu = settings.url is None and not has_gpu()
+    if on_cpu:
+        check_cpu_build(vllm_python())
     policy = PolicyFolder(start_dir, untied=on_cpu)
     place: Place
     if settings.url is not None:
@@ -186,13 +187,6 @@ class VllmEngine:
         self._due.clear()
         self._names.clear()
         self._version = None
-
-
-def has_gpu() -> bool:
-    """Whether this process was given a GPU. Asks no tensor library, which a worker with vLLM alone has no
-    use for."""
-    devices = visible_cuda_devices()
-    return shutil.which("nvidia-smi") is not None if devices is None else bool(devices)
 
 
 def _ended(name: str, chunks: list[Chunk], version: int) -> list[Chunk]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import shutil
 import socket
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from sf_core.config import PolicyConfig
 from sf_core.models.builtin import make_policy
@@ -17,6 +20,7 @@ from sf_core.reports import cleanup, states
 from sf_core.reports.cleanup import Keep, spare_checkpoints, spare_weights, spares
 from sf_core.reports.evaluations.comparison import MEASURED
 from sf_core.reports.states import is_served
+from sf_core.reports.view import RunView
 from storage import files
 from storage.attempts import Attempt
 from storage.run_directory import STAGES, RunDirectory
@@ -99,7 +103,7 @@ def test_a_run_itself_removes_old_versions_while_it_goes_on(
     root: Path, keep: int | None, gone: list[int]
 ) -> None:
     run = make(root, "a", 3)
-    config = configure(run, train={"keep_weights": keep}).train
+    config = configure(run, train={"keep_weights": keep})
     # version 3 is being published
     assert [spare.uri for spare in spare_weights(run, 2, config)] == [run.weights_dir(v) for v in gone]
 
@@ -108,11 +112,60 @@ def test_of_large_versions_the_newest_and_every_tenth_stay(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make(root, "a", 13)
-    config = configure(run, train={}).train
+    config = configure(run)
     assert spare_weights(run, 12, config) == []
     monkeypatch.setattr(cleanup, "SMALL_BYTES", 1)
     gone = {spare.uri for spare in spare_weights(run, 12, config)}
     assert gone == {run.weights_dir(version) for version in range(1, 11) if version != 10}
+
+
+@settings(max_examples=30)
+@given(
+    keep=st.integers(1, 4),
+    every=st.integers(1, 12),
+    renew=st.none() | st.integers(1, 6),
+    evaluated=st.sets(st.integers(0, 14), max_size=3),
+    apart=st.sets(st.integers(0, 14), max_size=2),
+    held=st.sets(st.integers(0, 14), max_size=3),
+    interrupted=st.integers(0, 40),
+)
+def test_a_run_never_removes_a_version_that_something_names(
+    keep: int,
+    every: int,
+    renew: int | None,
+    evaluated: set[int],
+    apart: set[int],
+    held: set[int],
+    interrupted: int,
+) -> None:
+    folder = f"memory://kept-{uuid.uuid4().hex}"
+    run = RunDirectory(f"{folder}/r")
+    train: dict[str, object] = {"keep_weights": keep, "iterations": 14}
+    if renew is not None:
+        train["loss"] = {"kl": {"coefficient": 1.0, "renew_every": renew}}
+    config = configure(run, train=train, evaluate={"every": every})
+    files.write_atomic(f"{run.start_dir}/config.json", b"{}")
+    named = evaluated | apart | held | set(range(0, 15, 10)) | set(range(0, 15, every))
+    kl = config.train.loss.kl
+    for version in range(1, 15):
+        pretend(run, version, first=version - 1, finished=False)
+        if version in evaluated:
+            commit(run, version, "evaluate")
+        if version in apart:
+            files.write_atomic(f"{run.path(MEASURED)}/v{version:05d}-0a1b2c3d/config.json", b"{}")
+        for spare in spare_weights(run, version - 1, config, {v for v in held if v <= version}):
+            # a process that is killed has removed some of the files
+            if interrupted == version:
+                files.remove(f"{spare.uri}/model.safetensors")
+                files.write_atomic(f"{spare.uri}/model-00001-of-00002.safetensors", b"w")
+            else:
+                spare.remove()
+        kept = set(RunView(run).kept_versions())
+        newest = set(range(max(1, version - keep), version + 1))
+        reference = set() if kl is None else {kl.version(step) for step in range(version)}
+        assert newest | {v for v in named | reference if v <= version} <= kept
+    assert run.list_versions("weights") == [v for v in sorted(kept) if v] or interrupted == 14
+    files.remove_folder(folder)
 
 
 def test_what_changed_in_a_version_goes_with_it(root: Path) -> None:

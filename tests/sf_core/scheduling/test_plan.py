@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from sf_core.config import RunConfig
 from sf_core.config.devices import DEVICES
 from sf_core.config.pipelines import PIPELINES
-from sf_core.scheduling.plan import Plan, Worker, duty_of, make_plan, worker_of
+from sf_core.scheduling.plan import Plan, Worker, duty_of, local_workers, make_plan, worker_of
 
 
 def workers(**tags: str) -> list[Worker]:
@@ -300,3 +300,47 @@ def test_duties_are_given_only_to_workers_that_carry_their_tags(
     assert not set(plan.rollout) & set(plan.trainers)
     # somebody rolls out
     assert plan.rollout or plan.lent
+
+
+DUAL, ROLLS, AGENT = {"tags": ["rollout", "train"]}, {"tags": ["rollout"]}, {"tags": ["agent"]}
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "settings", "devices"),
+    [
+        (0, {}, {"r0": "cpu", "t0": "cpu", "a0": "cpu", "c0": "cpu"}),
+        (1, {}, {"t0": "cuda:0", "a0": "cpu", "c0": "cpu"}),
+        (1, {"pipeline": "colocated"}, {"t0": "cuda:0", "a0": "cpu", "c0": "cpu"}),
+        # it needs a worker beside the trainer
+        (1, {"pipeline": "async"}, {"r0": "cpu", "t0": "cuda:0", "a0": "cpu", "c0": "cpu"}),
+        (2, {}, {"r0": "cuda:1", "t0": "cuda:0", "a0": "cpu", "c0": "cpu"}),
+        (8, {}, {"r0": "cuda:1", "t0": "cuda:0", "a0": "cpu", "c0": "cpu"}),
+        (
+            1,
+            {"cluster": {"workers": {"x": ROLLS, "y": DUAL, "z": AGENT}}},
+            {"x": "cpu", "y": "cuda:0", "z": "cpu"},
+        ),
+        (
+            2,
+            {"cluster": {"workers": {"x": ROLLS | {"device": "cuda:0"}, "y": DUAL, "z": ROLLS}}},
+            {"x": "cuda:0", "y": "cuda:1", "z": "cpu"},
+        ),
+        (1, {"cluster": {"workers": {"x": DUAL | {"device": "cpu"}}}}, {"x": "cpu"}),
+    ],
+)
+def test_workers_that_compute_get_the_gpus_there_are_trainers_first(
+    num_gpus: int, settings: dict[str, Any], devices: dict[str, str]
+) -> None:
+    config = RunConfig.model_validate(settings)
+    found = local_workers(config, num_gpus)
+    assert {name: worker.device for name, worker in found.items()} == devices
+    # what is stored is as it was, so the run resumes on other hardware
+    assert all(worker.device is None for worker in RunConfig().cluster.workers.values())
+
+
+@pytest.mark.parametrize("num_gpus", [0, 1, 2, 9])
+@pytest.mark.parametrize("pipeline", [None, "async", "multiplexed", "disaggregated"])
+def test_the_default_workers_of_any_machine_can_run_any_pipeline(num_gpus: int, pipeline: str | None) -> None:
+    config = RunConfig.model_validate({"pipeline": pipeline})
+    workers = [Worker(name, frozenset(w.tags)) for name, w in local_workers(config, num_gpus).items()]
+    assert make_plan(workers, config).trainers == ("t0",)

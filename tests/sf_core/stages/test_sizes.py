@@ -108,9 +108,8 @@ def test_engines_and_ranks_that_a_worker_has_no_memory_for_are_refused(model: st
     assert sizes is not None
     needed = sizes.weights + sizes.cache
     check_memory(config, [Worker("r0", ROLLOUT, memory=needed), Worker("r1", ROLLOUT)])
-    check_memory(
-        config, [Worker("t0", TRAIN, memory=sizes.rank), Worker("a0", frozenset({"agent"}), memory=1)]
-    )
+    enough = sizes.rank + sizes.activations
+    check_memory(config, [Worker("t0", TRAIN, memory=enough), Worker("a0", frozenset({"agent"}), memory=1)])
     with pytest.raises(ValueError) as refused:
         check_memory(config, [Worker("r0", ROLLOUT), Worker("r1", ROLLOUT, memory=needed - 1)])
     check_sentence(str(refused.value), "engine.max_running 64", "engine.context_length 100", "worker r1")
@@ -118,7 +117,44 @@ def test_engines_and_ranks_that_a_worker_has_no_memory_for_are_refused(model: st
         check_memory(config, [Worker("t0", TRAIN, memory=sizes.rank - 1)])
     check_sentence(str(refused.value), "worker t0", "a rank of 1", "raise train.workers")
     shared = configured({"model": model}, train={"workers": 2})
-    check_memory(shared, [Worker("t0", TRAIN, memory=sizes.rank - 1)])
+    check_memory(shared, [Worker("t0", TRAIN, memory=enough - sizes.rank // 2)])
+
+
+QWEN3_4B = {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36}
+QWEN3_4B_PARAMETERS = 4_020_000_000
+
+
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> RunConfig:
+    """A policy of the shape of Qwen3-4B; its files would take 8 GB."""
+    monkeypatch.setattr("sf_core.stages.sizes.folder_to_start_from", lambda config, by_a_worker: "/large")
+    monkeypatch.setattr("sf_core.stages.sizes.count_parameters", lambda folder: QWEN3_4B_PARAMETERS)
+    monkeypatch.setattr("sf_core.stages.sizes.read_model_config", lambda folder: QWEN3_4B)
+    return configured({"model": "/large", "dtype": "bfloat16"}, rollout={"groups_per_batch": 32})
+
+
+def test_activations_that_a_card_has_no_room_for_are_refused(large: RunConfig) -> None:
+    card = [Worker("t0", TRAIN, memory=85_000_000_000)]
+    with pytest.raises(ValueError) as refused:
+        check_memory(large, card)
+    check_sentence(str(refused.value), "set train.recompute to true", "train.tokens_per_microbatch (8192)")
+    again = large.model_copy(update={"train": large.train.model_copy(update={"recompute": True})})
+    check_memory(again, card)
+    # fewer tokens than a micro-batch may have are never more than a batch has
+    few = large.model_copy(update={"rollout": large.rollout.model_copy(update={"groups_per_batch": 1})})
+    check_memory(few, card)
+    with pytest.raises(ValueError) as refused:
+        check_memory(again, [Worker("t0", TRAIN, memory=66_000_000_000)])
+    check_sentence(str(refused.value), "with train.recompute true: lower train.tokens_per_microbatch")
+
+
+def test_checkpoints_of_a_large_policy_are_rare_unless_settings_say_otherwise(large: RunConfig) -> None:
+    assert "a checkpoint, every 10 iterations by its size, 48.2 GB" in explain_sizes(large)["storage"]
+    often = large.model_copy(update={"train": large.train.model_copy(update={"checkpoint_every": 1})})
+    assert "a checkpoint, each iteration, 48.2 GB" in explain_sizes(often)["storage"]
+    # the start folder, the exported policy, versions 10, 20, 30, 38, 39 and 40, and two checkpoints
+    total = 8 * 2 * QWEN3_4B_PARAMETERS + 2 * 12 * QWEN3_4B_PARAMETERS
+    assert explain_sizes(large)["disk"].startswith(f"about {total / 1e9:.1f} GB of weights and checkpoints")
 
 
 def test_what_is_written_and_kept_is_said(model: str) -> None:
