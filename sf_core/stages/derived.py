@@ -113,9 +113,7 @@ def _by_policy(
         rate = Derived(rate_for(parameters, _POWER_OF_BUILT_IN), f"the built-in policy, {size}")
     else:
         rate = Derived(rate_for(parameters), f"{size}, 2e-5 x sqrt(135M / N)")
-    interval = Derived(
-        interval_for(parameters), f"{size}: a checkpoint has {CHECKPOINT_BYTES} bytes for each"
-    )
+    interval = Derived(interval_for(parameters), f"{size} of {CHECKPOINT_BYTES} bytes in a checkpoint")
     found = {"train.learning_rate": rate, "train.checkpoint_every": interval}
     if folder is not None and config.leaves_open("engine.context_length"):
         found["engine.context_length"] = _context(config.rollout.turn_tokens, folder, prompts)

@@ -104,7 +104,7 @@ def _activation_bytes(shape: Mapping[str, Any], parameters: int, config: RunConf
     # the projections with the weights of the norms multiplied into them; one rank holds all of them
     fused = parameters // (layers if train.recompute and train.workers > 1 else 1)
     rollout = config.rollout
-    batch = rollout.groups_per_batch * rollout.group_size * config.engine.context_length
+    batch = rollout.groups_per_batch * rollout.group_size * config.engine.context
     tokens = min(train.tokens_per_microbatch, batch)
     return int((tokens * kept + fused) * itemsize) // train.ranks_per_policy
 

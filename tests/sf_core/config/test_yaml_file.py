@@ -136,7 +136,7 @@ def test_the_workers_of_a_file_are_all_workers_and_an_option_edits_one(tmp_path:
     files = write(tmp_path, first=WORKERS, later="cluster: {workers: {x: {tags: [cpu]}}}\n")
     assert list(load_config(files).cluster.workers) == ["x"]
     edited = load_config(files[0], ["cluster.workers.w0.device=cuda:1"]).cluster.workers
-    assert {name: one.device for name, one in edited.items()} == {"w0": "cuda:1", "a0": "cpu", "c0": "cpu"}
+    assert {name: one.device for name, one in edited.items()} == {"w0": "cuda:1", "a0": None, "c0": None}
     default = load_config("gspo", ["cluster.workers.t0.threads=3"]).cluster.workers
     assert default["t0"].threads == 3
     assert default | {"t0": WorkerConfig(tags=("rollout", "train"))} == RunConfig().cluster.workers

@@ -108,7 +108,7 @@ def test_what_the_user_names_counts_also_on_a_resume(
     named = {
         "rollout": {"max_tokens": 64},
         "engine": {"context_length": 300},
-        "train": {"learning_rate": 1e-4},
+        "train": {"learning_rate": 1e-4, "checkpoint_every": 3},
     }
     policy = {"model": model, "dtype": "float32"}
     config = configured(tmp_path, model, policy=policy, **named)

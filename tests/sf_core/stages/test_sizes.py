@@ -149,7 +149,7 @@ def test_activations_that_a_card_has_no_room_for_are_refused(large: RunConfig) -
 
 
 def test_checkpoints_of_a_large_policy_are_rare_unless_settings_say_otherwise(large: RunConfig) -> None:
-    assert "a checkpoint, every 10 iterations by its size, 48.2 GB" in explain_sizes(large)["storage"]
+    assert "a checkpoint, every 10 iterations, 48.2 GB" in explain_sizes(large)["storage"]
     often = large.model_copy(update={"train": large.train.model_copy(update={"checkpoint_every": 1})})
     assert "a checkpoint, each iteration, 48.2 GB" in explain_sizes(often)["storage"]
     # the start folder, the exported policy, versions 10, 20, 30, 38, 39 and 40, and two checkpoints

@@ -81,6 +81,7 @@ def test_what_a_run_of_this_format_has_stored_is_read_as_it_was_meant() -> None:
 def test_a_new_run_is_configured_as_the_caller_says(tmp_path: Path) -> None:
     config = configured(tmp_path, **STORED)
     of_built_in = {"rollout.max_tokens": 64, "engine.context_length": 512, "policy.dtype": "float32"}
+    of_built_in |= {"train.checkpoint_every": 1}
     assert said(config) == (config.filled(of_built_in), [])
 
 

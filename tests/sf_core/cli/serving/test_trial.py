@@ -123,10 +123,10 @@ def test_a_command_as_agent_is_shown_with_what_it_writes(config: str) -> None:
     [
         ("agent=tried_module:name_error", "NameError: name 'json' is not defined"),
         ("agent=tried_module:no_await", "AttributeError: 'coroutine' object has no attribute 'choices'"),
-        ("agent=tried_module:takes_one", "takes_one() takes 1 positional argument but 2 were given"),
+        ("agent=tried_module:takes_one", "takes (task) and is called with (task, endpoint): too many"),
         ("agent=tried_module:never_asks", "the agent got no answer from the policy"),
         ("agent=tried_module:own_address", "APIConnectionError: Connection error."),
-        ("reward=tried_module:no_reward", "'NoneType'"),
+        ("reward=tried_module:no_reward", "returned None, no finite number"),
         ("tasks=tried_module:dictionary", "dict"),
     ],
 )
