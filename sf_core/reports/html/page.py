@@ -14,13 +14,17 @@ from datetime import UTC, datetime
 from importlib.resources import files as package_files
 
 import orjson
+import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from sf_core.config import RunConfig
+from sf_core.config.failures import failures_text, sum_failures
 from sf_core.models.token_bytes import token_bytes
 from sf_core.models.tokenizer import open_tokenizer
+from sf_core.reports.concerns import summed_concerns
 from sf_core.reports.html.blocks import Embedded, compress, embed_sessions
 from sf_core.reports.html.figures import run_figures
-from sf_core.reports.view import RunView, open_run
+from sf_core.reports.view import RunView, failures_of, open_run
 from storage.files import write_atomic
 from storage.run_directory import RunDirectory
 
@@ -45,8 +49,8 @@ def write_report(uri: str, target: str | None, max_mb: float) -> str:
 
 def render(view: RunView, max_bytes: int) -> bytes:
     """The page as UTF-8."""
-    run, figures = view.run, run_figures(view)
-    base = len(_fill(run, figures, Embedded()))
+    run, figures, said = view.run, run_figures(view), _said(view)
+    base = len(_fill(run, figures, said, Embedded()))
     if base > max_bytes:
         raise ValueError(
             f"{run.uri}: the figures alone take {base / 1e6:.1f} MB; allow more than {max_bytes / 1e6:g} MB"
@@ -54,10 +58,10 @@ def render(view: RunView, max_bytes: int) -> bytes:
     # the rest is for the list of sessions and the vocabulary
     budget = int((max_bytes - base) * 0.9)
     embedded = embed_sessions(list(view.samplings()), budget)
-    page = _fill(run, figures, embedded)
+    page = _fill(run, figures, said, embedded)
     while len(page) > max_bytes and embedded.blocks:
         _drop_last_block(embedded)
-        page = _fill(run, figures, embedded)
+        page = _fill(run, figures, said, embedded)
     return page
 
 
@@ -67,7 +71,21 @@ def _drop_last_block(embedded: Embedded) -> None:
     del embedded.facts[kept:], embedded.block_of[kept:]
 
 
-def _fill(run: RunDirectory, figures: dict[str, object], embedded: Embedded) -> bytes:
+def _said(view: RunView) -> dict[str, object]:
+    """What the page says in words: why little was learned, and the settings of the run as YAML."""
+    config = view.run.read_config(RunConfig)
+    through = sum(iteration.is_through for iteration in view.iterations())
+    failures = sum_failures(failures_of(manifest) for manifest in view.committed("rollout"))
+    concerns = summed_concerns(view, through, config)
+    return {
+        "concerns": [f"failed sessions: {failures_text(failures)}", *concerns] if failures else concerns,
+        "settings": yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True),
+    }
+
+
+def _fill(
+    run: RunDirectory, figures: dict[str, object], said: dict[str, object], embedded: Embedded
+) -> bytes:
     environment = Environment(
         loader=PackageLoader("sf_core.reports.html", "assets"), autoescape=True, undefined=StrictUndefined
     )
@@ -85,6 +103,7 @@ def _fill(run: RunDirectory, figures: dict[str, object], embedded: Embedded) -> 
             "vocabulary": _json(_vocabulary(run, embedded)),
         },
         blocks=embedded.blocks,
+        **said,
     )
     return page.encode()
 
