@@ -1,5 +1,5 @@
-"""What the first tasks of an environment tell before a run begins: mistakes, which are refused, and splits that
-share tasks."""
+"""What the first tasks of an environment tell before a run begins: mistakes, which are refused, and splits
+that share tasks."""
 
 from __future__ import annotations
 
