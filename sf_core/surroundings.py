@@ -17,6 +17,9 @@ from pathlib import Path
 from typing import ClassVar
 from urllib.parse import urlsplit
 
+STACK_FOLDER = Path(".stack")
+"""Folder of a stack that stays, below that in which `sf up` is called, if none is named."""
+
 
 def dataplane_key() -> str | None:
     """Key of the data plane (SF_DATAPLANE_KEY); it is in the environment, never in parameters or files."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import sys
 import time
@@ -39,6 +40,7 @@ from sf_core.stages.stored_config import settled
 from sf_core.surroundings import (
     CACHE_DIR,
     PREFECT_HOME,
+    STACK_FOLDER,
     cache_dir,
     check_open_files,
     check_place,
@@ -58,6 +60,9 @@ FLOW_STARTS = 3
 
 FREED_S = 30.0
 """Time for a flow to free the workers of a cluster that stays (tasks/interruption.py) before it is killed."""
+
+# what sf_core/agents/runner.py logs above a traceback; the text of an error may differ between sessions
+_SESSION_FAILED = re.compile(r"session \S+ failed: (.+?: (?:tasks|prepare|agent|reward) raised \w+)")
 
 
 class LaunchError(RuntimeError):
@@ -218,7 +223,10 @@ def _run_once(part: Part, stack: Supervisor, watch: Callable[[Process], int]) ->
     finally:
         # first: the flow would report the loss of everything else as errors
         stack.remove(process)
-    failure = f"{_reason(log, log_bytes, code)}; log: {log}" if code else ""
+    failure = ""
+    if code:
+        reason = _reason(log, log_bytes, code)
+        failure = f"{reason}; log: {_log_of_session(reason, stack.logs) or log}"
     return failure, [name for name, pid in stack.pids().items() if before.get(name, pid) != pid]
 
 
@@ -256,6 +264,17 @@ def _reason(log: Path, begins_at: int, code: int) -> str:
     lines = own.decode(errors="replace").splitlines()
     stated = [line for line in lines if "Error:" in line and not line.startswith(" ")]
     return stated[-1] if stated else f"the flow ended with code {code}"
+
+
+def _log_of_session(reason: str, logs: Path) -> Path | None:
+    """The log of a worker that has the traceback of the user's error that the reason tells of; None: there is
+    no such error, or the worker is neither the run's nor of a stack that `sf up` started in this folder."""
+    stacks = STACK_FOLDER.absolute() / "logs"
+    for log in (log for folder in (logs, stacks) for log in sorted(folder.glob("worker-*.log"))):
+        with log.open(errors="replace") as lines:
+            if any((told := _SESSION_FAILED.search(line)) and told[1] in reason for line in lines):
+                return log
+    return None
 
 
 def _print_result(directory: RunDirectory, config: RunConfig, console: Console) -> None:

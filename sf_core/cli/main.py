@@ -26,6 +26,7 @@ from sf_core.config.addresses import MAX_PORT
 from sf_core.config.programs import Command
 from sf_core.config.validation import ConfigError
 from sf_core.config.yaml_file import builtin_configs, load_config, override_config
+from sf_core.surroundings import STACK_FOLDER
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(host_commands)
@@ -44,7 +45,6 @@ Overrides = Annotated[
     list[str] | None, typer.Option("--set", help="key.path=value, as often as needed.", show_default=False)
 ]
 StackFolder = Annotated[Path, typer.Option(help="Configuration, logs and journals of the stack.")]
-DEFAULT_STACK = Path(".stack")
 
 
 def _print_version(is_asked: bool) -> None:
@@ -211,7 +211,7 @@ def up(
             show_default=False,
         ),
     ] = None,
-    folder: StackFolder = DEFAULT_STACK,
+    folder: StackFolder = STACK_FOLDER,
     prefect_port: Annotated[int, typer.Option(min=1, max=MAX_PORT)] = 4200,
     scheduler_port: Annotated[int, typer.Option(min=1, max=MAX_PORT)] = 8786,
     dataplane_port: Annotated[int, typer.Option(min=1, max=MAX_PORT)] = 8700,
@@ -241,7 +241,7 @@ def up(
 
 
 @app.command()
-def down(folder: StackFolder = DEFAULT_STACK) -> None:
+def down(folder: StackFolder = STACK_FOLDER) -> None:
     """End what `sf up` started, and nothing else."""
     from sf_core.cli.stack.standing import down as bring_down
 

@@ -12,13 +12,14 @@ from rich.table import Table
 
 from sf_core.cli.terminal import console, errors, fail, print_json
 from sf_core.config import StorageConfig
-from storage.files import exists, join
 
 commands = typer.Typer()
 
 
 def named_run(run: str) -> str:
     """Directory of a run that is given by its directory, or by its name in the default of `storage.root`."""
+    from storage.files import exists, join
+
     inside = join(StorageConfig().root, run)
     is_name = "/" not in run and not os.path.exists(run)
     return inside if is_name and exists(join(inside, "config.json")) else run

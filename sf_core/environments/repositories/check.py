@@ -27,6 +27,8 @@ AT_ONCE = 2
 async def fault_of(environment: Repositories, instance_id: str) -> str | None:
     """What is wrong with an instance, in a line; None: nothing. Raises ValueError or SandboxError if that
     cannot be told."""
+    if fault := await environment.fault_of_row(instance_id):
+        return fault
     failing = await environment.failing(instance_id, environment.instances[instance_id].patch)
     if failing:
         test, why = next(iter(failing.items()))
@@ -47,7 +49,7 @@ async def _faults(environment: Repositories) -> dict[str, str]:
             try:
                 return await fault_of(environment, instance_id)
             except (ValueError, SandboxError) as error:
-                return f"{error}".removeprefix(f"{instance_id}: ")
+                return f"{error}"
 
     faults = await asyncio.gather(*map(told, environment.instances))
     return {name: fault for name, fault in zip(environment.instances, faults, strict=True) if fault}

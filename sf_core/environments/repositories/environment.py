@@ -16,7 +16,7 @@ from sf_core.agents.tool_loop import LostToolError, Tool, run_tool_loop
 from sf_core.config.programs import SandboxLimits
 from sf_core.environments.environment import Environment
 from sf_core.environments.repositories.dataset import Instance, read_instances
-from sf_core.environments.repositories.scoring import failing_tests
+from sf_core.environments.repositories.scoring import failing_tests, fault_of_row
 from sf_core.environments.repositories.sources import check_sources, files_at
 from sf_core.environments.repositories.workspace import changes_of, commit_all, run_shell, without_originals
 from sf_core.environments.splits import Split, split_of
@@ -96,11 +96,32 @@ class Repositories(Environment):
         return share if self.reward_for == "share" else float(share == 1)
 
     async def failing(self, instance_id: str, answer: Any) -> dict[str, str]:
-        """The named tests that do not pass with such an answer, and why."""
+        """The named tests that do not pass with such an answer, and why. Raises ValueError with one sentence
+        if the row is to blame."""
+        async with self._given(instance_id) as given:
+            failing = await failing_tests(*given, answer, self.timeout_s)
+        if failing and (fault := await self.fault_of_row(instance_id)):
+            number = list(self.instances).index(instance_id) + 1
+            raise ValueError(
+                f"{self.dataset}, row {number}: {instance_id}: {fault}: correct the row or leave it out; "
+                "python -m sf_core.environments.repositories.check tries all of them"
+            )
+        return failing
+
+    async def fault_of_row(self, instance_id: str) -> str | None:
+        """Why no answer can earn everything, whatever the tests say; None: nothing. It is asked once."""
+        if instance_id not in self._faults:
+            async with self._given(instance_id) as given:
+                self._faults[instance_id] = await fault_of_row(*given, self.timeout_s)
+        return self._faults[instance_id]
+
+    @asynccontextmanager
+    async def _given(self, instance_id: str) -> AsyncIterator[tuple[Sandbox, Instance, dict[str, bytes]]]:
+        """A sandbox with the repository, the instance, and the repository's files."""
         instance = self.instances[instance_id]
         base = await asyncio.to_thread(self._base, instance)
         async with open_sandbox(without_originals(self.sandbox, base), base) as box:
-            return await failing_tests(box, instance, base, answer, self.timeout_s)
+            yield box, instance, base
 
     def why_not_here(self) -> str | None:
         return why_no_sandbox(self.sandbox.image)
@@ -132,6 +153,11 @@ class Repositories(Environment):
         found = read_instances(self.dataset)
         check_sources(self.repositories, ((instance.repo, instance.base_commit) for instance in found))
         return {instance.instance_id: instance for instance in found}
+
+    @cached_property
+    def _faults(self) -> dict[str, str | None]:
+        """What is wrong with the rows that were looked at, by their ids."""
+        return {}
 
     @cached_property
     def _splits(self) -> dict[Split, list[Instance]]:

@@ -15,9 +15,10 @@ MAX_WHY, MOST_WHYS = 2000, 20
 
 
 class Reporter:
-    def __init__(self, word: str, tests: set[str] | None, out: TextIO) -> None:
-        """`tests`: ids of those to run; None: all."""
-        self._word, self._tests, self._out = word, tests, out
+    def __init__(self, word: str, tests: set[str] | None, only_collects: bool, out: TextIO) -> None:
+        """`tests`: ids of those to run; None: all. `only_collects`: none runs, and those that are there are
+        told as failed."""
+        self._word, self._tests, self._only_collects, self._out = word, tests, only_collects, out
         self._expected: set[str] = set()
         self._passed: set[str] = set()
         self._whys: dict[str, str] = {}
@@ -28,6 +29,8 @@ class Reporter:
             items[:] = [item for item in items if item.nodeid in self._tests]
         # known before the code under test runs, which might call pytest.xfail
         self._expected = {item.nodeid for item in items if item.get_closest_marker("xfail")}
+        for item in items if self._only_collects else ():
+            self._tell(item.nodeid)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         test = report.nodeid
@@ -39,9 +42,12 @@ class Reporter:
             if len(self._whys) < MOST_WHYS:
                 self._whys.setdefault(test, report.longreprtext[:MAX_WHY])
         if report.when == "teardown":
-            facts = {"test": test, "passed": test in self._passed, "why": self._whys.get(test, "")}
-            self._out.write(f"{self._word} {json.dumps(facts)}\n")
-            self._out.flush()
+            self._tell(test)
+
+    def _tell(self, test: str) -> None:
+        facts = {"test": test, "passed": test in self._passed, "why": self._whys.get(test, "")}
+        self._out.write(f"{self._word} {json.dumps(facts)}\n")
+        self._out.flush()
 
 
 def main() -> None:
@@ -53,8 +59,10 @@ def main() -> None:
     sys.path[:0] = [here, os.path.join(here, "src")]
     options = ["-q", "--no-header", "--tb=short", "--continue-on-collection-errors", f"--rootdir={here}"]
     options += ["-p", "no:cacheprovider", f"--maxfail={asked['max_failing']}"]
+    options += ["--collect-only"] if asked["only_collects"] else []
     tests = None if asked["tests"] is None else set(asked["tests"])
-    pytest.main([*options, *asked["files"]], [Reporter(asked["word"], tests, out)])
+    reporter = Reporter(asked["word"], tests, asked["only_collects"], out)
+    pytest.main([*options, *asked["files"]], [reporter])
 
 
 if __name__ == "__main__":

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Literal
 
 from sf_core.agents.command_output import NoAnswerError, Written
 from sf_core.agents.folders import is_name_below
-from sf_core.agents.sandbox import Sandbox
+from sf_core.agents.sandbox import Ended, Sandbox, SandboxError
 from sf_core.environments.repositories.dataset import Instance, paths_in
 from sf_core.environments.repositories.workspace import apply_patch
 
@@ -45,19 +45,50 @@ async def failing_tests(
 ) -> dict[str, str]:
     """Named tests that do not pass when the answer and then the hidden tests are put over the base, which is
     in the sandbox, and why. The answer is a patch, or a mapping of changed files to their texts."""
-    theirs = list(_data_sets(instance))
-    if isinstance(answer, Mapping):
-        await box.write({name: content for name, content in _files(answer) if not _is_one(name, theirs)})
-    elif not isinstance(answer, str) or not await apply_patch(box, answer, theirs):
-        return dict.fromkeys(instance.tests, "the answer is no patch that fits")
-    # a patch may have moved them away
-    await box.write({name: content for name, content in base.items() if _is_one(name, theirs)})
-    if not await apply_patch(box, instance.test_patch):
-        raise ValueError(f"{instance.instance_id}: its test_patch does not fit its base_commit")
+    if misfit := await _put(box, instance, base, answer):
+        patch = "the answer" if misfit == "patch" else "with the answer its test_patch"
+        return dict.fromkeys(instance.tests, f"{patch} is no patch that fits")
     outcomes = await run_tests(box, instance.test_files, timeout_s, instance.tests)
     return {
         test: outcome.why for test in instance.tests if not (outcome := outcomes.get(test, NOT_RUN)).passed
     }
+
+
+async def fault_of_row(
+    box: Sandbox, instance: Instance, base: Mapping[str, bytes], timeout_s: float
+) -> str | None:
+    """Why no answer can earn everything, whatever the tests say: its patches do not fit the base, which is in
+    the sandbox, or with them pytest finds no such tests. None: nothing. Raises SandboxError if that cannot be
+    told."""
+    if misfit := await _put(box, instance, base, instance.patch):
+        return f"its {misfit} does not fit its base_commit"
+    ended, written, told = await _run_pytest(
+        box, instance.test_files, timeout_s, instance.tests, only_collects=True
+    )
+    if ended.ended_by != "exit":
+        raise SandboxError(f"pytest could not look for tests with its patch: too much {ended.ended_by}")
+    found = {facts["test"] for facts in told}
+    missing = [test for test in instance.tests if test not in found]
+    if not missing:
+        return None
+    more = f", nor {len(missing) - 1} more" if len(missing) > 1 else ""
+    lines = [line for line in written.last_lines().splitlines() if line.startswith(("E  ", "ERROR:"))]
+    why = f" ({lines[-1].removeprefix('E  ').strip()})" if lines else ""
+    return f"with its patch pytest finds no {missing[0]}{more}{why}"
+
+
+async def _put(
+    box: Sandbox, instance: Instance, base: Mapping[str, bytes], answer: Any
+) -> Literal["patch", "test_patch"] | None:
+    """Put an answer and the hidden tests over the base. Returns what does not fit."""
+    theirs = list(_data_sets(instance))
+    if isinstance(answer, Mapping):
+        await box.write({name: content for name, content in _files(answer) if not _is_one(name, theirs)})
+    elif not isinstance(answer, str) or not await apply_patch(box, answer, theirs):
+        return "patch"
+    # a patch may have moved them away
+    await box.write({name: content for name, content in base.items() if _is_one(name, theirs)})
+    return None if await apply_patch(box, instance.test_patch) else "test_patch"
 
 
 async def run_tests(
@@ -69,24 +100,38 @@ async def run_tests(
 ) -> dict[str, Outcome]:
     """Outcomes of these tests, or of all in the files, as far as they were run to their end. `max_failing`:
     no test is run after so many have failed; 0: all are."""
+    _, _, told = await _run_pytest(box, files, timeout_s, tests, max_failing=max_failing)
+    return {facts["test"]: Outcome(facts["passed"], facts["why"]) for facts in told}
+
+
+async def _run_pytest(
+    box: Sandbox,
+    files: Iterable[str],
+    timeout_s: float,
+    tests: Iterable[str] | None,
+    max_failing: int = 0,
+    only_collects: bool = False,
+) -> tuple[Ended, Written, list[dict[str, Any]]]:
+    """How it ended, what it wrote, and what inside.py has told."""
     word = secrets.token_hex(16)
     asked = {
         "word": word,
         "files": list(files),
         "tests": None if tests is None else list(tests),
         "max_failing": max_failing,
+        "only_collects": only_collects,
     }
     written = Written()
     words = ["python3", "-s", "-P", "-c", INSIDE]
-    await box.run(words, stdin=json.dumps(asked), timeout_s=timeout_s, env=VARIABLES, written=written)
+    ended = await box.run(words, stdin=json.dumps(asked), timeout_s=timeout_s, env=VARIABLES, written=written)
     try:
         # what follows the last newline was cut off
         lines = written.answer().split("\n")[:-1]
     except NoAnswerError:
         # the code under test has found a way to write there
-        return {}
-    told = (json.loads(line.removeprefix(word)) for line in lines if line.startswith(word))
-    return {facts["test"]: Outcome(facts["passed"], facts["why"]) for facts in told}
+        lines = []
+    told = [json.loads(line.removeprefix(word)) for line in lines if line.startswith(word)]
+    return ended, written, told
 
 
 def _data_sets(instance: Instance) -> Iterator[str]:

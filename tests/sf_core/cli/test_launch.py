@@ -145,3 +145,28 @@ def test_a_flow_that_is_killed_is_not_explained_by_an_earlier_one(tmp_path: Path
 
         assert failure("echo ValueError: seed; exit 3").startswith("ValueError: seed; log: ")
         assert failure("kill -9 $$").startswith("the flow ended with code -1; log: ")
+
+
+@pytest.mark.parametrize("place", ["logs", ".stack/logs"])
+def test_the_log_that_is_named_has_the_traceback_of_the_users_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".stack" / "logs").mkdir(parents=True)
+    failed = "my_agent.py:12: agent raised KeyError: "
+    logged = (
+        f"13:41:36.489 | WARNING | sf_core.agents.runner - session r.3.0.a0 failed: {failed}'a'\nTraceback"
+    )
+    with local_stack(tmp_path / "logs") as stack:
+
+        def failure(reason: str) -> str:
+            part = Part("flow-train", ["echo", reason], {}, once=True)
+            return _run_once(part, stack, lambda process: process.wait(patience()) or 1)[0]
+
+        reason = f"RuntimeError: the rollout: every session fails; the last failed session: {failed}'b'"
+        flow = f"log: {stack.logs}/flow-train.log"
+        assert failure(reason) == f"{reason}; {flow}"
+        (tmp_path / place / "worker-a0.log").write_text(logged.replace(":12:", ":7:"))
+        (tmp_path / place / "worker-a1.log").write_text(logged)
+        assert failure(reason) == f"{reason}; log: {tmp_path}/{place}/worker-a1.log"
+        assert failure("ValueError: seed") == f"ValueError: seed; {flow}"

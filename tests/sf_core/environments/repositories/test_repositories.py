@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import tarfile
 from collections.abc import Callable
+from difflib import unified_diff
 from pathlib import Path
 from typing import Any
 
@@ -344,12 +345,62 @@ def test_a_split_without_instances_is_refused(environment: Make, tmp_path: Path,
         environment(dataset=str(tmp_path / "rows.jsonl")).tasks("train", 0)
 
 
-def test_a_data_set_whose_hidden_tests_do_not_fit_is_the_fault_of_the_data_set(
-    environment: Make, tmp_path: Path, row: dict[str, Any]
+UNREADABLE = "--- /dev/null\n+++ b/new.py\n@@ -0,0 +1,1 @@\n+import of_another_host\n"
+GONE = "lists/tests/test_lists.py::test_of_another_time"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "fault"),
+    [
+        (lambda row: {"test_patch": row["test_patch"] * 2}, "its test_patch does not fit its base_commit"),
+        (lambda row: {"patch": row["patch"] * 2}, "its patch does not fit its base_commit"),
+        (
+            lambda row: {"PASS_TO_PASS": [GONE, f"{GONE}[1]"]},
+            f"with its patch pytest finds no {GONE}, nor 1 more",
+        ),
+        (
+            lambda row: {"FAIL_TO_PASS": ["lists/tests/gone.py::test_gone"]},
+            "with its patch pytest finds no lists/tests/gone.py::test_gone, nor 3 more "
+            "(ERROR: file or directory not found: lists/tests/gone.py)",
+        ),
+        (
+            lambda row: {"test_patch": row["test_patch"] + UNREADABLE, "FAIL_TO_PASS": ["new.py::test_new"]},
+            "with its patch pytest finds no new.py::test_new (ModuleNotFoundError: "
+            "No module named 'of_another_host')",
+        ),
+    ],
+    ids=["test_patch", "patch", "tests", "file", "import"],
+)
+def test_a_row_that_can_never_be_right_is_not_the_fault_of_any_answer(
+    environment: Make,
+    tmp_path: Path,
+    row: dict[str, Any],
+    wrong: Callable[[dict[str, Any]], dict[str, Any]],
+    fault: str,
 ) -> None:
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row | {"test_patch": row["test_patch"] * 2}) + "\n")
-    with pytest.raises(ValueError, match="its test_patch does not fit its base_commit"):
-        score(environment(dataset=str(tmp_path / "rows.jsonl")), row, "")
+    rows = [row, row | wrong(row) | {"instance_id": "wrong"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made = environment(dataset=str(tmp_path / "rows.jsonl"))
+    sentence = f"{tmp_path}/rows.jsonl, row 2: wrong: {fault}: correct the row or leave it out; "
+    for answer in ("", None, {"lists/lists.py": "import os; os._exit(0)\n"}):
+        with pytest.raises(ValueError) as refusal:
+            score(made, rows[1], answer)
+        assert str(refusal.value).startswith(sentence), refusal.value
+    assert score(made, row, row["patch"]) == 1
+
+
+def test_an_answer_that_the_hidden_tests_do_not_fit_is_not_the_fault_of_the_row(
+    generated: Path, environment: Make, tmp_path: Path, row: dict[str, Any]
+) -> None:
+    # a file that the repair changes too, so agents may
+    before = source_of(generated, row).splitlines(keepends=True)
+    name = "lists/lists.py"
+    diff = "".join(unified_diff(before, [*before, "# seen\n"], f"a/{name}", f"b/{name}", n=1))
+    both = row | {"test_patch": row["test_patch"] + diff}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(both) + "\n")
+    made = environment(dataset=str(tmp_path / "rows.jsonl"))
+    assert score(made, both, row["patch"]) == 1
+    assert score(made, both, {name: "other = 1\n"}) == 0
 
 
 @pytest.mark.parametrize("place", ["acme/lists", "acme__lists"])
