@@ -204,6 +204,14 @@ class RunDirectory:
         files.remove(self.manifest_file(None, "start"))
         files.remove_folder(self.start_dir)
 
+    def begin_anew(self) -> None:
+        """Remove what attempts have made, but for logs and the sessions that agents opened. Only for a run
+        without a batch, in an attempt that has begun."""
+        # manifests first, because they name files in the others
+        made = ("manifests", "start", "warmstart", "evaluations", "trajectories", "metrics", "tensorboard")
+        for part in made:
+            files.remove_folder(self.path(part))
+
     def begin_attempt(self, attempt: Attempt | None = None) -> int:
         """Begin an attempt and return its number, from 1; earlier attempts cannot commit any more."""
         text = (attempt or Attempt()).model_dump_json().encode()

@@ -63,6 +63,11 @@ class RunSpec(Body):
     """Group indices consumed or rejected by earlier batches."""
     attempt: int = Field(ge=0)
     """Number of this attempt of the flow; a later attempt fences off the earlier ones."""
+    origin: str = ""
+    """Names version 0. A run registered with another one begins anew: what it did before does not count."""
+    first_attempt: int = Field(0, ge=0)
+    """Number of the first attempt at each session. Those with lower ones began before the run began anew. The
+    data plane chooses it."""
     key: SecretStr | None = Field(None, min_length=8)
     """Key of this run's agent routes, beside the data plane's own; required even if that has none."""
 

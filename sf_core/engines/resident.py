@@ -22,12 +22,12 @@ _resident: tuple[Hashable, Engine] | None = None
 
 
 @contextmanager
-def engine_of(config: RunConfig, start_dir: str) -> Iterator[Kept]:
-    """This process's engine for a run of these settings, at rest. It stays if the block succeeds, until a run
-    with others wants one; else it is closed."""
+def engine_of(config: RunConfig, start_dir: str, origin: str = "") -> Iterator[Kept]:
+    """This process's engine for a run of these settings and this version 0, at rest. It stays if the block
+    succeeds, until a run with others wants one; else it is closed."""
     global _resident
     settings = (config.engine, config.emulation, config.policy)
-    wanted = (start_dir, *(part.model_dump_json() for part in settings))
+    wanted = (start_dir, origin, *(part.model_dump_json() for part in settings))
     kept, _resident = _resident, None
     if kept is not None and kept[0] != wanted:
         kept[1].close()

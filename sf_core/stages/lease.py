@@ -57,7 +57,7 @@ def serve_lease(ref: RunRef, lease: Lease) -> str:
     )
     with (
         Timeline(run.directory, lease.worker, "rollout", lease.lease_id) as timeline,
-        engine_of(run.config, run.start_dir) as (engine, is_new),
+        engine_of(run.config, run.start_dir, run.origin) as (engine, is_new),
     ):
         switching.begin_rollout(is_first_start=is_new)
         key = dataplane_key()

@@ -18,6 +18,7 @@ from sf_core.engines.registry import follows_grammars
 from sf_core.environments.registry import source_of_tasks
 from sf_core.reports.view import RunView
 from sf_core.stages.derived import read_with_derived
+from sf_core.stages.stored_config import begins_anew
 from sf_core.surroundings import dataplane_key, dataplane_url, run_key
 from sf_core.types import WeightsRef
 from storage.attempts import Attempt
@@ -150,9 +151,16 @@ class OpenRun:
             weights_uri=weights.uri,
             done_groups=point.done_groups,
             attempt=self.ref.attempt,
+            origin=self.origin,
             key=run_key(),
         )
         return point
+
+    @property
+    def origin(self) -> str:
+        """Names version 0, so that nothing of an earlier one counts. Empty: it has no name."""
+        start = self.directory.read_manifest(None, "start")
+        return "" if start is None else str(start.data.get("origin", ""))
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +177,8 @@ def begin_attempt(config: RunConfig, *, evaluate_only: bool = False) -> RunRef:
     """Open or create the run directory for a new flow attempt; older attempts are fenced off from now on. An
     attempt that only evaluates does not change the stored configuration.
 
-    Raises ValueError if no data plane is named."""
+    Raises ValueError if no data plane is named, or an earlier attempt has just committed a batch of another
+    run."""
     url = config.dataplane.url or dataplane_url()
     if url is None:
         raise ValueError(
@@ -177,12 +186,14 @@ def begin_attempt(config: RunConfig, *, evaluate_only: bool = False) -> RunRef:
             "or start with `sf train`"
         )
     directory = RunDirectory(config.run_dir)
-    if not evaluate_only:
-        directory.write_config(config)
     attempt = Attempt(
         dataplane=_without_password(url), host=socket.gethostname(), evaluate_only=evaluate_only
     )
     number = directory.begin_attempt(attempt)
+    if not evaluate_only:
+        if begins_anew(config):
+            directory.begin_anew()
+        directory.write_config(config)
     return RunRef(directory.run_id, directory.uri, url, number, nonce=secrets.token_hex(8))
 
 

@@ -25,6 +25,7 @@ from sf_core.models.context import check_context
 from sf_core.stages.commit import Outcome, commit
 from sf_core.stages.derived import derive, values_of
 from sf_core.stages.run import OpenRun, RunRef
+from sf_core.stages.stored_config import has_started
 from sf_core.stages.warmstart import copy_warmed, warms_model
 from sf_core.surroundings import cache_dir
 from sf_core.training.demonstrations import check_demonstrations, demonstrations, encode
@@ -56,6 +57,7 @@ def start(ref: RunRef, *, warmed: bool = False, prompts: Sequence[str] = ()) -> 
         dtype = run.config.filled(derived).policy.dtype_name
         named = name_dtype(run.start_dir, dtype)
         data = {"source": source, "copied_s": copied_s, "parameters": parameters, "dtype": dtype}
+        data["origin"] = ref.nonce
         return Outcome(
             outputs=[copy for copy in copies if copy.uri != named.uri] + [named],
             data=data | ({"derived": derived} if derived else {}),
@@ -80,7 +82,7 @@ def check_start(config: RunConfig, *, by_a_worker: bool = False) -> None:
     by_a_worker: the folder may exist only on the worker that copies it; then the worker checks it."""
     kind = trainer_kind(config)
     length, runs_policy = config.engine.context_length, engine_kind(config).runs_policy
-    if config.run_id is None or RunDirectory(config.run_dir).read_manifest(None, "start") is None:
+    if not has_started(config):
         check_demonstrations(config)
     if config.policy.model is None:
         if runs_policy and length is not None and length > BUILT_IN_CONTEXT:
@@ -107,10 +109,8 @@ def folder_to_start_from(config: RunConfig, by_a_worker: bool) -> str | None:
     cannot be used."""
     assert config.policy.model is not None
     model = policy_folder(config.policy.model)
-    if config.run_id is not None:
-        run = RunDirectory(config.run_dir)
-        if run.read_manifest(None, "start") is not None and start_fault(run) is None:
-            return run.start_dir
+    if has_started(config) and start_fault(run := RunDirectory(config.run_dir)) is None:
+        return run.start_dir
     if by_a_worker and not Path(model).is_dir():
         return None
     check_model_folder(model)

@@ -30,8 +30,8 @@ ADDRESSES = ("cluster.scheduler", "dataplane.url")
 """Settings always taken from the caller, defaults included: the servers of the last attempt may be gone."""
 
 FIXED = ("seed", "policy", "environment", "train.critic", "evaluate.answers")
-"""Settings that cannot change, because the result would be another run. A critic is made with the trainer:
-only its own settings may change. An evaluation that has begun keeps its sessions."""
+"""Settings that cannot change once there is a batch, because the result would be another run. A critic is
+made with the trainer: only its own settings may change. An evaluation that has begun keeps its sessions."""
 
 DERIVED = (
     "rollout.max_tokens",
@@ -60,12 +60,57 @@ def read_stored_config(uri: str) -> RunConfig:
 
 def settled(config: RunConfig, tell: Callable[[str], None] = log.warning) -> RunConfig:
     """The configuration to train with: `config`, with what follows from its settings, or that of the existing
-    run that it names, with its changes.
+    run that it names, with its changes. A run that begins anew is configured like one that is not there.
 
-    Raises ValueError if they would make another run of it, or end it before a published version."""
-    if not exists(RunDirectory(config.run_dir).path("config.json")):
-        return config.filled(values_of(derive(config)))
-    return _merged(config, tell, _refuse_another_run)
+    Raises ValueError if they would make another run of one that has a batch, or end it before a published
+    version."""
+    if changed := begins_anew(config):
+        tell(f"run {config.run_id} has no batch yet and begins anew, with {', '.join(changed)}")
+    elif exists(RunDirectory(config.run_dir).path("config.json")):
+        return _merged(config, tell, _refuse_early_end)
+    return config.filled(values_of(derive(config)))
+
+
+def begins_anew(config: RunConfig) -> list[str]:
+    """What `config` changes, in words, if it makes another run of the existing run that it names. Raises
+    ValueError if that has a batch."""
+    changes, run = _changes_to_another(config), RunDirectory(config.run_dir)
+    for key, before, given in changes if has_batch(run) else ():
+        raise ValueError(
+            f"run {run.run_id} was started with {key} {_text(before)}, not {_text(given)}; "
+            f"choose another run_id, or leave {key} out"
+        )
+    return [f"{key} {_text(given)} (was {_text(before)})" for key, before, given in changes]
+
+
+def has_batch(run: RunDirectory) -> bool:
+    return run.read_manifest(0, "rollout") is not None
+
+
+def has_started(config: RunConfig) -> bool:
+    """Whether version 0 is there from which the run that `config` names goes on."""
+    if config.run_id is None:
+        return False
+    run = RunDirectory(config.run_dir)
+    is_there = run.read_manifest(None, "start") is not None
+    return is_there and (has_batch(run) or not _changes_to_another(config))
+
+
+def _changes_to_another(config: RunConfig) -> list[tuple[str, Any, Any]]:
+    """Settings that make another run of the existing one, each with its former and its new value."""
+    run = RunDirectory(config.run_dir)
+    if not exists(run.path("config.json")):
+        return []
+    return [
+        (key, before, given)
+        for key, before, given in differing(read_with_derived(run), config)
+        if not {key, key.split(".")[0]}.isdisjoint(FIXED)
+        if given != _default(key.split(".")) and not _stays_derived(key, config)
+    ]
+
+
+def _stays_derived(key: str, config: RunConfig) -> bool:
+    return key in DERIVED and config.leaves_open(key)
 
 
 def settled_to_measure(config: RunConfig, tell: Callable[[str], None] = log.warning) -> RunConfig:
@@ -84,7 +129,7 @@ def _merged(
     changed, kept = [], []
     for key, before, given in differing(stored, config):
         *sections, name = path = key.split(".")
-        if path[0] in PLACE or (key in DERIVED and config.leaves_open(key)):
+        if path[0] in PLACE or _stays_derived(key, config):
             continue
         if key in ADDRESSES or given != _default(path):
             check(run, key, before, given)
@@ -107,12 +152,7 @@ def _default(path: list[str]) -> Any:
     return here
 
 
-def _refuse_another_run(run: RunDirectory, key: str, before: Any, given: Any) -> None:
-    if key in FIXED or key.split(".")[0] in FIXED:
-        raise ValueError(
-            f"run {run.run_id} was started with {key} {_text(before)}, not {_text(given)}; "
-            f"choose another run_id, or leave {key} out"
-        )
+def _refuse_early_end(run: RunDirectory, key: str, before: Any, given: Any) -> None:
     # the newest version would be measured and named as another one
     if key == "train.iterations" and given < (published := RunView(run).progress().published):
         raise ValueError(

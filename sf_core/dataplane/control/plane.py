@@ -23,7 +23,7 @@ from sf_core.dataplane.options import DataplaneOptions
 from sf_core.dataplane.routing.connection import EngineConnection
 from sf_core.dataplane.runs.events import Published, Registered, Released
 from sf_core.dataplane.runs.external import ExternalSessions
-from sf_core.dataplane.runs.recovery import begin_attempt, open_run, read_past, reopen_run
+from sf_core.dataplane.runs.recovery import begin_anew, begin_attempt, open_run, read_past, reopen_run
 from sf_core.dataplane.runs.run import ServedRun
 from sf_core.dataplane.runs.sealing import Sealer
 from sf_core.dataplane.sessions.memory import Memory
@@ -79,9 +79,11 @@ class DataPlane:
             if (run := self.runs.get(spec.run_id)) is None:
                 run = await self._open(spec)
             else:
-                if begin_attempt(run, spec, await read_past(run, spec)):
+                if run.spec.origin != spec.origin:
+                    run = await self._begin_anew(run, spec)
+                elif begin_attempt(run, spec, await read_past(run, spec)):
                     self.sealers[spec.run_id].forget()
-                await run.journal.attend(run.journal.append(Registered(spec)))
+                await run.journal.attend(run.journal.append(Registered(run.spec)))
                 stale = [link for link in run.router.links if link.attempt < spec.attempt]
                 self._take_away(stale, run, "superseded by a later attempt of the flow")
             if self._open_runs is not None:
@@ -98,6 +100,16 @@ class DataPlane:
             raise
         self._serve(run)
         return run
+
+    async def _begin_anew(self, run: ServedRun, spec: RunSpec) -> ServedRun:
+        if spec.attempt < run.spec.attempt:
+            raise ApiError.superseded(spec.run_id, spec.attempt)
+        run.release()
+        self._take_away(list(run.router.links), run, "the run begins anew")
+        await self.stores[spec.run_id].close()
+        fresh = await begin_anew(run, spec)
+        self._serve(fresh)
+        return fresh
 
     def _serve(self, run: ServedRun) -> None:
         self.runs[run.spec.run_id] = run

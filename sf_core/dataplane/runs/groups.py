@@ -36,6 +36,8 @@ class Group:
     size: int
     is_outside: bool = False
     """Whether agents outside work on it. Its sessions are not retried: nobody would take them."""
+    first_attempt: int = 0
+    """Number of the first attempt at each of its sessions."""
     members: list[Member] = field(init=False)
     num_done: int = field(default=0, init=False)
     """Members that are done; cached, like `min_version`, because a batch may look at 100,000 groups."""
@@ -43,7 +45,7 @@ class Group:
     """Oldest policy version of any token; None before the first token."""
 
     def __post_init__(self) -> None:
-        self.members = [Member() for _ in range(self.size)]
+        self.members = [Member(attempt=self.first_attempt - 1) for _ in range(self.size)]
 
     def claims(self, is_outside: bool = False) -> Iterator[Claim]:
         """Give out open members, to runners or to agents outside, in order, as far as the caller iterates."""

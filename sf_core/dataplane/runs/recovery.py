@@ -24,14 +24,40 @@ async def open_run(spec: RunSpec, journal: Journal, grace_s: float, memory: Memo
     run = await reopen_run(journal, grace_s, memory)
     if run is None:
         run = ServedRun(spec, await read_renderer(spec.model_dir), journal, grace_s, memory)
+    elif run.spec.origin != spec.origin:
+        run = await begin_anew(run, spec)
     else:
         begin_attempt(run, spec, await read_past(run, spec))
     try:
-        await journal.append(Registered(spec))
+        await journal.append(Registered(run.spec))
     except ApiError:
         run.leave_memory()
         raise
     return run
+
+
+async def begin_anew(run: ServedRun, spec: RunSpec) -> ServedRun:
+    """Open a run whose version 0 was made again, in place of `run`, which must be released. Raises ApiError
+    if it cannot be opened."""
+    first = run.spec.first_attempt
+    async with aclosing(run.journal.replay(read_event)) as events:
+        async for event in events:
+            if isinstance(event, Opened):
+                claims = [opened.claim for opened in event.facts if opened.claim is not None]
+                first = max([first, *(claim.attempt + 1 for claim in claims)])
+    # an agent that is still at work has the name of its session, which must not be given to another one
+    return await _replaced(run, spec.model_copy(update={"first_attempt": first}))
+
+
+async def _replaced(run: ServedRun, spec: RunSpec) -> ServedRun:
+    """A run that takes over what agents outside have finished, because it is still to be stored, and nothing
+    else."""
+    fresh = ServedRun(spec, await read_renderer(spec.model_dir), run.journal, run.grace_s, run.memory)
+    opened = list(run.results.opened.values())
+    run.leave_memory()
+    for result in opened:
+        fresh.results.keep_opened(result)
+    return fresh
 
 
 async def reopen_run(journal: Journal, grace_s: float, memory: Memory) -> ServedRun | None:
@@ -44,6 +70,8 @@ async def reopen_run(journal: Journal, grace_s: float, memory: Memory) -> Served
                 spec = event.spec
                 if run is None:
                     run = ServedRun(spec, await read_renderer(spec.model_dir), journal, grace_s, memory)
+                elif run.spec.origin != spec.origin:
+                    run = await _replaced(run, spec)
                 else:
                     begin_attempt(run, spec, await read_past(run, spec, num_applied))
             elif run is None:
@@ -59,7 +87,7 @@ async def reopen_run(journal: Journal, grace_s: float, memory: Memory) -> Served
 async def read_past(run: ServedRun, spec: RunSpec, num_events: int | None = None) -> list[RunEvent]:
     """Results, rejections and claims in the first `num_events` events of the journal (None: in all), if this
     registration makes the run start over; nothing if the run goes on."""
-    past: list[RunEvent] = []
+    past, is_ours = list[RunEvent](), True
     if run.knows_batch(spec.iteration) or spec.attempt < run.spec.attempt:
         return past
     async with aclosing(run.journal.replay(read_event)) as events:
@@ -68,6 +96,10 @@ async def read_past(run: ServedRun, spec: RunSpec, num_events: int | None = None
                 break
             num_events = None if num_events is None else num_events - 1
             match event:
+                case Registered(registered):
+                    is_ours = registered.origin == spec.origin
+                case _ if not is_ours:
+                    pass
                 case Rejected() | Opened():
                     past.append(event)
                 case Finished(result) if result.claim is not None and result.claim.place.split == "train":
@@ -79,7 +111,7 @@ async def read_past(run: ServedRun, spec: RunSpec, num_events: int | None = None
 def begin_attempt(run: ServedRun, spec: RunSpec, past: list[RunEvent]) -> bool:
     """Begin an attempt of the flow. True if the run starts over from the progress that `spec` states: then
     only `past` is taken over from the journal."""
-    run.begin_attempt(spec)
+    run.begin_attempt(spec.model_copy(update={"first_attempt": run.spec.first_attempt}))
     if run.knows_batch(spec.iteration):
         return False
     run.forget_progress()

@@ -57,10 +57,13 @@ class RolloutManager:
         next_batch: int = 0,
         version: int = 0,
         done_groups: Iterable[int] = (),
+        first_attempt: int = 0,
     ) -> None:
+        """Claims whose attempt is lower than `first_attempt` do not count."""
         self.set_rules(rules, lag_bound, num_batches)
         self.next_batch = next_batch
         self.version = version
+        self.first_attempt = first_attempt
         self.groups: dict[int, Group] = {}
         """Accepted or in flight, in index order."""
         self.rejected: dict[int, str] = {}
@@ -203,7 +206,7 @@ class RolloutManager:
 
     def start_evaluation(self, version: int, num_tasks: int) -> None:
         if version not in self.evaluations:
-            self.evaluations[version] = Group("holdout", version, num_tasks)
+            self.evaluations[version] = Group("holdout", version, num_tasks, first_attempt=self.first_attempt)
 
     def restore_attempt(self, claim: Claim) -> None:
         """Note that a session was given out before a restart, so that its attempt number is not reused."""
@@ -235,8 +238,10 @@ class RolloutManager:
 
     def is_done(self, claim: Claim) -> bool:
         """Whether a batch or an evaluation that is not written yet needs the session's result."""
-        group = self._group(claim)
-        return group is not None and group.members[claim.place.member].progress is Progress.DONE
+        if (group := self._group(claim)) is None:
+            return False
+        member = group.members[claim.place.member]
+        return member.progress is Progress.DONE and member.attempt == claim.attempt
 
     def done_before(self, batch: int) -> list[int]:
         """Groups consumed or rejected before this batch, which is the last sealed one or the next."""
@@ -258,6 +263,8 @@ class RolloutManager:
             self._reject([index], reason)
 
     def _restored_group(self, claim: Claim) -> Group | None:
+        if claim.attempt < self.first_attempt:
+            return None
         if claim.place.split == "train":
             self._admit_up_to(claim.place.group)
         return self._group(claim)
@@ -319,7 +326,7 @@ class RolloutManager:
 
     def _new_group(self, index: int, size: int, is_outside: bool) -> Group:
         self.largest_group = max(self.largest_group, size)
-        return Group("train", index, size, is_outside)
+        return Group("train", index, size, is_outside, self.first_attempt)
 
     def _admit_up_to(self, index: int) -> None:
         while self._next_group <= index:

@@ -140,6 +140,7 @@ class ServedRun(TurnHost):
             next_batch=spec.iteration,
             version=spec.version,
             done_groups=spec.done_groups,
+            first_attempt=spec.first_attempt,
         )
 
     # --- runners and their sessions

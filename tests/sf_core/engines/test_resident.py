@@ -24,7 +24,8 @@ def test_an_engine_stays_until_a_run_with_other_settings_wants_one() -> None:
         first.rest()
     with engine_of(config(), "start") as (kept, is_new):
         assert (kept is first, is_new) == (True, False)
-    for other in ((config(max_running=4), "start"), (config(max_running=4), "another")):
+    slow = config(max_running=4)
+    for other in ((slow, "start"), (slow, "another"), (slow, "another", "made again")):
         with engine_of(*other) as (engine, is_new):
             assert is_new and engine is not first
 

@@ -52,6 +52,28 @@ def test_an_attempt_that_only_evaluates_leaves_the_configuration(tmp_path: Path)
     assert directory.read_config(RunConfig) == config
 
 
+def test_an_attempt_at_another_run_leaves_nothing_of_one_without_a_batch(tmp_path: Path) -> None:
+    config = configured(tmp_path)
+    run = RunDirectory(begin_attempt(config).uri)
+    commit(run, None, "start", data={"origin": "first"})
+    commit(run, 0, "evaluate")
+    kept = [run.path("logs", "flow.log"), run.path("opened", "iteration=0", "a.parquet")]
+    for uri in (*kept, run.path("start", "a"), run.path("evaluations", "a"), run.metrics_file("devices", 0)):
+        files.write_atomic(uri, b"a")
+    same = begin_attempt(config)
+    assert OpenRun(same).origin == "first" and not OpenRun(same).evaluation_due(0)
+    ref = begin_attempt(config.model_copy(update={"seed": 8}))
+    assert (OpenRun(ref).origin, OpenRun(ref).config.seed, ref.attempt) == ("", 8, 3)
+    assert OpenRun(ref).evaluation_due(0) and run.read_manifest(None, "start") is None
+    left = sorted(path.name for path in Path(run.uri).iterdir())
+    assert left == ["attempts", "config.json", "logs", "opened"]
+    # an attempt that had looked before this batch was there
+    commit(run, 0, "rollout", attempt=ref.attempt)
+    with pytest.raises(ValueError, match="r was started with seed 8, not 9; choose another run_id"):
+        begin_attempt(config.model_copy(update={"seed": 9}))
+    assert run.read_config(RunConfig).seed == 8
+
+
 def test_deadlines_of_workers_grow_with_the_time_that_copying_the_policy_took(tmp_path: Path) -> None:
     small, config = configured(tmp_path / "small"), configured(tmp_path / "large")
     run = begin_attempt(small)

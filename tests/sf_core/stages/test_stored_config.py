@@ -13,11 +13,11 @@ from sf_core.config.validation import validate_config
 from sf_core.recipes.losses import Cispo
 from sf_core.reports.view import failures_of
 from sf_core.stages.run import OpenRun, RunRef
-from sf_core.stages.stored_config import read_stored_config, settled, settled_to_measure
+from sf_core.stages.stored_config import has_started, read_stored_config, settled, settled_to_measure
 from sf_core.training.stored_steps import stored_settings
 from storage.attempts import Attempt
 from storage.run_directory import RunDirectory
-from tests.sf_core.runs import pretend
+from tests.sf_core.runs import commit, pretend
 
 KEPT = Path(__file__).parents[2] / "data" / "runs" / "old"
 
@@ -130,13 +130,38 @@ def test_a_form_that_sends_every_default_goes_on_with_what_is_stored(
         ({"environment": {"reward": "a:c"}}, "environment.reward 'a:b', not 'a:c';"),
     ],
 )
-def test_a_run_does_not_go_on_with_another_policy_seed_or_environment(
+def test_a_run_with_a_batch_does_not_go_on_with_another_policy_seed_or_environment(
     tmp_path: Path, stored: RunConfig, change: dict[str, Any], sentence: str
 ) -> None:
+    commit(RunDirectory(stored.run_dir), 0, "rollout")
     with pytest.raises(ValueError) as refused:
         said(configured(tmp_path, **change))
     assert f"run r was started with {sentence}" in str(refused.value)
     assert "choose another run_id, or leave " in str(refused.value)
+
+
+def test_a_run_without_a_batch_begins_anew_as_the_caller_says(tmp_path: Path, stored: RunConfig) -> None:
+    commit(RunDirectory(stored.run_dir), 0, "evaluate")
+    asked = configured(tmp_path, environment={"reward": "a:c"}, policy={"hidden_size": 32})
+    begun, lines = said(asked)
+    # what the caller leaves out is as in a new run too: seed, iterations, workers
+    assert begun == said(asked.model_copy(update={"run_id": "new"}))[0].model_copy(update={"run_id": "r"})
+    assert lines == [
+        "run r has no batch yet and begins anew, with policy.hidden_size 32 (was 64), "
+        "environment.reward 'a:c' (was 'a:b')"
+    ]
+    assert said(begun)[0] == begun, "the flow settles it again"
+    # other changes make no other run of it
+    assert said(configured(tmp_path, train={"iterations": 120}))[0].seed == 7
+
+
+def test_a_run_has_started_unless_it_begins_anew(tmp_path: Path, stored: RunConfig) -> None:
+    other = configured(tmp_path, seed=8)
+    assert not has_started(stored) and not has_started(other)
+    commit(RunDirectory(stored.run_dir), None, "start")
+    assert has_started(stored) and not has_started(other)
+    commit(RunDirectory(stored.run_dir), 0, "rollout")
+    assert has_started(other), "it is refused where it would go on"
 
 
 def test_a_run_may_end_earlier_but_not_before_what_is_published(tmp_path: Path, stored: RunConfig) -> None:
@@ -189,6 +214,7 @@ def test_another_formula_is_taken_as_a_whole(tmp_path: Path, stored: RunConfig) 
 
 def test_a_critic_is_neither_added_nor_taken_away(tmp_path: Path, stored: RunConfig) -> None:
     ppo = {"advantage": "gae", "critic": {}}
+    commit(RunDirectory(stored.run_dir), 0, "rollout")
     with pytest.raises(ValueError, match=r"^run r was started with train\.critic none, not learning_rate="):
         settled(configured(tmp_path, train=ppo))
     other = {"run_id": "ppo", "storage": {"root": str(tmp_path)}, "train": ppo}

@@ -13,15 +13,17 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from sf_core.dataplane.bodies import ClaimBody, FinishBody, RunSpec
+from sf_core.dataplane.bodies import ClaimBody, FinishBody, RunSpec, SessionBody
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.control.plane import DataPlane
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.options import DataplaneOptions
 from sf_core.dataplane.routing.connection import EngineConnection
 from sf_core.dataplane.runs.effects import compaction
+from sf_core.dataplane.runs.events import Finished
 from sf_core.dataplane.runs.groups import Group
 from sf_core.dataplane.runs.run import ServedRun
+from sf_core.dataplane.sessions.finished import FinishedSession
 from sf_core.dataplane.sessions.session import Session
 from sf_core.types import WeightsRef
 from tests.properties import examples
@@ -128,6 +130,10 @@ class Driver:
         await self.plane.release(self.run)
         await self.begin_attempt()
 
+    async def begin_anew(self) -> None:
+        at, progress = self.spec["attempt"] + 1, {"iteration": 0, "version": 0, "done_groups": []}
+        await self.register(attempt=at, origin=f"made by {at}", **progress)
+
     @property
     def version(self) -> int:
         return self.run.router.weights.version
@@ -156,12 +162,14 @@ def members(group: Group) -> list[Any]:
 @settings(max_examples=examples(50), deadline=None)
 @given(
     operations=st.lists(
-        st.sampled_from([*OPERATIONS, "restart", "begin_attempt", "go_on_after_release"]), max_size=40
+        st.sampled_from([*OPERATIONS, "restart", "begin_attempt", "go_on_after_release", "begin_anew"]),
+        max_size=40,
     )
 )
 @example(operations=["play", "go_on_after_release", *["play"] * 4, "seal"])
 @example(operations=["play", "begin_attempt", *["play"] * 4, "seal", "claim", "lose"])
 @example(operations=["claim", "go_on_while_it_is_compacted_twice"])
+@example(operations=["evaluate", "play", "begin_anew", "evaluate", "play", "begin_attempt", "claim"])
 @example(operations=["pause", "pause_engine", *["play"] * 4, "seal", "restart", "resume"])
 @example(operations=["play", "claim", "finish", "go_on_after_release", "claim", "play", "seal"])
 def test_a_run_opened_from_its_journal_is_the_run_that_wrote_it(
@@ -201,6 +209,46 @@ def test_a_run_that_starts_over_finds_its_results_also_when_that_is_replayed(
             assert [len(result.trajectories) for result in results.values()] == [1] * num_kept
             held = [*results.values(), *driver.run.sessions.values()]
             assert driver.plane.memory.num_bytes == sum(item.num_bytes for item in held)
+        await driver.plane.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("restarts", ["never", "before", "after"])
+def test_nothing_that_a_run_did_before_it_began_anew_counts(
+    tmp_path: Path, model_dir: str, renderer: Renderer, restarts: str
+) -> None:
+    """Another version 0, tasks or seed: groups and evaluations begin again, under names that no agent has."""
+
+    async def scenario() -> None:
+        driver = Driver(tmp_path, model_dir, renderer)
+        await driver.register(group_size=2, groups_per_batch=1, gate="all", origin="first")
+        await driver.run.start_evaluation(0, 1)
+        earlier = driver.run
+        [held_out, done, open_one], _ = await earlier.claim(ClaimBody(runner="a", max=3))
+        for session in (held_out, done):
+            await earlier.finish(session, FinishBody(status="finished", reward=1.0))
+        outside = await earlier.open_for(SessionBody(run_id="run"))
+        sample(outside, renderer, [user("hi")], say(renderer, "x"), version=0)
+        await earlier.finish(outside, FinishBody(status="finished", reward=1.0))
+        if restarts == "before":
+            await driver.restart()
+        await driver.register(attempt=2, origin="second")
+        run = driver.run
+        with pytest.raises(ApiError, match="superseded"):
+            await driver.register(attempt=1)
+        # an end that the journal takes late
+        late = FinishedSession(open_one.session_id, open_one.claim, 1.0, "", None, None, [])
+        await run.record(Finished(late))
+        if restarts == "after":
+            await driver.restart()
+            run = driver.run
+        assert (run.results.by_place, [*run.results.opened]) == ({}, [outside.session_id])
+        assert (run.manager.groups, run.manager.evaluations, run.sessions) == ({}, {}, {})
+        await run.start_evaluation(0, 1)
+        sessions, _ = await run.claim(ClaimBody(runner="b", max=3))
+        assert [one.session_id for one in sessions] == ["run.e0.0.a1", "run.g0.0.a1", "run.g0.1.a1"]
+        assert [one.claim.draw for one in sessions if one.claim] == [0, 0, 0]
         await driver.plane.close()
 
     asyncio.run(scenario())
