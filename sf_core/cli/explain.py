@@ -9,8 +9,8 @@ from rich.text import Text
 from sf_core.config import RunConfig
 from sf_core.scheduling.cluster import find_workers, held_by_others, scheduler_of, workers_here
 from sf_core.scheduling.plan import Plan, Worker, able_to_train, make_plan, priority_of, training_order
-from sf_core.stages.first_tasks import foreseen
-from sf_core.stages.sizes import check_memory, explain_sizes
+from sf_core.stages.settling.first_tasks import foreseen
+from sf_core.stages.settling.sizes import check_memory, explain_sizes
 from sf_core.stages.start import folder_to_start_from
 from sf_core.training.policy_folder import describe_policy
 

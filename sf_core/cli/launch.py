@@ -35,8 +35,8 @@ from sf_core.scheduling.cluster import await_plan, find_workers, scheduler_of, w
 from sf_core.scheduling.plan import make_plan
 from sf_core.stages.evaluate import open_evaluation
 from sf_core.stages.run import new_run_id
-from sf_core.stages.sizes import check_memory, explain_sizes
-from sf_core.stages.stored_config import settled
+from sf_core.stages.settling.sizes import check_memory, explain_sizes
+from sf_core.stages.settling.stored_config import settled
 from sf_core.surroundings import (
     CACHE_DIR,
     PREFECT_HOME,

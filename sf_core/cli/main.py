@@ -313,7 +313,7 @@ def plan(
 ) -> None:
     """Show what would run where and why, without starting anything."""
     from sf_core.cli.explain import explain_plan
-    from sf_core.stages.first_tasks import check_held_out
+    from sf_core.stages.settling.first_tasks import check_held_out
 
     settings = _config(config, overrides)
     try:
@@ -331,7 +331,7 @@ def _config(files: Sequence[Path], overrides: list[str] | None) -> RunConfig:
 
 
 def _stored_config(run: str, overrides: list[str] | None = None) -> RunConfig:
-    from sf_core.stages.stored_config import read_stored_config
+    from sf_core.stages.settling.stored_config import read_stored_config
 
     try:
         config = override_config(read_stored_config(run), overrides, run)

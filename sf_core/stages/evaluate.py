@@ -17,7 +17,7 @@ from sf_core.reports.states import await_restarts, check_idle
 from sf_core.reports.view import RunView
 from sf_core.stages.commit import Outcome, commits_once
 from sf_core.stages.run import OpenRun
-from sf_core.stages.stored_config import read_stored_config, settled_to_measure
+from sf_core.stages.settling.stored_config import read_stored_config, settled_to_measure
 from storage.files import FileRef, copy_folder, list_files, remove
 from storage.manifests import Manifest
 from storage.metrics import write_metrics

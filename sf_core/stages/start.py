@@ -23,9 +23,9 @@ from sf_core.environments.registry import environment_of
 from sf_core.models.cache_size import built_in_shape
 from sf_core.models.context import check_context
 from sf_core.stages.commit import Outcome, commit
-from sf_core.stages.derived import derive, values_of
 from sf_core.stages.run import OpenRun, RunRef
-from sf_core.stages.stored_config import has_started
+from sf_core.stages.settling.derived import derive, values_of
+from sf_core.stages.settling.stored_config import has_started
 from sf_core.stages.warmstart import copy_warmed, warms_model
 from sf_core.surroundings import cache_dir
 from sf_core.training.demonstrations import check_demonstrations, demonstrations, encode

@@ -20,7 +20,7 @@ from sf_core.cli.stack.supervisor import Supervisor
 from sf_core.config import RunConfig, WorkerConfig
 from sf_core.config.validation import validate_config
 from sf_core.scheduling.timeline import Span, read_spans
-from sf_core.stages.stored_config import read_stored_config
+from sf_core.stages.settling.stored_config import read_stored_config
 from storage.run_directory import RunDirectory
 from tests.e2e.nannies import worker_of
 from tests.e2e.postgresql import postgresql

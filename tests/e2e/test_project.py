@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sf_core.stages.stored_config import read_stored_config
+from sf_core.stages.settling.stored_config import read_stored_config
 from tests.e2e.invariants import check_result
 from tests.e2e.quickstart import options, sf
 

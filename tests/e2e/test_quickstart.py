@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from sf_core.config import RunConfig
 from sf_core.environments.quickstart import TOOLS
-from sf_core.stages.stored_config import read_stored_config
+from sf_core.stages.settling.stored_config import read_stored_config
 from storage.run_directory import RunDirectory
 from tests.e2e.conftest import Cluster, holders, overlap_s, spans
 from tests.e2e.invariants import check_nothing_lost, check_result, manifests, trajectories

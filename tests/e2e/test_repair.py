@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sf_core.stages.stored_config import read_stored_config
+from sf_core.stages.settling.stored_config import read_stored_config
 from tests.e2e.conftest import ROOT, Cluster
 from tests.e2e.invariants import check_nothing_lost, check_result, trajectories
 from tests.e2e.quickstart import options, sf

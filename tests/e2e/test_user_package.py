@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from sf_core.stages.stored_config import read_stored_config
+from sf_core.stages.settling.stored_config import read_stored_config
 from tests.e2e.conftest import ROOT, Cluster
 from tests.e2e.invariants import check_result, manifests
 from tests.e2e.quickstart import options, sf

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from sf_core.config import RunConfig
 from sf_core.reports.view import RunView, open_run
-from sf_core.stages.derived import derive, values_of
 from sf_core.stages.run import OpenRun, RunRef
-from sf_core.stages.sizes import Sizes
+from sf_core.stages.settling.derived import derive, values_of
+from sf_core.stages.settling.sizes import Sizes
 from sf_core.stages.start import name_dtype, warm_folder
 from sf_core.training.policy_folder import check_model_folder, policy_folder
 from sf_core.training.registry import trainer_kind

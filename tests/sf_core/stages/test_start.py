@@ -22,7 +22,7 @@ from sf_core.models.cache_size import cache_bytes
 from sf_core.scheduling.plan import Worker
 from sf_core.stages.finish import export_policy
 from sf_core.stages.run import OpenRun, RunRef
-from sf_core.stages.sizes import check_memory
+from sf_core.stages.settling.sizes import check_memory
 from sf_core.stages.start import _recipe_files, check_start, start
 from sf_core.training.warmstart import warmstart
 from storage import files

@@ -13,13 +13,13 @@ from sf_core.config.validation import validate_config
 from sf_core.recipes.losses import Cispo
 from sf_core.reports.view import failures_of
 from sf_core.stages.run import OpenRun, RunRef
-from sf_core.stages.stored_config import has_started, read_stored_config, settled, settled_to_measure
+from sf_core.stages.settling.stored_config import has_started, read_stored_config, settled, settled_to_measure
 from sf_core.training.stored_steps import stored_settings
 from storage.attempts import Attempt
 from storage.run_directory import RunDirectory
 from tests.sf_core.runs import commit, pretend
 
-KEPT = Path(__file__).parents[2] / "data" / "runs" / "old"
+KEPT = Path(__file__).parents[3] / "data" / "runs" / "old"
 
 STORED = {
     "seed": 7,

@@ -17,7 +17,7 @@ from sf_core.config.validation import validate_config
 from sf_core.config.yaml_file import differing
 from sf_core.reports.view import RunView
 from sf_core.settings import shown
-from sf_core.stages.derived import derive, read_with_derived, values_of
+from sf_core.stages.settling.derived import derive, read_with_derived, values_of
 from storage.files import exists
 from storage.run_directory import RunDirectory
 

@@ -19,11 +19,11 @@ from sf_core.environments.registry import tasks_of
 from sf_core.models import projections
 from sf_core.models.builtin import make_policy
 from sf_core.settings import Settings
-from sf_core.stages.derived import NUM_PROMPTS, derive, first_prompts, read_with_derived, values_of
 from sf_core.stages.run import OpenRun, RunRef
-from sf_core.stages.sizes import explain_sizes
+from sf_core.stages.settling.derived import NUM_PROMPTS, derive, first_prompts, read_with_derived, values_of
+from sf_core.stages.settling.sizes import explain_sizes
+from sf_core.stages.settling.stored_config import read_stored_config, settled
 from sf_core.stages.start import start
-from sf_core.stages.stored_config import read_stored_config, settled
 from sf_core.types import Task
 from storage.run_directory import RunDirectory
 from tests.sf_core.runs import commit
