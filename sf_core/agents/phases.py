@@ -27,7 +27,7 @@ Phase = Literal["tasks", "prepare", "agent", "reward"]
 Prepare = Callable[[Task], AbstractAsyncContextManager[Any]]
 
 
-_COROUTINE = "a coroutine: `await` what it calls, or define it with `async def`"
+_COROUTINE = "a coroutine: `await` it in an `async def`"
 
 
 class LateError(Exception):

@@ -35,6 +35,7 @@ from sf_core.scheduling.cluster import await_plan, find_workers, scheduler_of, w
 from sf_core.scheduling.plan import make_plan
 from sf_core.stages.evaluate import open_evaluation
 from sf_core.stages.run import new_run_id
+from sf_core.stages.settling.first_tasks import check_held_out
 from sf_core.stages.settling.sizes import check_memory, explain_sizes
 from sf_core.stages.settling.stored_config import settled
 from sf_core.surroundings import (
@@ -95,6 +96,7 @@ def launch(flow: str, config: RunConfig, console: Console, *, says_result: bool 
         else:
             make_plan(find_workers(config), config)
         check_memory(config, find_workers(config))
+        check_held_out(config)
         sizes = explain_sizes(config) if flow == "train" else {}
     except ValueError as error:
         raise LaunchError(str(error)) from None
@@ -163,6 +165,8 @@ def _run(
         if dataplane is None:
             ended.callback(_note_end, config, services.dataplane)
         progress.note(f"watch it at {services.api.removesuffix('/api')}")
+        if config.rollout.outside_groups:
+            progress.note(f"agents outside find the data plane at {services.dataplane}")
         file = local / "flow.json"
         file.write_text(config.model_dump_json())
         # addresses are not in the stored configuration: the next attempt may have others

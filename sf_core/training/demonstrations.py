@@ -70,7 +70,7 @@ def check_demonstrations(config: RunConfig) -> None:
             if value is not None and value >= least:
                 raise ValueError(
                     f"policy.warmstart.{name} {value:g} is for the built-in policy and would ruin a model: "
-                    "leave it out, or set policy.warmstart to null"
+                    "leave it out, set policy.warmstart to null, or name a policy.model"
                 )
     if warm.demonstrations is None and not environment_of(config.environment).has_demonstrations:
         raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,8 @@ def _missing(model: str) -> str:
         return f"is a GGUF file: `sf model {model} DIR` makes a folder of it"
     if model in PUBLISHED:
         return f"is not on this machine yet: `sf model {model}` fetches it"
+    if not Path(model).exists() and os.path.isabs(model):
+        return "does not exist; `sf model smollm2` makes a small one, named smollm2"
     if Path(model).exists() or not re.fullmatch(r"\w[\w.-]*/[\w.-]+", model):
         return "is not a Hugging Face model folder (no config.json)"
     folder = model.partition("/")[2]

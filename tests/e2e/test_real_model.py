@@ -27,7 +27,10 @@ def test_a_pretrained_model_is_fetched_trained_and_compared(cluster: Cluster, tm
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Apache-2.0" in done.stdout and "135 million parameters, 8192 positions" in done.stdout
     done = sf(tmp_path, "plan", "smollm2")
-    assert "shows no tools" in done.stdout and "of which the newest 2 and every 10th stay" in done.stdout
+    assert (
+        "shows no tools" in done.stdout
+        and "of which the newest 2, every 10th and those that are evaluated stay" in done.stdout
+    )
     # by its path: the workers of this stack have a cache of their own
     model = options(policy__model=tmp_path / "cache" / "models" / "smollm2")
     done = sf(tmp_path, "train", "smollm2", *SMALL, *model, on=cluster.services, quiet_s=900)

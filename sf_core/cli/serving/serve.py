@@ -11,6 +11,7 @@ from pathlib import Path
 import orjson
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from sf_core.cli.runs import named_run
 from sf_core.cli.serving.local_plane import local_plane
 from sf_core.cli.serving.policy import Policy, stored_policy
 from sf_core.config import RolloutConfig
@@ -29,7 +30,7 @@ def find_policy(place: str, engine: str) -> Policy:
     if uri and not version.isdecimal():
         uri = ""  # the @ is part of the name
     kind = "torch" if engine == "builtin" else engine
-    return stored_policy(uri or place, int(version) if uri else None, kind)
+    return stored_policy(named_run(uri or place), int(version) if uri else None, kind)
 
 
 def choose_key(host: str, key: str | None) -> str:

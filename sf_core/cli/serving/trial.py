@@ -25,6 +25,7 @@ from sf_core.cli.serving.mistakes import PhaseError
 from sf_core.cli.serving.policy import in_this_process, policy_to_try
 from sf_core.config import RolloutConfig, RunConfig
 from sf_core.environments.registry import agent_of, prepare_of, reward_of, tasks_of
+from sf_core.stages.settling.first_tasks import check_task
 from sf_core.types import Endpoint, Task
 
 NAME = "try"
@@ -66,7 +67,7 @@ def try_one(
     config: RunConfig, split: str, index: int, elsewhere: Elsewhere | None, console: Console
 ) -> float:
     """Run the agent on a task and print what happens; returns the reward. Raises PhaseError if the user's
-    code fails, ValueError if there is nothing to serve or the endpoint does not answer."""
+    code fails, ValueError if its tasks change, there is nothing to serve or the endpoint does not answer."""
     printer = Printer(console)
     task = _task(config, split, index)
     printer.say(f"task {task.task_id} of {task.environment}", task.prompt)
@@ -86,6 +87,7 @@ def _task(config: RunConfig, split: str, index: int) -> Task:
             raise TypeError(f"tasks gave {type(task).__name__}, not a Task")
     except (Exception, SystemExit) as error:
         raise PhaseError(f"tasks({split!r}, {index})", error, tasks) from error
+    check_task(config, split, index, "environment.tasks")
     return task
 
 
@@ -189,7 +191,7 @@ def _with_policy(config: RunConfig, task: Task, printer: Printer) -> Iterator[_S
     with tempfile.TemporaryDirectory(prefix="sf-try-") as folder:
         policy = policy_to_try(in_this_process(config), Path(folder))
         printer.say("policy", policy.about)
-        rollout, run_dir = config.rollout.model_copy(update=alone), f"{folder}/{NAME}"
+        rollout, run_dir = policy.config.rollout.model_copy(update=alone), f"{folder}/{NAME}"
         with local_plane(policy, name=NAME, run_dir=run_dir, rollout=rollout, key="try-alone") as plane:
             yield from _session(plane, task, printer)
 

@@ -19,7 +19,7 @@ def batch_status(run: ServedRun, batch: int) -> dict[str, Any]:
 
 def evaluation_status(run: ServedRun, version: int, group: Group) -> dict[str, Any]:
     missing = group.size - group.num_done
-    sessions = f"{missing} of {group.size} held-out sessions" if missing else ""
+    sessions = f"{missing} of {group.size} held-out sessions are left" if missing else ""
     return {
         "done": not missing,
         "finished": group.num_done,

@@ -30,7 +30,9 @@ class Lookup(Generic[Host]):
             newest_first = reversed(self._runs.values())
             serving = [run for run in newest_first if run.spec.served_model == model and caller.may_use(run)]
             if not serving:
-                raise no_model(model, " now; `sf serve RUN` serves the policy of a run that has ended")
+                served = sorted({run.spec.served_model for run in self._runs.values() if caller.may_use(run)})
+                others = f"; {', '.join(served)} does" if served else ""
+                raise no_model(model, others or "; `sf serve RUN` serves the policy of a run that has ended")
             run = min(serving, key=lambda run: run.released)
             if run.released:
                 raise run.refusal()

@@ -45,12 +45,14 @@ def check_held_out(config: RunConfig) -> None:
     because a missing one would count as one that earned nothing, or if a task that is requested twice
     changes. Only the last held-out one and the first ones of training are requested."""
     last, first = config.evaluate.num_tasks - 1, first_index(config.seed)
-    _check_task(config, "holdout", last, f"evaluate.num_tasks {last + 1}")
+    check_task(config, "holdout", last, f"evaluate.num_tasks {last + 1}")
     for index in (first, first + 1):
-        _check_task(config, "train", index, "environment.tasks")
+        check_task(config, "train", index, "environment.tasks")
 
 
-def _check_task(config: RunConfig, split: str, index: int, setting: str) -> None:
+def check_task(config: RunConfig, split: str, index: int, setting: str) -> None:
+    """Raises ValueError with one sentence, which begins with `setting`, if a task cannot be made or changes
+    when it is requested again."""
     tasks, environment = tasks_of(config.environment), config.environment
     try:
         one, other = tasks(split, index), tasks(split, index)

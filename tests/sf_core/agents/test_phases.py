@@ -167,8 +167,7 @@ def scores_nothing(task: Task, answer: Any) -> None:
         (
             {"agent": never_awaited},
             "agent_error",
-            f"TypeError: the agent {called(never_awaited)} returned a coroutine: `await` what it calls, or "
-            "define it with `async def`",
+            f"TypeError: the agent {called(never_awaited)} returned a coroutine: `await` it in an `async def`",
         ),
         (
             {"agent": ask, "reward": scores_nothing},

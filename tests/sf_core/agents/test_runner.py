@@ -60,7 +60,7 @@ async def forgotten() -> float:
         ({"a": 1.0, "b": float("inf")}, "inf as 'b', no finite number"),
         ({"a": 1.0, "b": None}, "None as 'b', no finite number"),
         (Scored(1.0, {"a": float("nan")}), "nan for 'a', no finite number"),
-        (forgotten(), "a coroutine: `await` what it calls, or define it with `async def`"),
+        (forgotten(), "a coroutine: `await` it in an `async def`"),
     ],
 )
 def test_a_reward_that_is_no_finite_number_fails_its_session(value: object, told: str) -> None:

@@ -201,7 +201,7 @@ def test_a_folder_that_only_a_worker_has_is_left_to_it(tmp_path: Path) -> None:
     config = from_model(RunDirectory(str(tmp_path / "r")), Path("/nowhere"))
     check_start(config, by_a_worker=True)
     check_memory(config, [Worker("r0", frozenset({"rollout"}), memory=1)])
-    with pytest.raises(ValueError, match="/nowhere is not a Hugging Face model folder"):
+    with pytest.raises(ValueError, match="/nowhere does not exist"):
         check_start(config)
 
 

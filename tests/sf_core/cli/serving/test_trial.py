@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,15 +15,20 @@ from starlette.routing import Route
 
 from sf_core.cli.serving import blocking
 from sf_core.cli.serving.local_plane import listening
+from sf_core.config.yaml_file import load_config
+from sf_core.models.builtin import make_policy
 from tests.sf_core.cli.test_main import sf
 
 MODULE = """
+import itertools
 import time
 import openai
 from sf_core.types import Task
 
 def tasks(split, index):
     return Task(f"add-{split}-{index}", "addition", f"What is {index}+3?", answer=str(index + 3))
+
+numbers = itertools.count()
 
 def ask(task, endpoint):
     with openai.OpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0) as client:
@@ -67,6 +73,9 @@ def no_reward(task, answer):
 
 def dictionary(split, index):
     return {"prompt": "?"}
+
+def changing(split, index):
+    return Task(f"add-{split}-{index}", "addition", str(next(numbers)))
 """
 
 SMALL = "{hidden_size: 32, num_layers: 1, warmstart: null}"
@@ -174,3 +183,19 @@ def test_an_agent_is_tried_against_an_endpoint_elsewhere(
     else:
         assert code == 1, output
         assert "refused with 401" in output
+
+
+def test_tasks_that_change_are_told_before_anything_is_served(config: str) -> None:
+    code, output = sf("try", config, "--set", "environment.tasks=tried_module:changing")
+    assert code != 0 and "tried_module:changing (tried_module.py:" in output
+    assert "changes between two calls" in output and "policy:" not in output
+
+
+def test_answers_of_a_model_may_be_as_long_as_in_a_run_of_it(config: str, tmp_path: Path) -> None:
+    model, shape = str(tmp_path / "model"), load_config(config).policy
+    make_policy(model, shape, 0)
+    sets = [f"policy.model={model}", "rollout.max_tokens=null", "engine.context_length=600"]
+    code, output = sf("try", config, *(word for one in sets for word in ("--set", one)))
+    assert code == 0, output
+    lengths = [int(number) for number in re.findall(r"assistant, (\d+) tokens", output)]
+    assert max(lengths) > 64, "the default of the built-in policy"

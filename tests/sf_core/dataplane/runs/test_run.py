@@ -209,7 +209,7 @@ def test_evaluations_never_train(serving: Server) -> None:
     claims = serving.claim(4)
     assert [c["split"] for c in claims] == ["holdout", "holdout", "holdout", "train"]
     assert [c["task_index"] for c in claims[:3]] == [0, 1, 2]
-    assert serving.get("/runs/run/evaluations/0")["waiting_for"] == "3 of 3 held-out sessions"
+    assert serving.get("/runs/run/evaluations/0")["waiting_for"] == "3 of 3 held-out sessions are left"
     for i, claim in enumerate(claims[:3]):
         work(serving, claim, reward=float(i))
     assert serving.get("/runs/run/evaluations/0", wait_s=5)["done"]
