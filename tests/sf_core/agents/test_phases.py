@@ -167,7 +167,8 @@ def scores_nothing(task: Task, answer: Any) -> None:
         (
             {"agent": never_awaited},
             "agent_error",
-            f"TypeError: the agent {called(never_awaited)} returned a coroutine: `await` it in an `async def`",
+            f"TypeError: the agent {called(never_awaited)} returned a coroutine: "
+            "`await` it in an `async def`",
         ),
         (
             {"agent": ask, "reward": scores_nothing},
