@@ -73,7 +73,7 @@ def test_branches_are_a_tree_and_what_they_share_is_folded(run: RunDirectory, br
         open_session(page, "g1.0.a1")
         page.locator(".tree ul ul button").click()
         expect(page.locator(".turns > .turn .tokens")).to_have_text(["another", "pear<|end|>"])
-        page.locator("summary").click()
+        page.locator("#session summary").click()
         shared = page.locator("details .tok")
         expect(shared.first).to_have_text("a")
         expect(shared.first).to_contain_class("carried")
