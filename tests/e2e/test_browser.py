@@ -104,7 +104,7 @@ def test_a_run_is_started_watched_retried_and_cancelled_in_the_browser(
         ui.open_run(run.id)
         ui.expect_state("Failed")
         # from a Dask worker
-        expect(ui.page.get_by_text("failed: ValueError: this one I do not score").first).to_be_visible()
+        expect(ui.page.get_by_text("reward raised ValueError: this one I do not score").first).to_be_visible()
         ui.open_artifact("report")
         expect(ui.page.get_by_text("3 of 200 iterations are through.")).to_be_visible()
         expect(ui.page.get_by_role("img", name="mean reward by iteration")).to_be_visible()
