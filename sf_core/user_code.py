@@ -28,7 +28,12 @@ def own_place(error: BaseException) -> str:
 def called(function: Callable[..., Any]) -> str:
     """A function as messages name it: "my_agent:reward (my_agent.py:8)"."""
     named = function if hasattr(function, "__qualname__") else type(function)
-    name, place = f"{named.__module__}:{named.__qualname__}", place_of(function)
+    return placed(f"{named.__module__}:{named.__qualname__}", function)
+
+
+def placed(name: str, function: Callable[..., Any]) -> str:
+    """A function of this name, with its place."""
+    place = place_of(function)
     return f"{name} ({place})" if place else name
 
 

@@ -21,7 +21,7 @@ TrainerName = Literal["torch", "megatron", "emulated"]
 SMALLEST_RATE, LARGEST_RATE = 1e-6, 3e-4
 
 CHECKPOINT_BYTES = 12
-"""Bytes of a checkpoint per parameter: weight and Adam's two moments, in float32."""
+"""Size of a checkpoint in bytes per parameter: the weight and Adam's two moments, in float32."""
 
 SMALL_CHECKPOINT = 1_000_000_000
 """Checkpoints of fewer bytes are stored after every iteration, unless `checkpoint_every` says otherwise."""

@@ -11,7 +11,7 @@ import orjson
 
 from sf_core.settings import shown
 from sf_core.types import Task
-from sf_core.user_code import place_of
+from sf_core.user_code import placed
 
 A_TASK = "sf_core.types.Task(task_id, environment, prompt)"
 
@@ -31,12 +31,6 @@ def check_call(function: Callable[..., Any], source: str, arguments: Iterable[st
     except TypeError as error:
         told = f"{placed(source, function)} takes {signature} and is called with ({', '.join(arguments)})"
         raise ValueError(f"{told}: {error}") from None
-
-
-def placed(source: str, function: Callable[..., Any]) -> str:
-    """How messages name a function: "my_agent:tasks (my_agent.py:5)"."""
-    place = place_of(function)
-    return f"{source} ({place})" if place else source
 
 
 def giving_tasks(function: Callable[..., Any], source: str) -> Callable[[str, int], Task]:
@@ -70,7 +64,7 @@ def what_differs(one: Task, other: Task) -> str:
 
 
 def same_in(some: Iterable[Task], others: Iterable[Task]) -> list[Task]:
-    """Those of `some` that are as one of `others` to an agent and its reward, whatever their ids."""
+    """The tasks of `some` whose content is that of one of `others`. Their ids are not compared."""
 
     def content(task: Task) -> bytes:
         return _comparable([task.environment, task.prompt, task.answer, task.metadata])

@@ -17,11 +17,12 @@ from sf_core.agents import command
 from sf_core.config import EnvironmentConfig
 from sf_core.config.programs import Command
 from sf_core.config.validation import faults
-from sf_core.environments.calls import check_call, giving_tasks, placed
+from sf_core.environments.calls import check_call, giving_tasks
 from sf_core.environments.environment import Environment
 from sf_core.settings import load_object, shown
 from sf_core.surroundings import ROOT
 from sf_core.types import Task
+from sf_core.user_code import placed
 
 SHIPPED = {
     "quickstart": "sf_core.environments.quickstart:Quickstart",

@@ -7,7 +7,7 @@ Read from manifests alone, so that the log, the summary, the page and `sf inspec
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 from sf_core.config import RunConfig
 from sf_core.config.failures import failures_text
@@ -38,15 +38,19 @@ def concerns_of(view: RunView, number: int, config: RunConfig) -> dict[str, str]
     return dict(_concerns(view, number, config))
 
 
-def summed_concerns(view: RunView, iterations: int, config: RunConfig) -> list[str]:
+def summed_concerns(view: RunView, config: RunConfig) -> list[str]:
+    """See `sum_concerns`, of all iterations that are through."""
+    through = (iteration.number for iteration in view.iterations() if iteration.is_through)
+    return sum_concerns([concerns_of(view, number, config) for number in through])
+
+
+def sum_concerns(by_iteration: Collection[Mapping[str, str]]) -> list[str]:
     """The newest sentence of each kind, with the number of iterations that it is true of."""
     newest: dict[str, str] = {}
-    counts: Counter[str] = Counter()
-    for number in range(iterations):
-        found = concerns_of(view, number, config)
+    for found in by_iteration:
         newest |= found
-        counts.update(found.keys())
-    return [f"{newest[kind]} ({counts[kind]} of {iterations} iterations)" for kind in newest]
+    counts = Counter(kind for found in by_iteration for kind in found)
+    return [f"{newest[kind]} ({counts[kind]} of {len(by_iteration)} iterations)" for kind in newest]
 
 
 def _concerns(view: RunView, number: int, config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -57,7 +61,7 @@ def _concerns(view: RunView, number: int, config: RunConfig) -> Iterator[tuple[s
     if is_equal:
         yield (
             "equal",
-            f"all groups earned equal rewards, so nothing was learned: "
+            "all groups earned equal rewards, so nothing was learned: "
             f"{reward} does not tell the answers apart, or every task is too easy or too hard",
         )
     elif trained.get("grad_norm") == 0.0:
@@ -67,7 +71,7 @@ def _concerns(view: RunView, number: int, config: RunConfig) -> Iterator[tuple[s
         yield (
             "cut",
             f"{share:.0%} of the answers ran into rollout.max_tokens ({config.rollout.max_tokens}) "
-            f"or engine.context_length ({config.engine.context_length})",
+            "or engine.context_length",
         )
     if (earned := _constant(view, number)) is not None:
         yield "constant", f"every session of {NUM_CONSTANT} batches earned {earned:g}: is {reward} constant?"

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from sf_core.config import RunConfig
 from sf_core.config.failures import failures_text
-from sf_core.reports.concerns import summed_concerns
+from sf_core.reports.concerns import concerns_of, sum_concerns
 from sf_core.reports.devices import markdown_table, read_figures, record_figures, timeline_picture
 from sf_core.reports.evaluations.answers import Answer, side_by_side
 from sf_core.reports.pictures import draw_curve
@@ -35,7 +35,7 @@ class RunPage:
         self._run = run
         self._config = run.read_config(RunConfig)
         self._num_iterations = self._config.train.iterations
-        self._concerns: list[str] = []
+        self._concerns: dict[int, dict[str, str]] = {}
         self._rows: dict[int, Row] = {}
         self._held_out: dict[int, float] = {}
 
@@ -53,8 +53,8 @@ class RunPage:
         for number in range(first, newest + 1):
             idle = 1 - devices[number]["utilisation_cluster"] if number in devices else None
             self._rows[number] = self._row(view.iteration(number), idle)
-        self._concerns = summed_concerns(view, newest + 1, self._config)
-        for shown in (self._rows, self._held_out):
+            self._concerns[number] = concerns_of(view, number, self._config)
+        for shown in (self._rows, self._held_out, self._concerns):
             for number in [number for number in shown if number < oldest]:
                 del shown[number]
 
@@ -76,7 +76,7 @@ class RunPage:
         parts = [
             f"# Run {self._run.run_id}",
             f"{newest + 1} of {self._num_iterations} iterations are through. {self._progress_of_policy()}",
-            *(f"- {_cell(concern)}" for concern in self._concerns),
+            *(f"- {_cell(concern)}" for concern in sum_concerns(self._concerns.values())),
             "## Reward",
             _picture("mean reward by iteration", draw_curve(rewards, self._held_out)),
             *self._answers(),

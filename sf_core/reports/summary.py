@@ -49,7 +49,7 @@ def summarise(view: RunView, config: RunConfig) -> dict[str, Any]:
         "idle_fraction": {worker: round(sum(shares.values()), 4) for worker, shares in idle.items()},
         "idle_by_cause": idle,
         "failures": sum_failures(failures_of(i.stages["rollout"]) for i in iterations),
-        "concerns": summed_concerns(view, len(iterations), config),
+        "concerns": summed_concerns(view, config),
         "max_lag": max(i.stages["rollout"].data["max_lag"] for i in iterations),
         "orchestration_seconds_per_iteration": round(orchestration_seconds(iterations) / len(iterations), 3),
     }

@@ -62,10 +62,8 @@ def inspect_run(uri: str) -> RenderableType:
         for what, failures in (("failed sessions", trained), ("failed held-out sessions", measured))
         if failures
     )
-    through = sum(iteration.is_through for iteration in iterations)
-    footer += "".join(
-        f"{concern}\n" for concern in summed_concerns(view, through, view.run.read_config(RunConfig))
-    )
+    concerns = summed_concerns(view, view.run.read_config(RunConfig))
+    footer += "".join(f"{concern}\n" for concern in concerns)
     footer += f"held-out: reward after the iteration; stages committed: {', '.join(STAGES)}"
     if figures and (last := figures[-1]) is not None:
         footer += f"\none session: sf inspect {uri} --session {last.example}"

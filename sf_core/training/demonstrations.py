@@ -70,12 +70,13 @@ def check_demonstrations(config: RunConfig) -> None:
             if value is not None and value >= least:
                 raise ValueError(
                     f"policy.warmstart.{name} {value:g} is for the built-in policy and would ruin a model: "
-                    "leave it out, set policy.warmstart to null, or name a policy.model"
+                    "leave it out, or set policy.warmstart to null"
                 )
     if warm.demonstrations is None and not environment_of(config.environment).has_demonstrations:
         raise ValueError(
             f"policy.warmstart: the environment {config.environment.name} has no demonstrations: name a "
-            "file of them (policy.warmstart.demonstrations), or set policy.warmstart to null"
+            "file of them (policy.warmstart.demonstrations), set policy.warmstart to null, or name a "
+            "policy.model"
         )
 
 

@@ -83,8 +83,6 @@ def _task(config: RunConfig, split: str, index: int) -> Task:
     tasks = tasks_of(config.environment)
     try:
         task = tasks(split, index)
-        if not isinstance(task, Task):
-            raise TypeError(f"tasks gave {type(task).__name__}, not a Task")
     except (Exception, SystemExit) as error:
         raise PhaseError(f"tasks({split!r}, {index})", error, tasks) from error
     check_task(config, split, index, "environment.tasks")

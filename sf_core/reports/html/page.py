@@ -74,9 +74,8 @@ def _drop_last_block(embedded: Embedded) -> None:
 def _said(view: RunView) -> dict[str, object]:
     """What the page says in words: why little was learned, and the settings of the run as YAML."""
     config = view.run.read_config(RunConfig)
-    through = sum(iteration.is_through for iteration in view.iterations())
     failures = sum_failures(failures_of(manifest) for manifest in view.committed("rollout"))
-    concerns = summed_concerns(view, through, config)
+    concerns = summed_concerns(view, config)
     return {
         "concerns": [f"failed sessions: {failures_text(failures)}", *concerns] if failures else concerns,
         "settings": yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True),

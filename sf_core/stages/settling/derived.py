@@ -122,7 +122,7 @@ def _by_policy(
 
 
 def _context(tokens: int, folder: str, prompts: Sequence[str]) -> Derived:
-    """Of a model whose answers have up to so many tokens."""
+    """The context length for answers of up to `tokens` tokens."""
     renderer = open_renderer(folder)
     lengths = [
         len(renderer.encode(renderer.render([{"role": "user", "content": one}], []))) for one in prompts

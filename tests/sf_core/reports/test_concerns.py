@@ -52,7 +52,7 @@ def test_an_iteration_in_which_nothing_or_little_can_be_learned_says_why(
     assert concerns_of(view, 0, config) == {}
     told = concerns_of(view, 1, config)
     assert list(told) == [kind] and sentence in told[kind]
-    [summed] = summed_concerns(view, 2, config)
+    [summed] = summed_concerns(view, config)
     assert summed == f"{told[kind]} (1 of 2 iterations)"
 
 
