@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Literal
@@ -19,7 +18,8 @@ from sf_core.cli.hosts import commands as host_commands
 from sf_core.cli.model import commands as model_commands
 from sf_core.cli.runs import AsJson, RunDir
 from sf_core.cli.runs import commands as data_commands
-from sf_core.cli.terminal import console, errors, print_json, say_error
+from sf_core.cli.serving.command import commands as serve_commands
+from sf_core.cli.terminal import console, errors, interrupt, print_json, say_error
 from sf_core.cli.terminal import fail as _fail
 from sf_core.config import RunConfig
 from sf_core.config.addresses import MAX_PORT
@@ -29,6 +29,7 @@ from sf_core.config.yaml_file import builtin_configs, load_config, override_conf
 from sf_core.surroundings import STACK_FOLDER
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.add_typer(serve_commands)
 app.add_typer(host_commands)
 app.add_typer(data_commands)
 app.add_typer(model_commands)
@@ -125,43 +126,6 @@ def try_agent(
         _fail(str(error))
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
-
-
-@app.command()
-def serve(
-    run: Annotated[
-        str,
-        typer.Argument(help="Run directory, or RUN@VERSION; else the newest version.", show_default=False),
-    ],
-    host: Annotated[str, typer.Option(help="Address; others than loopback need a --key.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=MAX_PORT, help="Port; 0 picks a free one.")] = 8800,
-    key: Annotated[
-        str | None, typer.Option(help="Key that clients send; by default one is made.", show_default=False)
-    ] = None,
-    engine: Annotated[
-        Literal["builtin", "vllm"], typer.Option(help="What samples: the built-in engine, or a vLLM server.")
-    ] = "builtin",
-    record: Annotated[
-        Path | None,
-        typer.Option(help="Run directory for the sessions that clients open and reward.", show_default=False),
-    ] = None,
-) -> None:
-    """Serve a run's policy in the foreground, by all APIs of the gateway, until Ctrl-C. Trains nothing."""
-    from sf_core.cli.serving.serve import check_record, choose_key, find_policy, told
-    from sf_core.cli.serving.serve import serve as serve_policy
-
-    signal.signal(signal.SIGTERM, _interrupt)
-    tell = partial(console.print, highlight=False, soft_wrap=True)
-    try:
-        chosen = choose_key(host, key)
-        check_record(record)
-        policy = find_policy(run, engine)
-        tell(f"loading {policy.about}")
-        serve_policy(policy, host, port, chosen, record, lambda url: tell(told(policy, url, chosen, record)))
-    except (ValueError, OSError) as error:
-        _fail(str(error))
-    except KeyboardInterrupt:
-        tell("stopped")
 
 
 @app.command()
@@ -372,7 +336,7 @@ def _runnable(config: RunConfig, source: str) -> RunConfig:
 def _launch(flow: str, config: RunConfig, output: Console = console, *, says_result: bool = True) -> None:
     from sf_core.cli.launch import LaunchError, launch
 
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, interrupt)
     try:
         launch(flow, config, output, says_result=says_result)
     except LaunchError as error:
@@ -382,10 +346,6 @@ def _launch(flow: str, config: RunConfig, output: Console = console, *, says_res
         _fail(str(error))
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
-
-
-def _interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt
 
 
 def main() -> None:

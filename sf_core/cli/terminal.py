@@ -36,3 +36,7 @@ def fail(message: str) -> NoReturn:
 
 def say_error(message: str) -> None:
     errors.print(Text.assemble(("error:", "red"), f" {message}"), soft_wrap=True)
+
+
+def interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt

@@ -16,8 +16,8 @@ from sf_core.settings import Reference, Settings
 MAX_TOGETHER = 2**16
 """Most sessions of a group, worker or claim, groups of a batch, tasks of an evaluation: each is an object."""
 
-BUILT_IN_TOKENS = 64
-"""`rollout.max_tokens` of the built-in policy."""
+BUILT_IN_TOKENS, BUILT_IN_CONTEXT = 64, 2048
+"""`rollout.max_tokens` of the built-in policy, and its number of positions."""
 
 # the names in the registry of gates, which settings must not import
 GateName = Literal["all", "varied"]

@@ -1,6 +1,6 @@
 """Every setting of a run. The YAML file, config.json and the form in the Prefect UI are this one model.
 
-Owns defaults and bounds. Reads no environment, but for variables that a path names, and starts nothing.
+Owns defaults and bounds. Reads no environment but variables that a path names, and starts nothing.
 """
 
 from __future__ import annotations
@@ -395,7 +395,3 @@ class RunConfig(Settings):
     def run_dir(self) -> str:
         assert self.run_id is not None
         return f"{self.storage.root.rstrip('/')}/{self.run_id}"
-
-
-BUILT_IN_CONTEXT = 2048
-"""Number of positions of the built-in policy."""

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from sf_core.config import PolicyConfig
-from sf_core.config.run_config import BUILT_IN_CONTEXT
+from sf_core.config.rollout_config import BUILT_IN_CONTEXT
 from sf_core.models.cache_size import built_in_shape
 
 UNKNOWN, PADDING, TURN_START, TURN_END = "<unk>", "<pad>", "<|im_start|>", "<|im_end|>"

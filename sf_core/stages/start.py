@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sf_core.config import RunConfig
-from sf_core.config.run_config import BUILT_IN_CONTEXT
+from sf_core.config.rollout_config import BUILT_IN_CONTEXT
 from sf_core.dataplane.chat.renderer import open_renderer
 from sf_core.engines.registry import engine_kind
 from sf_core.environments.environment import Environment

@@ -1,0 +1,52 @@
+"""The command `sf serve`. What it does is in serve.py, which is imported when it is called."""
+
+from __future__ import annotations
+
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from sf_core.cli.terminal import console, fail, interrupt
+from sf_core.config.addresses import MAX_PORT
+
+commands = typer.Typer()
+
+
+@commands.command()
+def serve(
+    run: Annotated[
+        str,
+        typer.Argument(help="Run directory, or RUN@VERSION; else the newest version.", show_default=False),
+    ],
+    host: Annotated[str, typer.Option(help="Address; others than loopback need a --key.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=MAX_PORT, help="Port; 0 picks a free one.")] = 8800,
+    key: Annotated[
+        str | None, typer.Option(help="Key that clients send; by default one is made.", show_default=False)
+    ] = None,
+    engine: Annotated[
+        Literal["builtin", "vllm"], typer.Option(help="What samples: the built-in engine, or a vLLM server.")
+    ] = "builtin",
+    record: Annotated[
+        Path | None,
+        typer.Option(help="Run directory for the sessions that clients open and reward.", show_default=False),
+    ] = None,
+) -> None:
+    """Serve a run's policy in the foreground, by all APIs of the gateway, until Ctrl-C. Trains nothing."""
+    from sf_core.cli.serving.serve import check_record, choose_key, find_policy, told
+    from sf_core.cli.serving.serve import serve as serve_policy
+
+    signal.signal(signal.SIGTERM, interrupt)
+    tell = partial(console.print, highlight=False, soft_wrap=True)
+    try:
+        chosen = choose_key(host, key)
+        check_record(record)
+        policy = find_policy(run, engine)
+        tell(f"loading {policy.about}")
+        serve_policy(policy, host, port, chosen, record, lambda url: tell(told(policy, url, chosen, record)))
+    except (ValueError, OSError) as error:
+        fail(str(error))
+    except KeyboardInterrupt:
+        tell("stopped")
