@@ -296,7 +296,5 @@ def test_without_vllm_the_engine_says_where_it_looked(
     tied: Policies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SF_VLLM_PYTHON", "/nowhere/python")
-    engine = make_engine(config(), tied.folder(0))
     with pytest.raises(FileNotFoundError, match=r"/nowhere/python.*make vllm"):
-        awake(engine, tied.ref(0))
-    engine.close()
+        make_engine(config(), tied.folder(0))
