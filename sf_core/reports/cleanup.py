@@ -79,7 +79,11 @@ def spares(run: RunDirectory, keep: Keep) -> list[Spare]:
     trained = len(view.committed("train"))
     found = _old_checkpoints(run, trained, keep.checkpoints, config.keep_every)
     needed = _references(run, {uri for _, uri in found}, trained, config)
-    found += _old_weights(run, len(view.committed("publish")), keep.weights, needed)
+    found += [
+        ("weights", run.weights_dir(version))
+        for version in _old_versions(run, len(view.committed("publish")), keep.weights)
+        if version not in needed
+    ]
     found += _unfinished(run, [uri for _, uri in found])
     found += [("measurement", measured.uri) for measured in _interrupted_measurements(run)]
     # a data plane that still knows the run has the file open
@@ -103,17 +107,19 @@ def spare_weights(
     if keep is None:
         is_small = files.folder_bytes(run.weights_dir(published)) < SMALL_BYTES
         keep = published if is_small else KEPT_WEIGHTS
-    needed = _references(run, set(), published, config.train) | _evaluated(run, published, config) | {*held}
-    needed |= set(range(0, published, KEPT_EVERY))
-    return _own(run, _old_weights(run, published, keep, needed))
+    if not (old := _old_versions(run, published, keep)):
+        return []
+    needed = _references(run, set(), published, config.train) | _measured(run) | {*held}
+    spare = (v for v in old if v not in needed and v % KEPT_EVERY and v % config.evaluate.every)
+    # settings of an earlier attempt may have had others evaluated
+    unseen = [version for version in spare if run.read_manifest(version, "evaluate") is None]
+    return _own(run, [("weights", run.weights_dir(version)) for version in unseen])
 
 
-def _evaluated(run: RunDirectory, published: int, config: RunConfig) -> set[int]:
-    """Versions that the run evaluates, or that were measured apart."""
+def _measured(run: RunDirectory) -> set[int]:
+    """Versions that were measured apart from the run."""
     measured = (uri.rsplit("/", 1)[-1] for uri in files.list_folders(run.path(MEASURED)))
-    apart = {int(found[1]) for name in measured if (found := re.match(r"v(\d+)-", name))}
-    by_settings = set(range(0, published + 1, config.evaluate.every))
-    return apart | by_settings | {v for v in range(published + 1) if run.read_manifest(v, "evaluate")}
+    return {int(found[1]) for name in measured if (found := re.match(r"v(\d+)-", name))}
 
 
 def _own(run: RunDirectory, found: list[tuple[str, str]]) -> list[Spare]:
@@ -133,11 +139,9 @@ def _old_checkpoints(
     return [("checkpoints", run.checkpoint_dir(v)) for v in versions if v < oldest_kept and v not in for_good]
 
 
-def _old_weights(
-    run: RunDirectory, published: int, keep: int, needed: Collection[int]
-) -> list[tuple[str, str]]:
-    old = [version for version in run.list_versions("weights") if version <= published]
-    return [("weights", run.weights_dir(v)) for v in old[:-keep] if v not in needed]
+def _old_versions(run: RunDirectory, published: int, keep: int) -> list[int]:
+    """Stored versions before the newest `keep` published ones."""
+    return [version for version in run.list_versions("weights") if version <= published][:-keep]
 
 
 def _references(run: RunDirectory, going: set[str], trained: int, config: TrainConfig) -> set[int]:
