@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-_ROOT = Path(__file__).resolve().parents[1]
-_OURS = tuple(_ROOT / name for name in ("flows", "tasks", "storage", "sf_core"))
+from sf_core.surroundings import NAMES, ROOT
+
+_OURS = tuple(ROOT / name for name in NAMES)
 _PYTHON = tuple({Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")})
 _INSTALLED = {"site-packages", "dist-packages"}
 

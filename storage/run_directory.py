@@ -58,6 +58,10 @@ class RunDirectory:
     def weights_dir(self, version: int) -> str:
         return self.path("weights", f"v{version:05d}")
 
+    def version_dir(self, version: int) -> str:
+        """Folder of the weights of a version; those of version 0 are in the start folder."""
+        return self.weights_dir(version) if version else self.start_dir
+
     def checkpoint_dir(self, version: int) -> str:
         return self.path("checkpoints", f"{version:05d}")
 

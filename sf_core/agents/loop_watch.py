@@ -39,7 +39,7 @@ def telling_of_blocks(num_sessions: Callable[[], int]) -> Iterator[None]:
             log.warning(
                 "%s blocks the event loop, which has not turned for %g s: the %d sessions of this worker "
                 "wait. Await there what takes long, or make it a plain function, which gets a thread",
-                place_of(sys._current_frames()[thread]),
+                place_of_step(sys._current_frames()[thread]),
                 BLOCKED_S,
                 num_sessions(),
             )
@@ -53,7 +53,7 @@ def telling_of_blocks(num_sessions: Callable[[], int]) -> Iterator[None]:
         is_over.set()
 
 
-def place_of(innermost: FrameType) -> str:
+def place_of_step(innermost: FrameType) -> str:
     """File, line and function in which a step of the loop is: the innermost that are the user's own."""
     frames = [frame for frame, _ in takewhile(lambda at: at[0].f_code is not _STEP, walk_stack(innermost))]
     own = [frame for frame in frames if is_own(frame.f_code.co_filename)]

@@ -12,6 +12,8 @@ from pydantic import AfterValidator
 
 MAX_PORT = 65535
 
+LOOPBACK = "127.0.0.1"
+
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|([A-Za-z_]\w*))")
 _IS_PATH = re.compile(r"(~|\$\{\w+\})(/|$)")
 

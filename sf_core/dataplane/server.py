@@ -30,15 +30,17 @@ def serve(
     if key is None and not is_loopback(host):
         raise ValueError(f"{host} can be reached by others: set SF_DATAPLANE_KEY, or serve on 127.0.0.1")
     server = uvicorn.Server(server_config(make_app(key, options)))
-    listening = socket.create_server((host, port), backlog=2048, family=socket_family(host))
+    listening = listen_at(host, port)
     if port_file is not None:
         _write_whole(Path(port_file), str(listening.getsockname()[1]))
     tune_interpreter()
     server.run(sockets=[listening])
 
 
-def socket_family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
+def listen_at(host: str, port: int) -> socket.socket:
+    """A socket that accepts connections there. Raises OSError for an address that cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), backlog=2048, family=family)
 
 
 def _write_whole(path: Path, text: str) -> None:

@@ -184,7 +184,7 @@ class RunView:
         """Folder of the weights of a published version. Raises ValueError, one sentence with those that are
         kept, if they are not there."""
         if version in (kept := self.kept_versions()):
-            return self.run.weights_dir(version) if version else self.run.start_dir
+            return self.run.version_dir(version)
         if not kept:
             raise ValueError(f"{self.run.run_id}: has no policy yet; `sf resume {self.run.uri}` makes it")
         raise ValueError(

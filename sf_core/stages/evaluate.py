@@ -175,11 +175,7 @@ def open_measurement(uri: str, version: int | None, overrides: Sequence[str]) ->
         include={"seed", "environment", "rollout", "evaluate", "engine", "emulation"}
     )
     name = f"v{version:05d}-{hashlib.sha256(asked.encode()).hexdigest()[:8]}"
-    policy = config.policy.model_copy(update={"model": _weights_dir(run, version), "warmstart": None})
+    policy = config.policy.model_copy(update={"model": run.version_dir(version), "warmstart": None})
     storage = config.storage.model_copy(update={"root": run.path(MEASURED)})
     config = config.model_copy(update={"policy": policy, "storage": storage, "run_id": name})
     return Measurement(run, version, config)
-
-
-def _weights_dir(run: RunDirectory, version: int) -> str:
-    return run.weights_dir(version) if version else run.start_dir

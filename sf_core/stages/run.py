@@ -80,8 +80,7 @@ class OpenRun:
         return self.directory.start_dir
 
     def weights(self, version: int) -> WeightsRef:
-        uri = self.start_dir if version == 0 else self.directory.weights_dir(version)
-        return WeightsRef(version, uri)
+        return WeightsRef(version, self.directory.version_dir(version))
 
     def pending_stages(self, iteration: int) -> list[str]:
         """Stages of an iteration without a manifest, in order.

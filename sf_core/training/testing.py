@@ -61,7 +61,7 @@ class TrainerTests:
         with self._trainer(self.begin(attempt=2), 2) as trainer:
             assert trainer.version == 2
             trainer.step(self.batch(2))
-            again = trainer.save_weights(run.directory.path("again"), _folder(run, 2))
+            again = trainer.save_weights(run.directory.path("again"), run.directory.version_dir(2))
         assert [ref.sha256 for ref in again] == [ref.sha256 for ref in last]
 
     def test_a_checkpoint_is_there_when_it_was_awaited_and_needs_no_batch_before_it(self) -> None:
@@ -87,7 +87,7 @@ class TrainerTests:
             with self._trainer(run, iteration) as trainer:
                 trainer.step(self.batch(iteration))
                 folder = run.directory.path(f"again-{iteration}")
-                found.append(trainer.save_weights(folder, _folder(run, iteration))[0].sha256)
+                found.append(trainer.save_weights(folder, run.directory.version_dir(iteration))[0].sha256)
         assert found == expected
 
     def test_a_step_that_failed_is_made_again_from_the_version_before(self) -> None:
@@ -103,7 +103,7 @@ class TrainerTests:
         with self._trainer(run, 0) as trainer:
             assert trainer.version == 0
             trainer.step(self.batch(0))
-            again = trainer.save_weights(run.directory.path("again"), _folder(run, 0))
+            again = trainer.save_weights(run.directory.path("again"), run.directory.version_dir(0))
         assert [ref.sha256 for ref in again] == [ref.sha256 for ref in expected]
 
     @contextmanager
@@ -125,7 +125,9 @@ class TrainerTests:
         with self._trainer(run, iteration) as trainer:
             metrics = trainer.step(self.batch(iteration))
             version = trainer.version
-            weights = trainer.save_weights(run.directory.weights_dir(version), _folder(run, iteration))
+            weights = trainer.save_weights(
+                run.directory.weights_dir(version), run.directory.version_dir(iteration)
+            )
             assert weights, "rank 0 gets the file of the weights"
             settings = run.config.train.model_dump(mode="json")
             outputs = [run.directory.relative(ref) for ref in weights]
@@ -134,10 +136,6 @@ class TrainerTests:
             if version % run.config.train.interval == 0:
                 trainer.save_checkpoint(run.directory.checkpoint_dir(version))
         return weights
-
-
-def _folder(run: TrainedRun, version: int) -> str:
-    return run.directory.weights_dir(version) if version else run.start_dir
 
 
 def _commit(run: TrainedRun, iteration: int, stage: str, outputs: list[FileRef], **data: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import typer
 
 from sf_core.cli.terminal import console, fail, interrupt
-from sf_core.config.addresses import MAX_PORT
+from sf_core.config.addresses import LOOPBACK, MAX_PORT
 
 commands = typer.Typer()
 
@@ -21,7 +21,7 @@ def serve(
         str,
         typer.Argument(help="Run directory, or RUN@VERSION; else the newest version.", show_default=False),
     ],
-    host: Annotated[str, typer.Option(help="Address; others than loopback need a --key.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address; others than loopback need a --key.")] = LOOPBACK,
     port: Annotated[int, typer.Option(min=0, max=MAX_PORT, help="Port; 0 picks a free one.")] = 8800,
     key: Annotated[
         str | None, typer.Option(help="Key that clients send; by default one is made.", show_default=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -14,17 +13,16 @@ from starlette.types import ASGIApp
 
 from sf_core.cli.serving.policy import Policy, hide_progress_bars
 from sf_core.config import RolloutConfig
+from sf_core.config.addresses import LOOPBACK
 from sf_core.dataplane.control.app import make_app
 from sf_core.dataplane.control.client import DataplaneClient
 from sf_core.dataplane.options import DataplaneOptions
 from sf_core.dataplane.runs.run import ServedRun
-from sf_core.dataplane.server import socket_family
+from sf_core.dataplane.server import listen_at
 from sf_core.dataplane.serving import server_config
 from sf_core.engines.client import serve_engine
 from sf_core.engines.registry import engine_kind, follows_grammars, make_engine
 from sf_core.engines.wire import Hello
-
-LOOPBACK = "127.0.0.1"
 
 END_S = 10.0
 """Longest wait for an engine to yield at the end; then its thread ends with the process."""
@@ -97,7 +95,7 @@ def local_plane(
 def listening(app: ASGIApp, host: str = LOOPBACK, port: int = 0) -> Iterator[str]:
     """Serve an application from a thread; yields its URL. Raises OSError for an address that cannot be
     had."""
-    with socket.create_server((host, port), backlog=2048, family=socket_family(host)) as socket_there:
+    with listen_at(host, port) as socket_there:
         server = uvicorn.Server(server_config(app))
         thread = threading.Thread(
             target=server.run, kwargs={"sockets": [socket_there]}, name="plane", daemon=True

@@ -22,6 +22,7 @@ from sf_core.cli.stack import processes
 from sf_core.cli.stack.processes import PREFECT_SETTINGS, Part
 from sf_core.cli.stack.supervisor import Process, StackError, Supervisor
 from sf_core.config import WorkerConfig
+from sf_core.config.addresses import LOOPBACK
 from sf_core.dataplane.options import DataplaneOptions
 from sf_core.scheduling.cluster import read_workers
 from sf_core.scheduling.worker import DASK_SETTINGS
@@ -133,7 +134,7 @@ def start_prefect_server(
 ) -> Callable[[], str]:
     """Start a Prefect server; the returned function waits for it and returns its API URL."""
     port = port or free_port()
-    api = f"http://{processes.LOOPBACK}:{port}/api"
+    api = f"http://{LOOPBACK}:{port}/api"
     [process] = stack.start(processes.prefect_server(port, for_deployments=for_deployments))
 
     def ready() -> str:
@@ -148,7 +149,7 @@ def start_dask(
 ) -> Callable[[], str]:
     """Start a scheduler and tagged workers; the returned function waits for all and returns the address."""
     port = port or free_port()
-    address = f"tcp://{processes.LOOPBACK}:{port}"
+    address = f"tcp://{LOOPBACK}:{port}"
     started = [_worker(name, worker, address, directory) for name, worker in workers.items()]
     scheduler, *devices = stack.start(processes.dask_scheduler(port), *started)
 
@@ -193,7 +194,7 @@ def start_dataplane(
     """Start a data plane on loopback; the returned function waits for it and returns its URL. Restarted in
     the same directory, on the same port, it continues where it was killed."""
     port = port or free_port()
-    url = f"http://{processes.LOOPBACK}:{port}"
+    url = f"http://{LOOPBACK}:{port}"
     [process] = stack.start(processes.dataplane(directory, port, memory_mb=memory_mb))
 
     def ready() -> str:
@@ -210,7 +211,7 @@ def free_port(successive: int = 1) -> int:
         first = random.SystemRandom().randrange(10_000, 30_000)
         with contextlib.suppress(OSError), contextlib.ExitStack() as held:
             for port in range(first, first + successive):
-                held.enter_context(socket.create_server((processes.LOOPBACK, port)))
+                held.enter_context(socket.create_server((LOOPBACK, port)))
             return first
 
 
@@ -229,6 +230,6 @@ def _answers(url: str) -> bool:
 
 
 def _accepts(port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection((processes.LOOPBACK, port), timeout=2.0):
+    with contextlib.suppress(OSError), socket.create_connection((LOOPBACK, port), timeout=2.0):
         return True
     return False

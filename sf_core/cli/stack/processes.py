@@ -10,11 +10,9 @@ from pathlib import Path
 import certifi
 
 from sf_core.config import WorkerConfig
-from sf_core.config.addresses import is_loopback
+from sf_core.config.addresses import LOOPBACK, is_loopback
 from sf_core.dataplane.options import DataplaneOptions
 from sf_core.scheduling.worker import LOG_SETTINGS, NO_DASHBOARD, worker_command, worker_environment
-
-LOOPBACK = "127.0.0.1"
 
 SERVER_SETTINGS = {
     # on SQLite the server refuses one of two simultaneous writers, and the flow would retry only seconds

@@ -22,6 +22,7 @@ from sf_core.cli.stack.local import Ports, Services, stack_environment, start_se
 from sf_core.cli.stack.supervisor import StackError, Supervisor, call, end, read_pid
 from sf_core.cli.stack.supervisord_child import carriers, end_marked
 from sf_core.config import WorkerConfig
+from sf_core.config.addresses import LOOPBACK
 from sf_core.surroundings import (
     CACHE_DIR,
     PREFECT_HOME,
@@ -125,7 +126,7 @@ def _check_free(port: int) -> None:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((processes.LOOPBACK, port))
+            probe.bind((LOOPBACK, port))
         except OSError:
             raise StackError(
                 f"port {port} is in use: end what listens there, or choose another one"

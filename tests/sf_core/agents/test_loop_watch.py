@@ -7,7 +7,7 @@ import json
 import pytest
 
 from sf_core.agents import loop_watch
-from sf_core.agents.loop_watch import place_of, telling_of_blocks
+from sf_core.agents.loop_watch import place_of_step, telling_of_blocks
 from tests.patience import patience, wait_until
 
 pytestmark = pytest.mark.anyio
@@ -39,7 +39,7 @@ async def place_in(*, is_inside_the_library: bool) -> str:
     def encode(value: object) -> str:
         frame = inspect.currentframe()
         assert frame is not None and frame.f_back is not None
-        places.append(place_of(frame.f_back if is_inside_the_library else frame))
+        places.append(place_of_step(frame.f_back if is_inside_the_library else frame))
         return ""
 
     async def agent() -> None:
