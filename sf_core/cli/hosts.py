@@ -47,7 +47,7 @@ def worker(
     tags: Annotated[str, typer.Option(help="What it can do, for example rollout,train.", show_default=False)],
     device: Annotated[
         str | None,
-        typer.Option(help="cpu, or cuda:N. By default the GPU, to roll out or train; else cpu."),
+        typer.Option(help="cpu or cuda:N. By default the GPU for tags rollout and train, else cpu."),
     ] = None,
     device_kind: Annotated[
         str | None, typer.Option(help="What that is, for example h100.", show_default=False)

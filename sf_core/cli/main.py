@@ -38,7 +38,7 @@ NAMES = f"or the name of one that is built in: {', '.join(builtin_configs())}"
 ConfigFile = Annotated[
     list[Path],
     typer.Argument(
-        help=f"YAML configuration, {NAMES}. Of several, later ones count over earlier ones.",
+        help=f"YAML configuration, {NAMES}. Later ones override earlier ones.",
         show_default=False,
     ),
 ]
@@ -98,7 +98,7 @@ def try_agent(
     config: ConfigFile,
     overrides: Overrides = None,
     index: Annotated[int, typer.Option(min=0, help="Index of the task.")] = 0,
-    split: Annotated[Literal["train", "holdout"], typer.Option(help="Where the task is from.")] = "train",
+    split: Annotated[Literal["train", "holdout"], typer.Option(help="Split of the task.")] = "train",
     endpoint: Annotated[
         str | None,
         typer.Option(

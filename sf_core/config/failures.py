@@ -48,11 +48,11 @@ class FailureRules(Settings):
     timeout: Rule = "zero"
     """The session ran longer than `session_timeout_s`."""
     agent_error: Rule = "retry_then_exclude"
-    """The agent raised another error."""
+    """The agent raised another error. An error of its code (NameError, TypeError, AttributeError,
+    ImportError, SyntaxError) counts here in any case."""
     unparsed_call: Rule = "zero"
     """The agent raised an error after an answer of the policy with a tool call that could not be parsed. An
-    agent that recovers from such an answer has not failed. An error of its code (NameError, TypeError,
-    AttributeError, ImportError, SyntaxError) is an `agent_error` in any case."""
+    agent that recovers from such an answer has not failed."""
     reward_error: Rule = "retry_then_exclude"
     """The reward function raised an error or took too long, or the reward is not a finite number. An agent
     outside was given none in time."""

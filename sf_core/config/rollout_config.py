@@ -41,7 +41,8 @@ class EnvironmentConfig(Settings):
     settings: Annotated[dict[str, Any], AfterValidator(_is_json), AfterValidator(expanded_settings)] = Field(
         {}
     )
-    """Settings of that environment. In text that begins with `~/` or `${VAR}/` these are replaced."""
+    """Settings of that environment. A text that begins with `~/` or `${VAR}/` is a path, in which `~` and
+    variables are replaced."""
     tasks: Reference | None = None
     """Function (split, index) -> Task, split "train" or "holdout". Same arguments must give the same task.
     Empty: the environment's."""

@@ -132,9 +132,9 @@ class EngineConfig(Settings):
     """Maximum number of requests in one decoding batch."""
     context_length: int | None = Field(None, ge=16)
     """Maximum number of tokens of one sequence, prompt included. Empty: 512 for the built-in policy. With
-    `policy.model` the tokens of the longest of the first 64 training prompts (`Task.prompt`) plus four times
-    `rollout.max_tokens`, at most what the model is for. If agents are commands or outside, a prompt of 3,072
-    tokens is assumed."""
+    `policy.model` the length of the longest of the first 64 training prompts (`Task.prompt`) plus four times
+    `rollout.max_tokens`, and no more than the longest sequence that the model is for. If agents are commands
+    or outside, a prompt of 3,072 tokens is assumed."""
     kv_on_update: Literal["recompute", "keep"] = "recompute"
     """What happens to the KV cache of running requests when weights change."""
     vllm: VllmConfig = VllmConfig()
@@ -199,9 +199,9 @@ class WorkerConfig(Settings):
     tags: tuple[Word, ...] = Field(min_length=1)
     """Capability tags: rollout, train, agent, reward, cpu, and any words of your own."""
     device: str | None = Field(None, pattern=r"^(cpu|cuda:\d+)$")
-    """Device that the worker computes on: cpu or cuda:N. A worker on cpu sees no GPU. Empty: a GPU of its own
-    for a worker that carries rollout or train, trainers first, if torch finds one; else the CPU. With the
-    environment variable SF_DEVICE=cpu always the CPU."""
+    """Device that the worker computes on: cpu or cuda:N. A worker on cpu sees no GPU. Empty: a worker
+    that carries rollout or train gets a GPU of its own while torch finds a free one, trainers first; every
+    other worker gets the CPU. The environment variable SF_DEVICE=cpu gives all of these the CPU."""
     device_kind: Annotated[str, AfterValidator(_is_known)] | None = None
     """Kind of that device, for example h100; decides which of several able workers train. Empty: unknown."""
     threads: int | None = Field(None, ge=1)
@@ -239,9 +239,8 @@ class ClusterConfig(Settings):
             "c0": WorkerConfig(tags=("cpu",)),
         }
     )
-    """Local workers by name; not used with `scheduler`. These are the default on a machine without a GPU or
-    with several. With one GPU, r0 is left out, so that t0 samples and trains in turn, unless `pipeline` needs
-    them both."""
+    """Local workers by name; not used with `scheduler`. On a machine with one GPU the default has no r0,
+    unless `pipeline` needs it: t0 samples and trains in turn."""
     prefer: dict[Literal["rollout", "train"], tuple[Word, ...]] = Field({})
     """Preferred tags where several workers could train: with {"train": ["h800"], "rollout": ["h20"]}, workers
     tagged h800 are chosen first and workers tagged h20 last."""

@@ -102,14 +102,15 @@ class TrainConfig(Settings):
     """Compute each block of the network again in the backward pass instead of keeping what was within it: a
     third more work, and memory that hardly grows with the number of layers."""
     checkpoint_every: int | None = Field(None, ge=1)
-    """Iterations between checkpoints; a lost trainer replays those since the last one from stored batches.
-    Empty: 1 if a checkpoint takes less than 1 GB, that is below 83 million parameters, else 10."""
+    """Number of iterations between checkpoints. A lost trainer replays the iterations since the newest one
+    from stored batches. Empty: 1 for the built-in policy. With `policy.model` 1 below 83 million parameters,
+    where a checkpoint takes less than 1 GB, else 10."""
     keep_checkpoints: int = Field(2, ge=1)
     """Number of newest checkpoints that stay; older ones are removed when another one is complete."""
     keep_weights: int | None = Field(None, ge=1)
-    """Number of newest published versions whose weights stay in storage, beside every tenth, those that are
-    evaluated or that `loss.kl` refers to, and one that is being published. Empty: all of them if a version
-    takes less than 50 MB, else 2."""
+    """Number of newest published versions whose weights stay in storage. These stay too: every tenth version,
+    those that are evaluated, that `loss.kl` refers to, or that an engine has or loads, and one that is being
+    published. Empty: all of them if a version takes less than 50 MB, else 2."""
     keep_every: int | None = Field(None, ge=1)
     """Checkpoints of every this many iterations stay for good. Empty: none."""
 

@@ -116,8 +116,8 @@ def section_of(key: str) -> type[BaseModel] | None:
 
 
 def models_at(key: str) -> list[type[BaseModel]]:
-    """What the section at this dotted path may be: several models if it is of one of several kinds, none if
-    there is no section."""
+    """What the section at this dotted path may be: several models if the section has several kinds, none if
+    the path is no section."""
     models: list[type[BaseModel]] = [RunConfig]
     for name in key.split("."):
         field = models[0].model_fields.get(name) if len(models) == 1 else None

@@ -19,7 +19,7 @@ commands = typer.Typer()
 def serve(
     run: Annotated[
         str,
-        typer.Argument(help="Run directory, or RUN@VERSION; else the newest version.", show_default=False),
+        typer.Argument(help="Run, whose newest version is served, or RUN@VERSION.", show_default=False),
     ],
     host: Annotated[str, typer.Option(help="Address; others than loopback need a --key.")] = LOOPBACK,
     port: Annotated[int, typer.Option(min=0, max=MAX_PORT, help="Port; 0 picks a free one.")] = 8800,
@@ -31,7 +31,10 @@ def serve(
     ] = "builtin",
     record: Annotated[
         Path | None,
-        typer.Option(help="Run directory for the sessions that clients open and reward.", show_default=False),
+        typer.Option(
+            help="Folder for finished sessions. By default clients cannot open any.",
+            show_default=False,
+        ),
     ] = None,
 ) -> None:
     """Serve a run's policy in the foreground, by all APIs of the gateway, until Ctrl-C. Trains nothing."""

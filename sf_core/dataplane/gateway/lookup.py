@@ -31,7 +31,7 @@ class Lookup(Generic[Host]):
             serving = [run for run in newest_first if run.spec.served_model == model and caller.may_use(run)]
             if not serving:
                 served = sorted({run.spec.served_model for run in self._runs.values() if caller.may_use(run)})
-                others = f"; {', '.join(served)} does" if served else ""
+                others = f"; models that do: {', '.join(served)}" if served else ""
                 raise no_model(model, others or "; `sf serve RUN` serves the policy of a run that has ended")
             run = min(serving, key=lambda run: run.released)
             if run.released:

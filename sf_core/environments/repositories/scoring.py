@@ -66,7 +66,9 @@ async def fault_of_row(
         box, instance.test_files, timeout_s, instance.tests, only_collects=True
     )
     if ended.ended_by != "exit":
-        raise SandboxError(f"pytest could not look for tests with its patch: too much {ended.ended_by}")
+        raise SandboxError(
+            f"pytest was ended while it collected tests with its patch: too much {ended.ended_by}"
+        )
     found = {facts["test"] for facts in told}
     missing = [test for test in instance.tests if test not in found]
     if not missing:
