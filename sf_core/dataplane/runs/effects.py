@@ -76,7 +76,7 @@ class Effects:
             case events.Sealed(index, batch, answer):
                 run.manager.restore_sealed(index, batch)
                 run.answers[index] = answer
-                run.outcomes.discarded.clear()
+                run.outcomes.forget_discarded(answer)
                 self._drop_groups([*batch.rejected])
                 for group in batch.groups:
                     self.drop_results(group)

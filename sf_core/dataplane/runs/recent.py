@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from sf_core.dataplane.sessions.finished import FinishedSession
 
@@ -31,6 +33,10 @@ class RecentResults:
     def note_failed(self, error: str) -> None:
         self.failures_in_a_row += 1
         self.last_error = error
+
+    def forget_discarded(self, sealed: Mapping[str, Any]) -> None:
+        """Leave out the discarded sessions that the answer about a sealed batch tells of."""
+        self.discarded -= Counter(sealed.get("discarded", {}))
 
     def forget_failures(self) -> None:
         """Reset the failures, whose cause may have been mended."""

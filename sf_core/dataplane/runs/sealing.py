@@ -90,8 +90,8 @@ class Sealer:
             "last_error": run.outcomes.last_error,
             "max_lag": index - min(min_versions, default=index),
         }
-        run.outcomes.discarded.clear()
         await run.journal.append(events.Sealed(index, batch, answer))
+        run.outcomes.forget_discarded(answer)
         await run.compact(partial(compaction, run))
         # counted last, because everything above is repeated if it fails
         run.count("sealed_groups", len(batch.groups))
