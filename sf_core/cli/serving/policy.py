@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sf_core.config import RunConfig
 from sf_core.reports.view import RunView, open_run
-from sf_core.stages.run import OpenRun, RunRef
-from sf_core.stages.settling.derived import derive, values_of
+from sf_core.stages.settling.derived import derive, read_with_derived, values_of
 from sf_core.stages.settling.sizes import Sizes
 from sf_core.stages.start import name_dtype, warm_folder
 from sf_core.training.policy_folder import check_model_folder, policy_folder
@@ -32,29 +31,32 @@ class Policy:
 def stored_policy(uri: str, version: int | None, engine: str | None = None) -> Policy:
     """A version of the policy of a run, by default the newest published one. Raises ValueError with one
     sentence if there is no such run or version; it names the versions that are kept."""
-    directory = open_run(uri).run
-    run = OpenRun(RunRef(directory.run_id, directory.uri, dataplane_url="", attempt=0))
-    config = run.config
+    view = open_run(uri)
+    run, config = view.run, read_with_derived(view.run)
     if not trainer_kind(config).computes_weights:
-        raise ValueError(f"{directory.run_id}: is emulated, so it has no policy to serve")
-    version = RunView(directory).progress().published if version is None else version
-    weights = WeightsRef(version, RunView(directory).weights_of(version))
+        raise ValueError(f"run {run.run_id} is emulated and has no policy to serve")
+    version = view.progress().published if version is None else version
+    weights = WeightsRef(version, view.weights_of(version))
     if engine is not None:
         kind = config.engine.model_copy(update={"kind": engine})
         config = config.model_copy(update={"engine": kind})
-    return Policy(
-        config, run.start_dir, weights, f"version {version} of {directory.run_id}", directory.run_id
-    )
+    return Policy(config, run.start_dir, weights, f"version {version} of {run.run_id}", run.run_id)
 
 
 def policy_to_try(config: RunConfig, scratch: Path) -> Policy:
     """The newest policy of the run that the configuration names, else the one that a run would start from,
-    in a folder below `scratch`. Raises ValueError if there is none."""
+    in a folder below `scratch`, with settings for this process. Raises ValueError if there is none."""
     if config.run_id is not None and RunView(RunDirectory(config.run_dir)).progress().published:
-        return stored_policy(config.run_dir, None)
+        policy = stored_policy(config.run_dir, None)
+    else:
+        policy = _policy_to_start_from(config, scratch)
+    return replace(policy, config=in_this_process(policy.config))
+
+
+def _policy_to_start_from(config: RunConfig, scratch: Path) -> Policy:
     start, about = _start_of(config, scratch)
     sizes = Sizes.of(config)
-    config = config.filled(values_of(derive(config) if sizes is None else sizes.derived))
+    config = config.filled(values_of(derive(config))) if sizes is None else sizes.config
     if sizes is not None:
         name_dtype(str(start), config.policy.dtype_name)
     return Policy(config, str(start), WeightsRef(0, str(start)), about)

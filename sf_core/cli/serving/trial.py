@@ -22,8 +22,9 @@ from sf_core.cli.serving.conversation import Printer, SessionPrinter, watched
 from sf_core.cli.serving.forward import Forward
 from sf_core.cli.serving.local_plane import LocalPlane, listening, local_plane
 from sf_core.cli.serving.mistakes import PhaseError
-from sf_core.cli.serving.policy import in_this_process, policy_to_try
+from sf_core.cli.serving.policy import policy_to_try
 from sf_core.config import RolloutConfig, RunConfig
+from sf_core.dataplane.control.client import refusal_of
 from sf_core.environments.registry import agent_of, prepare_of, reward_of, tasks_of
 from sf_core.stages.settling.first_tasks import check_task
 from sf_core.types import Endpoint, Task
@@ -130,7 +131,7 @@ def _say_output(printer: Printer, work: Work) -> None:
 def _asked_nothing(served: _Served) -> str:
     return (
         "the agent got no answer from the policy, and a session without one cannot train: its client must "
-        f"take endpoint.base_url ({served.endpoint.base_url}), endpoint.api_key and endpoint.model"
+        f"use endpoint.base_url ({served.endpoint.base_url}), endpoint.api_key and endpoint.model"
     )
 
 
@@ -187,7 +188,7 @@ def _with_policy(config: RunConfig, task: Task, printer: Printer) -> Iterator[_S
     # one group of one session, as an agent outside declares it: sampled as in training, without a runner
     alone = {"group_size": 1, "groups_per_batch": 1, "outside_groups": 1, "gate": "all"}
     with tempfile.TemporaryDirectory(prefix="sf-try-") as folder:
-        policy = policy_to_try(in_this_process(config), Path(folder))
+        policy = policy_to_try(config, Path(folder))
         printer.say("policy", policy.about)
         rollout, run_dir = policy.config.rollout.model_copy(update=alone), f"{folder}/{NAME}"
         with local_plane(policy, name=NAME, run_dir=run_dir, rollout=rollout, key="try-alone") as plane:
@@ -207,7 +208,7 @@ def _session(plane: LocalPlane, task: Task, printer: Printer) -> Iterator[_Serve
             url = f"/sessions/{session.session_id}/finish"
             response = await asyncio.to_thread(http.post, url, json=report)
             if response.is_error:
-                raise ValueError(response.json()["error"]["message"])
+                raise ValueError(refusal_of(response))
 
         endpoint = Endpoint(f"{plane.url}/sessions/{session.session_id}/v1", "try-alone", "policy")
         with watched(shown.look):

@@ -151,7 +151,7 @@ def test_a_mistake_is_told_in_one_sentence_with_its_place(config: str, setting: 
 
 
 def test_an_agent_that_blocks_the_event_loop_is_ended(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocking, "LONGEST_S", 0.7)
+    monkeypatch.setattr(blocking, "BLOCKED_S", 0.7)
     code, output = sf("try", config, "--set", "environment.agent=tried_module:blocks")
     assert code == 1, output
     assert "time.sleep(60)" in output
