@@ -65,6 +65,8 @@ class Phases:
         prepare: Prepare | None,
     ) -> None:
         self._rules, self._agent, self._reward, self._prepare = rules, agent, reward, prepare
+        # reads the file of the function
+        self._reward_name = called(reward)
         self._max_scored = rules.score_concurrency or rules.concurrency
         self._running = asyncio.Semaphore(rules.concurrency)
         self._scoring = asyncio.Semaphore(self._max_scored)
@@ -116,7 +118,7 @@ class Phases:
         async with self._scoring:
             work.phase = "reward"
             async with _limit(self._rules.score_timeout_s, "scoring", "score_timeout_s"):
-                return as_reward(await self._scored(task, answer), called(self._reward))
+                return as_reward(await self._scored(task, answer), self._reward_name)
 
     @asynccontextmanager
     async def _prepared(self, work: Work, task: Task) -> AsyncIterator[tuple[Any, ...]]:
@@ -151,7 +153,7 @@ class Phases:
             if answer is not None:
                 raise
             told = f"the agent {called(self._agent)} answered None, of which the reward function"
-            raise ValueError(f"{told} {called(self._reward)} made {type(error).__name__}: {error}") from error
+            raise ValueError(f"{told} {self._reward_name} made {type(error).__name__}: {error}") from error
 
     async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a plain or an async function; plain ones must not block the other sessions."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import orjson
 
@@ -39,18 +39,24 @@ def giving_tasks(function: Callable[..., Any], source: str) -> Callable[[str, in
     @functools.wraps(function)
     def tasks(split: str, index: int) -> Task:
         given = function(split, index)
-        asked = f'{placed(source, function)} returned for ("{split}", {index})'
-        if inspect.iscoroutine(given):
-            given.close()
-            raise NoTaskError(f"{asked} a coroutine: it must not be async, and return {A_TASK}")
-        if not isinstance(given, Task):
-            raise NoTaskError(f"{asked} {shown(given)}, which is no task: it must return {A_TASK}")
-        for name, value in (("task_id", given.task_id), ("environment", given.environment)):
-            if not isinstance(value, str):
-                raise NoTaskError(f"{asked} a task whose {name} is {shown(value)}: it must be a text")
-        return given
+        if fault := _fault_of(given):
+            raise NoTaskError(f'{placed(source, function)} returned for ("{split}", {index}) {fault}')
+        return cast(Task, given)
 
     return tasks
+
+
+def _fault_of(given: Any) -> str:
+    """What was returned in place of a task, and what must be; empty if it is a task."""
+    if inspect.iscoroutine(given):
+        given.close()
+        return f"a coroutine: it must not be async, and return {A_TASK}"
+    if not isinstance(given, Task):
+        return f"{shown(given)}, which is no task: it must return {A_TASK}"
+    for name, value in (("task_id", given.task_id), ("environment", given.environment)):
+        if not isinstance(value, str):
+            return f"a task whose {name} is {shown(value)}: it must be a text"
+    return ""
 
 
 def what_differs(one: Task, other: Task) -> str:

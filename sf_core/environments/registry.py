@@ -4,6 +4,7 @@ its environment."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import importlib.util
 import sys
@@ -48,15 +49,23 @@ def environment_of(config: EnvironmentConfig) -> Environment:
 
 
 def tasks_of(config: EnvironmentConfig) -> Callable[[str, int], Task]:
-    """Raises ValueError like `environment_of`, also if there is no such function or it cannot be called as
-    runs call it; so do the next two. It raises NoTaskError where it has none."""
-    return giving_tasks(_function(config, "tasks", "split", "index"), _source(config, "tasks"))
+    """The function that makes tasks. It raises NoTaskError if it returns none. Raises ValueError like
+    `environment_of`, also if there is no such function or a run cannot call it; so do the next two."""
+    return giving_tasks(_function(config, "tasks", "split", "index"), source_of(config, "tasks"))
+
+
+def draw_tasks(config: EnvironmentConfig, split: str, indices: range) -> list[Task]:
+    """The tasks before the first that cannot be made: there may be fewer, and sessions tell what is wrong."""
+    tasks, drawn = tasks_of(config), list[Task]()
+    with contextlib.suppress(Exception):
+        drawn += (tasks(split, index) for index in indices)
+    return drawn
 
 
 def source_of_tasks(config: EnvironmentConfig) -> str:
     """The function that makes the tasks, as messages name it: "my_agent:tasks (my_agent.py:5)". Raises
     ValueError like `tasks_of`."""
-    return placed(_source(config, "tasks"), tasks_of(config))
+    return placed(source_of(config, "tasks"), tasks_of(config))
 
 
 def agent_of(config: EnvironmentConfig) -> Callable[..., Any]:
@@ -92,13 +101,13 @@ def _function(config: EnvironmentConfig, name: str, *arguments: str) -> Callable
     reference = getattr(config, name)
     found = getattr(environment_of(config), name) if reference is None else _loaded(name, reference)
     try:
-        check_call(found, _source(config, name), arguments)
+        check_call(found, source_of(config, name), arguments)
     except ValueError as error:
         raise ValueError(f"environment.{name if reference else 'name'}: {error}") from None
     return cast(Callable[..., Any], found)
 
 
-def _source(config: EnvironmentConfig, name: str) -> str:
+def source_of(config: EnvironmentConfig, name: str) -> str:
     return getattr(config, name) or f"{config.name}.{name}"
 
 

@@ -109,11 +109,18 @@ class Repositories(Environment):
         return failing
 
     async def fault_of_row(self, instance_id: str) -> str | None:
-        """Why no answer can earn everything, whatever the tests say; None: nothing. It is asked once."""
+        """Why no answer can earn everything, whatever the tests say; None: nothing. It is asked once, also if
+        sessions of a group ask together."""
         if instance_id not in self._faults:
-            async with self._given(instance_id) as given:
-                self._faults[instance_id] = await fault_of_row(*given, self.timeout_s)
+            if instance_id not in self._asking:
+                asking = self._asking[instance_id] = asyncio.create_task(self._ask_row(instance_id))
+                asking.add_done_callback(lambda _: self._asking.pop(instance_id))
+            self._faults[instance_id] = await asyncio.shield(self._asking[instance_id])
         return self._faults[instance_id]
+
+    async def _ask_row(self, instance_id: str) -> str | None:
+        async with self._given(instance_id) as given:
+            return await fault_of_row(*given, self.timeout_s)
 
     @asynccontextmanager
     async def _given(self, instance_id: str) -> AsyncIterator[tuple[Sandbox, Instance, dict[str, bytes]]]:
@@ -157,6 +164,11 @@ class Repositories(Environment):
     @cached_property
     def _faults(self) -> dict[str, str | None]:
         """What is wrong with the rows that were looked at, by their ids."""
+        return {}
+
+    @cached_property
+    def _asking(self) -> dict[str, asyncio.Task[str | None]]:
+        """Looks at rows that are going on, by their ids."""
         return {}
 
     @cached_property

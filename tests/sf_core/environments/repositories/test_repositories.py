@@ -21,6 +21,7 @@ from sf_core.config.programs import SandboxLimits
 from sf_core.config.run_config import EnvironmentConfig
 from sf_core.environments.registry import agent_of, environment_of, prepare_of, reward_of
 from sf_core.environments.repositories.environment import Repositories
+from sf_core.environments.repositories.scoring import fault_of_row
 from sf_core.environments.repositories.workspace import without_originals
 from sf_core.environments.testing import EnvironmentTests
 from sf_core.types import Endpoint, Task
@@ -387,6 +388,26 @@ def test_a_row_that_can_never_be_right_is_not_the_fault_of_any_answer(
             score(made, rows[1], answer)
         assert str(refusal.value).startswith(sentence), refusal.value
     assert score(made, row, row["patch"]) == 1
+
+
+def test_sessions_of_a_group_that_fail_together_look_at_their_row_once(
+    environment: Make, row: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = []
+
+    async def look(*given: Any) -> str | None:
+        looks.append(given)
+        return await fault_of_row(*given)
+
+    monkeypatch.setattr("sf_core.environments.repositories.environment.fault_of_row", look)
+    made = environment()
+
+    async def score_together() -> list[float]:
+        return await asyncio.gather(*(made.score(row["instance_id"], "") for _ in range(3)))
+
+    rewards = asyncio.run(score_together())
+    assert len(rewards) == 3 and max(rewards) < 1
+    assert len(looks) == 1
 
 
 def test_an_answer_that_the_hidden_tests_do_not_fit_is_not_the_fault_of_the_row(
