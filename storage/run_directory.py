@@ -100,6 +100,10 @@ class RunDirectory:
         """The reference as manifests keep it: relative, so that the run directory can be moved."""
         return replace(ref, uri=ref.uri.removeprefix(self.uri + "/"))
 
+    def exists(self) -> bool:
+        """Whether there is a run here: its configuration is stored."""
+        return files.exists(self.path("config.json"))
+
     def write_config(self, config: BaseModel) -> FileRef:
         return files.write_atomic(self.path("config.json"), config.model_dump_json(indent=2).encode())
 

@@ -90,8 +90,9 @@ class Page:
         self._show(number)
 
     def _tell(self, number: int) -> None:
-        tell(iteration_line(self._run.directory, number, self._run.config.train.iterations))
-        for kind, sentence in concerns_of(RunView(self._run.directory), number, self._run.config).items():
+        view, config = RunView(self._run.directory), self._run.config
+        tell(iteration_line(view, number, config.train.iterations))
+        for kind, sentence in concerns_of(view, number, config).items():
             if kind not in self._told:
                 self._told.add(kind)
                 tell(f"iteration {number}: {sentence}")

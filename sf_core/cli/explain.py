@@ -9,8 +9,9 @@ from rich.text import Text
 from sf_core.config import RunConfig
 from sf_core.scheduling.cluster import find_workers, held_by_others, scheduler_of, workers_here
 from sf_core.scheduling.plan import Plan, Worker, able_to_train, make_plan, priority_of, training_order
+from sf_core.scheduling.tags import COMPUTING
 from sf_core.stages.settling.first_tasks import foreseen
-from sf_core.stages.settling.sizes import check_memory, explain_sizes
+from sf_core.stages.settling.sizes import Sizes, check_memory, explain_sizes
 from sf_core.stages.start import folder_to_start_from
 from sf_core.training.policy_folder import describe_policy
 
@@ -21,7 +22,7 @@ def explain_plan(config: RunConfig, *, scheduler: str | None = None) -> Renderab
     Raises ValueError, one sentence, if the run could not start or there is no such scheduler."""
     workers = find_workers(config, scheduler)
     plan = make_plan(workers, config)
-    check_memory(config, workers)
+    check_memory(sizes := Sizes.of(config), workers)
     facts = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
     facts.add_row("pipeline", Text(_pipeline(plan, config)))
     facts.add_row("lag bound", Text(_lag(config)))
@@ -29,7 +30,7 @@ def explain_plan(config: RunConfig, *, scheduler: str | None = None) -> Renderab
         facts.add_row("policy", Text(describe_policy(folder)))
     if config.rollout.outside_groups:
         facts.add_row("outside", Text(_outside(plan, config)))
-    for subject, text in explain_sizes(config).items():
+    for subject, text in explain_sizes(config, sizes).items():
         facts.add_row(subject, Text(text))
     for sentence in foreseen(config):
         facts.add_row("look at this", Text(sentence))
@@ -48,7 +49,7 @@ def explain_plan(config: RunConfig, *, scheduler: str | None = None) -> Renderab
 
 def _devices(config: RunConfig) -> str:
     """The device of each worker that computes, if the run starts them here."""
-    computing = {n: w for n, w in workers_here(config).items() if {"rollout", "train"} & {*w.tags}}
+    computing = {n: w for n, w in workers_here(config).items() if COMPUTING & {*w.tags}}
     found = ", ".join(f"{name} {worker.device}" for name, worker in computing.items())
     return f"{found}; all others the CPU"
 
@@ -71,7 +72,7 @@ def _table(workers: list[Worker], plan: Plan, config: RunConfig) -> Table:
 def _figures(worker: Worker, config: RunConfig) -> list[str]:
     device, priority = worker.device, priority_of(worker, config)
     if device is None or priority is None:
-        return ["unknown" if {"rollout", "train"} & worker.tags else "", ""]
+        return ["unknown" if COMPUTING & worker.tags else "", ""]
     flops, bandwidth = device.peak_flops / 1e12, device.bandwidth / 1e12
     return [f"{device.kind}: {flops:.3g} TFLOP/s, {bandwidth:.3g} TB/s", f"{priority:.2f}"]
 

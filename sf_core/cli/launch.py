@@ -36,7 +36,7 @@ from sf_core.scheduling.plan import make_plan
 from sf_core.stages.evaluate import open_evaluation
 from sf_core.stages.run import new_run_id
 from sf_core.stages.settling.first_tasks import check_held_out
-from sf_core.stages.settling.sizes import check_memory, explain_sizes
+from sf_core.stages.settling.sizes import Sizes, check_memory, explain_sizes
 from sf_core.stages.settling.stored_config import settled
 from sf_core.surroundings import (
     CACHE_DIR,
@@ -91,13 +91,15 @@ def launch(flow: str, config: RunConfig, console: Console, *, says_result: bool 
                 more = "a larger train.iterations makes it go on, another run_id begins another"
                 tell(f"run {name} is already finished; {more}")
                 return _print_result(directory, config, console)
-        if scheduler := scheduler_of(config):
+        scheduler = scheduler_of(config)
+        if scheduler:
             await_plan(scheduler, config, tell)
-        else:
-            make_plan(find_workers(config), config)
-        check_memory(config, find_workers(config))
+        workers, sizes = find_workers(config), Sizes.of(config)
+        if not scheduler:
+            make_plan(workers, config)
+        check_memory(sizes, workers)
         check_held_out(config)
-        sizes = explain_sizes(config) if flow == "train" else {}
+        explained = explain_sizes(config, sizes) if flow == "train" else {}
     except ValueError as error:
         raise LaunchError(str(error)) from None
     local = Path(directory.uri if is_local(directory.uri) else Path.cwd() / "runs" / name)
@@ -109,8 +111,8 @@ def launch(flow: str, config: RunConfig, console: Console, *, says_result: bool 
         raise LaunchError(str(error)) from None
     console.print(Text.assemble("run ", (name, "bold"), f" in {directory.uri}"), soft_wrap=True)
     for subject in ("memory", "disk"):
-        if subject in sizes:
-            tell(f"{subject}: {sizes[subject]}")
+        if subject in explained:
+            tell(f"{subject}: {explained[subject]}")
     paths = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
     env = {"PYTHONPATH": paths, "SF_STARTED_AT": str(started_at)}
     if not (engine_kind(config).needs_torch or trainer_kind(config).needs_torch):

@@ -147,9 +147,9 @@ def tell(line: str) -> None:
     log.info("%s", line)
 
 
-def iteration_line(run: RunDirectory, number: int, iterations: int) -> str:
+def iteration_line(view: RunView, number: int, iterations: int) -> str:
     """Rewards, tokens per second, duration and failures of a finished iteration, as one line."""
-    iteration = RunView(run).iteration(number)
+    iteration = view.iteration(number)
     start, end = iteration.window
     figures = [f"reward {iteration.reward:.3f}"]
     if (evaluated := iteration.stages.get("evaluate")) is not None:

@@ -18,11 +18,12 @@ commands = typer.Typer()
 
 def named_run(run: str) -> str:
     """Directory of a run that is given by its directory, or by its name in the default of `storage.root`."""
-    from storage.files import exists, join
+    from storage.files import join
+    from storage.run_directory import RunDirectory
 
     inside = join(StorageConfig().root, run)
     is_name = "/" not in run and not os.path.exists(run)
-    return inside if is_name and exists(join(inside, "config.json")) else run
+    return inside if is_name and RunDirectory(inside).exists() else run
 
 
 RunDir = Annotated[

@@ -38,7 +38,7 @@ def serve(
 
 
 def listen_at(host: str, port: int) -> socket.socket:
-    """A socket that accepts connections there. Raises OSError for an address that cannot be had."""
+    """A socket that accepts connections there. Raises OSError if the address cannot be bound."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), backlog=2048, family=family)
 

@@ -98,16 +98,18 @@ def spare_checkpoints(run: RunDirectory, trained: int, config: TrainConfig) -> l
     return _own(run, _old_checkpoints(run, trained, config.keep_checkpoints, config.keep_every))
 
 
+def kept_weights(train: TrainConfig, version_bytes: int) -> int | None:
+    """How many of the newest versions of this size stay; None: all."""
+    return train.keep_weights or (None if version_bytes < SMALL_BYTES else KEPT_WEIGHTS)
+
+
 def spare_weights(
     run: RunDirectory, published: int, config: RunConfig, held: Collection[int] = ()
 ) -> list[Spare]:
     """Versions that a run of these settings does not keep while the version after this one is published.
     `held` are those that engines have or load. Only for whoever works on the run."""
-    keep = config.train.keep_weights
-    if keep is None:
-        is_small = files.folder_bytes(run.weights_dir(published)) < SMALL_BYTES
-        keep = published if is_small else KEPT_WEIGHTS
-    if not (old := _old_versions(run, published, keep)):
+    keep = kept_weights(config.train, files.folder_bytes(run.weights_dir(published)))
+    if keep is None or not (old := _old_versions(run, published, keep)):
         return []
     needed = _references(run, set(), published, config.train) | _measured(run) | {*held}
     spare = (v for v in old if v not in needed and v % KEPT_EVERY and v % config.evaluate.every)

@@ -53,9 +53,9 @@ class RunState:
 def find_runs(root: str) -> list[RunDirectory]:
     """The runs in a folder, or the folder itself if it is one. Raises ValueError if there is none."""
     itself = RunDirectory(root)
-    if _is_run(itself):
+    if itself.exists():
         return [itself]
-    runs = [run for run in map(RunDirectory, files.list_folders(itself.uri)) if _is_run(run)]
+    runs = [run for run in map(RunDirectory, files.list_folders(itself.uri)) if run.exists()]
     if not runs:
         raise ValueError(f"{root}: no runs here (folders with a config.json); name a run or its storage.root")
     return runs
@@ -183,7 +183,3 @@ def _is_elsewhere(run: RunDirectory, run_dir: str) -> bool:
         return True
     # a path missing here may be this folder, mounted elsewhere on the data plane's host
     return os.path.exists(run_dir) and not os.path.samefile(run_dir, run.uri)
-
-
-def _is_run(run: RunDirectory) -> bool:
-    return files.exists(run.path("config.json"))

@@ -175,17 +175,23 @@ class RunView:
     def kept_versions(self) -> list[int]:
         """Published versions whose weights are there, in order; 0 is the start folder. A run that goes on
         removes others (`train.keep_weights`)."""
-        if not files.exists(files.join(self.run.start_dir, "config.json")):
+        if not self._has_start():
             return []
         published, stored = self.progress().published, self.run.list_versions("weights")
         return [0, *(v for v in stored if v <= published and has_weights(self.run.weights_dir(v)))]
 
+    def _has_start(self) -> bool:
+        return files.exists(files.join(self.run.start_dir, "config.json"))
+
     def weights_of(self, version: int) -> str:
         """Folder of the weights of a published version. Raises ValueError, one sentence with those that are
         kept, if they are not there."""
-        if version in (kept := self.kept_versions()):
-            return self.run.version_dir(version)
-        if not kept:
+        folder = self.run.version_dir(version)
+        if self._has_start() and (
+            version == 0 or (version <= self.progress().published and has_weights(folder))
+        ):
+            return folder
+        if not (kept := self.kept_versions()):
             raise ValueError(f"{self.run.run_id}: has no policy yet; `sf resume {self.run.uri}` makes it")
         raise ValueError(
             f"{self.run.run_id}: the weights of version {version} are not there; these are: "
@@ -258,7 +264,7 @@ class RunView:
 def open_run(uri: str) -> RunView:
     """Open a run. Raises ValueError with one sentence, and similar names, if no run is there."""
     run = RunDirectory(uri)
-    if files.exists(run.path("config.json")):
+    if run.exists():
         return RunView(run)
     parent = run.uri.removesuffix("/" + run.run_id)
     names = [folder.rsplit("/", 1)[-1] for folder in files.list_folders(parent)]

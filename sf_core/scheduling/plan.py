@@ -16,7 +16,7 @@ from sf_core.config import RunConfig, WorkerConfig
 from sf_core.config.devices import Device, step_of, train_priority
 from sf_core.config.pipelines import PIPELINES
 from sf_core.config.run_config import ClusterConfig
-from sf_core.scheduling.tags import needed_tags
+from sf_core.scheduling.tags import COMPUTING, needed_tags
 
 Duty = Literal["agent", "rollout", "reward"]
 """The tags under which a worker may be held throughout a run."""
@@ -75,15 +75,15 @@ def worker_of(
 
 
 def local_workers(config: RunConfig, num_gpus: int) -> dict[str, WorkerConfig]:
-    """The workers that a machine with so many GPUs starts, each with its device. A device is never stored:
-    a run may resume on other hardware."""
+    """The workers that a machine with so many GPUs starts, each with its device. A device that is chosen
+    here is never stored: a run may resume on other hardware."""
     workers = config.cluster.workers
     is_default = workers == ClusterConfig().workers
     if is_default and num_gpus == 1 and config.pipeline in (None, "colocated"):
         workers = {name: worker for name, worker in workers.items() if name != "r0"}
     named = {worker.device for worker in workers.values()}
     free = [device for n in range(num_gpus) if (device := f"cuda:{n}") not in named]
-    compute = [name for name, w in workers.items() if w.device is None and {"rollout", "train"} & {*w.tags}]
+    compute = [name for name, w in workers.items() if w.device is None and COMPUTING & {*w.tags}]
     chosen = dict(
         zip(sorted(compute, key=lambda name: "train" not in workers[name].tags), free, strict=False)
     )

@@ -17,6 +17,7 @@ from distributed.system import MEMORY_LIMIT
 
 from sf_core.config import devices
 from sf_core.config.devices import Device, known_device
+from sf_core.scheduling.tags import COMPUTING
 from sf_core.scheduling.template.nanny import heavy_modules
 from sf_core.surroundings import check_names, computes_nothing
 
@@ -46,7 +47,7 @@ async def dask_setup(worker: Any, device_kind: Device | None, device: str | None
     async def memory_of(worker: Any) -> int | None:
         return memory
 
-    computes = {"rollout", "train"} & worker.state.total_resources.keys()
+    computes = COMPUTING & worker.state.total_resources.keys()
     memory = _device_memory() if computes else None
     # sent with every registration; the scheduler shows it in scheduler_info
     worker.startup_information |= {"device": device_of, "memory": memory_of}

@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+COMPUTING = frozenset({"rollout", "train"})
+"""Tags of workers that compute on their device."""
+
 
 @dataclass(frozen=True, slots=True)
 class TaskKind:

@@ -15,6 +15,7 @@ from sf_core.config import WorkerConfig
 from sf_core.config.addresses import is_loopback
 from sf_core.config.devices import Device, known_device
 from sf_core.scheduling.cluster import read_workers
+from sf_core.scheduling.tags import COMPUTING
 from sf_core.scheduling.tls import require_tls
 from sf_core.settings import is_word
 from sf_core.surroundings import count_gpus, visible_cuda_devices
@@ -126,7 +127,7 @@ def _on_a_device(worker: WorkerConfig) -> WorkerConfig:
     """The worker with its device, by what this host has. Raises ValueError if there is more than one GPU to
     choose from."""
     device = worker.device or "cpu"
-    if worker.device is None and {"rollout", "train"} & {*worker.tags} and (count := count_gpus()):
+    if worker.device is None and COMPUTING & {*worker.tags} and (count := count_gpus()):
         if count > 1:
             raise ValueError(
                 f"torch finds {count} GPUs here, and a worker takes one: name it with --device cuda:N, N "

@@ -8,10 +8,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from types import FrameType
 
-from sf_core.user_code import is_own
-
-LONGEST_S = 5.0
-"""Longest time for which an agent may keep the event loop."""
+from sf_core.agents.loop_watch import BLOCKED_S
+from sf_core.user_code import own_frames
 
 _BEAT_S = 0.5
 
@@ -22,11 +20,11 @@ class BlockedError(BaseException):
 
 @asynccontextmanager
 async def not_blocking() -> AsyncIterator[None]:
-    """Raise BlockedError in the user's code that keeps the loop of the main thread for LONGEST_S."""
+    """Raise BlockedError in the user's code that keeps the loop of the main thread for BLOCKED_S."""
 
     async def beat() -> None:
         while True:
-            signal.setitimer(signal.ITIMER_REAL, LONGEST_S, LONGEST_S)
+            signal.setitimer(signal.ITIMER_REAL, BLOCKED_S, BLOCKED_S)
             await asyncio.sleep(_BEAT_S)
 
     before = signal.signal(signal.SIGALRM, _interrupt)
@@ -42,10 +40,8 @@ async def not_blocking() -> AsyncIterator[None]:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    while frame is not None:
-        if is_own(frame.f_code.co_filename):
-            raise BlockedError(
-                f"it kept the event loop for {LONGEST_S:g} s, and nothing else could go on meanwhile; await "
-                "what it waits for, or make it a plain function, which runs in a thread"
-            )
-        frame = frame.f_back
+    if any(own_frames(frame)):
+        raise BlockedError(
+            f"it kept the event loop for {BLOCKED_S:g} s, and nothing else could go on meanwhile; await "
+            "what it waits for, or make it a plain function, which runs in a thread"
+        )

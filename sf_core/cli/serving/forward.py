@@ -10,7 +10,7 @@ import httpx
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from sf_core.cli.serving.conversation import Printer
+from sf_core.cli.serving.conversation import Printer, in_words
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.gateway.dialects.registry import answering
 from sf_core.dataplane.sessions.session import Session
@@ -53,7 +53,7 @@ class Forward:
             await http.aclose()
             told = f"{url}: {type(error).__name__}: {error}"
             self._printer.say("no answer", told, "bold red")
-            return JSONResponse({"error": {"message": told, "type": "server_error"}}, 502)
+            return JSONResponse(ApiError(502, told).body(), 502)
 
         async def parts() -> AsyncIterator[bytes]:
             read = []
@@ -128,7 +128,7 @@ def _of_answer(value: Any) -> Iterator[str]:
             yield from _of_answer(item)
     elif isinstance(value, dict):
         if "message" in value and isinstance(value["message"], dict):
-            yield from _of_message(value["message"])
+            yield in_words(value["message"])
         elif isinstance(value.get("text"), str):
             yield value["text"]
         elif "name" in value and ("arguments" in value or "input" in value or "args" in value):

@@ -31,17 +31,12 @@ END_S = 10.0
 class LocalPlane:
     """The data plane of one run, whose engine is loading or serves."""
 
-    def __init__(self, url: str, run: Callable[[], ServedRun]) -> None:
-        self.url = url
-        self._run = run
+    def __init__(self, url: str, run: ServedRun) -> None:
+        self.url, self.run = url, run
         self.is_serving = threading.Event()
         self.failure: BaseException | None = None
         """What ended the engine, if anything did."""
         self.has_failed = threading.Event()
-
-    @property
-    def run(self) -> ServedRun:
-        return self._run()
 
 
 @contextmanager
@@ -57,7 +52,7 @@ def local_plane(
     around: Callable[[ASGIApp], ASGIApp] = lambda app: app,
 ) -> Iterator[LocalPlane]:
     """Serve a policy on this address. `key` opens the agents' routes of the run; the others are open to this
-    process alone. Raises OSError for an address that cannot be had."""
+    process alone. Raises OSError if the address cannot be bound."""
     own_key = secrets.token_hex(16)
     app = make_app(own_key, DataplaneOptions())
     with listening(around(app), host, port) as url:
@@ -79,7 +74,7 @@ def local_plane(
             attempt=1,
             key=key,
         )
-        plane = LocalPlane(url, lambda: app.state.plane.run(name))
+        plane = LocalPlane(url, app.state.plane.run(name))
         serving = threading.Thread(
             target=_serve_engine, args=(plane, policy, name, own_key), name="engine", daemon=True
         )
@@ -93,8 +88,8 @@ def local_plane(
 
 @contextmanager
 def listening(app: ASGIApp, host: str = LOOPBACK, port: int = 0) -> Iterator[str]:
-    """Serve an application from a thread; yields its URL. Raises OSError for an address that cannot be
-    had."""
+    """Serve an application from a thread; yields its URL. Raises OSError if the address cannot be
+    bound."""
     with listen_at(host, port) as socket_there:
         server = uvicorn.Server(server_config(app))
         thread = threading.Thread(

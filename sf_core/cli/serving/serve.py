@@ -16,8 +16,8 @@ from sf_core.cli.serving.local_plane import local_plane
 from sf_core.cli.serving.policy import Policy, stored_policy
 from sf_core.config import RolloutConfig
 from sf_core.config.addresses import is_loopback
+from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.gateway.endpoint import send_body
-from storage.files import exists
 from storage.run_directory import RunDirectory
 
 LOOK_S = 0.5
@@ -44,7 +44,7 @@ def choose_key(host: str, key: str | None) -> str:
 
 def check_record(record: Path | None) -> None:
     """Raises ValueError if this is the directory of a run that trains."""
-    if record is not None and exists(RunDirectory(str(record)).path("config.json")):
+    if record is not None and RunDirectory(str(record)).exists():
         raise ValueError(f"--record {record} is a run's own directory: name another one")
 
 
@@ -69,7 +69,7 @@ def serve(
     """Serve until interrupted; `on_serving` gets the URL once the engine answers. Sessions that clients open
     are stored in the run directory `record`.
 
-    Raises ValueError if the engine ends, OSError for an address that cannot be had."""
+    Raises ValueError if the engine ends, OSError if the address cannot be bound."""
     with ExitStack() as stack:
         run_dir = str(record) if record else stack.enter_context(tempfile.TemporaryDirectory(prefix="sf-"))
         plane = stack.enter_context(
@@ -111,7 +111,7 @@ class Unrecorded:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] == "/sessions":
-            told = "No session is opened, as nothing is recorded: ask at /v1, or start with --record DIR."
-            error = {"message": told, "type": "invalid_request_error", "param": None, "code": "not_recorded"}
-            return await send_body(send, 409, orjson.dumps({"error": error}))
+            told = "Sessions are not recorded here: ask at /v1, or start `sf serve` with --record DIR."
+            refusal = ApiError(409, told, code="not_recorded")
+            return await send_body(send, refusal.status, orjson.dumps(refusal.body()))
         await self._app(scope, receive, send)

@@ -10,9 +10,7 @@ from functools import cached_property
 
 from sf_core.config import EmulationConfig
 from sf_core.config.devices import Device
-
-CHECKPOINT_BYTES = 12
-"""Bytes per parameter: a float32 copy and Adam's two moments."""
+from sf_core.config.train_config import CHECKPOINT_BYTES
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 from sf_core.config import RunConfig
 from sf_core.config.programs import Command
 from sf_core.config.train_config import CHECKPOINT_BYTES, interval_for, rate_for
-from sf_core.dataplane.chat.renderer import open_renderer
-from sf_core.environments.registry import tasks_of
+from sf_core.environments.registry import draw_tasks
 from sf_core.models.context import longest_context
 from sf_core.training.policy_folder import read_model_config
 from storage.run_directory import RunDirectory
@@ -44,12 +43,12 @@ def derive(
     folder: str | None = None,
     prompts: Sequence[str] = (),
 ) -> dict[str, Derived]:
-    """Values of the settings that are left open, by section.name: those that follow from the other settings.
-    With the number of parameters, and the folder if the policy is a model, all of them. Raises ValueError if
-    an answer would not fit into the model."""
+    """Values of the settings that are left open, by section.name. Without `parameters` only those that follow
+    from other settings; with them, and with the folder of a model, all. Raises ValueError if an answer would
+    not fit into the model."""
     found = _by_settings(config)
     if parameters is not None:
-        found |= _by_policy(config.filled(values_of(found)), parameters, folder, prompts)
+        found = _by_policy(config.filled(values_of(found)), parameters, folder, prompts) | found
     return {key: derived for key, derived in found.items() if config.leaves_open(key)}
 
 
@@ -58,18 +57,12 @@ def values_of(derived: Mapping[str, Derived]) -> dict[str, Any]:
 
 
 def first_prompts(config: RunConfig) -> list[str]:
-    """Prompts of the first training tasks, if the context of a model is to be derived from them. What agents
-    send that are commands or outside is not known before they run: then there are none."""
+    """Prompts of the first training tasks, if the context of a model is to be derived from them. Empty if
+    agents are commands or outside: what they send is not known before they run."""
     is_known = not (config.rollout.is_outside or isinstance(config.environment.agent, Command))
     if config.policy.model is None or not is_known or not config.leaves_open("engine.context_length"):
         return []
-    tasks, found = tasks_of(config.environment), list[str]()
-    for index in range(NUM_PROMPTS):
-        try:
-            found.append(str(tasks("train", index).prompt))
-        except Exception:  # of the user's own lines: there may be fewer, and sessions report what is wrong
-            break
-    return found
+    return [str(task.prompt) for task in draw_tasks(config.environment, "train", range(NUM_PROMPTS))]
 
 
 def read_with_derived(directory: RunDirectory) -> RunConfig:
@@ -123,6 +116,9 @@ def _by_policy(
 
 def _context(tokens: int, folder: str, prompts: Sequence[str]) -> Derived:
     """The context length for answers of up to `tokens` tokens."""
+    # tokenizers and templates, which most processes that read a configuration do not use
+    from sf_core.dataplane.chat.renderer import open_renderer
+
     renderer = open_renderer(folder)
     lengths = [
         len(renderer.encode(renderer.render([{"role": "user", "content": one}], []))) for one in prompts

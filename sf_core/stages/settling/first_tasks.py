@@ -3,14 +3,11 @@ that share tasks."""
 
 from __future__ import annotations
 
-from contextlib import suppress
-
 from sf_core.agents.runner import first_index
 from sf_core.config import RunConfig
 from sf_core.engines.registry import engine_kind
 from sf_core.environments.calls import NoTaskError, same_in, what_differs
-from sf_core.environments.registry import source_of_tasks, tasks_of
-from sf_core.types import Task
+from sf_core.environments.registry import draw_tasks, source_of, source_of_tasks, tasks_of
 from sf_core.user_code import own_place
 
 NUM_HELD_OUT, NUM_TRAINED = 64, 256
@@ -21,23 +18,16 @@ def foreseen(config: RunConfig) -> list[str]:
     """What the first tasks tell of the run, as sentences; nothing of an emulated one."""
     if not engine_kind(config).runs_policy:
         return []
-    held_out = _drawn(config, "holdout", range(min(NUM_HELD_OUT, config.evaluate.num_tasks)))
-    first = first_index(config.seed)
-    both = same_in(held_out, _drawn(config, "train", range(first, first + NUM_TRAINED)))
+    environment, first = config.environment, first_index(config.seed)
+    held_out = draw_tasks(environment, "holdout", range(min(NUM_HELD_OUT, config.evaluate.num_tasks)))
+    both = same_in(held_out, draw_tasks(environment, "train", range(first, first + NUM_TRAINED)))
     if not both:
         return []
     return [
         f"{len(both)} of the first {len(held_out)} held-out tasks are training tasks too, such as "
         f"{both[0].task_id}: their reward tells what was learned by heart; keep the splits apart in "
-        f"{source_of_tasks(config.environment)}"
+        f"{source_of_tasks(environment)}"
     ]
-
-
-def _drawn(config: RunConfig, split: str, indices: range) -> list[Task]:
-    tasks, drawn = tasks_of(config.environment), list[Task]()
-    with suppress(Exception):  # there may be fewer; sessions tell what else is wrong
-        drawn += (tasks(split, index) for index in indices)
-    return drawn
 
 
 def check_held_out(config: RunConfig) -> None:
@@ -59,7 +49,7 @@ def check_task(config: RunConfig, split: str, index: int, setting: str) -> None:
     except NoTaskError as error:
         raise ValueError(f"environment.tasks: {error}") from None
     except Exception as error:  # whatever the user's own lines raise
-        asked = f'{environment.tasks or f"{environment.name}.tasks"}("{split}", {index})'
+        asked = f'{source_of(environment, "tasks")}("{split}", {index})'
         place = own_place(error)
         told = f"{type(error).__name__}: {error}" + (f", {place}" if place else "")
         raise ValueError(f"{setting}: {asked} raises {' '.join(told.split())}") from error

@@ -10,7 +10,7 @@ from sf_core.config import RunConfig
 from sf_core.config.train_config import CHECKPOINT_BYTES
 from sf_core.engines.registry import engine_kind
 from sf_core.models.cache_size import DTYPE_BYTES, built_in_parameters, built_in_shape, cache_bytes
-from sf_core.reports.cleanup import KEPT_EVERY, KEPT_WEIGHTS, SMALL_BYTES
+from sf_core.reports.cleanup import KEPT_EVERY, kept_weights
 from sf_core.scheduling.plan import Worker
 from sf_core.stages.settling.derived import Derived, derive, first_prompts, values_of
 from sf_core.stages.start import folder_to_start_from
@@ -45,6 +45,8 @@ class Sizes:
     """What a rank keeps of a micro-batch for the backward pass, about; 0 if the model's shape is unknown."""
     derived: dict[str, Derived]
     """Settings that are left open, as far as this machine can tell: another one may make version 0."""
+    config: RunConfig
+    """The settings with those values."""
 
     @classmethod
     def of(cls, config: RunConfig) -> Sizes | None:
@@ -76,6 +78,7 @@ class Sizes:
             checkpoint=parameters * CHECKPOINT_BYTES * networks,
             activations=_activation_bytes(shape, parameters, config),
             derived=derived,
+            config=config,
         )
 
 
@@ -109,13 +112,12 @@ def _activation_bytes(shape: Mapping[str, Any], parameters: int, config: RunConf
     return int((tokens * kept + fused) * itemsize) // train.ranks_per_policy
 
 
-def check_memory(config: RunConfig, workers: Iterable[Worker]) -> None:
+def check_memory(sizes: Sizes | None, workers: Iterable[Worker]) -> None:
     """Raises ValueError if one of these workers has less memory than its engine, or its part of the training,
     would take."""
-    if (sizes := Sizes.of(config)) is None:
+    if sizes is None:
         return
-    engine, train = config.engine, config.train
-    context = config.filled(values_of(sizes.derived)).engine.context
+    engine, train = sizes.config.engine, sizes.config.train
     for worker in workers:
         if worker.memory is None:
             continue
@@ -124,7 +126,7 @@ def check_memory(config: RunConfig, workers: Iterable[Worker]) -> None:
             raise ValueError(
                 f"{has}, and its engine takes {_gb(sizes.weights)} for the policy's weights and "
                 f"{_gb(sizes.cache)} for the cache of engine.max_running {engine.max_running} requests of "
-                f"engine.context_length {context} tokens: lower one of the two"
+                f"engine.context_length {engine.context} tokens: lower one of the two"
             )
         if "train" in worker.tags and sizes.rank > worker.memory:
             raise ValueError(
@@ -141,41 +143,41 @@ def check_memory(config: RunConfig, workers: Iterable[Worker]) -> None:
             )
 
 
-def explain_sizes(config: RunConfig) -> dict[str, str]:
-    """What `sf plan` says of derived settings, memory and storage, by subject; nothing if it is unknown."""
-    if (sizes := Sizes.of(config)) is None:
+def explain_sizes(config: RunConfig, sizes: Sizes | None) -> dict[str, str]:
+    """What `sf plan` says of derived settings, memory and storage, by subject; nothing if it is unknown.
+    `sizes` are those of the configuration."""
+    if sizes is None:
         return _explain_derived(config, derive(config))
-    train = config.train
+    train = sizes.config.train
     ranks = "the trainer" if train.workers == 1 else f"each of {train.workers} trainers"
     cache = f" and {_gb(sizes.cache)} of KV cache" if sizes.cache else ""
-    interval = config.filled(values_of(sizes.derived)).train.interval
-    often = "each iteration" if interval == 1 else f"every {interval} iterations"
+    often = "each iteration" if train.interval == 1 else f"every {train.interval} iterations"
     for_good = f", and those of every {train.keep_every} iterations" if train.keep_every else ""
     peak = (
         f", and about {_gb(sizes.activations)} of activations: {_gb(sizes.rank + sizes.activations)} at most"
     )
     activations = peak if sizes.activations else ""
-    rate = config.filled(values_of(sizes.derived)).train.rate
-    kept_weights = _kept_weights(sizes, config)
-    warm = _warm_start(config, rate)
+    warm = _warm_start(config, train.rate)
     return {
         **({"warm start": warm} if warm else {}),
         **_explain_derived(config, sizes.derived),
         "memory": f"engines: {_gb(sizes.weights)} of weights{cache}; {ranks}: {_gb(sizes.rank)} of weights, "
         f"gradient and moments{activations}",
-        "storage": f"each iteration writes {_gb(sizes.weights)} of weights, {kept_weights}; a checkpoint, "
-        f"{often}, {_gb(sizes.checkpoint)}, of which the newest {train.keep_checkpoints} stay{for_good}",
-        "disk": f"about {_gb(_disk_bytes(sizes, config, interval))} of weights and checkpoints after "
+        "storage": f"each iteration writes {_gb(sizes.weights)} of weights, {_explain_kept(sizes)}; "
+        f"a checkpoint, {often}, {_gb(sizes.checkpoint)}, of which the newest {train.keep_checkpoints} "
+        f"stay{for_good}",
+        "disk": f"about {_gb(_disk_bytes(sizes))} of weights and checkpoints after "
         f"{train.iterations} iterations; what was sampled comes on top",
     }
 
 
 def _explain_derived(config: RunConfig, derived: dict[str, Derived]) -> dict[str, str]:
     """Values and reasons, without those that every run with the built-in policy has."""
+    of_all = {} if config.policy.model else derive(config)
     return {
         key: f"{value:g}: {reason}" if isinstance(value, float) else f"{value}: {reason}"
         for key, (value, reason) in derived.items()
-        if config.policy.model is not None or key not in derive(config)
+        if key not in of_all
     }
 
 
@@ -195,22 +197,21 @@ def _gb(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.0f} MB"
 
 
-def _kept_weights(sizes: Sizes, config: RunConfig) -> str:
+def _explain_kept(sizes: Sizes) -> str:
     """Which versions stay, in words."""
-    train = config.train
-    if train.keep_weights is None and sizes.weights < SMALL_BYTES:
+    newest = kept_weights(sizes.config.train, sizes.weights)
+    if newest is None:
         return "which all stay"
-    newest = train.keep_weights or KEPT_WEIGHTS
     return f"of which the newest {newest}, every {KEPT_EVERY}th and those that are evaluated stay"
 
 
-def _disk_bytes(sizes: Sizes, config: RunConfig, interval: int) -> int:
+def _disk_bytes(sizes: Sizes) -> int:
     """What weights and checkpoints take at the end, with the start folder and the exported policy."""
-    train, last = config.train, config.train.iterations
-    keep = train.keep_weights or (last if sizes.weights < SMALL_BYTES else KEPT_WEIGHTS)
+    train, last = sizes.config.train, sizes.config.train.iterations
+    keep = kept_weights(train, sizes.weights) or last
     # one that is being published is beside the newest
-    often = (KEPT_EVERY, config.evaluate.every)
+    often = (KEPT_EVERY, sizes.config.evaluate.every)
     versions = sum(v >= last - keep or any(v % n == 0 for n in often) for v in range(1, last + 1))
     for_good = last // train.keep_every if train.keep_every else 0
-    checkpoints = min(train.keep_checkpoints + for_good, -(-last // interval))
+    checkpoints = min(train.keep_checkpoints + for_good, -(-last // train.interval))
     return (versions + 2) * sizes.weights + checkpoints * sizes.checkpoint

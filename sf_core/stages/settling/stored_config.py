@@ -18,7 +18,6 @@ from sf_core.config.yaml_file import differing
 from sf_core.reports.view import RunView
 from sf_core.settings import shown
 from sf_core.stages.settling.derived import derive, read_with_derived, values_of
-from storage.files import exists
 from storage.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
@@ -66,7 +65,7 @@ def settled(config: RunConfig, tell: Callable[[str], None] = log.warning) -> Run
     version."""
     if changed := begins_anew(config):
         tell(f"run {config.run_id} has no batch yet and begins anew, with {', '.join(changed)}")
-    elif exists(RunDirectory(config.run_dir).path("config.json")):
+    elif RunDirectory(config.run_dir).exists():
         return _merged(config, tell, _refuse_early_end)
     return config.filled(values_of(derive(config)))
 
@@ -99,7 +98,7 @@ def has_started(config: RunConfig) -> bool:
 def _changes_to_another(config: RunConfig) -> list[tuple[str, Any, Any]]:
     """Settings that make another run of the existing one, each with its former and its new value."""
     run = RunDirectory(config.run_dir)
-    if not exists(run.path("config.json")):
+    if not run.exists():
         return []
     return [
         (key, before, given)

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from sf_core.cli import live as live_view
 from sf_core.cli.live import HeldOutRewards, LineProgress, NewLines, RunProgress, iteration_line, tell
+from sf_core.reports.view import RunView
 from sf_core.waits import clock
 from storage.run_directory import STAGES, RunDirectory
 from tests.sf_core.runs import commit, configure
@@ -171,14 +172,14 @@ def test_a_line_of_an_iteration_has_its_reward_evaluation_speed_and_time(tmp_pat
         commit(run, number, "rollout", data=times | told | (FAILED if number == 1 else {}))
     commit(run, 2, "evaluate", data={"reward_mean": 0.75, "sampled_tokens": 5000})
     first = "iteration 0, 1 of 40: reward 0.000, 1,000 tokens/s, 5.0 s"
-    assert iteration_line(run, 0, 40) == first
+    assert iteration_line(RunView(run), 0, 40) == first
     second = (
         "iteration 1, 2 of 40: reward 0.250, 1,000 tokens/s, 5.0 s; failed 2 of 8: timeout 2; "
         "discarded 5 failed: agent_error 5; the last: my_agent.py:12: agent raised KeyError: x"
     )
-    assert iteration_line(run, 1, 40) == second
+    assert iteration_line(RunView(run), 1, 40) == second
     third = "iteration 2, 3 of 40: reward 0.500, held-out 0.750 before it, 2,000 tokens/s, 5.0 s"
-    assert iteration_line(run, 2, 40) == third
+    assert iteration_line(RunView(run), 2, 40) == third
 
 
 def test_progress_is_logged_whatever_the_level_of_others(caplog: pytest.LogCaptureFixture) -> None:

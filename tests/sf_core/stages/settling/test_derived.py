@@ -21,7 +21,7 @@ from sf_core.models.builtin import make_policy
 from sf_core.settings import Settings
 from sf_core.stages.run import OpenRun, RunRef
 from sf_core.stages.settling.derived import NUM_PROMPTS, derive, first_prompts, read_with_derived, values_of
-from sf_core.stages.settling.sizes import explain_sizes
+from sf_core.stages.settling.sizes import Sizes, explain_sizes
 from sf_core.stages.settling.stored_config import read_stored_config, settled
 from sf_core.stages.start import start
 from sf_core.types import Task
@@ -38,6 +38,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = str(tmp_path_factory.mktemp("model"))
     make_policy(folder, PolicyConfig(hidden_size=32, num_layers=1), seed=0)
     return folder
+
+
+def explained(config: RunConfig) -> dict[str, str]:
+    return explain_sizes(config, Sizes.of(config))
 
 
 def configured(folder: Path, model: str, **sections: Any) -> RunConfig:
@@ -204,16 +208,24 @@ def test_a_run_that_began_before_its_values_were_stored_keeps_its_rate_and_dtype
     assert (found.train.learning_rate, found.policy.dtype) == (1.7e-6, "bfloat16")
 
 
+def test_a_plan_says_of_a_large_built_in_policy_what_its_run_stores() -> None:
+    config = RunConfig.model_validate({"policy": {"hidden_size": 1024, "num_layers": 12}})
+    sizes = Sizes.of(config)
+    assert sizes is not None and sizes.parameters > 83_000_000
+    assert sizes.config.train.interval == config.filled(values_of(derive(config))).train.interval == 1
+    assert "a checkpoint, each iteration" in explained(config)["storage"]
+
+
 def test_each_derived_setting_is_said_with_its_reason(
     tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(projections, "has_fast_products", lambda dtype, device: False)
-    said = explain_sizes(configured(tmp_path, model))
+    said = explained(configured(tmp_path, model))
     assert said["rollout.max_tokens"] == "256: policy.model is set"
     assert said["train.learning_rate"].endswith(" parameters, 2e-5 x sqrt(135M / N)")
     assert "the longest of the first 64 prompts has" in said["engine.context_length"]
     assert said["policy.dtype"] == "float32: the CPU has no instructions for bfloat16"
     # the built-in policy has one that is derived
-    assert OPEN & explain_sizes(RunConfig()).keys() == {"train.learning_rate"}
-    elsewhere = explain_sizes(configured(tmp_path, "/only/on/a/worker"))
+    assert OPEN & explained(RunConfig()).keys() == {"train.learning_rate"}
+    elsewhere = explained(configured(tmp_path, "/only/on/a/worker"))
     assert elsewhere == {"rollout.max_tokens": "256: policy.model is set"}

@@ -31,6 +31,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return folder
 
 
+def check(config: RunConfig, workers: list[Worker]) -> None:
+    check_memory(Sizes.of(config), workers)
+
+
+def explained(config: RunConfig) -> dict[str, str]:
+    return explain_sizes(config, Sizes.of(config))
+
+
 def configured(policy: dict[str, Any], **sections: Any) -> RunConfig:
     return RunConfig.model_validate({"policy": policy, "engine": ENGINE} | sections)
 
@@ -107,17 +115,19 @@ def test_engines_and_ranks_that_a_worker_has_no_memory_for_are_refused(model: st
     sizes = Sizes.of(config)
     assert sizes is not None
     needed = sizes.weights + sizes.cache
-    check_memory(config, [Worker("r0", ROLLOUT, memory=needed), Worker("r1", ROLLOUT)])
+    check(config, [Worker("r0", ROLLOUT, memory=needed), Worker("r1", ROLLOUT)])
     enough = sizes.rank + sizes.activations
-    check_memory(config, [Worker("t0", TRAIN, memory=enough), Worker("a0", frozenset({"agent"}), memory=1)])
+    check_memory(
+        Sizes.of(config), [Worker("t0", TRAIN, memory=enough), Worker("a0", frozenset({"agent"}), memory=1)]
+    )
     with pytest.raises(ValueError) as refused:
-        check_memory(config, [Worker("r0", ROLLOUT), Worker("r1", ROLLOUT, memory=needed - 1)])
+        check(config, [Worker("r0", ROLLOUT), Worker("r1", ROLLOUT, memory=needed - 1)])
     check_sentence(str(refused.value), "engine.max_running 64", "engine.context_length 100", "worker r1")
     with pytest.raises(ValueError) as refused:
-        check_memory(config, [Worker("t0", TRAIN, memory=sizes.rank - 1)])
+        check(config, [Worker("t0", TRAIN, memory=sizes.rank - 1)])
     check_sentence(str(refused.value), "worker t0", "a rank of 1", "raise train.workers")
     shared = configured({"model": model}, train={"workers": 2})
-    check_memory(shared, [Worker("t0", TRAIN, memory=enough - sizes.rank // 2)])
+    check(shared, [Worker("t0", TRAIN, memory=enough - sizes.rank // 2)])
 
 
 QWEN3_4B = {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36}
@@ -138,31 +148,31 @@ def large(monkeypatch: pytest.MonkeyPatch) -> RunConfig:
 def test_activations_that_a_card_has_no_room_for_are_refused(large: RunConfig) -> None:
     card = [Worker("t0", TRAIN, memory=85_000_000_000)]
     with pytest.raises(ValueError) as refused:
-        check_memory(large, card)
+        check(large, card)
     check_sentence(str(refused.value), "set train.recompute to true", "train.tokens_per_microbatch (8192)")
     again = large.model_copy(update={"train": large.train.model_copy(update={"recompute": True})})
-    check_memory(again, card)
+    check(again, card)
     # fewer tokens than a micro-batch may have are never more than a batch has
     few = large.model_copy(update={"rollout": large.rollout.model_copy(update={"groups_per_batch": 1})})
-    check_memory(few, card)
+    check(few, card)
     with pytest.raises(ValueError) as refused:
-        check_memory(again, [Worker("t0", TRAIN, memory=66_000_000_000)])
+        check(again, [Worker("t0", TRAIN, memory=66_000_000_000)])
     check_sentence(str(refused.value), "with train.recompute true: lower train.tokens_per_microbatch")
 
 
 def test_checkpoints_of_a_large_policy_are_rare_unless_settings_say_otherwise(large: RunConfig) -> None:
-    assert "a checkpoint, every 10 iterations, 48.2 GB" in explain_sizes(large)["storage"]
+    assert "a checkpoint, every 10 iterations, 48.2 GB" in explained(large)["storage"]
     often = large.model_copy(update={"train": large.train.model_copy(update={"checkpoint_every": 1})})
-    assert "a checkpoint, each iteration, 48.2 GB" in explain_sizes(often)["storage"]
+    assert "a checkpoint, each iteration, 48.2 GB" in explained(often)["storage"]
     # the start folder, the exported policy, versions 10, 20, 30, 38, 39 and 40, and two checkpoints
     total = 8 * 2 * QWEN3_4B_PARAMETERS + 2 * 12 * QWEN3_4B_PARAMETERS
-    assert explain_sizes(large)["disk"].startswith(f"about {total / 1e9:.1f} GB of weights and checkpoints")
+    assert explained(large)["disk"].startswith(f"about {total / 1e9:.1f} GB of weights and checkpoints")
 
 
 def test_what_is_written_and_kept_is_said(model: str) -> None:
     train = {"checkpoint_every": 5, "keep_checkpoints": 3, "keep_every": 20}
-    said = explain_sizes(configured({"model": model}, train=train))
+    said = explained(configured({"model": model}, train=train))
     assert "every 5 iterations" in said["storage"] and "newest 3 stay" in said["storage"]
     assert said["storage"].endswith("and those of every 20 iterations")
     assert "of KV cache; the trainer: " in said["memory"]
-    assert explain_sizes(configured({}, engine={"kind": "emulated"})) == {}
+    assert explained(configured({}, engine={"kind": "emulated"})) == {}
