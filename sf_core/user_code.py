@@ -9,7 +9,6 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from sf_core.surroundings import NAMES, ROOT
@@ -64,12 +63,6 @@ def _places(error: BaseException) -> Iterator[tuple[str, int]]:
         yield error.filename or "", error.lineno or 0
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         yield frame.filename, frame.lineno or 0
-
-
-def own_frames(innermost: FrameType | None) -> Iterator[FrameType]:
-    """The frames of the user's own code on a stack, the innermost first."""
-    frames = (frame for frame, _ in traceback.walk_stack(innermost)) if innermost else ()
-    return (frame for frame in frames if is_own(frame.f_code.co_filename))
 
 
 def is_own(file: str) -> bool:

@@ -6,10 +6,11 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from traceback import walk_stack
 from types import FrameType
 
 from sf_core.agents.loop_watch import BLOCKED_S
-from sf_core.user_code import own_frames
+from sf_core.user_code import is_own
 
 _BEAT_S = 0.5
 
@@ -40,7 +41,7 @@ async def not_blocking() -> AsyncIterator[None]:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    if any(own_frames(frame)):
+    if frame is not None and any(is_own(at.f_code.co_filename) for at, _ in walk_stack(frame)):
         raise BlockedError(
             f"it kept the event loop for {BLOCKED_S:g} s, and nothing else could go on meanwhile; await "
             "what it waits for, or make it a plain function, which runs in a thread"
