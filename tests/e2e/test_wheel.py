@@ -133,10 +133,12 @@ def test_it_trains_the_quickstart_in_an_empty_folder(wheel: Path, tmp_path: Path
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
-def test_it_is_installed_and_trained_as_the_page_says(tmp_path: Path) -> None:
+def test_it_is_installed_and_trained_as_the_page_says(tmp_path_factory: pytest.TempPathFactory) -> None:
     """The wheel is installed with all extras, and its dependencies come from the package index."""
-    wheel = build_wheel(tmp_path)
-    installed = make_installed(tmp_path)
+    # a short name: sockets of `sf up` are below it, and pytest's own number may have three digits
+    folder = tmp_path_factory.mktemp("page")
+    wheel = build_wheel(folder)
+    installed = make_installed(folder)
     shutil.copy(wheel, installed.folder)
     installed.call("pip", "install", "torch==2.13.0")
     installed.call("pip", "install", f"./{NAME}[{EXTRAS}]")
