@@ -32,11 +32,12 @@ def encode_request(
         rest = _render_addition(conversation, matched, tools, renderer)
         if rest is not None and (extension := _extend(matched, rest, renderer)):
             return extension
-    messages = list(conversation.messages)
+    messages, num_first = list(conversation.messages), None
     for turn in matched.conversation() if matched else ():
         # agents send answers back without their reasoning; the template decides how much of it is shown
-        messages[turn.prompt.num_messages] = turn.message
-    text = renderer.render(messages, tools)
+        num_first = turn.prompt.num_messages
+        messages[num_first] = turn.message
+    text = renderer.render(messages, tools, num_first)
     if matched is None:
         return _encode_behind(TreePosition(None, 0), NO_TEXT, text, renderer)
     rest = matched.prompt.text.rest_of(text)
