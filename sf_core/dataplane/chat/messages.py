@@ -1,10 +1,10 @@
 """Messages in canonical form, and their identity.
 
 A canonical message holds only what a model can see, in one spelling: absent content is "", several parts of
-text are a list of them, arguments of tool calls are mappings. Dialects produce it, templates render it, sessions
-compare it. A recorded answer is known without its reasoning, in one part, without the `name` that agents give
-to answers they send back, and without ids of its calls: clients change all of these. Other assistant messages
-keep theirs.
+text are a list of them, arguments of tool calls are mappings. Dialects produce it, templates render it,
+sessions compare it. A recorded answer is known without its reasoning, in one part, without the `name` that
+agents give to answers they send back, and without ids of its calls: clients change all of these. Other
+assistant messages keep theirs.
 """
 
 from __future__ import annotations

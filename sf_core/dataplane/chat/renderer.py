@@ -131,8 +131,11 @@ class Renderer:
         at = max(text.rfind(stop) for stop in self.stop_texts.values())
         return (at, int(places[-1])) if at >= 0 and len(places) else None
 
-    def encode(self, text: str) -> Ids:
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+    def encode(self, text: str, after: str = "") -> Ids:
+        """Ids of a text that follows the special token `after`: some tokenizers put a space before text, but
+        only at the very beginning."""
+        ids = self._tokenizer.encode(after + text, add_special_tokens=False).ids
+        return np.array(ids[1:] if after else ids, dtype=np.int32)
 
     def decode(self, ids: list[int]) -> str:
         """Text without special tokens."""

@@ -1,7 +1,7 @@
-"""The chat templates of a model folder, rendered as transformers renders them and given what vLLM gives them.
+"""The chat templates of a model folder: rendered as transformers does, and given what vLLM gives them.
 
-Owns what a template is given for a message: text as one string or as parts, and `developer` messages, which most
-templates do not know. Uses jinja2 directly, because transformers imports torch: 3 s and 250 MB.
+Owns what a template is given for a message: text as one string or as parts, and `developer` messages, which
+most templates do not know. Uses jinja2 directly, because transformers imports torch: 3 s and 250 MB.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jinja2
 import jinja2.ext
@@ -92,8 +92,7 @@ class ChatTemplates:
         self._with_tools = ChatTemplate(sources[WITH_TOOLS]) if WITH_TOOLS in sources else self._default
         self.variables = self._default.variables | self._with_tools.variables
         self.refuses_late_system = any(map(_refuses_late_system, (self._default, self._with_tools)))
-        """Whether Anthropic's system messages inside a conversation are merged into the first, as vLLM decides
-        it."""
+        """Whether Anthropic's late system messages are merged into the first. The rule is vLLM's."""
 
     def of(self, tools: list[Tool]) -> ChatTemplate:
         return self._with_tools if tools else self._default
@@ -103,8 +102,8 @@ class ChatTemplates:
 
 
 def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Sources by name: of chat_template.jinja and additional_chat_templates/, else of `config`, which is that of
-    tokenizer_config.json. Empty without any."""
+    """Sources by name: of chat_template.jinja and additional_chat_templates/, else of tokenizer_config.json,
+    which is `config`. Empty without any."""
     found = {path.stem: path.read_text() for path in (folder / "additional_chat_templates").glob("*.jinja")}
     if (folder / "chat_template.jinja").exists():
         found[DEFAULT] = (folder / "chat_template.jinja").read_text()
@@ -204,7 +203,7 @@ def _reads_content(node: nodes.Node) -> bool:
 class _Generation(jinja2.ext.Extension):
     """`{% generation %}`, with which templates mark what a model writes: rendered as if it were not there."""
 
-    tags = {"generation"}
+    tags: ClassVar[set[str]] = {"generation"}
 
     def parse(self, parser: jinja2.parser.Parser) -> nodes.Node:
         line = next(parser.stream).lineno

@@ -82,11 +82,15 @@ def _extend(turn: Turn, rest: str, renderer: Renderer) -> Encoded | None:
     if not shows(shown, turn.message):
         return None
     mark = turn.prompt.text.extended(shown)
-    return _encode_behind(TreePosition(turn, turn.end), mark, suffix, renderer)
+    stop = renderer.stop_texts.get(int(turn.ids[-1]), "") if len(turn.ids) else ""
+    after = stop if shown.endswith(stop) else ""
+    return _encode_behind(TreePosition(turn, turn.end), mark, suffix, renderer, after)
 
 
-def _encode_behind(place: TreePosition, mark: TextMark, text: str, renderer: Renderer) -> Encoded:
-    ids = renderer.encode(text)
+def _encode_behind(
+    place: TreePosition, mark: TextMark, text: str, renderer: Renderer, after: str = ""
+) -> Encoded:
+    ids = renderer.encode(text, after)
     last_stop = renderer.last_stop(text, ids)
     if last_stop is None:
         return Encoded(place, ids, mark.extended(text), None)
