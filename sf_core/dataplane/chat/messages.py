@@ -1,9 +1,10 @@
 """Messages in canonical form, and their identity.
 
-A canonical message holds only what a model can see, in one spelling: absent content is "", arguments of tool
-calls are mappings. Dialects produce it, templates render it, sessions compare it. Reasoning is kept in the
-record only and is not compared: clients send answers back with it or without. Nor are the `name` that agents
-give to answers they send back, and other ids of their calls; other assistant messages keep theirs.
+A canonical message holds only what a model can see, in one spelling: absent content is "", several parts of
+text are a list of them, arguments of tool calls are mappings. Dialects produce it, templates render it,
+sessions compare it. A recorded answer is known without its reasoning, in one part, without the `name` that
+agents give to answers they send back, and without ids of its calls: clients change all of these. Other
+assistant messages keep theirs.
 """
 
 from __future__ import annotations
@@ -40,6 +41,12 @@ def tool_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
+def text_of(message: Message) -> str:
+    """The text of a message, parts each on a line of their own as vLLM joins them."""
+    content = message["content"]
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
 def chain_keys(tools: list[Tool], messages: list[Message]) -> list[bytes]:
     """Chained hashes: of the tools, then one per message. Equal keys: equal tools and messages so far."""
     keys = [blake2b(orjson.dumps(tools, option=orjson.OPT_SORT_KEYS), digest_size=16).digest()]
@@ -49,9 +56,15 @@ def chain_keys(tools: list[Tool], messages: list[Message]) -> list[bytes]:
 
 
 def extend_chain(key: bytes, message: Message) -> bytes:
-    if "reasoning_content" in message:
-        message = {name: value for name, value in message.items() if name != "reasoning_content"}
     return blake2b(key + orjson.dumps(message, option=orjson.OPT_SORT_KEYS), digest_size=16).digest()
+
+
+def as_said(message: Message) -> Message:
+    """An answer without its reasoning and name, in one part: how a recorded one is known."""
+    said = {name: value for name, value in message.items() if name not in ("reasoning_content", "name")}
+    if not isinstance(said["content"], str):
+        said["content"] = "".join(part["text"] for part in said["content"])
+    return said
 
 
 def without_ids(message: Message) -> Message:

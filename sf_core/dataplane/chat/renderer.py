@@ -1,7 +1,7 @@
 """Text to ids and back, by the tokenizer, chat template and end-of-turn tokens of the run's model folder.
 
 Owns the suffix rule: what a request adds to recorded ids is cut from the rendering at an end-of-turn token.
-Uses tokenizers and jinja2 directly, because transformers imports torch: 3 s and 250 MB.
+Uses tokenizers directly, because transformers imports torch: 3 s and 250 MB.
 """
 
 from __future__ import annotations
@@ -10,18 +10,15 @@ import asyncio
 import json
 from collections import Counter
 from copy import copy
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import jinja2.ext
 import numpy as np
 import orjson
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from sf_core.dataplane.chat.messages import Message
+from sf_core.dataplane.chat.messages import Message, text_of
+from sf_core.dataplane.chat.template import DEFAULT, WITH_TOOLS, ChatTemplates, merge_system, read_templates
 from sf_core.dataplane.chat.template_probes import append_only_roles, render_addition, shows_tools
 from sf_core.dataplane.chat.tool_formats import FORMATS, Tool, format_of
 from sf_core.dataplane.errors import ApiError
@@ -52,22 +49,25 @@ class Renderer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         config = _read_json(folder / "tokenizer_config.json")
-        if not (template := _read_template(folder, config)):
+        sources = read_templates(folder, config)
+        if not sources.get(DEFAULT):
             raise ValueError(
                 f"{model_dir}: the tokenizer has no chat template; put one there as chat_template.jinja, for "
                 "example that of the model's instruct version"
             )
-        self.tool_format = str(config.get("tool_format") or format_of(template))
+        self.templates = ChatTemplates(sources)
+        self.tool_format = str(
+            config.get("tool_format") or format_of(sources.get(WITH_TOOLS, sources[DEFAULT]))
+        )
         if self.tool_format not in FORMATS:
             raise ValueError(f"{model_dir}: unknown tool_format {self.tool_format!r}; known: {[*FORMATS]}")
-        self.thinks = "</think>" in template
+        self.thinks = self.templates.mention("</think>")
         """Answers may begin with reasoning between think tags."""
         self.control_tokens = frozenset(control_tokens(self._tokenizer))
         """What tokens show that are no text."""
         self.vocab_size = self._tokenizer.get_vocab_size()
         self.num_ids = max(self.vocab_size, _num_rows(folder))
         """Number of ids that the policy may sample; networks are often padded beyond the vocabulary."""
-        self._template = _compile(template)
         self._special = {name: _text(config[name]) for name in _SPECIAL if config.get(name)}
         self.stop_texts = self._read_stops(folder)
         self.stop_token_ids = tuple(self.stop_texts)
@@ -77,8 +77,9 @@ class Renderer:
         self._look_at_template()
 
     def with_options(self, options: dict[str, Any]) -> Renderer:
-        """This renderer with further variables of the template. Raises TemplateError if the template refuses
-        them."""
+        """This renderer with further variables of the template, of which those count that it reads. Raises
+        TemplateError if the template refuses them."""
+        options = {name: value for name, value in options.items() if name in self.templates.variables}
         if not options:
             return self
         key = orjson.dumps(options, option=orjson.OPT_SORT_KEYS)
@@ -98,20 +99,16 @@ class Renderer:
         self.shows_tools = shows_tools(self.render)
         """A prompt with a tool differs from one without."""
 
-    def render(self, messages: list[Message], tools: list[dict[str, Any]]) -> str:
-        """The prompt text for the next assistant turn. Raises TemplateError if the template refuses, or fails
-        on, these messages."""
-        try:
-            return self._template.render(
-                self._special | self.options,
-                messages=messages,
-                tools=tools or None,
-                add_generation_prompt=True,
-            )
-        except jinja2.TemplateError:
-            raise
-        except Exception as error:  # a template is a program and may raise anything
-            raise jinja2.TemplateError(f"{type(error).__name__}: {error}") from error
+    def render(self, messages: list[Message], tools: list[Tool], num_first: int | None = None) -> str:
+        """See ChatTemplate.render."""
+        variables = self._special | self.options
+        return self.templates.of(tools).render(messages, tools, variables, num_first)
+
+    def merge_late_system(self, messages: list[Message]) -> list[Message]:
+        """The messages of Anthropic's API with system messages where the template takes them."""
+        if self.templates.refuses_late_system and any(m["role"] == "system" for m in messages[1:]):
+            return merge_system(messages, "")
+        return messages
 
     def is_append_only(self, added: list[Message]) -> bool:
         """Whether these messages, added after an answer, leave the rendering of earlier ones unchanged."""
@@ -134,8 +131,11 @@ class Renderer:
         at = max(text.rfind(stop) for stop in self.stop_texts.values())
         return (at, int(places[-1])) if at >= 0 and len(places) else None
 
-    def encode(self, text: str) -> Ids:
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+    def encode(self, text: str, after: str = "") -> Ids:
+        """Ids of a text that follows the special token `after`: some tokenizers put a space before text, but
+        only at the very beginning."""
+        ids = self._tokenizer.encode(after + text, add_special_tokens=False).ids
+        return np.array(ids[1:] if after else ids, dtype=np.int32)
 
     def decode(self, ids: list[int]) -> str:
         """Text without special tokens."""
@@ -174,7 +174,7 @@ class Renderer:
 def shows(text: str, answer: Message) -> bool:
     """Whether a rendered answer holds, in whatever spelling, every character that the answer says but white
     space. A template that drops something, such as old reasoning, has rewritten the answer."""
-    said = Counter[str](answer["content"])
+    said = Counter[str](text_of(answer))
     said.update(answer.get("reasoning_content") or "")
     values = [call["function"] for call in answer.get("tool_calls", ())]
     while values:
@@ -212,7 +212,7 @@ class TextStream:
         return self._decode(self._ids[self._start :])[len(before) :]
 
 
-_SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 def _num_rows(folder: Path) -> int:
@@ -227,39 +227,6 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _text(token: str | dict[str, Any]) -> str:
     return token if isinstance(token, str) else str(token["content"])
-
-
-def _read_template(folder: Path, config: dict[str, Any]) -> str:
-    if (folder / "chat_template.jinja").exists():
-        return (folder / "chat_template.jinja").read_text()
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
-    return str(template or "")
-
-
-def _compile(source: str) -> jinja2.Template:
-    # the environment that transformers gives to chat templates
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
-    # one date for the whole run: at midnight the prompts of running sessions must not change
-    now = datetime.now()
-    environment.globals["strftime_now"] = now.strftime
-    template = environment.from_string(source)
-    # jinja copies it for each rendering, and a ChainMap copies slowly
-    template.globals = dict(template.globals)
-    return template
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-
-def _refuse(message: str) -> None:
-    raise jinja2.TemplateError(message)
 
 
 def open_renderer(model_dir: str) -> Renderer:

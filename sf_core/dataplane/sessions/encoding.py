@@ -32,11 +32,12 @@ def encode_request(
         rest = _render_addition(conversation, matched, tools, renderer)
         if rest is not None and (extension := _extend(matched, rest, renderer)):
             return extension
-    messages = list(conversation.messages)
+    messages, num_first = list(conversation.messages), None
     for turn in matched.conversation() if matched else ():
         # agents send answers back without their reasoning; the template decides how much of it is shown
-        messages[turn.prompt.num_messages] = turn.message
-    text = renderer.render(messages, tools)
+        num_first = turn.prompt.num_messages
+        messages[num_first] = turn.message
+    text = renderer.render(messages, tools, num_first)
     if matched is None:
         return _encode_behind(TreePosition(None, 0), NO_TEXT, text, renderer)
     rest = matched.prompt.text.rest_of(text)
@@ -81,11 +82,15 @@ def _extend(turn: Turn, rest: str, renderer: Renderer) -> Encoded | None:
     if not shows(shown, turn.message):
         return None
     mark = turn.prompt.text.extended(shown)
-    return _encode_behind(TreePosition(turn, turn.end), mark, suffix, renderer)
+    stop = renderer.stop_texts.get(int(turn.ids[-1]), "") if len(turn.ids) else ""
+    after = stop if shown.endswith(stop) else ""
+    return _encode_behind(TreePosition(turn, turn.end), mark, suffix, renderer, after)
 
 
-def _encode_behind(place: TreePosition, mark: TextMark, text: str, renderer: Renderer) -> Encoded:
-    ids = renderer.encode(text)
+def _encode_behind(
+    place: TreePosition, mark: TextMark, text: str, renderer: Renderer, after: str = ""
+) -> Encoded:
+    ids = renderer.encode(text, after)
     last_stop = renderer.last_stop(text, ids)
     if last_stop is None:
         return Encoded(place, ids, mark.extended(text), None)

@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from sf_core.dataplane.chat.messages import Message, chain_keys, extend_chain, size_of, without_ids
+from sf_core.dataplane.chat.messages import Message, as_said, chain_keys, extend_chain, size_of, without_ids
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.sessions.tree import Turn
 
@@ -63,15 +63,13 @@ class Conversation:
         if sent["role"] == "tool":
             call_id = self._renamed_calls().get(sent["tool_call_id"])
             return sent if call_id is None else {**sent, "tool_call_id": call_id}
-        if sent["role"] != "assistant" or not sent.keys() & {"name", "tool_calls"}:
+        if sent["role"] != "assistant":
             return sent
-        if extend_chain(self.keys[-1], sent) in answers:
-            return sent
-        unnamed = {name: value for name, value in sent.items() if name != "name"}
-        for said in (unnamed, without_ids(unnamed)):
-            if (turn := answers.get(extend_chain(self.keys[-1], said))) is not None:
-                return turn.message
-        return sent
+        said = as_said(sent)
+        if extend_chain(self.keys[-1], said) in answers:
+            return sent if said == sent else said
+        turn = answers.get(extend_chain(self.keys[-1], without_ids(said)))
+        return sent if turn is None else as_said(turn.message)
 
     def _renamed_calls(self) -> dict[str, str]:
         """Recorded ids of the last answer's calls, by those that the agent sent."""

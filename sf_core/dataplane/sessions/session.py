@@ -19,7 +19,7 @@ import numpy as np
 import orjson
 
 from sf_core.dataplane.bodies import RewardBody
-from sf_core.dataplane.chat.messages import Message, extend_chain, size_of, without_ids
+from sf_core.dataplane.chat.messages import Message, as_said, extend_chain, size_of, without_ids
 from sf_core.dataplane.chat.renderer import Renderer
 from sf_core.dataplane.chat.tool_formats import Tool
 from sf_core.dataplane.routing.generation import Generation
@@ -233,7 +233,8 @@ class Session:
         self.turns.append(turn)
         self._tree.add(turn)
         self._num_bytes += _turn_bytes(turn)
-        for said in (turn.message, without_ids(turn.message)):
+        answer = as_said(turn.message)
+        for said in (answer, without_ids(answer)):
             self._answers[extend_chain(turn.prompt.chain, said)] = turn
         if turn.prompt.continues is not None:
             turn.prompt.continues.has_continuation = True

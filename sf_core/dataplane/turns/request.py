@@ -25,6 +25,8 @@ class TurnRequest:
     """One prompt and how to continue it."""
 
     messages: list[Message] = field(default_factory=list)
+    merges_system: bool = False
+    """System messages after the first are merged into it if the template refuses them elsewhere."""
     text_or_ids: str | list[int] | None = None
     """Text that is encoded as it is, or token ids; given instead of messages."""
     tools: list[Tool] = field(default_factory=list)

@@ -311,7 +311,10 @@ def _open_prompt(run: TurnHost, session: Session, request: TurnRequest) -> Promp
     try:
         renderer = run.renderer.with_options(request.template_options)
         forced = _forced_text(request, renderer)
-        return session.open_prompt(request.messages, request.tools, renderer, forced)
+        messages = request.messages
+        if request.merges_system:
+            messages = renderer.merge_late_system(messages)
+        return session.open_prompt(messages, request.tools, renderer, forced)
     except jinja2.TemplateError as error:
         raise ApiError(400, f"The chat template refuses these messages: {error}", param="messages") from None
 

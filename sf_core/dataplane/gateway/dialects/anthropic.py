@@ -75,6 +75,7 @@ class Anthropic:
         return [
             TurnRequest(
                 messages=check_conversation(messages, "messages"),
+                merges_system=True,
                 tools=tools,
                 template_options=template_options(body),
                 tool_choice=check_choice(_parse_choice(body), tools),

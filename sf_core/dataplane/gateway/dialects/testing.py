@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from sf_core.dataplane.chat.answer_parser import Reasoning
-from sf_core.dataplane.chat.messages import Message, assistant_message, chain_keys
+from sf_core.dataplane.chat.messages import Message, as_said, assistant_message, chain_keys
 from sf_core.dataplane.chat.tool_formats import ToolCall
 from sf_core.dataplane.errors import ApiError
 from sf_core.dataplane.gateway.dialects.protocol import MAX_TURNS, Dialect, Reply
@@ -185,7 +185,11 @@ class DialectTests:
         """A client that sends this answer back sends the recorded message, without its reasoning."""
         body = self._reply({}).whole([answer])
         [request] = self.dialect.parse(self.next_request(body), Session("s"))
-        assert chain_keys([], request.messages[:2]) == chain_keys([], [HI, answer.message])
+        sent_back = [
+            as_said(message) if message["role"] == "assistant" else message
+            for message in request.messages[:2]
+        ]
+        assert chain_keys([], sent_back) == chain_keys([], [HI, as_said(answer.message)])
         assert all("reasoning_content" not in message for message in request.messages)
 
     def _parse(self, change: Fields) -> list[TurnRequest]:

@@ -1,0 +1,231 @@
+"""The chat templates of a model folder: rendered as transformers does, and given what vLLM gives them.
+
+Owns what a template is given for a message: text as one string or as parts, and `developer` messages, which
+most templates do not know. Uses jinja2 directly, because transformers imports torch: 3 s and 250 MB.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any, ClassVar
+
+import jinja2
+import jinja2.ext
+import jinja2.meta
+from jinja2 import nodes
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from sf_core.dataplane.chat.messages import Message, text_of
+from sf_core.dataplane.chat.tool_formats import Tool
+
+DEFAULT, WITH_TOOLS = "default", "tool_use"
+"""Names of the template that counts, and of the one that counts before it for requests with tools."""
+
+
+class ChatTemplate:
+    """One template. Raises jinja2.TemplateSyntaxError."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        environment = _environment()
+        tree = environment.parse(source)
+        self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
+        """Variables that it reads."""
+        self._takes_parts = _loops_over_content(tree)
+        self._knows_developer = "'developer'" in source or '"developer"' in source
+        self._template = environment.from_string(source)
+        # jinja copies it for each rendering, and a ChainMap copies slowly
+        self._template.globals = dict(self._template.globals)
+
+    def render(
+        self, messages: list[Message], tools: list[Tool], variables: Mapping[str, Any], num_first: int | None
+    ) -> str:
+        """The prompt text for the next assistant turn. Raises TemplateError if the template refuses, or fails
+        on, these messages.
+
+        `num_first`: number of messages before the first recorded answer; None if no answer is recorded."""
+        if self._knows_developer or all(message["role"] != "developer" for message in messages):
+            return self._render(messages, tools, variables)
+        if num_first is not None:
+            # if the template takes no system message after the first, recorded ids cannot be kept
+            with suppress(jinja2.TemplateError):
+                return self._render(_without_developer(messages, num_first), tools, variables)
+        return self._render(_without_developer(messages, None), tools, variables)
+
+    def _render(self, messages: list[Message], tools: list[Tool], variables: Mapping[str, Any]) -> str:
+        try:
+            return self._template.render(
+                variables,
+                messages=[self._given(message) for message in messages],
+                tools=tools or None,
+                documents=None,
+                add_generation_prompt=True,
+            )
+        except jinja2.TemplateError:
+            raise
+        except Exception as error:  # a template is a program and may raise anything
+            raise jinja2.TemplateError(f"{type(error).__name__}: {error}") from error
+
+    def _given(self, message: Message) -> Message:
+        """The message as the template gets it: its text in parts if the template loops over them."""
+        content = message["content"]
+        if "reasoning_content" in message:
+            message = {**message, "reasoning": message["reasoning_content"]}
+        if not self._takes_parts or message["role"] == "tool":
+            return message if isinstance(content, str) else {**message, "content": text_of(message)}
+        if isinstance(content, str):
+            # an answer without content has no part
+            empty = not content and message["role"] == "assistant"
+            return {**message, "content": [] if empty else [{"type": "text", "text": content}]}
+        return message
+
+
+class ChatTemplates:
+    """Those of a folder, by name. Raises jinja2.TemplateSyntaxError."""
+
+    def __init__(self, sources: Mapping[str, str]) -> None:
+        self._default = ChatTemplate(sources[DEFAULT])
+        self._with_tools = ChatTemplate(sources[WITH_TOOLS]) if WITH_TOOLS in sources else self._default
+        self.variables = self._default.variables | self._with_tools.variables
+        self.refuses_late_system = any(map(_refuses_late_system, (self._default, self._with_tools)))
+        """Whether Anthropic's late system messages are merged into the first. The rule is vLLM's."""
+
+    def of(self, tools: list[Tool]) -> ChatTemplate:
+        return self._with_tools if tools else self._default
+
+    def mention(self, text: str) -> bool:
+        return text in self._default.source or text in self._with_tools.source
+
+
+def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Sources by name: of chat_template.jinja and additional_chat_templates/, else of tokenizer_config.json,
+    which is `config`. Empty without any."""
+    found = {path.stem: path.read_text() for path in (folder / "additional_chat_templates").glob("*.jinja")}
+    if (folder / "chat_template.jinja").exists():
+        found[DEFAULT] = (folder / "chat_template.jinja").read_text()
+    given = config.get("chat_template")
+    if found or not given:
+        return found
+    if isinstance(given, str):
+        return {DEFAULT: given}
+    return {str(entry["name"]): str(entry["template"]) for entry in given}
+
+
+def merge_system(messages: list[Message], between: str) -> list[Message]:
+    """The messages with one system message, the first, whose text is that of all of them."""
+    texts = [text_of(message) for message in messages if message["role"] == "system"]
+    merged = {"role": "system", "content": between.join(filter(None, texts))}
+    return [merged, *(message for message in messages if message["role"] != "system")]
+
+
+def _without_developer(messages: list[Message], num_first: int | None) -> list[Message]:
+    """The messages with `developer` as `system`; of the first `num_first`, those of both roles are merged."""
+    end = len(messages) if num_first is None else num_first
+    first = messages[:end]
+    if any(message["role"] == "developer" for message in first):
+        first = _as_system(first)
+        if any(message["role"] == "system" for message in first[1:]):
+            first = merge_system(first, "\n\n")
+    return first + _as_system(messages[end:])
+
+
+def _as_system(messages: list[Message]) -> list[Message]:
+    return [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
+
+
+def _refuses_late_system(template: ChatTemplate) -> bool:
+    # vLLM asks in an environment without transformers' additions, and takes a failure for want of one for a
+    # refusal
+    bare = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+    )
+    asked = [{"role": role, "content": "t"} for role in ("system", "user", "system", "user")]
+    try:
+        bare.from_string(template.source).render(messages=asked, add_generation_prompt=False)
+    except Exception:  # a template is a program and may raise anything
+        return True
+    return False
+
+
+def _loops_over_content(tree: nodes.Template) -> bool:
+    """Whether the template loops over the parts of a message's content, itself or in a macro that it hands
+    the content to. So vLLM decides whether a template takes parts."""
+    macros = list(tree.find_all(nodes.Macro))
+    inside = {id(loop): macro for macro in macros for loop in macro.find_all(nodes.For)}
+    for loop in tree.find_all(nodes.For):
+        iterated = _plain(loop.iter)
+        macro = inside.get(id(loop))
+        if _reads_content(iterated):
+            return True
+        if isinstance(iterated, nodes.Name):
+            if macro is None and iterated.name == "content":
+                return True
+            if macro is not None and iterated.name in _content_arguments(tree, macro):
+                return True
+    return False
+
+
+def _content_arguments(tree: nodes.Template, macro: nodes.Macro) -> set[str]:
+    """Names of the macro's arguments that get a message's content in some call."""
+    names = [argument.name for argument in macro.args]
+    found: set[str] = set()
+    for call in tree.find_all(nodes.Call):
+        if isinstance(call.node, nodes.Name) and call.node.name == macro.name:
+            given = [*zip(names, call.args, strict=False), *((word.key, word.value) for word in call.kwargs)]
+            found.update(name for name, value in given if _reads_content(_plain(value)))
+    return found
+
+
+def _plain(node: nodes.Node) -> nodes.Node:
+    """The expression without filters, tests and slices."""
+    while isinstance(node, nodes.Filter | nodes.Test) or (
+        isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
+    ):
+        if node.node is None:  # a filter block
+            break
+        node = node.node
+    return node
+
+
+def _reads_content(node: nodes.Node) -> bool:
+    """Whether it is `X.content` or `X["content"]` of some variable X."""
+    if isinstance(node, nodes.Getattr):
+        return node.attr == "content" and isinstance(node.node, nodes.Name)
+    if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const):
+        return node.arg.value == "content" and isinstance(node.node, nodes.Name)
+    return False
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}`, with which templates mark what a model writes: rendered as if it were not there."""
+
+    tags: ClassVar[set[str]] = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    # the environment that transformers gives to chat templates
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    # one date for the whole run: at midnight the prompts of running sessions must not change
+    environment.globals["strftime_now"] = datetime.now().strftime
+    return environment
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
+def _refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)
