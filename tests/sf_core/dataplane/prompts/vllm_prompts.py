@@ -48,7 +48,8 @@ async def main(folders: list[str]) -> None:
     with os.fdopen(OUTPUT, "w") as output:
         for line in sys.stdin:
             folder, path, body = json.loads(line)
-            reply = await clients[folder].post(path, json=body)
+            headers = {"content-type": "application/json"}
+            reply = await clients[folder].post(path, content=json.dumps(body), headers=headers)
             answer: Any = reply.json() if "json" in reply.headers.get("content-type", "") else reply.text
             print(json.dumps([reply.status_code, answer]), file=output, flush=True)
 
