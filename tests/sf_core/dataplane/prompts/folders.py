@@ -79,7 +79,9 @@ def folder(kind: str, tokenizer: str) -> str:
         "eos_token": made.ends[0],
         "unk_token": "<unk>",
     }
-    sources = {"default": _read(made.template)} | ({"tool_use": _read(made.tool_use)} if made.tool_use else {})
+    sources = {"default": _read(made.template)} | (
+        {"tool_use": _read(made.tool_use)} if made.tool_use else {}
+    )
     if made.in_config:
         config["chat_template"] = [{"name": name, "template": text} for name, text in sources.items()]
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 JSON = dict[str, Any]
@@ -47,9 +47,11 @@ class Shape:
     """Functions, without the object that Chat puts around them."""
     options: JSON = field(default_factory=dict)
     """`chat_template_kwargs`."""
+    effort: str = ""
+    """How much the model is asked to think."""
 
     def beginning(self, num_messages: int) -> Shape:
-        return Shape(self.messages[:num_messages], self.tools, self.options)
+        return replace(self, messages=self.messages[:num_messages])
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,8 @@ class Request:
 def chat(shape: Shape, reasoning_name: str = "reasoning_content") -> Request:
     messages = [_chat_message(said, reasoning_name) for said in shape.messages]
     tools = [{"type": "function", "function": tool} for tool in shape.tools]
-    return Request("/v1/chat/completions", _body(shape, messages=messages, tools=tools))
+    effort = {"reasoning_effort": shape.effort or None}
+    return Request("/v1/chat/completions", _body(shape, messages=messages, tools=tools, **effort))
 
 
 def _chat_message(said: Said, reasoning_name: str) -> JSON:
@@ -88,13 +91,11 @@ def chat_with_reasoning(shape: Shape) -> Request | None:
 
 
 def messages(shape: Shape) -> Request | None:
-    """Anthropic's API: leading system messages stand beside the others, results are blocks of a user."""
+    """Anthropic's API: the first system message stands beside the others, results are blocks of a user."""
     if any(said.role == "developer" for said in shape.messages) or not _has_arguments(shape):
         return None
     rest = list(shape.messages)
-    system: tuple[str, ...] = ()
-    while rest and rest[0].role == "system":
-        system += rest.pop(0).parts
+    system = rest.pop(0).parts if rest[0].role == "system" else ()
     made: list[JSON] = []
     for said in rest:
         blocks = _blocks(said)
@@ -104,7 +105,10 @@ def messages(shape: Shape) -> Request | None:
             made.append({"role": "user" if said.role == "tool" else said.role, "content": blocks})
     tools = [_anthropic_tool(tool) for tool in shape.tools]
     given: Any = system[0] if len(system) == 1 else [{"type": "text", "text": text} for text in system]
-    return Request("/v1/messages", _body(shape, max_tokens=1, system=given, messages=made, tools=tools))
+    thinking = {"none": {"thinking": {"type": "disabled"}}, "": {}}
+    effort = thinking.get(shape.effort, {"output_config": {"effort": shape.effort}})
+    body = _body(shape, max_tokens=1, system=given, messages=made, tools=tools, **effort)
+    return Request("/v1/messages", body)
 
 
 def _is_results(message: JSON) -> bool:
@@ -134,13 +138,13 @@ def responses(shape: Shape) -> Request | None:
     """The first system message is the instructions; an answer is items."""
     rest = list(shape.messages)
     instructions = None
-    if rest and rest[0].role == "system" and len(rest[0].parts) == 1:
+    if rest[0].role == "system" and len(rest[0].parts) == 1:
         instructions = rest.pop(0).parts[0]
-    if not rest:
-        return None
     items = [item for at, said in enumerate(rest) for item in _items(said, at)]
-    tools = [{"type": "function", "parameters": None, **tool} for tool in shape.tools]
-    return Request("/v1/responses", _body(shape, instructions=instructions, input=items, tools=tools))
+    tools = [{"type": "function", **tool} for tool in shape.tools]
+    effort = {"reasoning": {"effort": shape.effort} if shape.effort else None}
+    body = _body(shape, instructions=instructions, input=items, tools=tools, **effort)
+    return Request("/v1/responses", body)
 
 
 def _items(said: Said, at: int) -> list[JSON]:
@@ -171,8 +175,10 @@ def _items(said: Said, at: int) -> list[JSON]:
 def gemini(shape: Shape) -> Request | None:
     """Google's API, which vLLM does not serve."""
     rest = list(shape.messages)
-    instruction = rest.pop(0).parts if rest and rest[0].role == "system" else ()
-    if not rest or not _has_arguments(shape) or {said.role for said in rest} & {"system", "developer"}:
+    instruction = rest.pop(0).parts if rest[0].role == "system" else ()
+    if not _has_arguments(shape) or {said.role for said in rest} & {"system", "developer"}:
+        return None
+    if shape.effort or any("strict" in tool for tool in shape.tools):
         return None
     names = {call.call_id: call.name for said in rest for call in said.calls}
     contents: list[JSON] = []
@@ -216,9 +222,7 @@ def is_object(arguments: str) -> bool:
 
 def _body(shape: Shape, **fields: Any) -> JSON:
     given = {name: value for name, value in fields.items() if value not in (None, [], ())}
-    return {"model": "policy", **given} | (
-        {"chat_template_kwargs": shape.options} if shape.options else {}
-    )
+    return {"model": "policy", **given} | ({"chat_template_kwargs": shape.options} if shape.options else {})
 
 
 WRITERS: dict[str, Callable[[Shape], Request | None]] = {
