@@ -54,6 +54,19 @@ def converse(case: Case, fresh: Callable[[Case], Ids | None], seed: int) -> Iter
         yield Continued(asked.full_ids().tolist(), recorded, whole[end + 1 :])
 
 
+def continue_recorded(case: Case) -> tuple[Ids, Ids]:
+    """The prompt of the whole conversation in a session that recorded its answers as their texts are, and the
+    ids of the last answer with its prompt."""
+    made, session, recorded = renderer(case.kind, case.tokenizer), Session("s"), []
+    for at, said in enumerate(case.shape.messages):
+        if said.role == "assistant":
+            prompt = open_prompt(case.kind, case.tokenizer, _up_to(case, at).request, session)
+            ids = [*made.encode("".join(said.parts)).tolist(), made.stop_token_ids[0]]
+            recorded = [*prompt.full_ids().tolist(), *ids]
+            answer(session, prompt, ids, said)
+    return open_prompt(case.kind, case.tokenizer, case.request, session).full_ids().tolist(), recorded
+
+
 def answer(session: Session, prompt: Prompt, ids: Ids, said: Said) -> None:
     """Record an answer as the gateway does, when its parser has read it."""
     number = session.begin_sample(prompt, 0)
@@ -77,7 +90,7 @@ def _next_answer(case: Case, at: int) -> int:
 
 def _is_said(said: Said, text: str) -> bool:
     """Whether a rendered answer has all that it says, and is what a parser could have read."""
-    calls = all(is_object(call.arguments) for call in said.calls)
-    return (
-        calls and len(said.parts) <= 1 and all(part.strip() in text for part in (*said.parts, said.reasoning))
-    )
+    if len(said.parts) > 1 or not all(is_object(call.arguments) for call in said.calls):
+        return False
+    saying = (*said.parts, said.reasoning, *(call.name for call in said.calls))
+    return all(part.strip() in text for part in saying)

@@ -82,4 +82,5 @@ def shapes(draw: st.DrawFn, max_rounds: int = 3) -> Shape:
         st.sampled_from([{}, {}, {}, {"enable_thinking": False}, {"enable_thinking": True}, {"unknown": 1}])
     )
     effort = draw(st.sampled_from(["", "", "", "", "", "none", "low"]))
-    return Shape(tuple(said), tuple(draw(_tool(name)) for name in names), options, effort)
+    reasoning_name = draw(st.sampled_from(["reasoning_content", "reasoning"]))
+    return Shape(tuple(said), tuple(draw(_tool(name)) for name in names), options, effort, reasoning_name)
