@@ -32,8 +32,8 @@ class Continued(NamedTuple):
 
 
 def converse(case: Case, fresh: Callable[[Case], Ids | None], seed: int) -> Iterator[Continued]:
-    """Hold the conversation turn by turn. `fresh` is the server's prompt of a request. It ends where that does
-    not begin with the prompt before it, or the answer is not rendered as it was sampled."""
+    """Hold the conversation turn by turn. `fresh` is the server's prompt of a request. It ends where that
+    does not begin with the prompt before it, or the answer is not rendered as it was sampled."""
     made, rng, session = renderer(case.kind, case.tokenizer), random.Random(seed), Session("s")
     for at, said in enumerate(case.shape.messages):
         if said.role != "assistant":

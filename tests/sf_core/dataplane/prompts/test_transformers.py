@@ -1,5 +1,5 @@
-"""Our prompts are those of transformers, and sessions extend what they recorded with them; where they are not,
-the table of docs/your-agent.md says so."""
+"""Our prompts are those of transformers, and sessions extend what they recorded with them, except as the
+table of docs/your-agent.md says."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from tests.sf_core.dataplane.stand import Server, answering
 
 CALLED = Shape(
     (
-        Said("system", ("be",)),
         Said("user", ("hi",)),
         Said("assistant", calls=(Call("c12345678", "find", '{"x": 1}'),)),
         Said("tool", ("found",), answers="c12345678"),
@@ -60,7 +59,7 @@ def told(case: Case, theirs: Ids | None) -> str:
     return f"{case.kind}, {case.tokenizer}: {case.request.body}\nours:   {texts[0]!r}\ntheirs: {texts[1]!r}"
 
 
-@settings(max_examples=examples(300))
+@settings(max_examples=examples(200))
 @given(at=st.sampled_from(FOLDERS), shape=shapes())
 def test_our_prompts_are_those_of_transformers(at: tuple[str, str], shape: Shape) -> None:
     for case in cases(at, shape):
@@ -68,7 +67,7 @@ def test_our_prompts_are_those_of_transformers(at: tuple[str, str], shape: Shape
         assert of_gateway(case) == theirs or explained(case, TRANSFORMERS), told(case, theirs)
 
 
-@settings(max_examples=examples(300))
+@settings(max_examples=examples(200))
 @example(at=("mistral", "byte_level"), shape=CALLED, seed=0)
 @example(at=("qwen3", "byte_level"), shape=CALLED, seed=0)
 @given(at=st.sampled_from(FOLDERS), shape=shapes(), seed=st.integers(0, 2**32))
@@ -84,7 +83,7 @@ def test_what_follows_recorded_ids_is_rendered_as_without_them(
 def test_a_row_of_the_table_differs_from_transformers_where_it_says_so(name: str) -> None:
     example, matches = ROWS[name].example, ROWS[name].differs_from(TRANSFORMERS)
     assert (of_session(example) != of_transformers(example)) == (matches is not None)
-    assert matches is None or explained(example, TRANSFORMERS)[0] == name
+    assert (matches is not None) == (name in explained(example, TRANSFORMERS))
 
 
 def test_what_the_table_says_of_recorded_answers_keeps_their_ids() -> None:
