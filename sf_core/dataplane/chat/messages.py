@@ -1,9 +1,9 @@
 """Messages in canonical form, and their identity.
 
-A canonical message holds only what a model can see, in one spelling: absent content is "", arguments of tool
-calls are mappings. Dialects produce it, templates render it, sessions compare it. Reasoning is kept in the
-record only and is not compared: clients send answers back with it or without. Nor are the `name` that agents
-give to answers they send back, and other ids of their calls; other assistant messages keep theirs.
+A canonical message holds only what a model can see, in one spelling: absent content is "", content of several
+texts is a list, arguments of tool calls are mappings. Dialects produce it, templates render it, sessions
+compare it. Reasoning is not compared: clients send answers back with it or without. Nor are the `name` that
+agents give to answers they send back, and other ids of their calls; other assistant messages keep theirs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def call_id(turn_id: str, index: int) -> str:
 
 
 def tool_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    # in vLLM's order, which templates may show
+    return {"id": call_id, "function": {"arguments": arguments, "name": name}, "type": "function"}
 
 
 def chain_keys(tools: list[Tool], messages: list[Message]) -> list[bytes]:
