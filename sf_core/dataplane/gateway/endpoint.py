@@ -42,7 +42,7 @@ class Turns:
         run, session = self._find_session(scope, get(body, "model", (str,), ""))
         body = _as_served(body, self._dialect, run)
         requests = self._dialect.parse(body, session)
-        for kind in (*requests[0].left_out, *["strict"] * asks_strictness(body)):
+        for kind in (*requests[0].left_out.kinds, *["strict"] * asks_strictness(body)):
             run.count(f"left_out.{kind}")
         try:
             turns = _join(run, session, requests, RequestIdentity.of(scope["headers"], data))

@@ -182,7 +182,7 @@ class DialectTests:
             assert self.models(listed) == names
 
     def check_sent_back(self, answer: Answer) -> None:
-        """A client that sends this answer back sends the recorded message, without its reasoning."""
+        """A client that sends this answer back sends the recorded message, with its reasoning."""
         body = self._reply({}).whole([answer])
         [request] = self.dialect.parse(self.next_request(body), Session("s"))
         sent_back = [
@@ -190,7 +190,7 @@ class DialectTests:
             for message in request.messages[:2]
         ]
         assert chain_keys([], sent_back) == chain_keys([], [HI, as_said(answer.message)])
-        assert all("reasoning_content" not in message for message in request.messages)
+        assert request.messages[1].get("reasoning_content") == answer.message.get("reasoning_content")
 
     def _parse(self, change: Fields) -> list[TurnRequest]:
         return self.dialect.parse({**self.request, **change}, Session("s"))
